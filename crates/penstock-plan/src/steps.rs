@@ -1,0 +1,172 @@
+//! What a collective IS: [`Steps`], one rank's part of it, as data.
+//!
+//! A step is a template that stands for `segments` *instances*; instance `s` touches segment `s` of the step's
+//! slices. Dependencies are explicit and local to a rank: an instance may start when all the instances that its
+//! `after` names are done. Dependencies *between* ranks are the messages themselves: a `Recv` is done when the bytes of
+//! the matching `Send` lie in its destination.
+//!
+//! ```text
+//!                 segment 0   segment 1   segment 2
+//!   Send   step 0   [####]      [####]      [##]         a slice shorter than `segments * segment_bytes`
+//!   Reduce step 1   [####]      [####]      [##]         ends early; instances with an empty slice are skipped
+//!   Send   step 2   after (1, same segment)              on both sides (both sides compute the same lengths)
+//! ```
+//!
+//! When is an instance done?
+//! - `Send`: when the receiver has taken all its bytes (acknowledged), or the engine keeps a copy of its own, so that
+//!   the source may be overwritten.
+//! - `Recv`, `Reduce`, `Copy`: when the destination holds the result.
+//! - `Notify`: when queued. `Await`: when the notification is here.
+//!
+//! What a plan may leave unsaid: an order that holds *through the peer*. In the all-gather half of a ring, for
+//! example, the final chunk can only arrive after the successor has consumed the partial one that we sent from the same
+//! place; no local dependency is needed. The checker in this crate's tests follows such chains with vector clocks and
+//! fails the plan if a write is not ordered after every earlier read of the same bytes.
+
+/// One rank's part of one collective.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Steps {
+    /// The step templates. Indices into this list are what [`Dep`] names. Urgency within the operation follows the
+    /// order of the list, then the segment.
+    pub steps: Vec<Step>,
+    /// Bytes of scratch memory that the slices with [`Buf::Scratch`] lie in.
+    pub scratch_bytes: u64,
+    /// One more than the largest message number that any rank uses in this operation.
+    pub messages: u32,
+}
+
+/// A template for `segments` instances of one action.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// What an instance does.
+    pub action: Action,
+    /// How many instances there are.
+    pub segments: u32,
+    /// What must be done before.
+    pub after: Vec<Dep>,
+}
+
+/// An instance's prerequisite within the same rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dep {
+    /// Instance `s` waits for instance `s - lag` of `step` (for nothing, where `s < lag`).
+    Segment {
+        /// Index of the step that is waited for.
+        step: u32,
+        /// How many segments earlier.
+        lag: u32,
+    },
+    /// Every instance waits for every instance of `step`.
+    All {
+        /// Index of the step that is waited for.
+        step: u32,
+    },
+}
+
+/// What an instance does. Message numbers: instance `s` of a step with message `m` uses number `m + s`; a `Send` on
+/// rank `a` to `b` and the `Recv`, `Reduce` or `Await` on `b` that names the same number from `a` are one message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Give the bytes of `src` to rank `to`. To a peer on the same host this may be a reference that the peer reads
+    /// through: which medium carries it is the transport's affair.
+    Send {
+        /// Receiving rank in the group.
+        to: u32,
+        /// Number of the first instance's message.
+        message: u32,
+        /// The bytes.
+        src: Slice,
+    },
+    /// Place the bytes that rank `from` sends.
+    Recv {
+        /// Sending rank in the group.
+        from: u32,
+        /// Number of the first instance's message.
+        message: u32,
+        /// Where they go.
+        dst: Slice,
+    },
+    /// `dst = sources[0] op sources[1] op ...`, in exactly this order. A local source may be `dst` itself.
+    Reduce {
+        /// Where the result goes.
+        dst: Slice,
+        /// The operands, in order.
+        sources: Vec<Operand>,
+        /// This is the last reduction of these bytes: finish the operation (an average divides now).
+        last: bool,
+    },
+    /// `dst = src`; the two do not overlap.
+    Copy {
+        /// Where to.
+        dst: Slice,
+        /// Where from.
+        src: Slice,
+    },
+    /// Tell rank `to` that we are here; no bytes.
+    Notify {
+        /// Receiving rank in the group.
+        to: u32,
+        /// Number of the message.
+        message: u32,
+    },
+    /// Wait for rank `from`'s `Notify`.
+    Await {
+        /// Sending rank in the group.
+        from: u32,
+        /// Number of the message.
+        message: u32,
+    },
+}
+
+/// A source of a `Reduce`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operand {
+    /// Bytes of this rank.
+    Local(Slice),
+    /// The bytes of a message: consumed by this step, never stored.
+    Message {
+        /// Sending rank in the group.
+        from: u32,
+        /// Number of the first instance's message.
+        message: u32,
+    },
+}
+
+/// Which memory a slice lies in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Buf {
+    /// What the rank contributes; never written. Absent for operations in place.
+    Input,
+    /// What the rank gets; for operations in place (all-reduce, broadcast, reduce) it also holds the contribution.
+    Output,
+    /// Memory of the engine, [`Steps::scratch_bytes`] long.
+    Scratch,
+}
+
+/// A byte range that advances with the segment: instance `s` covers
+/// `start + s * segment_bytes .. min(start + (s + 1) * segment_bytes, start + len)`,
+/// or, with `slots > 0`, the same bytes' length at `start + (s % slots) * segment_bytes` (a ring of scratch slots).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slice {
+    /// Which memory.
+    pub buf: Buf,
+    /// Where segment 0 starts, in bytes.
+    pub start: u64,
+    /// Bytes over all segments.
+    pub len: u64,
+    /// Bytes a segment; the last may be shorter. A multiple of 16 unless there is one segment.
+    pub segment_bytes: u64,
+    /// 0, or the number of slots that segments take turns in.
+    pub slots: u32,
+}
+
+impl Slice {
+    /// The bytes that instance `segment` touches, as (start, length). The length is 0 past the end.
+    #[must_use]
+    pub fn segment(&self, segment: u32) -> (u64, u64) {
+        let offset = u64::from(segment) * self.segment_bytes;
+        let len = self.len.saturating_sub(offset).min(self.segment_bytes);
+        let place = if self.slots == 0 { offset } else { u64::from(segment % self.slots) * self.segment_bytes };
+        (self.start + place.min(if self.slots == 0 { self.len } else { u64::MAX }), len)
+    }
+}

@@ -1,0 +1,74 @@
+//! What can go wrong, as something that a caller can act on.
+
+use std::fmt;
+
+/// What a caller can do about a [`Failure`] depends on this.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FailureKind {
+    /// Ranks issued different operations, shapes, dtypes or roots: mend the script.
+    Mismatch,
+    /// A rank died, stopped or became unreachable: rebuild the group without it.
+    PeerLost,
+    /// An operation took longer than its time-out although every rank answers.
+    Timeout,
+    /// A peer did not accept us (wrong secret, version, job): mend the deployment.
+    Refused,
+    /// A knob, an argument or the machine is not as needed; nothing was sent.
+    Config,
+    /// The group was shut down, aborted or forked away before the operation ended.
+    Closed,
+    /// A defect of Penstock itself.
+    Bug,
+}
+
+impl FailureKind {
+    /// The word that logs and Python's exception names use.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            FailureKind::Mismatch => "Mismatch",
+            FailureKind::PeerLost => "PeerLost",
+            FailureKind::Timeout => "Timeout",
+            FailureKind::Refused => "Refused",
+            FailureKind::Config => "Config",
+            FailureKind::Closed => "Closed",
+            FailureKind::Bug => "Bug",
+        }
+    }
+}
+
+/// An error that says what happened, where, whether the group still lives, and what to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// What the caller can do about it.
+    pub kind: FailureKind,
+    /// One or two sentences: operation, sequence number, rank, address, cause, remedy.
+    pub message: String,
+    /// Whether the group can still be used for other operations.
+    pub group_lives: bool,
+}
+
+impl Failure {
+    /// A failure after which the group is unusable.
+    pub fn fatal(kind: FailureKind, message: impl Into<String>) -> Failure {
+        Failure { kind, message: message.into(), group_lives: false }
+    }
+
+    /// A failure of one call; the group goes on.
+    pub fn of_call(kind: FailureKind, message: impl Into<String>) -> Failure {
+        Failure { kind, message: message.into(), group_lives: true }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = if self.group_lives {
+            "The group is still usable."
+        } else {
+            "The group is unusable: destroy it and build a new one."
+        };
+        write!(f, "{}: {} {}", self.kind.name(), self.message, state)
+    }
+}
+
+impl std::error::Error for Failure {}

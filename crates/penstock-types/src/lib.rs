@@ -1,0 +1,99 @@
+//! The words that every crate shares.
+//!
+//! A leaf: plain values and their names, no behaviour beyond printing and sizes, no dependencies.
+//! A word is spelled here the way it is spelled in Python, in logs and in `docs/`.
+
+use std::fmt;
+
+mod dtype;
+mod failure;
+
+pub use dtype::{DType, ReduceOp};
+pub use failure::{Failure, FailureKind};
+
+/// A moment in nanoseconds on some monotonic clock that the caller owns.
+///
+/// Protocol and plan code never reads a clock; it is told the time, so that tests and the simulator can run it
+/// under a virtual one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Time(pub u64);
+
+impl Time {
+    /// The moment `nanos` later.
+    #[must_use]
+    pub fn plus(self, nanos: u64) -> Time {
+        Time(self.0.saturating_add(nanos))
+    }
+
+    /// Nanoseconds from `earlier` to `self`; 0 when `earlier` is later.
+    #[must_use]
+    pub fn since(self, earlier: Time) -> u64 {
+        self.0.saturating_sub(earlier.0)
+    }
+}
+
+/// Nanoseconds in a millisecond.
+pub const MILLISECOND: u64 = 1_000_000;
+/// Nanoseconds in a second.
+pub const SECOND: u64 = 1_000_000_000;
+
+/// Who can stand at the end of a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum NodeId {
+    /// A training process, by its rank in the job.
+    Rank(u32),
+}
+
+impl fmt::Display for NodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            NodeId::Rank(rank) => write!(f, "rank {rank}"),
+        }
+    }
+}
+
+/// A set of ranks that run collectives together; drawn at random by its first rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GroupId(pub u64);
+
+/// Counts how often a job was rebuilt; frames of another generation are refused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Generation(pub u32);
+
+/// The position of an operation in its channel's order of issue.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct OpSeq(pub u64);
+
+/// How urgent a transfer is: a lower number goes first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Priority(pub i32);
+
+/// Bytes `start..end` of a buffer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ByteRange {
+    /// First byte.
+    pub start: u64,
+    /// One past the last byte.
+    pub end: u64,
+}
+
+impl ByteRange {
+    /// Bytes `start..end`.
+    #[must_use]
+    pub fn new(start: u64, end: u64) -> ByteRange {
+        debug_assert!(start <= end);
+        ByteRange { start, end }
+    }
+
+    /// How many bytes.
+    #[must_use]
+    pub fn len(self) -> u64 {
+        self.end - self.start
+    }
+
+    /// No bytes at all.
+    #[must_use]
+    pub fn is_empty(self) -> bool {
+        self.start == self.end
+    }
+}
