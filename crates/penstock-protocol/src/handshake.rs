@@ -1,0 +1,548 @@
+//! How two nodes come to trust a stream.
+//!
+//! ```text
+//!   connector                                   acceptor
+//!     HELLO  version, features, job, generation,
+//!            who I am, whom I want, stream, nonce  ->
+//!                                             <-  CHALLENGE  version, features, nonce, proof of the secret
+//!     PROOF  of the secret                     ->
+//!                                             <-  WELCOME          (or, at any time, REFUSAL code, text)
+//! ```
+//! A proof is HMAC-SHA256(secret, role | HELLO | nonce of the acceptor): both sides prove that they know the job's
+//! secret, bound to this very stream. Until then nothing is parsed but these messages, of at most
+//! [`MAX_MESSAGE_BYTES`]. The bytes that follow are neither encrypted nor authenticated: the secret keeps strangers
+//! and misrouted ranks out, not an attacker who can alter packets in flight (docs/security.md).
+//!
+//! Each message is `kind (1) | length (2) | body`.
+
+use crate::frame::{VERSION_MAJOR, VERSION_MINOR};
+use hmac::{Hmac, Mac};
+use penstock_types::{Generation, GroupId};
+use sha2::Sha256;
+
+/// Names one process: drawn at random when its engine starts.
+pub type NodeKey = [u8; 16];
+
+/// What a connector says first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// Protocol version, major and minor.
+    pub version: (u8, u8),
+    /// Feature bits that the connector can use.
+    pub features: u32,
+    /// The job: the group whose secret both share.
+    pub job: GroupId,
+    /// The job's generation.
+    pub generation: Generation,
+    /// The connector's rank in the job, for messages.
+    pub rank: u32,
+    /// The connector.
+    pub from: NodeKey,
+    /// Whom it wants to reach: another process may have taken over the port.
+    pub to: NodeKey,
+    /// Which of the pair's streams this is.
+    pub stream: u16,
+    /// Fresh randomness.
+    pub nonce: [u8; 32],
+}
+
+/// The connector's side. Feed bytes, send bytes, until it is finished.
+#[derive(Debug)]
+pub struct Connector {
+    hello: Hello,
+    secret: Vec<u8>,
+    inbox: Inbox,
+    outbox: Vec<u8>,
+    features: Option<u32>,
+}
+
+impl Connector {
+    /// Starts: the HELLO lies in the outbox.
+    #[must_use]
+    pub fn new(hello: Hello, secret: &[u8]) -> Connector {
+        let outbox = message(Tag::Hello, &hello.encode());
+        Connector { hello, secret: secret.to_vec(), inbox: Inbox::default(), outbox, features: None }
+    }
+
+    /// Bytes to write now.
+    pub fn poll_transmit(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.outbox)
+    }
+
+    /// Takes bytes from the wire. `Ok(Some(features))` once welcome; bytes behind the welcome are in `rest`.
+    pub fn handle_input(&mut self, bytes: &[u8], rest: &mut Vec<u8>) -> Result<Option<u32>, HandshakeError> {
+        self.inbox.bytes.extend_from_slice(bytes);
+        while let Some((tag, body)) = self.inbox.next()? {
+            match (tag, self.features) {
+                (Tag::Challenge, None) => {
+                    let challenge = Challenge::decode(&body)?;
+                    if challenge.version.0 != VERSION_MAJOR {
+                        return Err(HandshakeError::Version { theirs: challenge.version });
+                    }
+                    let expected = proof(&self.secret, b"acceptor", &self.hello, &challenge.nonce);
+                    if !equal(&expected, &challenge.proof) {
+                        return Err(HandshakeError::Secret);
+                    }
+                    self.features = Some(challenge.features & self.hello.features);
+                    let proof = proof(&self.secret, b"connector", &self.hello, &challenge.nonce);
+                    self.outbox.extend(message(Tag::Proof, &proof));
+                }
+                (Tag::Welcome, Some(features)) => {
+                    rest.append(&mut self.inbox.bytes);
+                    return Ok(Some(features));
+                }
+                (Tag::Refusal, _) => return Err(refused(&body)),
+                _ => return Err(HandshakeError::Garbage("a hand-shake message out of turn")),
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// The acceptor's side.
+#[derive(Debug)]
+pub struct Acceptor {
+    nonce: [u8; 32],
+    features: u32,
+    inbox: Inbox,
+    outbox: Vec<u8>,
+    state: AcceptorState,
+}
+
+#[derive(Debug)]
+enum AcceptorState {
+    AwaitHello,
+    Decide(Hello),
+    AwaitProof { hello: Hello, expected: [u8; 32] },
+    Finished,
+}
+
+/// What the acceptor found.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Accepted {
+    /// Not finished; feed more bytes.
+    Pending,
+    /// A HELLO is here: look up the job and call [`Acceptor::admit`] or [`Acceptor::refuse`].
+    Decide(Hello),
+    /// The stream is trusted.
+    Welcome {
+        /// What the connector said.
+        hello: Hello,
+        /// Features that both have.
+        features: u32,
+    },
+}
+
+impl Acceptor {
+    /// Waits for a HELLO; `nonce` is fresh randomness.
+    #[must_use]
+    pub fn new(nonce: [u8; 32], features: u32) -> Acceptor {
+        Acceptor { nonce, features, inbox: Inbox::default(), outbox: Vec::new(), state: AcceptorState::AwaitHello }
+    }
+
+    /// Bytes to write now.
+    pub fn poll_transmit(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.outbox)
+    }
+
+    /// Takes bytes from the wire; bytes behind the PROOF are in `rest`.
+    pub fn handle_input(&mut self, bytes: &[u8], rest: &mut Vec<u8>) -> Result<Accepted, HandshakeError> {
+        self.inbox.bytes.extend_from_slice(bytes);
+        if self.inbox.bytes.len() > 2 * MAX_MESSAGE_BYTES && !matches!(self.state, AcceptorState::AwaitProof { .. }) {
+            return Err(HandshakeError::Garbage("more bytes than a hand-shake has"));
+        }
+        match std::mem::replace(&mut self.state, AcceptorState::Finished) {
+            AcceptorState::AwaitHello => match self.inbox.next()? {
+                Some((Tag::Hello, body)) => {
+                    let hello = Hello::decode(&body)?;
+                    if hello.version.0 != VERSION_MAJOR {
+                        let error = HandshakeError::Version { theirs: hello.version };
+                        self.refuse(RefusalCode::Version, &error.to_string());
+                        return Err(error);
+                    }
+                    self.state = AcceptorState::Decide(hello.clone());
+                    Ok(Accepted::Decide(hello))
+                }
+                Some(_) => Err(HandshakeError::Garbage("a hand-shake that does not start with HELLO")),
+                None => {
+                    self.state = AcceptorState::AwaitHello;
+                    Ok(Accepted::Pending)
+                }
+            },
+            AcceptorState::AwaitProof { hello, expected } => match self.inbox.next()? {
+                Some((Tag::Proof, body)) => {
+                    if !equal(&expected, &body) {
+                        self.refuse(
+                            RefusalCode::Secret,
+                            "the job secret does not match; set the same PENSTOCK_SECRET (or PENSTOCK_SECRET_FILE) on \
+                             every rank",
+                        );
+                        return Err(HandshakeError::Secret);
+                    }
+                    self.outbox.extend(message(Tag::Welcome, &[]));
+                    rest.append(&mut self.inbox.bytes);
+                    Ok(Accepted::Welcome { features: self.features & hello.features, hello })
+                }
+                Some((Tag::Refusal, body)) => Err(refused(&body)),
+                Some(_) => Err(HandshakeError::Garbage("a hand-shake message out of turn")),
+                None => {
+                    self.state = AcceptorState::AwaitProof { hello, expected };
+                    Ok(Accepted::Pending)
+                }
+            },
+            state => {
+                self.state = state;
+                Ok(Accepted::Pending)
+            }
+        }
+    }
+
+    /// The HELLO names a job that we run, with this secret: challenge the connector.
+    pub fn admit(&mut self, secret: &[u8]) {
+        let AcceptorState::Decide(hello) = std::mem::replace(&mut self.state, AcceptorState::Finished) else {
+            return;
+        };
+        let challenge = Challenge {
+            version: (VERSION_MAJOR, VERSION_MINOR),
+            features: self.features,
+            nonce: self.nonce,
+            proof: proof(secret, b"acceptor", &hello, &self.nonce),
+        };
+        self.outbox.extend(message(Tag::Challenge, &challenge.encode()));
+        let expected = proof(secret, b"connector", &hello, &self.nonce);
+        self.state = AcceptorState::AwaitProof { hello, expected };
+    }
+
+    /// Tells the connector why not. Write the outbox, then close.
+    pub fn refuse(&mut self, code: RefusalCode, reason: &str) {
+        let mut body = vec![code as u8];
+        body.extend(reason.bytes().take(MAX_MESSAGE_BYTES - 8));
+        self.outbox.extend(message(Tag::Refusal, &body));
+        self.state = AcceptorState::Finished;
+    }
+}
+
+/// Why a stream was not accepted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum RefusalCode {
+    /// Another major version.
+    Version = 1,
+    /// The secrets differ.
+    Secret = 2,
+    /// No such job, rank or process here.
+    Stranger = 3,
+    /// The right job in another generation.
+    Generation = 4,
+    /// Not here yet: the acceptor has not read the job's secret so far. Try again.
+    NotYet = 5,
+}
+
+/// Why a hand-shake ended without a stream.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum HandshakeError {
+    /// The bytes are not a hand-shake.
+    Garbage(&'static str),
+    /// The other side speaks another major version.
+    Version {
+        /// Theirs, major and minor.
+        theirs: (u8, u8),
+    },
+    /// The other side does not know the job's secret (or knows another).
+    Secret,
+    /// The other side refused.
+    Refused {
+        /// Why, for programs.
+        code: u8,
+        /// Why, for people.
+        reason: String,
+    },
+}
+
+impl HandshakeError {
+    /// Whether trying again can help.
+    #[must_use]
+    pub fn is_temporary(&self) -> bool {
+        matches!(self, HandshakeError::Refused { code, .. } if *code == RefusalCode::NotYet as u8)
+    }
+}
+
+impl std::fmt::Display for HandshakeError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            HandshakeError::Garbage(what) => write!(f, "not a Penstock hand-shake: {what}"),
+            HandshakeError::Version { theirs } => write!(
+                f,
+                "protocol versions differ: theirs is {}.{}, ours {VERSION_MAJOR}.{VERSION_MINOR}; install the same \
+                 Penstock on every rank",
+                theirs.0, theirs.1
+            ),
+            HandshakeError::Secret => write!(
+                f,
+                "the job secret does not match; set the same PENSTOCK_SECRET (or PENSTOCK_SECRET_FILE) on every rank"
+            ),
+            HandshakeError::Refused { reason, .. } => write!(f, "refused: {reason}"),
+        }
+    }
+}
+
+impl std::error::Error for HandshakeError {}
+
+impl Hello {
+    fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(Hello::BYTES);
+        out.extend(HANDSHAKE_MAGIC);
+        out.extend([self.version.0, self.version.1]);
+        out.extend(self.features.to_le_bytes());
+        out.extend(self.job.0.to_le_bytes());
+        out.extend(self.generation.0.to_le_bytes());
+        out.extend(self.rank.to_le_bytes());
+        out.extend(self.from);
+        out.extend(self.to);
+        out.extend(self.stream.to_le_bytes());
+        out.extend(self.nonce);
+        debug_assert_eq!(out.len(), Hello::BYTES);
+        out
+    }
+
+    fn decode(body: &[u8]) -> Result<Hello, HandshakeError> {
+        let mut body = Reader(body);
+        if body.take::<8>()? != HANDSHAKE_MAGIC {
+            return Err(HandshakeError::Garbage("no Penstock magic"));
+        }
+        let version = body.take::<2>()?;
+        let hello = Hello {
+            version: (version[0], version[1]),
+            features: u32::from_le_bytes(body.take()?),
+            job: GroupId(u64::from_le_bytes(body.take()?)),
+            generation: Generation(u32::from_le_bytes(body.take()?)),
+            rank: u32::from_le_bytes(body.take()?),
+            from: body.take()?,
+            to: body.take()?,
+            stream: u16::from_le_bytes(body.take()?),
+            nonce: body.take()?,
+        };
+        // A newer minor version may append fields; they are skipped.
+        Ok(hello)
+    }
+
+    const BYTES: usize = 8 + 2 + 4 + 8 + 4 + 4 + 16 + 16 + 2 + 32;
+}
+
+struct Challenge {
+    version: (u8, u8),
+    features: u32,
+    nonce: [u8; 32],
+    proof: [u8; 32],
+}
+
+impl Challenge {
+    fn encode(&self) -> Vec<u8> {
+        let mut out = vec![self.version.0, self.version.1];
+        out.extend(self.features.to_le_bytes());
+        out.extend(self.nonce);
+        out.extend(self.proof);
+        out
+    }
+
+    fn decode(body: &[u8]) -> Result<Challenge, HandshakeError> {
+        let mut body = Reader(body);
+        let version = body.take::<2>()?;
+        Ok(Challenge {
+            version: (version[0], version[1]),
+            features: u32::from_le_bytes(body.take()?),
+            nonce: body.take()?,
+            proof: body.take()?,
+        })
+    }
+}
+
+fn refused(body: &[u8]) -> HandshakeError {
+    let (code, text) = body.split_first().map_or((0, &[][..]), |(code, text)| (*code, text));
+    // The text comes from a stranger: printable characters only.
+    let reason = String::from_utf8_lossy(text).chars().filter(|c| !c.is_control()).collect();
+    HandshakeError::Refused { code, reason }
+}
+
+fn proof(secret: &[u8], role: &[u8], hello: &Hello, nonce: &[u8; 32]) -> [u8; 32] {
+    let mut mac = Hmac::<Sha256>::new_from_slice(secret).expect("HMAC takes keys of any length");
+    mac.update(role);
+    mac.update(&hello.encode());
+    mac.update(nonce);
+    mac.finalize().into_bytes().into()
+}
+
+/// Compares in a time that does not depend on where the first difference is.
+fn equal(a: &[u8], b: &[u8]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).fold(0u8, |difference, (a, b)| difference | (a ^ b)) == 0
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+enum Tag {
+    Hello = 1,
+    Challenge = 2,
+    Proof = 3,
+    Welcome = 4,
+    Refusal = 5,
+}
+
+fn message(tag: Tag, body: &[u8]) -> Vec<u8> {
+    let mut out = vec![tag as u8];
+    out.extend((body.len() as u16).to_le_bytes());
+    out.extend(body);
+    out
+}
+
+#[derive(Debug, Default)]
+struct Inbox {
+    bytes: Vec<u8>,
+}
+
+impl Inbox {
+    fn next(&mut self) -> Result<Option<(Tag, Vec<u8>)>, HandshakeError> {
+        let Some(&tag) = self.bytes.first() else { return Ok(None) };
+        let tag = [Tag::Hello, Tag::Challenge, Tag::Proof, Tag::Welcome, Tag::Refusal]
+            .into_iter()
+            .find(|known| *known as u8 == tag)
+            .ok_or(HandshakeError::Garbage("an unknown message"))?;
+        if self.bytes.len() < 3 {
+            return Ok(None);
+        }
+        let length = usize::from(u16::from_le_bytes([self.bytes[1], self.bytes[2]]));
+        if length > MAX_MESSAGE_BYTES {
+            return Err(HandshakeError::Garbage("a message longer than a hand-shake has"));
+        }
+        if self.bytes.len() < 3 + length {
+            return Ok(None);
+        }
+        let body = self.bytes[3..3 + length].to_vec();
+        self.bytes.drain(..3 + length);
+        Ok(Some((tag, body)))
+    }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], HandshakeError> {
+        let (head, tail) = self.0.split_at_checked(N).ok_or(HandshakeError::Garbage("a message cut short"))?;
+        self.0 = tail;
+        Ok(head.try_into().expect("split at N"))
+    }
+}
+
+const HANDSHAKE_MAGIC: [u8; 8] = *b"PENSTOCK";
+/// No hand-shake message is longer, which bounds what a stranger can make us hold.
+pub const MAX_MESSAGE_BYTES: usize = 512;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn hello() -> Hello {
+        Hello {
+            version: (VERSION_MAJOR, VERSION_MINOR),
+            features: 0b111,
+            job: GroupId(42),
+            generation: Generation(1),
+            rank: 3,
+            from: [1; 16],
+            to: [2; 16],
+            stream: 5,
+            nonce: [7; 32],
+        }
+    }
+
+    /// Runs both sides, `cut` bytes at a time.
+    fn run(hello: Hello, ours: &[u8], theirs: &[u8], cut: usize) -> Result<(Accepted, u32), HandshakeError> {
+        let mut connector = Connector::new(hello, ours);
+        let mut acceptor = Acceptor::new([9; 32], 0b110);
+        let mut rest = Vec::new();
+        let (mut accepted, mut features) = (Accepted::Pending, None);
+        for _ in 0..10 {
+            for piece in connector.poll_transmit().chunks(cut) {
+                match acceptor.handle_input(piece, &mut rest) {
+                    Ok(Accepted::Decide(_)) => acceptor.admit(theirs),
+                    Ok(Accepted::Pending) => {}
+                    Ok(done) => accepted = done,
+                    Err(error) => {
+                        let refusal = acceptor.poll_transmit();
+                        if !refusal.is_empty() {
+                            return Err(connector.handle_input(&refusal, &mut rest).expect_err("refused"));
+                        }
+                        return Err(error);
+                    }
+                }
+            }
+            for piece in acceptor.poll_transmit().chunks(cut) {
+                features = features.or(connector.handle_input(piece, &mut rest)?);
+            }
+            if let Some(features) = features {
+                return Ok((accepted, features));
+            }
+        }
+        panic!("the hand-shake does not end");
+    }
+
+    /// Two nodes with one secret meet, however the bytes are cut, and agree on the features that both have.
+    #[test]
+    fn same_secret_is_welcome() {
+        for cut in [1, 3, 7, 100, 1000] {
+            let (accepted, features) = run(hello(), b"secret", b"secret", cut).expect("welcome");
+            assert_eq!(features, 0b110);
+            assert_eq!(accepted, Accepted::Welcome { hello: hello(), features: 0b110 });
+        }
+    }
+
+    /// Another secret is found by the connector first, which then says nothing that depends on its own.
+    #[test]
+    fn other_secret_is_refused() {
+        assert_eq!(run(hello(), b"secret", b"other", 1000), Err(HandshakeError::Secret));
+    }
+
+    /// Another major version is refused with both versions in the text.
+    #[test]
+    fn other_version_is_refused() {
+        let mut old = hello();
+        old.version = (VERSION_MAJOR + 1, 0);
+        let error = run(old, b"secret", b"secret", 1000).expect_err("refused");
+        let HandshakeError::Refused { code, reason } = error else { panic!("not a refusal: {error}") };
+        assert_eq!(code, RefusalCode::Version as u8);
+        assert!(reason.contains("theirs is 2.0"), "{reason}");
+    }
+
+    /// A proof recorded on one stream does not open another: the acceptor's nonce differs.
+    #[test]
+    fn a_replayed_proof_is_refused() {
+        let mut connector = Connector::new(hello(), b"secret");
+        let first = connector.poll_transmit();
+        let mut rest = Vec::new();
+        let mut acceptor = Acceptor::new([1; 32], 0);
+        acceptor.handle_input(&first, &mut rest).expect("hello");
+        acceptor.admit(b"secret");
+        connector.handle_input(&acceptor.poll_transmit(), &mut rest).expect("challenge");
+        let second = connector.poll_transmit();
+
+        let mut victim = Acceptor::new([2; 32], 0);
+        victim.handle_input(&first, &mut rest).expect("hello");
+        victim.admit(b"secret");
+        assert_eq!(victim.handle_input(&second, &mut rest), Err(HandshakeError::Secret));
+    }
+
+    proptest! {
+        /// No bytes from a stranger panic the acceptor or make it hold more than a bound.
+        #[test]
+        fn strangers_are_bounded(bytes in proptest::collection::vec(any::<u8>(), 0..4096), cut in 1usize..600) {
+            let mut acceptor = Acceptor::new([0; 32], 0);
+            let mut rest = Vec::new();
+            for piece in bytes.chunks(cut) {
+                if acceptor.handle_input(piece, &mut rest).is_err() {
+                    break;
+                }
+                prop_assert!(acceptor.inbox.bytes.len() <= 2 * MAX_MESSAGE_BYTES + 600);
+            }
+        }
+    }
+}

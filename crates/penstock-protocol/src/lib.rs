@@ -1,0 +1,18 @@
+//! What Penstock says on a wire, without sockets, clocks or threads.
+//!
+//! Bytes, time and randomness come in as arguments; frames and events come out as values. `penstock-net` turns them
+//! into system calls, tests run them under a virtual clock.
+//!
+//! - [`frame`]: the header that every frame carries.
+//! - [`handshake`]: how two nodes come to trust a stream.
+//! - [`peer`]: everything between two nodes: which frame goes on which stream next, credit, acks, duplicates, loss.
+//! - [`fingerprint`]: what a rank believes an operation to be.
+
+pub mod fingerprint;
+pub mod frame;
+pub mod handshake;
+pub mod peer;
+mod stream;
+
+pub use frame::{FrameError, Header, Kind, MessageKey, Reference};
+pub use stream::StreamStats;
