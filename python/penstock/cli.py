@@ -1,0 +1,58 @@
+"""The command ``penstock <verb>``.
+
+A verb is a click command named ``command`` in ``penstock.<verb>``. Its module is imported when the verb is used and
+not before, and the one-line help below stands here for the same reason: torch takes seconds to import, and
+``penstock --help`` must not.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+import click
+
+
+class Verbs(click.Group):
+    """A group whose commands are the modules that `VERBS` names."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command = importlib.import_module(f"penstock.{cmd_name}").command
+        assert isinstance(command, click.Command), f"penstock.{cmd_name}.command is not a click command"
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], VERBS, n=1)
+            hint = f"Did you mean '{near[0]}'?" if near else f"The verbs are {', '.join(sorted(VERBS))}."
+            ctx.fail(f"No such verb '{args[0]}'. {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(sorted(VERBS.items()))
+
+
+VERBS = {
+    "bench": "Measure collectives: time, bandwidth, share of the limit, beside gloo.",
+    "demo": "Train a character GPT with gloo, then with Penstock, and compare.",
+    "doctor": "Check reachability, rate, MTU and limits between ranks.",
+    "info": "List versions and every setting: value, origin and meaning.",
+    "testbed": "Emulate a cluster on this machine: hosts, a switch, rates, loss, delay.",
+}
+
+
+@click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="penstock", message="penstock %(version)s")
+def main() -> None:
+    """Penstock: train over an ordinary network at the speed of that network.
+
+    In a script, init_process_group("penstock") is all that changes. `penstock VERB --help` says more about each verb.
+    """
