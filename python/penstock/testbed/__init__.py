@@ -1,0 +1,28 @@
+"""Emulated clusters on one machine: real processes, real kernel TCP, links as slow and as lossy as you say.
+
+A `Testbed` is N hosts, each a network namespace with one interface, joined by a switch (a bridge in a namespace of its
+own). The machine's own network is never touched, nothing gets a name in ``/run/netns``, and the kernel frees
+everything when the processes that hold it are gone, however they went (`keeper`).
+
+- `link`: what a link is like, and the ``tc`` commands that make it so. Pure.
+- `cluster`: namespaces, wires, counters, faults: `Testbed`; and `Loopback`, which has the same face and no network.
+- `launch`: ranks over hosts, their output, their end: `CompletedRun`.
+- `namespace`, `keeper`, `rank`, `relay`: the parts that run in other threads or processes.
+- `cli`: ``penstock testbed up | run | down | show``.
+"""
+
+from penstock.testbed.cli import command
+from penstock.testbed.cluster import Loopback, Testbed, TestbedUnavailable
+from penstock.testbed.launch import CompletedRun
+from penstock.testbed.link import FlowClass, LinkSpec, flow_class
+
+__all__ = [
+    "CompletedRun",
+    "FlowClass",
+    "LinkSpec",
+    "Loopback",
+    "Testbed",
+    "TestbedUnavailable",
+    "command",
+    "flow_class",
+]

@@ -1,0 +1,545 @@
+"""Hosts, wires, counters and faults: what `penstock.testbed` is about."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import ipaddress
+import json
+import os
+import re
+import secrets
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.testbed import keeper, launch, link, namespace
+from penstock.testbed.link import FlowClass, LinkSpec
+
+Self = TypeVar("Self", bound="Bed")
+
+
+class TestbedUnavailable(RuntimeError):
+    """No testbed can be made here: a right or a tool is missing. The message says which, and what to do."""
+
+    __test__ = False  # pytest takes classes named Test... for tests
+
+
+class Bed:
+    """What `Testbed` and `Loopback` share: processes on hosts, and their end.
+
+    Leaving the ``with`` block, or `close`, kills every process that was started here, with all it started itself.
+    If this process is killed instead, the keeper does the same within a fraction of a second (`keeper`).
+    """
+
+    hosts: int
+    interface: str
+
+    def __init__(self, *, hosts: int) -> None:
+        self.hosts = hosts
+        self._maker = os.getpid()
+        self._id = secrets.token_hex(8)
+        self._stack = contextlib.ExitStack()
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    def run(self, command: Sequence[str], *, ranks: int, **options: Any) -> launch.CompletedRun:
+        """Run ``command`` as ``ranks`` ranks spread over the hosts and wait for them: see `launch.run`."""
+        return launch.run(self, command, ranks=ranks, **options)
+
+    def popen(
+        self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a process on a host and return at once.
+
+        Args:
+            host: 0 to ``hosts`` - 1.
+            argv: program and arguments; the file system is the machine's own, whatever the host.
+            env: added to this process's environment.
+            options: as for subprocess.Popen; the process leads a session of its own unless you say otherwise.
+        Returns: the Popen of that very process: its ``pid`` is the machine's, ready for SIGKILL and SIGSTOP.
+        Cost: a fork from a new thread, 1-3 ms.
+        """
+        environment = {**os.environ, **self.environment(), **(env or {})}
+        options.setdefault("start_new_session", True)
+        return self.inside(host, lambda: subprocess.Popen(list(argv), env=environment, **options))
+
+    def environment(self) -> dict[str, str]:
+        """What every process here has in its environment: the mark that the keeper looks for, and the interface."""
+        return {
+            MARK: self._id,
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "NCCL_SOCKET_IFNAME": self.interface,
+            "TP_SOCKET_IFNAME": self.interface,
+        }
+
+    def address(self, host: int, family: int = 4) -> str:
+        """The address of a host, IPv4 or (``family=6``) IPv6."""
+        raise NotImplementedError
+
+    def counters(self) -> dict[int, dict[str, int]]:
+        """``{host: {tx_bytes, tx_packets, tx_dropped, rx_bytes, rx_packets, rx_dropped}}`` of each host's interface."""
+        return {host: self.inside(host, lambda: _interface_counters(self.interface)) for host in range(self.hosts)}
+
+    def flows(self) -> dict[int, list[FlowClass]]:
+        """What each host sent so far by class of flows; empty lists where there are no classes."""
+        return {host: [] for host in range(self.hosts)}
+
+    def connections(self, host: int) -> set[tuple[int, int]]:
+        """Ports (here, there) of the TCP connections that are open between this host and another."""
+        return set()
+
+    def inside(self, host: int, function: Callable[[], Any]) -> Any:
+        """Call ``function`` on a thread that is on ``host``; return what it returns. Sockets made there stay there."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Kill what runs here and free everything. Does nothing the second time, or in a forked child."""
+        if os.getpid() == self._maker:
+            self._stack.close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_keeper(self, namespaces: Sequence[int]) -> None:
+        """From here on everything in ``namespaces``, and all with our mark, dies with this process."""
+        inodes = {os.fstat(each).st_ino for each in namespaces}
+        script = [sys.executable, "-I", "-S", keeper.__file__, f"{MARK}={self._id}", str(os.getpid())]
+        process = subprocess.Popen(
+            [*script, *map(str, namespaces)],
+            pass_fds=namespaces,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+        self._keeper = process
+
+        def end() -> None:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+            if process.returncode != 0:  # killed, for one
+                keeper.sweep(f"{MARK}={self._id}".encode(), inodes)
+
+        self._stack.callback(end)
+
+
+class Testbed(Bed):
+    """N hosts joined by a switch, all on this machine.
+
+    Args:
+        hosts: 1 to `MOST_HOSTS`.
+        link: what each host's link to the switch is like.
+        name: what `keep` publishes it as, and what messages call it.
+
+    Raises:
+        TestbedUnavailable: not root, a tool is missing, or the kernel lacks something. Nothing is left behind.
+        ValueError: arguments that make no sense.
+
+    Cost: about 0.1 s to make and to close two hosts. Every host shares the machine's processors: link rates that
+    leave them idle are the ones that mean something. `docs/testbed.md` has measurements.
+    """
+
+    __test__ = False
+    interface = "eth0"
+
+    def __init__(self, *, hosts: int = 2, link: LinkSpec | None = None, name: str | None = None) -> None:
+        if not 1 <= hosts <= MOST_HOSTS:
+            raise ValueError(f"hosts={hosts}: give 1 to {MOST_HOSTS}")
+        super().__init__(hosts=hosts)
+        self.link = link or LinkSpec()
+        self.name = name
+        self._prepare()
+        check_available(self.link)
+        try:
+            self._build()
+        except OSError as error:
+            self.close()
+            raise TestbedUnavailable(f"the kernel refused: {error}. Is CAP_SYS_ADMIN missing (a container)?") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def attach(cls, name: str) -> Testbed:
+        """The testbed that `keep` published as ``name``.
+
+        Closing it then ends only the processes that were started through this object.
+
+        Raises: LookupError, when there is none.
+        """
+        state = read_state(name)
+        bed = cls.__new__(cls)
+        Bed.__init__(bed, hosts=state["hosts"])
+        bed.link, bed.name = LinkSpec(**state["link"]), name
+        bed._prepare()
+        try:
+            for number in state["namespaces"]:
+                bed._namespaces.append(os.open(f"/proc/{state['keeper']}/fd/{number}", os.O_RDONLY))
+            bed._start_keeper([])
+        except BaseException:
+            bed.close()
+            raise
+        return bed
+
+    def keep(self) -> None:
+        """Let the testbed outlive this process under its name, until ``penstock testbed down``.
+
+        Raises: FileExistsError, when one of that name is up. This object must be closed as always, which then leaves
+        the testbed alone.
+        """
+        assert self.name is not None and self._keeper is not None and self._keeper.stdin is not None
+        path = state_path(self.name)
+        state = {
+            "keeper": self._keeper.pid,
+            "started": _start_time(self._keeper.pid),
+            "hosts": self.hosts,
+            "link": self.link.to_dict(),
+            "namespaces": self._namespaces,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        read_states()  # drops what a dead keeper left behind
+        with open(path, "x") as file:
+            json.dump(state, file)
+        self._keeper.stdin.write(f"detach {path}\n".encode())
+        self._keeper.stdin.flush()
+        self._stack.pop_all()
+        self._stack.callback(self._release)
+
+    def address(self, host: int, family: int = 4) -> str:
+        self._check_host(host)
+        return f"10.77.0.{host + 1}" if family == 4 else f"fd77::{host + 1:x}"
+
+    def flows(self) -> dict[int, list[FlowClass]]:
+        """What each host sent so far, by class of flows; empty lists where ``flow_mbit`` is None.
+
+        Cost: one run of ``tc`` a host, 3 ms.
+        """
+        result = {}
+        for host in range(self.hosts):
+            seen = [link.flow_class(*ports) for ports in self.connections(host)]
+            result[host] = [
+                dataclasses.replace(each, flows=seen.count(each.index)) for each in self._sent_by_class(host)
+            ]
+        return result
+
+    def connections(self, host: int) -> set[tuple[int, int]]:
+        return self.inside(host, lambda: _connections(self.address(host), self.address(host, 6)))
+
+    def drop_link(self, host: int) -> None:
+        """Silently lose every packet from and to ``host``, as a pulled cable behind a switch would. Twice is once.
+
+        Nothing on any host hears of it: interfaces stay up and neighbours stay known (the entries are permanent), so
+        that only a protocol's own timeouts can tell. What is under way behind the switch still arrives.
+        """
+        self._check_host(host)
+        self._down.add(host)
+        self._apply_rules()
+
+    def restore_link(self, host: int) -> None:
+        """Undo `drop_link`."""
+        self._check_host(host)
+        self._down.discard(host)
+        self._apply_rules()
+
+    def inside(self, host: int, function: Callable[[], Any]) -> Any:
+        self._check_host(host)
+        return namespace.inside(self._namespaces[host], function)
+
+    # How it is made
+
+    def _prepare(self) -> None:
+        self._down: set[int] = set()
+        self._namespaces: list[int] = []
+        """Descriptors: one for each host, and last the switch."""
+        self._stack.callback(self._release)
+
+    def _release(self) -> None:
+        while self._namespaces:
+            os.close(self._namespaces.pop())
+
+    def _build(self) -> None:
+        for _ in range(self.hosts + 1):
+            self._namespaces.append(namespace.create())
+        self._start_keeper(self._namespaces)
+        *hosts, switch = self._namespaces
+        mtu = self.link.mtu
+        wires = ["link set lo up", "link add switch type bridge", "link set switch up"]
+        for host, held in enumerate(hosts):
+            wires += [
+                f"link add port{host} mtu {mtu} type veth "
+                f"peer name {self.interface} mtu {mtu} address {_mac(host)} netns /proc/self/fd/{held}",
+                f"link set port{host} master switch up",
+            ]
+        self._ip(switch, wires)
+        netem = self.link.delay_ms > 0 and self._kernel_has_netem()
+        for host, held in enumerate(hosts):
+            lines = [
+                "link set lo up",
+                f"addr add {self.address(host)}/24 dev {self.interface}",
+                f"addr add {self.address(host, 6)}/64 dev {self.interface} nodad",
+                f"link set {self.interface} up",
+            ]
+            for other in range(self.hosts):
+                if other != host:
+                    neighbour = f"lladdr {_mac(other)} nud permanent dev {self.interface}"
+                    lines += [f"neigh add {self.address(other, family)} {neighbour}" for family in (4, 6)]
+            self._ip(held, lines)
+            self._tc(held, link.host_commands(self.link, self.interface))
+            self._tc(switch, link.port_commands(self.link, f"port{host}", netem=netem))
+            if not self.link.uses_offloads:
+                namespace.inside(held, lambda: _switch_offloads_off(self.interface))
+                namespace.inside(switch, lambda device=f"port{host}": _switch_offloads_off(device))
+        if self.link.loss:
+            self._apply_rules()
+
+    def _apply_rules(self) -> None:
+        """Loss and dropped links live in the switch, where no host can notice the rule itself.
+
+        A rule on a host would make sends fail with EPERM. The table is replaced as one transaction.
+        """
+        rules = []
+        if self._down:
+            ports = ", ".join(f'"port{host}"' for host in sorted(self._down))
+            rules += [f"iifname {{ {ports} }} drop", f"oifname {{ {ports} }} drop"]
+        if self.link.loss:
+            rules.append(f"numgen random mod 1000000 < {round(self.link.loss * 1_000_000)} drop")
+        lines = [
+            "add table bridge testbed",
+            "delete table bridge testbed",
+            "add table bridge testbed",
+            "add chain bridge testbed forward { type filter hook forward priority 0; }",
+            *[f"add rule bridge testbed forward {rule}" for rule in rules],
+        ]
+        self._tool(self._namespaces[-1], ["nft", "-f", "-"], "\n".join(lines) + "\n")
+
+    def _kernel_has_netem(self) -> bool:
+        raise TestbedUnavailable("delay_ms: no delay can be made here yet")
+
+    def _sent_by_class(self, host: int) -> list[FlowClass]:
+        caps = self.link.caps_mbit
+        if caps is None:
+            return []
+        text = self._tool(self._namespaces[host], ["tc", "-s", "class", "show", "dev", self.interface])
+        sent = {
+            int(minor, 16): (int(sent_bytes), int(packets))
+            for minor, sent_bytes, packets in re.findall(r"class htb 1:(\w+) .*\n\s*Sent (\d+) bytes (\d+) pkt", text)
+        }
+        return [
+            FlowClass(index=index, cap_mbit=cap, bytes=total[0], packets=total[1], flows=0)
+            for index, cap in enumerate(caps)
+            for total in [sent[link.FIRST_MINOR + index]]
+        ]
+
+    def _ip(self, held: int, lines: Sequence[str]) -> None:
+        self._tool(held, ["ip", "-batch", "-"], "\n".join(lines))
+
+    def _tc(self, held: int, lines: Sequence[str]) -> None:
+        if lines:
+            self._tool(held, ["tc", "-batch", "-"], "\n".join(lines))
+
+    def _tool(self, held: int, command: Sequence[str], text: str = "") -> str:
+        """Run one of the system's tools in a namespace and return what it prints."""
+        options: dict[str, Any] = {"input": text, "text": True, "capture_output": True, "pass_fds": self._namespaces}
+        program = find_tool(command[0])
+        done = namespace.inside(held, lambda: subprocess.run([program, *command[1:]], check=False, **options))
+        if done.returncode != 0:
+            raise TestbedUnavailable(
+                f"`{' '.join(command)}` failed: {done.stderr.strip()}\n"
+                f"It was given:\n{text}\nA kernel that lacks one of {KERNEL_NEEDS} fails like this."
+            )
+        return done.stdout
+
+    def _check_host(self, host: int) -> None:
+        if not 0 <= host < self.hosts:
+            raise ValueError(f"host {host}: there are hosts 0 to {self.hosts - 1}")
+
+
+class Loopback(Bed):
+    """The testbed's face without its network: every "host" is this machine, and all talk over ``lo``.
+
+    For where `Testbed` is unavailable. Rates, loss, delay and dropped links do not exist here, and counters are those
+    of the machine's ``lo``, everybody's traffic included.
+    """
+
+    interface = "lo"
+
+    def __init__(self, *, hosts: int = 2) -> None:
+        super().__init__(hosts=hosts)
+        self._start_keeper([])
+
+    def address(self, host: int, family: int = 4) -> str:
+        return "127.0.0.1" if family == 4 else "::1"
+
+    def inside(self, host: int, function: Callable[[], Any]) -> Any:
+        return namespace.inside(None, function)
+
+
+def check_available(spec: LinkSpec) -> None:
+    """Raise TestbedUnavailable when the rights or the tools for such a testbed are missing. Makes nothing."""
+    if not sys.platform.startswith("linux"):
+        raise TestbedUnavailable("emulated clusters need Linux: they are made of network namespaces")
+    if os.geteuid() != 0:
+        raise TestbedUnavailable("making network namespaces needs root: run the same command with sudo")
+    needed = ["ip", "tc"] + (["nft"] if spec.loss else [])
+    for tool in needed:
+        find_tool(tool)
+
+
+def find_tool(tool: str) -> str:
+    """The path of ``ip``, ``tc`` or ``nft``. Raises: TestbedUnavailable, which says what to install."""
+    path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
+    if path is None:
+        raise TestbedUnavailable(f"the command `{tool}` is missing: install {PACKAGES[tool]}")
+    return path
+
+
+def unavailable(spec: LinkSpec | None = None) -> str | None:
+    """Why there can be no testbed here, or None when there is no known reason."""
+    try:
+        check_available(spec or LinkSpec())
+    except TestbedUnavailable as error:
+        return str(error)
+    return None
+
+
+def take_down(name: str) -> None:
+    """End the testbed that is up as ``name``, with every process in it; returns when it is gone.
+
+    Raises: LookupError, when there is none; TimeoutError, after 30 s.
+    """
+    state = read_state(name)
+    handle = os.pidfd_open(state["keeper"])
+    try:
+        signal.pidfd_send_signal(handle, signal.SIGTERM)
+        if not select.select([handle], [], [], 30)[0]:
+            raise TimeoutError(f"testbed '{name}': its keeper, process {state['keeper']}, does not end")
+    finally:
+        os.close(handle)
+
+
+def read_state(name: str) -> dict[str, Any]:
+    """What `Testbed.keep` wrote under ``name``. Raises: LookupError, with the names that there are."""
+    states = read_states()
+    if name not in states:
+        there = f"there are: {', '.join(sorted(states))}" if states else "none is up"
+        raise LookupError(f"no testbed '{name}': {there}. `penstock testbed up --name {name}` makes it")
+    return states[name]
+
+
+def read_states() -> dict[str, dict[str, Any]]:
+    """All testbeds that are up, by name. Files whose keeper is gone are removed."""
+    states = {}
+    for path in STATE_DIRECTORY.glob("*.json"):
+        try:
+            state = json.loads(path.read_text())
+            alive = _start_time(state["keeper"]) == state["started"]
+        except (OSError, ValueError, KeyError):
+            alive = False
+        if alive:
+            states[path.stem] = state
+        else:
+            path.unlink(missing_ok=True)
+    return states
+
+
+def state_path(name: str) -> Path:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,40}", name):
+        raise ValueError(f"testbed name '{name}': letters, digits, '.', '_' and '-', at most 41, please")
+    return STATE_DIRECTORY / f"{name}.json"
+
+
+def _connections(*addresses: str) -> set[tuple[int, int]]:
+    """Ports (here, there) of the calling thread's established connections from ``addresses`` to others."""
+    own = {_kernel_hex(address) for address in addresses}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/thread-self/net/{table}") as file:
+            next(file)
+            for line in file:
+                _, here, there, state, *_ = line.split()
+                (address, port), (other, other_port) = here.split(":"), there.split(":")
+                # A socket that speaks both families lists IPv4 addresses in IPv6's clothes.
+                address, other = (each.removeprefix(_V4_IN_V6) for each in (address, other))
+                if state == "01" and address in own and other not in own:
+                    found.add((int(port, 16), int(other_port, 16)))
+    return found
+
+
+def _kernel_hex(address: str) -> str:
+    """An address as ``/proc/net/tcp`` shows it: 32-bit words in the machine's byte order."""
+    packed = ipaddress.ip_address(address).packed
+    words = (int.from_bytes(packed[start : start + 4], sys.byteorder) for start in range(0, len(packed), 4))
+    return "".join(f"{word:08X}" for word in words)
+
+
+def _interface_counters(interface: str) -> dict[str, int]:
+    """The calling thread's interface, from the one file that shows them without a process."""
+    with open("/proc/thread-self/net/dev") as file:
+        for line in file:
+            name, _, numbers = line.partition(":")
+            if name.strip() == interface:
+                fields = [int(each) for each in numbers.split()]
+                return {
+                    "rx_bytes": fields[0],
+                    "rx_packets": fields[1],
+                    "rx_dropped": fields[3],
+                    "tx_bytes": fields[8],
+                    "tx_packets": fields[9],
+                    "tx_dropped": fields[11],
+                }
+    raise LookupError(f"there is no interface {interface} here")
+
+
+def _switch_offloads_off(interface: str) -> None:
+    """Make every packet of the calling thread's interface one that fits the MTU, as ``ethtool -K`` would."""
+    with socket.socket() as handle:
+        for command in (ETHTOOL_STSO, ETHTOOL_SGSO, ETHTOOL_SGRO):
+            value = ctypes.create_string_buffer(struct.pack("=II", command, 0))
+            fcntl.ioctl(handle, SIOCETHTOOL, struct.pack("@16sP16x", interface.encode(), ctypes.addressof(value)))
+
+
+def _start_time(process: int) -> str:
+    """When a process started, in the kernel's ticks: with its number, who it is. Raises: OSError, when it is gone."""
+    with open(f"/proc/{process}/stat") as file:
+        return file.read().rpartition(")")[2].split()[19]
+
+
+def _mac(host: int) -> str:
+    return f"02:00:00:00:00:{host + 1:02x}"
+
+
+MARK = "PENSTOCK_TESTBED"
+"""Environment variable of every process in a testbed; its value is the testbed's."""
+
+MOST_HOSTS = 64
+"""A guess at where one machine's hosts stop being of use. The addresses would do for 254."""
+
+STATE_DIRECTORY = Path("/run/penstock/testbed")
+
+PACKAGES = {
+    "ip": "iproute2 (Debian, Ubuntu, Alpine, Arch) or iproute (Fedora)",
+    "tc": "iproute2 (Debian, Ubuntu, Alpine, Arch) or iproute-tc (Fedora)",
+    "nft": "nftables (it has this name everywhere)",
+}
+
+KERNEL_NEEDS = "NET_NS, VETH, BRIDGE, NET_SCH_HTB, NET_CLS_BPF, TUN, NF_TABLES_BRIDGE"
+
+# linux/sockios.h and linux/ethtool.h. By hand, so that no further tool is needed.
+SIOCETHTOOL = 0x8946
+ETHTOOL_STSO, ETHTOOL_SGSO, ETHTOOL_SGRO = 0x1F, 0x24, 0x2C
+
+_V4_IN_V6 = "0000000000000000FFFF0000" if sys.byteorder == "little" else "00000000000000000000FFFF"

@@ -1,0 +1,120 @@
+"""The process that ends a testbed when nobody else can.
+
+Every testbed has one. It holds the descriptors of the namespaces and watches the process that made the testbed. When
+that process goes away, by SIGKILL too, the keeper kills what still runs in the testbed and exits; with the last
+descriptor and the last process the kernel frees namespaces, interfaces, queues and rules. Should the keeper itself
+be killed first, the maker does the same when it closes the testbed.
+
+Why not PR_SET_PDEATHSIG: it reaches children and not grandchildren, and fires when the *thread* that forked ends. Why
+not a PID namespace: ranks would not know the process ids that the rest of the machine knows them by.
+
+It runs as a script, ``python -I -S keeper.py MARK PARENT FD...``, and imports nothing of Penstock, so that it starts
+in 20 ms and stays small. Its standard input is a pipe whose other end only the maker holds. A line
+``detach PATH`` on it turns the testbed into one that stays (``penstock testbed up``) until SIGTERM; PATH is the file
+that says so to others, removed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+
+
+def main(arguments: list[str]) -> None:
+    mark, parent = arguments[0].encode(), int(arguments[1])
+    own = os.stat("/proc/self/ns/net").st_ino
+    namespaces = {os.fstat(int(each)).st_ino for each in arguments[2:]} - {own}
+    state_file = None
+    # Blocked rather than handled: one that arrives early stays pending until sigwait asks for it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    try:
+        state_file = watch(parent)
+        if state_file is not None:
+            signal.sigwait({signal.SIGTERM})
+    finally:
+        sweep(mark, namespaces)
+        if state_file is not None:
+            try:
+                os.unlink(state_file)
+            except FileNotFoundError:
+                pass
+
+
+def watch(parent: int) -> str | None:
+    """Wait until the maker closes its end of the pipe or dies, or detaches: then return the path it names."""
+    poll = select.poll()
+    poll.register(0, select.POLLIN | select.POLLHUP)
+    try:
+        poll.register(os.pidfd_open(parent), select.POLLIN)
+    except ProcessLookupError:
+        return None
+    if os.getppid() != parent:
+        return None  # it died before, and its number may be another's by now
+    said = b""
+    while True:
+        for descriptor, _ in poll.poll():
+            # A forked child of the maker may hold the pipe open, hence the second descriptor.
+            read = os.read(0, 4096) if descriptor == 0 else b""
+            if not read:
+                return None
+            said += read
+            if said.endswith(b"\n"):
+                return said.split(b" ", 1)[1].rstrip(b"\n").decode()
+
+
+def sweep(mark: bytes, namespaces: set[int]) -> None:
+    """Kill every process that lives in one of ``namespaces`` or was started with ``mark`` in its environment.
+
+    Args:
+        mark: ``NAME=value`` as it stands in the environment. It is inherited, so it finds grandchildren in sessions
+            of their own as well.
+        namespaces: inode numbers of network namespaces, never the machine's own.
+
+    Returns when none is left, or after 50 rounds: a process that outlives SIGKILL sits in the kernel and cannot be
+    helped. Processes may fork while they are being listed, hence the rounds.
+    """
+    for _ in range(50):
+        poll = select.poll()
+        killed = []
+        for process in members(mark, namespaces):
+            try:
+                handle = os.pidfd_open(process)
+            except ProcessLookupError:
+                continue
+            killed.append(handle)
+            # Looked at again under the handle: the number may have passed to a stranger in between.
+            if belongs(process, mark, namespaces):
+                try:
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+                poll.register(handle, select.POLLIN)
+        if not killed:
+            return
+        poll.poll(100)
+        for handle in killed:
+            os.close(handle)
+
+
+def members(mark: bytes, namespaces: set[int]) -> Iterator[int]:
+    """Process ids, this process's excepted."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid() and belongs(int(name), mark, namespaces):
+            yield int(name)
+
+
+def belongs(process: int, mark: bytes, namespaces: set[int]) -> bool:
+    try:
+        if namespaces and os.stat(f"/proc/{process}/ns/net").st_ino in namespaces:
+            return True
+        with open(f"/proc/{process}/environ", "rb") as environ:
+            return mark in environ.read().split(b"\0")
+    except OSError:  # it is gone, or another user's
+        return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
