@@ -1,0 +1,29 @@
+"""What holds for every Python test: settings of the machine that runs the tests do not leak into them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def root() -> pathlib.Path:
+    """The checkout."""
+    return ROOT
+
+
+def pytest_configure() -> None:
+    # Before any test imports torch or Penstock, and inherited by every rank: a user's own settings, or the job that a
+    # scheduler started this session in, would decide interfaces, world sizes and time limits here.
+    for name in list(os.environ):
+        if name.startswith("PENSTOCK_") or name in _LAUNCHER or name.endswith("_SOCKET_IFNAME"):
+            del os.environ[name]
+    os.environ["MPLBACKEND"] = "Agg"
+
+
+# What torchrun exports to a rank.
+_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}

@@ -1,0 +1,323 @@
+"""The rules of the house that a machine can hold: who leans on whom, what may not stand in a file, what starts how."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import click.testing
+import pytest
+
+import penstock
+from penstock import cli
+
+# --------------------------------------------------------------------------------------------- rooms and directions
+
+# Which crates of this workspace a crate may use (ARCHITECTURE.md, "Rooms, and who may lean on whom").
+MAY_USE = {
+    "penstock-types": set(),
+    "penstock-kernels": {"types"},
+    "penstock-plan": {"types"},
+    "penstock-protocol": {"types", "kernels"},
+    "penstock-net": {"types", "kernels", "protocol"},
+    "penstock-engine": {"types", "kernels", "protocol", "plan", "net"},
+    "penstock-py": {"types", "plan", "engine"},
+}
+
+# What turns a pure crate into one that reads clocks, opens sockets or needs an interpreter.
+IMPURE = re.compile(r"^(tokio|async-std|smol|mio|polling|rustix|nix|socket2|io-uring|pyo3|chrono|time|getrandom)$")
+
+
+def test_crates_lean_only_on_those_below(root: pathlib.Path) -> None:
+    """No crate depends, even in its tests, on one that ARCHITECTURE.md puts above it; a new crate needs an entry."""
+    metadata = json.loads(cargo(root, "metadata", "--no-deps", "--format-version=1", "--locked"))
+    uses = {
+        package["name"]: {
+            dependency["name"].removeprefix("penstock-")
+            for dependency in package["dependencies"]
+            if dependency["name"].startswith("penstock-")
+        }
+        for package in metadata["packages"]
+    }
+    assert set(uses) <= set(MAY_USE), "a crate that this test does not know"
+    assert not {f"{name} -> {other}" for name, used in uses.items() for other in used - MAY_USE[name]}
+
+
+@pytest.mark.parametrize("crate", ["penstock-types", "penstock-protocol", "penstock-plan"])
+def test_pure_crates_depend_on_no_runtime(root: pathlib.Path, crate: str) -> None:
+    """The simulator and the tests can run the shipped protocol and plans only while these need no system under them."""
+    tree = cargo(root, "tree", "-p", crate, "-e", "normal", "--prefix", "none", "--format", "{p}", "--locked")
+    names = {line.split()[0] for line in tree.splitlines() if line}
+    assert crate in names
+    assert not {name for name in names if IMPURE.match(name)}
+
+
+@pytest.mark.parametrize("crate", ["penstock-protocol", "penstock-plan"])
+def test_pure_crates_disallow_clocks_sleeps_and_sockets(root: pathlib.Path, crate: str) -> None:
+    """clippy reads the list beside the crate's manifest, and the crate does not switch the lints off."""
+    listed = (root / "crates" / crate / "clippy.toml").read_text()
+    for name in ("std::time::Instant", "std::time::SystemTime", "std::thread::sleep", "std::net::TcpStream"):
+        assert f'"{name}' in listed, name
+    sources = "".join(path.read_text() for path in (root / "crates" / crate).rglob("*.rs"))
+    assert not re.search(r"(allow|expect)\(clippy::disallowed_", sources)
+
+
+# ------------------------------------------------------------------------------------- what may not stand in a file
+
+# Hosts of package registries, in pieces so that this file does not hold what it forbids.
+REGISTRIES = [f"{first}.{second}" for first, second in (("pypi", "org"), ("pythonhosted", "org"), ("crates", "io"))]
+REGISTRIES += ["files" + ".pytorch.org", "download" + ".pytorch.org", "registry" + ".npmjs.org", "/simple" + "/"]
+
+# A path that only one machine has.
+MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(home|root|work|farm|tmp|Users|workspace|mnt)/[\w.-]")
+
+# Cargo names the default registry by this identifier, whatever mirror the crates came from.
+CARGO_SOURCE = "registry+https://github.com/rust-lang/crates" + ".io-index"
+
+
+def test_no_file_names_a_registry_or_a_path_of_one_machine(root: pathlib.Path) -> None:
+    """A clone must build from whatever registry or mirror its machine is set up for, in whatever folder."""
+    bad = []
+    for path, text in tracked_texts(root):
+        for number, line in enumerate(text.splitlines(), 1):
+            line = line.replace(CARGO_SOURCE, "")
+            if any(host in line for host in REGISTRIES) or MACHINE_PATH.search(line):
+                bad.append(f"{path}:{number}: {line.strip()[:100]}")
+    assert not bad, "\n".join(bad)
+
+
+def test_lock_files_hold_no_address(root: pathlib.Path) -> None:
+    """Hashes pin what is downloaded; from where is the machine's affair."""
+    python_lock = (root / "requirements" / "lock.txt").read_text()
+    cargo_lock = (root / "Cargo.lock").read_text().replace(CARGO_SOURCE, "")
+    for name, text in (("lock.txt", python_lock), ("Cargo.lock", cargo_lock)):
+        assert "://" not in text, name
+    assert not re.search(r"^\s*(-i|-f|--(extra-)?index-url|--find-links)", python_lock, re.MULTILINE)
+
+
+def test_python_lock_pins_everything_but_torch(root: pathlib.Path) -> None:
+    """Every requirement is exact and hashed; torch and what it alone brings stay out, for the user's torch is used."""
+    lock = (root / "requirements" / "lock.txt").read_text().replace("\\\n", " ")
+    requirements = [line for line in lock.splitlines() if line and not line.lstrip().startswith("#")]
+    names = set()
+    for requirement in requirements:
+        assert re.match(r"[\w.-]+==[\w.]+", requirement) and "--hash=sha256:" in requirement, requirement[:80]
+        names.add(requirement.split("==")[0])
+    assert {"click", "rich", "matplotlib", "numpy", "maturin", "pytest", "ruff", "mypy"} <= names
+    assert not {name for name in names if re.match(r"(torch|triton|nvidia|cuda)", name)}
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+def test_help_lists_the_verbs_and_imports_no_torch() -> None:
+    """`penstock --help` answers without what only a verb needs."""
+    program = (
+        "import sys; from penstock.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'rich', 'penstock._core'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    output = python(program).stdout
+    for verb in cli.VERBS:
+        assert re.search(rf"^  {verb} ", output, re.MULTILINE), output
+
+
+@pytest.mark.parametrize("verb", sorted(cli.VERBS))
+def test_every_verb_is_there_and_explains_itself(verb: str) -> None:
+    """The table of verbs in cli.py and the modules behind it agree."""
+    result = click.testing.CliRunner().invoke(cli.main, [verb, "--help"])
+    assert result.exit_code == 0, result.output
+    assert f"{verb} " in result.output.splitlines()[0]
+
+
+def test_unknown_verb_suggests_one() -> None:
+    """A slip of the finger is answered with the verb that was meant, a stranger with the list."""
+    runner = click.testing.CliRunner()
+    near, far = runner.invoke(cli.main, ["dmeo"]), runner.invoke(cli.main, ["xyzzy"])
+    assert near.exit_code == far.exit_code == 2
+    assert "Did you mean 'demo'?" in near.output
+    assert "bench, demo, doctor, info, testbed" in far.output
+
+
+def test_one_version_everywhere(root: pathlib.Path) -> None:
+    """The workspace, the native module, the installed metadata and the change log agree."""
+    import importlib.metadata
+
+    manifest = (root / "Cargo.toml").read_text()
+    version = re.search(r'^version = "(.+)"', manifest, re.MULTILINE)[1]
+    assert penstock.__version__ == version
+    assert importlib.metadata.version("penstock") == version
+    assert f"## {version}" in (root / "CHANGELOG.md").read_text()
+
+
+# ------------------------------------------------------------------------------- how torch comes to know the backend
+
+KNOWN = "assert 'penstock' in torch.distributed.Backend.backend_list"
+
+
+@pytest.mark.parametrize("autoload", ["1", "0"])
+@pytest.mark.parametrize("first", ["penstock, torch", "torch, penstock"])
+def test_import_penstock_makes_the_backend_known(first: str, autoload: str) -> None:
+    """In either order, with and without torch's autoload."""
+    python(f"import {first}; {KNOWN}", TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+
+
+def test_backend_is_known_without_any_import_of_ours() -> None:
+    """torch's entry point is enough."""
+    python(f"import torch; {KNOWN}")
+
+
+def test_backend_is_known_from_a_tree_that_was_never_installed(root: pathlib.Path) -> None:
+    """Where no metadata tells torch about us, `import penstock` imports torch itself."""
+    program = (
+        "import importlib.metadata as metadata\n"
+        "def missing(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.distribution = missing; metadata.entry_points = lambda **_: ()\n"
+        f"import penstock, torch; {KNOWN}"
+    )
+    python(program)
+
+
+def test_import_penstock_alone_is_light() -> None:
+    """Where torch's autoload is going to do it, nothing heavy is imported now."""
+    python("import penstock, sys; assert 'torch' not in sys.modules; assert 'penstock._core' not in sys.modules")
+
+
+@pytest.mark.parametrize("flags", [[], ["-W", "error"]])
+def test_a_broken_installation_does_not_break_import_torch(flags: list[str]) -> None:
+    """A script that never asked for Penstock runs, and is told in one line what is wrong."""
+    program = (
+        "import sys; sys.modules['penstock.torch'] = None\n"
+        "import torch, penstock, importlib\n"
+        "penstock._autoload()\n"
+        "assert 'penstock' not in torch.distributed.Backend.backend_list\n"
+        "print('still runs')"
+    )
+    # torch itself warns at import on some machines, which -W error would turn into a failure of torch's own.
+    only_ours = [flag.replace("error", "error:::penstock") for flag in flags]
+    done = python(program, flags=only_ours)
+    assert done.stdout == "still runs\n"
+    assert done.stderr.count('backend "penstock" is not available') == 1
+
+
+# ---------------------------------------------------------------------------------------------------- ./dev and CI
+
+
+def test_dev_explains_itself(root: pathlib.Path) -> None:
+    """`./dev --help` names every command, and no command at all is an error with the same text."""
+    asked = subprocess.run([sys.executable, root / "dev", "--help"], capture_output=True, text=True)
+    silent = subprocess.run([sys.executable, root / "dev"], capture_output=True, text=True)
+    assert (asked.returncode, silent.returncode) == (0, 2)
+    for name in load_dev(root).COMMANDS:
+        assert f"./dev {name}" in asked.stdout
+    assert silent.stdout == asked.stdout
+
+
+@pytest.mark.parametrize(
+    ("present", "complaint"),
+    [
+        ({}, "`cargo` is not on PATH"),
+        ({"cargo": "echo cargo 1.66.0"}, "1.66, which is too old"),
+        ({"cargo": "echo cargo 9.0.0"}, "no C compiler"),
+    ],
+)
+def test_dev_names_what_the_machine_lacks(
+    root: pathlib.Path, tmp_path: pathlib.Path, present: dict[str, str], complaint: str
+) -> None:
+    """A missing tool ends ./dev at once with what it is and how to get it."""
+    for name, line in present.items():
+        (tmp_path / name).write_text(f"#!{sys.executable}\nprint({line.removeprefix('echo ')!r})\n")
+        (tmp_path / name).chmod(0o755)
+    env = dict(os.environ, PATH=str(tmp_path), HOME=str(tmp_path))
+    done = subprocess.run([sys.executable, root / "dev", "setup"], capture_output=True, text=True, env=env)
+    assert done.returncode == 1
+    assert complaint in done.stderr and ("Install" in done.stderr or "install" in done.stderr)
+
+
+def test_dev_finds_the_torch_that_the_user_has(
+    root: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version and place are read from the metadata, without an import that takes seconds."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('must not be imported')")
+    (tmp_path / "torch-2.9.1+cpu.dist-info").mkdir()
+    (tmp_path / "torch-2.9.1+cpu.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.9.1+cpu\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    dev = load_dev(root)
+    found = dev.find_torch()
+    assert found == {"version": "2.9.1+cpu", "numbers": (2, 9, 1), "where": str(tmp_path)}
+    assert found["numbers"] < dev.TORCH_MIN
+
+
+def test_dev_tally_speaks_for_every_stage(root: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The last line counts all stages, and any failure makes the exit code 1."""
+    dev = load_dev(root)
+    tally = dev.Tally()
+    tally.add(3, [], skipped=1)
+    assert tally.report() == 0
+    tally.add(1, ["gate: mypy"])
+    assert tally.report() == 1
+    lines = capfd.readouterr().out.splitlines()
+    assert "3 passed, 0 failed" in lines
+    assert lines[-1] == "4 passed, 1 failed" and "FAILED gate: mypy" in lines
+
+
+# ----------------------------------------------------------------------------------------------------------- helpers
+
+
+def cargo(root: pathlib.Path, *arguments: str) -> str:
+    return subprocess.run(["cargo", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+
+
+def python(program: str, *, flags: list[str] | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `program` in a fresh interpreter; its failure is the test's, with what it printed."""
+    done = subprocess.run(
+        [sys.executable, *(flags or []), "-c", program],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, **environment),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def tracked_texts(root: pathlib.Path) -> list[tuple[str, str]]:
+    """(path, text) of every text file that git tracks or would track."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    texts = []
+    for name in filter(None, listing.stdout.split("\0")):
+        try:
+            texts.append((name, (root / name).read_text(encoding="utf-8")))
+        except (UnicodeDecodeError, FileNotFoundError):
+            continue
+    return texts
+
+
+def load_dev(root: pathlib.Path) -> types.ModuleType:
+    """./dev as a module: it has no .py suffix."""
+    loader = importlib.machinery.SourceFileLoader("dev", str(root / "dev"))
+    spec = importlib.util.spec_from_loader("dev", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+    try:
+        loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = before
+    return module
