@@ -197,6 +197,11 @@ impl Acceptor {
         }
     }
 
+    /// Offers features of this very connection, found out after it was accepted.
+    pub fn add_features(&mut self, features: u32) {
+        self.features |= features;
+    }
+
     /// The HELLO names a job that we run, with this secret: challenge the connector.
     pub fn admit(&mut self, secret: &[u8]) {
         let AcceptorState::Decide(hello) = std::mem::replace(&mut self.state, AcceptorState::Finished) else {

@@ -1,0 +1,1232 @@
+//! The event loop.
+
+use crate::contact::Contact;
+use crate::fds::Fd;
+use crate::memory::read_process;
+use crate::socket::{Progress, Socket, Stage};
+use penstock_protocol::frame::{VERSION_MAJOR, VERSION_MINOR};
+use penstock_protocol::handshake::{Accepted, Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
+use penstock_protocol::peer::{Event, OpStatus, Peer, PeerConfig, StreamId};
+use penstock_protocol::{FrameError, Header, MessageKey};
+use penstock_types::{Generation, GroupId, MILLISECOND, SECOND, Time};
+use rustix::event::{EventfdFlags, epoll};
+use rustix::fd::{AsFd, OwnedFd};
+use socket2::{Domain, Protocol, SockAddr, Type};
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// Names a peer within this process.
+pub type PeerId = u32;
+
+/// What the event loop asks and tells. All calls come from the loop's thread.
+pub trait Handler {
+    /// What is known of the operation of an incoming message.
+    fn status(&self, peer: PeerId, key: &MessageKey) -> OpStatus;
+    /// Where the payload of an incoming data frame belongs, if it may be read there directly. The place must stay valid
+    /// until the frame is handled or the group is dropped ([`Peers::drop_group`]).
+    ///
+    /// # Errors
+    /// A frame that cannot belong to the operation.
+    fn place(&mut self, peer: PeerId, header: &Header) -> Result<Option<*mut u8>, FrameError>;
+    /// `len` bytes at `offset` of an outgoing message, or `None` when its operation is over.
+    fn source(&self, peer: PeerId, key: &MessageKey, offset: u64, len: usize) -> Option<*const u8>;
+    /// A whole, checked, new frame. `placed`: its payload already lies where [`Handler::place`] said.
+    ///
+    /// # Errors
+    /// A frame that cannot belong to the operation.
+    fn frame(
+        &mut self,
+        peers: &mut Peers,
+        peer: PeerId,
+        header: &Header,
+        payload: &[u8],
+        placed: bool,
+    ) -> Result<(), FrameError>;
+    /// Something happened at a peer.
+    fn event(&mut self, peers: &mut Peers, peer: PeerId, event: Event);
+    /// A stream of the peer is up (`up`), or the last one is down.
+    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool);
+    /// A peer cannot be reached any more.
+    fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
+    /// A peer would not have us, or we would not have it: no stream will come up.
+    fn refused(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
+    /// [`Wake::wake`] was called.
+    fn woken(&mut self, peers: &mut Peers, now: Time);
+    /// `now` has passed what the last call returned.
+    fn tick(&mut self, peers: &mut Peers, now: Time) -> Time;
+    /// Somebody wants a stream in this job.
+    fn admit(&self, hello: &Hello) -> Admission;
+    /// Whether the loop should say good-bye and end.
+    fn stopping(&self) -> bool;
+}
+
+/// An answer to a HELLO.
+#[derive(Clone, Debug)]
+pub enum Admission {
+    /// It may prove that it knows this secret; it is this peer.
+    Admit(Vec<u8>, PeerId),
+    /// We do not run such a job, or such a process is not in it.
+    Stranger,
+    /// Another generation of the job runs here.
+    Generation(Generation),
+    /// We have not read the job's members yet.
+    NotYet,
+}
+
+/// Settings of the event loop.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// This process.
+    pub node: NodeKey,
+    /// Its rank in the job.
+    pub rank: u32,
+    /// TCP streams a peer.
+    pub streams: u16,
+    /// Take the way through memory to peers on this host.
+    pub shared_memory: bool,
+    /// How peers behave; `references` is set from what the hand-shake finds.
+    pub peer: PeerConfig,
+    /// Bytes of `SO_SNDBUF` and `SO_RCVBUF`; 0 leaves them to the kernel.
+    pub socket_buffer_bytes: u32,
+}
+
+/// Where to listen.
+#[derive(Clone, Debug)]
+pub struct Listen {
+    /// An address an interface.
+    pub addresses: Vec<IpAddr>,
+    /// Ports to try, first to last; `0..=0` lets the kernel choose.
+    pub ports: std::ops::RangeInclusive<u16>,
+}
+
+/// Ends the loop's sleep from another thread.
+#[derive(Debug)]
+pub struct Wake {
+    event: Fd,
+    /// Set while the loop may sleep.
+    sleeping: AtomicBool,
+}
+
+impl Wake {
+    /// Makes the loop call [`Handler::woken`].
+    pub fn wake(&self) {
+        if self.sleeping.swap(false, Ordering::SeqCst) {
+            // A full counter means that the loop has been woken.
+            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+/// The machines of all peers, and what the engine wants done with them.
+pub struct Peers {
+    machines: Vec<Peer>,
+    /// Contacts of peers that the loop has not made links for yet.
+    added: Vec<Contact>,
+    dirty: Vec<PeerId>,
+    is_dirty: Vec<bool>,
+    orders: Vec<Order>,
+    now: Time,
+}
+
+enum Order {
+    Connect(PeerId, GroupId, Vec<u8>),
+    DropGroup(GroupId),
+    Forget(PeerId, String),
+}
+
+impl Link {
+    fn new(contact: Contact) -> Link {
+        Link {
+            contact,
+            job: None,
+            connects: false,
+            sockets: Vec::new(),
+            was_up: false,
+            said_bye: false,
+            finished: false,
+            retries: Vec::new(),
+            down_since: None,
+            refusals: 0,
+            round: 0,
+        }
+    }
+}
+
+impl Peers {
+    /// A new peer, not connected yet.
+    pub fn add(&mut self, contact: Contact) -> PeerId {
+        self.machines.push(Peer::new(PeerConfig::default(), self.now));
+        self.is_dirty.push(false);
+        self.added.push(contact);
+        self.machines.len() as PeerId - 1
+    }
+
+    /// The machine of a peer; it will be asked for frames before the loop sleeps.
+    pub fn machine(&mut self, peer: PeerId) -> &mut Peer {
+        if !self.is_dirty[peer as usize] {
+            self.is_dirty[peer as usize] = true;
+            self.dirty.push(peer);
+        }
+        &mut self.machines[peer as usize]
+    }
+
+    /// Looks without touching.
+    #[must_use]
+    pub fn look(&self, peer: PeerId) -> &Peer {
+        &self.machines[peer as usize]
+    }
+
+    /// The loop's time.
+    #[must_use]
+    pub fn now(&self) -> Time {
+        self.now
+    }
+
+    /// Starts connecting to a peer, for a job, with its secret. Nothing may be queued for it before
+    /// [`Handler::linked`].
+    pub fn connect(&mut self, peer: PeerId, job: GroupId, secret: Vec<u8>) {
+        self.orders.push(Order::Connect(peer, job, secret));
+    }
+
+    /// Lets go of all memory of a group's operations, at once after the current frame.
+    pub fn drop_group(&mut self, group: GroupId) {
+        for machine in &mut self.machines {
+            machine.forget_group(group);
+        }
+        self.orders.push(Order::DropGroup(group));
+    }
+
+    /// Closes a peer's streams for good.
+    pub fn forget(&mut self, peer: PeerId, reason: &str) {
+        self.orders.push(Order::Forget(peer, reason.to_owned()));
+    }
+}
+
+/// One thread's event loop.
+pub struct Driver {
+    settings: Settings,
+    epoll: Fd,
+    wake: Arc<Wake>,
+    tcp: Vec<(Fd, SocketAddr)>,
+    local: Option<Fd>,
+    sockets: HashMap<u64, Socket>,
+    next_token: u64,
+    peers: Peers,
+    links: Vec<Link>,
+    /// Sockets that may have more to read although the kernel reports them only once.
+    again: Vec<u64>,
+    junk: Box<[u8]>,
+    epoch: Instant,
+    pending_handshakes: usize,
+    next_timers: Time,
+    next_tick: Time,
+}
+
+/// What the loop knows of the way to a peer.
+struct Link {
+    contact: Contact,
+    job: Option<(GroupId, Vec<u8>)>,
+    /// We connect; the other side waits.
+    connects: bool,
+    sockets: Vec<u64>,
+    /// A stream has been up.
+    was_up: bool,
+    said_bye: bool,
+    finished: bool,
+    /// Stream and time of the next attempt to connect it.
+    retries: Vec<(StreamId, Time, u32)>,
+    /// Since when no stream has been up.
+    down_since: Option<Time>,
+    /// How often connecting was refused by the peer's host while no stream was up.
+    refusals: u32,
+    round: usize,
+}
+
+impl Driver {
+    /// Opens the listeners. The loop does not run yet.
+    ///
+    /// # Errors
+    /// Which address or port could not be had, and which knob to turn.
+    pub fn new(settings: Settings, listen: &Listen) -> Result<Driver, String> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| format!("epoll_create failed: {e}"))?;
+        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| format!("eventfd failed: {e}"))?;
+        let wake = Arc::new(Wake { event: Fd::new(event), sleeping: AtomicBool::new(false) });
+        let mut driver = Driver {
+            epoll: Fd::new(epoll),
+            wake,
+            tcp: Vec::new(),
+            local: None,
+            sockets: HashMap::new(),
+            next_token: FIRST_SOCKET,
+            peers: Peers {
+                machines: Vec::new(),
+                added: Vec::new(),
+                dirty: Vec::new(),
+                is_dirty: Vec::new(),
+                orders: Vec::new(),
+                now: Time(0),
+            },
+            links: Vec::new(),
+            again: Vec::new(),
+            junk: vec![0; 64 * 1024].into_boxed_slice(),
+            epoch: Instant::now(),
+            pending_handshakes: 0,
+            next_timers: Time(0),
+            next_tick: Time(0),
+            settings,
+        };
+        epoll_add(&driver.epoll, &driver.wake.event, WAKE, epoll::EventFlags::IN)
+            .map_err(|e| format!("epoll_ctl failed: {e}"))?;
+        for address in &listen.addresses {
+            let (socket, address) = bind_tcp(*address, listen.ports.clone())?;
+            let token = FIRST_LISTENER + driver.tcp.len() as u64;
+            epoll_add(&driver.epoll, &socket, token, epoll::EventFlags::IN)
+                .map_err(|e| format!("cannot watch the listening socket on {address}: {e}"))?;
+            driver.tcp.push((Fd::new(socket.into()), address));
+        }
+        if driver.settings.shared_memory {
+            match bind_local(&driver.settings.node) {
+                Ok(socket) => {
+                    epoll_add(&driver.epoll, &socket, LOCAL_LISTENER, epoll::EventFlags::IN)
+                        .map_err(|e| format!("cannot watch the local listening socket: {e}"))?;
+                    driver.local = Some(Fd::new(socket));
+                }
+                Err(error) => {
+                    log::warn!("penstock: no abstract UNIX socket ({error}): peers on this host are reached over TCP");
+                    driver.settings.shared_memory = false;
+                }
+            }
+        }
+        Ok(driver)
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn addresses(&self) -> Vec<SocketAddr> {
+        self.tcp.iter().map(|(_, address)| *address).collect()
+    }
+
+    /// Whether peers on this host can reach it without TCP.
+    #[must_use]
+    pub fn listens_locally(&self) -> bool {
+        self.local.is_some()
+    }
+
+    /// For other threads.
+    #[must_use]
+    pub fn wake_handle(&self) -> Arc<Wake> {
+        self.wake.clone()
+    }
+
+    /// Runs until the handler says to stop and all peers have been told.
+    pub fn run<H: Handler>(&mut self, handler: &mut H) {
+        let mut events = Vec::with_capacity(256);
+        let mut stop_by = None;
+        loop {
+            let now = self.now();
+            self.peers.now = now;
+            if handler.stopping() {
+                let by = *stop_by.get_or_insert_with(|| {
+                    self.say_bye();
+                    now.plus(LINGER)
+                });
+                if now >= by || self.is_drained() {
+                    break;
+                }
+            }
+            self.follow_orders(handler, now);
+            self.pump(handler, now);
+            if now >= self.next_timers {
+                self.handle_timers(handler, now);
+                self.follow_orders(handler, now);
+                self.pump(handler, now);
+            }
+            if now >= self.next_tick {
+                self.next_tick = handler.tick(&mut self.peers, now);
+                self.follow_orders(handler, now);
+                self.pump(handler, now);
+            }
+            self.wait(handler, &mut events);
+            self.peers.now = self.now();
+            let batch = std::mem::take(&mut events);
+            for (token, flags) in &batch {
+                self.handle_event(handler, *token, *flags);
+            }
+            events = batch;
+            events.clear();
+            for token in std::mem::take(&mut self.again) {
+                self.handle_event(handler, token, epoll::EventFlags::IN);
+            }
+        }
+        self.half_close();
+    }
+
+    /// Sleeps until something happens; leaves what happened in `events`.
+    fn wait<H: Handler>(&mut self, handler: &mut H, events: &mut Vec<(u64, epoll::EventFlags)>) {
+        let now = self.now();
+        let until = self.next_timers.min(self.next_tick);
+        self.wake.sleeping.store(true, Ordering::SeqCst);
+        // Commands that came before the flag was set did not write to the descriptor.
+        handler.woken(&mut self.peers, now);
+        if !self.peers.dirty.is_empty() || !self.peers.orders.is_empty() {
+            self.wake.sleeping.store(false, Ordering::SeqCst);
+            return;
+        }
+        let nanos = match (self.again.is_empty(), handler.stopping()) {
+            (false, _) => 0,
+            (true, true) => MILLISECOND,
+            (true, false) => until.since(now),
+        };
+        let timeout = rustix::time::Timespec { tv_sec: (nanos / SECOND) as i64, tv_nsec: (nanos % SECOND) as i64 };
+        let mut buffer = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 128];
+        let count = match epoll::wait(&self.epoll, &mut buffer[..], Some(&timeout)) {
+            Ok(count) => count,
+            Err(rustix::io::Errno::INTR) => 0,
+            Err(error) => {
+                log::error!("penstock: epoll_wait failed: {error}");
+                0
+            }
+        };
+        self.wake.sleeping.store(false, Ordering::SeqCst);
+        events.extend(buffer[..count].iter().map(|event| {
+            let (data, flags) = (event.data, event.flags);
+            (data.u64(), flags)
+        }));
+    }
+
+    fn now(&self) -> Time {
+        Time(self.epoch.elapsed().as_nanos() as u64)
+    }
+
+    // ------------------------------------------------------------------ events
+
+    fn handle_event<H: Handler>(&mut self, handler: &mut H, token: u64, flags: epoll::EventFlags) {
+        let now = self.peers.now;
+        match token {
+            WAKE => {
+                let mut count = [0u8; 8];
+                let _ = rustix::io::read(&self.wake.event, &mut count);
+                handler.woken(&mut self.peers, now);
+            }
+            LOCAL_LISTENER => self.accept_local(now),
+            token if token < FIRST_SOCKET => self.accept_tcp((token - FIRST_LISTENER) as usize, now),
+            token => {
+                let Some(mut socket) = self.sockets.remove(&token) else { return };
+                let outcome = if socket.is_up() {
+                    if flags.contains(epoll::EventFlags::OUT)
+                        && let Some(peer) = socket.peer
+                    {
+                        self.peers.machine(peer);
+                        self.watch_write(token, &mut socket, false);
+                    }
+                    self.read(handler, token, &mut socket, now)
+                } else {
+                    self.handshake(handler, token, &mut socket, now)
+                };
+                match outcome {
+                    Ok(()) => drop(self.sockets.insert(token, socket)),
+                    Err(reason) => self.closed(handler, token, socket, &reason, now),
+                }
+            }
+        }
+    }
+
+    /// Reads a stream that is up, and handles what comes.
+    fn read<H: Handler>(&mut self, handler: &mut H, token: u64, socket: &mut Socket, now: Time) -> Result<(), String> {
+        let peer = socket.peer.expect("up");
+        let mut budget = READ_BUDGET;
+        let mut revoked = Vec::new();
+        loop {
+            // The buffer may hold frames from the hand-shake or the last round.
+            loop {
+                socket
+                    .reader
+                    .process(peer, socket.stream, &mut self.peers, handler, now, &mut revoked)
+                    .map_err(|error| format!("it sent {error}"))?;
+                self.handle_peer_events(handler, peer, now);
+                self.follow_orders_with(handler, Some(socket), now);
+                if self.links[peer as usize].finished {
+                    return Err("the peer is lost".into());
+                }
+                if revoked.is_empty() {
+                    break;
+                }
+                for (stream, key, offset) in revoked.drain(..) {
+                    for other in self.sockets.values_mut().filter(|s| s.peer == Some(peer) && s.stream == stream) {
+                        other.reader.revoke(|header| header.key == key && header.offset == offset);
+                    }
+                }
+            }
+            if budget == 0 {
+                self.again.push(token);
+                return Ok(());
+            }
+            match socket.reader.fill(&socket.fd, &mut self.junk) {
+                Ok(0) => return Err("it closed the connection".into()),
+                Ok(count) => budget = budget.saturating_sub(count),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Ok(()),
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+    }
+
+    fn handle_peer_events<H: Handler>(&mut self, handler: &mut H, peer: PeerId, now: Time) {
+        while let Some(event) = self.peers.machines[peer as usize].poll_event() {
+            match event {
+                Event::Silent => {
+                    let silent_s = self.settings.peer.dead_after as f64 / 1e9;
+                    self.lose(handler, peer, &format!("has been silent for {silent_s:.1} s"), now);
+                }
+                Event::Stalled(stream) => {
+                    let token = self.sockets.iter().find(|(_, s)| s.peer == Some(peer) && s.stream == stream);
+                    if let Some((&token, _)) = token
+                        && let Some(socket) = self.sockets.remove(&token)
+                    {
+                        self.closed(handler, token, socket, "the stream is silent while the peer is not", now);
+                    }
+                }
+                Event::Bye => self.links[peer as usize].said_bye = true,
+                event => handler.event(&mut self.peers, peer, event),
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------ writing
+
+    /// Lets every stream that has room pull frames.
+    fn pump<H: Handler>(&mut self, handler: &mut H, now: Time) {
+        while let Some(peer) = self.peers.dirty.pop() {
+            self.peers.is_dirty[peer as usize] = false;
+            let link = &mut self.links[peer as usize];
+            link.round = link.round.wrapping_add(1);
+            let (tokens, first) = (link.sockets.clone(), link.round);
+            let mut open: Vec<u64> = (0..tokens.len()).map(|at| tokens[(at + first) % tokens.len()]).collect();
+            let mut lost_one = false;
+            // One batch a stream and round: they take turns while there is work.
+            while !open.is_empty() {
+                open.retain(|token| {
+                    let Some(mut socket) = self.sockets.remove(token) else { return false };
+                    if !socket.is_up() || socket.watches_write {
+                        self.sockets.insert(*token, socket);
+                        return false;
+                    }
+                    let progress = socket.write_batch(&mut self.peers, handler, now);
+                    match progress {
+                        Some(Progress::Closed(ref reason)) => {
+                            self.closed(handler, *token, socket, reason, now);
+                            lost_one = true;
+                            return false;
+                        }
+                        Some(Progress::Blocked) => self.watch_write(*token, &mut socket, true),
+                        _ => {}
+                    }
+                    self.sockets.insert(*token, socket);
+                    progress == Some(Progress::More)
+                });
+            }
+            // Polling frames has marked the peer dirty; nothing is left to write now.
+            if self.peers.is_dirty[peer as usize] && !lost_one {
+                self.peers.is_dirty[peer as usize] = false;
+                self.peers.dirty.retain(|dirty| *dirty != peer);
+            }
+        }
+    }
+
+    fn watch_write(&self, token: u64, socket: &mut Socket, watch: bool) {
+        if socket.watches_write == watch {
+            return;
+        }
+        socket.watches_write = watch;
+        let flags = if watch { epoll::EventFlags::IN | epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
+        if let Err(error) = epoll::modify(&self.epoll, &socket.fd, epoll::EventData::new_u64(token), flags) {
+            log::error!("penstock: epoll_ctl failed: {error}");
+        }
+    }
+
+    // ------------------------------------------------------------------ timers and orders
+
+    fn handle_timers<H: Handler>(&mut self, handler: &mut H, now: Time) {
+        let mut next = now.plus(SECOND);
+        for peer in 0..self.links.len() as PeerId {
+            if self.links[peer as usize].finished {
+                continue;
+            }
+            if self.links[peer as usize].was_up {
+                self.peers.machine(peer).handle_timeout(now);
+                self.handle_peer_events(handler, peer, now);
+                next = Time(next.0.min(self.peers.look(peer).poll_timeout(now).0));
+            }
+            let due: Vec<(StreamId, u32)> = {
+                let link = &mut self.links[peer as usize];
+                let due = link.retries.iter().filter(|(_, at, _)| *at <= now).map(|(s, _, n)| (*s, *n)).collect();
+                link.retries.retain(|(_, at, _)| *at > now);
+                due
+            };
+            for (stream, attempt) in due {
+                if stream == FROM_THE_START {
+                    if let Some((job, secret)) = self.links[peer as usize].job.take() {
+                        self.connect(handler, peer, job, secret, attempt, now);
+                    }
+                    continue;
+                }
+                self.connect_stream(handler, peer, stream, attempt, now);
+            }
+            let link = &self.links[peer as usize];
+            for (_, at, _) in &link.retries {
+                next = Time(next.0.min(at.0));
+            }
+            if let Some(since) = link.down_since
+                && now.since(since) > RECONNECT_WITHIN
+            {
+                self.lose(handler, peer, "closed all its connections: the process has probably died", now);
+            }
+        }
+        let late: Vec<u64> =
+            self.sockets.iter().filter(|(_, s)| !s.is_up() && now > s.deadline).map(|(token, _)| *token).collect();
+        for token in late {
+            let socket = self.sockets.remove(&token).expect("listed above");
+            self.closed(handler, token, socket, "no answer to the hand-shake", now);
+        }
+        if self.pending_handshakes > 0 {
+            next = Time(next.0.min(now.plus(100 * MILLISECOND).0));
+        }
+        // Deliberately coarse: nothing here needs better than a few milliseconds.
+        self.next_timers = Time(next.0.max(now.plus(MILLISECOND).0));
+    }
+
+    fn follow_orders<H: Handler>(&mut self, handler: &mut H, now: Time) {
+        self.follow_orders_with(handler, None, now);
+    }
+
+    /// `current`: a socket that is being read and is not in the table.
+    fn follow_orders_with<H: Handler>(&mut self, handler: &mut H, mut current: Option<&mut Socket>, now: Time) {
+        self.links.extend(self.peers.added.drain(..).map(Link::new));
+        while let Some(order) = (!self.peers.orders.is_empty()).then(|| self.peers.orders.remove(0)) {
+            match order {
+                Order::Connect(peer, job, secret) => self.connect(handler, peer, job, secret, 0, now),
+                Order::DropGroup(group) => {
+                    if let Some(socket) = current.as_deref_mut() {
+                        socket.reader.revoke(|header| header.key.group == group);
+                    }
+                    let mut cut = Vec::new();
+                    for (token, socket) in &mut self.sockets {
+                        socket.reader.revoke(|header| header.key.group == group);
+                        // Half a frame of a failed operation must never be completed: the receiver could believe it.
+                        if socket.carries(group) {
+                            cut.push(*token);
+                        }
+                    }
+                    for token in cut {
+                        let socket = self.sockets.remove(&token).expect("listed above");
+                        self.closed(handler, token, socket, "cut in the middle of a frame of a failed group", now);
+                    }
+                    if let Some(socket) = current.as_deref_mut()
+                        && socket.carries(group)
+                    {
+                        // The reader's caller closes it: shut it down and let it find out.
+                        let _ = rustix::net::shutdown(&socket.fd, rustix::net::Shutdown::Both);
+                    }
+                }
+                Order::Forget(peer, reason) => self.lose(handler, peer, &reason, now),
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------ connections
+
+    fn connect<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        peer: PeerId,
+        job: GroupId,
+        secret: Vec<u8>,
+        attempt: u32,
+        now: Time,
+    ) {
+        let own = self.settings.node;
+        let streams = self.settings.streams;
+        let link = &mut self.links[peer as usize];
+        if link.job.is_some() {
+            return;
+        }
+        link.job = Some((job, secret));
+        // One side connects, so that no pair meets twice: the one with the larger key.
+        link.connects = own > link.contact.node;
+        if !link.connects {
+            return;
+        }
+        if self.settings.shared_memory && link.contact.probe != 0 && self.connect_local(handler, peer, attempt, now) {
+            return;
+        }
+        for stream in 0..u32::from(streams) {
+            self.connect_stream(handler, peer, stream, attempt, now);
+        }
+    }
+
+    /// Tries the abstract UNIX socket: whoever answers there is on this host.
+    fn connect_local<H: Handler>(&mut self, handler: &mut H, peer: PeerId, attempt: u32, now: Time) -> bool {
+        let node = self.links[peer as usize].contact.node;
+        let open = || -> io::Result<socket2::Socket> {
+            let socket = socket2::Socket::new(Domain::UNIX, Type::STREAM.nonblocking().cloexec(), None)?;
+            socket.connect(&SockAddr::unix(Contact::local_name(&node))?)?;
+            Ok(socket)
+        };
+        let Ok(socket) = open() else { return false };
+        let fd: OwnedFd = socket.into();
+        let reads = self.can_read(&fd, &self.links[peer as usize].contact);
+        let connector = self.connector(peer, 0, if reads { FEATURES | FEATURE_READS_MEMORY } else { FEATURES });
+        let mut socket = Socket::new(
+            Fd::new(fd),
+            true,
+            "local socket".to_owned(),
+            Stage::Connecting(connector),
+            now.plus(HANDSHAKE_WITHIN),
+        );
+        socket.peer = Some(peer);
+        socket.attempt = attempt;
+        self.adopt(handler, socket, now);
+        true
+    }
+
+    /// Starts one TCP stream.
+    fn connect_stream<H: Handler>(&mut self, handler: &mut H, peer: PeerId, stream: StreamId, attempt: u32, now: Time) {
+        let contact = &self.links[peer as usize].contact;
+        let Some(remote) = contact.tcp.get(stream as usize % contact.tcp.len().max(1)).copied() else {
+            let reason = format!("{} publishes no address to connect to", contact.describe());
+            handler.refused(&mut self.peers, peer, &reason);
+            return;
+        };
+        // The stream's own end: the interfaces take turns, among those of the remote's family.
+        let own: Vec<IpAddr> =
+            self.tcp.iter().map(|(_, a)| a.ip()).filter(|ip| ip.is_ipv4() == remote.is_ipv4()).collect();
+        let from = (!own.is_empty()).then(|| own[stream as usize % own.len()]);
+        let buffer_bytes = self.settings.socket_buffer_bytes as usize;
+        let attempt_connect = || -> io::Result<socket2::Socket> {
+            let domain = Domain::for_address(remote);
+            let socket = socket2::Socket::new(domain, Type::STREAM.nonblocking().cloexec(), Some(Protocol::TCP))?;
+            tune(&socket, buffer_bytes)?;
+            // A wildcard or loopback listener says nothing about the way to other hosts.
+            if let Some(from) = from.filter(|ip| !ip.is_unspecified() && ip.is_loopback() == remote.ip().is_loopback())
+            {
+                socket.bind(&SocketAddr::new(from, 0).into())?;
+            }
+            match socket.connect(&remote.into()) {
+                Ok(()) => {}
+                Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
+                Err(error) => return Err(error),
+            }
+            Ok(socket)
+        };
+        match attempt_connect() {
+            Ok(socket) => {
+                let connector = self.connector(peer, stream, FEATURES);
+                let mut socket = Socket::new(
+                    Fd::new(socket.into()),
+                    false,
+                    remote.to_string(),
+                    Stage::Connecting(connector),
+                    now.plus(HANDSHAKE_WITHIN),
+                );
+                socket.peer = Some(peer);
+                socket.stream = stream;
+                socket.attempt = attempt;
+                self.adopt(handler, socket, now);
+            }
+            Err(error) => self.retry(handler, peer, stream, attempt, &format!("{remote}: {error}"), now),
+        }
+    }
+
+    /// Plans another attempt for a stream, or gives up.
+    fn retry<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        peer: PeerId,
+        stream: StreamId,
+        attempt: u32,
+        reason: &str,
+        now: Time,
+    ) {
+        let link = &mut self.links[peer as usize];
+        if link.finished || !link.connects {
+            return;
+        }
+        let attempt = attempt + 1;
+        if attempt > CONNECT_ATTEMPTS {
+            log::warn!("penstock: gave up stream {stream} to {}: {reason}", link.contact.describe());
+            if self.peers.look(peer).stream_count() == 0 {
+                self.lose(handler, peer, &format!("cannot be reached ({reason})"), now);
+            }
+            return;
+        }
+        let delay = (RETRY_FIRST << attempt.min(5)).min(SECOND);
+        link.retries.push((stream, now.plus(delay), attempt));
+        self.next_timers = Time(self.next_timers.0.min(now.plus(delay).0));
+    }
+
+    fn connector(&self, peer: PeerId, stream: StreamId, features: u32) -> Connector {
+        let link = &self.links[peer as usize];
+        let (job, secret) = link.job.as_ref().expect("connecting for a job");
+        let hello = Hello {
+            version: (VERSION_MAJOR, VERSION_MINOR),
+            features,
+            job: *job,
+            generation: self.settings.peer.generation,
+            rank: self.settings.rank,
+            from: self.settings.node,
+            to: link.contact.node,
+            stream: stream as u16,
+            nonce: random(),
+        };
+        Connector::new(hello, secret)
+    }
+
+    /// Whether we may read the memory of the process at the other end of a local socket: its key must lie where its
+    /// contact says.
+    fn can_read(&self, fd: &OwnedFd, contact: &Contact) -> bool {
+        let Ok(credentials) = rustix::net::sockopt::socket_peercred(fd) else { return false };
+        let pid = credentials.pid.as_raw_nonzero().get() as u32;
+        let mut found = NodeKey::default();
+        // SAFETY: `found` has the length of a key.
+        let read = unsafe { read_process(pid, contact.probe, found.as_mut_ptr(), found.len()) };
+        match read {
+            Ok(()) => found == contact.node,
+            Err(error) => {
+                log::info!(
+                    "penstock: cannot read the memory of {} ({error}): bytes go through the socket instead",
+                    contact.describe()
+                );
+                false
+            }
+        }
+    }
+
+    fn accept_tcp(&mut self, listener: usize, now: Time) {
+        loop {
+            let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
+            let Ok(fd) = rustix::net::accept_with(&self.tcp[listener].0, flags) else { return };
+            let remote = socket2::SockRef::from(&fd).peer_addr().ok().and_then(|a| a.as_socket());
+            let remote = remote.map_or_else(|| "unknown address".to_owned(), |address| address.to_string());
+            if let Err(error) = tune(&socket2::SockRef::from(&fd), self.settings.socket_buffer_bytes as usize) {
+                log::warn!("penstock: cannot set options on a stream from {remote}: {error}");
+            }
+            self.accepted(fd, false, remote, now);
+        }
+    }
+
+    fn accept_local(&mut self, now: Time) {
+        loop {
+            let Some(listener) = &self.local else { return };
+            let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
+            let Ok(fd) = rustix::net::accept_with(listener, flags) else { return };
+            self.accepted(fd, true, "local socket".to_owned(), now);
+        }
+    }
+
+    fn accepted(&mut self, fd: OwnedFd, local: bool, remote: String, now: Time) {
+        if self.pending_handshakes >= MAX_PENDING_HANDSHAKES {
+            log::warn!("penstock: {MAX_PENDING_HANDSHAKES} hand-shakes are pending; {remote} is turned away");
+            return;
+        }
+        let acceptor = Acceptor::new(random(), FEATURES);
+        let socket = Socket::new(Fd::new(fd), local, remote, Stage::Acceptor(acceptor), now.plus(HANDSHAKE_WITHIN));
+        let token = self.token();
+        if epoll_add(&self.epoll, &socket.fd, token, epoll::EventFlags::IN).is_ok() {
+            self.pending_handshakes += 1;
+            self.next_timers = Time(self.next_timers.0.min(now.plus(SECOND).0));
+            self.sockets.insert(token, socket);
+        }
+    }
+
+    /// Takes a connecting socket into the table.
+    fn adopt<H: Handler>(&mut self, handler: &mut H, mut socket: Socket, now: Time) {
+        let token = self.token();
+        let peer = socket.peer.expect("connectors know their peer");
+        socket.watches_write = true;
+        match epoll_add(&self.epoll, &socket.fd, token, epoll::EventFlags::IN | epoll::EventFlags::OUT) {
+            Ok(()) => {
+                self.pending_handshakes += 1;
+                self.links[peer as usize].sockets.push(token);
+                self.sockets.insert(token, socket);
+            }
+            Err(error) => {
+                let (stream, attempt) = (socket.stream, socket.attempt);
+                self.retry(handler, peer, stream, attempt, &error.to_string(), now);
+            }
+        }
+    }
+
+    /// Moves a hand-shake on. An error ends the socket.
+    fn handshake<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        token: u64,
+        socket: &mut Socket,
+        now: Time,
+    ) -> Result<(), String> {
+        if let Stage::Connecting(_) = socket.stage {
+            match rustix::net::sockopt::socket_error(&socket.fd) {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) | Err(error) => return Err(error.to_string()),
+            }
+            let Stage::Connecting(mut connector) = std::mem::replace(&mut socket.stage, Stage::Up) else {
+                unreachable!("looked at above")
+            };
+            socket.greeting = connector.poll_transmit();
+            socket.stage = Stage::Connector(connector);
+        }
+        let mut buffer = [0u8; 1024];
+        let mut rest = Vec::new();
+        let mut ended = None;
+        loop {
+            if let Progress::Closed(reason) = socket.write_greeting() {
+                return Err(reason);
+            }
+            let count = match rustix::io::read(&socket.fd, &mut buffer) {
+                Ok(0) => return Err("it closed the connection during the hand-shake".into()),
+                Ok(count) => count,
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(rustix::io::Errno::AGAIN) => break,
+                Err(error) => return Err(error.to_string()),
+            };
+            let step = match &mut socket.stage {
+                Stage::Connector(connector) => {
+                    let result = connector.handle_input(&buffer[..count], &mut rest);
+                    socket.greeting.extend(connector.poll_transmit());
+                    result.map(|features| features.map(|features| (None, features)))
+                }
+                Stage::Acceptor(acceptor) => {
+                    let mut result = acceptor.handle_input(&buffer[..count], &mut rest);
+                    if let Ok(Accepted::Decide(hello)) = &result {
+                        let hello = hello.clone();
+                        result = self.decide(handler, socket, hello).map(|()| Accepted::Pending);
+                    }
+                    let Stage::Acceptor(acceptor) = &mut socket.stage else { unreachable!("stays an acceptor") };
+                    socket.greeting.extend(acceptor.poll_transmit());
+                    result.map(|accepted| match accepted {
+                        Accepted::Welcome { hello, features } => Some((Some(hello), features)),
+                        _ => None,
+                    })
+                }
+                Stage::Connecting(_) | Stage::Up => unreachable!("a hand-shake is going on"),
+            };
+            match step {
+                Ok(None) => {}
+                Ok(Some(done)) => {
+                    ended = Some(done);
+                    break;
+                }
+                Err(error) => {
+                    let _ = socket.write_greeting();
+                    if let (Stage::Connector(_), Some(peer)) = (&socket.stage, socket.peer)
+                        && !error.is_temporary()
+                    {
+                        let who = self.links[peer as usize].contact.describe();
+                        let reason = format!("the hand-shake with {who} failed: {error}");
+                        self.links[peer as usize].finished = true;
+                        handler.refused(&mut self.peers, peer, &reason);
+                    }
+                    return Err(error.to_string());
+                }
+            }
+        }
+        if let Progress::Closed(reason) = socket.write_greeting() {
+            return Err(reason);
+        }
+        if let Some((hello, features)) = ended {
+            self.pending_handshakes -= 1;
+            if let Some(hello) = hello {
+                socket.stream = u32::from(hello.stream);
+                let peer = socket.peer.expect("decided");
+                // A stream that comes back while we still believe in its old connection replaces it.
+                let old = self.links[peer as usize]
+                    .sockets
+                    .clone()
+                    .into_iter()
+                    .find(|token| self.sockets.get(token).is_some_and(|s| s.is_up() && s.stream == socket.stream));
+                if let Some(old) = old
+                    && let Some(socket) = self.sockets.remove(&old)
+                {
+                    self.closed(handler, old, socket, "it was replaced by a new connection", now);
+                }
+                self.links[peer as usize].sockets.push(token);
+            }
+            socket.stage = Stage::Up;
+            socket.reader.preload(&rest);
+            self.up(handler, token, socket, features, now)?;
+        }
+        Ok(())
+    }
+
+    /// Answers a HELLO.
+    fn decide<H: Handler>(&self, handler: &H, socket: &mut Socket, hello: Hello) -> Result<(), HandshakeError> {
+        let admission = if hello.to == self.settings.node { handler.admit(&hello) } else { Admission::Stranger };
+        let reads =
+            matches!(&admission, Admission::Admit(_, peer) if socket.local && self.can_read_back(socket, *peer));
+        let Stage::Acceptor(acceptor) = &mut socket.stage else { unreachable!("called for acceptors") };
+        let refusal = match admission {
+            Admission::Admit(secret, peer) => {
+                if reads {
+                    acceptor.add_features(FEATURE_READS_MEMORY);
+                }
+                acceptor.admit(&secret);
+                socket.peer = Some(peer);
+                return Ok(());
+            }
+            Admission::Stranger => (RefusalCode::Stranger, "no such job or process here".to_owned()),
+            Admission::Generation(ours) => (
+                RefusalCode::Generation,
+                format!("generation {} of the job runs here, not {}", ours.0, hello.generation.0),
+            ),
+            Admission::NotYet => (RefusalCode::NotYet, "the job is not set up here yet".to_owned()),
+        };
+        acceptor.refuse(refusal.0, &refusal.1);
+        Err(HandshakeError::Refused { code: refusal.0 as u8, reason: refusal.1 })
+    }
+
+    /// A stream has passed its hand-shake.
+    fn up<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        token: u64,
+        socket: &mut Socket,
+        features: u32,
+        now: Time,
+    ) -> Result<(), String> {
+        let peer = socket.peer.expect("hand-shaken");
+        let link = &mut self.links[peer as usize];
+        if link.finished {
+            return Err("the peer was given up".into());
+        }
+        link.down_since = None;
+        link.refusals = 0;
+        if !link.was_up {
+            link.was_up = true;
+            let mut config = self.settings.peer.clone();
+            config.references = socket.local && features & FEATURE_READS_MEMORY != 0;
+            self.peers.machines[peer as usize] = Peer::new(config, now);
+        }
+        self.peers.machine(peer).stream_up(socket.stream, now);
+        self.watch_write(token, socket, false);
+        handler.linked(&mut self.peers, peer, socket.local);
+        self.next_timers = Time(self.next_timers.0.min(now.plus(100 * MILLISECOND).0));
+        if socket.reader.has_buffered() {
+            self.again.push(token);
+        }
+        Ok(())
+    }
+
+    fn can_read_back(&self, socket: &Socket, peer: PeerId) -> bool {
+        let Ok(fd) = socket.fd.as_fd().try_clone_to_owned() else { return false };
+        let contact = &self.links[peer as usize].contact;
+        contact.probe != 0 && self.can_read(&fd, contact)
+    }
+
+    /// A socket is gone.
+    fn closed<H: Handler>(&mut self, handler: &mut H, token: u64, socket: Socket, reason: &str, now: Time) {
+        if !socket.is_up() {
+            self.pending_handshakes -= 1;
+        }
+        let Some(peer) = socket.peer else {
+            log::warn!("penstock: refused a connection from {}: {reason}", socket.remote);
+            return;
+        };
+        let (was_up, stream, local, attempt) = (socket.is_up(), socket.stream, socket.local, socket.attempt);
+        let remote = socket.remote.clone();
+        drop(socket);
+        self.links[peer as usize].sockets.retain(|known| *known != token);
+        if was_up {
+            self.peers.machine(peer).stream_down(stream);
+        }
+        let link = &mut self.links[peer as usize];
+        if link.finished || handler.stopping() {
+            return;
+        }
+        let none_up = self.peers.look(peer).stream_count() == 0;
+        if link.said_bye {
+            if none_up {
+                link.finished = true;
+                let reason = format!("{} has left the job", self.links[peer as usize].contact.describe());
+                handler.lost(&mut self.peers, peer, &reason);
+            }
+            return;
+        }
+        if local && was_up {
+            // Nothing but the end of its process closes a local socket.
+            self.lose(handler, peer, "closed its connection: the process has died", now);
+            return;
+        }
+        log::debug!("penstock: stream {stream} to {remote} closed: {reason}");
+        let link = &mut self.links[peer as usize];
+        if none_up && link.was_up && link.down_since.is_none() {
+            link.down_since = Some(now);
+            self.next_timers = Time(self.next_timers.0.min(now.plus(RECONNECT_WITHIN).0));
+        }
+        if !was_up && link.connects && link.was_up && none_up && reason.contains("refused") {
+            // Its host answers, but nobody listens any more: the process is gone.
+            link.refusals += 1;
+            if link.refusals >= 2 {
+                self.lose(handler, peer, "closed all its connections and no longer listens: the process has died", now);
+                return;
+            }
+        }
+        let attempt = if was_up { 0 } else { attempt };
+        // A local connection that was told to wait is tried again from the start.
+        let stream = if local { FROM_THE_START } else { stream };
+        self.retry(handler, peer, stream, attempt, &format!("{remote}: {reason}"), now);
+    }
+
+    /// Gives a peer up.
+    fn lose<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, now: Time) {
+        let link = &mut self.links[peer as usize];
+        if std::mem::replace(&mut link.finished, true) {
+            return;
+        }
+        let reason = format!("{} {what}", link.contact.describe());
+        link.retries.clear();
+        for token in std::mem::take(&mut link.sockets) {
+            if let Some(socket) = self.sockets.remove(&token) {
+                self.closed(handler, token, socket, "the peer is lost", now);
+            }
+        }
+        handler.lost(&mut self.peers, peer, &reason);
+    }
+
+    // ------------------------------------------------------------------ the end
+
+    fn say_bye(&mut self) {
+        for peer in 0..self.links.len() as PeerId {
+            if self.links[peer as usize].was_up && !self.links[peer as usize].finished {
+                self.peers.machine(peer).bye();
+            }
+        }
+    }
+
+    fn is_drained(&self) -> bool {
+        (0..self.links.len()).all(|peer| {
+            let link = &self.links[peer];
+            !link.was_up
+                || link.finished
+                || self.peers.machines[peer].is_quiet()
+                || self.peers.machines[peer].stream_count() == 0
+        })
+    }
+
+    /// Closes the sockets without throwing away what the peers have not read yet: a socket that is closed with unread
+    /// bytes resets the connection.
+    fn half_close(&mut self) {
+        let end = self.now().plus(LINGER / 4);
+        for socket in self.sockets.values() {
+            let _ = rustix::net::shutdown(&socket.fd, rustix::net::Shutdown::Write);
+        }
+        while !self.sockets.is_empty() && self.now() < end {
+            self.sockets.retain(|_, socket| {
+                loop {
+                    match rustix::io::read(&socket.fd, &mut self.junk[..]) {
+                        Ok(0) => return false,
+                        Ok(_) => {}
+                        Err(rustix::io::Errno::AGAIN) => return true,
+                        Err(_) => return false,
+                    }
+                }
+            });
+            let timeout = rustix::time::Timespec { tv_sec: 0, tv_nsec: 2 * MILLISECOND as i64 };
+            let mut buffer =
+                [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
+            let _ = epoll::wait(&self.epoll, &mut buffer[..], Some(&timeout));
+        }
+        self.sockets.clear();
+    }
+
+    fn token(&mut self) -> u64 {
+        self.next_token += 1;
+        self.next_token
+    }
+}
+
+fn epoll_add(epoll: &Fd, fd: impl AsFd, token: u64, flags: epoll::EventFlags) -> rustix::io::Result<()> {
+    epoll::add(epoll, fd, epoll::EventData::new_u64(token), flags)
+}
+
+fn tune(socket: &socket2::Socket, buffer_bytes: usize) -> io::Result<()> {
+    socket.set_tcp_nodelay(true)?;
+    if buffer_bytes > 0 {
+        socket.set_send_buffer_size(buffer_bytes)?;
+        socket.set_recv_buffer_size(buffer_bytes)?;
+    }
+    Ok(())
+}
+
+fn bind_tcp(address: IpAddr, ports: std::ops::RangeInclusive<u16>) -> Result<(socket2::Socket, SocketAddr), String> {
+    let mut last = None;
+    for port in ports.clone() {
+        let attempt = || -> io::Result<socket2::Socket> {
+            let address = SocketAddr::new(address, port);
+            let socket = socket2::Socket::new(
+                Domain::for_address(address),
+                Type::STREAM.nonblocking().cloexec(),
+                Some(Protocol::TCP),
+            )?;
+            // A fixed port may still be in TIME_WAIT from the job before.
+            socket.set_reuse_address(true)?;
+            socket.bind(&address.into())?;
+            socket.listen(1024)?;
+            Ok(socket)
+        };
+        match attempt() {
+            Ok(socket) => {
+                let bound = socket.local_addr().ok().and_then(|a| a.as_socket());
+                return Ok((socket, bound.ok_or("the kernel does not say which port it gave")?));
+            }
+            Err(error) => last = Some(error),
+        }
+    }
+    let error = last.map_or_else(|| "the range is empty".to_owned(), |error| error.to_string());
+    Err(format!(
+        "cannot listen on {address}, ports {}-{}: {error}. Free one, or set PENSTOCK_PORT_RANGE to others",
+        ports.start(),
+        ports.end()
+    ))
+}
+
+fn bind_local(node: &NodeKey) -> io::Result<OwnedFd> {
+    let socket = socket2::Socket::new(Domain::UNIX, Type::STREAM.nonblocking().cloexec(), None)?;
+    socket.bind(&SockAddr::unix(Contact::local_name(node))?)?;
+    socket.listen(1024)?;
+    Ok(socket.into())
+}
+
+fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).expect("the kernel has randomness");
+    bytes
+}
+
+const WAKE: u64 = 0;
+const LOCAL_LISTENER: u64 = 1;
+const FIRST_LISTENER: u64 = 2;
+const FIRST_SOCKET: u64 = 1 << 16;
+/// Instead of a stream in a planned attempt: choose the way to the peer again.
+const FROM_THE_START: StreamId = StreamId::MAX;
+
+/// Features that this implementation has. None needs negotiation yet.
+const FEATURES: u32 = 0;
+/// The sender can read the receiver's memory: a property of the pair, found at the hand-shake.
+const FEATURE_READS_MEMORY: u32 = 1;
+
+/// Bytes read from one stream before the others have their turn.
+const READ_BUDGET: usize = 1024 * 1024;
+/// Hand-shakes that strangers can keep open.
+const MAX_PENDING_HANDSHAKES: usize = 256;
+const HANDSHAKE_WITHIN: u64 = 5 * SECOND;
+/// A peer without a stream must be back within this time; with the time to notice it stays below 5 s.
+const RECONNECT_WITHIN: u64 = 1500 * MILLISECOND;
+const RETRY_FIRST: u64 = 10 * MILLISECOND;
+const CONNECT_ATTEMPTS: u32 = 40;
+/// How long the end waits for peers to take what is left.
+const LINGER: u64 = 2 * SECOND;

@@ -1,0 +1,18 @@
+//! Moves frames.
+//!
+//! [`Driver`] is one thread's event loop over `epoll`: it turns what [`penstock_protocol::peer::Peer`] wants into
+//! system calls and asks a [`Handler`] (the engine) where payloads lie. It decides nothing: which frame goes where is
+//! the protocol's affair, what a payload means is the engine's.
+//!
+//! Why not tokio? Payloads are placed, checked and reduced from inside the read loop, while they are warm in cache and
+//! in the order in which one thread sees them; an asynchronous runtime would put a task switch and a copy between.
+
+pub mod contact;
+mod driver;
+pub mod fds;
+pub mod interface;
+pub mod memory;
+mod socket;
+
+pub use contact::Contact;
+pub use driver::{Admission, Driver, Handler, Listen, PeerId, Peers, Settings, Wake};

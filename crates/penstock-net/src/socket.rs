@@ -1,0 +1,378 @@
+//! One stream's socket: half-written frames, half-read frames.
+
+use crate::driver::{Handler, PeerId, Peers};
+use crate::fds::Fd;
+use penstock_protocol::frame::MAX_FRAME_BYTES;
+use penstock_protocol::handshake::{Acceptor, Connector};
+use penstock_protocol::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
+use penstock_protocol::{FrameError, Header, Kind, MessageKey};
+use penstock_types::Time;
+use rustix::fd::AsFd;
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
+
+/// A connection at any stage of its life.
+pub(crate) struct Socket {
+    pub(crate) fd: Fd,
+    /// Over an abstract UNIX socket: the peer is on this host.
+    pub(crate) local: bool,
+    /// The other end, for messages.
+    pub(crate) remote: String,
+    pub(crate) stage: Stage,
+    /// Known once the hand-shake named it (connectors: from the start).
+    pub(crate) peer: Option<PeerId>,
+    pub(crate) stream: StreamId,
+    /// A hand-shake must end by then.
+    pub(crate) deadline: Time,
+    /// How many attempts to connect this stream have failed before.
+    pub(crate) attempt: u32,
+    /// Whether epoll reports writability.
+    pub(crate) watches_write: bool,
+    /// Hand-shake bytes not yet written.
+    pub(crate) greeting: Vec<u8>,
+    writing: VecDeque<Writing>,
+    pub(crate) reader: Reader,
+}
+
+pub(crate) enum Stage {
+    /// `connect` has not answered yet; then this hand-shake starts.
+    Connecting(Connector),
+    Connector(Connector),
+    Acceptor(Acceptor),
+    Up,
+}
+
+struct Writing {
+    header: [u8; Header::BYTES],
+    key: MessageKey,
+    offset: u64,
+    payload: Payload,
+    length: usize,
+    /// Of header and payload.
+    written: usize,
+}
+
+/// What reading or writing came to.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Progress {
+    /// The kernel has no more bytes (or room) now.
+    Blocked,
+    /// The budget is used up; there may be more.
+    More,
+    /// The connection is over.
+    Closed(String),
+}
+
+impl Socket {
+    pub(crate) fn new(fd: Fd, local: bool, remote: String, stage: Stage, deadline: Time) -> Socket {
+        Socket {
+            fd,
+            local,
+            remote,
+            stage,
+            peer: None,
+            stream: 0,
+            deadline,
+            attempt: 0,
+            watches_write: false,
+            greeting: Vec::new(),
+            writing: VecDeque::new(),
+            reader: Reader::default(),
+        }
+    }
+
+    pub(crate) fn is_up(&self) -> bool {
+        matches!(self.stage, Stage::Up)
+    }
+
+    /// Whether it holds a frame whose payload lies in the memory of this group's operations.
+    pub(crate) fn carries(&self, group: penstock_types::GroupId) -> bool {
+        self.writing.iter().any(|frame| frame.key.group == group && matches!(frame.payload, Payload::Memory))
+    }
+
+    /// Writes what is left of the greeting.
+    pub(crate) fn write_greeting(&mut self) -> Progress {
+        while !self.greeting.is_empty() {
+            match rustix::io::write(&self.fd, &self.greeting) {
+                Ok(count) => drop(self.greeting.drain(..count)),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Progress::Blocked,
+                Err(error) => return Progress::Closed(error.to_string()),
+            }
+        }
+        Progress::More
+    }
+
+    /// Pulls frames from the peer and writes one batch. `More` when all of it was taken, `Blocked` when the kernel is
+    /// full, `None` when there is nothing to write.
+    pub(crate) fn write_batch<H: Handler>(&mut self, peers: &mut Peers, handler: &H, now: Time) -> Option<Progress> {
+        let peer = self.peer.expect("streams that are up have a peer");
+        if self.writing.is_empty() {
+            let mut bytes = 0;
+            while self.writing.len() < BATCH_FRAMES && bytes < BATCH_BYTES {
+                let Some(frame) = peers.machine(peer).poll_frame(self.stream, now) else { break };
+                bytes += frame.header.length as usize;
+                self.writing.push_back(Writing::new(frame, peer, handler));
+            }
+            if self.writing.is_empty() {
+                return None;
+            }
+        }
+        let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(2 * BATCH_FRAMES);
+        for frame in &self.writing {
+            frame.slices(peer, handler, &mut slices);
+        }
+        match rustix::io::writev(&self.fd, &slices) {
+            Ok(mut count) => {
+                drop(slices);
+                while let Some(frame) = self.writing.front_mut() {
+                    let left = Header::BYTES + frame.length - frame.written;
+                    if count < left {
+                        frame.written += count;
+                        break;
+                    }
+                    count -= left;
+                    self.writing.pop_front();
+                }
+                Some(if self.writing.is_empty() { Progress::More } else { Progress::Blocked })
+            }
+            Err(Errno::INTR) => Some(Progress::More),
+            Err(Errno::AGAIN) => Some(Progress::Blocked),
+            Err(error) => Some(Progress::Closed(error.to_string())),
+        }
+    }
+}
+
+impl Writing {
+    fn new<H: Handler>(frame: Outbound, peer: PeerId, handler: &H) -> Writing {
+        let length = frame.header.length as usize;
+        let mut writing = Writing {
+            header: [0; Header::BYTES],
+            key: frame.header.key,
+            offset: frame.header.offset,
+            payload: frame.payload,
+            length,
+            written: 0,
+        };
+        let sealed = seal(frame.header, writing.payload(peer, handler));
+        writing.header = sealed;
+        writing
+    }
+
+    /// The payload's bytes. When the operation has ended, the frame is a repeat of one that the receiver has taken and
+    /// will discard: zeros keep the stream in step without touching memory that is the user's again.
+    fn payload<H: Handler>(&self, peer: PeerId, handler: &H) -> &[u8] {
+        match &self.payload {
+            Payload::Owned(bytes, range) => &bytes[range.clone()],
+            Payload::Memory => match handler.source(peer, &self.key, self.offset, self.length) {
+                // SAFETY: the handler keeps these bytes alive as long as the operation is, and nothing in this thread
+                // ends an operation while the slice is in use.
+                Some(address) => unsafe { std::slice::from_raw_parts(address, self.length) },
+                None => &ZEROS[..self.length],
+            },
+        }
+    }
+
+    fn slices<'a, H: Handler>(&'a self, peer: PeerId, handler: &'a H, out: &mut Vec<IoSlice<'a>>) {
+        if self.written < Header::BYTES {
+            out.push(IoSlice::new(&self.header[self.written..]));
+        }
+        let sent = self.written.saturating_sub(Header::BYTES);
+        if sent < self.length {
+            out.push(IoSlice::new(&self.payload(peer, handler)[sent..]));
+        }
+    }
+}
+
+/// Cuts the byte stream into frames. Small frames go through a buffer, many a system call; the payload of a large one
+/// is read to its place directly.
+pub(crate) struct Reader {
+    buffer: Box<[u8]>,
+    start: usize,
+    end: usize,
+    frame: Option<Reading>,
+    /// Where a payload waits until it is whole, when it has no place yet.
+    stage: Vec<u8>,
+}
+
+struct Reading {
+    header: Header,
+    got: usize,
+    target: Target,
+}
+
+#[derive(Clone, Copy)]
+enum Target {
+    /// In the operation's memory.
+    Direct(*mut u8),
+    /// In the reader's `stage`.
+    Stage,
+    /// Nowhere.
+    Discard,
+}
+
+impl Default for Reader {
+    fn default() -> Reader {
+        let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
+        Reader { buffer, start: 0, end: 0, frame: None, stage: Vec::new() }
+    }
+}
+
+impl Reader {
+    /// Bytes that the hand-shake read too many.
+    pub(crate) fn preload(&mut self, bytes: &[u8]) {
+        self.buffer[..bytes.len()].copy_from_slice(bytes);
+        self.end = bytes.len();
+    }
+
+    /// Bytes that this reader holds for payloads.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        self.buffer.len() + self.stage.capacity()
+    }
+
+    /// Forgets where the payload of this frame was to go; the rest of it is read and dropped.
+    pub(crate) fn revoke(&mut self, matches: impl Fn(&Header) -> bool) {
+        if let Some(frame) = &mut self.frame
+            && matches(&frame.header)
+        {
+            frame.target = Target::Discard;
+        }
+    }
+
+    /// One read from the kernel. `Ok(0)` is the end.
+    pub(crate) fn fill(&mut self, fd: impl AsFd, junk: &mut [u8]) -> Result<usize, Errno> {
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.start > 0 {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let Some(frame) = &mut self.frame else {
+            let count = rustix::io::read(fd, &mut self.buffer[self.end..])?;
+            self.end += count;
+            return Ok(count);
+        };
+        // The buffer is empty here: a frame that is being read has taken all of it.
+        debug_assert_eq!(self.end, 0);
+        let left = frame.header.length as usize - frame.got;
+        let target: &mut [u8] = match frame.target {
+            // SAFETY: the handler gave the place of the whole payload and revokes it before the memory goes.
+            Target::Direct(place) => unsafe { std::slice::from_raw_parts_mut(place.add(frame.got), left) },
+            Target::Stage => &mut self.stage[frame.got..frame.got + left],
+            Target::Discard => {
+                let take = left.min(junk.len());
+                &mut junk[..take]
+            }
+        };
+        let room = target.len();
+        // A discarded payload longer than the junk must not be followed by the buffer.
+        let count = if room == left {
+            rustix::io::readv(fd, &mut [IoSliceMut::new(target), IoSliceMut::new(&mut self.buffer)])?
+        } else {
+            rustix::io::read(fd, target)?
+        };
+        frame.got += count.min(room);
+        self.end = count.saturating_sub(room);
+        Ok(count)
+    }
+
+    /// Handles what is in the buffer, frame by frame. Returns the next whole frame's consequences through `handler`;
+    /// the streams that must discard what they are reading come back in `revoked`.
+    pub(crate) fn process<H: Handler>(
+        &mut self,
+        peer: PeerId,
+        stream: StreamId,
+        peers: &mut Peers,
+        handler: &mut H,
+        now: Time,
+        revoked: &mut Vec<(StreamId, MessageKey, u64)>,
+    ) -> Result<(), FrameError> {
+        loop {
+            let Some(frame) = &mut self.frame else {
+                if self.end - self.start < Header::BYTES {
+                    return Ok(());
+                }
+                let bytes: &[u8; Header::BYTES] =
+                    self.buffer[self.start..self.start + Header::BYTES].try_into().expect("a header's length");
+                let header = Header::decode(bytes)?;
+                self.start += Header::BYTES;
+                let status = handler.status(peer, &header.key);
+                let arrival = peers.machine(peer).handle_header(stream, &header, status, now)?;
+                let target = match arrival {
+                    Arrival::Discard => Target::Discard,
+                    Arrival::Take if header.kind == Kind::Data && header.length > 0 => {
+                        match handler.place(peer, &header)? {
+                            Some(place) => Target::Direct(place),
+                            None => Target::Stage,
+                        }
+                    }
+                    Arrival::Take | Arrival::Race => Target::Stage,
+                };
+                if matches!(target, Target::Stage) && self.stage.len() < header.length as usize {
+                    self.stage.resize(header.length as usize, 0);
+                }
+                self.frame = Some(Reading { header, got: 0, target });
+                continue;
+            };
+            let left = frame.header.length as usize - frame.got;
+            if left > 0 {
+                let take = left.min(self.end - self.start);
+                if take > 0 {
+                    let bytes = &self.buffer[self.start..self.start + take];
+                    match frame.target {
+                        // SAFETY: as in `fill`.
+                        Target::Direct(place) => unsafe {
+                            std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.add(frame.got), take);
+                        },
+                        Target::Stage => self.stage[frame.got..frame.got + take].copy_from_slice(bytes),
+                        Target::Discard => {}
+                    }
+                    frame.got += take;
+                    self.start += take;
+                }
+                if take < left {
+                    return Ok(());
+                }
+            }
+            let Reading { header, target, .. } = self.frame.take().expect("looked at above");
+            let length = header.length as usize;
+            let payload: Option<&[u8]> = match target {
+                // SAFETY: as in `fill`; the payload is whole.
+                Target::Direct(place) => Some(unsafe { std::slice::from_raw_parts(place, length) }),
+                Target::Stage => Some(&self.stage[..length]),
+                Target::Discard => None,
+            };
+            if let Some(payload) = payload {
+                verify(&header, payload)?;
+            }
+            let status = handler.status(peer, &header.key);
+            let finish = peers.machine(peer).handle_frame(stream, &header, payload.unwrap_or(&[]), status)?;
+            if let Some(loser) = finish.revoke {
+                revoked.push((loser, header.key, header.offset));
+            }
+            if finish.apply
+                && let Some(payload) = payload
+            {
+                let placed = matches!(target, Target::Direct(_));
+                handler.frame(peers, peer, &header, payload, placed)?;
+            }
+            if !revoked.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Whether a whole frame may wait in the buffer.
+    pub(crate) fn has_buffered(&self) -> bool {
+        self.end > self.start
+    }
+}
+
+/// Frames written by one system call: bounded by the kernel's IOV_MAX (1024) and by what is worth gathering.
+const BATCH_FRAMES: usize = 16;
+/// Payload bytes gathered for one system call.
+const BATCH_BYTES: usize = 128 * 1024;
+/// Big enough for a hundred acks or several small messages a read; what it takes of a large payload is copied once more.
+const BUFFER_BYTES: usize = 16 * 1024;
+static ZEROS: [u8; MAX_FRAME_BYTES as usize] = [0; MAX_FRAME_BYTES as usize];
