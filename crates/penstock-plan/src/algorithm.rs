@@ -1,0 +1,306 @@
+//! Ways to do a collective, and which of them fits where: [`choose`].
+
+use std::{fmt, str::FromStr};
+
+use crate::{Collective, Request};
+
+/// A way to do a collective. `docs/algorithms.md` describes each; the names here are those of environment knobs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Algorithm {
+    /// Every rank sends to the next rank only. Moves the fewest bytes; its latency grows with the number of ranks. For
+    /// broadcast and reduce: the same ring cut open, a pipelined chain.
+    Ring,
+    /// All-reduce in 2 log2(n) rounds that halve, then double, what is exchanged.
+    HalvingDoubling,
+    /// All-reduce in log2(n) rounds, each of which exchanges the whole tensor.
+    RecursiveDoubling,
+    /// All-reduce in one round: everybody sends everything to everybody.
+    Exchange,
+    /// Every byte goes straight to the rank that needs it.
+    Direct,
+    /// A binomial tree.
+    Tree,
+    /// A barrier in log2(n) rounds of notifications over doubling distances.
+    Dissemination,
+}
+
+impl Algorithm {
+    /// Every algorithm.
+    pub const ALL: &'static [Algorithm] = &[
+        Algorithm::Ring,
+        Algorithm::HalvingDoubling,
+        Algorithm::RecursiveDoubling,
+        Algorithm::Exchange,
+        Algorithm::Direct,
+        Algorithm::Tree,
+        Algorithm::Dissemination,
+    ];
+
+    /// The algorithms that [`crate::steps`] has for a collective.
+    #[must_use]
+    pub fn of(collective: Collective) -> &'static [Algorithm] {
+        use Algorithm::{Direct, Dissemination, Exchange, HalvingDoubling, RecursiveDoubling, Ring, Tree};
+        match collective {
+            Collective::AllReduce => &[Ring, HalvingDoubling, RecursiveDoubling, Exchange, Direct],
+            Collective::ReduceScatter | Collective::AllGather => &[Ring, Direct],
+            Collective::Broadcast { .. } | Collective::Reduce { .. } => &[Ring, Tree, Direct],
+            Collective::Barrier => &[Dissemination],
+            Collective::Gather { .. }
+            | Collective::Scatter { .. }
+            | Collective::AllToAll
+            | Collective::Send { .. }
+            | Collective::Recv { .. } => &[Direct],
+        }
+    }
+
+    /// The name in knobs and logs.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Algorithm::Ring => "ring",
+            Algorithm::HalvingDoubling => "halving-doubling",
+            Algorithm::RecursiveDoubling => "recursive-doubling",
+            Algorithm::Exchange => "exchange",
+            Algorithm::Direct => "direct",
+            Algorithm::Tree => "tree",
+            Algorithm::Dissemination => "dissemination",
+        }
+    }
+
+    /// Whether a rank reduces several messages in one step when it runs `collective` this way: the transport must then
+    /// hold each of them until all are there. Memory does that for nothing; on the wire it is bounded by
+    /// [`Thresholds::eager_limit_bytes`].
+    #[must_use]
+    pub fn holds_messages(self, collective: Collective) -> bool {
+        collective.reduces() && matches!(self, Algorithm::Exchange | Algorithm::Direct)
+    }
+
+    pub(crate) fn names(algorithms: &[Algorithm]) -> String {
+        algorithms.iter().map(|algorithm| algorithm.name()).collect::<Vec<_>>().join(", ")
+    }
+}
+
+impl fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Algorithm {
+    type Err = UnknownAlgorithm;
+
+    fn from_str(name: &str) -> Result<Algorithm, UnknownAlgorithm> {
+        Algorithm::ALL
+            .iter()
+            .copied()
+            .find(|algorithm| algorithm.name() == name)
+            .ok_or_else(|| UnknownAlgorithm { name: name.to_owned() })
+    }
+}
+
+/// A name that is no algorithm's.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown algorithm {name:?}; choose one of: {}", Algorithm::names(Algorithm::ALL))]
+pub struct UnknownAlgorithm {
+    /// The name.
+    pub name: String,
+}
+
+/// Which ranks of a group share a host.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Topology {
+    hosts: Vec<u32>,
+}
+
+impl Topology {
+    /// `hosts[r]` is any number that stands for the host of rank `r`.
+    #[must_use]
+    pub fn new(hosts: Vec<u32>) -> Topology {
+        Topology { hosts }
+    }
+
+    /// `world` ranks on one host.
+    #[must_use]
+    pub fn one_host(world: u32) -> Topology {
+        Topology { hosts: vec![0; world as usize] }
+    }
+
+    /// `world` ranks, each on a host of its own.
+    #[must_use]
+    pub fn separate_hosts(world: u32) -> Topology {
+        Topology { hosts: (0..world).collect() }
+    }
+
+    /// Ranks in the group.
+    #[must_use]
+    pub fn world(&self) -> u32 {
+        self.hosts.len() as u32
+    }
+
+    /// Whether two ranks reach each other through memory.
+    #[must_use]
+    pub fn share_host(&self, a: u32, b: u32) -> bool {
+        self.hosts[a as usize] == self.hosts[b as usize]
+    }
+
+    /// What the group's messages go through. One pair of ranks on different hosts makes it the wire: an algorithm runs
+    /// at the pace of its slowest pair.
+    #[must_use]
+    pub fn medium(&self) -> Medium {
+        if self.hosts.windows(2).all(|pair| pair[0] == pair[1]) { Medium::Memory } else { Medium::Wire }
+    }
+
+    /// How many hosts there are.
+    #[must_use]
+    pub fn host_count(&self) -> u32 {
+        let mut hosts = self.hosts.clone();
+        hosts.sort_unstable();
+        hosts.dedup();
+        hosts.len() as u32
+    }
+}
+
+/// What carries the messages of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Medium {
+    /// All ranks share a host: a message may be a reference that the peer reads through, so holding one costs nothing.
+    Memory,
+    /// At least one pair of ranks is joined by a network: a message that is held takes memory of the receiver.
+    Wire,
+}
+
+/// Where [`choose`] changes its mind. All ranks must use the same values, or they make different plans.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Thresholds {
+    /// Messages up to this size leave without a grant, and the receiver holds them until they are needed. On the wire
+    /// no algorithm that holds messages is chosen for larger ones. Tied to the transport's own eager limit: it must
+    /// not be larger than that. Default [`EAGER_LIMIT_BYTES`].
+    pub eager_limit_bytes: u64,
+    /// `exchange` (and the direct reduce-scatter) is chosen while the bytes that a rank takes in the single round,
+    /// `(n - 1) * message`, are at most this. Too large: small all-reduces of many ranks slow down with size; too
+    /// small: they take two rounds and more. Default 64 KiB, a guess: what 1 Gbit/s moves in ten 50 us hops.
+    pub exchange_bytes: u64,
+    /// The widest group that uses `exchange`; every rank handles `n - 1` messages at once. Default 8, a guess.
+    pub exchange_ranks: u32,
+    /// `recursive-doubling` is chosen in wider groups for tensors up to this. Default 8 KiB, a guess: beyond it the
+    /// `log2(n)` whole copies cost more than the `log2(n)` rounds that halving-doubling adds.
+    pub doubling_bytes: u64,
+    /// `halving-doubling` is chosen from four ranks on while a ring's chunk, `bytes / n`, is at most this: such a ring
+    /// waits more than it sends. Default 16 KiB, a guess: 1 Gbit/s moves it in 130 us, about two hops.
+    pub latency_chunk_bytes: u64,
+    /// `tree` is chosen for broadcast and reduce up to this; a pipelined chain above. Default 64 KiB, a guess.
+    pub tree_bytes: u64,
+    /// [`segment_bytes`] stays in this range. The lower end bounds the cost of a message (tens of microseconds on the
+    /// wire against 0.5 ms that 64 KiB take at 1 Gbit/s); the upper end bounds scratch memory ([`crate::SCRATCH_SEGMENTS`]
+    /// times it) and keeps a segment in the second-level cache while it is reduced. Default 64 KiB..512 KiB.
+    pub segment_bytes: (u64, u64),
+    /// A message is cut into about this many segments, so that the next step starts when this fraction has arrived.
+    /// Default 8: the pipeline is then never emptier than 1/8 of a chunk.
+    pub segments_per_message: u64,
+}
+
+impl Default for Thresholds {
+    fn default() -> Thresholds {
+        Thresholds {
+            eager_limit_bytes: EAGER_LIMIT_BYTES,
+            exchange_bytes: 64 << 10,
+            exchange_ranks: 8,
+            doubling_bytes: 8 << 10,
+            latency_chunk_bytes: 16 << 10,
+            tree_bytes: 64 << 10,
+            segment_bytes: (64 << 10, 512 << 10),
+            segments_per_message: 8,
+        }
+    }
+}
+
+/// Chooses an algorithm and says why. Pure, and blind to [`Request::rank`] and [`Request::splits`]: all ranks of a group
+/// choose alike.
+///
+/// Where some ranks share a host and others do not, the rules of the wire hold, and a ring runs in rank order: with the
+/// ranks of a host numbered one after the other, as torchrun does, each host's link carries the ring once.
+#[must_use]
+pub fn choose(request: &Request, topology: &Topology, thresholds: &Thresholds) -> (Algorithm, String) {
+    let Request { collective, world, bytes, .. } = *request;
+    let medium = topology.medium();
+    let others = u64::from(world.max(1) - 1);
+    let chunk = bytes.div_ceil(u64::from(world.max(1)));
+    // What one rank may be sent at once, to be held until it reduces all of it in one step.
+    let fits_one_round = |message: u64| {
+        world <= thresholds.exchange_ranks
+            && message.saturating_mul(others) <= thresholds.exchange_bytes
+            && (medium == Medium::Memory || message <= thresholds.eager_limit_bytes)
+    };
+    let (algorithm, why) = match (collective, medium) {
+        (Collective::AllReduce, _) if fits_one_round(bytes) => {
+            (Algorithm::Exchange, "small: one round beats fewer bytes")
+        }
+        (Collective::AllReduce, Medium::Memory) => {
+            (Algorithm::Direct, "one host: each rank reads once what it must reduce and collect")
+        }
+        (Collective::AllReduce, Medium::Wire)
+            if world > thresholds.exchange_ranks
+                && bytes <= thresholds.doubling_bytes.min(thresholds.eager_limit_bytes) =>
+        {
+            (Algorithm::RecursiveDoubling, "small, many ranks: log2(n) rounds beat fewer bytes")
+        }
+        (Collective::AllReduce, Medium::Wire) if world >= 4 && chunk <= thresholds.latency_chunk_bytes => {
+            (Algorithm::HalvingDoubling, "a ring's chunks would be small: 2 log2(n) rounds beat 2(n-1)")
+        }
+        (Collective::AllReduce, Medium::Wire) => (Algorithm::Ring, "large: fewest bytes, every link busy both ways"),
+        (Collective::ReduceScatter, Medium::Memory) => {
+            (Algorithm::Direct, "one host: each rank reads once what it must reduce")
+        }
+        (Collective::ReduceScatter, Medium::Wire) if fits_one_round(chunk) => {
+            (Algorithm::Direct, "small: one round, and as few bytes as a ring")
+        }
+        (Collective::ReduceScatter, Medium::Wire) => (Algorithm::Ring, "large: messages are reduced as they arrive"),
+        (Collective::AllGather, Medium::Memory) => {
+            (Algorithm::Direct, "one host: each rank reads once what it must collect")
+        }
+        (Collective::AllGather, Medium::Wire) if fits_one_round(chunk) => {
+            (Algorithm::Direct, "small: one round, and as few bytes as a ring")
+        }
+        (Collective::AllGather, Medium::Wire) => (Algorithm::Ring, "large: one sender for each receiver, no incast"),
+        (Collective::Broadcast { .. } | Collective::Reduce { .. }, Medium::Memory) => {
+            (Algorithm::Direct, "one host: one hop, and reading costs the sender nothing")
+        }
+        (Collective::Broadcast { .. } | Collective::Reduce { .. }, Medium::Wire) if bytes <= thresholds.tree_bytes => {
+            (Algorithm::Tree, "small: log2(n) hops")
+        }
+        (Collective::Broadcast { .. } | Collective::Reduce { .. }, Medium::Wire) => {
+            (Algorithm::Ring, "large: a pipelined chain, every rank sends the tensor at most once")
+        }
+        (Collective::Barrier, _) => (Algorithm::Dissemination, "log2(n) rounds, no bytes"),
+        (
+            Collective::Gather { .. }
+            | Collective::Scatter { .. }
+            | Collective::AllToAll
+            | Collective::Send { .. }
+            | Collective::Recv { .. },
+            _,
+        ) => (Algorithm::Direct, "every byte is wanted by one rank only"),
+    };
+    let reason = format!(
+        "{} of {bytes} bytes, {world} ranks on {} hosts: {algorithm} ({why})",
+        collective.name(),
+        topology.host_count()
+    );
+    (algorithm, reason)
+}
+
+/// A good [`Request::segment_bytes`] for an operation: a pure function of what all ranks share.
+#[must_use]
+pub fn segment_bytes(collective: Collective, world: u32, bytes: u64, thresholds: &Thresholds) -> u64 {
+    let message = match collective {
+        Collective::AllReduce | Collective::ReduceScatter | Collective::AllGather => bytes / u64::from(world.max(1)),
+        // The splits of an all-to-all differ by rank, so that its segments cannot depend on them.
+        Collective::AllToAll => thresholds.segment_bytes.1.saturating_mul(thresholds.segments_per_message),
+        _ => bytes,
+    };
+    let (low, high) = thresholds.segment_bytes;
+    message.div_ceil(thresholds.segments_per_message).clamp(low, high).next_multiple_of(4096)
+}
+
+/// Default of [`Thresholds::eager_limit_bytes`]: 32 KiB, half a frame; 64 ranks that send one each fill 2 MiB.
+pub const EAGER_LIMIT_BYTES: u64 = 32 << 10;

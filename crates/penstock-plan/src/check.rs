@@ -1,0 +1,795 @@
+//! Proves from the steps alone that a plan is right: [`check`].
+//!
+//! ```text
+//!   instances ──> an order in which all can go ──> who is ordered before whom ──> no two clash over a byte
+//!                 (none: deadlock)                 (sets, one bit an instance)    (else: race)
+//!                        │
+//!                        └──> run it on symbols: what each byte is made of ──> what `order` promises, on every rank
+//! ```
+//!
+//! **Why this covers every schedule.** An instance never becomes impossible once it is possible, so that plans deadlock
+//! under some schedule only if they do under all, which is a cycle in the graph of dependencies and messages. The
+//! graph is the most pessimistic one: a receiver takes no message before its own dependencies are met, and a send is
+//! done only when its receiver is done, as if no message were eager. Where, in addition, any two instances that touch
+//! the same byte, one of them writing, are ordered, every schedule computes the same values, so running one is enough.
+//! That order counts only what holds for any transport: a send being done says nothing about the peer (the transport may
+//! have kept a copy), but a message says that everything its sender waited for has happened.
+
+use std::collections::HashMap;
+
+pub use crate::instances::Place;
+use crate::{
+    Action, Algorithm, Buf, Collective, EAGER_LIMIT_BYTES, Medium, Operand, Order, PlanError, Request, Slice, Steps,
+    hops,
+    instances::{Area, Instance, expand},
+    order, wire_bytes,
+};
+
+/// What the transport can hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rules {
+    /// In memory, any message can wait until a reduction has all of its messages. On the wire, eager ones only.
+    pub medium: Medium,
+    /// Largest eager message.
+    pub eager_limit_bytes: u64,
+}
+
+impl Rules {
+    /// With the default eager limit.
+    #[must_use]
+    pub fn of(medium: Medium) -> Rules {
+        Rules { medium, eager_limit_bytes: EAGER_LIMIT_BYTES }
+    }
+}
+
+/// What a plan that passed looks like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// Messages of all ranks.
+    pub messages: u64,
+    /// The longest chain of messages in which each waits for the one before.
+    pub hops: u32,
+    /// Steps of all ranks that take a message only after another step of their rank, so that the transport cannot grant
+    /// it from the start.
+    pub late_grants: u32,
+    /// The most scratch memory that any rank uses.
+    pub scratch_bytes: u64,
+}
+
+/// Checks the steps of all ranks against what the requests ask for and what the algorithm promises. `requests` and
+/// `plans` are indexed by rank.
+///
+/// Proves that every message has one sender and one receiver; that no schedule deadlocks; that no two instances that are
+/// not ordered touch the same byte, one of them writing; that inputs, and tensors of ranks other than the root of a
+/// reduce, are never written; that every byte of every result is what the collective says, each contribution reduced
+/// exactly once, in the order of [`order`] on every rank, and finished once; that bytes are those of [`wire_bytes`],
+/// and the latency at most [`hops`].
+///
+/// Cost: the square of the number of instances, in bits.
+///
+/// # Errors
+/// The first [`Violation`].
+pub fn check(requests: &[Request], algorithm: Algorithm, plans: &[Steps], rules: &Rules) -> Result<Report, Violation> {
+    let instances = expand(plans)?;
+    for instance in &instances {
+        check_shape(instance, &requests[instance.place.rank as usize], plans, rules)?;
+    }
+    let order = runnable_order(&instances)?;
+    check_races(&instances, &ordered_before(&instances, &order))?;
+    check_values(requests, algorithm, plans, &instances, &order)?;
+    if requests[0].collective == Collective::Barrier {
+        check_barrier(requests.len(), &instances, &order)?;
+    }
+    check_wire_bytes(requests, algorithm, &instances)?;
+    let report = report(plans, &instances, &order);
+    let promised = hops(&requests[0], algorithm)?;
+    if report.hops > promised {
+        return Err(Violation::Hops { hops: report.hops, promised });
+    }
+    Ok(report)
+}
+
+/// What is wrong with a plan.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// The request has no plan.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// A dependency names a step that is not there.
+    #[error("{place} waits for step {step}, which does not exist")]
+    UnknownStep {
+        /// Who waits.
+        place: Place,
+        /// For what.
+        step: u32,
+    },
+    /// A message to or from the rank itself, or outside the group.
+    #[error("{place} names rank {peer} as its peer")]
+    Peer {
+        /// Whose peer.
+        place: Place,
+        /// The peer.
+        peer: u32,
+    },
+    /// A message number that [`Steps::messages`] does not cover.
+    #[error("{place} uses message number {number} of {messages}")]
+    Number {
+        /// Whose message.
+        place: Place,
+        /// Its number.
+        number: u64,
+        /// How many there are.
+        messages: u32,
+    },
+    /// Two senders or two takers of one message.
+    #[error("{place} and {other} are the same end of the same message")]
+    Duplicate {
+        /// One.
+        place: Place,
+        /// The other.
+        other: Place,
+    },
+    /// A message that nobody sends, nobody takes, or that is bytes at one end and a notification at the other.
+    #[error("{place}: its message has no other end")]
+    Unmatched {
+        /// The end that there is.
+        place: Place,
+    },
+    /// The ends of a message, or the operands of a step, differ in length.
+    #[error("{place} has {bytes} bytes, {other} has {other_bytes}")]
+    Length {
+        /// One.
+        place: Place,
+        /// Its length.
+        bytes: u64,
+        /// The other; the same for two operands of one step.
+        other: Place,
+        /// Its length.
+        other_bytes: u64,
+    },
+    /// A slice outside its buffer, or segments that would cut elements.
+    #[error("{place}: {slice:?} does not fit the buffer of {buffer_bytes} bytes")]
+    Bounds {
+        /// Whose slice.
+        place: Place,
+        /// The slice.
+        slice: Slice,
+        /// The buffer's length.
+        buffer_bytes: u64,
+    },
+    /// A step writes what it still reads, or memory that is not its own to write.
+    #[error("{place} must not write {buf:?} bytes {start}..{end}")]
+    Write {
+        /// Who writes.
+        place: Place,
+        /// Where.
+        buf: Buf,
+        /// First byte.
+        start: u64,
+        /// One past the last byte.
+        end: u64,
+    },
+    /// A reduction of several messages that the wire cannot hold.
+    #[error(
+        "{place} reduces several messages of up to {bytes} bytes in one step; only eager ones can wait for each other"
+    )]
+    Hold {
+        /// Who reduces.
+        place: Place,
+        /// Length of the step's slice.
+        bytes: u64,
+    },
+    /// These can never go.
+    #[error("deadlock: {} instances wait for each other, among them {}", places.len(), places[0])]
+    Deadlock {
+        /// What is not done, at least one.
+        places: Vec<Place>,
+    },
+    /// Two instances touch the same bytes in any order.
+    #[error("race: {place} and {other} both touch {buf:?} bytes {start}..{end}, nothing orders them, and one writes")]
+    Race {
+        /// One.
+        place: Place,
+        /// The other.
+        other: Place,
+        /// Where.
+        buf: Buf,
+        /// First byte that both touch.
+        start: u64,
+        /// One past the last.
+        end: u64,
+    },
+    /// Bytes that nothing has written.
+    #[error("{place} reads {buf:?} byte {at}, which holds nothing yet")]
+    Undefined {
+        /// Who reads.
+        place: Place,
+        /// Where.
+        buf: Buf,
+        /// The byte.
+        at: u64,
+    },
+    /// A reduction of what does not belong together.
+    #[error("{place} reduces {what} (byte {at} of its destination)")]
+    Reduction {
+        /// Who reduces.
+        place: Place,
+        /// What is wrong.
+        what: &'static str,
+        /// Offset in the destination.
+        at: u64,
+    },
+    /// A result that is not what was asked for.
+    #[error("byte {at} of the output of rank {rank} is {found}, not {wanted}")]
+    Output {
+        /// Whose result.
+        rank: u32,
+        /// The byte.
+        at: u64,
+        /// What it is.
+        found: String,
+        /// What it should be.
+        wanted: String,
+    },
+    /// A barrier that a rank leaves too early.
+    #[error("rank {rank} leaves the barrier without having heard of rank {missing}")]
+    Barrier {
+        /// Who leaves.
+        rank: u32,
+        /// Who may not have come.
+        missing: u32,
+    },
+    /// Bytes that differ from [`wire_bytes`].
+    #[error("rank {rank} sends {sent} and receives {received} bytes, not what wire_bytes() promises")]
+    WireBytes {
+        /// Which rank.
+        rank: u32,
+        /// Bytes that it sends.
+        sent: u64,
+        /// Bytes that it receives.
+        received: u64,
+    },
+    /// A longer chain of messages than [`hops`] allows.
+    #[error("a chain of {hops} messages, longer than the {promised} that hops() promises")]
+    Hops {
+        /// Its length.
+        hops: u32,
+        /// The limit.
+        promised: u32,
+    },
+}
+
+/// What can be said of an instance alone.
+fn check_shape(instance: &Instance<'_>, request: &Request, plans: &[Steps], rules: &Rules) -> Result<(), Violation> {
+    let place = instance.place;
+    let plan = &plans[place.rank as usize];
+    let segments = plan.steps[place.step as usize].segments;
+    let mut slices: Vec<&Slice> = Vec::new();
+    match instance.action {
+        Action::Send { src: slice, .. } | Action::Recv { dst: slice, .. } => slices.push(slice),
+        Action::Copy { dst, src } => slices.extend([dst, src]),
+        Action::Reduce { dst, sources, .. } => {
+            slices.push(dst);
+            slices.extend(sources.iter().filter_map(|source| match source {
+                Operand::Local(slice) => Some(slice),
+                Operand::Message { .. } => None,
+            }));
+            if instance.takes.len() > 1 && rules.medium == Medium::Wire && dst.len > rules.eager_limit_bytes {
+                return Err(Violation::Hold { place, bytes: dst.len });
+            }
+        }
+        Action::Notify { .. } | Action::Await { .. } => {}
+    }
+    let element_bytes = if request.collective.reduces() { u64::from(request.element_bytes) } else { 1 };
+    for slice in slices {
+        let buffer_bytes = match slice.buf {
+            Buf::Input => request.input_bytes(),
+            Buf::Output => request.output_bytes(),
+            Buf::Scratch => plan.scratch_bytes,
+        };
+        let area = instance.area(slice);
+        if area.len != instance.bytes {
+            return Err(Violation::Length { place, bytes: instance.bytes, other: place, other_bytes: area.len });
+        }
+        let whole_elements = area.start % element_bytes == 0 && area.len % element_bytes == 0;
+        let cuts_elements = segments > 1 && slice.segment_bytes % 16 != 0;
+        if area.end() > buffer_bytes || cuts_elements || !whole_elements {
+            return Err(Violation::Bounds { place, slice: *slice, buffer_bytes });
+        }
+    }
+    let Some(target) = instance.writes() else { return Ok(()) };
+    let clobbers_operand = instance.reads().iter().any(|source| {
+        let in_place = matches!(instance.action, Action::Reduce { .. }) && *source == target;
+        source.overlaps(&target) && !in_place
+    });
+    let keeps_tensor = matches!(request.collective, Collective::Reduce { root } if root != request.rank);
+    if target.buf == Buf::Input || clobbers_operand || (keeps_tensor && target.buf == Buf::Output) {
+        return Err(Violation::Write { place, buf: target.buf, start: target.start, end: target.end() });
+    }
+    Ok(())
+}
+
+/// An order in which all instances can be done, one after the other. A send is listed when it starts; it is done, and
+/// what waits for it may go, when its receiver is done.
+fn runnable_order(instances: &[Instance<'_>]) -> Result<Vec<u32>, Violation> {
+    let mut waits_for: Vec<usize> =
+        instances.iter().map(|instance| instance.after.len() + instance.takes.len()).collect();
+    let mut followers: Vec<Vec<u32>> = vec![Vec::new(); instances.len()];
+    for (index, instance) in (0..).zip(instances) {
+        for &earlier in &instance.after {
+            // What waits for a send waits for its receiver.
+            let done_with = match instances[earlier as usize].action {
+                Action::Send { .. } => instances[earlier as usize].taken_by.unwrap_or(earlier),
+                _ => earlier,
+            };
+            followers[done_with as usize].push(index);
+        }
+        for &send in &instance.takes {
+            followers[send as usize].push(index);
+        }
+    }
+    let mut order: Vec<u32> = (0..instances.len() as u32).filter(|&index| waits_for[index as usize] == 0).collect();
+    let mut next = 0;
+    while let Some(&index) = order.get(next) {
+        next += 1;
+        for &follower in &followers[index as usize] {
+            waits_for[follower as usize] -= 1;
+            if waits_for[follower as usize] == 0 {
+                order.push(follower);
+            }
+        }
+    }
+    if order.len() == instances.len() {
+        return Ok(order);
+    }
+    let stuck = (0..instances.len()).filter(|&index| waits_for[index] > 0);
+    Err(Violation::Deadlock { places: stuck.map(|index| instances[index].place).collect() })
+}
+
+/// For each instance, the instances that are certainly done when it starts to touch bytes: those that it waits for, and
+/// what is done before them or before its messages leave.
+fn ordered_before(instances: &[Instance<'_>], order: &[u32]) -> Vec<Vec<u64>> {
+    let words = instances.len().div_ceil(64);
+    let mut before: Vec<Vec<u64>> = vec![Vec::new(); instances.len()];
+    for &index in order {
+        let mut set = vec![0u64; words];
+        let instance = &instances[index as usize];
+        for &earlier in instance.after.iter().chain(&instance.takes) {
+            for (word, earlier) in set.iter_mut().zip(&before[earlier as usize]) {
+                *word |= earlier;
+            }
+        }
+        for &earlier in &instance.after {
+            set[earlier as usize / 64] |= 1 << (earlier % 64);
+        }
+        before[index as usize] = set;
+    }
+    before
+}
+
+fn check_races(instances: &[Instance<'_>], before: &[Vec<u64>]) -> Result<(), Violation> {
+    let is_before = |earlier: u32, later: u32| before[later as usize][earlier as usize / 64] >> (earlier % 64) & 1 == 1;
+    // The bytes that a send reads are free when it is done here, and also when its receiver is done with them.
+    let finished_before = |earlier: u32, later: u32| {
+        let sender = &instances[earlier as usize];
+        is_before(earlier, later)
+            || matches!(sender.action, Action::Send { .. })
+                && sender.taken_by.is_some_and(|taker| is_before(taker, later))
+    };
+    struct Access {
+        index: u32,
+        area: Area,
+        writes: bool,
+    }
+    let mut accesses: HashMap<(u32, Buf), Vec<Access>> = HashMap::new();
+    for (index, instance) in (0..).zip(instances) {
+        let reads = instance.reads().into_iter().map(|area| (area, false));
+        for (area, writes) in reads.chain(instance.writes().map(|area| (area, true))) {
+            accesses.entry((instance.place.rank, area.buf)).or_default().push(Access { index, area, writes });
+        }
+    }
+    for accesses in accesses.values_mut() {
+        accesses.sort_by_key(|access| (access.area.start, access.index));
+        for (position, a) in accesses.iter().enumerate() {
+            for b in accesses[position + 1..].iter().take_while(|b| b.area.start < a.area.end()) {
+                let ordered = a.index == b.index
+                    || !(a.writes || b.writes)
+                    || finished_before(a.index, b.index)
+                    || finished_before(b.index, a.index);
+                if !ordered {
+                    return Err(Violation::Race {
+                        place: instances[a.index as usize].place,
+                        other: instances[b.index as usize].place,
+                        buf: a.area.buf,
+                        start: b.area.start,
+                        end: a.area.end().min(b.area.end()),
+                    });
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What a byte is made of. Equal expressions have equal numbers, so that comparing them is comparing numbers.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Expression {
+    /// What this rank contributes.
+    Rank(u32),
+    /// One reduction of these, from left to right.
+    Reduce(Vec<u32>),
+    /// The result of the last reduction.
+    Finished(u32),
+}
+
+#[derive(Default)]
+struct Expressions {
+    numbers: HashMap<Expression, u32>,
+    /// By number: the expression, and the ranks that contribute to it, sorted.
+    known: Vec<(Expression, Vec<u32>)>,
+}
+
+impl Expressions {
+    /// `None` where a rank would contribute twice, or a finished result would be reduced again.
+    fn number(&mut self, expression: Expression) -> Option<u32> {
+        if let Some(&number) = self.numbers.get(&expression) {
+            return Some(number);
+        }
+        let contributors = match &expression {
+            Expression::Rank(rank) => vec![*rank],
+            Expression::Finished(of) => self.known[*of as usize].1.clone(),
+            Expression::Reduce(sources) => {
+                let mut ranks: Vec<u32> = Vec::new();
+                for &source in sources {
+                    let (expression, contributors) = &self.known[source as usize];
+                    if matches!(expression, Expression::Finished(_)) {
+                        return None;
+                    }
+                    ranks.extend(contributors);
+                }
+                ranks.sort_unstable();
+                if ranks.windows(2).any(|pair| pair[0] == pair[1]) {
+                    return None;
+                }
+                ranks
+            }
+        };
+        let number = self.known.len() as u32;
+        self.known.push((expression.clone(), contributors));
+        self.numbers.insert(expression, number);
+        Some(number)
+    }
+
+    fn rank(&mut self, rank: u32) -> u32 {
+        self.number(Expression::Rank(rank)).expect("a rank contributes to itself once")
+    }
+
+    fn promised(&mut self, order: &Order) -> u32 {
+        match order {
+            Order::Rank(rank) => self.rank(*rank),
+            Order::Reduce(sources) => {
+                let sources = sources.iter().map(|source| self.promised(source)).collect();
+                self.number(Expression::Reduce(sources)).expect("a promised order names each rank once")
+            }
+        }
+    }
+
+    fn text(&self, value: Value) -> String {
+        fn write(expressions: &Expressions, number: u32) -> String {
+            match &expressions.known[number as usize].0 {
+                Expression::Rank(rank) => format!("{rank}"),
+                Expression::Reduce(sources) => {
+                    let sources: Vec<_> = sources.iter().map(|&source| write(expressions, source)).collect();
+                    format!("({})", sources.join("+"))
+                }
+                Expression::Finished(of) => format!("{}!", write(expressions, *of)),
+            }
+        }
+        format!("[{} at {}]", write(self, value.expression), value.position)
+    }
+}
+
+/// A byte as a symbol; the bytes that follow have the same expression at the positions that follow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Value {
+    expression: u32,
+    /// Which byte of the contributions.
+    position: u64,
+}
+
+impl Value {
+    fn plus(self, bytes: u64) -> Value {
+        Value { position: self.position + bytes, ..self }
+    }
+}
+
+/// Consecutive bytes of one expression.
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    start: u64,
+    len: u64,
+    value: Value,
+}
+
+/// The contents of a buffer: runs that do not overlap, in order.
+#[derive(Clone, Debug, Default)]
+struct Contents(Vec<Run>);
+
+impl Contents {
+    /// The runs within `start..end`, shifted to start at 0; the error is the first byte that holds nothing.
+    fn read(&self, start: u64, end: u64) -> Result<Vec<Run>, u64> {
+        let mut found: Vec<Run> = Vec::new();
+        let mut at = start;
+        let first = self.0.partition_point(|run| run.start + run.len <= start);
+        for run in self.0[first..].iter().take_while(|run| run.start < end) {
+            if run.start > at {
+                return Err(at);
+            }
+            let len = (run.start + run.len).min(end) - at;
+            found.push(Run { start: at - start, len, value: run.value.plus(at - run.start) });
+            at += len;
+        }
+        if at < end { Err(at) } else { Ok(found) }
+    }
+
+    /// Replaces `start..end` by `runs`, which start at 0.
+    fn write(&mut self, start: u64, end: u64, runs: &[Run]) {
+        let first = self.0.partition_point(|run| run.start + run.len <= start);
+        let last = self.0.partition_point(|run| run.start < end);
+        let mut new: Vec<Run> = Vec::new();
+        if let Some(run) = self.0[first..last].first() {
+            if run.start < start {
+                new.push(Run { len: start - run.start, ..*run });
+            }
+        }
+        new.extend(runs.iter().map(|run| Run { start: start + run.start, ..*run }));
+        if let Some(run) = self.0[first..last].last() {
+            let run_end = run.start + run.len;
+            if run_end > end {
+                new.push(Run { start: end, len: run_end - end, value: run.value.plus(end - run.start) });
+            }
+        }
+        self.0.splice(first..last, new);
+    }
+}
+
+fn check_values(
+    requests: &[Request],
+    algorithm: Algorithm,
+    plans: &[Steps],
+    instances: &[Instance<'_>],
+    order: &[u32],
+) -> Result<(), Violation> {
+    let mut expressions = Expressions::default();
+    let mut memory: HashMap<(u32, Buf), Contents> = HashMap::new();
+    for rank in 0..plans.len() as u32 {
+        let request = &requests[rank as usize];
+        let value = Value { expression: expressions.rank(rank), position: 0 };
+        let in_place = match request.collective {
+            Collective::AllReduce | Collective::Reduce { .. } => true,
+            Collective::Broadcast { root } => root == rank,
+            _ => false,
+        };
+        let (buf, len) =
+            if in_place { (Buf::Output, request.output_bytes()) } else { (Buf::Input, request.input_bytes()) };
+        if len > 0 {
+            memory.insert((rank, buf), Contents(vec![Run { start: 0, len, value }]));
+        }
+    }
+    let mut sent: HashMap<u32, Vec<Run>> = HashMap::new();
+    for &index in order {
+        let instance = &instances[index as usize];
+        let read = |area: Area| {
+            match memory.get(&(instance.place.rank, area.buf)) {
+                None => Err(area.start),
+                Some(contents) => contents.read(area.start, area.end()),
+            }
+            .map_err(|at| Violation::Undefined { place: instance.place, buf: area.buf, at })
+        };
+        let made = match instance.action {
+            Action::Notify { .. } | Action::Await { .. } => continue,
+            Action::Send { src, .. } => {
+                sent.insert(index, read(instance.area(src))?);
+                continue;
+            }
+            Action::Copy { src, .. } => read(instance.area(src))?,
+            Action::Recv { .. } => sent.remove(&instance.takes[0]).expect("a send goes before its receiver"),
+            Action::Reduce { sources, last, .. } => {
+                let mut messages = instance.takes.iter();
+                let mut operands = Vec::new();
+                for source in sources {
+                    operands.push(match source {
+                        Operand::Local(slice) => read(instance.area(slice))?,
+                        Operand::Message { .. } => {
+                            messages.next().and_then(|send| sent.remove(send)).expect("a send goes before its receiver")
+                        }
+                    });
+                }
+                reduce_runs(&mut expressions, &operands, *last).map_err(|(what, at)| Violation::Reduction {
+                    place: instance.place,
+                    what,
+                    at,
+                })?
+            }
+        };
+        let place = instance.writes().expect("a step that makes bytes writes them");
+        memory.entry((instance.place.rank, place.buf)).or_default().write(place.start, place.end(), &made);
+    }
+    for rank in 0..requests.len() as u32 {
+        let contents = memory.remove(&(rank, Buf::Output)).unwrap_or_default();
+        for wanted in wanted_output(requests, algorithm, rank, &mut expressions)? {
+            let found = contents.read(wanted.start, wanted.start + wanted.len);
+            let found = found.map_err(|at| Violation::Output {
+                rank,
+                at,
+                found: "nothing".to_owned(),
+                wanted: expressions.text(wanted.value.plus(at - wanted.start)),
+            })?;
+            for run in found {
+                let (value, wanted) = (run.value, wanted.value.plus(run.start));
+                if value != wanted {
+                    return Err(Violation::Output {
+                        rank,
+                        at: run.start,
+                        found: expressions.text(value),
+                        wanted: expressions.text(wanted),
+                    });
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Reduces operands of the same length, piece by piece where their runs end at different places.
+fn reduce_runs(
+    expressions: &mut Expressions,
+    operands: &[Vec<Run>],
+    last: bool,
+) -> Result<Vec<Run>, (&'static str, u64)> {
+    let mut ends: Vec<u64> = operands.iter().flatten().map(|run| run.start + run.len).collect();
+    ends.sort_unstable();
+    ends.dedup();
+    let mut result = Vec::new();
+    let mut start = 0;
+    for end in ends {
+        let at = |runs: &Vec<Run>| {
+            let run = runs[runs.partition_point(|run| run.start + run.len <= start)];
+            run.value.plus(start - run.start)
+        };
+        let values: Vec<Value> = operands.iter().map(at).collect();
+        if values.iter().any(|value| value.position != values[0].position) {
+            return Err(("bytes of different places in the tensor", start));
+        }
+        let sources = values.iter().map(|value| value.expression).collect();
+        let mut expression = expressions
+            .number(Expression::Reduce(sources))
+            .ok_or(("a contribution for the second time, or what was already finished", start))?;
+        if last {
+            expression = expressions.number(Expression::Finished(expression)).expect("always has a number");
+        }
+        result.push(Run { start, len: end - start, value: Value { expression, position: values[0].position } });
+        start = end;
+    }
+    Ok(result)
+}
+
+/// What must be in a rank's output at the end.
+fn wanted_output(
+    requests: &[Request],
+    algorithm: Algorithm,
+    rank: u32,
+    expressions: &mut Expressions,
+) -> Result<Vec<Run>, Violation> {
+    let request = &requests[rank as usize];
+    let (world, bytes) = (u64::from(request.world), request.output_bytes());
+    if bytes == 0 {
+        return Ok(Vec::new());
+    }
+    let mut moved = |from: u32, position: u64| Value { expression: expressions.rank(from), position };
+    let whole = |value: Value| vec![Run { start: 0, len: bytes, value }];
+    let concatenated = |part: u64, value: &mut dyn FnMut(u32) -> Value| {
+        (0..request.world).map(|p| Run { start: u64::from(p) * part, len: part, value: value(p) }).collect()
+    };
+    Ok(match request.collective {
+        Collective::Broadcast { root } => whole(moved(root, 0)),
+        Collective::Scatter { root } => whole(moved(root, u64::from(rank) * bytes)),
+        Collective::Recv { from } => whole(moved(from, 0)),
+        Collective::Reduce { root } if root != rank => whole(moved(rank, 0)),
+        Collective::AllGather | Collective::Gather { .. } => concatenated(bytes / world, &mut |p| moved(p, 0)),
+        Collective::AllToAll => match &request.splits {
+            None => concatenated(bytes / world, &mut |p| moved(p, u64::from(rank) * (bytes / world))),
+            Some(splits) => {
+                let mut start = 0;
+                let mut runs = Vec::new();
+                for (p, &len) in (0..).zip(&splits.output) {
+                    let theirs = requests[p as usize].splits.as_ref().expect("all ranks have splits");
+                    let position = theirs.input[..rank as usize].iter().sum();
+                    runs.push(Run { start, len, value: moved(p, position) });
+                    start += len;
+                }
+                runs.retain(|run| run.len > 0);
+                runs
+            }
+        },
+        _ if request.world == 1 => whole(moved(0, 0)),
+        _ => {
+            // A reduce-scatter's output is one chunk of the tensor that the promised order speaks of.
+            let first = if request.collective == Collective::ReduceScatter { u64::from(rank) * bytes } else { 0 };
+            let mut runs = Vec::new();
+            for (start, len, order) in order(request, algorithm)? {
+                let (start, end) = (start.max(first), (start + len).min(first + bytes));
+                if start < end {
+                    let unfinished = expressions.promised(&order);
+                    let expression = expressions.number(Expression::Finished(unfinished)).expect("always");
+                    let value = Value { expression, position: start };
+                    runs.push(Run { start: start - first, len: end - start, value });
+                }
+            }
+            runs
+        }
+    })
+}
+
+/// Everybody's arrival must have reached everybody before they leave.
+fn check_barrier(world: usize, instances: &[Instance<'_>], order: &[u32]) -> Result<(), Violation> {
+    let mut heard: Vec<Vec<bool>> = vec![Vec::new(); instances.len()];
+    let mut leaves_with: Vec<Vec<bool>> =
+        (0..world).map(|rank| (0..world).map(|other| other == rank).collect()).collect();
+    for &index in order {
+        let instance = &instances[index as usize];
+        let rank = instance.place.rank as usize;
+        let mut known = vec![false; world];
+        known[rank] = true;
+        for &earlier in instance.after.iter().chain(&instance.takes) {
+            known.iter_mut().zip(&heard[earlier as usize]).for_each(|(known, earlier)| *known |= earlier);
+        }
+        leaves_with[rank].iter_mut().zip(&known).for_each(|(leaves, known)| *leaves |= known);
+        heard[index as usize] = known;
+    }
+    for (rank, heard) in (0..).zip(leaves_with) {
+        if let Some(missing) = heard.iter().position(|heard| !heard) {
+            return Err(Violation::Barrier { rank, missing: missing as u32 });
+        }
+    }
+    Ok(())
+}
+
+fn check_wire_bytes(requests: &[Request], algorithm: Algorithm, instances: &[Instance<'_>]) -> Result<(), Violation> {
+    let mut moved = vec![(0u64, 0u64); requests.len()];
+    for instance in instances {
+        if let Action::Send { to, .. } = instance.action {
+            moved[instance.place.rank as usize].0 += instance.bytes;
+            moved[*to as usize].1 += instance.bytes;
+        }
+    }
+    for (request, (sent, received)) in requests.iter().zip(moved) {
+        let promised = wire_bytes(request, algorithm)?;
+        if (promised.sent, promised.received) != (sent, received) {
+            return Err(Violation::WireBytes { rank: request.rank, sent, received });
+        }
+    }
+    Ok(())
+}
+
+fn report(plans: &[Steps], instances: &[Instance<'_>], order: &[u32]) -> Report {
+    let mut depth = vec![0u32; instances.len()];
+    for &index in order {
+        let instance = &instances[index as usize];
+        let waited = instance.after.iter().map(|&earlier| depth[earlier as usize]);
+        let arrived = instance.takes.iter().map(|&send| depth[send as usize] + 1);
+        depth[index as usize] = waited.chain(arrived).max().unwrap_or(0);
+    }
+    let takes_message = |action: &Action| match action {
+        Action::Recv { .. } => true,
+        Action::Reduce { sources, .. } => sources.iter().any(|source| matches!(source, Operand::Message { .. })),
+        _ => false,
+    };
+    let steps = || plans.iter().flat_map(|plan| &plan.steps);
+    Report {
+        messages: instances.iter().map(|instance| instance.takes.len() as u64).sum(),
+        hops: depth.into_iter().max().unwrap_or(0),
+        late_grants: steps().filter(|step| takes_message(&step.action) && !step.after.is_empty()).count() as u32,
+        scratch_bytes: plans.iter().map(|plan| plan.scratch_bytes).max().unwrap_or(0),
+    }
+}

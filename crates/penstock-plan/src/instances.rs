@@ -1,0 +1,194 @@
+//! The instances of all ranks' steps, with their dependencies and messages resolved. Shared by [`crate::check`] and
+//! [`crate::execute`].
+
+use std::{collections::HashMap, fmt};
+
+use crate::{Action, Buf, Dep, Operand, Slice, Steps, check::Violation};
+
+/// One instance of a step on one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Place {
+    /// The rank.
+    pub rank: u32,
+    /// Index in [`Steps::steps`].
+    pub step: u32,
+    /// Which instance.
+    pub segment: u32,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} step {} segment {}", self.rank, self.step, self.segment)
+    }
+}
+
+/// An instance that touches bytes, or notifies. Others are named by their index in the list.
+pub(crate) struct Instance<'a> {
+    pub(crate) place: Place,
+    pub(crate) action: &'a Action,
+    /// Length of what it sends or makes.
+    pub(crate) bytes: u64,
+    /// Instances of this rank that it waits for.
+    pub(crate) after: Vec<u32>,
+    /// The instances that send its messages, in the order of its operands.
+    pub(crate) takes: Vec<u32>,
+    /// The instance that takes its message.
+    pub(crate) taken_by: Option<u32>,
+}
+
+impl Instance<'_> {
+    /// Where a slice of this step is, as (buffer, start, length).
+    pub(crate) fn area(&self, slice: &Slice) -> Area {
+        let (start, len) = slice.segment(self.place.segment);
+        Area { buf: slice.buf, start, len }
+    }
+
+    /// The place that it writes.
+    pub(crate) fn writes(&self) -> Option<Area> {
+        match self.action {
+            Action::Recv { dst, .. } | Action::Reduce { dst, .. } | Action::Copy { dst, .. } => Some(self.area(dst)),
+            _ => None,
+        }
+    }
+
+    /// The places that it reads.
+    pub(crate) fn reads(&self) -> Vec<Area> {
+        match self.action {
+            Action::Send { src, .. } | Action::Copy { src, .. } => vec![self.area(src)],
+            Action::Reduce { sources, .. } => sources
+                .iter()
+                .filter_map(|source| match source {
+                    Operand::Local(slice) => Some(self.area(slice)),
+                    Operand::Message { .. } => None,
+                })
+                .collect(),
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// Bytes of one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Area {
+    pub(crate) buf: Buf,
+    pub(crate) start: u64,
+    pub(crate) len: u64,
+}
+
+impl Area {
+    pub(crate) fn end(&self) -> u64 {
+        self.start + self.len
+    }
+
+    pub(crate) fn overlaps(&self, other: &Area) -> bool {
+        self.buf == other.buf && self.start < other.end() && other.start < self.end()
+    }
+}
+
+/// All instances of all ranks, rank by rank and step by step. Fails unless every message has one sender and one taker
+/// that agree on its length, and every dependency names a step.
+pub(crate) fn expand(plans: &[Steps]) -> Result<Vec<Instance<'_>>, Violation> {
+    let mut instances: Vec<Instance<'_>> = Vec::new();
+    let mut index_of: HashMap<Place, u32> = HashMap::new();
+    for (rank, plan) in (0..).zip(plans) {
+        for (step, template) in (0..).zip(&plan.steps) {
+            for segment in 0..template.segments {
+                let place = Place { rank, step, segment };
+                let bytes = match &template.action {
+                    Action::Send { src: slice, .. }
+                    | Action::Recv { dst: slice, .. }
+                    | Action::Reduce { dst: slice, .. }
+                    | Action::Copy { dst: slice, .. } => match slice.segment(segment).1 {
+                        0 => continue,
+                        bytes => bytes,
+                    },
+                    Action::Notify { .. } | Action::Await { .. } => 0,
+                };
+                index_of.insert(place, instances.len() as u32);
+                let (after, takes) = (Vec::new(), Vec::new());
+                instances.push(Instance { place, action: &template.action, bytes, after, takes, taken_by: None });
+            }
+        }
+    }
+    for instance in &mut instances {
+        let Place { rank, step, segment } = instance.place;
+        let plan = &plans[rank as usize];
+        for dep in &plan.steps[step as usize].after {
+            let (Dep::Segment { step, .. } | Dep::All { step }) = *dep;
+            let Some(earlier) = plan.steps.get(step as usize) else {
+                return Err(Violation::UnknownStep { place: instance.place, step });
+            };
+            let segments = match *dep {
+                Dep::All { .. } => 0..earlier.segments,
+                Dep::Segment { lag, .. } => segment.checked_sub(lag).map_or(0..0, |segment| segment..segment + 1),
+            };
+            instance.after.extend(segments.filter_map(|segment| index_of.get(&Place { rank, step, segment })));
+        }
+    }
+    match_messages(plans, &mut instances)?;
+    Ok(instances)
+}
+
+/// A message by its sender, its receiver and its number.
+type Message = (u32, u32, u32);
+
+fn match_messages(plans: &[Steps], instances: &mut [Instance<'_>]) -> Result<(), Violation> {
+    let mut sent: HashMap<Message, u32> = HashMap::new();
+    for (index, instance) in (0..).zip(&*instances) {
+        if let Action::Send { to, message, .. } | Action::Notify { to, message } = *instance.action {
+            let key = (instance.place.rank, to, number(plans, instance.place, to, message)?);
+            if let Some(other) = sent.insert(key, index) {
+                return Err(Violation::Duplicate { place: instance.place, other: instances[other as usize].place });
+            }
+        }
+    }
+    for index in 0..instances.len() {
+        let Instance { place, action, bytes, .. } = instances[index];
+        let wanted: Vec<(u32, u32)> = match action {
+            Action::Recv { from, message, .. } | Action::Await { from, message } => vec![(*from, *message)],
+            Action::Reduce { sources, .. } => sources
+                .iter()
+                .filter_map(|source| match *source {
+                    Operand::Message { from, message } => Some((from, message)),
+                    Operand::Local(_) => None,
+                })
+                .collect(),
+            _ => continue,
+        };
+        for (from, message) in wanted {
+            let key = (from, place.rank, number(plans, place, from, message)?);
+            let send = *sent.get(&key).ok_or(Violation::Unmatched { place })?;
+            let sender = &mut instances[send as usize];
+            if let Some(other) = sender.taken_by.replace(index as u32) {
+                return Err(Violation::Duplicate { place, other: instances[other as usize].place });
+            }
+            let notifies = matches!(sender.action, Action::Notify { .. });
+            if notifies != matches!(action, Action::Await { .. }) {
+                return Err(Violation::Unmatched { place });
+            }
+            if sender.bytes != bytes {
+                return Err(Violation::Length { place, other: sender.place, bytes, other_bytes: sender.bytes });
+            }
+            instances[index].takes.push(send);
+        }
+    }
+    for &send in sent.values() {
+        if instances[send as usize].taken_by.is_none() {
+            return Err(Violation::Unmatched { place: instances[send as usize].place });
+        }
+    }
+    Ok(())
+}
+
+/// The number of an instance's message, if it and the peer exist.
+fn number(plans: &[Steps], place: Place, peer: u32, first: u32) -> Result<u32, Violation> {
+    if peer == place.rank || peer as usize >= plans.len() {
+        return Err(Violation::Peer { place, peer });
+    }
+    let number = u64::from(first) + u64::from(place.segment);
+    let messages = plans[place.rank as usize].messages;
+    if number >= u64::from(messages) {
+        return Err(Violation::Number { place, number, messages });
+    }
+    Ok(number as u32)
+}

@@ -1,0 +1,89 @@
+//! Plans that are made once: [`Planner`].
+
+use std::{num::NonZeroUsize, sync::Arc};
+
+use lru::LruCache;
+
+use crate::{Algorithm, PlanError, Request, Steps, steps};
+
+/// Remembers the plans of recent requests. Training repeats the same few sizes in every step, so that the engine finds
+/// nearly every plan here.
+#[derive(Debug)]
+pub struct Planner {
+    plans: LruCache<(Request, Algorithm), Arc<Steps>>,
+}
+
+impl Planner {
+    /// A planner that remembers `capacity` plans and forgets the one that was not asked for the longest. A plan takes
+    /// some 100 to 200 bytes a step: 10 KiB for a ring all-reduce over 16 ranks.
+    #[must_use]
+    pub fn new(capacity: NonZeroUsize) -> Planner {
+        Planner { plans: LruCache::new(capacity) }
+    }
+
+    /// What [`steps`] returns for the same arguments. An error is not remembered.
+    ///
+    /// # Errors
+    /// Those of [`steps`].
+    pub fn steps(&mut self, request: &Request, algorithm: Algorithm) -> Result<Arc<Steps>, PlanError> {
+        let key = (request.clone(), algorithm);
+        if let Some(plan) = self.plans.get(&key) {
+            return Ok(Arc::clone(plan));
+        }
+        let plan = Arc::new(steps(request, algorithm)?);
+        self.plans.put(key, Arc::clone(&plan));
+        Ok(plan)
+    }
+}
+
+impl Default for Planner {
+    /// Remembers [`Planner::DEFAULT_CAPACITY`] plans.
+    fn default() -> Planner {
+        Planner::new(Planner::DEFAULT_CAPACITY)
+    }
+}
+
+impl Planner {
+    /// More than the distinct buckets and collectives of a large model's step (a guess), in a few MiB.
+    pub const DEFAULT_CAPACITY: NonZeroUsize = NonZeroUsize::new(256).unwrap();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Collective;
+
+    fn request(bytes: u64) -> Request {
+        Request {
+            collective: Collective::AllReduce,
+            world: 4,
+            rank: 1,
+            bytes,
+            element_bytes: 4,
+            splits: None,
+            segment_bytes: 4096,
+        }
+    }
+
+    /// The same request gives the same plan, not an equal one; the one unused for longest goes first.
+    #[test]
+    fn remembers_the_most_recent_plans() {
+        let mut planner = Planner::new(NonZeroUsize::new(2).unwrap());
+        let first = planner.steps(&request(4096), Algorithm::Ring).unwrap();
+        assert_eq!(*first, steps(&request(4096), Algorithm::Ring).unwrap());
+        let second = planner.steps(&request(4096), Algorithm::Direct).unwrap();
+        assert!(Arc::ptr_eq(&first, &planner.steps(&request(4096), Algorithm::Ring).unwrap()));
+        planner.steps(&request(8192), Algorithm::Ring).unwrap();
+        assert!(Arc::ptr_eq(&first, &planner.steps(&request(4096), Algorithm::Ring).unwrap()));
+        assert!(!Arc::ptr_eq(&second, &planner.steps(&request(4096), Algorithm::Direct).unwrap()));
+    }
+
+    /// A request without a plan is refused each time, and takes no place.
+    #[test]
+    fn does_not_remember_errors() {
+        let mut planner = Planner::new(NonZeroUsize::new(1).unwrap());
+        let kept = planner.steps(&request(4096), Algorithm::Ring).unwrap();
+        assert!(planner.steps(&request(4096), Algorithm::Tree).is_err());
+        assert!(Arc::ptr_eq(&kept, &planner.steps(&request(4096), Algorithm::Ring).unwrap()));
+    }
+}

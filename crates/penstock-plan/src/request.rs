@@ -1,0 +1,286 @@
+//! What is asked for: [`Request`], and what is wrong with it: [`PlanError`].
+
+use crate::Algorithm;
+
+/// What the ranks of a group do together. A root is a rank of the group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Collective {
+    /// Every rank gets the reduction of all contributions. In place.
+    AllReduce,
+    /// Rank `r` gets chunk `r` of the reduction.
+    ReduceScatter,
+    /// Every rank gets the chunks of all ranks, in rank order.
+    AllGather,
+    /// Every rank gets the root's bytes. In place.
+    Broadcast {
+        /// Who has the bytes.
+        root: u32,
+    },
+    /// The root gets the reduction; the other ranks keep their contribution. In place.
+    Reduce {
+        /// Who gets the result.
+        root: u32,
+    },
+    /// The root gets every rank's part, in rank order.
+    Gather {
+        /// Who gets the parts.
+        root: u32,
+    },
+    /// Rank `r` gets part `r` of the root's bytes.
+    Scatter {
+        /// Who has the parts.
+        root: u32,
+    },
+    /// Rank `r` gets part `r` of every rank's bytes, in rank order.
+    AllToAll,
+    /// Nobody returns before everybody has come. No bytes.
+    Barrier,
+    /// Give the bytes to one rank, whose operation is the matching `Recv`.
+    Send {
+        /// Receiving rank in the group.
+        to: u32,
+    },
+    /// Take the bytes of one rank, whose operation is the matching `Send`.
+    Recv {
+        /// Sending rank in the group.
+        from: u32,
+    },
+}
+
+impl Collective {
+    /// The name that logs and errors use.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Collective::AllReduce => "all-reduce",
+            Collective::ReduceScatter => "reduce-scatter",
+            Collective::AllGather => "all-gather",
+            Collective::Broadcast { .. } => "broadcast",
+            Collective::Reduce { .. } => "reduce",
+            Collective::Gather { .. } => "gather",
+            Collective::Scatter { .. } => "scatter",
+            Collective::AllToAll => "all-to-all",
+            Collective::Barrier => "barrier",
+            Collective::Send { .. } => "send",
+            Collective::Recv { .. } => "recv",
+        }
+    }
+
+    /// Whether it does arithmetic, or only moves bytes.
+    #[must_use]
+    pub fn reduces(self) -> bool {
+        matches!(self, Collective::AllReduce | Collective::ReduceScatter | Collective::Reduce { .. })
+    }
+
+    /// The other rank that the operation names: a root, or the peer of a send or receive.
+    #[must_use]
+    pub fn named_rank(self) -> Option<u32> {
+        match self {
+            Collective::Broadcast { root: rank }
+            | Collective::Reduce { root: rank }
+            | Collective::Gather { root: rank }
+            | Collective::Scatter { root: rank }
+            | Collective::Send { to: rank }
+            | Collective::Recv { from: rank } => Some(rank),
+            _ => None,
+        }
+    }
+}
+
+/// How an all-to-all with unequal parts cuts this rank's buffers, in bytes. Part `p` of `input` goes to rank `p`; part
+/// `p` of `output` comes from rank `p`; the parts lie one after the other in rank order.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Splits {
+    /// Bytes for each rank; as many entries as ranks.
+    pub input: Vec<u64>,
+    /// Bytes from each rank; as many entries as ranks. The entry of rank `p` equals `p`'s `input` entry for us.
+    pub output: Vec<u64>,
+}
+
+/// One rank's part of one operation, as far as its plan depends on it. All ranks pass the same values, but for `rank`,
+/// `splits`, and the direction of a send.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Request {
+    /// What to do.
+    pub collective: Collective,
+    /// Ranks in the group.
+    pub world: u32,
+    /// This rank.
+    pub rank: u32,
+    /// How much, by the collective:
+    ///
+    /// | collective | `bytes` | input buffer | output buffer |
+    /// |---|---|---|---|
+    /// | all-reduce, broadcast, reduce | the tensor | none | `bytes` |
+    /// | reduce-scatter | the whole, `world` equal chunks | `bytes` | `bytes / world` |
+    /// | all-gather | the whole, `world` equal chunks | `bytes / world` | `bytes` |
+    /// | gather | one rank's part | `bytes` | root: `world * bytes` |
+    /// | scatter | one rank's part | root: `world * bytes` | `bytes` |
+    /// | all-to-all | this rank's whole buffer, `world` equal parts; not read when there are splits | `bytes` | `bytes` |
+    /// | all-to-all with splits | | sum of `input` | sum of `output` |
+    /// | send | the message | `bytes` | none |
+    /// | recv | the message | none | `bytes` |
+    /// | barrier | not read | none | none |
+    pub bytes: u64,
+    /// Bytes an element: a power of two up to 16 where the collective reduces, any where it only moves bytes. No
+    /// reduction starts or ends within an element.
+    pub element_bytes: u32,
+    /// All-to-all only: unequal parts. `None` means equal parts.
+    pub splits: Option<Splits>,
+    /// The size of the pieces that flow through the steps one after the other; a positive multiple of 16.
+    /// [`crate::segment_bytes`] gives a good one. Smaller: less time to fill a pipeline, more messages.
+    pub segment_bytes: u64,
+}
+
+impl Request {
+    /// Length of the buffer that [`crate::Buf::Input`] means on this rank.
+    #[must_use]
+    pub fn input_bytes(&self) -> u64 {
+        match self.collective {
+            Collective::ReduceScatter | Collective::Gather { .. } | Collective::Send { .. } => self.bytes,
+            Collective::AllGather => self.bytes / u64::from(self.world),
+            Collective::Scatter { root } if root == self.rank => self.bytes * u64::from(self.world),
+            Collective::AllToAll => self.splits.as_ref().map_or(self.bytes, |splits| splits.input.iter().sum()),
+            _ => 0,
+        }
+    }
+
+    /// Length of the buffer that [`crate::Buf::Output`] means on this rank.
+    #[must_use]
+    pub fn output_bytes(&self) -> u64 {
+        match self.collective {
+            Collective::AllReduce
+            | Collective::Broadcast { .. }
+            | Collective::Reduce { .. }
+            | Collective::AllGather
+            | Collective::Scatter { .. }
+            | Collective::Recv { .. } => self.bytes,
+            Collective::ReduceScatter => self.bytes / u64::from(self.world),
+            Collective::Gather { root } if root == self.rank => self.bytes * u64::from(self.world),
+            Collective::AllToAll => self.splits.as_ref().map_or(self.bytes, |splits| splits.output.iter().sum()),
+            _ => 0,
+        }
+    }
+
+    /// Whether there is a plan for this; the error says why not.
+    pub(crate) fn validate(&self) -> Result<(), PlanError> {
+        let Request { collective, world, rank, bytes, element_bytes, .. } = *self;
+        if rank >= world {
+            return Err(PlanError::Rank { rank, world });
+        }
+        if let Some(named) = collective.named_rank() {
+            if named >= world {
+                return Err(PlanError::Rank { rank: named, world });
+            }
+            if named == rank && matches!(collective, Collective::Send { .. } | Collective::Recv { .. }) {
+                return Err(PlanError::ToSelf { collective: collective.name(), rank });
+            }
+        }
+        if self.segment_bytes == 0 || self.segment_bytes % 16 != 0 {
+            return Err(PlanError::Segment { segment_bytes: self.segment_bytes });
+        }
+        if collective.reduces() && !(element_bytes.is_power_of_two() && element_bytes <= 16) {
+            return Err(PlanError::Element { element_bytes });
+        }
+        let parts = match collective {
+            Collective::ReduceScatter | Collective::AllGather => u64::from(world),
+            Collective::AllToAll if self.splits.is_none() => u64::from(world),
+            _ => 1,
+        };
+        let unit = if collective.reduces() { parts * u64::from(element_bytes) } else { parts };
+        if bytes % unit != 0 {
+            return Err(PlanError::Uneven { collective: collective.name(), bytes, unit });
+        }
+        if bytes.checked_mul(u64::from(world)).is_none() {
+            return Err(PlanError::TooLarge { bytes, world });
+        }
+        let Some(splits) = &self.splits else { return Ok(()) };
+        if collective != Collective::AllToAll {
+            return Err(PlanError::Splits { what: "only an all-to-all takes splits" });
+        }
+        if splits.input.len() != world as usize || splits.output.len() != world as usize {
+            return Err(PlanError::Splits { what: "there must be one input and one output split for each rank" });
+        }
+        if splits.input[rank as usize] != splits.output[rank as usize] {
+            return Err(PlanError::Splits { what: "this rank's input split for itself differs from its output split" });
+        }
+        let total = |parts: &[u64]| parts.iter().try_fold(0u64, |sum, &part| sum.checked_add(part));
+        if total(&splits.input).is_none() || total(&splits.output).is_none() {
+            return Err(PlanError::Splits { what: "the splits add up to more than 64 bits hold" });
+        }
+        Ok(())
+    }
+}
+
+/// Why there is no plan. Every one is the caller's to fix; nothing was sent.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// The algorithm does not do this collective; [`Algorithm::of`] lists those that do.
+    #[error("{algorithm} is no algorithm for {collective}; choose one of: {}", Algorithm::names(.offered))]
+    NotFor {
+        /// What was asked for.
+        algorithm: Algorithm,
+        /// For which collective.
+        collective: &'static str,
+        /// The algorithms that there are for it.
+        offered: &'static [Algorithm],
+    },
+    /// A rank or root lies outside the group.
+    #[error("rank {rank} is not in a group of {world} ranks")]
+    Rank {
+        /// The rank or root.
+        rank: u32,
+        /// Ranks in the group.
+        world: u32,
+    },
+    /// A send to, or a receive from, the rank itself.
+    #[error("{collective} on rank {rank} names rank {rank} itself; copy the tensor instead")]
+    ToSelf {
+        /// Send or recv.
+        collective: &'static str,
+        /// The rank.
+        rank: u32,
+    },
+    /// Bytes that do not divide into whole elements, or into equal chunks of whole elements.
+    #[error("{collective} of {bytes} bytes: must be a multiple of {unit} (ranks that share it times bytes an element)")]
+    Uneven {
+        /// What was asked for.
+        collective: &'static str,
+        /// Of how many bytes.
+        bytes: u64,
+        /// What they must divide by.
+        unit: u64,
+    },
+    /// An element size that no reduction has.
+    #[error("cannot reduce elements of {element_bytes} bytes; must be 1, 2, 4, 8 or 16")]
+    Element {
+        /// Bytes an element.
+        element_bytes: u32,
+    },
+    /// A segment size that would cut elements.
+    #[error("segments of {segment_bytes} bytes; must be a positive multiple of 16")]
+    Segment {
+        /// Bytes a segment.
+        segment_bytes: u64,
+    },
+    /// Splits that do not fit the request.
+    #[error("all-to-all splits: {what}")]
+    Splits {
+        /// What is wrong with them.
+        what: &'static str,
+    },
+    /// More bytes than addresses.
+    #[error("{bytes} bytes on each of {world} ranks is more than 64 bits address")]
+    TooLarge {
+        /// [`Request::bytes`].
+        bytes: u64,
+        /// Ranks in the group.
+        world: u32,
+    },
+    /// More segments than message numbers.
+    #[error("{messages} messages are more than the 2^32 that a plan can number; use larger segments")]
+    TooManyMessages {
+        /// How many it would take.
+        messages: u64,
+    },
+}
