@@ -41,15 +41,15 @@ class Verbs(click.Group):
 
 
 VERBS = {
-    "bench": "Measure collectives: time, bandwidth, share of the limit, beside gloo.",
+    "bench": "Measure collectives beside gloo: time and share of the limit.",
     "demo": "Train a character GPT with gloo, then with Penstock, and compare.",
     "doctor": "Check reachability, rate, MTU and limits between ranks.",
     "info": "List versions and every setting: value, origin and meaning.",
-    "testbed": "Emulate a cluster on this machine: hosts, a switch, rates, loss, delay.",
+    "testbed": "Emulate a cluster on this machine: hosts, link rates, loss, delay.",
 }
 
 
-@click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Verbs, subcommand_metavar="VERB [ARGS]...", context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="penstock", message="penstock %(version)s")
 def main() -> None:
     """Penstock: train over an ordinary network at the speed of that network.
