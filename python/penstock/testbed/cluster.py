@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import functools
 import ipaddress
 import json
 import os
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.testbed import keeper, launch, link, namespace
+from penstock.testbed import keeper, launch, link, namespace, relay
 from penstock.testbed.link import FlowClass, LinkSpec
 
 Self = TypeVar("Self", bound="Bed")
@@ -276,58 +277,109 @@ class Testbed(Bed):
             self._namespaces.append(namespace.create())
         self._start_keeper(self._namespaces)
         *hosts, switch = self._namespaces
-        mtu = self.link.mtu
-        wires = ["link set lo up", "link add switch type bridge", "link set switch up"]
-        for host, held in enumerate(hosts):
-            wires += [
-                f"link add port{host} mtu {mtu} type veth "
-                f"peer name {self.interface} mtu {mtu} address {_mac(host)} netns /proc/self/fd/{held}",
-                f"link set port{host} master switch up",
-            ]
-        self._ip(switch, wires)
         netem = self.link.delay_ms > 0 and self._kernel_has_netem()
+        if self.link.delay_ms > 0 and not netem:
+            self._start_relay()
+        else:
+            self._wire_switch(hosts, switch)
+        device = self.interface
         for host, held in enumerate(hosts):
             lines = [
                 "link set lo up",
-                f"addr add {self.address(host)}/24 dev {self.interface}",
-                f"addr add {self.address(host, 6)}/64 dev {self.interface} nodad",
-                f"link set {self.interface} up",
+                f"link set {device} address {_mac(host)} mtu {self.link.mtu}",
+                f"addr add {self.address(host)}/24 dev {device}",
+                f"addr add {self.address(host, 6)}/64 dev {device} nodad",
+                f"link set {device} up",
             ]
             for other in range(self.hosts):
                 if other != host:
-                    neighbour = f"lladdr {_mac(other)} nud permanent dev {self.interface}"
+                    neighbour = f"lladdr {_mac(other)} nud permanent dev {device}"
                     lines += [f"neigh add {self.address(other, family)} {neighbour}" for family in (4, 6)]
             self._ip(held, lines)
-            self._tc(held, link.host_commands(self.link, self.interface))
-            self._tc(switch, link.port_commands(self.link, f"port{host}", netem=netem))
+            self._tc(held, link.host_commands(self.link, device))
             if not self.link.uses_offloads:
-                namespace.inside(held, lambda: _switch_offloads_off(self.interface))
-                namespace.inside(switch, lambda device=f"port{host}": _switch_offloads_off(device))
+                namespace.inside(held, lambda: _switch_offloads_off(device))
+        if netem or self.hosts > 2:
+            for host in range(self.hosts):
+                self._tc(switch, link.port_commands(self.link, f"port{host}", hosts=self.hosts, netem=netem))
         if self.link.loss:
             self._apply_rules()
 
-    def _apply_rules(self) -> None:
-        """Loss and dropped links live in the switch, where no host can notice the rule itself.
+    def _wire_switch(self, hosts: list[int], switch: int) -> None:
+        """A bridge, and a pair of veth devices for each host."""
+        namespace.inside(switch, _forget_iptables)
+        lines = ["link set lo up", "link add switch type bridge", "link set switch up"]
+        for host, held in enumerate(hosts):
+            port = f"port{host} mtu {self.link.mtu}"
+            lines += [
+                f"link add {port} type veth peer name {self.interface} netns /proc/self/fd/{held}",
+                f"link set {port} master switch up",
+            ]
+        self._ip(switch, lines)
 
-        A rule on a host would make sends fail with EPERM. The table is replaced as one transaction.
+    def _apply_rules(self) -> None:
+        """Loss and dropped links: rules on what reaches a host, before anything on the host sees it.
+
+        A rule on what leaves a host would make its sends fail with EPERM, which is not silent. A host's rules are
+        replaced as one transaction.
         """
-        rules = []
-        if self._down:
-            ports = ", ".join(f'"port{host}"' for host in sorted(self._down))
-            rules += [f"iifname {{ {ports} }} drop", f"oifname {{ {ports} }} drop"]
-        if self.link.loss:
-            rules.append(f"numgen random mod 1000000 < {round(self.link.loss * 1_000_000)} drop")
-        lines = [
-            "add table bridge testbed",
-            "delete table bridge testbed",
-            "add table bridge testbed",
-            "add chain bridge testbed forward { type filter hook forward priority 0; }",
-            *[f"add rule bridge testbed forward {rule}" for rule in rules],
-        ]
-        self._tool(self._namespaces[-1], ["nft", "-f", "-"], "\n".join(lines) + "\n")
+        gone = ", ".join(_mac(host) for host in sorted(self._down))
+        for host, held in enumerate(self._namespaces[:-1]):
+            rules = ["drop"] if host in self._down else [f"ether saddr {{ {gone} }} drop"] if gone else []
+            if self.link.loss:
+                rules.append(f"numgen random mod 1000000 < {round(self.link.loss * 1_000_000)} drop")
+            lines = [
+                "add table netdev testbed",
+                "delete table netdev testbed",
+                "add table netdev testbed",
+                f"add chain netdev testbed arriving {{ type filter hook ingress device {self.interface} priority 0; }}",
+                *[f"add rule netdev testbed arriving {rule}" for rule in rules],
+            ]
+            self._tool(held, ["nft", "-f", "-"], "\n".join(lines) + "\n")
 
     def _kernel_has_netem(self) -> bool:
-        raise TestbedUnavailable("delay_ms: no delay can be made here yet")
+        """Try it, on the loopback device of the still empty switch."""
+        try:
+            self._tc(self._namespaces[-1], ["qdisc add dev lo root netem delay 1ms", "qdisc del dev lo root"])
+        except TestbedUnavailable:
+            return False
+        return True
+
+    def _start_relay(self) -> None:
+        """Give each host a TAP device in place of a wire, and start the process that is their other end.
+
+        It lives in the switch's namespace, so it ends with the testbed like everything else in there.
+        """
+        taps: list[int] = []
+        try:
+            for held in self._namespaces[:-1]:
+                open_tap = functools.partial(relay.open_tap, self.interface, offloads=self.link.uses_offloads)
+                taps.append(namespace.inside(held, open_tap))
+            # With two hosts, what one receives the other's link has limited already.
+            rate_mbit = self.link.rate_mbit if self.link.rate_mbit and self.hosts > 2 else 0
+            arguments = [self.link.delay_ms / 1e3, rate_mbit * 1e6 / 8, link.BUFFER_S, *taps]
+            process = namespace.inside(
+                self._namespaces[-1],
+                lambda: subprocess.Popen(
+                    [sys.executable, "-I", "-S", relay.__file__, *map(str, arguments)],
+                    pass_fds=taps,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",
+                    start_new_session=True,
+                ),
+            )
+        except FileNotFoundError as error:
+            raise TestbedUnavailable(
+                "this kernel has no netem, so delays need /dev/net/tun, which is missing: load the module `tun`, or "
+                "pass the device into the container"
+            ) from error
+        finally:
+            for tap in taps:
+                os.close(tap)
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
 
     def _sent_by_class(self, host: int) -> list[FlowClass]:
         caps = self.link.caps_mbit
@@ -504,6 +556,15 @@ def _interface_counters(interface: str) -> dict[str, int]:
     raise LookupError(f"there is no interface {interface} here")
 
 
+def _forget_iptables() -> None:
+    """Where br_netfilter is loaded, every frame that crosses a bridge visits iptables first. There is nothing here."""
+    for family in ("iptables", "ip6tables", "arptables"):
+        try:
+            Path(f"/proc/sys/net/bridge/bridge-nf-call-{family}").write_text("0")
+        except FileNotFoundError:
+            pass
+
+
 def _switch_offloads_off(interface: str) -> None:
     """Make every packet of the calling thread's interface one that fits the MTU, as ``ethtool -K`` would."""
     with socket.socket() as handle:
@@ -536,7 +597,7 @@ PACKAGES = {
     "nft": "nftables (it has this name everywhere)",
 }
 
-KERNEL_NEEDS = "NET_NS, VETH, BRIDGE, NET_SCH_HTB, NET_CLS_BPF, TUN, NF_TABLES_BRIDGE"
+KERNEL_NEEDS = "NET_NS, VETH, BRIDGE, NET_SCH_HTB, NET_CLS_BPF, NF_TABLES_NETDEV"
 
 # linux/sockios.h and linux/ethtool.h. By hand, so that no further tool is needed.
 SIOCETHTOOL = 0x8946

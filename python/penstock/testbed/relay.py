@@ -1,0 +1,121 @@
+"""Delay between hosts where the kernel has no netem: a switch in user space that holds every packet for a while.
+
+Each host's interface is then a TAP device, and this process is the other side of all of them. It reads Ethernet
+frames, keeps them for the delay, and writes them to the device of the host that they are for. Rates, flow classes,
+loss and dropped links stay where they are without it: on the hosts' own interfaces.
+
+What makes Python fast enough is that a frame may be a TCP packet of up to 64 KiB: with IFF_VNET_HDR each comes with a
+header that says how to cut it and which checksum is still to be filled in, and goes out with that header as it came,
+so the kernel does neither. And under load this wakes every `TICK_S`, not for every packet. Four fifths of its time are
+the kernel's: a write carries the packet up to the receiving socket. A relay in a compiled language would not be much
+faster; neither would the kernel's own delay, which has to do the same work.
+
+It runs as a script, ``python -I -S relay.py DELAY_S RATE_BYTES_PER_S BUFFER_S TAP...`` with open devices, and serves
+until it is killed; the devices go with it.
+"""
+
+from __future__ import annotations
+
+import collections
+import fcntl
+import os
+import select
+import struct
+import sys
+import time
+
+
+def open_tap(name: str, *, offloads: bool) -> int:
+    """Make a TAP device in the calling thread's namespace, which lives as long as the returned descriptor.
+
+    Frames are read and written with a virtio-net header of `VNET_BYTES` before them.
+
+    Raises: FileNotFoundError, without /dev/net/tun.
+    """
+    tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    try:
+        fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR))
+        fcntl.ioctl(tap, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 if offloads else 0)
+    except BaseException:
+        os.close(tap)
+        raise
+    return tap
+
+
+def main(arguments: list[str]) -> None:
+    delay_s, rate_bytes_per_s, buffer_s = (float(each) for each in arguments[:3])
+    taps = [int(each) for each in arguments[3:]]
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except OSError:
+        pass  # then delays vary more on a busy machine
+    serve(taps, delay_s, rate_bytes_per_s, buffer_s)
+
+
+def serve(taps: list[int], delay_s: float, rate_bytes_per_s: float, buffer_s: float) -> None:
+    """Carry frames for ever.
+
+    Args:
+        rate_bytes_per_s: of the link from here to each host; 0 for no limit.
+        buffer_s: what waits for that link longer than this, besides the delay, is lost.
+    """
+    hosts = len(taps)
+    queues: list[collections.deque[tuple[float, bytes]]] = [collections.deque() for _ in taps]  # when due, frame
+    free = [0.0] * hosts  # when the link to each host will have sent all that is queued for it
+    everybody = range(hosts)
+    read, write, clock = os.read, os.write, time.monotonic
+    while True:
+        if any(queues):
+            time.sleep(TICK_S)
+        else:
+            select.select(taps, [], [])
+        now = clock()
+        for origin, tap in enumerate(taps):
+            try:
+                while True:
+                    frame = read(tap, FRAME_BYTES)
+                    # The testbed's addresses end in the host's number, counted from 1; the lowest bit of the first
+                    # byte means everybody (IPv6's neighbour discovery).
+                    host = frame[VNET_BYTES + 5] - 1
+                    for target in everybody if frame[VNET_BYTES] & 1 else (host,):
+                        if target == origin or target >= hosts:
+                            continue
+                        due = now + delay_s
+                        if rate_bytes_per_s:
+                            if free[target] > due + buffer_s:
+                                continue
+                            due = free[target] = max(due, free[target]) + wire_bytes(frame) / rate_bytes_per_s
+                        queues[target].append((due, frame))
+            except BlockingIOError:
+                pass
+        now = clock()
+        for tap, queue in zip(taps, queues):  # noqa: B905  (strict= costs, and they are equal)
+            while queue and queue[0][0] <= now:
+                try:
+                    write(tap, queue.popleft()[1])
+                except OSError:
+                    pass  # lost, as on any network: the device is down, or its host is out of memory
+
+
+def wire_bytes(frame: bytes) -> int:
+    """Bytes that a frame takes on the wire once it is cut into packets, each with the headers of the first."""
+    _, kind, header_bytes, segment_bytes = struct.unpack_from("=BBHH", frame)
+    length = len(frame) - VNET_BYTES
+    if kind == 0 or segment_bytes == 0:
+        return length
+    return length + (-(-(length - header_bytes) // segment_bytes) - 1) * header_bytes
+
+
+TICK_S = 0.0002
+"""200 us: 5000 wake-ups a second take 5 % of a processor, and a packet is late by one or two of them."""
+
+VNET_BYTES = 10
+FRAME_BYTES = VNET_BYTES + 14 + 4 + 65_536
+
+# linux/if_tun.h
+TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
+TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6 = 0x01, 0x02, 0x04
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
