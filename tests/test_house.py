@@ -274,7 +274,9 @@ def test_dev_tally_speaks_for_every_stage(root: pathlib.Path, capfd: pytest.Capt
 
 
 def cargo(root: pathlib.Path, *arguments: str) -> str:
-    return subprocess.run(["cargo", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+    done = subprocess.run(["cargo", *arguments], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
