@@ -48,8 +48,8 @@ pub trait Handler {
     ) -> Result<(), FrameError>;
     /// Something happened at a peer.
     fn event(&mut self, peers: &mut Peers, peer: PeerId, event: Event);
-    /// A stream of the peer is up (`up`), or the last one is down.
-    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool);
+    /// A stream of the peer is up. `local`: on this host, in process `pid`.
+    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32);
     /// A peer cannot be reached any more.
     fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
     /// A peer would not have us, or we would not have it: no stream will come up.
@@ -130,12 +130,13 @@ pub struct Peers {
     is_dirty: Vec<bool>,
     orders: Vec<Order>,
     now: Time,
+    buffer_bytes: usize,
 }
 
 enum Order {
     Connect(PeerId, GroupId, Vec<u8>),
     DropGroup(GroupId),
-    Forget(PeerId, String),
+    Then(Box<dyn FnOnce() + Send>),
 }
 
 impl Link {
@@ -193,6 +194,8 @@ impl Peers {
     }
 
     /// Lets go of all memory of a group's operations, at once after the current frame.
+    ///
+    /// What waits for that to have happened is given to [`Peers::after_drop`].
     pub fn drop_group(&mut self, group: GroupId) {
         for machine in &mut self.machines {
             machine.forget_group(group);
@@ -200,9 +203,15 @@ impl Peers {
         self.orders.push(Order::DropGroup(group));
     }
 
-    /// Closes a peer's streams for good.
-    pub fn forget(&mut self, peer: PeerId, reason: &str) {
-        self.orders.push(Order::Forget(peer, reason.to_owned()));
+    /// Runs `act` after the groups dropped so far have been let go of: no buffer of theirs is touched any more.
+    pub fn after_drop(&mut self, act: Box<dyn FnOnce() + Send>) {
+        self.orders.push(Order::Then(act));
+    }
+
+    /// Bytes of the loop's own that hold payloads.
+    #[must_use]
+    pub fn buffer_bytes(&self) -> usize {
+        self.buffer_bytes
     }
 }
 
@@ -270,6 +279,7 @@ impl Driver {
                 is_dirty: Vec::new(),
                 orders: Vec::new(),
                 now: Time(0),
+                buffer_bytes: 0,
             },
             links: Vec::new(),
             again: Vec::new(),
@@ -553,6 +563,8 @@ impl Driver {
 
     fn handle_timers<H: Handler>(&mut self, handler: &mut H, now: Time) {
         let mut next = now.plus(SECOND);
+        self.peers.buffer_bytes =
+            self.sockets.values().map(|s| s.reader.memory_bytes()).sum::<usize>() + self.junk.len();
         for peer in 0..self.links.len() as PeerId {
             if self.links[peer as usize].finished {
                 continue;
@@ -633,7 +645,7 @@ impl Driver {
                         let _ = rustix::net::shutdown(&socket.fd, rustix::net::Shutdown::Both);
                     }
                 }
-                Order::Forget(peer, reason) => self.lose(handler, peer, &reason, now),
+                Order::Then(act) => act(),
             }
         }
     }
@@ -789,8 +801,7 @@ impl Driver {
     /// Whether we may read the memory of the process at the other end of a local socket: its key must lie where its
     /// contact says.
     fn can_read(&self, fd: &OwnedFd, contact: &Contact) -> bool {
-        let Ok(credentials) = rustix::net::sockopt::socket_peercred(fd) else { return false };
-        let pid = credentials.pid.as_raw_nonzero().get() as u32;
+        let Some(pid) = process_at(fd) else { return false };
         let mut found = NodeKey::default();
         // SAFETY: `found` has the length of a key.
         let read = unsafe { read_process(pid, contact.probe, found.as_mut_ptr(), found.len()) };
@@ -1013,7 +1024,8 @@ impl Driver {
         }
         self.peers.machine(peer).stream_up(socket.stream, now);
         self.watch_write(token, socket, false);
-        handler.linked(&mut self.peers, peer, socket.local);
+        let pid = if socket.local { process_at(&socket.fd).unwrap_or(0) } else { 0 };
+        handler.linked(&mut self.peers, peer, socket.local, pid);
         self.next_timers = Time(self.next_timers.0.min(now.plus(100 * MILLISECOND).0));
         if socket.reader.has_buffered() {
             self.again.push(token);
@@ -1147,6 +1159,12 @@ impl Driver {
         self.next_token += 1;
         self.next_token
     }
+}
+
+/// The process at the other end of a local socket, as our PID namespace numbers it.
+fn process_at(fd: impl AsFd) -> Option<u32> {
+    let credentials = rustix::net::sockopt::socket_peercred(fd).ok()?;
+    Some(credentials.pid.as_raw_nonzero().get() as u32)
 }
 
 fn epoll_add(epoll: &Fd, fd: impl AsFd, token: u64, flags: epoll::EventFlags) -> rustix::io::Result<()> {

@@ -212,6 +212,10 @@ enum Target {
     Discard,
 }
 
+// SAFETY: the place belongs to an operation of the handler, which lives on the same thread as the reader; only the
+// (empty) reader of a new driver ever moves between threads.
+unsafe impl Send for Target {}
+
 impl Default for Reader {
     fn default() -> Reader {
         let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();

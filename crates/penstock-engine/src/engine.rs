@@ -1,0 +1,205 @@
+//! The engine as callers see it.
+
+use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
+use crate::stats::Stats;
+use crate::ticket::Ticket;
+use penstock_net::{Contact, Driver, Listen, Settings, Wake, fds};
+use penstock_plan::Thresholds;
+use penstock_protocol::peer::PeerConfig;
+use penstock_types::{Failure, FailureKind, Generation, GroupId};
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// How an engine behaves. The Python front's `config.py` says what each knob costs and when to turn it.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// This process's rank in the job, for messages.
+    pub rank: u32,
+    /// Name of this host, for messages.
+    pub host: String,
+    /// The job's generation.
+    pub generation: Generation,
+    /// Addresses to listen on, one an interface.
+    pub addresses: Vec<IpAddr>,
+    /// Ports to try.
+    pub ports: std::ops::RangeInclusive<u16>,
+    /// TCP streams a peer.
+    pub streams: u16,
+    /// Reach peers on this host through memory.
+    pub shared_memory: bool,
+    /// Cover frames with a CRC32C.
+    pub checksum: bool,
+    /// A peer that is silent this long is lost.
+    pub dead_after: Duration,
+    /// Bytes of the sockets' buffers; 0 leaves them to the kernel.
+    pub socket_buffer_bytes: u32,
+}
+
+/// One process's engine: a thread, its listeners and streams.
+#[derive(Debug)]
+pub struct Engine {
+    handle: Arc<Handle>,
+    contact: Contact,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    /// What a contact's `probe` points at.
+    _probe: Arc<[u8; 16]>,
+}
+
+#[derive(Debug)]
+struct Handle {
+    shared: Arc<Shared>,
+    wake: Arc<Wake>,
+}
+
+impl Engine {
+    /// Opens the listeners and starts the thread.
+    ///
+    /// # Errors
+    /// `Config`: an address or port that cannot be had.
+    pub fn start(config: &Config) -> Result<Engine, Failure> {
+        let mut node = [0; 16];
+        getrandom::fill(&mut node)
+            .map_err(|error| Failure::of_call(FailureKind::Bug, format!("no randomness from the kernel: {error}.")))?;
+        let probe = Arc::new(node);
+        let dead_after = config.dead_after.as_nanos() as u64;
+        let settings = Settings {
+            node,
+            rank: config.rank,
+            streams: config.streams.max(1),
+            shared_memory: config.shared_memory,
+            peer: PeerConfig {
+                generation: config.generation,
+                checksum: config.checksum,
+                dead_after,
+                heartbeat_every: dead_after / 8,
+                eager_bytes: Thresholds::default().eager_limit_bytes,
+                ..PeerConfig::default()
+            },
+            socket_buffer_bytes: config.socket_buffer_bytes,
+        };
+        let listen = Listen { addresses: config.addresses.clone(), ports: config.ports.clone() };
+        let mut driver = Driver::new(settings, &listen)
+            .map_err(|message| Failure::of_call(FailureKind::Config, format!("{message}.")))?;
+        let contact = Contact {
+            node,
+            rank: config.rank,
+            host: config.host.clone(),
+            tcp: driver.addresses(),
+            probe: if driver.listens_locally() { probe.as_ptr() as u64 } else { 0 },
+        };
+        let shared = Arc::new(Shared::default());
+        let wake = driver.wake_handle();
+        let own = shared.clone();
+        let thread = std::thread::Builder::new()
+            .name("penstock".into())
+            .spawn(move || driver.run(&mut Runtime::new(own, node, Thresholds::default())))
+            .map_err(|error| Failure::of_call(FailureKind::Config, format!("cannot start a thread: {error}.")))?;
+        Ok(Engine {
+            handle: Arc::new(Handle { shared, wake }),
+            contact,
+            thread: Mutex::new(Some(thread)),
+            _probe: probe,
+        })
+    }
+
+    /// How others reach this process; to be published to them.
+    #[must_use]
+    pub fn contact(&self) -> &Contact {
+        &self.contact
+    }
+
+    /// Joins a group: connects to all its members. Returns at once; the ticket completes when all streams are up.
+    #[must_use]
+    pub fn join(&self, spec: GroupSpec) -> (Group, Ticket) {
+        let ticket = Ticket::default();
+        let group = Group { id: spec.id, handle: self.handle.clone() };
+        self.handle.command(Command::Join(spec, ticket.clone()), &ticket);
+        (group, ticket)
+    }
+
+    /// Counts and rates; blocks for one turn of the engine's loop.
+    ///
+    /// # Errors
+    /// `Closed`: the engine has stopped.
+    pub fn stats(&self) -> Result<Stats, Failure> {
+        let (reply, answer) = mpsc::channel();
+        let ticket = Ticket::default();
+        self.handle.command(Command::Stats(reply), &ticket);
+        if let Some(Err(failure)) = ticket.result() {
+            return Err(failure);
+        }
+        answer
+            .recv_timeout(Duration::from_secs(5))
+            .map_err(|_| Failure::fatal(FailureKind::Closed, "the engine has stopped."))
+    }
+
+    /// Tells the peers, lets them take what is left, and ends the thread. Blocks for up to 2.5 s.
+    pub fn stop(&self) {
+        let thread = self.thread.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+        let Some(thread) = thread else { return };
+        if fds::forked() {
+            // The thread exists in the parent only.
+            std::mem::forget(thread);
+            return;
+        }
+        self.handle.command(Command::Stop, &Ticket::default());
+        if thread.join().is_err() {
+            log::error!("penstock: the engine's thread has panicked");
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// A set of ranks that run collectives together.
+#[derive(Clone, Debug)]
+pub struct Group {
+    id: GroupId,
+    handle: Arc<Handle>,
+}
+
+impl Group {
+    /// Starts an operation.
+    ///
+    /// # Safety
+    /// The buffers of `call` must be valid for the lengths that [`penstock_plan::Request`] gives them, neither read
+    /// (output) nor written (both) by others, until the ticket completes.
+    #[must_use]
+    pub unsafe fn start(&self, call: Call) -> Ticket {
+        let ticket = Ticket::default();
+        self.handle.command(Command::Start(self.id, call, ticket.clone()), &ticket);
+        ticket
+    }
+
+    /// Leaves the group; operations that still run fail.
+    pub fn leave(&self) {
+        self.handle.command(Command::Leave(self.id), &Ticket::default());
+    }
+
+    /// Fails all operations of the group, on all ranks.
+    pub fn abort(&self, reason: &str) {
+        let failure = Failure::fatal(FailureKind::Closed, format!("aborted: {reason}."));
+        self.handle.command(Command::Abort(self.id, failure), &Ticket::default());
+    }
+}
+
+impl Handle {
+    fn command(&self, command: Command, ticket: &Ticket) {
+        if fds::forked() {
+            ticket.complete(Err(Failure::fatal(
+                FailureKind::Closed,
+                "this process was forked from one that uses Penstock, and the engine stays with the parent. Start a \
+                 process that communicates with spawn or exec, and call init_process_group in it.",
+            )));
+            return;
+        }
+        self.shared.commands.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(command);
+        self.wake.wake();
+    }
+}

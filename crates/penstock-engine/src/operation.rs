@@ -1,0 +1,585 @@
+//! One operation: runs the [`Steps`] of a plan.
+//!
+//! The executor knows memory and arithmetic, not the network: [`Operation::start`] and the `on_*` methods return what
+//! is to be sent or granted, as [`Effect`]s, and the runtime carries them out.
+
+use penstock_kernels::{Finish, reduce};
+use penstock_net::memory::read_process;
+use penstock_plan::{Action, Buf, Dep, Operand, Slice, Steps};
+use penstock_types::{DType, ReduceOp};
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+/// What an operation wants from the runtime.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Effect {
+    /// Send `len` bytes at `address` to rank `to` as message `message`; tell [`Operation::on_sent`] when they are taken.
+    Send { to: u32, message: u32, address: *const u8, len: usize },
+    /// Rank `from` may send messages `message..message + count` (or has sent them already).
+    Open { from: u32, message: u32, count: u32 },
+}
+
+/// The bytes of an incoming message.
+#[derive(Debug)]
+pub(crate) enum Incoming<'a> {
+    /// Here, in order of arrival; the first byte is the message's `offset`.
+    Bytes { offset: u64, payload: &'a [u8] },
+    /// Already where [`Operation::place`] said.
+    Placed { len: usize },
+    /// In the memory of a process on this host.
+    Remote { pid: u32, address: u64 },
+}
+
+/// The part of a user's request that the executor needs.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    pub(crate) dtype: DType,
+    pub(crate) op: ReduceOp,
+    /// Ranks that contribute to a reduction, for averages.
+    pub(crate) world: u32,
+    pub(crate) input: *const u8,
+    pub(crate) output: *mut u8,
+}
+
+/// A running plan.
+#[derive(Debug)]
+pub(crate) struct Operation {
+    steps: Arc<Steps>,
+    memory: Memory,
+    scratch: Vec<u8>,
+    /// Index of each step's first instance.
+    base: Vec<u32>,
+    /// Per step: which steps wait for it, and how.
+    dependents: Vec<Vec<(u32, Dep)>>,
+    /// Per step: instances not done.
+    open_instances: Vec<u32>,
+    instances: Vec<Instance>,
+    /// Instances not done.
+    left: u32,
+    ready: VecDeque<(u32, u32)>,
+    /// Messages that wait for the others of their step.
+    held: HashMap<u32, Vec<Option<Held>>>,
+    /// Blocks of remote memory are read here.
+    blocks: Vec<u8>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Instance {
+    /// Prerequisites not done.
+    waits: u32,
+    /// Whether its prerequisites are done.
+    started: bool,
+    done: bool,
+    /// Bytes of its message that were applied.
+    got: u64,
+}
+
+#[derive(Debug)]
+enum Held {
+    Bytes(Vec<u8>),
+    Remote { pid: u32, address: u64 },
+}
+
+/// An incoming message that does not fit the plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Misfit {
+    /// The plan has no such message.
+    Unknown,
+    /// It has, with another length.
+    Length { expected: u64, got: u64 },
+    /// Reading the sender's memory failed.
+    Unreadable(String),
+}
+
+// SAFETY: the pointers are the user's buffers, which the caller of the engine keeps alive and leaves alone until the
+// operation ends; only the engine's thread uses them.
+unsafe impl Send for Operation {}
+
+impl Operation {
+    pub(crate) fn new(steps: Arc<Steps>, memory: Memory) -> Operation {
+        let mut base = Vec::with_capacity(steps.steps.len());
+        let mut dependents = vec![Vec::new(); steps.steps.len()];
+        let mut total = 0;
+        for (index, step) in steps.steps.iter().enumerate() {
+            base.push(total);
+            total += step.segments;
+            for dep in &step.after {
+                let (Dep::Segment { step: on, .. } | Dep::All { step: on }) = *dep;
+                dependents[on as usize].push((index as u32, *dep));
+            }
+        }
+        let mut instances = vec![Instance::default(); total as usize];
+        for (index, step) in steps.steps.iter().enumerate() {
+            for segment in 0..step.segments {
+                let waits = step.after.iter().filter(|dep| match **dep {
+                    Dep::Segment { step, lag } => segment >= lag && segment - lag < steps.steps[step as usize].segments,
+                    Dep::All { step } => steps.steps[step as usize].segments > 0,
+                });
+                instances[(base[index] + segment) as usize].waits = waits.count() as u32;
+            }
+        }
+        Operation {
+            scratch: vec![0; steps.scratch_bytes as usize],
+            open_instances: steps.steps.iter().map(|step| step.segments).collect(),
+            left: total,
+            ready: VecDeque::new(),
+            held: HashMap::new(),
+            blocks: Vec::new(),
+            steps,
+            memory,
+            base,
+            dependents,
+            instances,
+        }
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.left == 0
+    }
+
+    /// Runs what can run at once.
+    pub(crate) fn start(&mut self, effects: &mut Vec<Effect>) {
+        for (index, step) in self.steps.steps.iter().enumerate() {
+            for segment in 0..step.segments {
+                if self.instances[(self.base[index] + segment) as usize].waits == 0 {
+                    self.ready.push_back((index as u32, segment));
+                }
+            }
+        }
+        self.run(effects);
+    }
+
+    /// The receiver has all of a message that `Effect::Send` named.
+    pub(crate) fn on_sent(&mut self, to: u32, message: u32, effects: &mut Vec<Effect>) {
+        let found = self.steps.steps.iter().enumerate().find_map(|(index, step)| match step.action {
+            Action::Send { to: rank, message: first, .. }
+                if rank == to && (first..first + step.segments).contains(&message) =>
+            {
+                Some((index as u32, message - first))
+            }
+            _ => None,
+        });
+        if let Some((step, segment)) = found {
+            self.finish(step, segment);
+            self.run(effects);
+        }
+    }
+
+    /// Whether message `message` of rank `from` may come now; `None` if the plan has no such message.
+    pub(crate) fn is_open(&self, from: u32, message: u32) -> Option<bool> {
+        let (step, segment, _) = self.find(from, message)?;
+        Some(self.instance(step, segment).started)
+    }
+
+    /// The longest of messages `message..message + count` of rank `from`.
+    pub(crate) fn largest_message(&self, from: u32, message: u32, count: u32) -> u64 {
+        (message..message + count).filter_map(|message| self.expected(from, message)).max().unwrap_or(0)
+    }
+
+    fn expected(&self, from: u32, message: u32) -> Option<u64> {
+        let (step, segment, _) = self.find(from, message)?;
+        match &self.steps.steps[step as usize].action {
+            Action::Recv { dst, .. } | Action::Reduce { dst, .. } => Some(dst.segment(segment).1),
+            _ => Some(0),
+        }
+    }
+
+    /// Where bytes from `offset` on of an incoming message belong, if they only have to lie there.
+    pub(crate) fn place(&self, from: u32, message: u32, offset: u64, len: u64, total: u64) -> Option<*mut u8> {
+        let (step, segment, _) = self.find(from, message)?;
+        let Action::Recv { dst, .. } = self.steps.steps[step as usize].action else { return None };
+        let (start, expected) = dst.segment(segment);
+        if expected != total || offset + len > total || !self.instance(step, segment).started {
+            return None;
+        }
+        Some(self.address(dst.buf, start).wrapping_add(offset as usize))
+    }
+
+    /// Bytes `offset..offset + len` of an outgoing message.
+    pub(crate) fn source(&self, to: u32, message: u32, offset: u64, len: usize) -> Option<*const u8> {
+        self.steps.steps.iter().find_map(|step| match &step.action {
+            Action::Send { to: rank, message: first, src }
+                if *rank == to && (*first..first + step.segments).contains(&message) =>
+            {
+                let (start, total) = src.segment(message - first);
+                debug_assert!(offset + len as u64 <= total);
+                Some(self.address(src.buf, start).wrapping_add(offset as usize).cast_const())
+            }
+            _ => None,
+        })
+    }
+
+    /// Takes (a part of) an open message. `total` is the length that the sender gave it. Returns whether the message is
+    /// used up: false while its bytes are held for a step that reduces several messages.
+    pub(crate) fn on_message(
+        &mut self,
+        from: u32,
+        message: u32,
+        total: u64,
+        incoming: Incoming<'_>,
+        effects: &mut Vec<Effect>,
+    ) -> Result<(), Misfit> {
+        let (step, segment, operand) = self.find(from, message).ok_or(Misfit::Unknown)?;
+        let steps = self.steps.clone();
+        match &steps.steps[step as usize].action {
+            Action::Recv { dst, .. } => {
+                let (start, expected) = dst.segment(segment);
+                check_length(expected, total)?;
+                let place = self.address(dst.buf, start);
+                let len = match incoming {
+                    Incoming::Bytes { offset, payload } => {
+                        // SAFETY: `check_length` and the frame's own bounds keep it inside the slice.
+                        unsafe {
+                            std::ptr::copy_nonoverlapping(
+                                payload.as_ptr(),
+                                place.wrapping_add(offset as usize),
+                                payload.len(),
+                            );
+                        }
+                        payload.len() as u64
+                    }
+                    Incoming::Placed { len } => len as u64,
+                    Incoming::Remote { pid, address } => {
+                        // SAFETY: the slice has `expected` bytes.
+                        unsafe { read_process(pid, address, place, expected as usize) }
+                            .map_err(|error| Misfit::Unreadable(error.to_string()))?;
+                        expected
+                    }
+                };
+                self.got(step, segment, len, expected);
+            }
+            Action::Reduce { dst, sources, last } => {
+                let (start, expected) = dst.segment(segment);
+                check_length(expected, total)?;
+                let messages = sources.iter().filter(|source| matches!(source, Operand::Message { .. })).count();
+                if messages == 1 {
+                    let len = match incoming {
+                        Incoming::Bytes { offset, payload } => {
+                            self.reduce(dst, sources, segment, offset, payload.len(), *last, |_| payload.as_ptr());
+                            payload.len() as u64
+                        }
+                        Incoming::Placed { .. } => return Err(Misfit::Unknown),
+                        Incoming::Remote { pid, address } => {
+                            let held = vec![(operand, Held::Remote { pid, address })];
+                            self.reduce_held(dst, sources, segment, expected, *last, &held)?;
+                            expected
+                        }
+                    };
+                    self.got(step, segment, len, expected);
+                } else {
+                    let held = match incoming {
+                        Incoming::Bytes { payload, .. } if payload.len() as u64 == expected => {
+                            Held::Bytes(payload.to_vec())
+                        }
+                        Incoming::Remote { pid, address } => Held::Remote { pid, address },
+                        // Only eager messages (one frame) and references may be held.
+                        _ => return Err(Misfit::Unknown),
+                    };
+                    let index = self.base[step as usize] + segment;
+                    let slots = self.held.entry(index).or_insert_with(|| sources.iter().map(|_| None).collect());
+                    slots[operand as usize] = Some(held);
+                    if slots.iter().filter(|slot| slot.is_some()).count() == messages {
+                        let slots = self.held.remove(&index).expect("inserted above");
+                        let held: Vec<_> = slots
+                            .into_iter()
+                            .enumerate()
+                            .filter_map(|(operand, held)| held.map(|held| (operand as u32, held)))
+                            .collect();
+                        self.reduce_held(dst, sources, segment, expected, *last, &held)?;
+                        self.got(step, segment, expected, expected);
+                    }
+                    let _ = start;
+                }
+            }
+            Action::Await { .. } => {
+                check_length(0, total)?;
+                self.finish(step, segment);
+            }
+            Action::Send { .. } | Action::Copy { .. } | Action::Notify { .. } => return Err(Misfit::Unknown),
+        }
+        self.run(effects);
+        Ok(())
+    }
+
+    /// The ranks that have not sent everything yet, for messages about time-outs.
+    pub(crate) fn awaited(&self) -> Vec<u32> {
+        let mut ranks = Vec::new();
+        for (index, step) in self.steps.steps.iter().enumerate() {
+            let open = (0..step.segments).any(|segment| !self.instance(index as u32, segment).done);
+            if !open {
+                continue;
+            }
+            match &step.action {
+                Action::Recv { from, .. } | Action::Await { from, .. } => ranks.push(*from),
+                Action::Reduce { sources, .. } => ranks.extend(sources.iter().filter_map(|source| match source {
+                    Operand::Message { from, .. } => Some(*from),
+                    Operand::Local(_) => None,
+                })),
+                Action::Send { to, .. } => ranks.push(*to),
+                _ => {}
+            }
+        }
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+    }
+
+    /// Bytes of the engine's own that it holds.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        self.scratch.capacity()
+            + self.blocks.capacity()
+            + self
+                .held
+                .values()
+                .flatten()
+                .map(|held| match held {
+                    Some(Held::Bytes(bytes)) => bytes.capacity(),
+                    _ => 0,
+                })
+                .sum::<usize>()
+    }
+
+    /// Runs instances until none is ready.
+    fn run(&mut self, effects: &mut Vec<Effect>) {
+        let steps = self.steps.clone();
+        while let Some((index, segment)) = self.ready.pop_front() {
+            self.instances[(self.base[index as usize] + segment) as usize].started = true;
+            match &steps.steps[index as usize].action {
+                Action::Send { to, message, src } => {
+                    let (start, len) = src.segment(segment);
+                    if len == 0 {
+                        self.finish(index, segment);
+                    } else {
+                        let address = self.address(src.buf, start).cast_const();
+                        effects.push(Effect::Send { to: *to, message: message + segment, address, len: len as usize });
+                    }
+                }
+                Action::Recv { from, message, dst } => {
+                    if dst.segment(segment).1 == 0 {
+                        self.finish(index, segment);
+                    } else {
+                        open(effects, *from, message + segment);
+                    }
+                }
+                Action::Reduce { dst, sources, last } => {
+                    let (_, len) = dst.segment(segment);
+                    let mut waits = false;
+                    if len > 0 {
+                        for source in sources {
+                            if let Operand::Message { from, message } = source {
+                                open(effects, *from, message + segment);
+                                waits = true;
+                            }
+                        }
+                    }
+                    if !waits {
+                        if len > 0 {
+                            self.reduce(dst, sources, segment, 0, len as usize, *last, |_| std::ptr::null());
+                        }
+                        self.finish(index, segment);
+                    }
+                }
+                Action::Copy { dst, src } => {
+                    let ((to, len), (from, _)) = (dst.segment(segment), src.segment(segment));
+                    if len > 0 {
+                        // SAFETY: the plan's slices lie in their buffers and do not overlap (proved by its checker).
+                        unsafe {
+                            std::ptr::copy(
+                                self.address(src.buf, from).cast_const(),
+                                self.address(dst.buf, to),
+                                len as usize,
+                            );
+                        }
+                    }
+                    self.finish(index, segment);
+                }
+                Action::Notify { to, message } => {
+                    let address = std::ptr::null();
+                    effects.push(Effect::Send { to: *to, message: message + segment, address, len: 0 });
+                    self.finish(index, segment);
+                }
+                Action::Await { from, message } => open(effects, *from, message + segment),
+            }
+        }
+    }
+
+    /// Marks an instance done and readies those that waited for it only.
+    fn finish(&mut self, step: u32, segment: u32) {
+        let at = (self.base[step as usize] + segment) as usize;
+        if std::mem::replace(&mut self.instances[at].done, true) {
+            return;
+        }
+        self.left -= 1;
+        self.open_instances[step as usize] -= 1;
+        let all_done = self.open_instances[step as usize] == 0;
+        for at in 0..self.dependents[step as usize].len() {
+            let (waiting, dep) = self.dependents[step as usize][at];
+            let segments = self.steps.steps[waiting as usize].segments;
+            match dep {
+                Dep::Segment { lag, .. } => {
+                    if segment + lag < segments {
+                        self.release(waiting, segment + lag);
+                    }
+                }
+                Dep::All { .. } if all_done => (0..segments).for_each(|segment| self.release(waiting, segment)),
+                Dep::All { .. } => {}
+            }
+        }
+    }
+
+    fn release(&mut self, step: u32, segment: u32) {
+        let instance = &mut self.instances[(self.base[step as usize] + segment) as usize];
+        instance.waits -= 1;
+        if instance.waits == 0 {
+            self.ready.push_back((step, segment));
+        }
+    }
+
+    fn got(&mut self, step: u32, segment: u32, len: u64, expected: u64) {
+        let instance = &mut self.instances[(self.base[step as usize] + segment) as usize];
+        instance.got += len;
+        if instance.got == expected {
+            self.finish(step, segment);
+        }
+    }
+
+    /// Reduces bytes `offset..offset + len` of a segment; `message(operand)` is where a message's bytes are.
+    #[allow(clippy::too_many_arguments)]
+    fn reduce(
+        &self,
+        dst: &Slice,
+        sources: &[Operand],
+        segment: u32,
+        offset: u64,
+        len: usize,
+        last: bool,
+        message: impl Fn(u32) -> *const u8,
+    ) {
+        let finish = match self.memory.op {
+            ReduceOp::Avg if last => Finish::DivideBy(self.memory.world),
+            _ => Finish::Nothing,
+        };
+        let place = |slice: &Slice| self.address(slice.buf, slice.segment(segment).0).wrapping_add(offset as usize);
+        let mut operands = [std::ptr::null(); MAX_OPERANDS];
+        let mut many = Vec::new();
+        let operands = if sources.len() <= MAX_OPERANDS {
+            &mut operands[..sources.len()]
+        } else {
+            many.resize(sources.len(), std::ptr::null());
+            &mut many[..]
+        };
+        for (index, source) in sources.iter().enumerate() {
+            operands[index] = match source {
+                Operand::Local(slice) => place(slice).cast_const(),
+                Operand::Message { .. } => message(index as u32),
+            };
+        }
+        // SAFETY: the plan's slices lie in their buffers; a local source is `dst` itself or disjoint from it; the
+        // messages' bytes are the caller's. Frames and segments are cut at multiples of 16 bytes, so that `len` is a
+        // multiple of the element size.
+        unsafe { reduce(self.memory.op, self.memory.dtype, place(dst), operands, len, finish) };
+    }
+
+    /// Reduces a whole segment whose messages are held: block by block, so that what is read is still in the cache when
+    /// it is added.
+    fn reduce_held(
+        &mut self,
+        dst: &Slice,
+        sources: &[Operand],
+        segment: u32,
+        len: u64,
+        last: bool,
+        held: &[(u32, Held)],
+    ) -> Result<(), Misfit> {
+        let remotes = held.iter().filter(|(_, held)| matches!(held, Held::Remote { .. })).count();
+        let block = if remotes == 0 { len as usize } else { (BLOCK_BYTES / remotes).max(16 * 1024) & !63 };
+        let mut blocks = std::mem::take(&mut self.blocks);
+        if blocks.len() < remotes * block {
+            blocks.resize(remotes * block, 0);
+        }
+        let mut offset = 0;
+        while offset < len {
+            let count = (len - offset).min(block as u64) as usize;
+            let mut places = [(0u32, std::ptr::null()); MAX_OPERANDS];
+            let mut many = Vec::new();
+            let places = if held.len() <= MAX_OPERANDS {
+                &mut places[..held.len()]
+            } else {
+                many.resize(held.len(), (0, std::ptr::null()));
+                &mut many[..]
+            };
+            let mut remote = 0;
+            for (place, (operand, held)) in places.iter_mut().zip(held) {
+                *place = match held {
+                    Held::Bytes(bytes) => (*operand, bytes[offset as usize..].as_ptr()),
+                    Held::Remote { pid, address } => {
+                        let at = blocks[remote * block..].as_mut_ptr();
+                        remote += 1;
+                        // SAFETY: each remote has a block of its own.
+                        unsafe { read_process(*pid, address + offset, at, count) }
+                            .map_err(|error| Misfit::Unreadable(error.to_string()))?;
+                        (*operand, at.cast_const())
+                    }
+                };
+            }
+            self.reduce(dst, sources, segment, offset, count, last, |operand| {
+                places.iter().find(|(known, _)| *known == operand).map_or(std::ptr::null(), |(_, place)| *place)
+            });
+            offset += count as u64;
+        }
+        self.blocks = blocks;
+        Ok(())
+    }
+
+    /// The step, segment and operand that message `message` of rank `from` is for.
+    fn find(&self, from: u32, message: u32) -> Option<(u32, u32, u32)> {
+        self.steps.steps.iter().enumerate().find_map(|(index, step)| {
+            let within = |rank: u32, first: u32| {
+                (rank == from && (first..first + step.segments).contains(&message)).then(|| message - first)
+            };
+            let (segment, operand) = match &step.action {
+                Action::Recv { from, message, .. } | Action::Await { from, message } => (within(*from, *message)?, 0),
+                Action::Reduce { sources, .. } => sources.iter().enumerate().find_map(|(operand, source)| {
+                    let Operand::Message { from, message } = source else { return None };
+                    within(*from, *message).map(|segment| (segment, operand as u32))
+                })?,
+                _ => return None,
+            };
+            Some((index as u32, segment, operand))
+        })
+    }
+
+    fn instance(&self, step: u32, segment: u32) -> &Instance {
+        &self.instances[(self.base[step as usize] + segment) as usize]
+    }
+
+    fn address(&self, buf: Buf, start: u64) -> *mut u8 {
+        let base = match buf {
+            Buf::Input => self.memory.input.cast_mut(),
+            Buf::Output => self.memory.output,
+            Buf::Scratch => self.scratch.as_ptr().cast_mut(),
+        };
+        base.wrapping_add(start as usize)
+    }
+}
+
+fn check_length(expected: u64, got: u64) -> Result<(), Misfit> {
+    if expected == got { Ok(()) } else { Err(Misfit::Length { expected, got }) }
+}
+
+/// Adjacent messages of one rank are opened together.
+fn open(effects: &mut Vec<Effect>, from: u32, message: u32) {
+    if let Some(Effect::Open { from: rank, message: first, count }) = effects.last_mut()
+        && *rank == from
+        && *first + *count == message
+    {
+        *count += 1;
+        return;
+    }
+    effects.push(Effect::Open { from, message, count: 1 });
+}
+
+/// Operands of a reduction that need no allocation.
+const MAX_OPERANDS: usize = 16;
+/// Remote memory is read in blocks of this size, all sources together: half a level-2 cache of 512 KiB.
+const BLOCK_BYTES: usize = 256 * 1024;

@@ -1,0 +1,1067 @@
+//! The engine's thread: groups, operations, failures. It is the [`Handler`] of the event loop.
+
+use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
+use crate::stats::{GroupStats, PeerStats, Stats};
+use crate::ticket::Ticket;
+use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
+use penstock_plan::{Algorithm, Collective, Planner, Request, Thresholds, Topology, choose, segment_bytes};
+use penstock_protocol::fingerprint::Fingerprint;
+use penstock_protocol::frame::{Kind, Reference};
+use penstock_protocol::handshake::{Hello, NodeKey};
+use penstock_protocol::peer::{Body, Event, FLAG_EAGER, OpStatus, Outgoing, Report};
+use penstock_protocol::{FrameError, Header, MessageKey};
+use penstock_types::{
+    DType, Failure, FailureKind, Generation, GroupId, MILLISECOND, OpSeq, Priority, ReduceOp, SECOND, Time,
+};
+use std::any::Any;
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, mpsc};
+
+/// What the callers' threads and the engine's thread share.
+#[derive(Debug, Default)]
+pub(crate) struct Shared {
+    pub(crate) commands: Mutex<Vec<Command>>,
+}
+
+/// What a caller asks of the engine's thread.
+#[derive(Debug)]
+pub(crate) enum Command {
+    Join(GroupSpec, Ticket),
+    Start(GroupId, Call, Ticket),
+    Leave(GroupId),
+    Abort(GroupId, Failure),
+    Stats(mpsc::Sender<Stats>),
+    Stop,
+}
+
+/// A group to join.
+#[derive(Clone, Debug)]
+pub struct GroupSpec {
+    /// Drawn at random by the group's rank 0.
+    pub id: GroupId,
+    /// The job's generation.
+    pub generation: Generation,
+    /// This process's rank in the group.
+    pub rank: u32,
+    /// Every rank's contact, this one's too.
+    pub members: Vec<Contact>,
+    /// What the streams' hand-shakes prove.
+    pub secret: Vec<u8>,
+    /// All-reduces use this algorithm where it is not `None`; rank 0's choice for all.
+    pub algorithm: Option<Algorithm>,
+    /// A name for logs and errors.
+    pub name: String,
+}
+
+/// An operation that a caller starts.
+pub struct Call {
+    /// What to do.
+    pub collective: Collective,
+    /// How it is called in errors; part of what ranks compare.
+    pub fingerprint: Fingerprint,
+    /// Element type.
+    pub dtype: DType,
+    /// Reduction, where there is one.
+    pub op: ReduceOp,
+    /// Bytes, as [`Request::bytes`] means it.
+    pub bytes: u64,
+    /// Unequal parts of an all-to-all.
+    pub splits: Option<penstock_plan::Splits>,
+    /// The contribution; null where the operation is in place.
+    pub input: *const u8,
+    /// The result.
+    pub output: *mut u8,
+    /// Tag of a send or receive.
+    pub tag: u32,
+    /// How urgent.
+    pub priority: Priority,
+    /// Nanoseconds until the operation fails.
+    pub timeout: u64,
+    /// Kept until the operation has ended: what the pointers point into.
+    pub keep: Option<Box<dyn Any + Send>>,
+}
+
+// SAFETY: the pointers are the caller's buffers, which `keep` keeps alive; they are used by the engine's thread only.
+unsafe impl Send for Call {}
+
+impl std::fmt::Debug for Call {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Call").field("collective", &self.collective).finish_non_exhaustive()
+    }
+}
+
+/// Runs on the engine's thread.
+pub(crate) struct Runtime {
+    shared: Arc<Shared>,
+    node: NodeKey,
+    planner: Planner,
+    thresholds: Thresholds,
+    groups: HashMap<GroupId, Group>,
+    /// Groups that were left or have failed: what still comes for them is dropped.
+    closed: HashSet<GroupId>,
+    peers: Vec<PeerInfo>,
+    by_node: HashMap<NodeKey, PeerId>,
+    /// What came for operations that are not posted yet, or not ready for it.
+    early: HashMap<(PeerId, MessageKey), Early>,
+    /// What peers believe of operations that are not posted yet.
+    claims: HashMap<(GroupId, u32, OpSeq), Vec<(PeerId, u64)>>,
+    stopping: bool,
+    effects: Vec<Effect>,
+    finished: u64,
+}
+
+struct PeerInfo {
+    contact: Contact,
+    linked: bool,
+    local: bool,
+    pid: u32,
+    lost: Option<String>,
+}
+
+struct Group {
+    rank: u32,
+    generation: Generation,
+    name: String,
+    /// The peer of every rank; `None` for this one.
+    members: Vec<Option<PeerId>>,
+    contacts: Vec<Contact>,
+    secret: Vec<u8>,
+    topology: Topology,
+    algorithm: Option<Algorithm>,
+    next_op: u64,
+    /// Next point-to-point operation by (other rank, channel): sends and receives.
+    next_send: HashMap<(u32, u32), u64>,
+    next_recv: HashMap<(u32, u32), u64>,
+    ops: HashMap<OpId, Active>,
+    joining: Option<Ticket>,
+    failed: Option<Failure>,
+    last_algorithm: String,
+}
+
+/// Names an operation within its group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum OpId {
+    Collective(u64),
+    Send { to: u32, channel: u32, op: u64 },
+    Recv { from: u32, channel: u32, op: u64 },
+}
+
+struct Active {
+    operation: Operation,
+    ticket: Ticket,
+    fingerprint: Fingerprint,
+    priority: Priority,
+    started: Time,
+    timeout: u64,
+    progressed: Time,
+    probed: Time,
+    /// What peers answered to probes: how many operations they have issued.
+    issued: HashMap<u32, u64>,
+    /// A scaled copy of the contribution stands in for the user's.
+    _scaled: Option<Vec<u8>>,
+    _keep: Option<Box<dyn Any + Send>>,
+}
+
+enum Early {
+    Bytes {
+        fingerprint: u64,
+        total: u64,
+        payload: Vec<u8>,
+    },
+    Remote {
+        fingerprint: u64,
+        total: u64,
+        address: u64,
+    },
+    /// The sender has no credit for it and waits for a grant.
+    Announced,
+}
+
+impl Runtime {
+    pub(crate) fn new(shared: Arc<Shared>, node: NodeKey, thresholds: Thresholds) -> Runtime {
+        Runtime {
+            shared,
+            node,
+            planner: Planner::default(),
+            thresholds,
+            groups: HashMap::new(),
+            closed: HashSet::new(),
+            peers: Vec::new(),
+            by_node: HashMap::new(),
+            early: HashMap::new(),
+            claims: HashMap::new(),
+            stopping: false,
+            effects: Vec::new(),
+            finished: 0,
+        }
+    }
+
+    // ------------------------------------------------------------------ commands
+
+    fn join(&mut self, peers: &mut Peers, spec: GroupSpec, ticket: Ticket) {
+        let mut members = Vec::with_capacity(spec.members.len());
+        let mut refused = None;
+        for (rank, contact) in spec.members.iter().enumerate() {
+            if rank as u32 == spec.rank {
+                members.push(None);
+                continue;
+            }
+            let peer = match self.by_node.get(&contact.node) {
+                Some(&peer) => peer,
+                None => {
+                    let peer = peers.add(contact.clone());
+                    debug_assert_eq!(peer as usize, self.peers.len());
+                    let info = PeerInfo { contact: contact.clone(), linked: false, local: false, pid: 0, lost: None };
+                    self.peers.push(info);
+                    self.by_node.insert(contact.node, peer);
+                    peers.connect(peer, spec.id, spec.secret.clone());
+                    peer
+                }
+            };
+            if let Some(reason) = &self.peers[peer as usize].lost {
+                refused = Some(reason.clone());
+            }
+            members.push(Some(peer));
+        }
+        let group = Group {
+            rank: spec.rank,
+            generation: spec.generation,
+            name: spec.name,
+            topology: Topology::separate_hosts(members.len() as u32),
+            members,
+            contacts: spec.members,
+            secret: spec.secret,
+            algorithm: spec.algorithm,
+            next_op: 0,
+            next_send: HashMap::new(),
+            next_recv: HashMap::new(),
+            ops: HashMap::new(),
+            joining: Some(ticket),
+            failed: None,
+            last_algorithm: String::new(),
+        };
+        self.groups.insert(spec.id, group);
+        match refused {
+            Some(reason) => self.fail_group(peers, spec.id, Failure::fatal(FailureKind::PeerLost, reason), true),
+            None => self.check_joined(spec.id),
+        }
+    }
+
+    /// Completes a join once all members are linked.
+    fn check_joined(&mut self, id: GroupId) {
+        let Some(group) = self.groups.get_mut(&id) else { return };
+        if group.joining.is_none() || !group.members.iter().flatten().all(|peer| self.peers[*peer as usize].linked) {
+            return;
+        }
+        // Two ranks share a host if a local socket joins them to us; ranks that are both remote to us are told apart by
+        // whether their names differ, which only serves to choose an algorithm, the same on all ranks: so the choice
+        // is made from "all on one host" alone, which every rank sees alike.
+        let one_host = group.members.iter().flatten().all(|peer| self.peers[*peer as usize].local);
+        let world = group.members.len() as u32;
+        group.topology = if one_host { Topology::one_host(world) } else { Topology::separate_hosts(world) };
+        group.joining.take().expect("looked at above").complete(Ok(()));
+    }
+
+    fn start(&mut self, peers: &mut Peers, id: GroupId, call: Call, ticket: Ticket, now: Time) {
+        let Some(group) = self.groups.get_mut(&id) else {
+            let gone = Failure::fatal(FailureKind::Closed, "the group was destroyed.");
+            return ticket.complete(Err(gone));
+        };
+        if let Some(failure) = &group.failed {
+            return ticket.complete(Err(failure.clone()));
+        }
+        if let Err(failure) = check_call(&call) {
+            return ticket.complete(Err(failure));
+        }
+        let world = group.members.len() as u32;
+        let mut request = Request {
+            collective: call.collective,
+            world,
+            rank: group.rank,
+            bytes: call.bytes,
+            element_bytes: call.dtype.size() as u32,
+            splits: call.splits.clone(),
+            segment_bytes: segment_bytes(call.collective, world, call.bytes, &self.thresholds),
+        };
+        let (mut algorithm, mut reason) = choose(&request, &group.topology, &self.thresholds);
+        if call.collective == Collective::AllReduce
+            && let Some(wanted) = group.algorithm
+            && wanted != algorithm
+            && fits(wanted, call.bytes, group.topology.medium(), &self.thresholds)
+        {
+            reason = format!("{wanted} (PENSTOCK_ALGORITHM) instead of {algorithm}");
+            algorithm = wanted;
+        }
+        // A segment of a held message must travel in one frame.
+        request.segment_bytes = request.segment_bytes.max(16);
+        let steps = match self.planner.steps(&request, algorithm) {
+            Ok(steps) => steps,
+            Err(error) => {
+                let failure =
+                    Failure::of_call(FailureKind::Config, format!("{}: {error}.", call.fingerprint.describe()));
+                return ticket.complete(Err(failure));
+            }
+        };
+        group.last_algorithm = reason;
+        let channel = call.tag.wrapping_add(1);
+        let op = match call.collective {
+            Collective::Send { to } => {
+                let next = group.next_send.entry((to, channel)).or_default();
+                *next += 1;
+                OpId::Send { to, channel, op: *next - 1 }
+            }
+            Collective::Recv { from } => {
+                let next = group.next_recv.entry((from, channel)).or_default();
+                *next += 1;
+                OpId::Recv { from, channel, op: *next - 1 }
+            }
+            _ => {
+                group.next_op += 1;
+                OpId::Collective(group.next_op - 1)
+            }
+        };
+        let (mut input, mut output) = (call.input, call.output);
+        let scaled = premultiply(&call, &request, &mut input, &mut output);
+        let memory = Memory { dtype: call.dtype, op: call.op, world, input, output };
+        let active = Active {
+            operation: Operation::new(steps, memory),
+            ticket,
+            fingerprint: call.fingerprint,
+            priority: call.priority,
+            started: now,
+            timeout: call.timeout,
+            progressed: now,
+            probed: now,
+            issued: HashMap::new(),
+            _scaled: scaled,
+            _keep: call.keep,
+        };
+        group.ops.insert(op, active);
+        if self.check_claims(peers, id, op) {
+            self.drive(peers, id, op, |operation, effects| operation.start(effects), now);
+        }
+    }
+
+    /// Compares what peers have said of an operation with what it is here. False if the group has failed of it.
+    fn check_claims(&mut self, peers: &mut Peers, id: GroupId, op: OpId) -> bool {
+        let (channel, seq) = op.wire();
+        let ours = self.groups[&id].ops[&op].fingerprint.0;
+        let from_early = self.early.iter().filter_map(|((peer, key), early)| {
+            let same = key.group == id && key.channel == channel && key.op.0 == seq;
+            match early {
+                Early::Bytes { fingerprint, .. } | Early::Remote { fingerprint, .. } if same => {
+                    Some((*peer, *fingerprint))
+                }
+                _ => None,
+            }
+        });
+        let claimed = self.claims.remove(&(id, channel, OpSeq(seq))).unwrap_or_default();
+        let group = &self.groups[&id];
+        let concerns = |peer: PeerId| match op {
+            OpId::Collective(_) => true,
+            OpId::Send { to: rank, .. } | OpId::Recv { from: rank, .. } => group.members[rank as usize] == Some(peer),
+        };
+        let odd = from_early.chain(claimed).find(|(peer, theirs)| *theirs != ours && concerns(*peer));
+        match odd {
+            Some((peer, theirs)) => {
+                self.mismatch(peers, id, op, peer, theirs);
+                false
+            }
+            None => true,
+        }
+    }
+
+    /// Lets an operation act, and carries out what it wants.
+    fn drive(
+        &mut self,
+        peers: &mut Peers,
+        id: GroupId,
+        op: OpId,
+        act: impl FnOnce(&mut Operation, &mut Vec<Effect>),
+        now: Time,
+    ) {
+        let mut effects = std::mem::take(&mut self.effects);
+        let Some(active) = self.groups.get_mut(&id).and_then(|group| group.ops.get_mut(&op)) else {
+            self.effects = effects;
+            return;
+        };
+        active.progressed = now;
+        act(&mut active.operation, &mut effects);
+        let mut at = 0;
+        // Opening a message may find it here already, which may ready more steps: the list grows while it is walked.
+        while at < effects.len() {
+            let effect = effects[at];
+            at += 1;
+            match effect {
+                Effect::Send { to, message, address, len } => {
+                    self.send(peers, id, op, to, message, address, len, &mut effects);
+                }
+                Effect::Open { from, message, count } => {
+                    if let Err(misfit) = self.opened(peers, id, op, from, message, count, &mut effects) {
+                        effects.clear();
+                        self.effects = effects;
+                        self.misfit(peers, id, op, from, misfit);
+                        return;
+                    }
+                }
+            }
+        }
+        effects.clear();
+        self.effects = effects;
+        let group = self.groups.get_mut(&id).expect("looked up above");
+        if group.ops.get(&op).is_some_and(|active| active.operation.is_done()) {
+            let active = group.ops.remove(&op).expect("looked up above");
+            let (channel, seq) = op.wire();
+            match op {
+                OpId::Collective(_) => {
+                    for peer in group.members.iter().flatten() {
+                        peers.machine(*peer).retire(id, channel, OpSeq(seq));
+                    }
+                }
+                OpId::Send { to: rank, .. } | OpId::Recv { from: rank, .. } => {
+                    if let Some(peer) = group.members[rank as usize] {
+                        peers.machine(peer).retire(id, channel, OpSeq(seq));
+                    }
+                }
+            }
+            self.finished += 1;
+            active.ticket.complete(Ok(()));
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn send(
+        &mut self,
+        peers: &mut Peers,
+        id: GroupId,
+        op: OpId,
+        to: u32,
+        message: u32,
+        address: *const u8,
+        len: usize,
+        effects: &mut Vec<Effect>,
+    ) {
+        let group = self.groups.get_mut(&id).expect("its operation is running");
+        let peer = group.members[to as usize].expect("plans send to other ranks");
+        let active = group.ops.get_mut(&op).expect("it is running");
+        let (channel, seq) = op.wire();
+        let machine = peers.machine(peer);
+        let owned = len as u64 <= machine.eager_limit();
+        let body = if len == 0 {
+            Body::Owned(Arc::from([]))
+        } else if owned {
+            // SAFETY: the plan's slices lie in the operation's buffers.
+            Body::Owned(unsafe { std::slice::from_raw_parts(address, len) }.into())
+        } else {
+            Body::Memory { address: address as u64, len: len as u64 }
+        };
+        machine.send(Outgoing {
+            key: MessageKey { group: id, channel, op: OpSeq(seq), message },
+            priority: active.priority,
+            fingerprint: active.fingerprint.0,
+            body,
+        });
+        if owned && len > 0 {
+            active.operation.on_sent(to, message, effects);
+        }
+    }
+
+    /// Messages of an operation may come now: take those that are here, grant the others.
+    #[allow(clippy::too_many_arguments)]
+    fn opened(
+        &mut self,
+        peers: &mut Peers,
+        id: GroupId,
+        op: OpId,
+        from: u32,
+        message: u32,
+        count: u32,
+        effects: &mut Vec<Effect>,
+    ) -> Result<(), Misfit> {
+        let group = &self.groups[&id];
+        let peer = group.members[from as usize].expect("plans receive from other ranks");
+        let fingerprint = group.ops[&op].fingerprint.0;
+        let (channel, seq) = op.wire();
+        let key = |message| MessageKey { group: id, channel, op: OpSeq(seq), message };
+        let mut wanted = false;
+        if !self.early.is_empty() {
+            for message in message..message + count {
+                match self.early.remove(&(peer, key(message))) {
+                    Some(Early::Announced) => peers.machine(peer).grant(key(message), 1, fingerprint),
+                    Some(Early::Bytes { total, payload, .. }) => {
+                        peers.machine(peer).consumed(total);
+                        let incoming = Incoming::Bytes { offset: 0, payload: &payload };
+                        self.operation(id, op).on_message(from, message, total, incoming, effects)?;
+                    }
+                    Some(Early::Remote { total, address, .. }) => {
+                        let pid = self.peers[peer as usize].pid;
+                        let incoming = Incoming::Remote { pid, address };
+                        self.operation(id, op).on_message(from, message, total, incoming, effects)?;
+                        peers.machine(peer).done(key(message));
+                    }
+                    None => wanted = true,
+                }
+            }
+        } else {
+            wanted = true;
+        }
+        // Granting what needs no grant (a small message, a reference) does no harm but costs a frame.
+        let machine = peers.machine(peer);
+        if wanted && !machine.config().references {
+            let operation = &self.groups[&id].ops[&op].operation;
+            if operation.largest_message(from, message, count) > machine.eager_limit() {
+                machine.grant(key(message), count, fingerprint);
+            }
+        }
+        Ok(())
+    }
+
+    fn operation(&mut self, id: GroupId, op: OpId) -> &mut Operation {
+        &mut self.groups.get_mut(&id).expect("running").ops.get_mut(&op).expect("running").operation
+    }
+
+    // ------------------------------------------------------------------ failures
+
+    /// A message does not fit the plan although the fingerprints agree.
+    fn misfit(&mut self, peers: &mut Peers, id: GroupId, op: OpId, from: u32, misfit: Misfit) {
+        let who = self.groups[&id].contacts[from as usize].describe();
+        let failure = match misfit {
+            Misfit::Length { expected, got } => Failure::fatal(
+                FailureKind::Mismatch,
+                format!("{who} sent {got} bytes where {expected} are expected: sizes or splits differ between ranks."),
+            ),
+            Misfit::Unknown => Failure::fatal(
+                FailureKind::Mismatch,
+                format!("{who} follows another plan: PENSTOCK_* knobs differ between ranks."),
+            ),
+            Misfit::Unreadable(error) => {
+                Failure::fatal(FailureKind::PeerLost, format!("the memory of {who} cannot be read any more ({error})."))
+            }
+        };
+        let _ = op;
+        self.fail_group(peers, id, failure, true);
+    }
+
+    fn mismatch(&mut self, peers: &mut Peers, id: GroupId, op: OpId, peer: PeerId, theirs: u64) {
+        let group = &self.groups[&id];
+        let ours = group.ops[&op].fingerprint.describe();
+        let rank = group.members.iter().position(|member| *member == Some(peer)).unwrap_or_default();
+        let failure = Failure::fatal(
+            FailureKind::Mismatch,
+            format!(
+                "operation #{} of group {} is {ours} on {} but {} on {}. Every rank must issue the same operations in \
+                 the same order, with the same sizes, dtypes and roots.",
+                op.wire().1,
+                group.name,
+                group.contacts[group.rank as usize].describe(),
+                Fingerprint(theirs).describe(),
+                group.contacts[rank].describe(),
+            ),
+        );
+        self.fail_group(peers, id, failure, true);
+    }
+
+    /// Ends a group: all its operations fail, nothing touches their buffers any more, the other ranks are told.
+    fn fail_group(&mut self, peers: &mut Peers, id: GroupId, failure: Failure, tell: bool) {
+        let Some(group) = self.groups.get_mut(&id) else { return };
+        if group.failed.is_some() {
+            return;
+        }
+        let failure = Failure { group_lives: false, ..failure };
+        group.failed = Some(failure.clone());
+        self.closed.insert(id);
+        self.early.retain(|(_, key), _| key.group != id);
+        self.claims.retain(|(group, ..), _| *group != id);
+        // The loop lets go of the buffers before it does anything else: readers are revoked, half-written frames cut.
+        peers.drop_group(id);
+        let tickets: Vec<(OpId, Active)> = group.ops.drain().collect();
+        let joining = group.joining.take();
+        if tell {
+            let report = Report { kind: failure.kind, message: failure.message.clone() };
+            for peer in group.members.iter().flatten() {
+                let info = &self.peers[*peer as usize];
+                if info.linked && info.lost.is_none() {
+                    peers.machine(*peer).report(id, &report);
+                }
+            }
+        }
+        let (rank, name) = (group.rank, group.name.clone());
+        let own = group.contacts[rank as usize].describe();
+        for (op, active) in tickets {
+            let what = format!("{} #{} of group {name} on {own}", active.fingerprint.describe(), op.wire().1);
+            let failure = Failure { message: format!("{what} failed: {}", failure.message), ..failure.clone() };
+            peers.after_drop(Box::new(move || active.ticket.complete(Err(failure))));
+        }
+        if let Some(ticket) = joining {
+            ticket.complete(Err(failure));
+        }
+    }
+
+    /// The groups that a peer is in.
+    fn groups_of(&self, peer: PeerId) -> Vec<GroupId> {
+        self.groups.iter().filter(|(_, group)| group.members.contains(&Some(peer))).map(|(id, _)| *id).collect()
+    }
+
+    // ------------------------------------------------------------------ names
+
+    fn incoming_op(&self, peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
+        let group = self.groups.get(&key.group)?;
+        let from = group.members.iter().position(|member| *member == Some(peer))? as u32;
+        let op = match key.channel {
+            0 => OpId::Collective(key.op.0),
+            channel => OpId::Recv { from, channel, op: key.op.0 },
+        };
+        Some((from, op))
+    }
+
+    fn outgoing_op(&self, peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
+        let group = self.groups.get(&key.group)?;
+        let to = group.members.iter().position(|member| *member == Some(peer))? as u32;
+        let op = match key.channel {
+            0 => OpId::Collective(key.op.0),
+            channel => OpId::Send { to, channel, op: key.op.0 },
+        };
+        Some((to, op))
+    }
+
+    fn active(&self, id: GroupId, op: OpId) -> Option<&Active> {
+        self.groups.get(&id)?.ops.get(&op)
+    }
+
+    fn stats(&self, peers: &Peers) -> Stats {
+        let held: usize = self
+            .early
+            .values()
+            .map(|early| match early {
+                Early::Bytes { payload, .. } => payload.capacity(),
+                _ => 0,
+            })
+            .sum();
+        let operations: usize =
+            self.groups.values().flat_map(|group| group.ops.values()).map(|a| a.operation.memory_bytes()).sum();
+        Stats {
+            finished_operations: self.finished,
+            memory_bytes: (held + operations + peers.buffer_bytes()) as u64,
+            groups: self
+                .groups
+                .values()
+                .map(|group| GroupStats {
+                    name: group.name.clone(),
+                    rank: group.rank,
+                    world: group.members.len() as u32,
+                    issued: group.next_op,
+                    active: group.ops.len() as u64,
+                    algorithm: group.last_algorithm.clone(),
+                    failed: group.failed.as_ref().map(ToString::to_string),
+                })
+                .collect(),
+            peers: (0..self.peers.len())
+                .map(|peer| {
+                    let info = &self.peers[peer];
+                    let machine = peers.look(peer as PeerId);
+                    PeerStats {
+                        rank: info.contact.rank,
+                        host: info.contact.host.clone(),
+                        address: info.contact.tcp.first().map(ToString::to_string).unwrap_or_default(),
+                        medium: match (info.local, machine.config().references) {
+                            (true, true) => "memory",
+                            (true, false) => "local socket",
+                            (false, _) => "tcp",
+                        },
+                        lost: info.lost.clone(),
+                        streams: machine.stats(),
+                    }
+                })
+                .collect(),
+        }
+    }
+}
+
+impl Handler for Runtime {
+    fn status(&self, peer: PeerId, key: &MessageKey) -> OpStatus {
+        let Some(group) = self.groups.get(&key.group) else {
+            return if self.closed.contains(&key.group) { OpStatus::Retired } else { OpStatus::Early };
+        };
+        if group.failed.is_some() {
+            return OpStatus::Retired;
+        }
+        let Some((from, op)) = self.incoming_op(peer, key) else { return OpStatus::Retired };
+        if group.ops.contains_key(&op) {
+            return OpStatus::Active;
+        }
+        let issued = match key.channel {
+            0 => group.next_op,
+            channel => group.next_recv.get(&(from, channel)).copied().unwrap_or_default(),
+        };
+        if key.op.0 < issued { OpStatus::Retired } else { OpStatus::Early }
+    }
+
+    fn place(&mut self, peer: PeerId, header: &Header) -> Result<Option<*mut u8>, FrameError> {
+        let Some((from, op)) = self.incoming_op(peer, &header.key) else { return Ok(None) };
+        let Some(active) = self.active(header.key.group, op) else { return Ok(None) };
+        if active.fingerprint.0 != header.fingerprint {
+            return Ok(None);
+        }
+        let len = u64::from(header.length);
+        Ok(active.operation.place(from, header.key.message, header.offset, len, header.total))
+    }
+
+    fn source(&self, peer: PeerId, key: &MessageKey, offset: u64, len: usize) -> Option<*const u8> {
+        let (to, op) = self.outgoing_op(peer, key)?;
+        self.active(key.group, op)?.operation.source(to, key.message, offset, len)
+    }
+
+    fn frame(
+        &mut self,
+        peers: &mut Peers,
+        peer: PeerId,
+        header: &Header,
+        payload: &[u8],
+        placed: bool,
+    ) -> Result<(), FrameError> {
+        let key = header.key;
+        let id = key.group;
+        if !matches!(header.kind, Kind::Data | Kind::Reference | Kind::Announce) {
+            return Ok(());
+        }
+        let eager = header.kind == Kind::Data && header.flags & FLAG_EAGER != 0;
+        let known = self.incoming_op(peer, &key);
+        let active = known.and_then(|(from, op)| Some((from, op, self.active(id, op)?)));
+        if let Some((_, op, active)) = active
+            && active.fingerprint.0 != header.fingerprint
+        {
+            self.mismatch(peers, id, op, peer, header.fingerprint);
+            return Ok(());
+        }
+        let open = active.and_then(|(from, op, active)| Some((from, op, active.operation.is_open(from, key.message)?)));
+        match (open, active.is_some()) {
+            (None, true) => {
+                let (from, op, _) = active.expect("just seen");
+                self.misfit(peers, id, op, from, Misfit::Unknown);
+                return Ok(());
+            }
+            (Some((from, op, true)), _) => {
+                let incoming = match header.kind {
+                    Kind::Announce => {
+                        peers.machine(peer).grant(key, 1, header.fingerprint);
+                        return Ok(());
+                    }
+                    Kind::Reference => {
+                        let bytes = payload
+                            .try_into()
+                            .map_err(|_| FrameError::Length { kind: header.kind, length: header.length })?;
+                        let address = Reference::decode(bytes).address;
+                        Incoming::Remote { pid: self.peers[peer as usize].pid, address }
+                    }
+                    _ if placed => Incoming::Placed { len: payload.len() },
+                    _ => Incoming::Bytes { offset: header.offset, payload },
+                };
+                if eager {
+                    peers.machine(peer).consumed(header.total);
+                }
+                let mut result = Ok(());
+                let now = peers.now();
+                self.drive(
+                    peers,
+                    id,
+                    op,
+                    |operation, effects| {
+                        result = operation.on_message(from, key.message, header.total, incoming, effects);
+                    },
+                    now,
+                );
+                match result {
+                    Ok(()) if header.kind == Kind::Reference => peers.machine(peer).done(key),
+                    Ok(()) => {}
+                    Err(misfit) => self.misfit(peers, id, op, from, misfit),
+                }
+            }
+            // Not posted, or not ready: keep it.
+            (Some((_, _, false)), _) | (None, false) => {
+                let early = match header.kind {
+                    Kind::Announce => Early::Announced,
+                    Kind::Reference => {
+                        let bytes = payload
+                            .try_into()
+                            .map_err(|_| FrameError::Length { kind: header.kind, length: header.length })?;
+                        Early::Remote {
+                            fingerprint: header.fingerprint,
+                            total: header.total,
+                            address: Reference::decode(bytes).address,
+                        }
+                    }
+                    _ if eager => {
+                        Early::Bytes { fingerprint: header.fingerprint, total: header.total, payload: payload.to_vec() }
+                    }
+                    _ => return Err(FrameError::OutOfTurn("data of a message that was not granted")),
+                };
+                if self.early.len() >= MAX_EARLY {
+                    return Err(FrameError::OutOfTurn("too many messages of operations that are not posted"));
+                }
+                self.early.insert((peer, key), early);
+            }
+        }
+        Ok(())
+    }
+
+    fn event(&mut self, peers: &mut Peers, peer: PeerId, event: Event) {
+        match event {
+            Event::Sent(key) => {
+                if let Some((to, op)) = self.outgoing_op(peer, &key) {
+                    let now = peers.now();
+                    self.drive(
+                        peers,
+                        key.group,
+                        op,
+                        |operation, effects| operation.on_sent(to, key.message, effects),
+                        now,
+                    );
+                }
+            }
+            Event::Granted(key, theirs) | Event::Probe(key, theirs) => {
+                let probe = matches!(event, Event::Probe(..));
+                let Some((other, op)) = self.outgoing_op(peer, &key) else {
+                    if !self.closed.contains(&key.group) {
+                        self.claims.entry((key.group, key.channel, key.op)).or_default().push((peer, theirs));
+                    }
+                    return;
+                };
+                match self.active(key.group, op) {
+                    Some(active) if active.fingerprint.0 != theirs => {
+                        self.mismatch(peers, key.group, op, peer, theirs);
+                    }
+                    Some(_) => {}
+                    None => {
+                        let group = &self.groups[&key.group];
+                        let issued = match key.channel {
+                            0 => group.next_op,
+                            channel => group.next_send.get(&(other, channel)).copied().unwrap_or_default(),
+                        };
+                        if key.op.0 >= issued && group.failed.is_none() {
+                            let claims = self.claims.entry((key.group, key.channel, key.op)).or_default();
+                            if !claims.contains(&(peer, theirs)) {
+                                claims.push((peer, theirs));
+                            }
+                        }
+                        if probe {
+                            peers.machine(peer).answer_probe(key, issued);
+                        }
+                    }
+                }
+            }
+            Event::Issued(key, count) => {
+                if let Some((from, op)) = self.incoming_op(peer, &key)
+                    && let Some(active) = self.groups.get_mut(&key.group).and_then(|group| group.ops.get_mut(&op))
+                {
+                    active.issued.insert(from, count);
+                }
+            }
+            Event::Report(id, report) => {
+                let Some(group) = self.groups.get(&id) else { return };
+                let rank = group.members.iter().position(|member| *member == Some(peer)).unwrap_or_default();
+                let who = group.contacts[rank].describe();
+                // A report of what another rank saw is passed on as it is; the first reporter is named once.
+                let message = if report.message.contains(" reports: ") {
+                    report.message
+                } else {
+                    format!("{who} reports: {}", report.message)
+                };
+                self.fail_group(peers, id, Failure::fatal(report.kind, message), true);
+            }
+            Event::Bye | Event::Stalled(_) | Event::Silent => {}
+        }
+    }
+
+    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32) {
+        let info = &mut self.peers[peer as usize];
+        info.linked = true;
+        info.local = local;
+        info.pid = pid;
+        let _ = peers;
+        for id in self.groups_of(peer) {
+            self.check_joined(id);
+        }
+    }
+
+    fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
+        self.peers[peer as usize].lost = Some(reason.to_owned());
+        // A later process of the same node key cannot be: keys are random. Forget the way to this one.
+        self.by_node.retain(|_, known| *known != peer);
+        for id in self.groups_of(peer) {
+            self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
+        }
+    }
+
+    fn refused(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
+        self.peers[peer as usize].lost = Some(reason.to_owned());
+        for id in self.groups_of(peer) {
+            self.fail_group(peers, id, Failure::fatal(FailureKind::Refused, format!("{reason}.")), false);
+        }
+    }
+
+    fn woken(&mut self, peers: &mut Peers, now: Time) {
+        let commands = std::mem::take(&mut *self.shared.commands.lock().unwrap_or_else(|p| p.into_inner()));
+        for command in commands {
+            match command {
+                Command::Join(spec, ticket) => self.join(peers, spec, ticket),
+                Command::Start(id, call, ticket) => self.start(peers, id, call, ticket, now),
+                Command::Leave(id) => {
+                    if self.groups.get(&id).is_some_and(|group| !group.ops.is_empty() || group.joining.is_some()) {
+                        let rank = self.groups[&id].rank;
+                        let failure = Failure::fatal(
+                            FailureKind::Closed,
+                            format!("rank {rank} destroyed the group while operations were running."),
+                        );
+                        self.fail_group(peers, id, failure, true);
+                    }
+                    self.groups.remove(&id);
+                    self.closed.insert(id);
+                    self.early.retain(|(_, key), _| key.group != id);
+                    self.claims.retain(|(group, ..), _| *group != id);
+                }
+                Command::Abort(id, failure) => self.fail_group(peers, id, failure, true),
+                Command::Stats(reply) => drop(reply.send(self.stats(peers))),
+                Command::Stop => self.stopping = true,
+            }
+        }
+    }
+
+    /// Looks for operations that are late.
+    fn tick(&mut self, peers: &mut Peers, now: Time) -> Time {
+        let mut late = Vec::new();
+        for (id, group) in &mut self.groups {
+            for (op, active) in &mut group.ops {
+                if now.since(active.started) > active.timeout {
+                    late.push((*id, *op));
+                    continue;
+                }
+                if now.since(active.progressed.max(active.probed)) < PROBE_AFTER {
+                    continue;
+                }
+                active.probed = now;
+                let (channel, seq) = op.wire();
+                for rank in active.operation.awaited() {
+                    if let Some(peer) = group.members[rank as usize] {
+                        let key = MessageKey { group: *id, channel, op: OpSeq(seq), message: 0 };
+                        peers.machine(peer).probe(key, active.fingerprint.0);
+                    }
+                }
+            }
+        }
+        for (id, op) in late {
+            let Some(active) = self.active(id, op) else { continue };
+            let group = &self.groups[&id];
+            let awaited: Vec<String> = active
+                .operation
+                .awaited()
+                .into_iter()
+                .map(|rank| {
+                    let who = group.contacts[rank as usize].describe();
+                    match active.issued.get(&rank) {
+                        Some(count) => format!("{who}, which has issued {count} operations so far"),
+                        None => who,
+                    }
+                })
+                .collect();
+            let failure = Failure::fatal(
+                FailureKind::Timeout,
+                format!(
+                    "no end after {:.1} s, waiting for {}. Raise the time-out (timeout= of init_process_group) if that \
+                     is expected.",
+                    active.timeout as f64 / SECOND as f64,
+                    awaited.join("; ")
+                ),
+            );
+            self.fail_group(peers, id, failure, true);
+        }
+        let next = self
+            .groups
+            .values()
+            .flat_map(|group| group.ops.values())
+            .map(|active| active.started.plus(active.timeout))
+            .fold(now.plus(250 * MILLISECOND), Time::min);
+        next.max(now.plus(MILLISECOND))
+    }
+
+    fn admit(&self, hello: &Hello) -> Admission {
+        let Some(group) = self.groups.get(&hello.job) else {
+            return if self.closed.contains(&hello.job) { Admission::Stranger } else { Admission::NotYet };
+        };
+        if hello.generation != group.generation {
+            return Admission::Generation(group.generation);
+        }
+        match self.by_node.get(&hello.from) {
+            Some(peer) if group.members.contains(&Some(*peer)) && hello.from != self.node => {
+                Admission::Admit(group.secret.clone(), *peer)
+            }
+            _ => Admission::Stranger,
+        }
+    }
+
+    fn stopping(&self) -> bool {
+        self.stopping
+    }
+}
+
+impl OpId {
+    /// Channel and position, as frames carry them.
+    fn wire(self) -> (u32, u64) {
+        match self {
+            OpId::Collective(op) => (0, op),
+            OpId::Send { channel, op, .. } | OpId::Recv { channel, op, .. } => (channel, op),
+        }
+    }
+}
+
+fn check_call(call: &Call) -> Result<(), Failure> {
+    if call.collective.reduces() && !call.op.takes(call.dtype) {
+        return Err(Failure::of_call(
+            FailureKind::Config,
+            format!("{} is not defined on {}. Nothing was sent.", call.op.name(), call.dtype),
+        ));
+    }
+    if call.tag == u32::MAX {
+        return Err(Failure::of_call(FailureKind::Config, "tags must be below 2^32 - 1. Nothing was sent."));
+    }
+    Ok(())
+}
+
+/// Whether an algorithm that the user asks for can carry this all-reduce.
+fn fits(algorithm: Algorithm, bytes: u64, medium: penstock_plan::Medium, thresholds: &Thresholds) -> bool {
+    let held = algorithm.holds_messages(Collective::AllReduce);
+    Algorithm::of(Collective::AllReduce).contains(&algorithm)
+        && (!held || medium == penstock_plan::Medium::Memory || bytes <= thresholds.eager_limit_bytes)
+}
+
+/// Multiplies the contribution before a premultiplied sum. In place for all-reduce; otherwise in a copy, since the input
+/// of a reduce-scatter, and the tensor of a rank that is not a reduce's root, stay as they are.
+fn premultiply(call: &Call, request: &Request, input: &mut *const u8, output: &mut *mut u8) -> Option<Vec<u8>> {
+    let ReduceOp::PremulSum(factor) = call.op else { return None };
+    let scale = |dst: *mut u8, src: *const u8, bytes: u64| {
+        // SAFETY: both are buffers of `bytes` bytes; `dst` is `src` or a fresh copy.
+        unsafe { penstock_kernels::premultiply(call.dtype, dst, src, bytes as usize, factor) };
+    };
+    match call.collective {
+        Collective::ReduceScatter => {
+            let mut copy = vec![0; request.input_bytes() as usize];
+            scale(copy.as_mut_ptr(), *input, request.input_bytes());
+            *input = copy.as_ptr();
+            Some(copy)
+        }
+        Collective::Reduce { root } if root != request.rank => {
+            let mut copy = vec![0; request.output_bytes() as usize];
+            scale(copy.as_mut_ptr(), *output, request.output_bytes());
+            *output = copy.as_mut_ptr();
+            Some(copy)
+        }
+        _ => {
+            scale(*output, *output, request.output_bytes());
+            None
+        }
+    }
+}
+
+/// An operation without progress asks the ranks it waits for after this long.
+const PROBE_AFTER: u64 = SECOND;
+/// Messages of operations that are not posted: their bytes are bounded by credit, their number by this.
+const MAX_EARLY: usize = 1 << 20;

@@ -1,0 +1,95 @@
+//! What a caller holds while an operation runs.
+
+use penstock_types::Failure;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// The pending result of an operation.
+#[derive(Clone, Debug, Default)]
+pub struct Ticket(Arc<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    result: Option<Result<(), Failure>>,
+    callbacks: Vec<Callback>,
+}
+
+type Callback = Box<dyn FnOnce(&Result<(), Failure>) + Send>;
+
+impl std::fmt::Debug for Inner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ticket").finish_non_exhaustive()
+    }
+}
+
+impl Ticket {
+    /// A ticket whose result is known.
+    #[must_use]
+    pub fn ready(result: Result<(), Failure>) -> Ticket {
+        let ticket = Ticket::default();
+        ticket.complete(result);
+        ticket
+    }
+
+    /// Blocks until the operation has ended, or for `timeout`. `None`: it has not ended.
+    #[must_use]
+    pub fn wait(&self, timeout: Option<Duration>) -> Option<Result<(), Failure>> {
+        let until = timeout.map(|timeout| Instant::now() + timeout);
+        let mut state = self.lock();
+        loop {
+            if let Some(result) = &state.result {
+                return Some(result.clone());
+            }
+            state = match until {
+                None => self.0.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner()),
+                Some(until) => {
+                    let left = until.checked_duration_since(Instant::now())?;
+                    self.0.changed.wait_timeout(state, left).unwrap_or_else(|poisoned| poisoned.into_inner()).0
+                }
+            };
+        }
+    }
+
+    /// The result, if the operation has ended.
+    #[must_use]
+    pub fn result(&self) -> Option<Result<(), Failure>> {
+        self.lock().result.clone()
+    }
+
+    /// Calls `callback` once the operation has ended: on the engine's thread, or at once on this one if it has.
+    pub fn on_done(&self, callback: impl FnOnce(&Result<(), Failure>) + Send + 'static) {
+        let mut state = self.lock();
+        match state.result.clone() {
+            Some(result) => {
+                drop(state);
+                callback(&result);
+            }
+            None => state.callbacks.push(Box::new(callback)),
+        }
+    }
+
+    /// Sets the result; the first one counts.
+    pub(crate) fn complete(&self, result: Result<(), Failure>) {
+        let mut state = self.lock();
+        if state.result.is_some() {
+            return;
+        }
+        state.result = Some(result.clone());
+        let callbacks = std::mem::take(&mut state.callbacks);
+        drop(state);
+        self.0.changed.notify_all();
+        for callback in callbacks {
+            callback(&result);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}

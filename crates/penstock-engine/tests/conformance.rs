@@ -1,0 +1,399 @@
+//! One suite for all media: every collective, over real sockets, between engines in one process.
+
+use penstock_engine::fingerprint::{Fingerprint, Name};
+use penstock_engine::plan::{Collective, Splits};
+use penstock_engine::{Call, Config, Engine, Group, GroupSpec, Ticket};
+use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// How the ranks of a test reach each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Medium {
+    Tcp { streams: u16, checksum: bool },
+    Memory,
+}
+
+const MEDIA: [Medium; 4] = [
+    Medium::Tcp { streams: 1, checksum: false },
+    Medium::Tcp { streams: 8, checksum: false },
+    Medium::Tcp { streams: 3, checksum: true },
+    Medium::Memory,
+];
+
+fn config(rank: u32, medium: Medium) -> Config {
+    let (streams, checksum) = match medium {
+        Medium::Tcp { streams, checksum } => (streams, checksum),
+        Medium::Memory => (1, false),
+    };
+    Config {
+        rank,
+        host: "test".into(),
+        generation: Generation(1),
+        addresses: vec!["127.0.0.1".parse().unwrap()],
+        ports: 0..=0,
+        streams,
+        shared_memory: medium == Medium::Memory,
+        checksum,
+        dead_after: Duration::from_secs(4),
+        socket_buffer_bytes: 0,
+    }
+}
+
+/// A world of engines, all in one group.
+struct World {
+    engines: Vec<Engine>,
+    groups: Vec<Group>,
+}
+
+fn world(size: u32, medium: Medium) -> World {
+    let engines: Vec<Engine> = (0..size).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
+    let (groups, tickets) = join(&engines, b"secret", |_| b"secret".to_vec());
+    for ticket in tickets {
+        wait(&ticket).expect("joined");
+    }
+    World { engines, groups }
+}
+
+fn join(engines: &[Engine], _: &[u8], secret: impl Fn(u32) -> Vec<u8>) -> (Vec<Group>, Vec<Ticket>) {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let id = GroupId(NEXT.fetch_add(1, Ordering::Relaxed));
+    let members: Vec<_> = engines.iter().map(|engine| engine.contact().clone()).collect();
+    engines
+        .iter()
+        .enumerate()
+        .map(|(rank, engine)| {
+            engine.join(GroupSpec {
+                id,
+                generation: Generation(1),
+                rank: rank as u32,
+                members: members.clone(),
+                secret: secret(rank as u32),
+                algorithm: None,
+                name: "test".into(),
+            })
+        })
+        .unzip()
+}
+
+fn wait(ticket: &Ticket) -> Result<(), Failure> {
+    ticket.wait(Some(Duration::from_secs(30))).expect("ends within 30 s")
+}
+
+fn call(collective: Collective, name: Name, bytes: u64, input: &[u32], output: &mut [u32]) -> Call {
+    Call {
+        collective,
+        fingerprint: Fingerprint::new(name, Some(ReduceOp::Sum), DType::I32, collective.named_rank(), bytes / 4),
+        dtype: DType::I32,
+        op: ReduceOp::Sum,
+        bytes,
+        splits: None,
+        input: input.as_ptr().cast(),
+        output: output.as_mut_ptr().cast(),
+        tag: 0,
+        priority: Priority(0),
+        timeout: 20_000_000_000,
+        keep: None,
+    }
+}
+
+/// A value that tells where it came from.
+fn value(rank: u32, index: usize) -> u32 {
+    (rank + 1).wrapping_mul(1_000_003).wrapping_add(index as u32)
+}
+
+fn filled(rank: u32, len: usize) -> Vec<u32> {
+    (0..len).map(|index| value(rank, index)).collect()
+}
+
+/// Runs one operation on every rank and returns the outputs.
+fn run(
+    world: &World,
+    collective: impl Fn(u32) -> Collective,
+    name: Name,
+    bytes: u64,
+    inputs: &[Vec<u32>],
+    outputs: &mut [Vec<u32>],
+    splits: impl Fn(u32) -> Option<Splits>,
+) {
+    let tickets: Vec<Ticket> = world
+        .groups
+        .iter()
+        .enumerate()
+        .map(|(rank, group)| {
+            let mut call = call(collective(rank as u32), name, bytes, &inputs[rank], &mut outputs[rank]);
+            call.splits = splits(rank as u32);
+            // SAFETY: the buffers outlive the wait below.
+            unsafe { group.start(call) }
+        })
+        .collect();
+    for (rank, ticket) in tickets.iter().enumerate() {
+        wait(ticket).unwrap_or_else(|error| panic!("{name:?} of {bytes} bytes on rank {rank}: {error}"));
+    }
+}
+
+const SIZES: [usize; 5] = [0, 1, 1001, 20_000, 700_003];
+
+/// All-reduce: every rank holds the sum of all, for every medium, world and size.
+#[test]
+fn all_reduce() {
+    for medium in MEDIA {
+        for size in [1, 2, 3, 4, 7] {
+            let world = world(size, medium);
+            for len in SIZES {
+                let mut outputs: Vec<_> = (0..size).map(|rank| filled(rank, len)).collect();
+                let none = vec![Vec::new(); size as usize];
+                let bytes = 4 * len as u64;
+                run(&world, |_| Collective::AllReduce, Name::AllReduce, bytes, &none, &mut outputs, |_| None);
+                let expected: Vec<u32> = (0..len)
+                    .map(|index| (0..size).fold(0u32, |sum, rank| sum.wrapping_add(value(rank, index))))
+                    .collect();
+                for (rank, output) in outputs.iter().enumerate() {
+                    assert!(*output == expected, "{medium:?}, {size} ranks, {len} elements, rank {rank}");
+                }
+            }
+        }
+    }
+}
+
+/// Reduce-scatter and all-gather: every rank gets its chunk, every rank gets all chunks; inputs stay as they are.
+#[test]
+fn reduce_scatter_and_all_gather() {
+    for medium in MEDIA {
+        for size in [1, 2, 3, 4] {
+            let world = world(size, medium);
+            for len in SIZES {
+                let whole = len * size as usize;
+                let inputs: Vec<_> = (0..size).map(|rank| filled(rank, whole)).collect();
+                let mut outputs = vec![vec![0; len]; size as usize];
+                let bytes = 4 * whole as u64;
+                let kept = inputs.clone();
+                run(&world, |_| Collective::ReduceScatter, Name::ReduceScatter, bytes, &inputs, &mut outputs, |_| None);
+                assert!(inputs == kept, "an input was written");
+                for (rank, output) in outputs.iter().enumerate() {
+                    for (at, got) in output.iter().enumerate() {
+                        let index = rank * len + at;
+                        let expected = (0..size).fold(0u32, |sum, rank| sum.wrapping_add(value(rank, index)));
+                        assert_eq!(*got, expected, "{medium:?}, {size} ranks, {len} elements, rank {rank}, at {at}");
+                    }
+                }
+                let inputs: Vec<_> = (0..size).map(|rank| filled(rank, len)).collect();
+                let mut outputs = vec![vec![0; whole]; size as usize];
+                run(&world, |_| Collective::AllGather, Name::AllGather, bytes, &inputs, &mut outputs, |_| None);
+                let expected: Vec<u32> = inputs.concat();
+                assert!(outputs.iter().all(|output| *output == expected), "{medium:?}, {size} ranks, {len}");
+            }
+        }
+    }
+}
+
+/// Broadcast, reduce, gather and scatter, from and to every root; ranks that are not the root keep what they have.
+#[test]
+fn rooted() {
+    for medium in MEDIA {
+        for size in [2, 3, 4] {
+            let world = world(size, medium);
+            for (len, root) in SIZES.into_iter().flat_map(|len| (0..size).map(move |root| (len, root))) {
+                let bytes = 4 * len as u64;
+                let none = vec![Vec::new(); size as usize];
+                let context = format!("{medium:?}, {size} ranks, {len} elements, root {root}");
+
+                let mut outputs: Vec<_> = (0..size).map(|rank| filled(rank, len)).collect();
+                run(&world, |_| Collective::Broadcast { root }, Name::Broadcast, bytes, &none, &mut outputs, |_| None);
+                assert!(outputs.iter().all(|output| *output == filled(root, len)), "broadcast: {context}");
+
+                let mut outputs: Vec<_> = (0..size).map(|rank| filled(rank, len)).collect();
+                run(&world, |_| Collective::Reduce { root }, Name::Reduce, bytes, &none, &mut outputs, |_| None);
+                for rank in 0..size {
+                    let expected: Vec<u32> = if rank == root {
+                        (0..len).map(|i| (0..size).fold(0, |sum: u32, rank| sum.wrapping_add(value(rank, i)))).collect()
+                    } else {
+                        filled(rank, len)
+                    };
+                    assert!(outputs[rank as usize] == expected, "reduce: {context}, rank {rank}");
+                }
+
+                let inputs: Vec<_> = (0..size).map(|rank| filled(rank, len)).collect();
+                let mut outputs: Vec<_> =
+                    (0..size).map(|rank| vec![0; if rank == root { len * size as usize } else { 0 }]).collect();
+                run(&world, |_| Collective::Gather { root }, Name::Gather, bytes, &inputs, &mut outputs, |_| None);
+                assert!(outputs[root as usize] == inputs.concat(), "gather: {context}");
+
+                let whole = filled(root, len * size as usize);
+                let inputs: Vec<_> =
+                    (0..size).map(|rank| if rank == root { whole.clone() } else { Vec::new() }).collect();
+                let mut outputs = vec![vec![0; len]; size as usize];
+                run(&world, |_| Collective::Scatter { root }, Name::Scatter, bytes, &inputs, &mut outputs, |_| None);
+                assert!(outputs.concat() == whole, "scatter: {context}");
+            }
+        }
+    }
+}
+
+/// All-to-all with unequal parts, some of them empty.
+#[test]
+fn all_to_all() {
+    for medium in MEDIA {
+        for size in [2, 3, 4] {
+            let world = world(size, medium);
+            for unit in [0, 1, 1001, 100_003] {
+                // Rank `a` sends `(a + 2 b) % 3 * unit` elements to rank `b`.
+                let part = |from: u32, to: u32| ((from + 2 * to) % 3) as usize * unit;
+                let inputs: Vec<_> =
+                    (0..size).map(|from| filled(from, (0..size).map(|to| part(from, to)).sum())).collect();
+                let mut outputs: Vec<_> =
+                    (0..size).map(|to| vec![0; (0..size).map(|from| part(from, to)).sum()]).collect();
+                let splits = |rank: u32| {
+                    Some(Splits {
+                        input: (0..size).map(|to| 4 * part(rank, to) as u64).collect(),
+                        output: (0..size).map(|from| 4 * part(from, rank) as u64).collect(),
+                    })
+                };
+                run(&world, |_| Collective::AllToAll, Name::AllToAll, 0, &inputs, &mut outputs, splits);
+                for to in 0..size {
+                    let mut expected = Vec::new();
+                    for from in 0..size {
+                        let start: usize = (0..to).map(|before| part(from, before)).sum();
+                        expected.extend(&inputs[from as usize][start..start + part(from, to)]);
+                    }
+                    assert!(outputs[to as usize] == expected, "{medium:?}, {size} ranks, unit {unit}, rank {to}");
+                }
+            }
+        }
+    }
+}
+
+/// Messages with tags meet by tag and order, whatever the order of posting; large ones wait for their receiver.
+#[test]
+fn send_and_receive() {
+    for medium in MEDIA {
+        let world = world(2, medium);
+        for len in [1, 1001, 700_003] {
+            let bytes = 4 * len as u64;
+            let sent: Vec<_> = (0..6).map(|message| filled(message, len)).collect();
+            let mut received = vec![vec![0; len]; 6];
+            let mut tickets = Vec::new();
+            for (message, data) in sent.iter().enumerate() {
+                let mut call = call(Collective::Send { to: 1 }, Name::PointToPoint, bytes, data, &mut []);
+                call.fingerprint = Fingerprint::new(Name::PointToPoint, None, DType::I32, None, len as u64);
+                call.tag = message as u32 % 3;
+                // SAFETY: the buffers outlive the waits below.
+                tickets.push(unsafe { world.groups[0].start(call) });
+            }
+            // The receiver posts the tags backwards.
+            for tag in [2u32, 1, 0] {
+                for turn in 0..2 {
+                    let output = &mut received[tag as usize + 3 * turn];
+                    let mut call = call(Collective::Recv { from: 0 }, Name::PointToPoint, bytes, &[], output);
+                    call.fingerprint = Fingerprint::new(Name::PointToPoint, None, DType::I32, None, len as u64);
+                    call.tag = tag;
+                    // SAFETY: as above.
+                    tickets.push(unsafe { world.groups[1].start(call) });
+                }
+            }
+            for ticket in tickets {
+                wait(&ticket).unwrap_or_else(|error| panic!("{medium:?}, {len}: {error}"));
+            }
+            assert!(received == sent, "{medium:?}, {len} elements");
+        }
+    }
+}
+
+/// Many operations of different sizes in flight at once, waited for in another order; a barrier at the end.
+#[test]
+fn many_in_flight() {
+    for medium in MEDIA {
+        for size in [2, 3] {
+            let world = world(size, medium);
+            let lens: Vec<usize> = (0..60).map(|i| [1, 100, 5_000, 60_000][i % 4] + i).collect();
+            let mut outputs: Vec<Vec<Vec<u32>>> =
+                (0..size).map(|rank| lens.iter().map(|len| filled(rank, *len)).collect()).collect();
+            let mut tickets = Vec::new();
+            for (rank, group) in world.groups.iter().enumerate() {
+                for output in &mut outputs[rank] {
+                    let bytes = 4 * output.len() as u64;
+                    let call = call(Collective::AllReduce, Name::AllReduce, bytes, &[], output);
+                    // SAFETY: the buffers outlive the waits below.
+                    tickets.push(unsafe { group.start(call) });
+                }
+                let call = call(Collective::Barrier, Name::Barrier, 0, &[], &mut []);
+                // SAFETY: a barrier has no buffers.
+                tickets.push(unsafe { group.start(call) });
+            }
+            for ticket in tickets.iter().rev() {
+                wait(ticket).unwrap_or_else(|error| panic!("{medium:?}, {size}: {error}"));
+            }
+            for (at, len) in lens.iter().enumerate() {
+                let expected: Vec<u32> = (0..*len)
+                    .map(|index| (0..size).fold(0u32, |sum, rank| sum.wrapping_add(value(rank, index))))
+                    .collect();
+                assert!(outputs.iter().all(|outputs| outputs[at] == expected), "{medium:?}, {size} ranks, #{at}");
+            }
+        }
+    }
+}
+
+/// A rank that issues something else fails the group on every rank, and both sides are named.
+#[test]
+fn mismatch() {
+    for medium in MEDIA {
+        for len in [10usize, 300_000] {
+            let world = world(3, medium);
+            let mut outputs: Vec<_> = (0..3).map(|rank| filled(rank, len + usize::from(rank == 1))).collect();
+            let tickets: Vec<_> = outputs
+                .iter_mut()
+                .zip(&world.groups)
+                .map(|(output, group)| {
+                    let bytes = 4 * output.len() as u64;
+                    // SAFETY: the buffers outlive the waits below.
+                    unsafe { group.start(call(Collective::AllReduce, Name::AllReduce, bytes, &[], output)) }
+                })
+                .collect();
+            for (rank, ticket) in tickets.iter().enumerate() {
+                let failure = wait(ticket).expect_err("the sizes differ");
+                assert_eq!(failure.kind, FailureKind::Mismatch, "{medium:?}, rank {rank}: {failure}");
+                assert!(!failure.group_lives);
+                let text = failure.to_string();
+                assert!(text.contains(&format!("{len} x int32")), "{text}");
+                assert!(text.contains(&format!("{} x int32", len + 1)), "{text}");
+            }
+        }
+    }
+}
+
+/// A peer whose engine is gone fails the others' operations; nobody hangs.
+#[test]
+fn a_peer_that_leaves() {
+    for medium in MEDIA {
+        let mut world = world(3, medium);
+        let mut outputs: Vec<_> = (0..2).map(|rank| filled(rank, 100_000)).collect();
+        let tickets: Vec<_> = outputs
+            .iter_mut()
+            .zip(&world.groups)
+            .map(|(output, group)| {
+                // SAFETY: the buffers outlive the waits below.
+                unsafe { group.start(call(Collective::AllReduce, Name::AllReduce, 400_000, &[], output)) }
+            })
+            .collect();
+        world.groups.truncate(2);
+        drop(world.engines.pop());
+        for ticket in &tickets {
+            let failure = wait(ticket).expect_err("rank 2 is gone");
+            assert_eq!(failure.kind, FailureKind::PeerLost, "{medium:?}: {failure}");
+            assert!(failure.to_string().contains("rank 2"), "{failure}");
+        }
+    }
+}
+
+/// Ranks with different secrets do not meet; the error says what to set.
+#[test]
+fn wrong_secret() {
+    for medium in MEDIA {
+        let engines: Vec<Engine> = (0..2).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
+        let (_groups, tickets) = join(&engines, b"", |rank| vec![rank as u8; 8]);
+        let failures: Vec<_> = tickets.iter().filter_map(|ticket| ticket.wait(Some(Duration::from_secs(2)))).collect();
+        let failure = failures.into_iter().find_map(Result::err).expect("one side at least knows");
+        assert_eq!(failure.kind, FailureKind::Refused, "{medium:?}: {failure}");
+        assert!(failure.to_string().contains("PENSTOCK_SECRET"), "{failure}");
+    }
+}
