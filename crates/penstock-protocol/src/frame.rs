@@ -1,14 +1,15 @@
 //! The frame: what a stream carries at a time.
 //!
 //! ```text
-//!        0       4    5    6      8              16       20       24             32
-//!        +-------+----+----+------+--------------+--------+--------+--------------+
-//!   0    | magic | ver|kind| flags|    group     |  gen.  |priority|      op      |
-//!        +-------+----+----+------+--------------+--------+--------+--------------+
-//!   32   |channel|message  |     offset          |     total       | length |  ack |
-//!        +-------+---------+---------------------+-----------------+--------+------+
-//!   64   |     fingerprint     |      credit     | header sum | payload sum | spare |
-//!        +---------------------+-----------------+------------+-------------+------+ 96
+//!        0       4    5    6       8              16     20       24             32
+//!        +-------+----+----+-------+--------------+------+--------+--------------+
+//!   0    | magic | ver|kind| flags |    group     | gen. |priority|      op      |
+//!        +-------+----+----+-------+--------------+------+--------+--------------+
+//!   32   |channel| message |      offset          |     total     | length | ack |
+//!        +-------+---------+-------+--------------+------+--------+--------+-----+
+//!   64   |    fingerprint  |        credit        |header|payload |     used     |
+//!        |                 |                      |  sum |   sum  |    credit    |
+//!        +-----------------+----------------------+------+--------+--------------+ 96
 //! ```
 //! All numbers are little-endian. `length` bytes of payload follow.
 //!
@@ -114,6 +115,9 @@ pub struct Header {
     pub credit: u64,
     /// CRC32C of the payload; 0 unless [`FLAG_PAYLOAD_SUM`] is set.
     pub payload_sum: u32,
+    /// Data that travels on eager credit: how much of it the sender has used so far, this message included. It names
+    /// the message in the account for good, when its operation is long forgotten.
+    pub used_credit: u64,
 }
 
 impl Header {
@@ -136,6 +140,7 @@ impl Header {
             fingerprint: 0,
             credit: 0,
             payload_sum: 0,
+            used_credit: 0,
         }
     }
 
@@ -161,6 +166,7 @@ impl Header {
         out[64..72].copy_from_slice(&self.fingerprint.to_le_bytes());
         out[72..80].copy_from_slice(&self.credit.to_le_bytes());
         out[84..88].copy_from_slice(&self.payload_sum.to_le_bytes());
+        out[88..96].copy_from_slice(&self.used_credit.to_le_bytes());
         let sum = crc32c::crc32c(&out);
         out[80..84].copy_from_slice(&sum.to_le_bytes());
         out
@@ -201,6 +207,7 @@ impl Header {
             fingerprint: u64_at(64),
             credit: u64_at(72),
             payload_sum: u32_at(84),
+            used_credit: u64_at(88),
         };
         if header.length > kind.max_payload() {
             return Err(FrameError::Length { kind, length: header.length });
@@ -330,6 +337,7 @@ mod tests {
             fingerprint: 0x0123_4567_89ab_cdef,
             credit: 1 << 50,
             payload_sum: 0xdead_beef,
+            used_credit: 1 << 51,
         }
     }
 

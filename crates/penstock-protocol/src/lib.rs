@@ -12,6 +12,7 @@ pub mod fingerprint;
 pub mod frame;
 pub mod handshake;
 pub mod peer;
+mod ranges;
 mod stream;
 
 pub use frame::{FrameError, Header, Kind, MessageKey, Reference};

@@ -16,10 +16,14 @@
 //! receiver has granted it, that is, after it has posted the operation and knows where the bytes go. So a node never
 //! holds more for a peer than the eager credit, and an operation that all ranks have posted never waits for memory.
 
-use crate::frame::{FLAG_PAYLOAD_SUM, FrameError, Header, Kind, MAX_REPORT_BYTES, MessageKey, Reference};
+use crate::frame::{
+    FLAG_PAYLOAD_SUM, FrameError, Header, Kind, MAX_FRAME_BYTES, MAX_REPORT_BYTES, MIN_FRAME_BYTES, MessageKey,
+    Reference,
+};
+use crate::ranges::Ranges;
 use crate::stream::{Stream, StreamStats};
 use penstock_types::{FailureKind, Generation, GroupId, MILLISECOND, OpSeq, Priority, SECOND, Time};
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -198,16 +202,28 @@ pub struct Report {
 #[derive(Debug)]
 pub struct Peer {
     config: PeerConfig,
-    streams: HashMap<StreamId, Stream<FrameId>>,
+    /// In order, so that the same calls give the same frames.
+    streams: BTreeMap<StreamId, Stream<FrameId>>,
+    /// Messages not yet acknowledged, by order of issue.
     outgoing: HashMap<u64, Message>,
-    by_key: HashMap<MessageKey, u64>,
+    by_key: BTreeMap<MessageKey, u64>,
+    /// Messages of which a stream could pull a frame.
     ready: BTreeSet<(Priority, u64)>,
     next_issue: u64,
-    control: VecDeque<Control>,
-    grants: HashMap<OpKey, Vec<Range<u32>>>,
-    incoming: HashMap<OpKey, HashMap<u32, Incoming>>,
+    /// Control frames not yet acknowledged.
+    controls: HashMap<u64, Control>,
+    /// Of these, the ones that no stream has in flight.
+    control_queue: VecDeque<u64>,
+    next_control: u64,
+    ops: HashMap<OpKey, Op>,
+    /// How many records `ops` holds because the peer asked for them.
+    remembered: usize,
     credit: Credit,
     last_heard: Time,
+    /// [`Event::Silent`] was reported, and nothing heard since.
+    silent: bool,
+    next_check: Time,
+    next_look: Time,
     events: VecDeque<Event>,
 }
 
@@ -215,19 +231,25 @@ impl Peer {
     /// A peer without streams yet.
     #[must_use]
     pub fn new(config: PeerConfig, now: Time) -> Peer {
+        debug_assert!(config.eager_bytes <= u64::from(MAX_FRAME_BYTES), "an eager message is one frame");
         Peer {
-            config,
-            streams: HashMap::new(),
+            streams: BTreeMap::new(),
             outgoing: HashMap::new(),
-            by_key: HashMap::new(),
+            by_key: BTreeMap::new(),
             ready: BTreeSet::new(),
             next_issue: 0,
-            control: VecDeque::new(),
-            grants: HashMap::new(),
-            incoming: HashMap::new(),
+            controls: HashMap::new(),
+            control_queue: VecDeque::new(),
+            next_control: 0,
+            ops: HashMap::new(),
+            remembered: 0,
             credit: Credit::default(),
             last_heard: now,
+            silent: false,
+            next_check: now.plus(config.heartbeat_every / 2),
+            next_look: now,
             events: VecDeque::new(),
+            config,
         }
     }
 
@@ -237,26 +259,29 @@ impl Peer {
         &self.config
     }
 
-    /// Messages up to this long are to be sent as [`Body::Owned`]. A reference costs less than two copies early.
-    #[must_use]
-    pub fn eager_limit(&self) -> u64 {
-        if self.config.references { self.config.eager_bytes.min(REFERENCE_ABOVE) } else { self.config.eager_bytes }
-    }
-
     // ------------------------------------------------------------------ streams
 
     /// A stream has passed its hand-shake.
     pub fn stream_up(&mut self, stream: StreamId, now: Time) {
+        // A new connection may replace one that was not known to be gone.
+        self.stream_down(stream);
         self.streams.insert(stream, Stream::new(now));
-        self.last_heard = now;
+        self.heard_at(now);
     }
 
     /// A stream is gone: what it had in flight goes to the others.
     pub fn stream_down(&mut self, stream: StreamId) {
         let Some(lost) = self.streams.remove(&stream) else { return };
-        for frame in lost.in_flight.into_iter().rev() {
-            match frame.frame {
-                FrameId::Control(control) => self.control.push_front(control),
+        for in_flight in lost.in_flight.into_iter().rev() {
+            match in_flight.frame {
+                FrameId::Control(id) => {
+                    if let Some(control) = self.controls.get_mut(&id) {
+                        control.copies -= 1;
+                        if control.copies == 0 {
+                            self.control_queue.push_front(id);
+                        }
+                    }
+                }
                 FrameId::Data { issue, index } => {
                     if let Some(message) = self.outgoing.get_mut(&issue) {
                         let frame = &mut message.frames[index as usize];
@@ -270,11 +295,11 @@ impl Peer {
             }
         }
         // What was arriving on it never became whole.
-        for messages in self.incoming.values_mut() {
-            for message in messages.values_mut() {
-                message.arriving.retain(|_, on| *on != stream);
-            }
+        for message in self.ops.values_mut().flat_map(|op| op.incoming.values_mut()) {
+            message.lose(stream);
         }
+        // The last word on credit may have been lost with it.
+        self.credit.owes_update = true;
     }
 
     /// How many streams are up.
@@ -286,59 +311,56 @@ impl Peer {
     /// The streams' counters, by stream.
     #[must_use]
     pub fn stats(&self) -> Vec<(StreamId, StreamStats)> {
-        let mut all: Vec<_> =
-            self.streams.iter().map(|(id, s)| (*id, s.snapshot(self.config.unacked_limit_bytes))).collect();
-        all.sort_by_key(|(id, _)| *id);
-        all
+        self.streams.iter().map(|(id, s)| (*id, s.snapshot(self.config.unacked_limit_bytes))).collect()
     }
 
     // ------------------------------------------------------------------ outgoing
 
-    /// Queues a message. [`Body::Owned`] is for messages up to `eager_bytes`.
+    /// Queues a message. [`Body::Owned`] is for messages up to `eager_bytes`; a longer one waits for its grant like one
+    /// in memory.
     pub fn send(&mut self, outgoing: Outgoing) {
         let issue = self.next_issue;
         self.next_issue += 1;
-        let total = outgoing.body.len();
-        let key = outgoing.key;
-        let cost = eager_cost(total);
-        let granted = self
-            .grants
-            .get(&OpKey::of(&key))
-            .is_some_and(|ranges| ranges.iter().any(|range| range.contains(&key.message)));
+        let Outgoing { key, priority, fingerprint, body } = outgoing;
+        let total = body.len();
         let mut message = Message {
             key,
-            priority: outgoing.priority,
-            fingerprint: outgoing.fingerprint,
+            priority,
+            fingerprint,
             total,
-            body: outgoing.body,
-            eager: false,
+            body,
+            way: Way::Granted,
             frames: Vec::new(),
             cut: 0,
             again: Vec::new(),
             acked_bytes: 0,
         };
-        if self.config.references && matches!(message.body, Body::Memory { .. }) {
-            let Body::Memory { address, .. } = message.body else { unreachable!("matched above") };
+        let span = u64::from(key.message)..u64::from(key.message) + 1;
+        if self.config.references
+            && let Body::Memory { address, .. } = message.body
+        {
+            message.way = Way::Reference;
             let mut header = Header::new(Kind::Reference, key);
-            header.fingerprint = message.fingerprint;
+            header.fingerprint = fingerprint;
             header.total = total;
-            header.priority = message.priority;
+            header.priority = priority;
             header.length = Reference::BYTES as u32;
-            self.control.push_back(Control { header, payload: Some(Reference { address }.encode().as_slice().into()) });
-        } else if granted {
-            self.ready.insert((message.priority, issue));
+            self.control(header, Some(&Reference { address }.encode()));
+        } else if self.ops.get(&OpKey::of(&key)).is_some_and(|op| op.granted.covers(&span)) {
+            self.ready.insert((priority, issue));
         } else if matches!(message.body, Body::Owned(_)) {
-            if self.credit.take(cost, self.config.eager_credit_bytes) {
-                message.eager = true;
-                self.ready.insert((message.priority, issue));
+            if total <= self.config.eager_bytes && self.credit.reserve(total, self.config.eager_credit_bytes) {
+                message.way = Way::Eager { used_credit: 0 };
+                self.ready.insert((priority, issue));
             } else {
                 let mut header = Header::new(Kind::Announce, key);
-                header.fingerprint = message.fingerprint;
+                header.fingerprint = fingerprint;
                 header.total = total;
-                self.control.push_back(Control { header, payload: None });
+                self.control(header, None);
             }
         }
-        self.by_key.insert(key, issue);
+        let before = self.by_key.insert(key, issue);
+        debug_assert!(before.is_none(), "{key:?} is sent twice");
         self.outgoing.insert(issue, message);
     }
 
@@ -347,75 +369,99 @@ impl Peer {
         let mut header = Header::new(Kind::Grant, key);
         header.offset = u64::from(count);
         header.fingerprint = fingerprint;
-        self.control.push_back(Control { header, payload: None });
+        self.ops.entry(OpKey::of(&key)).or_default().given.insert(granted_span(&header));
+        self.control(header, None);
     }
 
     /// Tells the peer that the message it gave by reference was read.
     pub fn done(&mut self, key: MessageKey) {
-        self.control.push_back(Control { header: Header::new(Kind::Done, key), payload: None });
+        self.control(Header::new(Kind::Done, key), None);
     }
 
     /// Asks the peer where it is in this operation.
     pub fn probe(&mut self, key: MessageKey, fingerprint: u64) {
         let mut header = Header::new(Kind::Probe, key);
         header.fingerprint = fingerprint;
-        self.control.push_back(Control { header, payload: None });
+        self.control(header, None);
     }
 
     /// Answers a probe: `issued` operations have been issued in the channel.
     pub fn answer_probe(&mut self, key: MessageKey, issued: u64) {
         let mut header = Header::new(Kind::ProbeReply, key);
         header.offset = issued;
-        self.control.push_back(Control { header, payload: None });
+        self.control(header, None);
     }
 
-    /// Tells the peer that a group has failed.
+    /// Tells the peer that a group has failed. Overtakes everything that is not yet written.
     pub fn report(&mut self, group: GroupId, report: &Report) {
         let key = MessageKey { group, channel: 0, op: OpSeq(0), message: report.kind as u32 };
-        let mut text = report.message.clone();
+        let mut text = report.message.as_str();
         while text.len() > MAX_REPORT_BYTES as usize {
-            text.pop();
+            let last = text.char_indices().next_back().map_or(0, |(at, _)| at);
+            text = &text[..last];
         }
         let mut header = Header::new(Kind::Report, key);
         header.length = text.len() as u32;
-        // Failures overtake everything else.
-        self.control.push_front(Control { header, payload: Some(text.as_bytes().into()) });
+        let id = self.control(header, Some(text.as_bytes()));
+        self.control_queue.pop_back();
+        self.control_queue.push_front(id);
     }
 
     /// Says good-bye; meant to follow [`Peer::is_quiet`].
     pub fn bye(&mut self) {
-        let key = MessageKey { group: GroupId(0), channel: 0, op: OpSeq(0), message: 0 };
-        self.control.push_back(Control { header: Header::new(Kind::Bye, key), payload: None });
+        self.control(Header::new(Kind::Bye, NO_MESSAGE), None);
     }
 
     /// Everything that was given to this peer has been taken by the other end.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
-        self.outgoing.is_empty()
-            && self.control.is_empty()
-            && self.streams.values().all(|stream| stream.in_flight.is_empty())
+        self.outgoing.is_empty() && self.controls.is_empty()
     }
 
-    /// Forgets everything about an operation: it is finished here.
+    /// Everything of a group that was given to this peer has been taken by the other end: it can be closed without
+    /// taking a copied message from a rank that still waits for it.
+    #[must_use]
+    pub fn is_group_quiet(&self, group: GroupId) -> bool {
+        let first = MessageKey { group, channel: 0, op: OpSeq(0), message: 0 };
+        self.by_key.range(first..).next().is_none_or(|(key, _)| key.group != group)
+            && self.controls.values().all(|control| control.header.key.group != group)
+    }
+
+    /// Forgets everything about an operation: it is finished here. A copied message that still waits for its grant or
+    /// its ack goes on.
     pub fn retire(&mut self, group: GroupId, channel: u32, op: OpSeq) {
-        let key = OpKey { group, channel, op };
-        self.grants.remove(&key);
-        self.incoming.remove(&key);
+        if let Some(op) = self.ops.remove(&OpKey { group, channel, op }) {
+            self.remembered -= op.remembered();
+        }
     }
 
-    /// Forgets a whole group: it has failed or was closed. Messages not yet taken are dropped.
+    /// Forgets a whole group: it has failed or was closed. Messages not yet taken are dropped, except eager ones that
+    /// have left already: their credit returns only when they arrive.
     pub fn forget_group(&mut self, group: GroupId) {
-        self.grants.retain(|key, _| key.group != group);
-        self.incoming.retain(|key, _| key.group != group);
-        self.by_key.retain(|key, _| key.group != group);
-        self.outgoing.retain(|issue, message| {
-            let keep = message.key.group != group;
+        self.ops.retain(|key, op| {
+            let keep = key.group != group;
             if !keep {
-                self.ready.remove(&(message.priority, *issue));
+                self.remembered -= op.remembered();
             }
             keep
         });
-        self.control.retain(|control| control.header.key.group != group || control.header.kind == Kind::Report);
+        let first = MessageKey { group, channel: 0, op: OpSeq(0), message: 0 };
+        let issues: Vec<u64> =
+            self.by_key.range(first..).take_while(|(key, _)| key.group == group).map(|(_, issue)| *issue).collect();
+        for issue in issues {
+            let message = &self.outgoing[&issue];
+            match message.way {
+                Way::Eager { .. } if !message.frames.is_empty() => continue,
+                Way::Eager { .. } => self.credit.reserved -= eager_cost(message.total),
+                Way::Granted | Way::Reference => {}
+            }
+            self.forget_message(issue);
+        }
+        self.controls.retain(|_, control| {
+            let Header { kind, key, .. } = control.header;
+            key.group != group || matches!(kind, Kind::Report | Kind::Bye)
+        });
+        self.control_queue.retain(|id| self.controls.contains_key(id));
     }
 
     /// The next frame for a stream that can take bytes, most urgent first; `None` when there is nothing for it.
@@ -425,19 +471,18 @@ impl Peer {
     }
 
     fn next_frame(&mut self, id: StreamId, now: Time) -> Option<Outbound> {
-        let limit = self.config.unacked_limit_bytes;
         let stream = self.streams.get_mut(&id)?;
-        if let Some(control) = self.control.pop_front() {
-            let payload = control.payload.clone().unwrap_or_else(|| Arc::from([]));
-            let bytes = payload.len();
-            stream.sent(FrameId::Control(control.clone()), bytes as u32, now);
-            return Some(Outbound { header: control.header, payload: Payload::Owned(payload, 0..bytes) });
+        // Neither failures nor signs of life wait for room in the window.
+        if self.control_queue.front().is_some_and(|first| self.controls[first].header.kind == Kind::Report) {
+            return self.control_queue.pop_front().map(|control| self.control_frame(id, control, now));
         }
-        if stream.owes_reply {
-            stream.owes_reply = false;
+        if std::mem::take(&mut stream.owes_reply) {
             return Some(bare(Kind::HeartbeatReply));
         }
-        if stream.unacked_bytes < stream.window(limit) {
+        if stream.unacked_bytes < stream.window(self.config.unacked_limit_bytes) {
+            if let Some(control) = self.control_queue.pop_front() {
+                return Some(self.control_frame(id, control, now));
+            }
             if let Some(&(priority, issue)) = self.ready.first() {
                 let message = self.outgoing.get_mut(&issue).expect("ready messages are outgoing");
                 let (index, repeated) = message.next_frame(stream.frame_bytes());
@@ -447,20 +492,44 @@ impl Peer {
                 stream.stats.repeated_frames += u64::from(repeated);
                 return Some(self.data_frame(id, issue, index, now));
             }
-            if let Some((issue, index)) = self.slowest_frame(id, now) {
+            if let Some(frame) = self.slowest_frame(id, now) {
                 self.streams.get_mut(&id).expect("looked up above").stats.repeated_frames += 1;
-                return Some(self.data_frame(id, issue, index, now));
+                return Some(match frame {
+                    FrameId::Control(control) => self.control_frame(id, control, now),
+                    FrameId::Data { issue, index } => self.data_frame(id, issue, index, now),
+                });
             }
         }
         let stream = self.streams.get_mut(&id).expect("looked up above");
-        if stream.wants_heartbeat {
-            stream.wants_heartbeat = false;
+        if std::mem::take(&mut stream.wants_heartbeat) {
             return Some(bare(Kind::Heartbeat));
         }
         if stream.owes_ack || self.credit.owes_update {
             return Some(bare(Kind::Ack));
         }
         None
+    }
+
+    /// Queues a control frame.
+    fn control(&mut self, header: Header, payload: Option<&[u8]>) -> u64 {
+        let id = self.next_control;
+        self.next_control += 1;
+        self.controls.insert(id, Control { header, payload: payload.map(Arc::from), copies: 0 });
+        self.control_queue.push_back(id);
+        id
+    }
+
+    /// Puts a control frame on a stream.
+    fn control_frame(&mut self, id: StreamId, control: u64, now: Time) -> Outbound {
+        let stream = self.streams.get_mut(&id).expect("the caller has looked it up");
+        stream.sent(FrameId::Control(control), self.controls[&control].header.length, now);
+        let control = self.controls.get_mut(&control).expect("looked at above");
+        control.copies += 1;
+        let payload = match &control.payload {
+            Some(bytes) => Payload::Owned(bytes.clone(), 0..bytes.len()),
+            None => no_payload(),
+        };
+        Outbound { header: control.header, payload }
     }
 
     /// Puts frame `index` of a message on a stream.
@@ -479,8 +548,13 @@ impl Peer {
         if self.config.checksum {
             header.flags |= FLAG_PAYLOAD_SUM;
         }
-        if message.eager {
+        if let Way::Eager { used_credit } = &mut message.way {
+            if *used_credit == 0 {
+                self.credit.used += eager_cost(message.total);
+                *used_credit = self.credit.used;
+            }
             header.flags |= FLAG_EAGER;
+            header.used_credit = *used_credit;
         }
         let payload = match &message.body {
             Body::Owned(bytes) => {
@@ -494,31 +568,50 @@ impl Peer {
 
     /// The frame that some slower stream will deliver last, if this idle stream would deliver it much sooner.
     ///
-    /// Only the tail of a stream is looked at: what it sent last is what it will deliver last.
-    fn slowest_frame(&self, idle: StreamId, now: Time) -> Option<(u64, u32)> {
-        if self.streams.len() < 2 {
-            return None;
-        }
-        let own = self.streams.get(&idle)?;
-        let mut worst: Option<(u64, u64, u32)> = None;
-        for (id, stream) in &self.streams {
-            if *id == idle || stream.in_flight.is_empty() {
-                continue;
-            }
-            let Some((issue, index, bytes)) = stream.in_flight.iter().rev().find_map(|in_flight| {
-                let FrameId::Data { issue, index } = in_flight.frame else { return None };
-                let frame = self.outgoing.get(&issue)?.frames.get(index as usize)?;
-                (!frame.acked && frame.copies == 1).then_some((issue, index, frame.len))
-            }) else {
-                continue;
+    /// What a stream sent last is what it will deliver last, so its frames are looked at from the end; one that was
+    /// taken over is passed by from then on (its new stream may lose it to a third). Costs one comparison a stream
+    /// while no stream is slow.
+    fn slowest_frame(&mut self, idle: StreamId, now: Time) -> Option<FrameId> {
+        let own = &self.streams[&idle];
+        let (own_bytes, own_round_trip) = (own.unacked_bytes, own.round_trip());
+        let own_rate = own.rate();
+        let limit = |bytes: u32| {
+            let ours = match own_rate {
+                0.0 => FIRST_DELIVERY,
+                rate => ((own_bytes + u64::from(bytes)) as f64 / rate * 1e9) as u64 + own_round_trip,
             };
-            let theirs = stream.time_to_deliver(0, now);
-            let ours = own.time_to_deliver(u64::from(bytes), now) + own.round_trip() / 2;
-            if theirs > TAKE_OVER_RATIO * ours + TAKE_OVER_MARGIN && worst.is_none_or(|(time, ..)| theirs > time) {
-                worst = Some((theirs, issue, index));
+            TAKE_OVER_RATIO * ours + TAKE_OVER_MARGIN
+        };
+        let mut worst: Option<(u64, StreamId, usize)> = None;
+        for (id, stream) in self.streams.iter_mut().filter(|(id, _)| **id != idle) {
+            let silence = stream.silence(self.last_heard, now);
+            let mut bytes = stream.unacked_bytes;
+            for at in (0..stream.in_flight.len()).rev() {
+                let theirs = stream.time_to_ack(bytes).unwrap_or(0).max(silence);
+                let in_flight = &mut stream.in_flight[at];
+                if theirs <= limit(in_flight.bytes) || worst.is_some_and(|(time, ..)| theirs <= time) {
+                    break;
+                }
+                bytes -= u64::from(in_flight.bytes);
+                if in_flight.passed {
+                    continue;
+                }
+                in_flight.passed = match in_flight.frame {
+                    FrameId::Control(id) => !self.controls.contains_key(&id),
+                    FrameId::Data { issue, index } => {
+                        self.outgoing.get(&issue).is_none_or(|message| message.frames[index as usize].acked)
+                    }
+                };
+                if !in_flight.passed {
+                    worst = Some((theirs, *id, at));
+                    break;
+                }
             }
         }
-        worst.map(|(_, issue, index)| (issue, index))
+        let (_, id, at) = worst?;
+        let in_flight = &mut self.streams.get_mut(&id).expect("found above").in_flight[at];
+        in_flight.passed = true;
+        Some(in_flight.frame)
     }
 
     /// Adds what every frame carries for the other direction.
@@ -535,7 +628,25 @@ impl Peer {
 
     // ------------------------------------------------------------------ incoming
 
-    /// A header has arrived. `status` tells about the operation of a data frame or reference.
+    /// Bytes have arrived on a stream, if only a part of a frame: the peer lives. Without it a frame that takes longer
+    /// than `dead_after` would be mistaken for silence.
+    pub fn heard(&mut self, stream: StreamId, now: Time) {
+        if let Some(stream) = self.streams.get_mut(&stream) {
+            stream.last_heard = now;
+            stream.stalled = false;
+            self.heard_at(now);
+        }
+    }
+
+    fn heard_at(&mut self, now: Time) {
+        self.last_heard = now;
+        self.silent = false;
+    }
+
+    /// A header has arrived. `status` tells about the operation that its key names.
+    ///
+    /// # Errors
+    /// A frame that the peer may not send; close the stream.
     pub fn handle_header(
         &mut self,
         id: StreamId,
@@ -546,49 +657,62 @@ impl Peer {
         if header.generation != self.config.generation {
             return Err(FrameError::OutOfTurn("it belongs to another generation of the job"));
         }
-        self.last_heard = now;
+        self.heard(id, now);
+        self.handle_ack(id, header.ack, now)?;
+        self.credit.handle_returned(header.credit)?;
+        match header.kind {
+            Kind::Data => self.handle_data_header(id, header, status),
+            Kind::Reference if !self.config.references => {
+                Err(FrameError::OutOfTurn("a reference to memory that we cannot read"))
+            }
+            _ => Ok(Arrival::Take),
+        }
+    }
+
+    fn handle_ack(&mut self, id: StreamId, ack: u32, now: Time) -> Result<(), FrameError> {
         let stream = self.streams.get_mut(&id).ok_or(FrameError::OutOfTurn("its stream is not up"))?;
-        stream.last_heard = now;
-        let taken =
-            stream.acknowledged(header.ack, now).ok_or(FrameError::OutOfTurn("it acknowledges unsent frames"))?;
-        for frame in taken {
-            self.frame_taken(frame);
+        let count =
+            stream.count_acknowledged(ack).ok_or(FrameError::OutOfTurn("it acknowledges frames that were not sent"))?;
+        for left in (0..count).rev() {
+            let stream = self.streams.get_mut(&id).expect("looked up above");
+            let in_flight = stream.pop_acknowledged();
+            if left == 0 {
+                stream.measure(&in_flight, now);
+            }
+            self.frame_taken(in_flight.frame);
         }
-        self.handle_credit(header.credit)?;
-        if header.kind != Kind::Data {
-            return Ok(Arrival::Take);
-        }
+        Ok(())
+    }
+
+    fn handle_data_header(&mut self, id: StreamId, header: &Header, status: OpStatus) -> Result<Arrival, FrameError> {
         let eager = header.flags & FLAG_EAGER != 0;
-        if eager && (header.total > self.config.eager_bytes || u64::from(header.length) != header.total) {
-            return Err(FrameError::OutOfTurn("an eager message above the eager limit"));
-        }
-        if status == OpStatus::Early && !eager {
-            return Err(FrameError::OutOfTurn("data of an operation that was not granted"));
+        if eager {
+            if header.total > self.config.eager_bytes || u64::from(header.length) != header.total {
+                return Err(FrameError::OutOfTurn("an eager message above the eager limit"));
+            }
+            self.credit.check_used(header, self.config.eager_credit_bytes)?;
         }
         if status == OpStatus::Retired {
             return Ok(Arrival::Discard);
         }
-        let op = self.incoming.entry(OpKey::of(&header.key)).or_default();
-        if status == OpStatus::Early && !op.contains_key(&header.key.message) {
-            let held = self.credit.held + eager_cost(header.total);
-            if held > self.config.eager_credit_bytes {
-                return Err(FrameError::OutOfTurn("eager messages beyond the credit"));
-            }
+        let key = OpKey::of(&header.key);
+        let message = u64::from(header.key.message);
+        if !eager && !self.ops.get(&key).is_some_and(|op| op.given.covers(&(message..message + 1))) {
+            return Err(FrameError::OutOfTurn("data of an operation that was not granted"));
         }
-        let message = op.entry(header.key.message).or_insert_with(|| Incoming::new(header.total));
-        message.check_range(header)?;
-        if message.done.contains_key(&header.offset) {
-            return Ok(Arrival::Discard);
+        let op = self.ops.entry(key).or_default();
+        let known = op.incoming.contains_key(&header.key.message);
+        if eager && !known && self.credit.is_counted(header) {
+            return Err(FrameError::OutOfTurn("an eager message on the credit of another"));
         }
-        if message.arriving.contains_key(&header.offset) {
-            return Ok(Arrival::Race);
-        }
-        message.arriving.insert(header.offset, id);
-        Ok(Arrival::Take)
+        op.incoming.entry(header.key.message).or_insert_with(|| Incoming::new(header.total)).arrive(id, header)
     }
 
     /// The frame is whole and its payload verified. For data: records it; the caller applies the payload before it
     /// polls the next frame, so that no ack can leave before.
+    ///
+    /// # Errors
+    /// A frame that the peer may not send; close the stream.
     pub fn handle_frame(
         &mut self,
         id: StreamId,
@@ -597,82 +721,47 @@ impl Peer {
         status: OpStatus,
     ) -> Result<Finish, FrameError> {
         let mut finish = Finish { apply: true, revoke: None };
-        if let Some(stream) = self.streams.get_mut(&id)
-            && header.kind.is_counted()
-        {
-            stream.taken_frames = stream.taken_frames.wrapping_add(1);
-            stream.owes_ack = true;
-            stream.stats.received_bytes += u64::from(header.length);
-        }
         match header.kind {
-            Kind::Data => {
-                let message = match status {
-                    OpStatus::Retired => None,
-                    _ => self
-                        .incoming
-                        .get_mut(&OpKey::of(&header.key))
-                        .and_then(|messages| messages.get_mut(&header.key.message)),
-                };
-                finish.apply = match message {
-                    Some(message) if !message.done.contains_key(&header.offset) => {
-                        finish.revoke = message.arriving.remove(&header.offset).filter(|first| *first != id);
-                        message.done.insert(header.offset, header.length);
-                        if header.flags & FLAG_EAGER != 0 {
-                            self.credit.held += eager_cost(header.total);
-                        }
-                        true
-                    }
-                    _ => false,
-                };
-                if !finish.apply
-                    && let Some(stream) = self.streams.get_mut(&id)
-                {
-                    stream.stats.duplicate_frames += 1;
-                }
-            }
-            Kind::Reference => {
-                // Recorded like data, so that a repeat after a lost stream is not read twice.
-                if status == OpStatus::Retired {
-                    finish.apply = false;
-                } else {
-                    let op = self.incoming.entry(OpKey::of(&header.key)).or_default();
-                    let message = op.entry(header.key.message).or_insert_with(|| Incoming::new(header.total));
-                    finish.apply = message.done.insert(0, 0).is_none();
-                }
-            }
-            Kind::Done => {
-                if let Some(issue) = self.by_key.get(&header.key).copied() {
-                    self.forget_message(issue);
-                    self.events.push_back(Event::Sent(header.key));
-                }
-            }
-            Kind::Grant => self.handle_grant(header),
-            Kind::Announce => {
-                // The engine grants it when the operation is posted; remembering is its affair.
-                finish.apply = status != OpStatus::Retired;
-            }
+            Kind::Data => finish = self.handle_data(id, header, status)?,
+            Kind::Reference => finish.apply = self.handle_reference(header, status)?,
+            Kind::Done => self.handle_done(header)?,
+            Kind::Grant => self.handle_grant(header, status)?,
+            // The engine grants it when the operation is posted; remembering is its affair.
+            Kind::Announce => finish.apply = status != OpStatus::Retired,
             Kind::Probe => self.events.push_back(Event::Probe(header.key, header.fingerprint)),
             Kind::ProbeReply => self.events.push_back(Event::Issued(header.key, header.offset)),
             Kind::Report => self.events.push_back(Event::Report(header.key.group, Report::decode(header, payload))),
             Kind::Bye => self.events.push_back(Event::Bye),
-            Kind::Heartbeat => {
-                if let Some(stream) = self.streams.get_mut(&id) {
-                    stream.owes_reply = true;
-                }
+            Kind::Heartbeat | Kind::Ack | Kind::HeartbeatReply => {}
+        }
+        if let Some(stream) = self.streams.get_mut(&id) {
+            stream.owes_reply |= header.kind == Kind::Heartbeat;
+            if header.kind.is_counted() {
+                stream.taken_frames = stream.taken_frames.wrapping_add(1);
+                stream.owes_ack = true;
+                stream.stats.received_bytes += u64::from(header.length);
+                stream.stats.duplicate_frames += u64::from(header.kind == Kind::Data && !finish.apply);
             }
-            Kind::Ack | Kind::HeartbeatReply => {}
         }
         Ok(finish)
     }
 
+    /// Whether a data frame brings what is here already. Ask before [`verify`]: the sender may have changed the bytes
+    /// of a copy that was under way when the message was reported [`Event::Sent`], and nobody will look at them.
+    #[must_use]
+    pub fn is_duplicate(&self, header: &Header, status: OpStatus) -> bool {
+        header.kind == Kind::Data
+            && (status == OpStatus::Retired
+                || self
+                    .ops
+                    .get(&OpKey::of(&header.key))
+                    .and_then(|op| op.incoming.get(&header.key.message))
+                    .is_some_and(|message| message.done.covers(&span(header))))
+    }
+
     /// An eager message was put to use (or its operation failed): the peer may send as much again.
     pub fn consumed(&mut self, total: u64) {
-        let cost = eager_cost(total);
-        self.credit.held = self.credit.held.saturating_sub(cost);
-        self.credit.consumed += cost;
-        if self.credit.consumed - self.credit.told >= self.config.eager_credit_bytes / 4 {
-            self.credit.owes_update = true;
-        }
+        self.credit.consume(total, self.config.eager_credit_bytes);
     }
 
     /// What has happened since the last call.
@@ -680,8 +769,91 @@ impl Peer {
         self.events.pop_front()
     }
 
+    fn handle_data(&mut self, id: StreamId, header: &Header, status: OpStatus) -> Result<Finish, FrameError> {
+        let mut finish = Finish { apply: false, revoke: None };
+        if status != OpStatus::Retired
+            && let Some(op) = self.ops.get_mut(&OpKey::of(&header.key))
+            && let Some(message) = op.incoming.get_mut(&header.key.message)
+            && let Some(arriving) = message.arriving.remove(&header.offset)
+        {
+            message.done.insert(span(header));
+            finish = Finish { apply: true, revoke: arriving.on.filter(|first| *first != id) };
+        }
+        if header.flags & FLAG_EAGER != 0 && self.credit.count(header)? && !finish.apply {
+            // Its operation failed here before it came: nobody will consume it.
+            self.consumed(header.total);
+        }
+        Ok(finish)
+    }
+
+    /// Recorded like data, so that a repeat is not read twice.
+    fn handle_reference(&mut self, header: &Header, status: OpStatus) -> Result<bool, FrameError> {
+        if status == OpStatus::Retired {
+            return Ok(false);
+        }
+        let op = self.ops.entry(OpKey::of(&header.key)).or_default();
+        match op.incoming.get(&header.key.message) {
+            Some(message) if message.by_reference => Ok(false),
+            Some(_) => Err(FrameError::OutOfTurn("a reference to a message that came as data")),
+            None => {
+                op.incoming.insert(header.key.message, Incoming { by_reference: true, ..Incoming::new(header.total) });
+                op.references += 1;
+                self.remember(1)?;
+                Ok(true)
+            }
+        }
+    }
+
+    fn handle_done(&mut self, header: &Header) -> Result<(), FrameError> {
+        let Some(issue) = self.by_key.get(&header.key).copied() else { return Ok(()) };
+        if !matches!(self.outgoing[&issue].way, Way::Reference) {
+            return Err(FrameError::OutOfTurn("it has read a message that was not given by reference"));
+        }
+        self.forget_message(issue);
+        self.events.push_back(Event::Sent(header.key));
+        Ok(())
+    }
+
+    fn handle_grant(&mut self, header: &Header, status: OpStatus) -> Result<(), FrameError> {
+        let span = granted_span(header);
+        if !span.is_empty() {
+            let last = MessageKey { message: (span.end - 1) as u32, ..header.key };
+            for (_, issue) in self.by_key.range(header.key..=last) {
+                let message = &self.outgoing[issue];
+                if !matches!(message.way, Way::Reference) && message.has_frames() {
+                    self.ready.insert((message.priority, *issue));
+                }
+            }
+        }
+        // Nothing will be sent in an operation that is over.
+        if status != OpStatus::Retired {
+            let op = self.ops.entry(OpKey::of(&header.key)).or_default();
+            let before = op.granted.count();
+            op.granted.insert(span);
+            let after = op.granted.count();
+            self.remembered -= before;
+            self.remember(after)?;
+        }
+        self.events.push_back(Event::Granted(header.key, header.fingerprint));
+        Ok(())
+    }
+
+    fn remember(&mut self, records: usize) -> Result<(), FrameError> {
+        self.remembered += records;
+        if self.remembered > MAX_REMEMBERED {
+            return Err(FrameError::OutOfTurn("more grants and references than we can remember"));
+        }
+        Ok(())
+    }
+
     fn frame_taken(&mut self, frame: FrameId) {
-        let FrameId::Data { issue, index } = frame else { return };
+        let (issue, index) = match frame {
+            FrameId::Data { issue, index } => (issue, index),
+            FrameId::Control(id) => {
+                self.controls.remove(&id);
+                return;
+            }
+        };
         let Some(message) = self.outgoing.get_mut(&issue) else { return };
         let frame = &mut message.frames[index as usize];
         frame.copies -= 1;
@@ -706,58 +878,46 @@ impl Peer {
         }
     }
 
-    fn handle_grant(&mut self, header: &Header) {
-        let first = header.key.message;
-        let range = first..first.saturating_add(header.offset.min(u64::from(u32::MAX)) as u32);
-        let waiting: Vec<u64> = self
-            .by_key
-            .iter()
-            .filter(|(key, _)| OpKey::of(key) == OpKey::of(&header.key) && range.contains(&key.message))
-            .map(|(_, issue)| *issue)
-            .collect();
-        for issue in waiting {
-            let message = &self.outgoing[&issue];
-            if message.has_frames() {
-                self.ready.insert((message.priority, issue));
-            }
-        }
-        self.grants.entry(OpKey::of(&header.key)).or_default().push(range);
-        self.events.push_back(Event::Granted(header.key, header.fingerprint));
-    }
-
-    fn handle_credit(&mut self, credit: u64) -> Result<(), FrameError> {
-        if credit > self.credit.sent {
-            return Err(FrameError::OutOfTurn("it returns credit that was never used"));
-        }
-        self.credit.returned = self.credit.returned.max(credit);
-        Ok(())
-    }
-
     // ------------------------------------------------------------------ time
 
-    /// When [`Peer::handle_timeout`] wants to be called.
+    /// When [`Peer::handle_timeout`] wants to be called. Ask again after every other call: the answer does not move
+    /// with `now`, and is in the past when the time has come.
     #[must_use]
-    pub fn poll_timeout(&self, now: Time) -> Time {
-        let in_flight = self.streams.values().any(|stream| !stream.in_flight.is_empty());
-        let idle = self.streams.values().any(|stream| stream.in_flight.is_empty());
-        if in_flight && idle { now.plus(TAKE_OVER_CHECK) } else { now.plus(self.config.heartbeat_every / 2) }
+    pub fn poll_timeout(&self, _now: Time) -> Time {
+        let mut next = self.next_check;
+        if !self.silent {
+            next = next.min(self.last_heard.plus(self.config.dead_after + 1));
+        }
+        let busy = self.streams.values().filter(|stream| !stream.in_flight.is_empty()).count();
+        if busy > 0 && self.streams.len() > 1 {
+            next = next.min(self.next_look);
+        }
+        next
     }
 
-    /// Looks for silence.
+    /// Looks for silence; polling frames afterwards looks for frames to take over. Feed first what has arrived: bytes
+    /// that wait in a socket are not silence.
     pub fn handle_timeout(&mut self, now: Time) {
-        if now.since(self.last_heard) > self.config.dead_after {
+        self.next_look = now.plus(TAKE_OVER_CHECK);
+        let silent = now.since(self.last_heard);
+        if silent > self.config.dead_after && !self.silent {
+            self.silent = true;
             self.events.push_back(Event::Silent);
+        }
+        if now < self.next_check {
             return;
         }
         let every = self.config.heartbeat_every;
+        self.next_check = now.plus(every / 2);
         for (id, stream) in &mut self.streams {
-            let silent = now.since(stream.last_heard);
-            if silent > every && now.since(stream.last_heartbeat) > every {
+            let stream_silent = now.since(stream.last_heard);
+            if stream_silent > every && now.since(stream.last_heartbeat) > every {
                 stream.wants_heartbeat = true;
                 stream.last_heartbeat = now;
             }
             // The peer lives (others bring its frames), this stream does not.
-            if silent > self.config.dead_after / 2 && now.since(self.last_heard) < every {
+            if stream_silent > self.config.dead_after / 2 && silent < every && !stream.stalled {
+                stream.stalled = true;
                 self.events.push_back(Event::Stalled(*id));
             }
         }
@@ -789,17 +949,38 @@ impl OpKey {
     }
 }
 
+/// What is remembered of an operation until it is retired.
+#[derive(Debug, Default)]
+struct Op {
+    /// Messages that the peer is ready for.
+    granted: Ranges,
+    /// Messages that we are ready for.
+    given: Ranges,
+    incoming: HashMap<u32, Incoming>,
+    /// How many of `incoming` came by reference.
+    references: usize,
+}
+
+impl Op {
+    /// Records that the peer can make us keep without credit.
+    fn remembered(&self) -> usize {
+        self.granted.count() + self.references
+    }
+}
+
 /// What a stream has in flight.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 enum FrameId {
-    Control(Control),
+    Control(u64),
     Data { issue: u64, index: u32 },
 }
 
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Control {
     header: Header,
     payload: Option<Arc<[u8]>>,
+    /// How many streams have it in flight.
+    copies: u16,
 }
 
 /// An outgoing message and its frames.
@@ -810,8 +991,7 @@ struct Message {
     fingerprint: u64,
     total: u64,
     body: Body,
-    /// It travels on eager credit.
-    eager: bool,
+    way: Way,
     /// Cut so far, in order of offset.
     frames: Vec<OutFrame>,
     /// Bytes cut so far.
@@ -821,13 +1001,24 @@ struct Message {
     acked_bytes: u64,
 }
 
+/// How a message may leave.
+#[derive(Debug)]
+enum Way {
+    /// On eager credit; it gets its place in the account when it leaves.
+    Eager { used_credit: u64 },
+    /// After its grant.
+    Granted,
+    /// The receiver reads it itself.
+    Reference,
+}
+
 #[derive(Debug)]
 struct OutFrame {
     offset: u64,
     len: u32,
     acked: bool,
     /// How many streams have it in flight.
-    copies: u8,
+    copies: u16,
 }
 
 impl Message {
@@ -842,13 +1033,10 @@ impl Message {
             return (index, true);
         }
         let left = self.total - self.cut;
-        // A remainder below half a frame is not worth a frame of its own.
-        let len = if left < u64::from(bytes) + u64::from(bytes) / 2 && left <= u64::from(crate::frame::MAX_FRAME_BYTES)
-        {
-            left
-        } else {
-            left.min(u64::from(bytes))
-        };
+        // A remainder below half a frame is not worth a frame of its own, and an eager message is always one.
+        let bytes = u64::from(bytes);
+        let whole = left < bytes + bytes / 2 || matches!(self.way, Way::Eager { .. });
+        let len = if whole && left <= u64::from(MAX_FRAME_BYTES) { left } else { left.min(bytes) };
         self.frames.push(OutFrame { offset: self.cut, len: len as u32, acked: false, copies: 0 });
         self.cut += len;
         (self.frames.len() as u32 - 1, false)
@@ -859,57 +1047,151 @@ impl Message {
 #[derive(Debug)]
 struct Incoming {
     total: u64,
-    /// Offset to length of what was taken.
-    done: std::collections::BTreeMap<u64, u32>,
-    /// Offset to the stream that brings it.
-    arriving: HashMap<u64, StreamId>,
+    /// It was given by reference: no data may follow.
+    by_reference: bool,
+    done: Ranges,
+    /// Frames seen but not whole, by offset.
+    arriving: BTreeMap<u64, Arriving>,
+}
+
+#[derive(Debug)]
+struct Arriving {
+    len: u32,
+    /// The stream that reads it to its place; none when that was lost.
+    on: Option<StreamId>,
 }
 
 impl Incoming {
     fn new(total: u64) -> Incoming {
-        Incoming { total, done: Default::default(), arriving: HashMap::new() }
+        Incoming { total, by_reference: false, done: Ranges::default(), arriving: BTreeMap::new() }
     }
 
-    /// A frame must agree with the message's length and either equal a frame that is here or touch none.
-    fn check_range(&self, header: &Header) -> Result<(), FrameError> {
+    /// A frame starts to arrive. Its sender cuts a message once, so it equals a frame that was seen or touches none;
+    /// and only the last may be short, which bounds what there is to remember.
+    fn arrive(&mut self, id: StreamId, header: &Header) -> Result<Arrival, FrameError> {
         let wrong = FrameError::Range { offset: header.offset, length: header.length, total: header.total };
-        if header.total != self.total {
+        if self.by_reference {
+            return Err(FrameError::OutOfTurn("data of a message that came by reference"));
+        }
+        let span = span(header);
+        let is_short = header.length < MIN_FRAME_BYTES && header.offset + u64::from(header.length) < header.total;
+        if header.total != self.total || is_short || (header.length == 0 && header.total > 0) {
             return Err(wrong);
         }
-        let end = header.offset + u64::from(header.length);
-        if let Some((offset, len)) = self.done.range(..end.max(header.offset + 1)).next_back() {
-            let same = *offset == header.offset && *len == header.length;
-            if !same && offset + u64::from(*len) > header.offset {
+        if self.done.covers(&span) {
+            return Ok(Arrival::Discard);
+        }
+        if let Some((offset, arriving)) = self.arriving.range_mut(..span.end).next_back()
+            && offset + u64::from(arriving.len.max(1)) > span.start
+        {
+            if (*offset, arriving.len) != (header.offset, header.length) {
                 return Err(wrong);
             }
+            if arriving.on.is_some() {
+                return Ok(Arrival::Race);
+            }
+            arriving.on = Some(id);
+            return Ok(Arrival::Take);
         }
-        Ok(())
+        if self.done.overlaps(&span) {
+            return Err(wrong);
+        }
+        self.arriving.insert(header.offset, Arriving { len: header.length, on: Some(id) });
+        Ok(Arrival::Take)
     }
+
+    /// A stream is gone, and with it what it was reading.
+    fn lose(&mut self, stream: StreamId) {
+        for arriving in self.arriving.values_mut().filter(|arriving| arriving.on == Some(stream)) {
+            arriving.on = None;
+        }
+    }
+}
+
+/// The bytes of a message that a data frame brings; for a message of no bytes one that is not there.
+fn span(header: &Header) -> Range<u64> {
+    header.offset..header.offset + u64::from(header.length.max(1))
+}
+
+/// The messages that a grant is for.
+fn granted_span(header: &Header) -> Range<u64> {
+    let first = u64::from(header.key.message);
+    first..first + header.offset.min(u64::from(u32::MAX) + 1 - first)
 }
 
 /// Eager bytes in both directions, as running totals: lost or repeated updates do no harm.
 #[derive(Debug, Default)]
 struct Credit {
-    /// Sent on credit so far.
-    sent: u64,
+    /// Given to messages of ours so far.
+    reserved: u64,
+    /// Of these, left.
+    used: u64,
     /// Of these, consumed by the peer.
     returned: u64,
-    /// Received on credit and consumed here.
+    /// Which part of the peer's account has arrived.
+    counted: Ranges,
+    /// Of this, consumed here.
     consumed: u64,
     /// What the peer knows of `consumed`.
     told: u64,
-    /// Received on credit and not yet consumed.
-    held: u64,
     owes_update: bool,
 }
 
 impl Credit {
-    fn take(&mut self, cost: u64, limit: u64) -> bool {
-        let fits = self.sent - self.returned + cost <= limit;
+    /// Puts a message on credit if there is enough.
+    fn reserve(&mut self, total: u64, limit: u64) -> bool {
+        let fits = self.reserved - self.returned + eager_cost(total) <= limit;
         if fits {
-            self.sent += cost;
+            self.reserved += eager_cost(total);
         }
         fits
+    }
+
+    fn handle_returned(&mut self, credit: u64) -> Result<(), FrameError> {
+        if credit > self.used {
+            return Err(FrameError::OutOfTurn("it returns credit that was never used"));
+        }
+        self.returned = self.returned.max(credit);
+        Ok(())
+    }
+
+    /// Where in the peer's account an eager message stands.
+    fn place(header: &Header) -> Range<u64> {
+        header.used_credit.saturating_sub(eager_cost(header.total))..header.used_credit
+    }
+
+    /// Refuses what goes beyond the limit: not more than that is ever held.
+    fn check_used(&self, header: &Header, limit: u64) -> Result<(), FrameError> {
+        let place = Credit::place(header);
+        if place.end - place.start < eager_cost(header.total) || place.end > self.consumed + limit {
+            return Err(FrameError::OutOfTurn("eager messages beyond the credit"));
+        }
+        if self.counted.overlaps(&place) && !self.counted.covers(&place) {
+            return Err(FrameError::OutOfTurn("an eager message on the credit of another"));
+        }
+        Ok(())
+    }
+
+    fn is_counted(&self, header: &Header) -> bool {
+        self.counted.covers(&Credit::place(header))
+    }
+
+    /// An eager message is whole. Returns whether it is the first time.
+    fn count(&mut self, header: &Header) -> Result<bool, FrameError> {
+        let place = Credit::place(header);
+        let new = !self.counted.covers(&place);
+        if new && self.counted.overlaps(&place) {
+            return Err(FrameError::OutOfTurn("an eager message on the credit of another"));
+        }
+        self.counted.insert(place);
+        Ok(new)
+    }
+
+    fn consume(&mut self, total: u64, limit: u64) {
+        self.consumed += eager_cost(total);
+        if self.consumed - self.told >= limit / 4 {
+            self.owes_update = true;
+        }
     }
 }
 
@@ -919,20 +1201,28 @@ fn eager_cost(total: u64) -> u64 {
 }
 
 fn bare(kind: Kind) -> Outbound {
-    let key = MessageKey { group: GroupId(0), channel: 0, op: OpSeq(0), message: 0 };
-    Outbound { header: Header::new(kind, key), payload: Payload::Owned(Arc::from([]), 0..0) }
+    Outbound { header: Header::new(kind, NO_MESSAGE), payload: no_payload() }
 }
 
+fn no_payload() -> Payload {
+    Payload::Owned(Arc::default(), 0..0)
+}
+
+const NO_MESSAGE: MessageKey = MessageKey { group: GroupId(0), channel: 0, op: OpSeq(0), message: 0 };
 /// The message travels on eager credit.
 pub const FLAG_EAGER: u16 = 2;
-/// Above this, one copy by `process_vm_readv` (some microseconds to start) beats two through a socket.
-const REFERENCE_ABOVE: u64 = 8 * 1024;
 /// An idle stream takes a frame over when it expects to be this many times faster, ...
 const TAKE_OVER_RATIO: u64 = 2;
 /// ... and by this much: below, the copy costs more than it saves.
 const TAKE_OVER_MARGIN: u64 = 3 * MILLISECOND;
 /// How often idle streams look for frames to take over.
 const TAKE_OVER_CHECK: u64 = 4 * MILLISECOND;
+/// What a stream that has not carried enough to be measured expects to need for a frame: a round trip between
+/// continents.
+const FIRST_DELIVERY: u64 = 100 * MILLISECOND;
+/// Records that a peer can make us keep without credit: it runs ahead by so many operations, each with one grant or
+/// reference. About 400 bytes each.
+const MAX_REMEMBERED: usize = 65_536;
 
 #[cfg(test)]
 mod tests;

@@ -3,7 +3,7 @@
 use penstock_types::{MILLISECOND, Time};
 use std::collections::VecDeque;
 
-use crate::frame::{MAX_FRAME_BYTES, MIN_FRAME_BYTES};
+use crate::frame::{Header, MAX_FRAME_BYTES, MIN_FRAME_BYTES};
 
 /// What is known about one stream of a peer.
 ///
@@ -15,7 +15,7 @@ use crate::frame::{MAX_FRAME_BYTES, MIN_FRAME_BYTES};
 pub(crate) struct Stream<F> {
     /// Counted frames sent and not yet acknowledged, oldest first.
     pub(crate) in_flight: VecDeque<InFlight<F>>,
-    /// Payload bytes of `in_flight`.
+    /// Bytes of `in_flight`, headers included: a thousand small frames are not nothing.
     pub(crate) unacked_bytes: u64,
     /// Counted frames that the peer said it took, modulo 2^32.
     acked_frames: u32,
@@ -27,6 +27,8 @@ pub(crate) struct Stream<F> {
     pub(crate) wants_heartbeat: bool,
     pub(crate) last_heard: Time,
     pub(crate) last_heartbeat: Time,
+    /// It was reported as stalled.
+    pub(crate) stalled: bool,
     delivered_bytes: u64,
     delivered_at: Time,
     rates: [f64; RATE_SAMPLES],
@@ -41,7 +43,9 @@ pub(crate) struct Stream<F> {
 pub(crate) struct InFlight<F> {
     pub(crate) frame: F,
     pub(crate) bytes: u32,
-    pub(crate) sent_at: Time,
+    /// Another stream has taken it over, or nobody waits for it any more.
+    pub(crate) passed: bool,
+    sent_at: Time,
     delivered_bytes: u64,
     delivered_at: Time,
 }
@@ -79,6 +83,7 @@ impl<F> Stream<F> {
             wants_heartbeat: false,
             last_heard: now,
             last_heartbeat: now,
+            stalled: false,
             delivered_bytes: 0,
             delivered_at: now,
             rates: [0.0; RATE_SAMPLES],
@@ -89,64 +94,67 @@ impl<F> Stream<F> {
         }
     }
 
-    /// A counted frame goes out.
-    pub(crate) fn sent(&mut self, frame: F, bytes: u32, now: Time) {
+    /// A counted frame goes out with so many bytes of payload.
+    pub(crate) fn sent(&mut self, frame: F, payload_bytes: u32, now: Time) {
         if self.in_flight.is_empty() {
             // The stream was idle: the time since the last delivery says nothing about its rate.
             self.delivered_at = now;
         }
+        let bytes = Header::BYTES as u32 + payload_bytes;
         self.in_flight.push_back(InFlight {
             frame,
             bytes,
+            passed: false,
             sent_at: now,
             delivered_bytes: self.delivered_bytes,
             delivered_at: self.delivered_at,
         });
         self.unacked_bytes += u64::from(bytes);
-        self.stats.sent_bytes += u64::from(bytes);
+        self.stats.sent_bytes += u64::from(payload_bytes);
         self.stats.sent_frames += 1;
     }
 
-    /// The peer took counted frames up to number `ack`. Returns those that are done, or `None` for an ack of frames
+    /// The peer took counted frames up to number `ack`: how many of `in_flight` are done. `None` for an ack of frames
     /// that were never sent.
-    pub(crate) fn acknowledged(&mut self, ack: u32, now: Time) -> Option<Vec<F>> {
+    pub(crate) fn count_acknowledged(&mut self, ack: u32) -> Option<usize> {
         let count = ack.wrapping_sub(self.acked_frames) as usize;
-        if count > u32::MAX as usize / 2 {
-            return Some(Vec::new()); // An older ack that was overtaken: cannot happen in order, harmless if it does.
-        }
         if count > self.in_flight.len() {
             return None;
         }
         self.acked_frames = ack;
-        let mut done = Vec::with_capacity(count);
-        let mut newest = None;
-        for frame in self.in_flight.drain(..count) {
-            self.unacked_bytes -= u64::from(frame.bytes);
-            self.delivered_bytes += u64::from(frame.bytes);
-            if frame.bytes > 0 {
-                newest = Some((frame.sent_at, frame.delivered_bytes, frame.delivered_at));
-            }
-            done.push(frame.frame);
-        }
-        if let Some((sent_at, delivered_bytes, delivered_at)) = newest {
-            let round_trip = now.since(sent_at);
-            if round_trip <= self.min_round_trip || now.since(self.min_round_trip_at) > ROUND_TRIP_MEMORY {
-                self.min_round_trip = round_trip;
-                self.min_round_trip_at = now;
-            }
-            // Delivery rate as in BBR (draft-cheng-iccrg-delivery-rate-estimation): what was delivered while this
-            // frame was on its way, over that time.
-            let elapsed = now.since(delivered_at).max(now.since(sent_at)).max(1_000);
-            let rate = (self.delivered_bytes - delivered_bytes) as f64 * 1e9 / elapsed as f64;
-            self.rates[self.next_rate] = rate;
-            self.next_rate = (self.next_rate + 1) % RATE_SAMPLES;
-            self.delivered_at = now;
-        }
-        Some(done)
+        Some(count)
     }
 
-    /// Estimated delivery rate in bytes/s: the best of the last samples, since a sample taken while there was little
-    /// to send is too low. 0 before the first.
+    /// The oldest frame in flight is done.
+    pub(crate) fn pop_acknowledged(&mut self) -> InFlight<F> {
+        let frame = self.in_flight.pop_front().expect("no more than count_acknowledged said");
+        self.unacked_bytes -= u64::from(frame.bytes);
+        self.delivered_bytes += u64::from(frame.bytes);
+        frame
+    }
+
+    /// Learns from the newest frame that an ack has covered.
+    pub(crate) fn measure(&mut self, newest: &InFlight<F>, now: Time) {
+        let round_trip = now.since(newest.sent_at);
+        if round_trip <= self.min_round_trip || now.since(self.min_round_trip_at) > ROUND_TRIP_MEMORY {
+            self.min_round_trip = round_trip;
+            self.min_round_trip_at = now;
+        }
+        // Delivery rate as in BBR (draft-cheng-iccrg-delivery-rate-estimation): what was delivered while this frame was
+        // on its way, over that time. Where that is little, the sample tells how little there was to send.
+        let delivered = self.delivered_bytes - newest.delivered_bytes;
+        let elapsed = now.since(newest.delivered_at).max(1_000);
+        let rate = delivered as f64 * 1e9 / elapsed as f64;
+        let known = self.rate();
+        if delivered >= SAMPLE_BYTES || (known > 0.0 && rate > known) {
+            self.rates[self.next_rate] = rate;
+            self.next_rate = (self.next_rate + 1) % RATE_SAMPLES;
+        }
+        self.delivered_at = now;
+    }
+
+    /// Estimated delivery rate in bytes/s: the best of the last samples, since acks that come late make some too low.
+    /// 0 before the first.
     pub(crate) fn rate(&self) -> f64 {
         self.rates.iter().copied().fold(0.0, f64::max)
     }
@@ -175,18 +183,22 @@ impl<F> Stream<F> {
         (bytes & !(FRAME_GRAIN - 1)).clamp(MIN_FRAME_BYTES, MAX_FRAME_BYTES)
     }
 
-    /// When what is unacknowledged now, and `more` bytes, will be delivered, in nanoseconds from now.
-    pub(crate) fn time_to_deliver(&self, more: u64, now: Time) -> u64 {
-        let bytes = (self.unacked_bytes + more) as f64;
+    /// How long until the ack of a frame with `bytes` of this stream unacknowledged up to and including it, in
+    /// nanoseconds. `None` while the rate is unknown.
+    pub(crate) fn time_to_ack(&self, bytes: u64) -> Option<u64> {
         let rate = self.rate();
-        if rate == 0.0 {
-            // Unknown: as long as the oldest has been on its way already.
-            return self.in_flight.front().map_or(0, |oldest| 2 * now.since(oldest.sent_at));
-        }
-        let estimate = (bytes / rate * 1e9) as u64;
-        // A stream that has gone silent will not keep its old rate.
-        let silence = self.in_flight.front().map_or(0, |oldest| now.since(oldest.sent_at.max(self.delivered_at)));
-        estimate.max(silence)
+        (rate > 0.0).then(|| (bytes as f64 / rate * 1e9) as u64)
+    }
+
+    /// For how much longer than a round trip this stream has brought no ack although frames are in flight.
+    /// `peer_heard`: when the peer was last heard on any stream.
+    ///
+    /// A peer that is silent as a whole is busy, and copies would only add to what it has to do; the silence of one
+    /// stream counts as far as others were heard meanwhile, and after some patience.
+    pub(crate) fn silence(&self, peer_heard: Time, now: Time) -> u64 {
+        let Some(oldest) = self.in_flight.front() else { return 0 };
+        let since = oldest.sent_at.max(self.delivered_at).plus(self.round_trip());
+        peer_heard.since(since).max(now.since(since.plus(PATIENCE)))
     }
 
     pub(crate) fn snapshot(&self, limit: u64) -> StreamStats {
@@ -201,6 +213,11 @@ impl<F> Stream<F> {
 
 /// Enough to outlive a burst of small frames, few enough to follow a stream that slows down.
 const RATE_SAMPLES: usize = 8;
+/// A sample over fewer bytes is mostly round trip: it may raise the estimate, not lower it.
+const SAMPLE_BYTES: u64 = 3 * MIN_FRAME_BYTES as u64 / 2;
+/// A peer may be silent as a whole for this long (descheduled, reducing) before idle streams repeat what it has not
+/// acknowledged. TCP's least retransmission time-out is 200 ms.
+const PATIENCE: u64 = 100 * MILLISECOND;
 /// The minimum round trip is believed for this long, as in BBR.
 const ROUND_TRIP_MEMORY: u64 = 10_000 * MILLISECOND;
 /// Queue that a stream may hold beyond its round trip: covers the jitter of acks that wait for a frame's end in the

@@ -1,0 +1,5 @@
+//! The machine under a virtual clock: see [`world`] for what holds on every frame of every test here.
+
+mod delivery;
+mod network;
+mod world;

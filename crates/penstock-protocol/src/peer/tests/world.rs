@@ -1,0 +1,825 @@
+//! Nodes with a toy engine, joined by the virtual network, under one virtual clock and one seed.
+//!
+//! The engine does what the machine's callers promise: it posts operations in the same order everywhere but at its own
+//! times, grants when it posts, holds eager messages until then, tells what it consumed, reads references, retires. It
+//! checks what the machine promises back, on every frame that leaves and on every frame that arrives.
+
+use super::network::{Link, Pipe};
+use crate::peer::*;
+use rand::{Rng, SeedableRng};
+use rand_xorshift::XorShiftRng;
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// What a test says about one stream; both directions are alike.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StreamSpec {
+    pub(super) mbit_per_s: f64,
+    pub(super) delay: u64,
+    pub(super) buffer_bytes: u64,
+}
+
+/// An operation that some nodes issue.
+#[derive(Clone, Debug)]
+pub(super) struct Op {
+    pub(super) group: GroupId,
+    pub(super) channel: u32,
+    pub(super) seq: OpSeq,
+    pub(super) priority: Priority,
+    pub(super) messages: Vec<Message>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Message {
+    pub(super) from: usize,
+    pub(super) to: usize,
+    pub(super) number: u32,
+    pub(super) len: u64,
+    /// Copied when it is issued, otherwise sent from where it lies.
+    pub(super) copied: bool,
+}
+
+/// What a test can plan.
+#[derive(Clone, Debug)]
+pub(super) enum Action {
+    Post {
+        node: usize,
+        op: usize,
+    },
+    Send {
+        op: usize,
+        message: usize,
+    },
+    Grant {
+        op: usize,
+        message: usize,
+    },
+    Done {
+        op: usize,
+        message: usize,
+    },
+    /// One side sees the stream close; the other sees it `skew` later; it is up again `after` that (0: never).
+    Close {
+        pair: usize,
+        stream: usize,
+        side: usize,
+        skew: u64,
+        after: u64,
+    },
+    CloseOther {
+        pair: usize,
+        stream: usize,
+        side: usize,
+        after: u64,
+    },
+    Open {
+        pair: usize,
+        stream: usize,
+        side: usize,
+    },
+    /// Both directions.
+    Rate {
+        pair: usize,
+        stream: usize,
+        mbit_per_s: f64,
+    },
+    Forget {
+        node: usize,
+        group: GroupId,
+    },
+}
+
+#[derive(Clone, Debug)]
+enum Piece {
+    Head([u8; Header::BYTES]),
+    Body(Source),
+}
+
+#[derive(Clone, Debug)]
+enum Source {
+    Owned(Arc<[u8]>, Range<usize>),
+    Memory(MessageKey, u64, u32),
+}
+
+struct Reading {
+    header: Header,
+    arrival: Arrival,
+}
+
+/// Two nodes and what is between them.
+pub(super) struct Pair {
+    pub(super) nodes: [usize; 2],
+    pub(super) peers: [Peer; 2],
+    links: [Link<Piece>; 2],
+    pub(super) up: Vec<[bool; 2]>,
+    reading: Vec<[Option<Reading>; 2]>,
+    /// Grants that have arrived, as the network saw them: (side, operation, first, one past the last).
+    granted: HashSet<(usize, OpKey, u32)>,
+    touched: [bool; 2],
+    turn: usize,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Local {
+    posted: bool,
+    retired: bool,
+    failed: bool,
+    to_issue: usize,
+    to_be_sent: usize,
+    to_receive: usize,
+}
+
+/// What a node knows of an incoming message, or the sender of an outgoing one.
+#[derive(Clone, Debug, Default)]
+struct Got {
+    ranges: Vec<(u64, u64)>,
+    bytes: u64,
+    whole: bool,
+    held: Option<Header>,
+    announced: bool,
+    referenced: bool,
+}
+
+pub(super) struct World {
+    pub(super) now: Time,
+    pub(super) rng: XorShiftRng,
+    pub(super) pairs: Vec<Pair>,
+    pub(super) ops: Vec<Op>,
+    index: HashMap<OpKey, usize>,
+    locals: Vec<Vec<Local>>,
+    got: HashMap<(usize, usize), Got>,
+    /// Messages whose bytes may have changed: the machine said that they were sent.
+    sent: HashSet<(usize, usize)>,
+    plan: BTreeMap<(Time, u64), Action>,
+    planned: u64,
+    /// Eager bytes held, by node and sender.
+    held: HashMap<(usize, usize), u64>,
+    pub(super) most_held: u64,
+    /// Follow payloads byte by byte; without it frames travel as numbers.
+    pub(super) bytes: bool,
+    /// Grant one by one, at random times, instead of at once.
+    pub(super) slow_grants: u64,
+    pub(super) slow_issue: u64,
+    pub(super) log: Vec<(Time, usize, Event)>,
+    pub(super) finished: Vec<(Time, usize, usize)>,
+    pub(super) arrivals: Vec<(Time, MessageKey)>,
+    pub(super) data_frames: u64,
+    pub(super) applied_bytes: u64,
+    pub(super) polls: u64,
+    /// What a machine refused, instead of a panic.
+    pub(super) tolerate: bool,
+    pub(super) refused: Vec<FrameError>,
+}
+
+impl World {
+    pub(super) fn new(
+        seed: u64,
+        nodes: usize,
+        config: &PeerConfig,
+        streams: &[StreamSpec],
+        capacity_mbit: f64,
+    ) -> World {
+        let mut pairs = Vec::new();
+        for a in 0..nodes {
+            for b in a + 1..nodes {
+                let pipes: Vec<_> =
+                    streams.iter().map(|s| Pipe::new(s.mbit_per_s * 1e6 / 8.0, s.delay, s.buffer_bytes)).collect();
+                let link = || Link::new(capacity_mbit * 1e6 / 8.0, pipes.clone());
+                let mut pair = Pair {
+                    nodes: [a, b],
+                    peers: [0, 1].map(|_| Peer::new(config.clone(), Time(0))),
+                    links: [link(), link()],
+                    up: vec![[true; 2]; streams.len()],
+                    reading: streams.iter().map(|_| [None, None]).collect(),
+                    granted: HashSet::new(),
+                    touched: [true; 2],
+                    turn: 0,
+                };
+                for stream in 0..streams.len() {
+                    pair.peers.iter_mut().for_each(|peer| peer.stream_up(stream as StreamId, Time(0)));
+                }
+                pairs.push(pair);
+            }
+        }
+        World {
+            now: Time(0),
+            // The seeds of the tests are small numbers; a few rounds spread them.
+            rng: XorShiftRng::seed_from_u64(seed),
+            pairs,
+            ops: Vec::new(),
+            index: HashMap::new(),
+            locals: vec![Vec::new(); nodes],
+            got: HashMap::new(),
+            sent: HashSet::new(),
+            plan: BTreeMap::new(),
+            planned: 0,
+            held: HashMap::new(),
+            most_held: 0,
+            bytes: true,
+            slow_grants: 0,
+            slow_issue: 0,
+            log: Vec::new(),
+            finished: Vec::new(),
+            arrivals: Vec::new(),
+            data_frames: 0,
+            applied_bytes: 0,
+            polls: 0,
+            tolerate: false,
+            refused: Vec::new(),
+        }
+    }
+
+    /// Makes an operation known; nobody has posted it yet.
+    pub(super) fn add(&mut self, op: Op) -> usize {
+        let id = self.ops.len();
+        assert!(self.index.insert(op_key(&op), id).is_none());
+        for (node, locals) in self.locals.iter_mut().enumerate() {
+            let outgoing = op.messages.iter().filter(|m| m.from == node);
+            locals.push(Local {
+                to_issue: outgoing.clone().count(),
+                to_be_sent: outgoing.filter(|m| !m.copied).count(),
+                to_receive: op.messages.iter().filter(|m| m.to == node).count(),
+                ..Local::default()
+            });
+        }
+        self.ops.push(op);
+        id
+    }
+
+    pub(super) fn plan(&mut self, at: Time, action: Action) {
+        self.planned += 1;
+        self.plan.insert((at, self.planned), action);
+    }
+
+    /// The pair of two nodes and the first one's side of it.
+    pub(super) fn pair_of(&self, node: usize, other: usize) -> (usize, usize) {
+        let at = self.pairs.iter().position(|pair| pair.nodes.contains(&node) && pair.nodes.contains(&other));
+        let pair = at.expect("every two nodes are a pair");
+        (pair, usize::from(self.pairs[pair].nodes[1] == node))
+    }
+
+    pub(super) fn peer(&mut self, node: usize, other: usize) -> &mut Peer {
+        let (pair, side) = self.pair_of(node, other);
+        self.pairs[pair].touched[side] = true;
+        &mut self.pairs[pair].peers[side]
+    }
+
+    pub(super) fn key(&self, op: usize, message: usize) -> MessageKey {
+        let op = &self.ops[op];
+        MessageKey { group: op.group, channel: op.channel, op: op.seq, message: op.messages[message].number }
+    }
+
+    pub(super) fn all_finished(&self) -> bool {
+        self.locals.iter().all(|locals| locals.iter().all(|local| local.retired || !local.posted && local.is_done()))
+    }
+
+    pub(super) fn is_quiet(&self) -> bool {
+        self.pairs.iter().all(|pair| pair.peers.iter().all(Peer::is_quiet))
+    }
+
+    /// Runs until `done`, or panics when that takes longer than `limit`.
+    pub(super) fn run(&mut self, limit: u64, mut done: impl FnMut(&World) -> bool) {
+        let end = self.now.plus(limit);
+        self.pump();
+        while !done(self) {
+            assert!(self.now <= end, "not done after {} ms: {}", limit / MILLISECOND, self.describe());
+            self.step();
+        }
+    }
+
+    /// Runs until all operations have finished everywhere and nothing is on its way.
+    pub(super) fn finish(&mut self, limit: u64) {
+        self.run(limit, |world| world.plan.is_empty() && world.all_finished() && world.is_quiet());
+    }
+
+    /// Runs for a while, whatever happens.
+    pub(super) fn run_for(&mut self, time: u64) {
+        let end = self.now.plus(time);
+        self.pump();
+        while self.next() <= end {
+            self.step();
+        }
+        self.now = end;
+    }
+
+    fn next(&mut self) -> Time {
+        let mut next = self.plan.first_key_value().map_or(Time(u64::MAX), |((at, _), _)| *at);
+        for pair in &mut self.pairs {
+            for side in 0..2 {
+                next = next.min(pair.links[side].next()).min(pair.peers[side].poll_timeout(self.now));
+            }
+        }
+        next.max(self.now)
+    }
+
+    fn step(&mut self) {
+        let now = self.next();
+        self.now = now;
+        while self.plan.first_key_value().is_some_and(|((at, _), _)| *at <= now) {
+            let (_, action) = self.plan.pop_first().expect("looked at");
+            self.act(action);
+        }
+        for pair in 0..self.pairs.len() {
+            for side in 0..2 {
+                self.pairs[pair].links[side].advance(now);
+                while let Some((stream, piece)) = self.pairs[pair].links[side].arrived(now) {
+                    self.arrive(pair, 1 - side, stream, piece);
+                }
+            }
+        }
+        // As an event loop does: read first, then look at the clock.
+        for pair in 0..self.pairs.len() {
+            for side in 0..2 {
+                let peer = &mut self.pairs[pair].peers[side];
+                if peer.poll_timeout(now) <= now {
+                    peer.handle_timeout(now);
+                    assert!(peer.poll_timeout(now) > now, "the deadline stays in the past");
+                    self.pairs[pair].touched[side] = true;
+                }
+            }
+        }
+        self.pump();
+    }
+
+    /// Drains events and lets streams pull frames, where something has happened.
+    pub(super) fn pump(&mut self) {
+        for pair in 0..self.pairs.len() {
+            for side in 0..2 {
+                while std::mem::take(&mut self.pairs[pair].touched[side]) {
+                    while let Some(event) = self.pairs[pair].peers[side].poll_event() {
+                        self.event(pair, side, event);
+                    }
+                    self.pull(pair, side);
+                }
+            }
+        }
+    }
+
+    fn pull(&mut self, pair: usize, side: usize) {
+        let bytes = self.bytes;
+        let now = self.now;
+        let Pair { peers, links, up, granted, turn, nodes, .. } = &mut self.pairs[pair];
+        let (peer, link) = (&mut peers[side], &mut links[side]);
+        *turn += 1;
+        let count = up.len();
+        let mut left: Vec<usize> = (0..count).map(|at| (at + *turn) % count).filter(|s| up[*s][side]).collect();
+        while !left.is_empty() {
+            left.retain(|&stream| {
+                if !link.pipes[stream].has_room() {
+                    return false;
+                }
+                self.polls += 1;
+                let before = peer.streams[&(stream as StreamId)].unacked_bytes;
+                let window = peer.streams[&(stream as StreamId)].window(peer.config.unacked_limit_bytes);
+                let Some(frame) = peer.poll_frame(stream as StreamId, now) else { return false };
+                let header = frame.header;
+                if header.kind == Kind::Data {
+                    self.data_frames += 1;
+                    assert!(before < window && window <= peer.config.unacked_limit_bytes, "beyond the window");
+                    let is_granted = granted.contains(&(side, OpKey::of(&header.key), header.key.message));
+                    let eager = header.flags & FLAG_EAGER != 0;
+                    assert!(eager || is_granted, "{:?} left before its grant", header.key);
+                    assert!(!eager || header.total <= peer.config.eager_bytes, "a long message went eagerly");
+                }
+                let source = match frame.payload {
+                    Payload::Owned(bytes, range) => Source::Owned(bytes, range),
+                    Payload::Memory => Source::Memory(header.key, header.offset, header.length),
+                };
+                let payload = if bytes && header.flags & FLAG_PAYLOAD_SUM != 0 {
+                    let ends = (nodes[side], nodes[1 - side]);
+                    resolve(&source, &self.ops, &self.index, &self.locals, &self.sent, ends)
+                } else {
+                    Vec::new()
+                };
+                let head = seal(header, &payload);
+                link.push(stream, Header::BYTES as u64, Piece::Head(head), now);
+                if header.length > 0 {
+                    link.push(stream, u64::from(header.length), Piece::Body(source), now);
+                }
+                true
+            });
+        }
+    }
+
+    fn arrive(&mut self, pair: usize, side: usize, stream: usize, piece: Piece) {
+        if !self.pairs[pair].up[stream][side] {
+            return;
+        }
+        if let Err(error) = self.read(pair, side, stream, piece) {
+            assert!(self.tolerate, "refused: {error}");
+            self.refused.push(error);
+            self.act(Action::Close { pair, stream, side, skew: 0, after: 0 });
+        }
+    }
+
+    fn read(&mut self, pair: usize, side: usize, stream: usize, piece: Piece) -> Result<(), FrameError> {
+        let node = self.pairs[pair].nodes[side];
+        let other = self.pairs[pair].nodes[1 - side];
+        self.pairs[pair].touched[side] = true;
+        let payload = match piece {
+            Piece::Head(head) => {
+                let header = Header::decode(&head)?;
+                let status = self.status(node, &header.key);
+                let arrival =
+                    self.pairs[pair].peers[side].handle_header(stream as StreamId, &header, status, self.now)?;
+                let slot = &mut self.pairs[pair].reading[stream][side];
+                assert!(slot.is_none(), "a frame inside a frame");
+                *slot = Some(Reading { header, arrival });
+                if header.length > 0 {
+                    return Ok(());
+                }
+                Vec::new()
+            }
+            Piece::Body(source) => {
+                if self.bytes || !matches!(source, Source::Memory(..)) {
+                    resolve(&source, &self.ops, &self.index, &self.locals, &self.sent, (other, node))
+                } else {
+                    Vec::new()
+                }
+            }
+        };
+        let Reading { header, arrival } =
+            self.pairs[pair].reading[stream][side].take().expect("a payload follows a header");
+        let status = self.status(node, &header.key);
+        let duplicate = self.pairs[pair].peers[side].is_duplicate(&header, status);
+        if self.bytes && arrival != Arrival::Discard && !duplicate {
+            verify(&header, &payload)?;
+        }
+        let finish = self.pairs[pair].peers[side].handle_frame(stream as StreamId, &header, &payload, status)?;
+        if header.kind == Kind::Grant {
+            let range = header.key.message..header.key.message + header.offset as u32;
+            self.pairs[pair].granted.extend(range.map(|message| (side, OpKey::of(&header.key), message)));
+        }
+        if let Some(loser) = finish.revoke {
+            let reading = self.pairs[pair].reading[loser as usize][side].as_mut().expect("the loser is reading");
+            assert_eq!((reading.header.key, reading.header.offset), (header.key, header.offset));
+            assert_eq!(reading.arrival, Arrival::Take, "only who reads in place has to be stopped");
+            reading.arrival = Arrival::Discard;
+        }
+        if finish.apply {
+            assert!(arrival != Arrival::Discard, "a discarded frame is applied");
+            self.apply(node, other, &header, &payload);
+        }
+        Ok(())
+    }
+
+    pub(super) fn status(&self, node: usize, key: &MessageKey) -> OpStatus {
+        match self.index.get(&OpKey::of(key)).map(|op| &self.locals[node][*op]) {
+            Some(local) if local.retired || local.failed => OpStatus::Retired,
+            Some(local) if local.posted => OpStatus::Active,
+            _ => OpStatus::Early,
+        }
+    }
+
+    fn find(&self, from: usize, to: usize, key: &MessageKey) -> (usize, usize) {
+        let op = self.index[&OpKey::of(key)];
+        let message = self.ops[op].messages.iter().position(|m| (m.from, m.to, m.number) == (from, to, key.message));
+        (op, message.expect("no such message"))
+    }
+
+    // ------------------------------------------------------------------ the toy engine
+
+    fn apply(&mut self, node: usize, other: usize, header: &Header, payload: &[u8]) {
+        match header.kind {
+            Kind::Data => {
+                let (op, message) = self.find(other, node, &header.key);
+                let posted = self.locals[node][op].posted;
+                let eager = header.flags & FLAG_EAGER != 0;
+                assert_eq!(header.total, self.ops[op].messages[message].len);
+                if self.bytes {
+                    let mut expected = vec![0; payload.len()];
+                    pattern(other, &header.key, header.offset, &mut expected);
+                    assert!(expected == payload, "wrong bytes in {:?} at {}", header.key, header.offset);
+                }
+                if eager && !posted {
+                    let held = self.held.entry((node, other)).or_default();
+                    *held += header.total;
+                    self.most_held = self.most_held.max(*held);
+                    let got = self.got.entry((op, message)).or_default();
+                    assert!(got.held.replace(*header).is_none(), "held twice");
+                    return;
+                }
+                self.use_frame(node, other, op, message, header);
+            }
+            Kind::Reference => {
+                let (op, message) = self.find(other, node, &header.key);
+                let got = self.got.entry((op, message)).or_default();
+                assert!(!std::mem::replace(&mut got.referenced, true), "read twice");
+                if self.locals[node][op].posted {
+                    self.read_reference(op, message);
+                }
+            }
+            Kind::Announce => {
+                let (op, message) = self.find(other, node, &header.key);
+                self.got.entry((op, message)).or_default().announced = true;
+                if self.locals[node][op].posted {
+                    self.grant(op, message);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn use_frame(&mut self, node: usize, other: usize, op: usize, message: usize, header: &Header) {
+        self.applied_bytes += u64::from(header.length);
+        if header.flags & FLAG_EAGER != 0 {
+            self.peer(node, other).consumed(header.total);
+        }
+        let got = self.got.entry((op, message)).or_default();
+        assert!(!got.whole, "a frame after the last");
+        got.ranges.push((header.offset, header.offset + u64::from(header.length)));
+        got.bytes += u64::from(header.length);
+        if got.bytes == header.total {
+            got.ranges.sort_unstable();
+            assert!(got.ranges.windows(2).all(|two| two[0].1 == two[1].0), "gaps or overlaps: {:?}", got.ranges);
+            self.received(op, message);
+        }
+    }
+
+    fn received(&mut self, op: usize, message: usize) {
+        self.got.entry((op, message)).or_default().whole = true;
+        let key = self.key(op, message);
+        self.arrivals.push((self.now, key));
+        let node = self.ops[op].messages[message].to;
+        self.locals[node][op].to_receive -= 1;
+        self.retire_if_done(node, op);
+    }
+
+    /// The reader copies from the sender's memory: it must still be what it was.
+    fn read_reference(&mut self, op: usize, message: usize) {
+        let spec = self.ops[op].messages[message];
+        assert!(!self.sent.contains(&(op, message)) && self.locals[spec.from][op].posted);
+        self.received(op, message);
+        let later = if self.slow_grants > 0 { self.rng.random_range(0..self.slow_grants) } else { 0 };
+        self.plan(self.now.plus(later), Action::Done { op, message });
+    }
+
+    fn grant(&mut self, op: usize, message: usize) {
+        let spec = self.ops[op].messages[message];
+        let key = self.key(op, message);
+        self.peer(spec.to, spec.from).grant(key, 1, 0);
+    }
+
+    fn post(&mut self, node: usize, op: usize) {
+        assert!(!std::mem::replace(&mut self.locals[node][op].posted, true));
+        let messages = self.ops[op].messages.clone();
+        for (message, spec) in messages.iter().enumerate() {
+            if spec.to == node {
+                if !spec.copied && !self.pairs[self.pair_of(spec.from, node).0].peers[0].config.references {
+                    let later = if self.slow_grants > 0 { self.rng.random_range(0..self.slow_grants) } else { 0 };
+                    self.plan(self.now.plus(later), Action::Grant { op, message });
+                }
+                let got = self.got.get(&(op, message)).cloned().unwrap_or_default();
+                if got.announced {
+                    self.grant(op, message);
+                }
+                if got.referenced {
+                    self.read_reference(op, message);
+                }
+                if let Some(header) = got.held {
+                    *self.held.get_mut(&(node, spec.from)).expect("held") -= header.total;
+                    self.use_frame(node, spec.from, op, message, &header);
+                }
+            }
+            if spec.from == node {
+                let later = if self.slow_issue > 0 { self.rng.random_range(0..self.slow_issue) } else { 0 };
+                self.plan(self.now.plus(later), Action::Send { op, message });
+            }
+        }
+        self.retire_if_done(node, op);
+    }
+
+    fn issue(&mut self, op: usize, message: usize) {
+        let spec = self.ops[op].messages[message];
+        let key = self.key(op, message);
+        let priority = self.ops[op].priority;
+        let body = if spec.copied {
+            let mut bytes = vec![0; spec.len as usize];
+            pattern(spec.from, &key, 0, &mut bytes);
+            Body::Owned(bytes.into())
+        } else {
+            Body::Memory { address: 0, len: spec.len }
+        };
+        if self.locals[spec.from][op].failed {
+            return;
+        }
+        self.peer(spec.from, spec.to).send(Outgoing { key, priority, fingerprint: 0, body });
+        self.locals[spec.from][op].to_issue -= 1;
+        self.retire_if_done(spec.from, op);
+    }
+
+    fn retire_if_done(&mut self, node: usize, op: usize) {
+        let local = &mut self.locals[node][op];
+        if !local.posted || local.retired || !local.is_done() {
+            return;
+        }
+        local.retired = true;
+        self.finished.push((self.now, node, op));
+        let Op { group, channel, seq, .. } = self.ops[op];
+        for pair in &mut self.pairs {
+            if let Some(side) = pair.nodes.iter().position(|n| *n == node) {
+                pair.peers[side].retire(group, channel, seq);
+            }
+        }
+    }
+
+    fn event(&mut self, pair: usize, side: usize, event: Event) {
+        let [node, other] = [self.pairs[pair].nodes[side], self.pairs[pair].nodes[1 - side]];
+        match &event {
+            Event::Sent(key) => {
+                let (op, message) = self.find(node, other, key);
+                assert!(self.got.get(&(op, message)).is_some_and(|got| got.whole), "{key:?} is not there yet");
+                assert!(!self.ops[op].messages[message].copied, "nobody waits for a copied message");
+                assert!(self.sent.insert((op, message)), "sent twice");
+                self.locals[node][op].to_be_sent -= 1;
+                self.retire_if_done(node, op);
+                return;
+            }
+            Event::Granted(..) => return,
+            Event::Stalled(stream) => {
+                let stream = *stream as usize;
+                if self.pairs[pair].up[stream][side] {
+                    let skew = self.rng.random_range(0..10 * MILLISECOND);
+                    self.plan(self.now, Action::Rate { pair, stream, mbit_per_s: 100.0 });
+                    self.plan(self.now, Action::Close { pair, stream, side, skew, after: 20 * MILLISECOND });
+                }
+            }
+            _ => {}
+        }
+        self.log.push((self.now, node, event));
+    }
+
+    // ------------------------------------------------------------------ what a test plans
+
+    fn act(&mut self, action: Action) {
+        let now = self.now;
+        match action {
+            Action::Post { node, op } => self.post(node, op),
+            Action::Send { op, message } => self.issue(op, message),
+            Action::Grant { op, message } => self.grant(op, message),
+            Action::Done { op, message } => {
+                let spec = self.ops[op].messages[message];
+                let key = self.key(op, message);
+                self.peer(spec.to, spec.from).done(key);
+            }
+            Action::Close { pair, stream, side, skew, after } => {
+                if self.pairs[pair].up[stream] != [true; 2] {
+                    return;
+                }
+                self.down(pair, stream, side);
+                // What this side had written may still arrive, or not.
+                if self.rng.random() {
+                    self.pairs[pair].links[side].change(stream, now, Pipe::clear);
+                }
+                self.plan(now.plus(skew), Action::CloseOther { pair, stream, side: 1 - side, after });
+            }
+            Action::CloseOther { pair, stream, side, after } => {
+                self.down(pair, stream, side);
+                for side in 0..2 {
+                    self.pairs[pair].links[side].change(stream, now, Pipe::clear);
+                }
+                if after > 0 {
+                    let at = now.plus(after);
+                    // The acceptor's first frames follow its WELCOME through the same pipe.
+                    let delay = self.pairs[pair].links[side].pipes[stream].delay;
+                    self.plan(at, Action::Open { pair, stream, side });
+                    self.plan(at.plus(delay), Action::Open { pair, stream, side: 1 - side });
+                }
+            }
+            Action::Open { pair, stream, side } => {
+                let Pair { peers, up, touched, .. } = &mut self.pairs[pair];
+                peers[side].stream_up(stream as StreamId, now);
+                up[stream][side] = true;
+                touched[side] = true;
+            }
+            Action::Rate { pair, stream, mbit_per_s } => {
+                for link in &mut self.pairs[pair].links {
+                    link.change(stream, now, |pipe| pipe.rate_bytes_per_s = mbit_per_s * 1e6 / 8.0);
+                }
+            }
+            Action::Forget { node, group } => self.forget(node, group),
+        }
+    }
+
+    fn down(&mut self, pair: usize, stream: usize, side: usize) {
+        let Pair { peers, up, touched, links, reading, .. } = &mut self.pairs[pair];
+        peers[side].stream_down(stream as StreamId);
+        up[stream][side] = false;
+        touched[side] = true;
+        reading[stream][side] = None;
+        links[1 - side].change(stream, self.now, Pipe::clear);
+    }
+
+    /// A group has failed at a node: nothing of it is used any more.
+    fn forget(&mut self, node: usize, group: GroupId) {
+        for op in 0..self.ops.len() {
+            if self.ops[op].group != group || self.locals[node][op].retired {
+                continue;
+            }
+            self.locals[node][op] = Local { retired: true, failed: true, posted: true, ..Local::default() };
+            for message in 0..self.ops[op].messages.len() {
+                let spec = self.ops[op].messages[message];
+                if spec.to == node
+                    && let Some(header) = self.got.get_mut(&(op, message)).and_then(|got| got.held.take())
+                {
+                    *self.held.get_mut(&(node, spec.from)).expect("held") -= header.total;
+                    self.peer(node, spec.from).consumed(header.total);
+                }
+            }
+        }
+        for pair in &mut self.pairs {
+            if let Some(side) = pair.nodes.iter().position(|n| *n == node) {
+                pair.peers[side].forget_group(group);
+                pair.touched[side] = true;
+            }
+        }
+    }
+
+    pub(super) fn describe(&self) -> String {
+        let open: Vec<_> = self
+            .locals
+            .iter()
+            .enumerate()
+            .flat_map(|(node, locals)| locals.iter().enumerate().map(move |(op, local)| (node, op, local)))
+            .filter(|(_, _, local)| !local.retired)
+            .collect();
+        let streams: Vec<_> =
+            self.pairs.iter().map(|pair| (&pair.up, pair.peers.each_ref().map(Peer::stats))).collect();
+        format!("open operations {open:?}; streams {streams:?}; planned {:?}", self.plan)
+    }
+
+    /// Frames that left twice, by the machines' own count, over all data frames.
+    pub(super) fn repeated(&self) -> (u64, u64) {
+        let count = |peer: &Peer| peer.stats().iter().map(|(_, s)| s.repeated_frames).sum::<u64>();
+        (self.pairs.iter().flat_map(|pair| &pair.peers).map(count).sum(), self.data_frames)
+    }
+}
+
+impl Local {
+    fn is_done(&self) -> bool {
+        self.to_issue == 0 && self.to_be_sent == 0 && self.to_receive == 0
+    }
+}
+
+pub(super) fn op_key(op: &Op) -> OpKey {
+    OpKey { group: op.group, channel: op.channel, op: op.seq }
+}
+
+/// The bytes of a frame, at the moment when they are looked at: once a message was sent its memory is scribbled on,
+/// once its operation is over it is gone.
+fn resolve(
+    source: &Source,
+    ops: &[Op],
+    index: &HashMap<OpKey, usize>,
+    locals: &[Vec<Local>],
+    sent: &HashSet<(usize, usize)>,
+    (from, to): (usize, usize),
+) -> Vec<u8> {
+    match source {
+        Source::Owned(bytes, range) => bytes[range.clone()].to_vec(),
+        Source::Memory(key, offset, length) => {
+            let op = index[&OpKey::of(key)];
+            let message = ops[op].messages.iter().position(|m| (m.from, m.to, m.number) == (from, to, key.message));
+            let mut bytes = vec![0xee; *length as usize];
+            if !sent.contains(&(op, message.expect("known"))) && !locals[from][op].retired {
+                pattern(from, key, *offset, &mut bytes);
+            }
+            bytes
+        }
+    }
+}
+
+/// Fills `out` with bytes `offset..` of a message: they differ between messages, senders and places.
+pub(super) fn pattern(from: usize, key: &MessageKey, offset: u64, out: &mut [u8]) {
+    thread_local! {
+        static TABLE: Vec<u8> = {
+            let mut rng = XorShiftRng::seed_from_u64(7);
+            (0..TABLE_BYTES).map(|_| rng.random()).collect()
+        };
+    }
+    // A prime that is no multiple of any frame's length.
+    const TABLE_BYTES: usize = 65_521;
+    let name = [key.group.0, u64::from(key.channel), key.op.0, u64::from(key.message), from as u64];
+    let start = name.iter().fold(17u64, |hash, word| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29));
+    TABLE.with(|table| {
+        let mut at = ((start % TABLE_BYTES as u64 + offset) % TABLE_BYTES as u64) as usize;
+        let mut out = out;
+        while !out.is_empty() {
+            let take = out.len().min(table.len() - at);
+            let (now, rest) = out.split_at_mut(take);
+            now.copy_from_slice(&table[at..at + take]);
+            out = rest;
+            at = 0;
+        }
+    });
+}
+
+/// Prints the seed when a test panics while it exists.
+pub(super) struct Seed(pub(super) u64);
+
+impl Drop for Seed {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("seed {}", self.0);
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! A set of numbers as ranges: what was granted, which bytes are here.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Disjoint half-open ranges that never touch: as small as the set has gaps.
+#[derive(Debug, Default)]
+pub(crate) struct Ranges {
+    /// Start to end.
+    ranges: BTreeMap<u64, u64>,
+}
+
+impl Ranges {
+    /// Adds a range; what was there before stays.
+    pub(crate) fn insert(&mut self, range: Range<u64>) {
+        if range.is_empty() {
+            return;
+        }
+        let (mut start, mut end) = (range.start, range.end);
+        while let Some((&old_start, &old_end)) = self.ranges.range(..=end).next_back()
+            && old_end >= start
+        {
+            self.ranges.remove(&old_start);
+            start = start.min(old_start);
+            end = end.max(old_end);
+        }
+        self.ranges.insert(start, end);
+    }
+
+    /// Whether all of the range is in the set.
+    pub(crate) fn covers(&self, range: &Range<u64>) -> bool {
+        range.is_empty() || self.ranges.range(..=range.start).next_back().is_some_and(|(_, end)| *end >= range.end)
+    }
+
+    /// Whether any of the range is in the set.
+    pub(crate) fn overlaps(&self, range: &Range<u64>) -> bool {
+        !range.is_empty() && self.ranges.range(..range.end).next_back().is_some_and(|(_, end)| *end > range.start)
+    }
+
+    /// How many ranges it takes.
+    pub(crate) fn count(&self) -> usize {
+        self.ranges.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// The set agrees with a plain list of booleans, and never holds two ranges that could be one.
+        #[test]
+        fn agrees_with_a_bitmap(inserts in proptest::collection::vec((0u64..60, 0u64..9), 0..20)) {
+            let mut ranges = Ranges::default();
+            let mut bitmap = [false; 70];
+            for (start, len) in inserts {
+                ranges.insert(start..start + len);
+                bitmap[start as usize..(start + len) as usize].fill(true);
+                for from in 0..69u64 {
+                    for to in [from, from + 1, (from + 7).min(70)] {
+                        let bits = &bitmap[from as usize..to as usize];
+                        prop_assert_eq!(ranges.covers(&(from..to)), bits.iter().all(|bit| *bit));
+                        prop_assert_eq!(ranges.overlaps(&(from..to)), bits.iter().any(|bit| *bit));
+                    }
+                }
+                let runs = (0..70).filter(|at| bitmap[*at] && (*at == 0 || !bitmap[at - 1])).count();
+                prop_assert_eq!(ranges.count(), runs);
+            }
+        }
+    }
+}
