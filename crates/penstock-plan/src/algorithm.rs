@@ -304,3 +304,72 @@ pub fn segment_bytes(collective: Collective, world: u32, bytes: u64, thresholds:
 
 /// Default of [`Thresholds::eager_limit_bytes`]: 32 KiB, half a frame; 64 ranks that send one each fill 2 MiB.
 pub const EAGER_LIMIT_BYTES: u64 = 32 << 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chosen(collective: Collective, bytes: u64, topology: &Topology) -> Algorithm {
+        let request = Request {
+            collective,
+            world: topology.world(),
+            rank: 0,
+            bytes,
+            element_bytes: 4,
+            splits: None,
+            segment_bytes: 64 << 10,
+        };
+        choose(&request, topology, &Thresholds::default()).0
+    }
+
+    /// What is read from a knob is what is printed in a log; anything else is refused with the list.
+    #[test]
+    fn names_round_trip() {
+        for &algorithm in Algorithm::ALL {
+            assert_eq!(algorithm.to_string().parse(), Ok(algorithm));
+        }
+        let error = "rnig".parse::<Algorithm>().unwrap_err().to_string();
+        assert!(error.contains("rnig") && error.contains("halving-doubling"), "{error}");
+    }
+
+    /// Each threshold, from both sides.
+    #[test]
+    fn thresholds_from_both_sides() {
+        let all_reduce = |bytes, world| chosen(Collective::AllReduce, bytes, &Topology::separate_hosts(world));
+        assert_eq!(all_reduce(32 << 10, 2), Algorithm::Exchange);
+        assert_eq!(all_reduce((32 << 10) + 4, 2), Algorithm::Ring);
+        assert_eq!(all_reduce(64 << 10, 4), Algorithm::HalvingDoubling);
+        assert_eq!(all_reduce((64 << 10) + 4, 4), Algorithm::Ring);
+        assert_eq!(all_reduce(9 << 10, 8), Algorithm::Exchange);
+        assert_eq!(all_reduce(10 << 10, 8), Algorithm::HalvingDoubling);
+        assert_eq!(all_reduce(8 << 10, 9), Algorithm::RecursiveDoubling);
+        assert_eq!(all_reduce((8 << 10) + 4, 9), Algorithm::HalvingDoubling);
+        assert_eq!(all_reduce(144 << 10, 9), Algorithm::HalvingDoubling);
+        assert_eq!(all_reduce((144 << 10) + 4, 9), Algorithm::Ring);
+        let broadcast = |bytes| chosen(Collective::Broadcast { root: 0 }, bytes, &Topology::separate_hosts(4));
+        assert_eq!(broadcast(64 << 10), Algorithm::Tree);
+        assert_eq!(broadcast((64 << 10) + 4), Algorithm::Ring);
+        let scatter = |bytes| chosen(Collective::ReduceScatter, bytes, &Topology::separate_hosts(2));
+        assert_eq!(scatter(64 << 10), Algorithm::Direct);
+        assert_eq!(scatter((64 << 10) + 8), Algorithm::Ring);
+    }
+
+    /// One rank on another host takes the group out of memory.
+    #[test]
+    fn the_slowest_pair_decides() {
+        let large = |topology: &Topology| chosen(Collective::AllReduce, 64 << 20, topology);
+        assert_eq!(large(&Topology::one_host(4)), Algorithm::Direct);
+        assert_eq!(large(&Topology::new(vec![7, 7, 7, 3])), Algorithm::Ring);
+    }
+
+    /// Segments stay in their range, and are whole pages.
+    #[test]
+    fn segments_are_bounded() {
+        let thresholds = Thresholds::default();
+        for bytes in [0, 1, 1 << 20, 3 << 20, 64 << 20, 1 << 34] {
+            let segment = segment_bytes(Collective::AllReduce, 3, bytes, &thresholds);
+            assert!((64 << 10..=512 << 10).contains(&segment) && segment % 4096 == 0, "{bytes}: {segment}");
+        }
+        assert_eq!(segment_bytes(Collective::AllReduce, 2, 4 << 20, &thresholds), 256 << 10);
+    }
+}

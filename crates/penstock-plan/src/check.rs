@@ -71,6 +71,13 @@ pub struct Report {
 /// The first [`Violation`].
 pub fn check(requests: &[Request], algorithm: Algorithm, plans: &[Steps], rules: &Rules) -> Result<Report, Violation> {
     let instances = expand(plans)?;
+    // The splits of an all-to-all are known to their two ranks only.
+    let common = plans.iter().zip(requests).filter(|(_, request)| request.splits.is_none());
+    for (rank, (plan, _)) in (0..).zip(common) {
+        if plan.messages != plans[0].messages {
+            return Err(Violation::Messages { rank, messages: plan.messages, of_rank_0: plans[0].messages });
+        }
+    }
     for instance in &instances {
         check_shape(instance, &requests[instance.place.rank as usize], plans, rules)?;
     }
@@ -120,6 +127,16 @@ pub enum Violation {
         number: u64,
         /// How many there are.
         messages: u32,
+    },
+    /// Ranks that disagree on how many message numbers the operation uses.
+    #[error("rank {rank} counts {messages} messages, rank 0 counts {of_rank_0}")]
+    Messages {
+        /// Which rank.
+        rank: u32,
+        /// [`Steps::messages`] on that rank.
+        messages: u32,
+        /// On rank 0.
+        of_rank_0: u32,
     },
     /// Two senders or two takers of one message.
     #[error("{place} and {other} are the same end of the same message")]

@@ -284,3 +284,62 @@ pub enum PlanError {
         messages: u64,
     },
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::steps;
+
+    const GOOD: Request = Request {
+        collective: Collective::AllReduce,
+        world: 4,
+        rank: 3,
+        bytes: 4096,
+        element_bytes: 4,
+        splits: None,
+        segment_bytes: 1024,
+    };
+
+    fn refusal(request: Request, algorithm: Algorithm) -> String {
+        steps(&request, algorithm).expect_err("there is no such plan").to_string()
+    }
+
+    /// Every contradiction is refused, in words that name it.
+    #[test]
+    fn contradictions_are_refused() {
+        assert!(steps(&GOOD, Algorithm::Ring).is_ok());
+        let not_for = refusal(GOOD, Algorithm::Tree);
+        assert!(not_for.contains("tree") && not_for.contains("ring, halving-doubling"), "{not_for}");
+        assert!(refusal(Request { rank: 4, ..GOOD }, Algorithm::Ring).contains("rank 4"));
+        assert!(refusal(Request { world: 0, rank: 0, ..GOOD }, Algorithm::Ring).contains("rank 0"));
+        let broadcast = Request { collective: Collective::Broadcast { root: 9 }, ..GOOD };
+        assert!(refusal(broadcast, Algorithm::Tree).contains("rank 9"));
+        let to_self = Request { collective: Collective::Send { to: 3 }, ..GOOD };
+        assert!(refusal(to_self, Algorithm::Direct).contains("itself"));
+        assert!(refusal(Request { bytes: 4097, ..GOOD }, Algorithm::Ring).contains("4097"));
+        let uneven = Request { collective: Collective::ReduceScatter, bytes: 4100, ..GOOD };
+        assert!(refusal(uneven, Algorithm::Ring).contains("multiple of 16"));
+        assert!(refusal(Request { element_bytes: 12, ..GOOD }, Algorithm::Ring).contains("12 bytes"));
+        assert!(refusal(Request { segment_bytes: 24, ..GOOD }, Algorithm::Ring).contains("24 bytes"));
+        assert!(refusal(Request { segment_bytes: 0, ..GOOD }, Algorithm::Ring).contains("0 bytes"));
+        let many = Request { bytes: 1 << 40, segment_bytes: 16, ..GOOD };
+        assert!(refusal(many, Algorithm::Ring).contains("messages"));
+        assert!(refusal(Request { bytes: u64::MAX - 3, ..GOOD }, Algorithm::Ring).contains("64 bits"));
+    }
+
+    /// Splits must be one a rank, agree on what the rank keeps, and belong to an all-to-all.
+    #[test]
+    fn splits_are_checked() {
+        let with = |input: &[u64], output: &[u64]| Request {
+            collective: Collective::AllToAll,
+            splits: Some(Splits { input: input.to_vec(), output: output.to_vec() }),
+            ..GOOD
+        };
+        assert!(steps(&with(&[1, 2, 3, 4], &[9, 0, 0, 4]), Algorithm::Direct).is_ok());
+        assert!(refusal(with(&[1, 2, 3], &[9, 0, 0, 4]), Algorithm::Direct).contains("each rank"));
+        assert!(refusal(with(&[1, 2, 3, 5], &[9, 0, 0, 4]), Algorithm::Direct).contains("itself"));
+        assert!(refusal(with(&[u64::MAX, 2, 3, 4], &[9, 0, 0, 4]), Algorithm::Direct).contains("64 bits"));
+        let splits = with(&[1, 2, 3, 4], &[9, 0, 0, 4]).splits;
+        assert!(refusal(Request { splits, ..GOOD }, Algorithm::Ring).contains("only an all-to-all"));
+    }
+}

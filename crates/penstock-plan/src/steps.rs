@@ -20,8 +20,8 @@
 //!
 //! What a plan may leave unsaid: an order that holds *through the peer*. In the all-gather half of a ring, for
 //! example, the final chunk can only arrive after the successor has consumed the partial one that we sent from the same
-//! place; no local dependency is needed. The checker in this crate's tests follows such chains with vector clocks and
-//! fails the plan if a write is not ordered after every earlier read of the same bytes.
+//! place; no local dependency is needed. [`crate::check`] follows such chains and fails the plan if a write is not ordered
+//! after every earlier read of the same bytes.
 
 /// One rank's part of one collective.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! All-reduce, in place: the output holds the contribution first and the result at the end.
 
 use crate::{
-    Buf, Operand, Slice,
+    Buf, Dep, Operand, Slice,
     build::{Draft, StepIndex, all, same},
     partition::{Chunks, Fold, Role},
 };
@@ -99,9 +99,8 @@ pub(super) fn recursive_doubling(draft: &mut Draft<'_>) {
     let fold = Fold::of(draft.world);
     let bytes = draft.bytes;
     let tensor = draft.slice(Buf::Output, 0, bytes);
-    let enter = draft.messages(bytes);
+    let (enter, leave) = pair_messages(draft, &fold);
     let rounds: Vec<u32> = (0..fold.rounds()).map(|_| draft.messages(bytes)).collect();
-    let leave = draft.messages(bytes);
 
     let (virtual_rank, extra) = match fold.role(draft.rank) {
         Role::Extra { partner } => {
@@ -144,12 +143,11 @@ pub(super) fn halving_doubling(draft: &mut Draft<'_>) {
     let bytes = draft.bytes;
     let chunks = Chunks::nearly_equal(bytes, fold.p);
     let tensor = draft.slice(Buf::Output, 0, bytes);
-    let enter = draft.messages(bytes);
+    let (enter, leave) = pair_messages(draft, &fold);
     // The first chunks are the longest, so that what virtual rank 0 keeps bounds what anyone sends in a round.
     let longest = |round: u32| chunks.range(0, fold.p >> (round + 1)).1;
     let halvings: Vec<u32> = (0..fold.rounds()).map(|round| draft.messages(longest(round))).collect();
     let doublings: Vec<u32> = (0..fold.rounds()).map(|round| draft.messages(longest(round))).collect();
-    let leave = draft.messages(bytes);
 
     let (virtual_rank, extra) = match fold.role(draft.rank) {
         Role::Extra { partner } => {
@@ -165,34 +163,42 @@ pub(super) fn halving_doubling(draft: &mut Draft<'_>) {
         let (start, len) = chunks.range(range.start, range.end);
         draft.slice(Buf::Output, start, len)
     };
-    let mut reduced = None;
+    let mut reduced = (None, tensor);
     if let Some(extra) = extra {
         let sources = vec![Operand::Local(tensor), Operand::Message { from: extra, message: enter }];
-        reduced = draft.reduce(tensor, sources, false, []);
+        reduced.0 = draft.reduce(tensor, sources, false, []);
     }
     for (round, message) in (0..).zip(halvings) {
         let partner = virtual_rank ^ 1 << round;
         let (mine, theirs) = (kept(draft, virtual_rank, round + 1), kept(draft, partner, round + 1));
-        draft.send(fold.rank(partner), message, theirs, [all(reduced)]);
+        draft.send(fold.rank(partner), message, theirs, [within(reduced, theirs)]);
         let sources = lower_first(partner < virtual_rank, fold.rank(partner), message, mine);
-        reduced = draft.reduce(mine, sources, round + 1 == fold.rounds(), [all(reduced)]).or(reduced);
+        let step = draft.reduce(mine, sources, round + 1 == fold.rounds(), [within(reduced, mine)]);
+        reduced = (step, mine);
     }
     let mut complete = vec![reduced];
     for (round, message) in (0..fold.rounds()).zip(doublings).rev() {
         let partner = virtual_rank ^ 1 << round;
         let (mine, theirs) = (kept(draft, virtual_rank, round + 1), kept(draft, partner, round + 1));
         let send = draft.send(fold.rank(partner), message, mine, []);
-        for &step in &complete {
-            draft.wait(send, all(step));
-        }
-        complete.push(draft.recv(fold.rank(partner), message, theirs, []));
+        complete.iter().for_each(|&part| draft.wait(send, within(part, mine)));
+        complete.push((draft.recv(fold.rank(partner), message, theirs, []), theirs));
     }
     if let Some(extra) = extra {
         let send = draft.send(extra, leave, tensor, []);
-        for &step in &complete {
-            draft.wait(send, all(step));
-        }
+        complete.iter().for_each(|&part| draft.wait(send, within(part, tensor)));
     }
+}
+
+/// Numbers for the messages by which an extra rank of a [`Fold`] hands its tensor in, and gets the result.
+fn pair_messages(draft: &mut Draft<'_>, fold: &Fold) -> (u32, u32) {
+    let bytes = if fold.p < draft.world { draft.bytes } else { 0 };
+    (draft.messages(bytes), draft.messages(bytes))
+}
+
+/// How a step waits for one that makes some of its bytes: segment by segment where both start at the same place.
+fn within((step, made): (StepIndex, Slice), touched: Slice) -> Option<Dep> {
+    if made.start == touched.start { same(step) } else { all(step) }
 }
 
 /// One operand from each rank, in rank order; `own` is ours.

@@ -1,4 +1,5 @@
 //! Requests and plans of all ranks, for the tests of this crate.
+#![allow(dead_code, reason = "each test uses its part")]
 
 use penstock_plan::{
     Algorithm, Collective, Medium, Request, Splits, Steps,
