@@ -259,6 +259,12 @@ impl Peer {
         &self.config
     }
 
+    /// Messages up to this long are to be sent as [`Body::Owned`]. A reference costs less than two copies early.
+    #[must_use]
+    pub fn eager_limit(&self) -> u64 {
+        if self.config.references { self.config.eager_bytes.min(REFERENCE_ABOVE) } else { self.config.eager_bytes }
+    }
+
     // ------------------------------------------------------------------ streams
 
     /// A stream has passed its hand-shake.
@@ -1211,6 +1217,8 @@ fn no_payload() -> Payload {
 const NO_MESSAGE: MessageKey = MessageKey { group: GroupId(0), channel: 0, op: OpSeq(0), message: 0 };
 /// The message travels on eager credit.
 pub const FLAG_EAGER: u16 = 2;
+/// Above this, one copy by `process_vm_readv` (some microseconds to start) beats two through a socket.
+const REFERENCE_ABOVE: u64 = 8 * 1024;
 /// An idle stream takes a frame over when it expects to be this many times faster, ...
 const TAKE_OVER_RATIO: u64 = 2;
 /// ... and by this much: below, the copy costs more than it saves.
