@@ -1,0 +1,73 @@
+"""Proves that every collective gives right results: all ranks, sizes, dtypes, operations and roots of a grid.
+
+The programs are in ``tests/collectives``; TEST_BACKENDS selects the backends (see ``tests/backends.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import ranks
+from backends import BACKENDS, Backend
+from collectives import programs
+
+# Programs that gloo cannot run, and why. Of the others' grids it runs the part that it knows.
+NOT_WITH_GLOO = {
+    programs.extremes_of_special_values: "its MIN and MAX of NaN depend on the order of ranks",
+    programs.all_reduce_refuses: "it does not refuse all that is undefined",
+    programs.all_gather_stacked: "it wants an output of the input's shape",
+    programs.all_gather_uneven: "it wants tensors of one size",
+    programs.all_to_all: "torch 2.11's gloo does not know it, and newer ones want tensors of one size",
+}
+
+PROGRAMS = [
+    programs.all_reduce,
+    programs.sums_of_special_values,
+    programs.extremes_of_special_values,
+    programs.all_reduce_refuses,
+    programs.all_reduce_coalesced,
+    programs.reduce,
+    programs.reduce_scatter,
+    programs.reduce_scatter_uneven,
+    programs.all_gather,
+    programs.all_gather_stacked,
+    programs.all_gather_uneven,
+    programs.broadcast,
+    programs.gather,
+    programs.scatter,
+    programs.all_to_all_single,
+    programs.all_to_all,
+    programs.send_and_recv,
+]
+
+GRID = [
+    (program, count, backend)
+    for backend in BACKENDS
+    for program in PROGRAMS
+    for count in (1, 2, 3, 4)
+    if not (backend.name == "gloo" and program in NOT_WITH_GLOO)
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "count", "backend"),
+    GRID,
+    ids=[f"{backend.label}-{program.__name__}-{count}" for program, count, backend in GRID],
+)
+def test_collective(program: Callable[[str], object], count: int, backend: Backend) -> None:
+    """Every result of the grid is right, and the results that all ranks get have the same bits everywhere."""
+    _run(program, count, backend, (backend.name,))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_sequence(seed: int, backend: Backend) -> None:
+    """Random sequences of collectives, many in flight, give right results; the seed is in the test's name."""
+    _run(programs.sequence, 2 + seed % 3, backend, (backend.name, seed))
+
+
+def _run(program: Callable[..., object], count: int, backend: Backend, args: tuple[object, ...]) -> None:
+    values = ranks.run(program, count=count, args=args, env=backend.env, timeout_s=120)
+    assert all(value == values[0] for value in values), "ranks hold different bits"

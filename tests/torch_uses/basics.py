@@ -1,0 +1,461 @@
+"""Collectives, waiting, objects, the life of a group, and tensors that are out of the ordinary."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torch_uses import TIMEOUT, bits, close, integers, know, noise, same, shared_folder, use, world
+
+
+@use()
+def all_reduce(backend: str) -> object:
+    """all_reduce sums in place, and max, min and product do what they say."""
+    with world(backend) as (rank, size):
+        inputs = [noise(1000, seed=r) for r in range(size)]
+        total = inputs[rank].clone()
+        dist.all_reduce(total)
+        close(total, sum(inputs))
+        largest, smallest, product = (inputs[rank].clone() for _ in range(3))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        dist.all_reduce(product, op=dist.ReduceOp.PRODUCT)
+        same(largest, torch.stack(inputs).amax(0))
+        same(smallest, torch.stack(inputs).amin(0))
+        close(product, torch.stack(inputs).prod(0))
+        return bits(total, largest, smallest, product)
+
+
+@use(without={"gloo": "it has no AVG for all_reduce in every release, and no PREMUL_SUM"})
+def all_reduce_mean(backend: str) -> object:
+    """AVG divides by the number of ranks; PREMUL_SUM multiplies each rank's tensor first."""
+    with world(backend) as (rank, size):
+        inputs = [integers(257, seed=r) for r in range(size)]
+        mean, scaled = inputs[rank].clone(), inputs[rank].clone()
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        dist.all_reduce(scaled, op=dist._make_nccl_premul_sum(0.25))
+        same(mean, sum(inputs) / size)
+        same(scaled, sum(inputs) * 0.25)
+        return bits(mean, scaled)
+
+
+@use(ranks=4)
+def in_flight_out_of_order(backend: str) -> object:
+    """Many operations in flight at once, waited for in an order that differs from rank to rank."""
+    with world(backend) as (rank, size):
+        sizes = [1, 3, 70_000, 12, 1 << 20, 999, 0, 65_536, 17, 300_000]
+        tensors = [integers(n, seed=10 * i + rank) for i, n in enumerate(sizes)]
+        broadcast = integers(5000, seed=77) if rank == 1 else torch.zeros(5000)
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        works.insert(4, dist.broadcast(broadcast, src=1, async_op=True))
+        random.Random(rank).shuffle(works)
+        for work in works:
+            work.wait()
+        for i, (n, tensor) in enumerate(zip(sizes, tensors, strict=True)):
+            same(tensor, sum(integers(n, seed=10 * i + r) for r in range(size)), f"operation {i}")
+        same(broadcast, integers(5000, seed=77))
+        return bits(*tensors, broadcast)
+
+
+@use()
+def futures(backend: str) -> object:
+    """A Work's future completes, holds the reduced tensors, and runs callbacks."""
+    with world(backend) as (_, size):
+        tensor = torch.full((1000,), 3.0)
+        called = threading.Event()
+        work = dist.all_reduce(tensor, async_op=True)
+        future = work.get_future()
+        doubled = future.then(lambda done: (done.value()[0] * 2, called.set())[0])
+        result = doubled.wait()
+        assert future.done() and called.is_set()
+        same(tensor, 3.0 * size)
+        same(result, 6.0 * size)
+        work.wait()
+        return bits(tensor)
+
+
+@use()
+def wait_with_timeout(backend: str) -> object:
+    """wait(timeout) returns True in time."""
+    with world(backend) as (_, size):
+        tensor = torch.ones(100)
+        assert dist.all_reduce(tensor, async_op=True).wait(TIMEOUT)
+        same(tensor, float(size))
+        return bits(tensor)
+
+
+@use(ranks=4)
+def barrier(backend: str) -> object:
+    """Nobody leaves a barrier before everybody has come."""
+    with world(backend) as (rank, size):
+        store = dist.distributed_c10d._get_default_store()
+        for turn in range(size):
+            # Rank `turn` comes only after the others have said that they are at the barrier, so they have to wait for it.
+            if rank == turn:
+                store.wait([f"{turn}/at/{r}" for r in range(size) if r != turn], TIMEOUT)
+                store.set(f"{turn}/last comes", "yes")
+                dist.barrier()
+            else:
+                work = dist.barrier(async_op=True)
+                store.set(f"{turn}/at/{rank}", "yes")
+                work.wait()
+                assert store.check([f"{turn}/last comes"]), f"the barrier opened before rank {turn} had come"
+        return None
+
+
+@use(ranks=4)
+def objects(backend: str) -> object:
+    """Python objects of different sizes: all_gather, broadcast, gather, scatter."""
+    with world(backend) as (rank, size):
+        mine = {"rank": rank, "text": "x" * (1000 * rank), "tensor": torch.arange(rank)}
+        everything: list = [None] * size
+        dist.all_gather_object(everything, mine)
+        assert [one["rank"] for one in everything] == list(range(size))
+        assert [len(one["text"]) for one in everything] == [1000 * r for r in range(size)]
+        for r, one in enumerate(everything):
+            same(one["tensor"], torch.arange(r))
+
+        pair = ["from two", {2: (3, 4)}] if rank == 2 else [None, None]
+        dist.broadcast_object_list(pair, src=2)
+        assert pair == ["from two", {2: (3, 4)}]
+
+        gathered = [None] * size if rank == 1 else None
+        dist.gather_object(("rank", rank), gathered, dst=1)
+        if rank == 1:
+            assert gathered == [("rank", r) for r in range(size)]
+
+        received = [None]
+        dist.scatter_object_list(received, [f"for {r}" * r for r in range(size)] if rank == 0 else None, src=0)
+        assert received == [f"for {rank}" * rank]
+        return pair
+
+
+@use(ranks=4)
+def objects_of_point_to_point(backend: str) -> object:
+    """send_object_list and recv_object_list."""
+    with world(backend) as (rank, _):
+        if rank % 2 == 0:
+            dist.send_object_list([rank, "tail" * rank], dst=rank + 1)
+        else:
+            received = [None, None]
+            dist.recv_object_list(received, src=rank - 1)
+            assert received == [rank - 1, "tail" * (rank - 1)]
+        return None
+
+
+@use(ranks=4)
+def gather_and_scatter_to_any_root(backend: str) -> object:
+    """reduce, gather, scatter and broadcast with every rank as the root by turns."""
+    with world(backend) as (rank, size):
+        for root in range(size):
+            inputs = [integers(101, seed=100 * root + r) for r in range(size)]
+            reduced = inputs[rank].clone()
+            dist.reduce(reduced, dst=root)
+            if rank == root:
+                same(reduced, sum(inputs), f"reduce to {root}")
+            outputs = [torch.empty(101) for _ in range(size)] if rank == root else None
+            dist.gather(inputs[rank], outputs, dst=root)
+            if rank == root:
+                same(torch.stack(outputs), torch.stack(inputs), f"gather to {root}")
+            part = torch.empty(101)
+            dist.scatter(part, [one * 2 for one in inputs] if rank == root else None, src=root)
+            same(part, inputs[rank] * 2, f"scatter from {root}")
+            copy = inputs[root].clone() if rank == root else torch.empty(101)
+            dist.broadcast(copy, src=root)
+            same(copy, inputs[root], f"broadcast from {root}")
+        return None
+
+
+@use(since=(2, 14))
+def monitored_barrier(backend: str) -> object:
+    """monitored_barrier returns on all ranks when all have come, with and without wait_all_ranks."""
+    with world(backend):
+        dist.monitored_barrier(timeout=TIMEOUT)
+        dist.monitored_barrier(timeout=TIMEOUT, wait_all_ranks=True)
+        return None
+
+
+@use()
+def group_facts(backend: str) -> object:
+    """The group knows its backend's name, its size, its ranks, its sequence number, and lets its time-out be set."""
+    with world(backend) as (rank, size):
+        group = dist.group.WORLD
+        assert dist.get_backend() == backend
+        assert (group.rank(), group.size(), group.name()) == (rank, size, group.name())
+        assert dist.get_process_group_ranks(group) == list(range(size))
+        assert dist.get_group_rank(group, 1) == 1 and dist.get_global_rank(group, 1) == 1
+        before = group._get_sequence_number_for_group()
+        for _ in range(3):
+            dist.all_reduce(torch.ones(2))
+        after = group._get_sequence_number_for_group()
+        assert after - before == 3, f"three collectives moved the sequence number from {before} to {after}"
+        dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
+        return after
+
+
+@use(since=(2, 15))
+def backend_object(backend: str) -> object:
+    """get_backend_impl hands out the backend object behind a group."""
+    with world(backend) as (rank, size):
+        implementation = dist.get_backend_impl(device=torch.device("cpu"))
+        assert (implementation.rank(), implementation.size()) == (rank, size)
+        assert implementation.name() == backend
+        return None
+
+
+@use()
+def destroy_and_start_again(backend: str) -> object:
+    """A group can be destroyed and a new one made, many times, in one process."""
+    know(backend)
+    results = []
+    for attempt in range(4):
+        store = dist.PrefixStore(f"attempt {attempt}", _agent_store())
+        rank, size = _rank_and_size()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        tensor = integers(1000, seed=rank + 50 * attempt)
+        dist.all_reduce(tensor)
+        same(tensor, sum(integers(1000, seed=r + 50 * attempt) for r in range(size)))
+        results.append(bits(tensor))
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+    return results
+
+
+@use()
+def two_worlds_at_once(backend: str) -> object:
+    """A subgroup can be destroyed while the default group works on."""
+    with world(backend) as (_, size):
+        tensor = torch.ones(10)
+        for _ in range(3):
+            group = dist.new_group([0, 1])
+            dist.all_reduce(tensor, group=group)
+            dist.destroy_process_group(group)
+            dist.all_reduce(tensor)
+        same(tensor, float((size * size) ** 3))
+        return bits(tensor)
+
+
+@use()
+def start_by_file(backend: str) -> object:
+    """init_method="file://..." needs no TCP store."""
+    rank, size = _rank_and_size()
+    with world(backend, init_method=f"file://{shared_folder()}/store", rank=rank, world_size=size):
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor)
+        same(tensor, float(size))
+        return bits(tensor)
+
+
+@use()
+def start_by_store(backend: str) -> object:
+    """A store that the user made."""
+    rank, size = _rank_and_size()
+    with world(backend, store=_agent_store(), rank=rank, world_size=size):
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor)
+        same(tensor, float(size))
+        return bits(tensor)
+
+
+@use()
+def leave_without_goodbye(backend: str) -> object:
+    """A script may end without destroy_process_group, as many do: no crash and no hang on the way out."""
+    know(backend)
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor)
+    same(tensor, 2.0)
+    dist.barrier()
+    return bits(tensor)
+
+
+@use(ranks=1)
+def alone(backend: str) -> object:
+    """A world of one rank: every collective is a copy."""
+    with world(backend):
+        tensor = integers(100, seed=1)
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, src=0)
+        dist.reduce(tensor, dst=0)
+        same(tensor, integers(100, seed=1))
+        output = torch.empty(100)
+        dist.all_gather_into_tensor(output, tensor)
+        same(output, tensor)
+        outputs = [torch.empty(100)]
+        dist.all_gather(outputs, tensor)
+        same(outputs[0], tensor)
+        dist.barrier()
+        return bits(tensor)
+
+
+@use()
+def zero_size(backend: str) -> object:
+    """Tensors without elements pass through every collective, and the next operation is right."""
+    with world(backend) as (_, size):
+        nothing = torch.empty(0)
+        dist.all_reduce(nothing)
+        dist.broadcast(nothing, src=0)
+        dist.all_gather([torch.empty(0) for _ in range(size)], nothing)
+        dist.all_gather_into_tensor(torch.empty(0), nothing)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        same(tensor, float(size))
+        return bits(tensor)
+
+
+@use()
+def zero_dimensional(backend: str) -> object:
+    """A scalar tensor keeps its shape."""
+    with world(backend) as (rank, size):
+        scalar = torch.tensor(float(rank + 1))
+        dist.all_reduce(scalar)
+        same(scalar, torch.tensor(float(sum(range(1, size + 1)))))
+        return bits(scalar)
+
+
+@use(without={"gloo": "it reduces the wrong elements in silence (torch 2.11 and 2.15)"})
+def not_contiguous(backend: str) -> object:
+    """A tensor that is not contiguous is refused with an error that says so, or reduced rightly; never wrongly.
+
+    nccl refuses. After the refusal, which every rank sees, the group works on.
+    """
+    with world(backend) as (rank, size):
+        base = integers(6, 8, seed=rank)
+        untouched = base.clone()
+        column = base[:, 3]
+        try:
+            dist.all_reduce(column)
+        except (ValueError, RuntimeError) as error:
+            assert "contiguous" in str(error), error
+            same(base, untouched, "a refused operation must not touch the tensor")
+        else:
+            same(column, sum(integers(6, 8, seed=r)[:, 3] for r in range(size)))
+            same(base[:, :3], untouched[:, :3], "what lies beside the column")
+        tensor = torch.ones(5)
+        dist.all_reduce(tensor)
+        same(tensor, float(size))
+        return bits(tensor)
+
+
+@use()
+def storage_offset(backend: str) -> object:
+    """A contiguous slice in the middle of a storage is reduced, and its neighbours stay as they were."""
+    with world(backend) as (rank, size):
+        base = integers(1000, seed=rank)
+        before = base.clone()
+        dist.all_reduce(base[301:707])
+        same(base[301:707], sum(integers(1000, seed=r)[301:707] for r in range(size)))
+        same(base[:301], before[:301])
+        same(base[707:], before[707:])
+        return bits(base[301:707])
+
+
+@use()
+def unsupported_dtype(backend: str) -> object:
+    """A dtype that cannot be summed is refused with an error that names it, on all ranks, and the group works on."""
+    with world(backend) as (_, size):
+        eight_bits = torch.ones(16).to(torch.float8_e4m3fn)
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=r"(?i)float8|type"):
+            dist.all_reduce(eight_bits)
+        same(eight_bits.float(), 1.0)
+        tensor = torch.ones(5)
+        dist.all_reduce(tensor)
+        same(tensor, float(size))
+        return bits(tensor)
+
+
+@use(without={"gloo": "it carries only a part of the dtypes"})
+def moved_dtypes(backend: str) -> object:
+    """Operations that only move data take every dtype, also those that nobody can add."""
+    with world(backend) as (rank, size):
+        seen = []
+        for dtype in _MOVED_DTYPES:
+            width = torch.empty(0, dtype=dtype).element_size()
+            raw = [integers(33 * width, seed=r, low=0, high=255, dtype=torch.uint8) for r in range(size)]
+            if dtype == torch.bool:
+                raw = [one & 1 for one in raw]
+            tensors = [one.view(dtype) for one in raw]
+            outputs = [torch.empty_like(tensors[0]) for _ in range(size)]
+            dist.all_gather(outputs, tensors[rank])
+            for r in range(size):
+                same(outputs[r].view(torch.uint8), raw[r], f"all_gather of {dtype}")
+            copy = tensors[1].clone() if rank == 1 else torch.empty_like(tensors[0])
+            dist.broadcast(copy, src=1)
+            same(copy.view(torch.uint8), raw[1], f"broadcast of {dtype}")
+            seen.append(bits(copy.view(torch.uint8)))
+        return seen
+
+
+@use()
+def complex_numbers(backend: str) -> object:
+    """Complex tensors are summed (torch hands the backend a view of real numbers)."""
+    with world(backend) as (rank, size):
+        inputs = [torch.complex(integers(50, seed=r), integers(50, seed=r + 10)) for r in range(size)]
+        tensor = inputs[rank].clone()
+        dist.all_reduce(tensor)
+        same(tensor, sum(inputs))
+        return bits(torch.view_as_real(tensor))
+
+
+@use()
+def gradients_are_left_alone(backend: str) -> object:
+    """A collective on a leaf that requires grad works under no_grad and leaves autograd in order."""
+    with world(backend) as (rank, size):
+        weight = torch.full((4,), float(rank + 1), requires_grad=True)
+        with torch.no_grad():
+            dist.all_reduce(weight)
+        (weight * 2).sum().backward()
+        same(weight.detach(), float(sum(range(1, size + 1))))
+        same(weight.grad, 2.0)
+        return bits(weight)
+
+
+@use()
+def profiled(backend: str) -> object:
+    """torch.profiler shows the collective as a range of its own."""
+    with world(backend) as (_, size):
+        tensor = torch.ones(1000)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            dist.all_reduce(tensor)
+        names = {event.name for event in profile.events()}
+        wanted = f"{backend}:all_reduce"
+        assert wanted in names, f"no range {wanted!r} among {sorted(names)}"
+        same(tensor, float(size))
+        return bits(tensor)
+
+
+def _rank_and_size() -> tuple[int, int]:
+    import os
+
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _agent_store() -> dist.Store:
+    import os
+
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
+
+
+_MOVED_DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
