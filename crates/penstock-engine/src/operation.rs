@@ -492,7 +492,7 @@ impl Operation {
         held: &[(u32, Held)],
     ) -> Result<(), Misfit> {
         let remotes = held.iter().filter(|(_, held)| matches!(held, Held::Remote { .. })).count();
-        let block = if remotes == 0 { len as usize } else { (BLOCK_BYTES / remotes).max(16 * 1024) & !63 };
+        let block = BLOCK_BYTES.checked_div(remotes).map_or(len as usize, |share| share.max(16 * 1024) & !63);
         let mut blocks = std::mem::take(&mut self.blocks);
         if blocks.len() < remotes * block {
             blocks.resize(remotes * block, 0);

@@ -934,9 +934,10 @@ impl Driver {
                 }
                 Err(error) => {
                     let _ = socket.write_greeting();
-                    if let (Stage::Connector(_), Some(peer)) = (&socket.stage, socket.peer)
-                        && !error.is_temporary()
-                    {
+                    if error.is_temporary() {
+                        return Err(NOT_YET.to_owned());
+                    }
+                    if let (Stage::Connector(_), Some(peer)) = (&socket.stage, socket.peer) {
                         let who = self.links[peer as usize].contact.describe();
                         let reason = format!("the hand-shake with {who} failed: {error}");
                         self.links[peer as usize].finished = true;
@@ -1045,7 +1046,9 @@ impl Driver {
             self.pending_handshakes -= 1;
         }
         let Some(peer) = socket.peer else {
-            log::warn!("penstock: refused a connection from {}: {reason}", socket.remote);
+            // A member that comes before we have read who is in its job is told to try again.
+            let level = if reason == NOT_YET { log::Level::Debug } else { log::Level::Warn };
+            log::log!(level, "penstock: refused a connection from {}: {reason}", socket.remote);
             return;
         };
         let (was_up, stream, local, attempt) = (socket.is_up(), socket.stream, socket.local, socket.attempt);
@@ -1229,6 +1232,8 @@ const WAKE: u64 = 0;
 const LOCAL_LISTENER: u64 = 1;
 const FIRST_LISTENER: u64 = 2;
 const FIRST_SOCKET: u64 = 1 << 16;
+/// Why a hand-shake ended that is to be tried again.
+const NOT_YET: &str = "the job is not set up there yet";
 /// Instead of a stream in a planned attempt: choose the way to the peer again.
 const FROM_THE_START: StreamId = StreamId::MAX;
 

@@ -4,12 +4,67 @@
 //! nothing. Built for Python's stable ABI (3.10 and newer) and against no torch, so that one wheel serves every
 //! interpreter and every torch that users have.
 
+mod callbacks;
+mod engine;
+
+use penstock_types::Failure;
 use pyo3::prelude::*;
 
 /// The engine of Penstock; use it through `penstock` and `torch.distributed`.
 #[pymodule]
 mod _core {
     #[pymodule_export]
+    use super::engine::{Engine, Group, Ticket};
+
+    #[pymodule_export]
+    use super::{choose_interfaces, init_logging, simd_level};
+
+    #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "Python spells it so")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
+}
+
+/// Which addresses to listen on: those named by the first non-empty (knob, value), else the one that routes to
+/// `master` ("host:port"). Returns [(interface, address)] and the reason.
+#[pyfunction]
+fn choose_interfaces(
+    py: Python<'_>,
+    named: Vec<(String, String)>,
+    master: Option<String>,
+) -> PyResult<(Vec<(String, String)>, String)> {
+    let named: Vec<(&str, &str)> = named.iter().map(|(knob, value)| (knob.as_str(), value.as_str())).collect();
+    let chosen = py.detach(|| penstock_engine::interface::choose(&named, master.as_deref()));
+    match chosen {
+        Ok((interfaces, reason)) => {
+            Ok((interfaces.into_iter().map(|i| (i.name, i.address.to_string())).collect(), reason))
+        }
+        Err(message) => Err(error(py, &Failure::of_call(penstock_types::FailureKind::Config, message))),
+    }
+}
+
+/// What the reductions of this processor run on: "avx512", "avx2" or "portable".
+#[pyfunction]
+fn simd_level() -> &'static str {
+    penstock_kernels::simd_level()
+}
+
+/// Prints the crates' log lines of `level` ("error", "warn", "info", "debug") and above on standard error. The first
+/// call counts.
+#[pyfunction]
+fn init_logging(level: &str) {
+    let _ = env_logger::Builder::new().parse_filters(level).format_target(false).try_init();
+}
+
+/// The one place where failures become exceptions: `penstock.errors.<Kind>(message)` with `group_lives` set.
+fn error(py: Python<'_>, failure: &Failure) -> PyErr {
+    let build = || -> PyResult<Bound<'_, PyAny>> {
+        let class = py.import("penstock.errors")?.getattr(failure.kind.name())?;
+        let exception = class.call1((failure.to_string(),))?;
+        exception.setattr("group_lives", failure.group_lives)?;
+        Ok(exception)
+    };
+    match build() {
+        Ok(exception) => PyErr::from_value(exception),
+        Err(error) => error,
+    }
 }

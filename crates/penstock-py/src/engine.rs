@@ -1,0 +1,286 @@
+//! `Engine`, `Group` and `Ticket`, as Python sees them.
+
+use crate::{callbacks, error};
+use penstock_engine::fingerprint::{Fingerprint, Name};
+use penstock_engine::plan::{Algorithm, Collective, Splits};
+use penstock_engine::{Call, Config, Contact, GroupSpec};
+use penstock_types::{DType, Generation, GroupId, Priority, ReduceOp};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::time::Duration;
+
+/// One process's engine: a thread, its listeners and streams.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct Engine(penstock_engine::Engine);
+
+#[pymethods]
+impl Engine {
+    #[new]
+    #[pyo3(signature = (
+        *, rank, host, generation, addresses, ports, streams, shared_memory, checksum, dead_after_s, socket_buffer_bytes
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        rank: u32,
+        host: String,
+        generation: u32,
+        addresses: Vec<String>,
+        ports: (u16, u16),
+        streams: u16,
+        shared_memory: bool,
+        checksum: bool,
+        dead_after_s: f64,
+        socket_buffer_bytes: u32,
+    ) -> PyResult<Engine> {
+        let addresses = addresses
+            .iter()
+            .map(|address| address.parse().map_err(|_| PyValueError::new_err(format!("not an address: {address}"))))
+            .collect::<PyResult<_>>()?;
+        let config = Config {
+            rank,
+            host,
+            generation: Generation(generation),
+            addresses,
+            ports: ports.0..=ports.1,
+            streams,
+            shared_memory,
+            checksum,
+            dead_after: Duration::from_secs_f64(dead_after_s),
+            socket_buffer_bytes,
+        };
+        py.detach(|| penstock_engine::Engine::start(&config)).map(Engine).map_err(|failure| error(py, &failure))
+    }
+
+    /// One line of text that others need to reach this process.
+    fn contact(&self) -> String {
+        self.0.contact().encode()
+    }
+
+    /// Starts joining a group. The ticket completes when every member is connected.
+    #[pyo3(signature = (*, id, generation, rank, members, secret, algorithm, name))]
+    #[allow(clippy::too_many_arguments)]
+    fn join(
+        &self,
+        id: u64,
+        generation: u32,
+        rank: u32,
+        members: Vec<String>,
+        secret: Vec<u8>,
+        algorithm: Option<&str>,
+        name: String,
+    ) -> PyResult<(Group, Ticket)> {
+        let members =
+            members.iter().map(|text| Contact::decode(text).map_err(PyValueError::new_err)).collect::<PyResult<_>>()?;
+        let algorithm = algorithm
+            .map(|name| name.parse::<Algorithm>().map_err(|error| PyValueError::new_err(error.to_string())))
+            .transpose()?;
+        let (group, ticket) = self.0.join(GroupSpec {
+            id: GroupId(id),
+            generation: Generation(generation),
+            rank,
+            members,
+            secret,
+            algorithm,
+            name,
+        });
+        Ok((Group(group), Ticket(ticket)))
+    }
+
+    /// Counters, as nested dicts and lists.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = py.detach(|| self.0.stats()).map_err(|failure| error(py, &failure))?;
+        let out = PyDict::new(py);
+        out.set_item("finished_operations", stats.finished_operations)?;
+        out.set_item("memory_bytes", stats.memory_bytes)?;
+        let mut groups = Vec::new();
+        for group in stats.groups {
+            let entry = PyDict::new(py);
+            entry.set_item("name", group.name)?;
+            entry.set_item("rank", group.rank)?;
+            entry.set_item("world", group.world)?;
+            entry.set_item("issued", group.issued)?;
+            entry.set_item("active", group.active)?;
+            entry.set_item("algorithm", group.algorithm)?;
+            entry.set_item("failed", group.failed)?;
+            groups.push(entry);
+        }
+        out.set_item("groups", groups)?;
+        let mut peers = Vec::new();
+        for peer in stats.peers {
+            let entry = PyDict::new(py);
+            entry.set_item("rank", peer.rank)?;
+            entry.set_item("host", peer.host)?;
+            entry.set_item("address", peer.address)?;
+            entry.set_item("medium", peer.medium)?;
+            entry.set_item("lost", peer.lost)?;
+            let mut streams = Vec::new();
+            for (id, stream) in peer.streams {
+                let entry = PyDict::new(py);
+                entry.set_item("stream", id)?;
+                entry.set_item("sent_bytes", stream.sent_bytes)?;
+                entry.set_item("received_bytes", stream.received_bytes)?;
+                entry.set_item("sent_frames", stream.sent_frames)?;
+                entry.set_item("repeated_frames", stream.repeated_frames)?;
+                entry.set_item("duplicate_frames", stream.duplicate_frames)?;
+                entry.set_item("rate_bytes_per_s", stream.rate_bytes_per_s)?;
+                entry.set_item("round_trip_s", stream.round_trip_ns as f64 / 1e9)?;
+                entry.set_item("window_bytes", stream.window_bytes)?;
+                streams.push(entry);
+            }
+            entry.set_item("streams", streams)?;
+            peers.push(entry);
+        }
+        out.set_item("peers", peers)?;
+        Ok(out)
+    }
+
+    /// Says good-bye to the peers and ends the thread.
+    fn stop(&self, py: Python<'_>) {
+        py.detach(|| self.0.stop());
+    }
+}
+
+/// A set of ranks that run collectives together.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct Group(penstock_engine::Group);
+
+#[pymethods]
+impl Group {
+    /// Starts an operation on `bytes` bytes (as the plan counts them) of `elements` elements. `input` and `output` are
+    /// addresses; whatever keeps them valid goes into `keep`, which is held until the operation has ended.
+    #[pyo3(signature = (
+        collective, *, dtype, elements, bytes, input, output, op=None, factor=1.0, rank=0, tag=0, input_splits=None,
+        output_splits=None, priority=0, timeout_s, keep=None
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn start(
+        &self,
+        collective: &str,
+        dtype: &str,
+        elements: u64,
+        bytes: u64,
+        input: usize,
+        output: usize,
+        op: Option<&str>,
+        factor: f64,
+        rank: u32,
+        tag: u32,
+        input_splits: Option<Vec<u64>>,
+        output_splits: Option<Vec<u64>>,
+        priority: i32,
+        timeout_s: f64,
+        keep: Option<Py<PyAny>>,
+    ) -> PyResult<Ticket> {
+        let (collective, name) = match collective {
+            "all_reduce" => (Collective::AllReduce, Name::AllReduce),
+            "reduce_scatter" => (Collective::ReduceScatter, Name::ReduceScatter),
+            "all_gather" => (Collective::AllGather, Name::AllGather),
+            "broadcast" => (Collective::Broadcast { root: rank }, Name::Broadcast),
+            "reduce" => (Collective::Reduce { root: rank }, Name::Reduce),
+            "gather" => (Collective::Gather { root: rank }, Name::Gather),
+            "scatter" => (Collective::Scatter { root: rank }, Name::Scatter),
+            "all_to_all" => (Collective::AllToAll, Name::AllToAll),
+            "barrier" => (Collective::Barrier, Name::Barrier),
+            "send" => (Collective::Send { to: rank }, Name::PointToPoint),
+            "recv" => (Collective::Recv { from: rank }, Name::PointToPoint),
+            _ => return Err(PyValueError::new_err(format!("unknown collective {collective:?}"))),
+        };
+        let dtype = DType::from_name(dtype).ok_or_else(|| PyValueError::new_err(format!("unknown dtype {dtype:?}")))?;
+        let op = op.map(|op| reduce_op(op, factor)).transpose()?;
+        let root = match collective {
+            Collective::Send { .. } | Collective::Recv { .. } => None,
+            other => other.named_rank(),
+        };
+        let splits = match (input_splits, output_splits) {
+            (Some(input), Some(output)) => Some(Splits { input, output }),
+            _ => None,
+        };
+        let call = Call {
+            collective,
+            fingerprint: Fingerprint::new(name, op, dtype, root, elements),
+            dtype,
+            op: op.unwrap_or(ReduceOp::Sum),
+            bytes,
+            splits,
+            input: input as *const u8,
+            output: output as *mut u8,
+            tag,
+            priority: Priority(priority),
+            timeout: (timeout_s * 1e9) as u64,
+            keep: keep.map(|keep| Box::new(keep) as Box<dyn std::any::Any + Send>),
+        };
+        // SAFETY: the caller's contract; `keep` holds the tensors, and torch's own contract forbids their use meanwhile.
+        Ok(Ticket(unsafe { self.0.start(call) }))
+    }
+
+    /// Leaves the group; operations that still run fail.
+    fn leave(&self) {
+        self.0.leave();
+    }
+
+    /// Fails all operations of the group on all ranks.
+    fn abort(&self, reason: &str) {
+        self.0.abort(reason);
+    }
+}
+
+/// The pending result of an operation.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct Ticket(penstock_engine::Ticket);
+
+#[pymethods]
+impl Ticket {
+    /// Blocks without the GIL until the operation has ended; raises what it failed with. With a time-out: whether it
+    /// has ended. Ctrl-C interrupts the wait, not the operation.
+    #[pyo3(signature = (timeout_s=None))]
+    fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<bool> {
+        let mut left = timeout_s.map(Duration::from_secs_f64);
+        let mut result = self.0.result();
+        while result.is_none() {
+            let slice = left.unwrap_or(SIGNAL_CHECK).min(SIGNAL_CHECK);
+            result = py.detach(|| self.0.wait(Some(slice)));
+            py.check_signals()?;
+            if let Some(left) = &mut left {
+                *left = left.saturating_sub(slice);
+                if left.is_zero() {
+                    break;
+                }
+            }
+        }
+        match result {
+            None => Ok(false),
+            Some(Ok(())) => Ok(true),
+            Some(Err(failure)) => Err(error(py, &failure)),
+        }
+    }
+
+    /// Whether the operation has ended, well or not.
+    fn done(&self) -> bool {
+        self.0.result().is_some()
+    }
+
+    /// Calls `callback()` once the operation has ended, on a thread of its own.
+    fn on_done(&self, callback: Py<PyAny>) {
+        self.0.on_done(|_| callbacks::later(callback));
+    }
+}
+
+fn reduce_op(name: &str, factor: f64) -> PyResult<ReduceOp> {
+    Ok(match name {
+        "sum" => ReduceOp::Sum,
+        "avg" => ReduceOp::Avg,
+        "premul_sum" => ReduceOp::PremulSum(factor),
+        "product" => ReduceOp::Product,
+        "min" => ReduceOp::Min,
+        "max" => ReduceOp::Max,
+        "band" => ReduceOp::BitAnd,
+        "bor" => ReduceOp::BitOr,
+        "bxor" => ReduceOp::BitXor,
+        _ => return Err(PyValueError::new_err(format!("unknown reduction {name:?}"))),
+    })
+}
+
+/// How often a waiting thread looks for signals.
+const SIGNAL_CHECK: Duration = Duration::from_millis(100);

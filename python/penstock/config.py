@@ -1,0 +1,190 @@
+"""Every knob, in one table: name, default, what it costs, and which symptom means that it is wrong.
+
+All knobs are environment variables, read when the first process group is made. ``penstock info`` lists them with their
+values and where they come from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import Config as ConfigError
+
+__all__ = ["KNOBS", "Knob", "Settings", "read"]
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One setting."""
+
+    name: str
+    """The environment variable."""
+    default: str
+    parse: Callable[[str], Any]
+    meaning: str
+    """For people: what it does, costs and is tied to."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The knobs' values, parsed. One field a knob, in lower case without the prefix."""
+
+    interface: str
+    port_range: tuple[int, int]
+    streams: int
+    shm: bool
+    algorithm: str | None
+    checksum: bool
+    secret: str
+    secret_file: str
+    peer_timeout: float
+    socket_buffer: int
+    log: str
+
+    def job_secret(self) -> bytes | None:
+        """The job secret that the user gave; None when there is none."""
+        if self.secret:
+            return self.secret.encode()
+        if self.secret_file:
+            try:
+                secret = Path(self.secret_file).read_bytes().strip()
+            except OSError as error:
+                raise ConfigError(f"PENSTOCK_SECRET_FILE={self.secret_file} cannot be read: {error.strerror}") from error
+            if not secret:
+                raise ConfigError(f"PENSTOCK_SECRET_FILE={self.secret_file} is empty")
+            return secret
+        return None
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Parse all knobs.
+
+    Raises:
+        penstock.errors.Config: a value that its knob does not take; the text quotes it and says what it takes.
+    """
+    values = {}
+    for knob in KNOBS:
+        text = environ.get(knob.name, knob.default)
+        try:
+            values[knob.name.removeprefix("PENSTOCK_").lower()] = knob.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{knob.name}={text!r}: {error}. It means: {knob.meaning}") from None
+    return Settings(**values)
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("must be 0 or 1")
+    return text == "1"
+
+
+def _streams(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 64:
+        raise ValueError("must be a number from 1 to 64")
+    return int(text)
+
+
+def _ports(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if not low.isdigit() or not (high or low).isdigit():
+        raise ValueError("must be LOW-HIGH, or 0 for any port")
+    first, last = int(low), int(high or low)
+    if not first <= last <= 65535:
+        raise ValueError("must be LOW-HIGH with LOW <= HIGH <= 65535")
+    return first, last
+
+
+def _algorithm(text: str) -> str | None:
+    names = ("auto", "ring", "halving-doubling", "recursive-doubling", "exchange", "direct")
+    if text not in names:
+        raise ValueError(f"must be one of {', '.join(names)}")
+    return None if text == "auto" else text
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.5 <= value <= 3600:
+        raise ValueError("must be from 0.5 to 3600 seconds")
+    return value
+
+
+def _bytes(text: str) -> int:
+    if not text.isdigit() or int(text) > 1 << 30:
+        raise ValueError("must be a number of bytes, at most 1073741824")
+    return int(text)
+
+
+def _level(text: str) -> str:
+    if text not in ("error", "warn", "info", "debug"):
+        raise ValueError("must be error, warn, info or debug")
+    return text
+
+
+KNOBS = (
+    Knob(
+        "PENSTOCK_INTERFACE",
+        "",
+        str,
+        "network interfaces to use, comma-separated names or addresses; streams take turns over them. Empty: "
+        "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, else the interface that routes to the master.",
+    ),
+    Knob(
+        "PENSTOCK_PORT_RANGE",
+        "0",
+        _ports,
+        "ports to listen on, LOW-HIGH; 0 lets the kernel choose. Set it where a firewall opens a range only.",
+    ),
+    Knob(
+        "PENSTOCK_STREAMS",
+        "8",
+        _streams,
+        "TCP streams to each peer. More of them add up where the network caps a flow, and cost memory (up to 256 KiB "
+        "each) and processor time. Measured: docs/benchmarks/.",
+    ),
+    Knob(
+        "PENSTOCK_SHM",
+        "1",
+        _flag,
+        "1: ranks on one host read each other's memory. 0: they use TCP, as if they were on different hosts.",
+    ),
+    Knob(
+        "PENSTOCK_ALGORITHM",
+        "auto",
+        _algorithm,
+        "all-reduce algorithm; rank 0's value counts for the group. auto chooses by size and hosts "
+        "(docs/algorithms.md).",
+    ),
+    Knob(
+        "PENSTOCK_CHECKSUM",
+        "0",
+        _flag,
+        "1: every frame carries a CRC32C; a damaged one is sent again. Costs about a tenth of a core at 10 Gbit/s.",
+    ),
+    Knob(
+        "PENSTOCK_SECRET",
+        "",
+        str,
+        "job secret that every stream proves, the same on all ranks. Empty: one made by rank 0 and passed through "
+        "the store, which guards against accidents only.",
+    ),
+    Knob("PENSTOCK_SECRET_FILE", "", str, "a file that holds the job secret; PENSTOCK_SECRET wins."),
+    Knob(
+        "PENSTOCK_PEER_TIMEOUT",
+        "4",
+        _seconds,
+        "seconds of silence after which a rank is lost. Raise it where machines are suspended or heavily overloaded.",
+    ),
+    Knob(
+        "PENSTOCK_SOCKET_BUFFER",
+        "0",
+        _bytes,
+        "SO_SNDBUF and SO_RCVBUF in bytes; 0 leaves them to the kernel, which is right unless its limits are tiny.",
+    ),
+    Knob("PENSTOCK_LOG", "warn", _level, "what is printed on standard error: error, warn, info or debug."),
+)
+
+assert [knob.name.removeprefix("PENSTOCK_").lower() for knob in KNOBS] == [field.name for field in fields(Settings)]

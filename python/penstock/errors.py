@@ -1,0 +1,44 @@
+"""What can go wrong, as exceptions that a caller can act on.
+
+Every exception says in its text what happened, where (operation, sequence number, rank, address), and what to do.
+``error.group_lives`` tells whether the process group can still be used; after an operation has failed it cannot, and
+nothing of Penstock touches the operation's tensors any more.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Bug", "Closed", "Config", "Mismatch", "PeerLost", "PenstockError", "Refused", "Timeout"]
+
+
+class PenstockError(RuntimeError):
+    """Base of all of Penstock's exceptions."""
+
+    group_lives: bool = False
+
+
+class Mismatch(PenstockError):
+    """Ranks issued different operations, sizes, dtypes or roots: mend the script."""
+
+
+class PeerLost(PenstockError, ConnectionError):
+    """A rank died, stopped or became unreachable: rebuild the group without it, or restart the job."""
+
+
+class Timeout(PenstockError, TimeoutError):
+    """An operation took longer than its time-out although every rank answers."""
+
+
+class Refused(PenstockError, ConnectionError):
+    """A peer did not accept us, or we did not accept it (secret, version, job): mend the deployment."""
+
+
+class Config(PenstockError, ValueError):
+    """A knob, an argument or the machine is not as needed; nothing was sent."""
+
+
+class Closed(PenstockError):
+    """The group was destroyed, aborted or left behind by a fork before the operation ended."""
+
+
+class Bug(PenstockError):
+    """A defect of Penstock itself: please report it."""

@@ -1,0 +1,42 @@
+"""The front for PyTorch: the ``torch.distributed`` backend called "penstock".
+
+- ``register``: makes the word known to torch. ``import penstock`` and torch's own autoload call it.
+- ``stats``: what the engine of this process counts.
+
+`backend` translates torch's calls, `work` is what they return, `rendezvous` starts the engine and joins groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["register", "stats"]
+
+
+def register() -> None:
+    """Make ``init_process_group("penstock")`` work. Cheap: nothing else is imported before the first group is made."""
+    import torch.distributed as dist
+
+    if "penstock" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("penstock", _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def stats() -> dict[str, Any]:
+    """What this process's engine counts: operations, memory, groups, and for every peer its streams.
+
+    Returns: a dict with ``finished_operations``, ``memory_bytes`` (of the engine, beyond tensors), ``groups`` and
+        ``peers``; each peer has ``rank``, ``host``, ``address``, ``medium`` ("tcp", "memory" or "local socket") and
+        ``streams`` with bytes, frames, rates and round trips.
+
+    Raises:
+        penstock.errors.Closed: no process group of the penstock backend exists.
+    """
+    from penstock.torch import rendezvous
+
+    return rendezvous.stats()
+
+
+def _create(options: Any, pg_options: Any) -> Any:
+    from penstock.torch import backend
+
+    return backend.create(options, pg_options)

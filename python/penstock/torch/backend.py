@@ -1,0 +1,518 @@
+"""The torch.distributed backend: translates torch's calls into the engine's.
+
+torch has two base classes for backends in Python, depending on its version: ``ProcessGroup`` alone up to 2.13, where
+our object *is* the group, and ``Backend`` from 2.14 on, where torch's group dispatches to us by device. Both get the
+same calls from `_Collectives`; `create` tests which base can be constructed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from penstock.errors import Config as ConfigError
+from penstock.torch import rendezvous
+from penstock.torch.work import Work
+
+__all__ = ["create"]
+
+
+def create(options: Any, pg_options: Any) -> Any:
+    """Make a backend for one group; torch calls this from init_process_group and new_group.
+
+    Blocks until all ranks of the group are connected, or the group's time-out.
+    """
+    if pg_options is not None:
+        raise ConfigError("the penstock backend takes no pg_options; its knobs are environment variables (penstock info)")
+    # torch leaves the list empty for the default group, whose ranks are the job's.
+    global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    rank, world = options.group_rank, options.group_size
+    name = getattr(options, "group_id", "") or "default"
+    membership = rendezvous.join(options.store, rank, world, options.timeout, name, global_ranks[rank])
+    return _CLASS(membership, options.timeout)
+
+
+class _Collectives:
+    """torch's calls, for either base class. ``self._member`` is the group's membership.
+
+    Every call returns a `Work` at once. Tensors must be dense and contiguous, on the CPU; they must not be used until
+    the Work has completed. Calls on a group must come in the same order on all its ranks.
+    """
+
+    _member: rendezvous.Membership
+    _timeout: timedelta
+
+    # torch asks for these properties; one that is missing sends its getter into an endless recursion (2.15).
+    supports_coalescing = False
+    supports_splitting = False
+    supports_shrinking = False
+    supports_reconfigure = False
+    supports_window = False
+    supports_time_estimate = False
+    _supports_time_estimate = False
+
+    def _setup(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
+        self._member = membership
+        self._timeout = timeout
+        self._sequence = itertools.count()
+        self._last_sequence = 0
+        _alive.add(self)
+
+    # ------------------------------------------------------------------ reductions
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        return self._each(tensors, lambda tensor: self._all_reduce(tensor, opts), tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        return self._each(tensors, lambda tensor: self._all_reduce(tensor, opts), tensors)
+
+    def _all_reduce(self, tensor: torch.Tensor, opts: Any) -> Any:
+        return self._start("all_reduce", opts, tensor=tensor, output=tensor, keep=tensor, reduce=opts.reduceOp)
+
+    def allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        raise ConfigError("all_reduce of sparse tensors is not supported; make them dense first")
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        return self._each(
+            tensors,
+            lambda tensor: self._start(
+                "reduce", opts, tensor=tensor, output=tensor, keep=tensor, reduce=opts.reduceOp, rank=opts.rootRank
+            ),
+            tensors,
+        )
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
+        return Work([self._reduce_scatter(output, input, opts)], [output])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
+    ) -> Work:
+        return Work([self._reduce_scatter(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any
+    ) -> Work:
+        tickets = []
+        for output, inputs in zip(outputs, input_lists, strict=True):
+            self._check_list("reduce_scatter", inputs, output)
+            tickets.append(self._reduce_scatter(output, _joined(inputs), opts))
+        return Work(tickets, outputs)
+
+    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
+        self._check_whole("reduce_scatter", whole=input, part=output)
+        return self._start(
+            "reduce_scatter",
+            opts,
+            tensor=input,
+            input=input,
+            output=output,
+            keep=(input, output),
+            reduce=opts.reduceOp,
+        )
+
+    # ------------------------------------------------------------------ moving data
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        return self._each(
+            tensors,
+            lambda tensor: self._start(
+                "broadcast", opts, tensor=tensor, output=tensor, keep=tensor, rank=opts.rootRank
+            ),
+            tensors,
+        )
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
+        return Work([self._all_gather(output, input, opts)], [output])
+
+    def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work:
+        return Work([self._all_gather(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+
+    def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
+        tickets, copies = [], []
+        for outputs, input in zip(output_lists, inputs, strict=True):
+            self._check_list("all_gather", outputs, input)
+            flat = input.new_empty(self._member.world * input.numel())
+            tickets.append(self._all_gather(flat, input, opts))
+            copies.append((flat, outputs))
+        flattened = [tensor for outputs in output_lists for tensor in outputs]
+        return Work(tickets, flattened, lambda: _spread(copies))
+
+    def allgather_coalesced(
+        self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> Work:
+        # Here the lists are by rank, then by input.
+        return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
+
+    def _all_gather(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
+        self._check_whole("all_gather", whole=output, part=input)
+        return self._start("all_gather", opts, tensor=output, input=input, output=output, keep=(input, output))
+
+    def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
+        (input,) = inputs
+        root = opts.rootRank == self._member.rank
+        outputs = output_lists[0] if root and output_lists else []
+        flat = None
+        if root:
+            self._check_list("gather", outputs, input)
+            flat = input.new_empty(self._member.world * input.numel())
+        ticket = self._start(
+            "gather", opts, tensor=input, input=input, output=flat, keep=(input, flat), rank=opts.rootRank
+        )
+        return Work([ticket], outputs, None if flat is None else lambda: _spread([(flat, outputs)]))
+
+    def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Work:
+        (output,) = outputs
+        flat = None
+        if opts.rootRank == self._member.rank:
+            self._check_list("scatter", input_lists[0] if input_lists else [], output)
+            flat = _joined(input_lists[0])
+        ticket = self._start(
+            "scatter", opts, tensor=output, input=flat, output=output, keep=(flat, output), rank=opts.rootRank
+        )
+        return Work([ticket], outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any,
+    ) -> Work:
+        return Work(
+            [
+                self._all_to_all(
+                    output,
+                    input,
+                    self._split_bytes("output", output, output_split_sizes),
+                    self._split_bytes("input", input, input_split_sizes),
+                    opts,
+                )
+            ],
+            [output],
+        )
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work:
+        flat_input, flat_output = _joined(inputs), torch.cat([tensor.reshape(-1) for tensor in outputs])
+        ticket = self._all_to_all(
+            flat_output,
+            flat_input,
+            [tensor.nbytes for tensor in outputs],
+            [tensor.nbytes for tensor in inputs],
+            opts,
+        )
+        return Work([ticket], outputs, lambda: _spread([(flat_output, outputs)]))
+
+    def _all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_bytes: list[int],
+        input_bytes: list[int],
+        opts: Any,
+    ) -> Any:
+        # The parts differ between ranks by right: what must agree is checked pair by pair, from the messages' lengths.
+        return self._start(
+            "all_to_all",
+            opts,
+            tensor=input,
+            input=input,
+            output=output,
+            keep=(input, output),
+            splits=(input_bytes, output_bytes),
+            elements=0,
+        )
+
+    def barrier(self, opts: Any) -> Work:
+        return Work([self._start("barrier", opts)], [])
+
+    def monitored_barrier(self, opts: Any, wait_all: bool = False) -> None:
+        """A barrier whose time-out names the ranks that did not come. ``wait_all`` changes nothing: all are named."""
+        timeout = opts.timeout if _is_set(opts.timeout) else self._timeout
+        self.barrier(opts).wait(timeout + timedelta(seconds=5))
+
+    monitoredBarrier = monitored_barrier
+
+    # ------------------------------------------------------------------ point to point
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
+        (tensor,) = tensors
+        return Work(
+            [self._start("send", None, tensor=tensor, input=tensor, keep=tensor, rank=dst, tag=tag)], tensors
+        )
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
+        (tensor,) = tensors
+        ticket = self._start("recv", None, tensor=tensor, output=tensor, keep=tensor, rank=src, tag=tag)
+        return Work([ticket], tensors, source=src)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
+        raise ConfigError(
+            "recv from any source is not supported: name the source rank (torch does not pass on which rank it was "
+            "to backends written in Python)"
+        )
+
+    recvAnysource = recv_anysource
+
+    # ------------------------------------------------------------------ life
+
+    def shutdown(self) -> None:
+        """Leave the group: torch calls this from destroy_process_group."""
+        if self in _alive:
+            _alive.discard(self)
+            self._member.leave()
+
+    def abort(self) -> None:
+        """Fail everything that is running, on all ranks, and leave."""
+        if self in _alive:
+            self._member.group.abort(f"rank {self._member.rank} called abort()")
+            self.shutdown()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The time-out of operations to come."""
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def get_error(self) -> Any:
+        return c10d.ErrorType.SUCCESS
+
+    def getBackendName(self) -> str:
+        return "penstock"
+
+    def name(self) -> str:
+        return "penstock"
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._last_sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _wait_for_pending_works(self) -> None:
+        pass
+
+    def eager_connect_single_device(self, device: Any = None) -> None:
+        pass
+
+    def _set_group_uid(self, uid: str) -> None:
+        self._group_uid = uid
+
+    # ------------------------------------------------------------------ helpers
+
+    def _start(
+        self,
+        collective: str,
+        opts: Any,
+        *,
+        tensor: torch.Tensor | None = None,
+        input: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+        keep: Any = None,
+        reduce: Any = None,
+        rank: int = 0,
+        tag: int = 0,
+        splits: tuple[list[int], list[int]] | None = None,
+        elements: int | None = None,
+    ) -> Any:
+        """Start one operation. ``tensor`` gives the dtype and the size that ranks must agree on."""
+        for checked in (input, output):
+            if checked is not None:
+                _check_tensor(collective, checked)
+        dtype, count = "byte", 0
+        if tensor is not None:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            count = tensor.numel()
+            if dtype not in _DTYPES:
+                # A type that is only moved here, as bytes.
+                dtype, count = "byte", tensor.nbytes
+        timeout = opts.timeout if opts is not None and _is_set(opts.timeout) else self._timeout
+        op, factor = _reduction(reduce, collective, tensor) if reduce is not None else (None, 1.0)
+        self._last_sequence = next(self._sequence)
+        with torch.profiler.record_function(f"penstock:{collective}"):
+            return self._member.group.start(
+                collective,
+                dtype=dtype,
+                elements=count if elements is None else elements,
+                bytes=0 if tensor is None else tensor.nbytes,
+                input=0 if input is None else input.data_ptr(),
+                output=0 if output is None else output.data_ptr(),
+                op=op,
+                factor=factor,
+                rank=rank,
+                tag=tag,
+                input_splits=None if splits is None else splits[0],
+                output_splits=None if splits is None else splits[1],
+                timeout_s=timeout.total_seconds(),
+                keep=keep,
+            )
+
+    def _each(
+        self, tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any], outputs: list[torch.Tensor]
+    ) -> Work:
+        return Work([start(tensor) for tensor in tensors], list(outputs))
+
+    def _check_list(self, collective: str, parts: Sequence[torch.Tensor], part: torch.Tensor) -> None:
+        if len(parts) != self._member.world:
+            raise ConfigError(f"{collective}: a list of {self._member.world} tensors is needed, not {len(parts)}")
+        for other in parts:
+            if other.numel() != part.numel() or other.dtype != part.dtype:
+                raise ConfigError(
+                    f"{collective}: all tensors of the list must have {part.numel()} elements of {part.dtype}; one has "
+                    f"{other.numel()} of {other.dtype}. Use all_to_all for unequal parts."
+                )
+
+    def _check_whole(self, collective: str, *, whole: torch.Tensor, part: torch.Tensor) -> None:
+        if whole.numel() != part.numel() * self._member.world or whole.dtype != part.dtype:
+            raise ConfigError(
+                f"{collective}: {whole.numel()} elements of {whole.dtype} are not {self._member.world} times "
+                f"{part.numel()} of {part.dtype}"
+            )
+
+    def _split_bytes(self, what: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
+        world = self._member.world
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not sizes:
+            if rows % world:
+                raise ConfigError(f"all_to_all: the {what} has {rows} rows, which {world} ranks cannot share equally")
+            sizes = [rows // world] * world
+        if len(sizes) != world or sum(sizes) != rows:
+            raise ConfigError(f"all_to_all: {what} splits {sizes} do not cut {rows} rows into {world} parts")
+        row = tensor.nbytes // rows if rows else 0
+        return [size * row for size in sizes]
+
+    # What torch called these up to 2.12.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _check_tensor(collective: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"{collective}: a {tensor.layout} tensor; make it dense first")
+    if not tensor.is_contiguous():
+        raise ConfigError(
+            f"{collective}: tensors must be contiguous; this one has shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}. Call .contiguous() first (and copy back what is written in place)."
+        )
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"{collective}: tensors on {tensor.device.type} are not supported; move them to the CPU")
+
+
+def _reduction(reduce: Any, collective: str, tensor: torch.Tensor | None) -> tuple[str, float]:
+    kind = reduce.op if hasattr(reduce, "op") else reduce
+    name = _REDUCTIONS.get(str(kind).rpartition(".")[2])
+    if name is None:
+        raise ConfigError(f"{collective}: unknown reduction {kind}")
+    factor = 1.0
+    if name == "premul_sum":
+        given = getattr(reduce, "factor", None)
+        if given is None:
+            # torch keeps the factor in the pickled state only (up to 2.14).
+            given = reduce.__getstate__()[1]
+        factor = float(given)
+    return name, factor
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _spread(copies: Iterable[tuple[torch.Tensor, Sequence[torch.Tensor]]]) -> None:
+    """Copy the parts of each flat tensor to where the user wants them."""
+    for flat, outputs in copies:
+        start = 0
+        for output in outputs:
+            # detach: torch must not take it for an operation of the graph.
+            output.detach().copy_(flat[start : start + output.numel()].view_as(output))
+            start += output.numel()
+
+
+def _is_set(timeout: timedelta) -> bool:
+    """torch passes a negative time-out for "none given"."""
+    return timeout.total_seconds() > 0
+
+
+def _class() -> Any:
+    """The class for this torch: feature-tested, not version-tested."""
+    if "__init__" in vars(c10d.Backend):
+        base = getattr(dist, "BackendBase", None) or c10d.Backend
+
+        class PenstockBackend(_Collectives, base):  # type: ignore[misc, valid-type]
+            def __init__(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
+                base.__init__(self, membership.rank, membership.world)
+                self._setup(membership, timeout)
+
+        return PenstockBackend
+
+    class PenstockProcessGroup(_Collectives, dist.ProcessGroup):
+        """Where only groups can be written in Python, it also answers for what torch's C++ group would know."""
+
+        _device_types = [torch.device("cpu")]  # noqa: RUF012: torch reads it as a list
+
+        def __init__(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
+            dist.ProcessGroup.__init__(self, membership.rank, membership.world)
+            self._setup(membership, timeout)
+            self._group_name = ""
+            self._group_desc = ""
+
+        @property
+        def group_name(self) -> str:
+            return self._group_name
+
+        def _set_group_name(self, name: str) -> None:
+            self._group_name = name
+
+        setGroupName = _set_group_name
+
+        def getGroupName(self) -> str:
+            return self._group_name
+
+        @property
+        def group_desc(self) -> str:
+            return self._group_desc
+
+        def _set_group_desc(self, desc: str) -> None:
+            self._group_desc = desc
+
+        def getGroupDesc(self) -> str:
+            return self._group_desc
+
+        def _get_backend(self, device: torch.device) -> PenstockProcessGroup:
+            if device.type != "cpu":
+                raise ConfigError(f"this group has no backend for {device.type}: with torch below 2.14 penstock is the "
+                                  "whole group. Use torch 2.14 or newer for mixed backends.")
+            return self
+
+    return PenstockProcessGroup
+
+
+# torch's C++ side keeps only a weak hold on a backend written in Python (TORCH_DISTRIBUTED_DEBUG=DETAIL crashes).
+_alive: set[Any] = set()
+
+_DTYPES = frozenset(
+    (
+        "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 bool uint16 uint32 uint64 complex32 complex64 "
+        "complex128"
+    ).split()
+)
+_REDUCTIONS = {
+    "SUM": "sum",
+    "AVG": "avg",
+    "PREMUL_SUM": "premul_sum",
+    "PRODUCT": "product",
+    "MIN": "min",
+    "MAX": "max",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
+}
+_CLASS = _class()

@@ -1,0 +1,268 @@
+"""Starts this process's engine and joins groups through torch's store.
+
+One engine serves all groups of the process: groups share streams. What a group needs is agreed through its store, in
+two batches: every rank publishes its contact, rank 0 also the group's id, its secret and its algorithm; then everybody
+reads all of it and connects.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock import _core, config
+from penstock.errors import Closed, PenstockError, Refused
+from penstock.errors import Config as ConfigError
+from penstock.errors import Timeout as TimeoutError_
+
+__all__ = ["Membership", "join", "stats"]
+
+log = logging.getLogger("penstock")
+
+
+@dataclass
+class Membership:
+    """This process's part in one group."""
+
+    group: _core.Group
+    rank: int
+    world: int
+    name: str
+    engine: _Engine
+
+    def leave(self) -> None:
+        """Leave the group; the engine stops with the last one. Blocks until peers have taken what is left."""
+        self.group.leave()
+        self.engine.release()
+
+
+def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_rank: int) -> Membership:
+    """Join a group: agree through ``store``, connect to every member.
+
+    Args:
+        store: the group's own store (torch gives each group a prefix).
+        rank: this process's rank in the group.
+        world: the group's size.
+        timeout: for the whole of it.
+        name: for logs and errors.
+        job_rank: this process's rank in the job, for messages.
+
+    Raises:
+        penstock.errors.Config: a knob is wrong, an interface or port cannot be had, the store cannot be reached.
+        penstock.errors.Refused: secrets or versions differ.
+        penstock.errors.Timeout: not all ranks came.
+    """
+    engine = None
+    try:
+        settings = config.read()
+        engine = _Engine.acquire(settings, store, job_rank)
+        try:
+            agreed, members = _agree(store, rank, world, timeout, name, settings, engine)
+        except dist.DistError as error:
+            raise ConfigError(
+                f"the store of group {name} cannot be used by rank {rank}: {str(error).splitlines()[0]}. Check "
+                "MASTER_ADDR and MASTER_PORT, and that rank 0 is running."
+            ) from error
+        group, ticket = engine.core.join(
+            id=agreed["id"],
+            generation=engine.generation,
+            rank=rank,
+            members=members,
+            secret=_secret(agreed, settings, rank),
+            algorithm=agreed["algorithm"],
+            name=name,
+        )
+        _await_links(ticket, store, rank, timeout, name)
+    except BaseException as error:
+        _tell_failure(store, rank, error)
+        if engine is not None:
+            engine.release()
+        raise
+    membership = Membership(group, rank, world, name, engine)
+    if rank == 0:
+        _announce(membership, settings, agreed, members)
+    return membership
+
+
+def stats() -> dict[str, Any]:
+    """See `penstock.torch.stats`."""
+    engine = _Engine.current
+    if engine is None:
+        raise Closed('no process group of the "penstock" backend exists in this process')
+    return engine.core.stats()
+
+
+class _Engine:
+    """This process's engine, counted by the groups that use it."""
+
+    current: _Engine | None = None
+    _lock = threading.RLock()
+
+    def __init__(self, settings: config.Settings, store: Any, job_rank: int) -> None:
+        named = [
+            ("PENSTOCK_INTERFACE", settings.interface),
+            ("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "")),
+            ("NCCL_SOCKET_IFNAME", os.environ.get("NCCL_SOCKET_IFNAME", "")),
+        ]
+        _core.init_logging(settings.log)
+        self.interfaces, self.why = _core.choose_interfaces(named, _master(store))
+        # torchrun counts its restarts; frames of an earlier life of the job are refused.
+        self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.core = _core.Engine(
+            rank=job_rank,
+            host=socket.gethostname(),
+            generation=self.generation,
+            addresses=list(dict.fromkeys(address for _, address in self.interfaces)),
+            ports=settings.port_range,
+            streams=settings.streams,
+            shared_memory=settings.shm,
+            checksum=settings.checksum,
+            dead_after_s=settings.peer_timeout,
+            socket_buffer_bytes=settings.socket_buffer,
+        )
+        self._users = 0
+        self._pid = os.getpid()
+
+    @classmethod
+    def acquire(cls, settings: config.Settings, store: Any, job_rank: int) -> _Engine:
+        with cls._lock:
+            if cls.current is None or cls.current._pid != os.getpid():
+                cls.current = cls(settings, store, job_rank)
+                atexit.register(cls._at_exit)
+            cls.current._users += 1
+            return cls.current
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0 and self.current is self
+            if last:
+                _Engine.current = None
+        if last:
+            self.core.stop()
+
+    @classmethod
+    def _at_exit(cls) -> None:
+        # Scripts that end without destroy_process_group still say good-bye, so that no peer takes it for a crash.
+        engine = cls.current
+        if engine is not None and engine._pid == os.getpid():
+            engine.core.stop()
+
+
+def _agree(
+    store: Any, rank: int, world: int, timeout: timedelta, name: str, settings: config.Settings, engine: _Engine
+) -> tuple[dict[str, Any], list[str]]:
+    """Exchange contacts and what rank 0 decides."""
+    if rank == 0:
+        given = settings.job_secret() is not None
+        agreed = {
+            "id": secrets.randbits(63) | 1,
+            "algorithm": settings.algorithm,
+            "secret": None if given else secrets.token_hex(16),
+        }
+        store.set("penstock/group", json.dumps(agreed))
+    store.set(f"penstock/{rank}", engine.core.contact())
+    keys = ["penstock/group", *(f"penstock/{member}" for member in range(world))]
+    _await_keys(store, keys, rank, timeout, name)
+    values: list[bytes] = []
+    for start in range(0, len(keys), _BATCH):
+        values += store.multi_get(keys[start : start + _BATCH])
+    texts = [bytes(value).decode() for value in values]
+    return json.loads(texts[0]), texts[1:]
+
+
+def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name: str) -> None:
+    """Wait until all ranks have published, or one of them has given up."""
+    until = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            return store.wait(keys, timedelta(seconds=1))
+        except dist.DistStoreError:
+            _check_failed(store, name)
+            if time.monotonic() > until:
+                missing = [key.removeprefix("penstock/") for key in keys if not store.check([key])]
+                raise TimeoutError_(
+                    f"rank {rank} waited {timeout} for the other ranks of group {name}; nothing came from rank(s) "
+                    f"{', '.join(missing)}. Did they start?"
+                ) from None
+
+
+def _check_failed(store: Any, name: str) -> None:
+    if store.check([_FAILED]):
+        raise Refused(f"group {name} cannot be built: {bytes(store.get(_FAILED)).decode()}")
+
+
+def _secret(agreed: dict[str, Any], settings: config.Settings, rank: int) -> bytes:
+    own = settings.job_secret()
+    if agreed["secret"] is None and own is None:
+        raise Refused(f"rank 0 has a job secret and rank {rank} has none: set PENSTOCK_SECRET or PENSTOCK_SECRET_FILE")
+    if agreed["secret"] is not None and own is not None:
+        raise Refused(f"rank {rank} has a job secret and rank 0 has none: set PENSTOCK_SECRET or PENSTOCK_SECRET_FILE")
+    return own if own is not None else bytes.fromhex(agreed["secret"])
+
+
+def _await_links(ticket: _core.Ticket, store: Any, rank: int, timeout: timedelta, name: str) -> None:
+    """Wait until all members are connected, or one of them has given up."""
+    waited = 0.0
+    while not ticket.wait(_SLICE_S):
+        waited += _SLICE_S
+        _check_failed(store, name)
+        if waited > timeout.total_seconds():
+            raise TimeoutError_(f"rank {rank} could not connect to all members of group {name} in {timeout}")
+
+
+def _tell_failure(store: Any, rank: int, error: BaseException) -> None:
+    """Let the others fail now instead of at their time-out."""
+    try:
+        if isinstance(error, PenstockError) and not store.check([_FAILED]):
+            store.set(_FAILED, f"rank {rank}: {error}")
+    except Exception as trouble:  # the store may be what failed
+        log.debug("cannot tell the other ranks: %s", trouble)
+
+
+def _master(store: Any) -> str | None:
+    """"host:port" of the job's master, for the route to it."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
+    port = getattr(store, "port", None) or os.environ.get("MASTER_PORT") or "1"
+    if not host:
+        return None
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _announce(membership: Membership, settings: config.Settings, agreed: dict[str, Any], members: list[str]) -> None:
+    """One line for the log: what carries this group."""
+    interfaces = ", ".join(f"{name} {address}" for name, address in membership.engine.interfaces)
+    hosts = len({member.split(" ")[3] for member in members})
+    guard = "PENSTOCK_SECRET" if agreed["secret"] is None else "generated (guards against accidents only)"
+    log.info(
+        "group %s: %d ranks on %d host name(s), %d TCP streams a peer over %s (%s), memory within a host %s, "
+        "algorithm %s, secret %s",
+        membership.name,
+        membership.world,
+        hosts,
+        settings.streams,
+        interfaces,
+        membership.engine.why,
+        "on" if settings.shm else "off",
+        agreed["algorithm"] or "auto",
+        guard,
+    )
+
+
+_FAILED = "penstock/failed"
+# Keys a read: a batch of 512 contacts is some 64 KiB.
+_BATCH = 512
+_SLICE_S = 0.5

@@ -1,0 +1,127 @@
+"""What torch holds while an operation runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock import _core
+from penstock.errors import Timeout
+
+__all__ = ["Work"]
+
+
+class Work(dist.Work):
+    """The pending result of one call to the backend.
+
+    torch's C++ side forwards only `wait` and `get_future` of a Python Work. The future is made when it is asked for:
+    DDP asks for one a bucket, everybody else waits, and making it costs more than a small operation.
+
+    Args:
+        tickets: what must have ended; empty means that there was nothing to do.
+        outputs: the tensors that hold the result, in the form that DDP expects of a future.
+        finish: called once, after the tickets and before anybody sees the result, on the thread that asks first:
+            copies results to where the user wants them.
+        source: the sending rank of a receive.
+    """
+
+    def __init__(
+        self,
+        tickets: Sequence[_core.Ticket],
+        outputs: list[torch.Tensor],
+        finish: Callable[[], None] | None = None,
+        source: int = -1,
+    ) -> None:
+        super().__init__()
+        self._tickets = tickets
+        self._outputs = outputs
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._source = source
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the result is there, without the GIL; raise what the operation failed with.
+
+        Args:
+            timeout: how long to wait here; None or zero waits for the operation's own time-out.
+
+        Raises:
+            penstock.errors.PenstockError: the operation failed; its tensors are undefined and will not be touched.
+        """
+        seconds = timeout.total_seconds() if timeout else None
+        for ticket in self._tickets:
+            if not ticket.wait(seconds):
+                raise Timeout(f"the operation is still running after {seconds} s; wait again, or abort the group")
+        self._finished()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not. Does not block."""
+        return all(ticket.done() for ticket in self._tickets)
+
+    def is_success(self) -> bool:
+        """Whether the operation has ended well. Does not block."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What the operation failed with, if it has."""
+        try:
+            for ticket in self._tickets:
+                ticket.wait(0)
+        except Exception as error:
+            return error
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors, once waited for."""
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """The sending rank of a receive."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the output tensors.
+
+        A failure must reach C++ as a real error. ``Future.set_exception`` stores a Python object that DDP's C++ code
+        reads as tensors, and crashes; a callback of ``then`` that raises becomes a C++ error. So the base future only
+        says "ended", and what is handed out is its ``then``.
+        """
+        with self._lock:
+            if self._future is None:
+                base: torch.futures.Future[None] = torch.futures.Future()
+                self._future = base.then(self._settle)
+                left = [len(self._tickets)]
+                guard = threading.Lock()
+
+                def one_done() -> None:
+                    with guard:
+                        left[0] -= 1
+                        last = left[0] == 0
+                    if last:
+                        base.set_result(None)
+
+                if not self._tickets:
+                    base.set_result(None)
+                for ticket in self._tickets:
+                    ticket.on_done(one_done)
+            return self._future
+
+    def _settle(self, _: Any) -> list[torch.Tensor]:
+        self.wait()
+        return self._outputs
+
+    def _finished(self) -> None:
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
