@@ -278,10 +278,11 @@ class Testbed(Bed):
         self._start_keeper(self._namespaces)
         *hosts, switch = self._namespaces
         netem = self.link.delay_ms > 0 and self._kernel_has_netem()
+        carrier = None
         if self.link.delay_ms > 0 and not netem:
-            self._start_relay()
+            carrier = self._start_relay()
         else:
-            self._wire_switch(hosts, switch)
+            self._wire_switch(hosts, switch, netem=netem)
         device = self.interface
         for host, held in enumerate(hosts):
             lines = [
@@ -299,13 +300,16 @@ class Testbed(Bed):
             self._tc(held, link.host_commands(self.link, device))
             if not self.link.uses_offloads:
                 namespace.inside(held, lambda: _switch_offloads_off(device))
-        if netem or self.hosts > 2:
-            for host in range(self.hosts):
-                self._tc(switch, link.port_commands(self.link, f"port{host}", hosts=self.hosts, netem=netem))
         if self.link.loss:
             self._apply_rules()
+        if carrier is not None:
+            assert carrier.stdout is not None and carrier.stderr is not None
+            with carrier.stdout, carrier.stderr:
+                if not carrier.stdout.readline():
+                    error_text = carrier.stderr.read().decode().strip()
+                    raise TestbedUnavailable(f"the relay that makes delays did not start: {error_text}")
 
-    def _wire_switch(self, hosts: list[int], switch: int) -> None:
+    def _wire_switch(self, hosts: list[int], switch: int, *, netem: bool) -> None:
         """A bridge, and a pair of veth devices for each host."""
         namespace.inside(switch, _forget_iptables)
         lines = ["link set lo up", "link add switch type bridge", "link set switch up"]
@@ -316,6 +320,8 @@ class Testbed(Bed):
                 f"link set {port} master switch up",
             ]
         self._ip(switch, lines)
+        for host in range(self.hosts):
+            self._tc(switch, link.port_commands(self.link, f"port{host}", hosts=self.hosts, netem=netem))
 
     def _apply_rules(self) -> None:
         """Loss and dropped links: rules on what reaches a host, before anything on the host sees it.
@@ -345,7 +351,7 @@ class Testbed(Bed):
             return False
         return True
 
-    def _start_relay(self) -> None:
+    def _start_relay(self) -> subprocess.Popen[bytes]:
         """Give each host a TAP device in place of a wire, and start the process that is their other end.
 
         It lives in the switch's namespace, so it ends with the testbed like everything else in there.
@@ -364,8 +370,8 @@ class Testbed(Bed):
                     [sys.executable, "-I", "-S", relay.__file__, *map(str, arguments)],
                     pass_fds=taps,
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
                     cwd="/",
                     start_new_session=True,
                 ),
@@ -380,6 +386,7 @@ class Testbed(Bed):
                 os.close(tap)
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
+        return process
 
     def _sent_by_class(self, host: int) -> list[FlowClass]:
         caps = self.link.caps_mbit
@@ -453,7 +460,7 @@ def check_available(spec: LinkSpec) -> None:
 
 def find_tool(tool: str) -> str:
     """The path of ``ip``, ``tc`` or ``nft``. Raises: TestbedUnavailable, which says what to install."""
-    path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
+    path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_DIRECTORIES]))
     if path is None:
         raise TestbedUnavailable(f"the command `{tool}` is missing: install {PACKAGES[tool]}")
     return path
@@ -590,6 +597,9 @@ MOST_HOSTS = 64
 """A guess at where one machine's hosts stop being of use. The addresses would do for 254."""
 
 STATE_DIRECTORY = Path("/run/penstock/testbed")
+
+SYSTEM_DIRECTORIES = ["/usr/sbin", "/sbin"]
+"""Where the tools are when PATH, as after a plain ``su``, does not say so."""
 
 PACKAGES = {
     "ip": "iproute2 (Debian, Ubuntu, Alpine, Arch) or iproute (Fedora)",

@@ -10,8 +10,8 @@ so the kernel does neither. And under load this wakes every `TICK_S`, not for ev
 the kernel's: a write carries the packet up to the receiving socket. A relay in a compiled language would not be much
 faster; neither would the kernel's own delay, which has to do the same work.
 
-It runs as a script, ``python -I -S relay.py DELAY_S RATE_BYTES_PER_S BUFFER_S TAP...`` with open devices, and serves
-until it is killed; the devices go with it.
+It runs as a script, ``python -I -S relay.py DELAY_S RATE_BYTES_PER_S BUFFER_S TAP...`` with open devices, says so in
+one line, and serves until it is killed; the devices go with it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> None:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except OSError:
         pass  # then delays vary more on a busy machine
+    os.write(1, b"ready\n")
     serve(taps, delay_s, rate_bytes_per_s, buffer_s)
 
 
