@@ -7,8 +7,8 @@
 //!        +-------+----+----+-------+--------------+------+--------+--------------+
 //!   32   |channel| message |      offset          |     total     | length | ack |
 //!        +-------+---------+-------+--------------+------+--------+--------+-----+
-//!   64   |    fingerprint  |        credit        |header|payload |     used     |
-//!        |                 |                      |  sum |   sum  |    credit    |
+//!   64   |    fingerprint  |        credit        |header|payload |    serial    |
+//!        |                 |                      |  sum |   sum  |              |
 //!        +-----------------+----------------------+------+--------+--------------+ 96
 //! ```
 //! All numbers are little-endian. `length` bytes of payload follow.
@@ -115,9 +115,10 @@ pub struct Header {
     pub credit: u64,
     /// CRC32C of the payload; 0 unless [`FLAG_PAYLOAD_SUM`] is set.
     pub payload_sum: u32,
-    /// Data that travels on eager credit: how much of it the sender has used so far, this message included. It names
-    /// the message in the account for good, when its operation is long forgotten.
-    pub used_credit: u64,
+    /// Names the frame between its nodes for good, when its operation is long forgotten, so that a repeat is known for
+    /// one. Data on eager credit: the credit that the sender has used so far, this message included. Control frames:
+    /// how many were sent before. Other data: 0, the place in the message names it.
+    pub serial: u64,
 }
 
 impl Header {
@@ -140,7 +141,7 @@ impl Header {
             fingerprint: 0,
             credit: 0,
             payload_sum: 0,
-            used_credit: 0,
+            serial: 0,
         }
     }
 
@@ -166,7 +167,7 @@ impl Header {
         out[64..72].copy_from_slice(&self.fingerprint.to_le_bytes());
         out[72..80].copy_from_slice(&self.credit.to_le_bytes());
         out[84..88].copy_from_slice(&self.payload_sum.to_le_bytes());
-        out[88..96].copy_from_slice(&self.used_credit.to_le_bytes());
+        out[88..96].copy_from_slice(&self.serial.to_le_bytes());
         let sum = crc32c::crc32c(&out);
         out[80..84].copy_from_slice(&sum.to_le_bytes());
         out
@@ -207,7 +208,7 @@ impl Header {
             fingerprint: u64_at(64),
             credit: u64_at(72),
             payload_sum: u32_at(84),
-            used_credit: u64_at(88),
+            serial: u64_at(88),
         };
         if header.length > kind.max_payload() {
             return Err(FrameError::Length { kind, length: header.length });
@@ -337,7 +338,7 @@ mod tests {
             fingerprint: 0x0123_4567_89ab_cdef,
             credit: 1 << 50,
             payload_sum: 0xdead_beef,
-            used_credit: 1 << 51,
+            serial: 1 << 51,
         }
     }
 

@@ -215,6 +215,9 @@ pub struct Peer {
     /// Of these, the ones that no stream has in flight.
     control_queue: VecDeque<u64>,
     next_control: u64,
+    /// How many of them have left, and which of the peer's have come.
+    control_serial: u64,
+    controls_taken: Ranges,
     ops: HashMap<OpKey, Op>,
     /// How many records `ops` holds because the peer asked for them.
     remembered: usize,
@@ -241,6 +244,8 @@ impl Peer {
             controls: HashMap::new(),
             control_queue: VecDeque::new(),
             next_control: 0,
+            control_serial: 0,
+            controls_taken: Ranges::default(),
             ops: HashMap::new(),
             remembered: 0,
             credit: Credit::default(),
@@ -352,11 +357,12 @@ impl Peer {
             header.priority = priority;
             header.length = Reference::BYTES as u32;
             self.control(header, Some(&Reference { address }.encode()));
-        } else if self.ops.get(&OpKey::of(&key)).is_some_and(|op| op.granted.covers(&span)) {
+        } else if let Some(op) = self.ops.get_mut(&OpKey::of(&key)).filter(|op| op.granted.covers(&span)) {
+            op.used.insert(span);
             self.ready.insert((priority, issue));
         } else if matches!(message.body, Body::Owned(_)) {
             if total <= self.config.eager_bytes && self.credit.reserve(total, self.config.eager_credit_bytes) {
-                message.way = Way::Eager { used_credit: 0 };
+                message.way = Way::Eager { serial: 0 };
                 self.ready.insert((priority, issue));
             } else {
                 let mut header = Header::new(Kind::Announce, key);
@@ -435,10 +441,25 @@ impl Peer {
 
     /// Forgets everything about an operation: it is finished here. A copied message that still waits for its grant or
     /// its ack goes on.
+    ///
+    /// Two point-to-point operations, one in each direction, may bear the same key; what is not finished of the other
+    /// one stays.
     pub fn retire(&mut self, group: GroupId, channel: u32, op: OpSeq) {
-        if let Some(op) = self.ops.remove(&OpKey { group, channel, op }) {
-            self.remembered -= op.remembered();
+        let key = OpKey { group, channel, op };
+        let Some(op) = self.ops.get_mut(&key) else { return };
+        self.remembered -= op.remembered();
+        let (received, sent) = (channel == 0 || op.is_received(), channel == 0 || op.is_sent());
+        if received && sent {
+            self.ops.remove(&key);
+            return;
         }
+        if received {
+            *op = Op { granted: std::mem::take(&mut op.granted), used: std::mem::take(&mut op.used), ..Op::default() };
+        }
+        if sent {
+            (op.granted, op.used) = Default::default();
+        }
+        self.remembered += op.remembered();
     }
 
     /// Forgets a whole group: it has failed or was closed. Messages not yet taken are dropped, except eager ones that
@@ -463,9 +484,10 @@ impl Peer {
             }
             self.forget_message(issue);
         }
+        // A control frame that has left has its number; the peer waits for no gap, but counts them.
         self.controls.retain(|_, control| {
             let Header { kind, key, .. } = control.header;
-            key.group != group || matches!(kind, Kind::Report | Kind::Bye)
+            key.group != group || control.has_left || matches!(kind, Kind::Report | Kind::Bye)
         });
         self.control_queue.retain(|id| self.controls.contains_key(id));
     }
@@ -520,7 +542,7 @@ impl Peer {
     fn control(&mut self, header: Header, payload: Option<&[u8]>) -> u64 {
         let id = self.next_control;
         self.next_control += 1;
-        self.controls.insert(id, Control { header, payload: payload.map(Arc::from), copies: 0 });
+        self.controls.insert(id, Control { header, payload: payload.map(Arc::from), has_left: false, copies: 0 });
         self.control_queue.push_back(id);
         id
     }
@@ -531,6 +553,10 @@ impl Peer {
         stream.sent(FrameId::Control(control), self.controls[&control].header.length, now);
         let control = self.controls.get_mut(&control).expect("looked at above");
         control.copies += 1;
+        if !std::mem::replace(&mut control.has_left, true) {
+            control.header.serial = self.control_serial;
+            self.control_serial += 1;
+        }
         let payload = match &control.payload {
             Some(bytes) => Payload::Owned(bytes.clone(), 0..bytes.len()),
             None => no_payload(),
@@ -554,13 +580,13 @@ impl Peer {
         if self.config.checksum {
             header.flags |= FLAG_PAYLOAD_SUM;
         }
-        if let Way::Eager { used_credit } = &mut message.way {
-            if *used_credit == 0 {
+        if let Way::Eager { serial } = &mut message.way {
+            if *serial == 0 {
                 self.credit.used += eager_cost(message.total);
-                *used_credit = self.credit.used;
+                *serial = self.credit.used;
             }
             header.flags |= FLAG_EAGER;
-            header.used_credit = *used_credit;
+            header.serial = *serial;
         }
         let payload = match &message.body {
             Body::Owned(bytes) => {
@@ -703,14 +729,13 @@ impl Peer {
         }
         let key = OpKey::of(&header.key);
         let message = u64::from(header.key.message);
+        if eager && self.credit.is_counted(header) {
+            return Ok(Arrival::Discard);
+        }
         if !eager && !self.ops.get(&key).is_some_and(|op| op.given.covers(&(message..message + 1))) {
             return Err(FrameError::OutOfTurn("data of an operation that was not granted"));
         }
         let op = self.ops.entry(key).or_default();
-        let known = op.incoming.contains_key(&header.key.message);
-        if eager && !known && self.credit.is_counted(header) {
-            return Err(FrameError::OutOfTurn("an eager message on the credit of another"));
-        }
         op.incoming.entry(header.key.message).or_insert_with(|| Incoming::new(header.total)).arrive(id, header)
     }
 
@@ -729,6 +754,7 @@ impl Peer {
         let mut finish = Finish { apply: true, revoke: None };
         match header.kind {
             Kind::Data => finish = self.handle_data(id, header, status)?,
+            kind if kind.is_counted() && !self.is_new_control(header)? => finish.apply = false,
             Kind::Reference => finish.apply = self.handle_reference(header, status)?,
             Kind::Done => self.handle_done(header)?,
             Kind::Grant => self.handle_grant(header, status)?,
@@ -746,7 +772,7 @@ impl Peer {
                 stream.taken_frames = stream.taken_frames.wrapping_add(1);
                 stream.owes_ack = true;
                 stream.stats.received_bytes += u64::from(header.length);
-                stream.stats.duplicate_frames += u64::from(header.kind == Kind::Data && !finish.apply);
+                stream.stats.duplicate_frames += u64::from(!finish.apply);
             }
         }
         Ok(finish)
@@ -792,22 +818,29 @@ impl Peer {
         Ok(finish)
     }
 
-    /// Recorded like data, so that a repeat is not read twice.
+    /// Control frames are repeated like data, and each is used once.
+    fn is_new_control(&mut self, header: &Header) -> Result<bool, FrameError> {
+        let one = header.serial..header.serial.saturating_add(1);
+        let new = !self.controls_taken.covers(&one);
+        self.controls_taken.insert(one);
+        if self.controls_taken.count() > MAX_REMEMBERED {
+            return Err(FrameError::OutOfTurn("control frames with too many gaps between them"));
+        }
+        Ok(new)
+    }
+
     fn handle_reference(&mut self, header: &Header, status: OpStatus) -> Result<bool, FrameError> {
         if status == OpStatus::Retired {
             return Ok(false);
         }
         let op = self.ops.entry(OpKey::of(&header.key)).or_default();
-        match op.incoming.get(&header.key.message) {
-            Some(message) if message.by_reference => Ok(false),
-            Some(_) => Err(FrameError::OutOfTurn("a reference to a message that came as data")),
-            None => {
-                op.incoming.insert(header.key.message, Incoming { by_reference: true, ..Incoming::new(header.total) });
-                op.references += 1;
-                self.remember(1)?;
-                Ok(true)
-            }
+        if op.incoming.contains_key(&header.key.message) {
+            return Err(FrameError::OutOfTurn("a reference to a message that is here"));
         }
+        op.incoming.insert(header.key.message, Incoming { by_reference: true, ..Incoming::new(header.total) });
+        op.references += 1;
+        self.remember(1)?;
+        Ok(true)
     }
 
     fn handle_done(&mut self, header: &Header) -> Result<(), FrameError> {
@@ -822,20 +855,23 @@ impl Peer {
 
     fn handle_grant(&mut self, header: &Header, status: OpStatus) -> Result<(), FrameError> {
         let span = granted_span(header);
+        let mut used = Ranges::default();
         if !span.is_empty() {
             let last = MessageKey { message: (span.end - 1) as u32, ..header.key };
-            for (_, issue) in self.by_key.range(header.key..=last) {
+            for (key, issue) in self.by_key.range(header.key..=last) {
                 let message = &self.outgoing[issue];
                 if !matches!(message.way, Way::Reference) && message.has_frames() {
                     self.ready.insert((message.priority, *issue));
                 }
+                used.insert(u64::from(key.message)..u64::from(key.message) + 1);
             }
         }
-        // Nothing will be sent in an operation that is over.
-        if status != OpStatus::Retired {
+        // Nothing will be sent in a collective that is over. For other channels the status is that of what we receive.
+        if status != OpStatus::Retired || header.key.channel != 0 {
             let op = self.ops.entry(OpKey::of(&header.key)).or_default();
             let before = op.granted.count();
             op.granted.insert(span);
+            op.used.extend(used);
             let after = op.granted.count();
             self.remembered -= before;
             self.remember(after)?;
@@ -960,6 +996,8 @@ impl OpKey {
 struct Op {
     /// Messages that the peer is ready for.
     granted: Ranges,
+    /// Of these, the ones that were sent.
+    used: Ranges,
     /// Messages that we are ready for.
     given: Ranges,
     incoming: HashMap<u32, Incoming>,
@@ -971,6 +1009,18 @@ impl Op {
     /// Records that the peer can make us keep without credit.
     fn remembered(&self) -> usize {
         self.granted.count() + self.references
+    }
+
+    /// Every message that we are ready for is here, and none is half here.
+    fn is_received(&self) -> bool {
+        let is_given = |message: u32| self.given.covers(&(u64::from(message)..u64::from(message) + 1));
+        let here = self.incoming.keys().filter(|message| is_given(**message)).count() as u64;
+        here == self.given.total() && self.incoming.values().all(Incoming::is_whole)
+    }
+
+    /// Every message that the peer is ready for was sent.
+    fn is_sent(&self) -> bool {
+        self.granted.total() == self.used.total()
     }
 }
 
@@ -985,6 +1035,8 @@ enum FrameId {
 struct Control {
     header: Header,
     payload: Option<Arc<[u8]>>,
+    /// It has its serial number.
+    has_left: bool,
     /// How many streams have it in flight.
     copies: u16,
 }
@@ -1011,7 +1063,7 @@ struct Message {
 #[derive(Debug)]
 enum Way {
     /// On eager credit; it gets its place in the account when it leaves.
-    Eager { used_credit: u64 },
+    Eager { serial: u64 },
     /// After its grant.
     Granted,
     /// The receiver reads it itself.
@@ -1106,6 +1158,10 @@ impl Incoming {
         Ok(Arrival::Take)
     }
 
+    fn is_whole(&self) -> bool {
+        self.by_reference || self.done.covers(&(0..self.total.max(1)))
+    }
+
     /// A stream is gone, and with it what it was reading.
     fn lose(&mut self, stream: StreamId) {
         for arriving in self.arriving.values_mut().filter(|arriving| arriving.on == Some(stream)) {
@@ -1163,13 +1219,13 @@ impl Credit {
 
     /// Where in the peer's account an eager message stands.
     fn place(header: &Header) -> Range<u64> {
-        header.used_credit.saturating_sub(eager_cost(header.total))..header.used_credit
+        header.serial.saturating_sub(eager_cost(header.total))..header.serial
     }
 
     /// Refuses what goes beyond the limit: not more than that is ever held.
     fn check_used(&self, header: &Header, limit: u64) -> Result<(), FrameError> {
         let place = Credit::place(header);
-        if place.end - place.start < eager_cost(header.total) || place.end > self.consumed + limit {
+        if place.end - place.start < eager_cost(header.total) || place.end > self.consumed.saturating_add(limit) {
             return Err(FrameError::OutOfTurn("eager messages beyond the credit"));
         }
         if self.counted.overlaps(&place) && !self.counted.covers(&place) {

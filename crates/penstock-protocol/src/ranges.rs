@@ -37,6 +37,16 @@ impl Ranges {
         !range.is_empty() && self.ranges.range(..range.end).next_back().is_some_and(|(_, end)| *end > range.start)
     }
 
+    /// Adds another set.
+    pub(crate) fn extend(&mut self, other: Ranges) {
+        other.ranges.into_iter().for_each(|(start, end)| self.insert(start..end));
+    }
+
+    /// How many numbers it holds.
+    pub(crate) fn total(&self) -> u64 {
+        self.ranges.iter().map(|(start, end)| end - start).sum()
+    }
+
     /// How many ranges it takes.
     pub(crate) fn count(&self) -> usize {
         self.ranges.len()
@@ -66,6 +76,7 @@ mod tests {
                 }
                 let runs = (0..70).filter(|at| bitmap[*at] && (*at == 0 || !bitmap[at - 1])).count();
                 prop_assert_eq!(ranges.count(), runs);
+                prop_assert_eq!(ranges.total(), bitmap.iter().filter(|bit| **bit).count() as u64);
             }
         }
     }

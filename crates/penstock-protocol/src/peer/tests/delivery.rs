@@ -79,12 +79,13 @@ fn add_collectives(world: &mut World, nodes: usize, eager_bytes: u64) {
     }
 }
 
-/// Channels of one message an operation, whose receiver posts in another order than the sender.
+/// Channels of one message an operation, whose receiver posts in another order than the sender. Both directions of a
+/// pair may use the same channel.
 fn add_point_to_point(world: &mut World, nodes: usize, eager_bytes: u64) {
     let pace = world.rng.random_range(1..100 * MILLISECOND);
-    for channel in 1..world.rng.random_range(1..4) {
-        let from = world.rng.random_range(0..nodes);
-        let to = (from + world.rng.random_range(1..nodes)) % nodes;
+    let from = world.rng.random_range(0..nodes);
+    let to = (from + world.rng.random_range(1..nodes)) % nodes;
+    for (channel, from, to) in [(1, from, to), (1, to, from), (2, from, to)] {
         for seq in 0..world.rng.random_range(0..20) {
             let (len, copied) = length(&mut world.rng, eager_bytes);
             let messages = vec![Message { from, to, number: 0, len, copied }];

@@ -144,7 +144,8 @@ pub(super) struct World {
     pub(super) rng: XorShiftRng,
     pub(super) pairs: Vec<Pair>,
     pub(super) ops: Vec<Op>,
-    index: HashMap<OpKey, usize>,
+    /// By key and, since two point-to-point operations in opposite directions may share one, by sender.
+    index: HashMap<(OpKey, usize), usize>,
     locals: Vec<Vec<Local>>,
     got: HashMap<(usize, usize), Got>,
     /// Messages whose bytes may have changed: the machine said that they were sent.
@@ -231,7 +232,14 @@ impl World {
     /// Makes an operation known; nobody has posted it yet.
     pub(super) fn add(&mut self, op: Op) -> usize {
         let id = self.ops.len();
-        assert!(self.index.insert(op_key(&op), id).is_none());
+        let key = OpKey { group: op.group, channel: op.channel, op: op.seq };
+        let senders: Vec<usize> = match op.channel {
+            0 => (0..self.locals.len()).collect(),
+            _ => vec![op.messages[0].from],
+        };
+        for from in senders {
+            assert!(self.index.insert((key, from), id).is_none());
+        }
         for (node, locals) in self.locals.iter_mut().enumerate() {
             let outgoing = op.messages.iter().filter(|m| m.from == node);
             locals.push(Local {
@@ -418,7 +426,7 @@ impl World {
         let payload = match piece {
             Piece::Head(head) => {
                 let header = Header::decode(&head)?;
-                let status = self.status(node, &header.key);
+                let status = self.status(node, other, &header.key);
                 let arrival =
                     self.pairs[pair].peers[side].handle_header(stream as StreamId, &header, status, self.now)?;
                 let slot = &mut self.pairs[pair].reading[stream][side];
@@ -439,7 +447,7 @@ impl World {
         };
         let Reading { header, arrival } =
             self.pairs[pair].reading[stream][side].take().expect("a payload follows a header");
-        let status = self.status(node, &header.key);
+        let status = self.status(node, other, &header.key);
         let duplicate = self.pairs[pair].peers[side].is_duplicate(&header, status);
         if self.bytes && arrival != Arrival::Discard && !duplicate {
             verify(&header, &payload)?;
@@ -462,8 +470,9 @@ impl World {
         Ok(())
     }
 
-    pub(super) fn status(&self, node: usize, key: &MessageKey) -> OpStatus {
-        match self.index.get(&OpKey::of(key)).map(|op| &self.locals[node][*op]) {
+    /// Of the operation in which `node` receives from `other`, as the engine does it.
+    fn status(&self, node: usize, other: usize, key: &MessageKey) -> OpStatus {
+        match self.index.get(&(OpKey::of(key), other)).map(|op| &self.locals[node][*op]) {
             Some(local) if local.retired || local.failed => OpStatus::Retired,
             Some(local) if local.posted => OpStatus::Active,
             _ => OpStatus::Early,
@@ -471,7 +480,7 @@ impl World {
     }
 
     fn find(&self, from: usize, to: usize, key: &MessageKey) -> (usize, usize) {
-        let op = self.index[&OpKey::of(key)];
+        let op = self.index[&(OpKey::of(key), from)];
         let message = self.ops[op].messages.iter().position(|m| (m.from, m.to, m.number) == (from, to, key.message));
         (op, message.expect("no such message"))
     }
@@ -760,16 +769,12 @@ impl Local {
     }
 }
 
-pub(super) fn op_key(op: &Op) -> OpKey {
-    OpKey { group: op.group, channel: op.channel, op: op.seq }
-}
-
 /// The bytes of a frame, at the moment when they are looked at: once a message was sent its memory is scribbled on,
 /// once its operation is over it is gone.
 fn resolve(
     source: &Source,
     ops: &[Op],
-    index: &HashMap<OpKey, usize>,
+    index: &HashMap<(OpKey, usize), usize>,
     locals: &[Vec<Local>],
     sent: &HashSet<(usize, usize)>,
     (from, to): (usize, usize),
@@ -777,7 +782,7 @@ fn resolve(
     match source {
         Source::Owned(bytes, range) => bytes[range.clone()].to_vec(),
         Source::Memory(key, offset, length) => {
-            let op = index[&OpKey::of(key)];
+            let op = index[&(OpKey::of(key), from)];
             let message = ops[op].messages.iter().position(|m| (m.from, m.to, m.number) == (from, to, key.message));
             let mut bytes = vec![0xee; *length as usize];
             if !sent.contains(&(op, message.expect("known"))) && !locals[from][op].retired {
