@@ -1,0 +1,212 @@
+"""``penstock demo``: what runs, in which order, and what one sees meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from penstock import config
+from penstock.bench import machine
+from penstock.demo.comparison import Comparison, disagreements, payload_rate, rows, summarise, verdict
+from penstock.demo.link_probe import exchange_rate
+from penstock.demo.prediction import Prediction, predict_step
+from penstock.demo.report import write_report
+from penstock.demo.training import Bed, Training, TrainingFailed, train
+from penstock.testbed import LinkSpec, Loopback, Testbed, TestbedUnavailable
+
+
+@click.command()
+@click.option("--steps", type=click.IntRange(min=10), help="Training steps.  [default: 200; with --quick: 20]")
+@click.option(
+    "--backends", default="gloo,penstock", show_default=True, help="In this order; the first is the baseline."
+)
+@click.option(
+    "--report", type=click.Path(path_type=Path, dir_okay=False, writable=True), default="report.html", show_default=True
+)
+@click.option("--seed", type=int, default=1337, show_default=True, help="Of the weights and of the order of the text.")
+@click.option("--no-testbed", is_flag=True, help="On loopback, even where hosts could be emulated.")
+@click.option("--quick", is_flag=True, help="A small model and few steps: does it work? Its figures mean nothing.")
+def command(steps: int | None, backends: str, report: Path, seed: int, no_testbed: bool, quick: bool) -> None:
+    """Train a character GPT with gloo, then with Penstock, and compare.
+
+    Both trainings start from the same weights and see the same text, on two hosts: emulated ones (a link of 1 Gbit/s on
+    which one flow gets 200 Mbit/s) when you are root, else on loopback. Prints a table and writes a report. Takes about
+    three minutes on two cores. Ctrl-C stops it and leaves nothing behind.
+    """
+    # Whoever ends the demo, it leaves through its context managers, which take the ranks and the hosts along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    console = Console(highlight=False)
+    names = [name.strip() for name in backends.split(",") if name.strip()]
+    if not names:
+        raise click.BadParameter("name at least one", param_hint="--backends")
+    try:
+        comparison = run(console, names, steps or (20 if quick else 200), seed, testbed=not no_testbed, quick=quick)
+    except TrainingFailed as failure:
+        console.print("\n[bold red]A training failed.[/]")
+        console.print(str(failure), markup=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        console.print("\nStopped. No process and no emulated host is left.")
+        sys.exit(128 + signal.SIGINT)
+    print_comparison(console, comparison)
+    write_report(comparison, report)
+    console.print(f"Report: {report.resolve()}", soft_wrap=True)
+    sys.exit(1 if comparison.problems else 0)
+
+
+def run(console: Console, backends: Sequence[str], steps: int, seed: int, *, testbed: bool, quick: bool) -> Comparison:
+    """Train once with each backend, in turn. Raises what `train` raises; all processes and hosts are gone then, too."""
+    options = {"steps": steps, "seed": seed, "compute-every": COMPUTE_EVERY, **(QUICK_MODEL if quick else {})}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    about = machine.describe()
+    trainings: list[Training] = []
+    predictions: list[Prediction | None] = []
+    with cluster(console, testbed) as bed:
+        link = bed.link if isinstance(bed, Testbed) else None
+        rates = probe(console, bed, backends, QUICK_PROBE_BYTES if quick else PROBE_BYTES) if link else {}
+        with progress_bar(console) as progress:
+            for label, backend in zip(labels(backends), backends, strict=True):
+                if trainings:
+                    # Before this training has begun: from the link, and from the computation of the first one.
+                    predictions.append(foresee(trainings[0], rates.get(flows_of(backend))))
+                row = ProgressRow(progress, label, steps, link)
+                timeout_s = START_TIMEOUT_S + steps * STEP_TIMEOUT_S
+                trainings.append(train(bed, backend, label, arguments, row.show, timeout_s))
+                if not predictions:
+                    predictions.append(foresee(trainings[0], rates.get(flows_of(backend))))
+    return Comparison(
+        results=tuple(summarise(*pair, link) for pair in zip(trainings, predictions, strict=True)),
+        link=link,
+        rates=rates,
+        machine=about,
+        disagreements=disagreements(trainings),
+        quick=quick,
+    )
+
+
+@contextlib.contextmanager
+def cluster(console: Console, testbed: bool) -> Iterator[Bed]:
+    """Two hosts: emulated where that is wanted and possible, else this machine twice. Says which."""
+    bed: Bed
+    why = "as you asked"
+    try:
+        if testbed:
+            bed = Testbed(hosts=2, link=LINK)
+            console.print(f"Two emulated hosts on this machine; the link between them: {LINK.describe()}.")
+            with bed:
+                yield bed
+            return
+    except TestbedUnavailable as error:
+        why = str(error)
+    console.print(
+        f"On loopback ({why}): both ranks share this machine, nothing caps their flows, and the processors, "
+        "not a link, are the limit. A comparison of backends on a network needs the emulated hosts.",
+        soft_wrap=True,
+    )
+    with Loopback(hosts=2) as bed:
+        yield bed
+
+
+def probe(console: Console, bed: Bed, backends: Sequence[str], nbytes: int) -> dict[int, float]:
+    """The link's rate in bytes per second and direction, by number of flows."""
+    rates = {flows: exchange_rate(bed, flows, nbytes) for flows in sorted({flows_of(name) for name in backends})}
+    shown = ", ".join(f"{rate / 1e6:.1f} MB/s over {flows} flow{'s'[: flows > 1]}" for flows, rate in rates.items())
+    console.print(f"Raw sockets carry {shown}, each way.")
+    return rates
+
+
+def foresee(first: Training, bytes_per_s: float | None) -> Prediction | None:
+    if bytes_per_s is None:
+        return None
+    return predict_step(first.compute(), first.ends[0]["bucket_bytes"], first.ranks, bytes_per_s)
+
+
+def flows_of(backend: str) -> int:
+    """How many connections of a pair of ranks carry a collective."""
+    if backend != "penstock":
+        return 1  # Gloo opens one connection a pair (docs/demo.md), and so does MPI by default.
+    return config.read().streams
+
+
+def labels(backends: Sequence[str]) -> list[str]:
+    """The backends' names, numbered where one comes again."""
+    seen = [backends[:i].count(name) + 1 for i, name in enumerate(backends)]
+    return [name if nth == 1 else f"{name} ({nth})" for name, nth in zip(backends, seen, strict=True)]
+
+
+def progress_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[news]}"),
+        TimeElapsedColumn(),
+        console=console,
+        expand=True,
+    )
+
+
+class ProgressRow:
+    """One training's line under the progress bars."""
+
+    def __init__(self, progress: Progress, label: str, steps: int, link: LinkSpec | None) -> None:
+        self._progress = progress
+        self._payload = payload_rate(link)
+        self._task = progress.add_task(label, total=steps, news="the ranks are starting")
+
+    def show(self, training: Training) -> None:
+        """Called after each step; speaks of the last few."""
+        done = len(training.clock_s)
+        if done == 1:
+            self._progress.console.print(f"{training.label}: first step after {training.clock_s[0]:.1f} s")
+        news = f"loss {training.steps[0][-1].loss:.3f}"
+        span = min(done - 1, RECENT_STEPS)
+        if span > 0:
+            seconds = training.clock_s[-1] - training.clock_s[-1 - span]
+            tokens = sum(step.tokens for step in training.steps[0][-span:])
+            rate = (training.sent_bytes[-1] - training.sent_bytes[-1 - span]) / seconds
+            share = f" ({rate / self._payload:3.0%})" if self._payload else ""
+            news += f"  {tokens / seconds:6,.0f} tokens/s  link {rate / 1e6:5.1f} MB/s{share}"
+        self._progress.update(self._task, completed=done, news=news)
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    table = Table(box=box.SIMPLE, show_edge=False)
+    table.add_column("")
+    for result in comparison.results:
+        table.add_column(result.label, justify="right", no_wrap=True)
+    table.add_column("", style="dim")
+    for row in rows(comparison):
+        table.add_row(row.name, *row.texts, row.meaning)
+    console.print()
+    console.print(table)
+    console.print(verdict(comparison), style="bold", soft_wrap=True)
+    for problem in comparison.problems:
+        console.print(f"Problem: {problem}.", style="bold red", soft_wrap=True)
+
+
+LINK = LinkSpec(rate_mbit=1000, flow_mbit=200)
+"""What a rented machine often gets: one flow has a fraction of the link (docs/demo.md has the sources)."""
+
+COMPUTE_EVERY = 5
+"""Steps between two that are also timed without communication: forty samples of a training of 200 steps, for 5 % of its time."""
+
+QUICK_MODEL = {"layers": 2, "width": 96, "heads": 4, "eval-batches": 4}
+
+PROBE_BYTES = 16_000_000
+QUICK_PROBE_BYTES = 2_000_000
+"""Each way and exchange. At 24 MB/s, a capped flow's rate, 16 MB take two thirds of a second."""
+
+RECENT_STEPS = 10
+
+START_TIMEOUT_S, STEP_TIMEOUT_S = 120, 5
+"""Ten times what a slow machine needs. A backend should notice its failures long before that."""

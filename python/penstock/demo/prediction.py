@@ -1,0 +1,62 @@
+"""How long a step should take: the computation as measured, the link as measured, and nothing fitted.
+
+``docs/demo.md`` derives the formula. Pure: no clock, no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.demo.training import Phases
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One bucket of gradients on its way through the link; times in seconds since the step began."""
+
+    ready_s: float
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step as it should be."""
+
+    step_s: float
+    exposed_s: float  # communication that no computation hides
+    bytes_per_s: float  # the rate that it assumes, in each direction
+    transfers: tuple[Transfer, ...]
+
+
+def predict_step(compute: Phases, bucket_bytes: Sequence[int], ranks: int, bytes_per_s: float) -> Prediction:
+    """Play one step of DDP against a link.
+
+    The backward pass fills the buckets in order, in proportion to their bytes; a full bucket queues for the link, which
+    carries one after the other; the optimizer starts when the last has arrived.
+
+    Args:
+        compute: the step without communication.
+        bucket_bytes: DDP's buckets in the order in which they fill.
+        ranks: each sends 2 (ranks - 1) / ranks of a bucket and receives as much (a bandwidth-optimal all-reduce).
+        bytes_per_s: what the link carries in each direction, both at once.
+
+    Cost that it leaves out: latency, headers, arithmetic, and processor time that the backend takes from the model.
+    """
+    backward_end_s = compute.forward_s + compute.backward_s
+    total_bytes = sum(bucket_bytes)
+    filled, free_s, transfers = 0, 0.0, []
+    for nbytes in bucket_bytes:
+        filled += nbytes
+        ready_s = compute.forward_s + compute.backward_s * filled / total_bytes
+        begin_s = max(ready_s, free_s)
+        free_s = begin_s + wire_bytes(nbytes, ranks) / bytes_per_s
+        transfers.append(Transfer(ready_s, begin_s, free_s))
+    exposed_s = max(0.0, free_s - backward_end_s)
+    return Prediction(compute.total_s + exposed_s, exposed_s, bytes_per_s, tuple(transfers))
+
+
+def wire_bytes(nbytes: float, ranks: int) -> float:
+    """What each rank must send for an all-reduce of ``nbytes``."""
+    return 2 * (ranks - 1) / ranks * nbytes

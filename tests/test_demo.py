@@ -1,0 +1,319 @@
+"""The main job: `penstock demo`, the example that it trains, and what it concludes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from backends import BACKENDS, Backend
+from penstock.demo import comparison, prediction, report
+from penstock.demo.training import WARM_UP_STEPS, Phases, Step, Training
+from penstock.testbed import CompletedRun, FlowClass, LinkSpec, Testbed, TestbedUnavailable
+
+# ------------------------------------------------------------------------------------------------- the whole demo
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    code: int
+    output: str
+    report: str
+
+
+@pytest.fixture(scope="module", params=BACKENDS, ids=str)
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """One quick demo, gloo and then the backend under test, on emulated hosts where these can be made."""
+    page = tmp_path_factory.mktemp("demo") / "folder" / "report.html"
+    done = demo("--quick", f"--backends=gloo,{request.param.name}", f"--report={page}", env=request.param.env)
+    return Ended(done.returncode, done.stdout, page.read_text() if page.exists() else "")
+
+
+@pytest.fixture(scope="module")
+def emulated() -> bool:
+    """Whether hosts can be emulated here."""
+    try:
+        with Testbed(hosts=2):
+            return True
+    except TestbedUnavailable:
+        return False
+
+
+def test_demo_trains_twice_and_the_trainings_are_the_same(ended: Ended) -> None:
+    """Gloo and the backend under test give the same losses and weights, to the bit, and the demo says so."""
+    assert ended.code == 0, ended.output
+    assert re.search(r"The loss curves of gloo and .+ are bit-identical: all 20 steps, both ranks", ended.output)
+    losses = re.findall(r"^ +(?:final training|validation) loss +([\d.]+) +([\d.]+)", ended.output, re.MULTILINE)
+    assert len(losses) == 2, ended.output
+    for with_gloo, with_other in losses:
+        assert with_gloo == with_other
+        assert float(with_gloo) < math.log(65)  # there are 65 characters, so this is the loss of guessing
+
+
+def test_demo_uses_the_link_and_predicts(ended: Ended, emulated: bool) -> None:
+    """On emulated hosts the gradients cross the link, and a step time is foretold for each backend."""
+    if not emulated:
+        assert "On loopback (" in ended.output and "predicted" not in ended.output
+        return
+    texts = re.search(r"sent per rank and step +([\d.]+) MB +([\d.]+) MB .+ must send ([\d.]+) MB", ended.output)
+    *sent, planned = map(float, texts.groups())
+    assert all(comparison.CROSSED_SHARE * planned <= each < 1.2 * planned for each in sent)
+    predicted = re.search(r"predicted step time +([\d.]+) ms +([\d.]+) ms", ended.output)
+    assert all(float(each) > 0 for each in predicted.groups())
+    assert re.search(r"Raw sockets carry [\d.]+ MB/s over 1 flow", ended.output)
+
+
+def test_report_stands_alone_and_can_be_drawn(ended: Ended) -> None:
+    """Three well-formed drawings whose identifiers do not clash, nothing to fetch, the verdict and the limits."""
+    drawings = re.findall(r"<svg .*?</svg>", ended.report, re.DOTALL)
+    assert len(drawings) == 3
+    identifiers = []
+    for drawing in drawings:
+        with_names = drawing.replace("<svg ", '<svg xmlns:xlink="http://www.w3.org/1999/xlink" ', 1)
+        tree = xml.etree.ElementTree.fromstring(with_names)
+        identifiers += [element.get("id") for element in tree.iter() if element.get("id")]
+        assert report.INK not in drawing
+    assert identifiers and len(identifiers) == len(set(identifiers))
+    assert not re.search(r'<(script|link|img|iframe)\b|@import|url\((?!#)|(src|href)="(?!#)', ended.report)
+    for text in ("bit-identical", "What this does not show", "torch 2.", "seed 1337"):
+        assert text in ended.report, text
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_demo_on_loopback_says_so_and_predicts_nothing(backend: Backend, tmp_path: pathlib.Path) -> None:
+    """Where no hosts can be emulated the demo still runs, and does not pretend that there was a link."""
+    page = tmp_path / "report.html"
+    options = ("--quick", "--no-testbed", "--steps=10", f"--backends={backend.name}", f"--report={page}")
+    done = demo(*options, env=backend.env)
+    assert done.returncode == 0, done.stdout
+    assert "On loopback (as you asked)" in done.stdout
+    assert "Both ranks end with the same weights" in done.stdout
+    assert "predicted" not in done.stdout and "share of the link" not in done.stdout
+    assert "no link that could be filled" in page.read_text()
+
+
+def test_demo_shows_what_a_failing_backend_said(tmp_path: pathlib.Path) -> None:
+    """The rank's own words reach the user, with a command that shows the same without the demo; no report is left."""
+    page = tmp_path / "report.html"
+    done = demo("--quick", "--no-testbed", "--backends=no_such_backend", f"--report={page}")
+    assert done.returncode == 1
+    assert "A training failed." in done.stdout and "Traceback" in done.stdout and "no_such_backend" in done.stdout
+    assert re.search(r"torchrun --nproc-per-node 2 .+train.py --backend no_such_backend", done.stdout)
+    assert not page.exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "when"), [(signal.SIGINT, "first step"), (signal.SIGTERM, "hosts")], ids=["ctrl-c", "sigterm"]
+)
+def test_demo_stops_when_told_and_leaves_nothing(number: signal.Signals, when: str, tmp_path: pathlib.Path) -> None:
+    """In mid training, or as soon as there are hosts: it ends, and nothing that it started survives it."""
+    mark = {"TEST_DEMO": f"{os.getpid()}-{number}"}
+    options = ["--quick", "--steps=1000000", "--backends=gloo", f"--report={tmp_path / 'report.html'}"]
+    process = subprocess.Popen(
+        [*DEMO, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **mark}
+    )
+    with process:
+        try:
+            said = ""
+            while when not in said and (line := process.stdout.readline()):
+                said += line
+            assert len(list(processes_with(mark))) >= (3 if when == "first step" else 1), said  # the demo; its ranks
+            process.send_signal(number)
+            rest, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + number, said + rest
+    assert not list(processes_with(mark))
+    assert ("Stopped." in rest) == (number == signal.SIGINT)
+
+
+# -------------------------------------------------------------------------------------------------- the example
+
+
+def test_example_learns_in_a_single_process(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Without torchrun it trains, too: more than a million parameters, and the loss falls well below guessing."""
+    done = example(root, tmp_path, [sys.executable], "--steps=60", "--eval-batches=8")
+    start, *steps, end = done[0]
+    assert start["parameters"] >= 1_000_000 and start["backend"] is None
+    assert [step["step"] for step in steps] == list(range(1, 61))
+    assert steps[0]["loss"] > 4 > 3.4 > end["validation_loss"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_example_runs_under_torchrun(root: pathlib.Path, tmp_path: pathlib.Path, backend: Backend) -> None:
+    """torchrun and one word on the command line are all it takes; ranks differ in their batches and agree in weights."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    small = ["--steps=8", "--layers=2", "--width=96", "--eval-batches=2", "--compute-every=4"]
+    env = {"GLOO_SOCKET_IFNAME": "lo", **backend.env}
+    first, second = example(root, tmp_path, torchrun, f"--backend={backend.name}", *small, env=env)
+    assert first[0]["backend"] == second[0]["backend"] == backend.name
+    assert first[-1]["weights_sha256"] == second[-1]["weights_sha256"]
+    assert sum(first[-1]["bucket_bytes"]) == first[0]["gradient_bytes"] == 4 * first[0]["parameters"]
+    losses = [[record["loss"] for record in records[1:-1]] for records in (first, second)]
+    assert len(losses[0]) == 8 and not set(losses[0]) & set(losses[1])
+    assert [record["compute"] is not None for record in first[1:-1]] == 2 * [False, False, False, True]
+
+
+# ------------------------------------------------------------------------------------------------ what it concludes
+
+
+def test_prediction_hides_what_fits_behind_the_backward_pass() -> None:
+    """Worked out by hand: forward 10 s, backward 20 s, buckets of 1 and 3 MB, optimizer 5 s."""
+    compute, buckets = Phases(10, 20, 5), [1_000_000, 3_000_000]
+    # 1 MB/s: the first bucket is full at 15 s, a quarter into the backward pass, and leaves by 16 s; the second waits
+    # for the end of the backward pass at 30 s, and leaves by 33 s.
+    fast = prediction.predict_step(compute, buckets, ranks=2, bytes_per_s=1e6)
+    assert fast.transfers == (prediction.Transfer(15, 15, 16), prediction.Transfer(30, 30, 33))
+    assert (fast.exposed_s, fast.step_s) == (3, 38)
+    # 50 kB/s: the first bucket leaves by 35 s, so the second queues, and leaves by 95 s.
+    slow = prediction.predict_step(compute, buckets, ranks=2, bytes_per_s=5e4)
+    assert slow.transfers == (prediction.Transfer(15, 15, 35), prediction.Transfer(30, 35, 95))
+    assert (slow.exposed_s, slow.step_s) == (65, 100)
+    # Four ranks send 2 x 3/4 of a bucket each.
+    four = prediction.predict_step(compute, buckets, ranks=4, bytes_per_s=1e6)
+    assert four.exposed_s == 4.5
+
+
+def test_disagreement_is_found_down_to_one_bit() -> None:
+    """The first step that differs is named, on whichever rank; equal NaNs are no difference, and -0 is not 0."""
+    same = trained(losses=[[4.0, 3.5, math.nan], [4.1, 3.6, 0.0]])
+    assert comparison.disagreements([same, trained(losses=[[4.0, 3.5, math.nan], [4.1, 3.6, 0.0]])]) == ()
+    off = trained(label="other", losses=[[4.0, 3.5, math.nan], [4.1, math.nextafter(3.6, 4), -0.0]])
+    (found,) = comparison.disagreements([same, off])
+    assert "at step 2, rank 1" in found and "3.6 with it" in found and "3.6000000000000005 with other" in found
+    (found,) = comparison.disagreements([same, trained(losses=[[4.0, 3.5, math.nan], [4.1, 3.6, -0.0]])])
+    assert "at step 3, rank 1" in found
+
+
+def test_disagreement_of_weights_is_found() -> None:
+    """Equal losses do not hide that a rank ended elsewhere."""
+    (found,) = comparison.disagreements([trained(), trained(label="other", weights=["same", "strayed"])])
+    assert "strayed (other, rank 1)" in found
+
+
+def test_summary_leaves_out_the_warm_up_and_takes_medians() -> None:
+    """Slow first steps and one pause do not count; shares are of the median step; bytes are those of the same steps."""
+    warm_up, steps = WARM_UP_STEPS, 11
+    seconds = [9.0] * warm_up + [1.0] * (steps - 1) + [7.0]
+    training = trained(losses=[[3.0] * len(seconds)] * 2, seconds=seconds, compute_s=0.4, sent_per_step=2_000_000)
+    result = comparison.summarise(training, None, LinkSpec(rate_mbit=1000, flow_mbit=200))
+    assert result.step_s == 1.0
+    assert result.communication_s == pytest.approx(0.6)
+    assert result.tokens_per_s == 256
+    assert result.sent_bytes_per_step == 2_000_000
+    assert result.sent_bytes_per_s == pytest.approx(2_000_000 * steps / (steps - 1 + 7))
+    assert result.link_share == pytest.approx(result.sent_bytes_per_s / 119.55e6, rel=1e-3)
+    assert result.flow_classes == 2
+
+
+def test_a_training_that_bypassed_the_link_is_a_problem() -> None:
+    """Emulated hosts share memory and files: fewer bytes on the wire than an all-reduce needs spoil the comparison."""
+    link = LinkSpec(rate_mbit=1000, flow_mbit=200)
+    losses = [[3.0] * (WARM_UP_STEPS + 2)] * 2
+    honest = comparison.summarise(trained(losses=losses, sent_per_step=1_000_100), None, link)
+    sneaky = comparison.summarise(trained(label="other", losses=losses, sent_per_step=900_000), None, link)
+    assert comparison.bypasses([honest]) == ()
+    (problem,) = comparison.bypasses([honest, sneaky])
+    assert "with other a rank sent 0.90 MB" in problem and "must send 1.00 MB" in problem
+
+
+def trained(
+    *,
+    label: str = "it",
+    losses: list[list[float]] | None = None,
+    weights: list[str] | None = None,
+    seconds: list[float] | None = None,
+    compute_s: float = 0.5,
+    sent_per_step: float = 1_000_000,
+) -> Training:
+    """A training of two ranks as `penstock.demo.training.train` would return it; the gradient has 1 MB."""
+    losses = losses or [[3.0], [3.0]]
+    seconds = seconds or [1.0] * len(losses[0])
+    compute = Phases(compute_s / 4, compute_s / 2, compute_s / 4)
+    ends = [{"weights_sha256": digest, "validation_loss": 3.0} for digest in weights or ["same", "same"]]
+    classes = [
+        FlowClass(index=i, cap_mbit=200, bytes=n, packets=1, flows=1) for i, n in enumerate((10**6, 0, 10**6, 99))
+    ]
+    return Training(
+        label=label,
+        backend=label,
+        ranks=2,
+        facts={"gradient_bytes": 1_000_000},
+        steps=[
+            [
+                Step(i + 1, loss, 256, Phases(s / 4, s / 2, s / 4), compute)
+                for i, (loss, s) in enumerate(zip(of, seconds, strict=True))
+            ]
+            for of in losses
+        ],
+        ends=ends,
+        clock_s=[sum(seconds[: i + 1]) for i in range(len(seconds))],
+        sent_bytes=[sent_per_step * (i + 1) for i in range(len(seconds))],
+        completed=CompletedRun(
+            returncode=0,
+            failed_rank=None,
+            returncodes={0: 0, 1: 0},
+            outputs=["", ""],
+            wall_s=sum(seconds),
+            cpu_share=0.5,
+            counters={},
+            flows={0: classes, 1: classes},
+        ),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- helpers
+
+DEMO = [sys.executable, "-m", "penstock", "demo"]
+
+
+def demo(*options: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command on a terminal wide enough that no line of its table is broken."""
+    return subprocess.run(
+        [*DEMO, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "160", **(env or {})},
+    )
+
+
+def example(
+    root: pathlib.Path, tmp_path: pathlib.Path, launcher: list[str], *options: str, env: Mapping[str, str] | None = None
+) -> list[list[dict]]:
+    """Run the example and return what each rank logged."""
+    script = str(root / "examples" / "char_gpt" / "train.py")
+    done = subprocess.run(
+        [*launcher, script, f"--log={tmp_path / 'rank{rank}.jsonl'}", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **(env or {})},
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"step +\d+ +loss [\d.]+ .+ tokens/s", done.stdout) and "validation loss" in done.stdout
+    return [
+        [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(tmp_path.glob("rank*.jsonl"))
+    ]
+
+
+def processes_with(mark: Mapping[str, str]) -> Iterator[int]:
+    """The running processes with these environment variables."""
+    wanted = {f"{name}={value}".encode() for name, value in mark.items()}
+    for folder in pathlib.Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if wanted <= set((folder / "environ").read_bytes().split(b"\0")):
+                    yield int(folder.name)
+            except OSError:
+                continue
