@@ -314,19 +314,22 @@ def test_the_first_failure_decides_and_the_others_may_say_what_they_noticed(bed:
     Its last words have no newline, and count all the same.
     """
     program = """
-import os, socket, sys
+import os, socket, sys, time
 address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 if os.environ["RANK"] == "0":
     with socket.create_server(address) as server:
         server.settimeout(20)
-        server.accept()[0].recv(1)
+        other = int(server.accept()[0].recv(10))
+    while os.path.exists(f"/proc/{other}"):  # until the launcher has seen it end
+        time.sleep(0.01)
     sys.stdout.write("noticed")
     sys.exit(4)
 while True:
     try:
-        socket.create_connection(address)
+        stream = socket.create_connection(address)
     except ConnectionRefusedError:
         continue
+    stream.sendall(str(os.getpid()).encode())
     sys.exit(3)
 """
     done = bed.run(python(program), ranks=2, grace_s=20)
@@ -578,11 +581,10 @@ def test_without_root_the_ranks_run_on_loopback_and_the_command_says_so() -> Non
     Where user namespaces are not allowed, an ordinary user is needed to run this test.
     """
     program = f"""
-import ctypes, sys
-from penstock.testbed import Testbed, TestbedUnavailable, command
-import os
+import ctypes, os, sys
 if os.geteuid() == 0 and ctypes.CDLL(None).unshare(0x10000000) != 0:
     sys.exit(77)
+from penstock.testbed import Testbed, TestbedUnavailable, command
 try:
     Testbed()
 except TestbedUnavailable as error:

@@ -581,9 +581,15 @@ def _switch_offloads_off(interface: str) -> None:
 
 
 def _start_time(process: int) -> str:
-    """When a process started, in the kernel's ticks: with its number, who it is. Raises: OSError, when it is gone."""
+    """When a process started, in the kernel's ticks: with its number, who it is.
+
+    Raises: OSError, when it is gone; that includes one that is dead and that nobody has waited for.
+    """
     with open(f"/proc/{process}/stat") as file:
-        return file.read().rpartition(")")[2].split()[19]
+        fields = file.read().rpartition(")")[2].split()
+    if fields[0] in "ZX":
+        raise ProcessLookupError(f"process {process} is dead")
+    return fields[19]
 
 
 def _mac(host: int) -> str:
