@@ -1,0 +1,14 @@
+"""``penstock bench``: collectives measured beside other backends, and beside what the machine could do at best.
+
+- `collectives`: what each collective is, as pure functions of ranks and bytes.
+- `worker`, `collective_rank`, `probe_rank`: the rank processes. `pattern` fills and checks their tensors; `mesh` is the
+  raw sockets.
+- `session`: the coordinator, which has all backends take turns.
+- `report`: table, JSON, plot. `figures`: the runs behind the published figures. `cli`: the command line.
+
+``docs/bench.md`` says how the figures are defined.
+"""
+
+from penstock.bench.cli import command
+
+__all__ = ["command"]

@@ -1,0 +1,440 @@
+"""``penstock bench COLLECTIVE`` and ``penstock bench figures``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from penstock.bench import machine, report
+from penstock.bench.collectives import COLLECTIVES
+from penstock.bench.figures import FIGURES
+from penstock.bench.figures import table as figures_table
+from penstock.bench.launcher import BenchError
+from penstock.bench.session import ELEMENT_BYTES, Series, Settings, measure, unavailable
+from penstock.testbed.cluster import Loopback, Testbed, TestbedUnavailable
+from penstock.testbed.link import LinkSpec
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@click.group(name="bench")
+def command() -> None:
+    """Measure collectives: time, bandwidth, share of the limit, beside other backends.
+
+    Backends take turns in one run, so their ratios hold on a noisy machine. Results are checked. Examples:
+
+    \b
+    penstock bench all-reduce
+    penstock bench all-reduce --sizes 64M --ranks 2 --backends penstock-tcp,gloo
+    penstock bench all-reduce --hosts 2 --rate 1000 --flow 200 --sizes 64M
+    penstock bench figures
+    """
+
+
+def parse_sizes(text: str) -> list[int]:
+    """``1K,64M`` lists sizes; ``1K..256M`` takes every fourth power of two from the first to the last. K, M, G are KiB, MiB, GiB.
+
+    Raises click.BadParameter.
+    """
+    sizes: list[int] = []
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        begin = _parse_size(first)
+        end = _parse_size(last) if dots else begin
+        if end < begin:
+            raise click.BadParameter(f"{part}: the last size is below the first")
+        while begin <= end:
+            sizes.append(begin)
+            begin *= 4
+    return sizes
+
+
+def parse_ranks(text: str) -> list[int]:
+    """``2,4`` or ``2..4``. Raises click.BadParameter."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("..")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise click.BadParameter(f"{part}: give numbers of ranks such as 2,4 or 2..4")
+        ranks += range(int(first), int(last or first) + 1)
+    if not ranks or min(ranks) < 2:
+        raise click.BadParameter(f"{text}: a collective is measured between 2 ranks or more")
+    return ranks
+
+
+def parse_variant(text: str) -> Series:
+    """``NAME=BACKEND[,KEY=VALUE...]``: a torch backend under a name of its own, with environment variables.
+
+    Raises click.BadParameter.
+    """
+    name, equals, rest = text.partition("=")
+    backend, *pairs = rest.split(",")
+    if not name or not equals or not backend or not all("=" in pair for pair in pairs):
+        raise click.BadParameter(
+            f"{text}: give NAME=BACKEND[,KEY=VALUE...], such as 16-streams=penstock,PENSTOCK_STREAMS=16"
+        )
+    env = dict(pair.split("=", 1) for pair in pairs)
+    shared = backend == "penstock" and env.get("PENSTOCK_SHM") != "0"
+    return Series(name, f"torch:{backend}", env, limit="copy" if shared else "sockets")
+
+
+def options(function: Function) -> Function:
+    """The options of every collective."""
+    every = [
+        click.option(
+            "--sizes", default="1K..256M", show_default=True, help="Sizes of the whole vector: 1K,64M or 1K..256M."
+        ),
+        click.option(
+            "--ranks", default=None, help="Numbers of ranks: 2,4 or 2..4.  [default: 2..4; on a testbed, one a host]"
+        ),
+        click.option("--backends", default=None, help=f"Of {', '.join(BACKENDS)}.  [default: all that are here]"),
+        click.option(
+            "--variant",
+            "variants",
+            multiple=True,
+            metavar="NAME=BACKEND,KEY=VALUE",
+            help="One more backend, with settings of its own.",
+        ),
+        click.option("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="float32", show_default=True),
+        click.option(
+            "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Turns of each backend at each size."
+        ),
+        click.option(
+            "--turn", type=float, default=0.25, show_default=True, help="Seconds that a turn may measure for."
+        ),
+        click.option(
+            "--timeout",
+            type=float,
+            default=300.0,
+            show_default=True,
+            help="Seconds until a silent backend counts as hung.",
+        ),
+        click.option(
+            "--limit/--no-limit",
+            default=True,
+            show_default=True,
+            help="Measure the limit as well: raw sockets, memory.",
+        ),
+        click.option(
+            "--limit-flows", default=None, help="Connections of the raw sockets.  [default: 1,4,8; on a testbed 8,16]"
+        ),
+        click.option(
+            "--hosts",
+            type=click.IntRange(2, 64),
+            default=None,
+            help="Run on an emulated cluster of so many hosts (root).",
+        ),
+        click.option("--rate", type=float, default=1000.0, show_default=True, help="Testbed: Mbit/s of a link."),
+        click.option(
+            "--flow", default="", help="Testbed: Mbit/s that one flow gets at most; several, by turns: 60,300."
+        ),
+        click.option("--delay", type=float, default=0.0, help="Testbed: milliseconds from host to host, one way."),
+        click.option("--loss", type=float, default=0.0, help="Testbed: share of packets lost, such as 0.001."),
+        click.option(
+            "--json",
+            "json_path",
+            type=click.Path(dir_okay=False),
+            help="Write everything, every sample too, to this file.",
+        ),
+        click.option(
+            "--plot",
+            "plot_path",
+            type=click.Path(dir_okay=False),
+            help="Draw busbw over size to this file (.svg, .png).",
+        ),
+    ]
+    for option in reversed(every):
+        function = option(function)
+    return function
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[FIGURE]...")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Turns of each backend.")
+@click.option(
+    "--timeout", type=float, default=300.0, show_default=True, help="Seconds until a silent backend counts as hung."
+)
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False), help="Write everything, every sample too, to this file."
+)
+def figures(names: Sequence[str], rounds: int, timeout: float, json_path: str | None) -> None:
+    """Measure the published figures again, and print each beside its target.
+
+    Without a name, all of them; those on emulated hosts need root. Targets are printed, not enforced: machines are noisy.
+    """
+    _check_folders(json_path)
+    by_name = {figure.name: figure for figure in FIGURES}
+    if unknown := [name for name in names if name not in by_name]:
+        raise click.UsageError(f"no figure {', '.join(unknown)}: there are {', '.join(by_name)}")
+    console = result_console()
+    findings, documents = [], []
+    with reporting_errors():
+        description = machine.describe()
+        for figure in [by_name[name] for name in names] or FIGURES:
+            on_testbed = figure.link is not None
+            series, _ = choose(",".join(figure.backends), (), on_testbed)
+            series += limits(series, on_testbed, DEFAULT_FLOWS[on_testbed])
+            settings = Settings("all-reduce", [figure.nbytes], [figure.ranks], rounds=rounds, timeout_s=timeout)
+            outcome = run(
+                settings, series, figure.ranks if on_testbed else None, figure.link, f"{figure.name}: {figure.on}"
+            )
+            show(console, outcome)
+            findings += figure.findings(outcome.rows)
+            documents.append({"figure": figure.name} | outcome.document)
+    console.print(figures_table(findings))
+    console.print("The figures of the training demo are those of `penstock demo`.", highlight=False)
+    if json_path:
+        report.write_json(json_path, description, documents, findings=[vars(finding) for finding in findings])
+
+
+def _collective_command(name: str) -> click.Command:
+    @options
+    def callback(**given: Any) -> None:
+        run_collective(name, **given)
+
+    return click.command(name, help=f"Measure {name}: {COLLECTIVES[name].summary}.")(callback)
+
+
+def run_collective(
+    collective: str,
+    *,
+    sizes: str,
+    ranks: str | None,
+    backends: str | None,
+    variants: Sequence[str],
+    dtype: str,
+    rounds: int,
+    turn: float,
+    timeout: float,
+    limit: bool,
+    limit_flows: str | None,
+    hosts: int | None,
+    rate: float,
+    flow: str,
+    delay: float,
+    loss: float,
+    json_path: str | None,
+    plot_path: str | None,
+) -> None:
+    """One collective over sizes and ranks, from the command line's strings to what is printed and written."""
+    _check_folders(json_path, plot_path)
+    settings = Settings(
+        collective,
+        [0] if collective == "barrier" else parse_sizes(sizes),
+        parse_ranks(ranks or (str(hosts) if hosts else "2..4")),
+        dtype,
+        rounds,
+        turn,
+        timeout,
+    )
+    with reporting_errors():
+        link = LinkSpec(rate_mbit=rate, flow_mbit=_parse_flow(flow), delay_ms=delay, loss=loss) if hosts else None
+        chosen, skipped = choose(backends, variants, link is not None)
+        flows = [int(part) for part in limit_flows.split(",")] if limit_flows else DEFAULT_FLOWS[link is not None]
+        bounds = limits(chosen, link is not None, flows) if limit and collective != "barrier" else []
+        description = machine.describe()
+        console = result_console()
+        outcome = run(settings, [*chosen, *bounds], hosts, link)
+    show(console, outcome)
+    for name, reason in skipped.items():
+        console.print(f"skipped {name}: {reason}", highlight=False, style="yellow")
+    console.print(report.does_not_show(link), style="dim", highlight=False)
+    if json_path:
+        report.write_json(json_path, description, [outcome.document], skipped=skipped)
+    if plot_path:
+        report.plot(plot_path, outcome.rows, outcome.series, link, outcome.title)
+
+
+@dataclass
+class Outcome:
+    """A finished run."""
+
+    title: str
+    series: Sequence[Series]
+    rows: list[report.Row]
+    document: dict[str, Any]
+
+
+def run(
+    settings: Settings, series: Sequence[Series], hosts: int | None, link: LinkSpec | None, title: str = ""
+) -> Outcome:
+    """Makes the testbed if there is to be one, measures, and ends all it started. Raises BenchError, TestbedUnavailable."""
+    title = title or f"{settings.collective}, {settings.dtype}, " + (
+        f"{hosts} hosts: {link.describe()}" if link else "one host"
+    )
+    with Testbed(hosts=hosts, link=link) if hosts else Loopback(hosts=1) as bed, progress_bar() as on_progress:
+        points = measure(bed, series, settings, on_progress)
+    rows = report.rows(points, series, link)
+    return Outcome(title, series, rows, report.to_json(rows, series, settings, hosts or 1, link))
+
+
+def show(console: Console, outcome: Outcome) -> None:
+    """Prints the tables of a run."""
+    console.print(report.table(outcome.rows, outcome.series, outcome.title))
+    if (by_class := report.flow_table(outcome.rows)) is not None:
+        console.print(by_class)
+    for line in report.memory_lines(outcome.rows):
+        console.print(line, highlight=False)
+
+
+def choose(backends: str | None, variants: Sequence[str], on_testbed: bool) -> tuple[list[Series], dict[str, str]]:
+    """The backends to run, and those left out with the reason. One that was asked for by name must be there.
+
+    Raises click.UsageError.
+    """
+    asked = backends.split(",") if backends else list(BACKENDS)
+    unknown = [name for name in asked if name not in BACKENDS]
+    if unknown:
+        raise click.UsageError(
+            f"no backend {', '.join(unknown)}: there are {', '.join(BACKENDS)}; --variant makes others"
+        )
+    chosen, skipped = [], {}
+    for each in [BACKENDS[name] for name in asked] + [parse_variant(text) for text in variants]:
+        reason = unavailable(each, on_testbed)
+        if reason is None and on_testbed and each.label == "penstock-shm":
+            reason = "the testbed's hosts share no memory: over links it is penstock-tcp"
+        if reason is None:
+            chosen.append(each)
+        elif backends or each.label not in BACKENDS:
+            raise click.UsageError(f"{each.label} cannot run here: {reason}")
+        else:
+            skipped[each.label] = reason
+    if len({each.label for each in chosen}) < len(chosen):
+        raise click.UsageError("two backends have the same name")
+    return chosen, skipped
+
+
+def limits(chosen: Sequence[Series], on_testbed: bool, flows: Sequence[int]) -> list[Series]:
+    """The probes that bound the chosen backends, and on a testbed the control."""
+    bounds = []
+    if on_testbed or any(each.limit == "sockets" for each in chosen):
+        bounds += [_sockets("sockets", "pull", count) for count in flows]
+    if on_testbed:
+        bounds += [_sockets("saturated", "saturate", count) for count in flows]
+        bounds.append(_sockets("equal split", "equal", flows[0]))
+    elif any(each.limit == "copy" for each in chosen):
+        bounds.append(Series("copy", "copy", smallest=LIMIT_FROM_BYTES))
+    return bounds
+
+
+def result_console() -> Console:
+    """Standard output; as wide as the tables need where it is a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error, or, where that is no terminal, a line for each size.
+
+    Call what it yields with (text, done, total), where text is " · " between its parts: ranks, size, series, round.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        told: set[str] = set()
+
+        def tell(text: str, done: int, total: int) -> None:
+            head = " · ".join(text.split(" · ")[:2])
+            if head not in told:
+                told.add(head)
+                print(f"{head}  ({done} of {total} turns done)", file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    columns = (
+        SpinnerColumn(),
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("")
+
+        def show(text: str, done: int, total: int) -> None:
+            bar.update(task, description=text, completed=done, total=total)
+
+        yield show
+
+
+@contextmanager
+def reporting_errors() -> Iterator[None]:
+    """Turns what the bench raises into one message and an exit code; SIGTERM into the same orderly end as Ctrl-C."""
+
+    def terminate(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except (BenchError, TestbedUnavailable, ValueError) as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        click.echo("interrupted: every process of the bench has ended", err=True)
+        sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _sockets(name: str, split: str, flows: int) -> Series:
+    return Series(f"{name} x{flows}", "sockets", flows=flows, split=split, smallest=LIMIT_FROM_BYTES)
+
+
+def _check_folders(*paths: str | None) -> None:
+    """Refuses before the run what would fail after it. Raises click.BadParameter."""
+    for path in paths:
+        if path and not Path(path).absolute().parent.is_dir():
+            raise click.BadParameter(f"{path}: there is no such folder")
+
+
+def _parse_size(text: str) -> int:
+    number, unit = text.strip().rstrip("iB"), 1
+    if number and number[-1].upper() in UNITS:
+        number, unit = number[:-1], UNITS[number[-1].upper()]
+    if not number.isdigit() or int(number) == 0:
+        raise click.BadParameter(f"{text}: give sizes such as 1K, 64M or 1K..256M")
+    return int(number) * unit
+
+
+def _parse_flow(text: str) -> list[float] | None:
+    try:
+        return [float(part) for part in text.split(",")] if text else None
+    except ValueError:
+        raise click.BadParameter(f"--flow {text}: give Mbit/s, such as 200 or 60,300") from None
+
+
+WIDTH = 120
+
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+BACKENDS = {
+    each.label: each
+    for each in (
+        Series("penstock-tcp", "torch:penstock", {"PENSTOCK_SHM": "0"}, limit="sockets"),
+        Series("penstock-shm", "torch:penstock", {"PENSTOCK_SHM": "1"}, limit="copy"),
+        Series("gloo", "torch:gloo", limit="sockets"),
+        Series("mpi", "mpi", limit="copy"),
+    )
+}
+"""What --backends can name. Each has a limit: over TCP it is raw sockets; in one memory it is copying."""
+
+DEFAULT_FLOWS = {False: [1, 4, 8], True: [8, 16]}
+"""Connections of the raw sockets, by whether they run on a testbed. On loopback the processor decides, and no one number
+is the fastest everywhere; over a link with capped flows it takes enough of them to fill it."""
+
+LIMIT_FROM_BYTES = 256 << 10
+"""Below this a collective is bound by steps x latency, and the probes would show what Python's calls cost."""
+
+for _name in COLLECTIVES:
+    command.add_command(_collective_command(_name))
+command.add_command(figures)

@@ -1,0 +1,492 @@
+"""The bench: that its definitions are right, that it notices what it is there to notice, and that it ends cleanly."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import click
+import psutil
+import pytest
+import torch
+
+from penstock.bench import cli, figures, report
+from penstock.bench.collectives import COLLECTIVES, PERIOD, Run
+from penstock.bench.launcher import BenchError
+from penstock.bench.mesh import Mesh
+from penstock.bench.pattern import DTYPES, Pattern, exact_limit
+from penstock.bench.session import Point, RankGroup, Series, Settings, launching, least_sent, measure, unavailable
+from penstock.bench.worker import Task, WrongResult
+from penstock.testbed.cluster import Loopback
+from penstock.testbed.cluster import unavailable as testbed_unavailable
+from penstock.testbed.link import LinkSpec
+
+GLOO = cli.BACKENDS["gloo"]
+HERE = [each for each in cli.BACKENDS.values() if unavailable(each, on_testbed=False) is None]
+"""The backends that can run on this machine."""
+
+needs_testbed = pytest.mark.skipif(testbed_unavailable() is not None, reason=str(testbed_unavailable()))
+
+
+# Definitions
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_layouts_say_what_a_collective_computes(name: str, ranks: int) -> None:
+    """The values that each rank must find are those that plain Python computes from what all ranks put in."""
+    collective = COLLECTIVES[name]
+    elements = collective.elements(4 * 31 * ranks, ranks, 4)
+    layouts = [collective.layout(rank, ranks, elements) for rank in range(ranks)]
+    sources = [_values((layout.source,)) if layout.source else [] for layout in layouts]
+    expected = _reference(name, sources)
+    for layout, want in zip(layouts, expected, strict=True):
+        if layout.result is None:
+            assert want is None
+        else:
+            assert _values(layout.result) == want
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_traffic_agrees_with_the_bus_factor(ranks: int) -> None:
+    """busbw is what the busiest rank sends or receives a second: that is what makes it comparable with a link."""
+    nbytes = ranks * 4096
+    for collective in COLLECTIVES.values():
+        sent, received = [0] * ranks, [0] * ranks
+        for (src, dst), count in collective.traffic(ranks, nbytes).items():
+            sent[src] += count
+            received[dst] += count
+        assert max(sent + received) == pytest.approx(collective.bus_factor(ranks) * nbytes), collective.name
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_no_plan_sends_less_than_must_cross(ranks: int) -> None:
+    """The bound that detours are caught with holds for every plan, and is met exactly by two hosts of one rank."""
+    for collective in COLLECTIVES.values():
+        nbytes = collective.elements(ranks * 4096, ranks, 4) * 4
+        least = least_sent(collective, ranks, nbytes, lambda rank: rank)
+        sent = dict.fromkeys(range(ranks), 0)
+        for (src, _), count in collective.traffic(ranks, nbytes).items():
+            sent[src] += count
+        if collective.name == "barrier":
+            continue
+        assert all(sent[host] >= least[host] for host in sent), collective.name
+        if ranks == 2:
+            assert sent == least, collective.name
+
+
+def test_least_sent_counts_a_host_once() -> None:
+    """Ranks of one host add up before they send: four ranks on two hosts must send one vector each way."""
+    assert least_sent(COLLECTIVES["all-reduce"], 4, 1000, lambda rank: rank // 2) == {0: 1000, 1: 1000}
+    assert least_sent(COLLECTIVES["broadcast"], 4, 1000, lambda rank: rank // 2) == {0: 1000, 1: 0}
+    assert least_sent(COLLECTIVES["all-to-all"], 4, 1000, lambda rank: rank // 2) == {0: 1000, 1: 1000}
+
+
+def test_copy_bound_of_an_all_reduce() -> None:
+    """Each rank reads n parts to reduce and the rest to collect, and writes its result once."""
+    (share, *others) = COLLECTIVES["all-reduce"].memory(4, 4000)
+    assert others == [share] * 3
+    assert share.sources * share.reduced + share.collected == 4000 + 3000
+    assert share.reduced + share.collected == 4000
+
+
+# Checking
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pattern_accepts_what_it_wrote_and_nothing_else(dtype: str) -> None:
+    """Every kind of wrong byte is seen, and the message says what it looks like."""
+    pattern = Pattern(dtype, ranks=3)
+    whole = Run(0, 3 * (1 << 18) + 5, 0b111)  # several pieces and an odd end
+    tensor_N = torch.empty(whole.count, dtype=DTYPES[dtype])
+    pattern.fill(tensor_N, whole, turn=4)
+    pattern.check(tensor_N, (whole,), 4, "it")
+
+    def damaged(change: str) -> str:
+        with pytest.raises(WrongResult) as caught:
+            pattern.check(tensor_N, (whole,), 4, "it")
+        pattern.fill(tensor_N, whole, turn=4)
+        assert "it: element" in str(caught.value), change
+        return str(caught.value)
+
+    last = whole.count - 1
+    tensor_N[last] = 0
+    assert f"element {last} " in (text := damaged("unwritten")) and "nothing was written" in text
+    tensor_N[700_000] = tensor_N[700_000] * 5 / 7 if tensor_N.is_floating_point() else tensor_N[700_000] // 7 * 5
+    assert "sum over ranks [0, 2], where [0, 1, 2] must be" in damaged("a rank is missing")
+    tensor_N[0] += 1
+    assert "no sum of ranks" in damaged("torn")
+    if tensor_N.is_floating_point():
+        tensor_N[9] = float("nan")
+        assert "is nan" in damaged("not a number")
+    pattern.fill(tensor_N, whole, turn=3)
+    damaged("an earlier operation")
+    for shift in (1, 2, 1 << 14, 1 << 16, 3 * (1 << 12)):
+        tensor_N.copy_(tensor_N.roll(shift))
+        damaged(f"moved by {shift} elements")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_are_exact_up_to_the_limit_and_refused_above(dtype: str) -> None:
+    """At the largest number of ranks every sum is exact; one rank more is refused."""
+    most = 1
+    while PERIOD * ((1 << most + 1) - 1) <= exact_limit(DTYPES[dtype]):
+        most += 1
+    limit = PERIOD * ((1 << most) - 1)
+    assert torch.tensor(limit, dtype=DTYPES[dtype]) != torch.tensor(limit - 1, dtype=DTYPES[dtype])
+    Pattern(dtype, most)
+    with pytest.raises(ValueError, match="use fewer ranks"):
+        Pattern(dtype, most + 1)
+
+
+# Probes
+
+
+@pytest.mark.parametrize("split", ["pull", "equal", "saturate"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_raw_sockets_move_the_traffic(ranks: int, split: str) -> None:
+    """Every rank gets at least the bytes of each of several transfers in a row, and nothing is left under way."""
+    meshes = [Mesh(rank, ranks, "127.0.0.1") for rank in range(ranks)]
+    moved: list[dict[int, int]] = [{} for _ in range(ranks)]
+    traffics = [COLLECTIVES[name].traffic(ranks, nbytes) for nbytes in (1, 3_000_001) for name in COLLECTIVES]
+
+    def rank_main(mesh: Mesh) -> None:
+        mesh.connect([other.address for other in meshes], flows=3)
+        for number, traffic in enumerate(traffics):
+            transfer = mesh.transfer(traffic, 3, split)
+            mesh.barrier()
+            transfer.run()
+            transfer.drain()
+            moved[mesh.rank][number] = sum(transfer.received.values())
+            assert sum(transfer.sent.values()) >= sum(transfer.to_send.values())
+
+    threads = [threading.Thread(target=rank_main, args=(mesh,)) for mesh in meshes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for rank in range(ranks):
+        for number, traffic in enumerate(traffics):
+            due = sum(count for (_, dst), count in traffic.items() if dst == rank)
+            assert moved[rank][number] >= due if split == "saturate" else moved[rank][number] == due
+    for mesh in meshes:
+        for pair in mesh.pairs.values():
+            for flow in pair.flows:
+                with pytest.raises(BlockingIOError):
+                    flow.recv(1)
+    for mesh in meshes:
+        mesh.close()
+
+
+# Running
+
+
+@pytest.fixture
+def bed() -> Iterator[Loopback]:
+    with Loopback(hosts=1) as loopback:
+        yield loopback
+
+
+@pytest.mark.parametrize("series", HERE, ids=lambda series: series.label)
+def test_every_collective_and_dtype(series: Series, bed: Loopback, tmp_path: pathlib.Path) -> None:
+    """Each backend that is here delivers right results in every collective, measured and checked the way that users do it."""
+    with launching(bed) as launchers:
+        group = RankGroup(bed, launchers, series, 3, 0, tmp_path / "control", timeout_s=60)
+        try:
+            group.join()
+            for name, dtype in itertools.product(COLLECTIVES, DTYPES):
+                if (name == "barrier" and dtype != "float32") or (series.role == "mpi" and dtype == "bfloat16"):
+                    continue
+                nbytes = COLLECTIVES[name].elements(3 * 8 * 1000, 3, 8) * 8
+                warm_up = group.order(Task(name, nbytes, dtype, slots=3).order(), f"{name} of {dtype}")
+                answers = group.order({"do": "measure", "blocks": 2}, f"{name} of {dtype}")
+                assert [len(answer["spans"]) for answer in warm_up + answers] == [1, 1, 1, 2, 2, 2]
+                assert all(begin < end for answer in answers for begin, end in answer["spans"])
+            group.leave()
+        finally:
+            group.close()
+
+
+def test_small_mode(tmp_path: pathlib.Path) -> None:
+    """The command runs all backends that are here, at several ranks and sizes, and its table, JSON and plot say the same."""
+    labels = [each.label for each in HERE]
+    paths = [tmp_path / "bench.json", tmp_path / "bench.svg"]
+    sizes = ["--ranks", "2,3", "--sizes", "1K,1M", "--rounds", "2", "--turn", "0.01", "--limit-flows", "2"]
+    outputs = ["--json", str(paths[0]), "--plot", str(paths[1])]
+    done = _bench(["all-reduce", *sizes, "--backends", ",".join(labels), *outputs])
+    assert done.returncode == 0, done.stderr
+    document = json.loads(paths[0].read_text())
+    assert {"date", "hardware", "system", "versions", "runs"} <= set(document)
+    assert document["versions"]["torch"] == torch.__version__.partition("+")[0] and document["system"]["kernel"]
+    (run,) = document["runs"]
+    assert run["does_not_show"] and run["config"]["ranks"] == [2, 3]
+    points = {(point["ranks"], point["nbytes"], point["label"]): point for point in run["points"]}
+    probes = ["sockets x2"] + (["copy"] if any(each.limit == "copy" for each in HERE) else [])
+    want = {(ranks, nbytes, label) for ranks in (2, 3) for nbytes in (1 << 10, 1 << 20) for label in labels}
+    assert set(points) == want | {(ranks, 1 << 20, label) for ranks in (2, 3) for label in probes}
+    for (ranks, nbytes, label), point in points.items():
+        seconds = point["seconds"]
+        assert len(seconds) >= 2 and min(seconds) == point["min_s"] <= point["median_s"] <= point["p90_s"]
+        assert point["algbw"] == pytest.approx(nbytes / point["median_s"] / 1e9)
+        assert point["busbw"] == pytest.approx(point["algbw"] * 2 * (ranks - 1) / ranks)
+        if label in labels and nbytes == 1 << 20:
+            bound = points[ranks, nbytes, point["limit"]]
+            assert point["limit_share"] == pytest.approx(bound["median_s"] / point["median_s"])
+        assert label in done.stdout
+    assert "<svg" in paths[1].read_text()
+
+
+def test_a_wrong_result_fails_the_bench(tmp_path: pathlib.Path) -> None:
+    """A backend that loses one rank's part of one element in the second of many operations does not get a figure."""
+    cheat = "if t.numel() == 1 << 18 and dist.get_rank() == 1 and (calls := calls + 1) == 2: t[77] = t[77] / 3"
+    done = _bench_with_patched_all_reduce(tmp_path, cheat, ["--ranks", "2", "--sizes", "1M", "--no-limit"])
+    assert done.returncode == 1
+    assert "patched, rank 1 of 2, all-reduce of 1 MiB: WrongResult" in done.stderr
+    assert "element 77 " in done.stderr and "sum over ranks [0], where [0, 1] must be" in done.stderr
+    assert "median" not in done.stdout
+
+
+def test_a_killed_rank_is_named(tmp_path: pathlib.Path) -> None:
+    """A rank that dies in mid measurement ends the run at once, with its number, the signal and its last output."""
+    death = (
+        "if t.numel() == 1 << 18 and dist.get_rank() == 2 and (calls := calls + 1) == 7:"
+        " print('last words', flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = _bench_with_patched_all_reduce(tmp_path, death, ["--ranks", "3", "--sizes", "1M", "--no-limit"])
+    assert done.returncode == 1
+    assert "patched, rank 2 of 3, all-reduce of 1 MiB: it was killed by SIGKILL" in done.stderr
+    assert "last words" in done.stderr and "leave patched out of --backends" in done.stderr
+
+
+def test_a_backend_that_cannot_start_says_why(bed: Loopback) -> None:
+    """The message holds the cause from the rank itself, and how to go on without the backend."""
+    series = Series("nonsense", "torch:gloo", {"GLOO_SOCKET_IFNAME": "no-such-interface"})
+    settings = Settings("all-reduce", [1024], [2], timeout_s=60)
+    with pytest.raises(BenchError) as caught:
+        measure(bed, [series], settings, lambda *_: None)
+    assert "nonsense, rank" in str(caught.value) and "joining the group" in str(caught.value)
+    assert "no-such-interface" in str(caught.value) and "leave nonsense out of --backends" in str(caught.value)
+
+
+def test_sizes_that_do_not_fit_are_refused(bed: Loopback) -> None:
+    """Before any process starts, with the numbers and what to do."""
+    settings = Settings("all-reduce", [1 << 45], [2])
+    with pytest.raises(BenchError, match=r"needs about .* of memory, and .* are available: use smaller --sizes"):
+        measure(bed, [GLOO], settings, lambda *_: None)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_bench_leaves_nothing_behind(how: signal.Signals) -> None:
+    """Ctrl-C, a supervisor's SIGTERM, and even SIGKILL end every rank within seconds, in mid measurement."""
+    bench = subprocess.Popen(
+        [
+            *BENCH,
+            "all-reduce",
+            "--ranks",
+            "2",
+            "--sizes",
+            "1M",
+            "--backends",
+            "gloo",
+            "--turn",
+            "600",
+            "--rounds",
+            "99",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert bench.stderr is not None
+        while "2 ranks · 1 MiB" not in (line := bench.stderr.readline()):
+            assert line, "the bench ended before it measured"
+        workers = {each: each.cmdline() for each in psutil.Process(bench.pid).children(recursive=True)}
+        os.kill(bench.pid, how)
+        _, stderr = bench.communicate(timeout=20)
+    finally:
+        bench.kill()
+    assert bench.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 130)
+    if how != signal.SIGKILL:
+        assert "interrupted" in stderr and "Traceback" not in stderr
+    assert sum("penstock.bench.launcher" in argv for argv in workers.values()) == 5, "the launcher, 2 ranks, 2 probes"
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+
+
+# The emulated cluster
+
+
+@needs_testbed
+def test_testbed_counts_what_crosses(tmp_path: pathlib.Path) -> None:
+    """On emulated hosts the interfaces' counters agree with the plan, and flows, link share and control are there."""
+    path = tmp_path / "bench.json"
+    link = "--hosts 2 --rate 2000 --flow 500 --limit-flows 4"
+    arguments = f"all-reduce {link} --sizes 4M --rounds 1 --turn 0.01 --backends gloo".split()
+    done = _bench([*arguments, "--json", str(path)])
+    assert done.returncode == 0, done.stderr
+    points = {point["label"]: point for point in json.loads(path.read_text())["runs"][0]["points"]}
+    assert set(points) == {"gloo", "sockets x4", "saturated x4", "equal split x4"}
+    assert points["gloo"]["planned"] == {"0": 4 << 20, "1": 4 << 20}
+    # Headers are 66 bytes on each segment, of 1448 bytes or, with offloads, of many more; acknowledgements are as much again.
+    assert 1.0 <= points["gloo"]["wire_ratio"] < 1.1
+    assert 0 < points["gloo"]["link_share"] < 1
+    assert sum(points["sockets x4"]["class_flows"]["0"]) == 5  # four and the control connection
+    assert sum(points["gloo"]["class_shares"]["0"]) == pytest.approx(1)
+    assert "Flows by class" in done.stdout
+
+
+@needs_testbed
+def test_a_run_that_bypasses_the_link_fails(tmp_path: pathlib.Path) -> None:
+    """A backend whose results are right though nothing crossed the link gets no figure for it."""
+    cheat = "return t.mul_(3 / (1 << dist.get_rank()))"  # what the sum over both ranks must be
+    arguments = ["--hosts", "2", "--sizes", "1M", "--no-limit", "--rounds", "1"]
+    done = _bench_with_patched_all_reduce(tmp_path, cheat, arguments)
+    assert done.returncode == 1
+    assert "patched: host 0 sent" in done.stderr and "bypassed the link" in done.stderr
+
+
+# Command line and report
+
+
+def test_sizes_ranks_and_variants_are_parsed() -> None:
+    """What users write, and what they are told when it is wrong."""
+    assert cli.parse_sizes("1K..256M") == [1024 * 4**power for power in range(10)]
+    assert cli.parse_sizes("100,2KiB,1G") == [100, 2048, 1 << 30]
+    assert cli.parse_ranks("2..4,8") == [2, 3, 4, 8]
+    variant = cli.parse_variant("wide=penstock,PENSTOCK_SHM=0,PENSTOCK_STREAMS=16")
+    assert (variant.label, variant.role, variant.limit) == ("wide", "torch:penstock", "sockets")
+    assert variant.env == {"PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "16"}
+    for parse, text in [
+        (cli.parse_sizes, "1X"),
+        (cli.parse_sizes, "4M..1K"),
+        (cli.parse_sizes, "0"),
+        (cli.parse_ranks, "1"),
+        (cli.parse_ranks, "two"),
+        (cli.parse_variant, "penstock"),
+        (cli.parse_variant, "a=penstock,X"),
+    ]:
+        with pytest.raises(click.BadParameter):
+            parse(text)  # type: ignore[operator]
+
+
+def test_quantile_is_a_measured_value() -> None:
+    """p90 is the smallest sample that nine of ten samples do not exceed."""
+    assert report.quantile(list(range(1, 11)), 0.9) == 9
+    assert report.quantile([5.0], 0.9) == 5.0
+    assert report.quantile([1, 2, 3], 0.5) == 2
+
+
+def test_rows_read_the_limit_and_the_link() -> None:
+    """The limit is the fastest probe of the backend's kind, and the share of the link counts the plan's payload."""
+    series = [
+        Series("penstock-tcp", "torch:penstock", limit="sockets"),
+        GLOO,
+        Series("sockets x8", "sockets", flows=8, split="pull"),
+        Series("equal split x8", "sockets", flows=8, split="equal"),
+        Series("copy", "copy"),
+    ]
+    took = {"penstock-tcp": 1.25, "gloo": 5.0, "sockets x8": 1.0, "equal split x8": 2.0, "copy": 0.1}
+    points = [
+        Point("all-reduce", label, 2, 10**8, [seconds], planned={0: 10**8, 1: 10**8}, sent={0: 1.05e8, 1: 1.02e8})
+        for label, seconds in took.items()
+    ]
+    link = LinkSpec(rate_mbit=1000)
+    row = report.rows(points, series, link)[0]
+    assert (row.limit, row.limit_share, row.times_gloo) == ("sockets x8", 0.8, 4.0)
+    assert row.wire_ratio == pytest.approx(1.05)
+    assert row.link_share == pytest.approx(8 * 10**8 / 1.25 / (link.payload_mbit or 0) / 1e6)
+    assert report.flow_table([row]) is None
+
+
+def test_figures_compare_with_their_targets() -> None:
+    """A figure's findings are read from its run, and say how far they are from the target, whichever side is better."""
+    by_name = {figure.name: figure for figure in figures.FIGURES}
+    latency = by_name["latency"]
+    series = [cli.BACKENDS[name] for name in latency.backends]
+    took = {"penstock-shm": 50e-6, "penstock-tcp": 125e-6, "gloo": 100e-6}
+    rows = report.rows([Point("all-reduce", label, 2, 1024, [took[label]]) for label in took], series, None)
+    shm, tcp = latency.findings(rows)
+    assert (shm.value, shm.of_target, tcp.value, tcp.of_target) == pytest.approx((0.5, 2.0, 1.25, 1.0))
+    capped = by_name["capped"]
+    points = [
+        Point("all-reduce", label, 2, capped.nbytes, [1.0], planned={0: capped.nbytes})
+        for label in ("penstock-tcp", "gloo")
+    ]
+    share, times = capped.findings(report.rows(points, [cli.BACKENDS["penstock-tcp"], GLOO], capped.link))
+    assert share.of_target == pytest.approx(capped.nbytes * 8 / 956.4e6 / 0.9, rel=1e-3)
+    assert times.of_target == pytest.approx(1 / 4.5)
+    for figure in figures.FIGURES:
+        labels = {*figure.backends, "equal split x8"}
+        assert {target.label for target in figure.targets} <= labels
+
+
+# Helpers
+
+BENCH = [sys.executable, "-m", "penstock", "bench"]
+
+
+def _bench(arguments: list[str], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    options = {"capture_output": True, "text": True, "timeout": 200, "check": False}
+    return subprocess.run([*BENCH, *arguments], env={**os.environ, **(env or {})}, **options)  # type: ignore[call-overload]
+
+
+def _bench_with_patched_all_reduce(
+    tmp_path: pathlib.Path, statement: str, arguments: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``all-reduce`` over gloo, with ``statement`` at the end of torch's all_reduce(t) in the ranks of the variant
+    ``patched``, or in its place where it returns first."""
+    before, after = (statement, "") if statement.startswith("return") else ("", statement)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'penstock.bench.launcher' in sys.orig_argv:\n"
+        "    import torch.distributed as dist\n"
+        "    real, calls = dist.all_reduce, 0\n"
+        "    def all_reduce(t):\n"
+        "        global calls\n"
+        "        if 'PATCHED' not in os.environ:\n"
+        "            return real(t)\n"
+        f"        {before}\n"
+        "        real(t)\n"
+        f"        {after}\n"
+        "    dist.all_reduce = all_reduce\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    options = ["--backends", "gloo", "--variant", "patched=gloo,PATCHED=1", *arguments]
+    return _bench(["all-reduce", *options], {"PYTHONPATH": path})
+
+
+def _values(runs: tuple[Run, ...]) -> list[int]:
+    return [((run.origin + j) % PERIOD + 1) * run.weight for run in runs for j in range(run.count)]
+
+
+def _reference(name: str, sources: list[list[int]]) -> list[list[int] | None]:
+    """What each rank must hold in the end, from what each put in; None where nothing is promised."""
+    ranks = len(sources)
+    total = [sum(values) for values in zip(*sources, strict=False)]
+    part = len(sources[0]) // ranks
+
+    def cut(values: list[int], rank: int) -> list[int]:
+        return values[rank * part : (rank + 1) * part]
+
+    everything = [value for source in sources for value in source]
+    return {
+        "all-reduce": [total] * ranks,
+        "reduce-scatter": [cut(total, rank) for rank in range(ranks)],
+        "all-gather": [everything] * ranks,
+        "broadcast": [sources[0]] * ranks,
+        "reduce": [total, *[None] * (ranks - 1)],
+        "gather": [everything, *[None] * (ranks - 1)],
+        "scatter": [cut(sources[0], rank) for rank in range(ranks)],
+        "all-to-all": [[value for source in sources for value in cut(source, rank)] for rank in range(ranks)],
+        "send-recv": [sources[rank - 1] for rank in range(ranks)],
+        "barrier": [None] * ranks,
+    }[name]  # type: ignore[return-value]
