@@ -24,7 +24,8 @@ ALL = {
     for backend in (
         Backend("gloo", "gloo"),
         Backend("penstock", "penstock"),
+        Backend("penstock-tcp", "penstock", {"PENSTOCK_SHM": "0"}),
     )
 }
 
-BACKENDS = [ALL[label] for label in os.environ.get("TEST_BACKENDS", "penstock").split(",")]
+BACKENDS = [ALL[label] for label in os.environ.get("TEST_BACKENDS", "penstock,penstock-tcp").split(",")]

@@ -18,6 +18,7 @@ server, which dies with the test process. A rank that overruns its time prints t
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import dataclasses
 import faulthandler
@@ -200,6 +201,18 @@ class Ranks:
                 self._processes[rank].join(max(1.0, deadline - time.monotonic()))
         return [self._outcome(rank) for rank in of]
 
+    def still_running(self, *, for_s: float) -> None:
+        """Assert that no rank ends in the next `for_s` seconds."""
+        deadline = time.monotonic() + for_s
+        while time.monotonic() < deadline:
+            self._listen(deadline)
+            if any(end is not None for end in self._ended):
+                raise RanksFailed([self._outcome(rank) for rank in range(len(self._processes))])
+
+    def close_store(self) -> None:
+        """End the job's store, as the death of the node that hosts it would."""
+        del self.store
+
     def output(self, rank: int) -> str:
         return self._log(rank).read_text(errors="replace") if self._log(rank).exists() else ""
 
@@ -284,6 +297,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    atexit._clear()  # what the fork server registered is its own
     torch.set_num_threads(1)
     dist.set_debug_level_from_env()  # read at import in an ordinary program, but here the import was the fork server's
     _to_parent = connection
@@ -294,6 +308,8 @@ def _rank_main(
         connection.send(("ended", time.monotonic(), None, Raised(kinds, str(error), traceback.format_exc())))
     else:
         connection.send(("ended", time.monotonic(), value, None))
+    # multiprocessing leaves this out, but a rank is to end as a script does.
+    atexit._run_exitfuncs()
 
 
 _to_parent: multiprocessing.connection.Connection | None = None
@@ -367,6 +383,4 @@ _SLOW_IMPORTS = [
     "torch.distributed.optim",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch._dynamo",
-    "lightning.fabric",
-    "accelerate",
 ]

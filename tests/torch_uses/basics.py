@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import random
 import threading
 
@@ -273,6 +275,18 @@ def leave_without_goodbye(backend: str) -> object:
     return bits(tensor)
 
 
+@use()
+def leave_abruptly(backend: str) -> object:
+    """The same without atexit handlers, which torch.multiprocessing.spawn does not run: all ranks have their result."""
+    know(backend)
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    tensor = integers(1_000_000, seed=dist.get_rank())
+    dist.all_reduce(tensor)
+    same(tensor, integers(1_000_000, seed=0) + integers(1_000_000, seed=1))
+    atexit._clear()
+    return bits(tensor)
+
+
 @use(ranks=1)
 def alone(backend: str) -> object:
     """A world of one rank: every collective is a copy."""
@@ -429,14 +443,10 @@ def profiled(backend: str) -> object:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    import os
-
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def _agent_store() -> dist.Store:
-    import os
-
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
 
 

@@ -8,8 +8,6 @@ import torch.distributed._functional_collectives as funcol
 
 from torch_uses import bits, integers, same, use, world
 
-_NO_COALESCING = {"gloo": "it does not implement startCoalescing"}
-
 
 @use(ranks=4)
 def collectives(backend: str) -> object:
@@ -53,28 +51,39 @@ def coalesced(backend: str) -> object:
         return None
 
 
-@use(ranks=4, without=_NO_COALESCING)
+@use(ranks=4)
 def coalescing_manager(backend: str) -> object:
-    """_coalescing_manager joins all_reduce, all_gather_into_tensor and reduce_scatter_tensor calls into one each."""
-    with world(backend) as (rank, size):
-        device = torch.device("cpu")
-        inputs = [[integers(100 + i, seed=10 * r + i) for i in range(5)] for r in range(size)]
-        tensors = [tensor.clone() for tensor in inputs[rank]]
-        with dist._coalescing_manager(device=device):
-            for tensor in tensors:
-                dist.all_reduce(tensor)
-        for i, tensor in enumerate(tensors):
-            same(tensor, sum(inputs[r][i] for r in range(size)), f"all_reduce {i}")
-        return bits(*tensors)
+    """_coalescing_manager joins all_reduce calls into one."""
+    with world(backend):
+        return _coalesced_all_reduces(None)
 
 
-@use(ranks=4, without=_NO_COALESCING)
+@use(ranks=4, without={"gloo": "it does not implement startCoalescing"})
+def coalescing_manager_with_device(backend: str) -> object:
+    """The same with a device, as FSDP calls it: torch brackets the calls by start_coalescing and end_coalescing."""
+    with world(backend):
+        return _coalesced_all_reduces(torch.device("cpu"))
+
+
+def _coalesced_all_reduces(device: torch.device | None) -> str:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    inputs = [[integers(100 + i, seed=10 * r + i) for i in range(5)] for r in range(size)]
+    tensors = [tensor.clone() for tensor in inputs[rank]]
+    with dist._coalescing_manager(device=device):
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    for i, tensor in enumerate(tensors):
+        same(tensor, sum(inputs[r][i] for r in range(size)), f"all_reduce {i}")
+    return bits(*tensors)
+
+
+@use(ranks=4)
 def coalescing_manager_async(backend: str) -> object:
     """The same for all_gather_into_tensor, asynchronously."""
     with world(backend) as (rank, size):
         inputs = [[integers(100 + i, seed=10 * r + i) for i in range(5)] for r in range(size)]
         outputs = [torch.empty(size * (100 + i)) for i in range(5)]
-        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        with dist._coalescing_manager(async_ops=True) as manager:
             for output, tensor in zip(outputs, inputs[rank], strict=True):
                 dist.all_gather_into_tensor(output, tensor)
         manager.wait()
@@ -83,13 +92,13 @@ def coalescing_manager_async(backend: str) -> object:
         return bits(*outputs)
 
 
-@use(ranks=4, without=_NO_COALESCING)
+@use(ranks=4)
 def coalescing_manager_reduce_scatter(backend: str) -> object:
     """The same for reduce_scatter_tensor."""
     with world(backend) as (rank, size):
         inputs = [[integers(size * (10 + i), seed=10 * r + i) for i in range(5)] for r in range(size)]
         outputs = [torch.empty(10 + i) for i in range(5)]
-        with dist._coalescing_manager(device=torch.device("cpu")):
+        with dist._coalescing_manager():
             for output, tensor in zip(outputs, inputs[rank], strict=True):
                 dist.reduce_scatter_tensor(output, tensor)
         for i, output in enumerate(outputs):

@@ -1,0 +1,875 @@
+"""Proves that whatever goes wrong around a rank becomes an error on every rank, in seconds, that says what and where.
+
+Deadlines here are promises of the product (a death is known everywhere within 5 s), not measures of speed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import gc
+import itertools
+import json
+import os
+import pathlib
+import queue
+import random
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ranks
+from backends import ALL, Backend
+from torch_uses import batch, know, perceptron, regression, same
+
+MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
+TCP = ALL["penstock-tcp"]
+TESTS = pathlib.Path(__file__).resolve().parent
+
+# Every death is known on every rank within this (ARCHITECTURE.md, heartbeats; PENSTOCK_PEER_TIMEOUT is 4 s).
+DEATH_KNOWN_S = 5.0
+
+
+# ------------------------------------------------------------------------------------------------ ranks that go away
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_rank_killed_during_all_reduce(victim: int, medium: Backend) -> None:
+    """SIGKILL in the middle of an all-reduce: both survivors raise PeerLost within 5 s, with everything one wants to know."""
+    with ranks.Ranks(_all_reduce_for_ever, count=3, args=(1 << 22,), env=medium.env) as job:
+        job.await_note("running", deadline_s=60)
+        killed_s = job.signal(victim, signal.SIGKILL)
+        _assert_lost(job, victim, since_s=killed_s, operation="all_reduce")
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_rank_killed_while_its_children_hold_its_sockets(medium: Backend) -> None:
+    """The same while the dead rank's DataLoader workers, forked after the group was made, live on."""
+    with ranks.Ranks(_all_reduce_with_data_loader, count=3, args=(1 << 20,), env=medium.env) as job:
+        job.await_note("running", deadline_s=60)
+        workers = [child.pid for child in psutil.Process(job.pids[1]).children(recursive=True)]
+        assert len(workers) == 2, "the DataLoader's workers are not there"
+        killed_s = job.signal(1, signal.SIGKILL)
+        _assert_lost(job, 1, since_s=killed_s, operation="all_reduce")
+        assert all(psutil.pid_exists(worker) for worker in workers), "the workers were to outlive the dead rank"
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_rank_stopped(medium: Backend) -> None:
+    """SIGSTOP beyond PENSTOCK_PEER_TIMEOUT: the others raise PeerLost; the stopped one learns it when it goes on."""
+    with ranks.Ranks(_all_reduce_for_ever, count=3, args=(1 << 20,), env=medium.env) as job:
+        job.await_note("running", deadline_s=60)
+        stopped_s = job.signal(1, signal.SIGSTOP)
+        _assert_lost(job, 1, since_s=stopped_s, operation="all_reduce")
+        job.signal(1, signal.SIGCONT)
+        (sleeper,) = job.outcomes(of=[1], timeout_s=30)
+        assert sleeper.raised is not None and sleeper.raised.is_a("penstock.errors.PenstockError"), str(sleeper)
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_rank_stopped_for_a_moment(medium: Backend) -> None:
+    """SIGSTOP well below the limit does no harm: the job goes on with right results."""
+    with ranks.Ranks(_all_reduce_until_told, count=3, args=(1 << 18,), env=medium.env) as job:
+        job.await_note("running", deadline_s=60)
+        job.signal(1, signal.SIGSTOP)
+        job.still_running(for_s=1.0)
+        job.signal(1, signal.SIGCONT)
+        job.store.set("enough", "yes")
+        for outcome in job.outcomes(timeout_s=60):
+            assert outcome.ok, str(outcome)
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_rank_leaves_while_others_wait(medium: Backend) -> None:
+    """A rank whose script ends early: the others get an error that names it, not a hang."""
+    with ranks.Ranks(_leave_early, count=3, env=medium.env) as job:
+        outcomes = job.outcomes(timeout_s=60, grace_s=None)
+    assert outcomes[1].ok, str(outcomes[1])
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.PenstockError"), str(outcome)
+        assert outcome.raised.is_a("PeerLost") or outcome.raised.is_a("Closed"), str(outcome)
+        assert "rank 1" in outcome.raised.text, outcome.raised.text
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_rank_raises_while_others_wait(medium: Backend) -> None:
+    """A Python exception on one rank ends the others within seconds of its exit."""
+    with ranks.Ranks(_raise_early, count=3, env=medium.env) as job:
+        outcomes = job.outcomes(timeout_s=60, grace_s=None)
+    assert outcomes[1].raised is not None and outcomes[1].raised.is_a("ZeroDivisionError")
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.PenstockError"), str(outcome)
+        assert outcome.ended_s - outcomes[1].ended_s < DEATH_KNOWN_S + 3, "the exit itself may take up to 3 s"
+
+
+def test_link_dropped_silently() -> None:
+    """A cable is pulled between emulated hosts: every rank raises PeerLost within 5 s, also the one that is cut off."""
+    testbed = pytest.importorskip("penstock.testbed")
+    if reason := testbed.unavailable():
+        pytest.skip(f"no testbed here: {reason}")
+    with testbed.Testbed(hosts=3) as bed:
+        processes = _start_on_hosts(bed, elements=1 << 16)
+        lines: queue.Queue[tuple[int, str]] = queue.Queue()
+        for rank, process in enumerate(processes):
+            threading.Thread(target=_read_lines, args=(rank, process, lines), daemon=True).start()
+        _await_lines(lines, "running", count=3, deadline_s=120)
+        bed.drop_link(1)
+        dropped_s = time.monotonic()
+        reports = _await_lines(lines, "{", count=3, deadline_s=30)
+        for rank, line in reports.items():
+            report = json.loads(line)
+            assert "PeerLost" in report["kinds"], f"rank {rank}: {report}"
+            assert report["at_s"] - dropped_s < DEATH_KNOWN_S, f"rank {rank} took {report['at_s'] - dropped_s:.1f} s"
+        assert "rank 1" in reports[0] and "rank 1" in reports[2]
+
+
+def test_survivors_start_again() -> None:
+    """After a death the survivors destroy the group and build a smaller one, in the same processes."""
+    with ranks.Ranks(_start_again_without_rank_1, count=3, env=TCP.env) as job:
+        job.await_note("running", deadline_s=60)
+        job.signal(1, signal.SIGKILL)
+        for outcome in job.outcomes(of=[0, 2], timeout_s=60, grace_s=None):
+            assert outcome.ok, str(outcome)
+            assert outcome.value == 2.0
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_rank_killed_during_ddp(medium: Backend) -> None:
+    """The error comes out of backward() as an exception with Penstock's text; the process does not crash in C++."""
+    with ranks.Ranks(_train_for_ever, count=3, env=medium.env) as job:
+        job.await_note("running", deadline_s=60)
+        killed_s = job.signal(1, signal.SIGKILL)
+        for outcome in job.outcomes(of=[0, 2], timeout_s=30, grace_s=None):
+            assert outcome.raised is not None and outcome.exit_code == 0, str(outcome)
+            assert outcome.raised.is_a("RuntimeError"), str(outcome)
+            assert "rank 1" in outcome.raised.text, outcome.raised.text
+            assert outcome.ended_s - killed_s < DEATH_KNOWN_S, str(outcome)
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_everything_in_flight_fails(medium: Backend) -> None:
+    """Several operations in flight at a death: every wait and every future raises, and so does what is issued after."""
+    with ranks.Ranks(_many_in_flight, count=3, env=medium.env) as job:
+        job.await_note("in flight", deadline_s=60, of=[0, 2])
+        job.signal(1, signal.SIGKILL)
+        for outcome in job.outcomes(of=[0, 2], timeout_s=30, grace_s=None):
+            assert outcome.ok, str(outcome)
+            assert outcome.value == ["PeerLost"] * 8, outcome.value
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_nothing_touches_the_buffer_after_the_error(medium: Backend) -> None:
+    """Once wait has raised, the tensor is the user's again: what is written then stays, though peers were sending."""
+    with ranks.Ranks(_watch_buffer_after_error, count=3, args=(1 << 24,), env=medium.env) as job:
+        job.await_note("running", deadline_s=60)
+        job.signal(1, signal.SIGKILL)
+        for outcome in job.outcomes(of=[0, 2], timeout_s=60, grace_s=None):
+            assert outcome.ok, str(outcome)
+
+
+# ------------------------------------------------------------------------------------- scripts that disagree
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+@pytest.mark.parametrize("name", ["shape", "dtype", "operation", "reduction", "root", "order", "one more"])
+def test_mismatch(name: str, medium: Backend) -> None:
+    """One rank of three issues something else: every rank raises Mismatch, and the text shows both sides."""
+    with ranks.Ranks(_disagree, count=3, args=(name,), env=medium.env) as job:
+        outcomes = job.outcomes(timeout_s=60, grace_s=20)
+    texts = []
+    for outcome in outcomes:
+        assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Mismatch"), str(outcome)
+        texts.append(outcome.raised.text)
+    shown = {
+        "shape": ["10", "11"],
+        "dtype": ["float32", "int32"],
+        "operation": ["all_reduce", "broadcast"],
+        "reduction": ["sum", "max"],
+        "root": ["0", "2"],
+        "order": ["all_reduce", "barrier"],
+        "one more": ["all_reduce", "barrier"],
+    }[name]
+    for text in texts:
+        assert all(word in text.lower() for word in shown), f"{shown} are not all in: {text}"
+        assert "rank 1" in text, text
+
+
+def test_different_splits() -> None:
+    """all_to_all_single whose splits do not fit together: an error on both ranks."""
+    with ranks.Ranks(_disagree_on_splits, count=2, env=TCP.env) as job:
+        for outcome in job.outcomes(timeout_s=60, grace_s=20):
+            assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.PenstockError"), str(outcome)
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_time_out(medium: Backend) -> None:
+    """A rank that lives but does not come: Timeout, which names the operation and the rank that is awaited."""
+    with ranks.Ranks(_come_late, count=2, env=medium.env) as job:
+        (waiting,) = job.outcomes(of=[0], timeout_s=30, grace_s=None)
+        assert waiting.raised is not None and waiting.raised.is_a("penstock.errors.Timeout"), str(waiting)
+        assert waiting.raised.is_a("TimeoutError")
+        assert "rank 1" in waiting.raised.text and "all_reduce" in waiting.raised.text, waiting.raised.text
+        job.store.set("now", "yes")
+        (late,) = job.outcomes(of=[1], timeout_s=30)
+        assert late.raised is not None and late.raised.is_a("penstock.errors.PenstockError"), str(late)
+
+
+# ------------------------------------------------------------------------------------------ deployments that are wrong
+
+
+def test_wrong_secret() -> None:
+    """Ranks with different secrets refuse each other, on both sides, and say that it is the secret."""
+    secrets = {0: {"PENSTOCK_SECRET": "one"}, 1: {"PENSTOCK_SECRET": "another"}}
+    with ranks.Ranks(_start_and_reduce, count=2, env=TCP.env, env_of_rank=secrets) as job:
+        for outcome in job.outcomes(timeout_s=60, grace_s=20):
+            assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Refused"), str(outcome)
+            assert "secret" in outcome.raised.text.lower(), outcome.raised.text
+            assert "another" not in outcome.raised.text, "an error must not show a secret"
+
+
+def test_secret_on_one_rank_only() -> None:
+    """A rank without the job's secret is refused, and is told which variable to set."""
+    with ranks.Ranks(_start_and_reduce, count=2, env_of_rank={0: {"PENSTOCK_SECRET": "one"}}) as job:
+        for outcome in job.outcomes(timeout_s=60, grace_s=20):
+            assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Refused"), str(outcome)
+            assert "PENSTOCK_SECRET" in outcome.raised.text, outcome.raised.text
+
+
+def test_right_secret(tmp_path: pathlib.Path) -> None:
+    """The same secret, from a file on one rank and from the environment on the other, lets them talk."""
+    (tmp_path / "secret").write_text("shared by all\n")
+    secrets = {
+        0: {"PENSTOCK_SECRET": "shared by all"},
+        1: {"PENSTOCK_SECRET_FILE": str(tmp_path / "secret")},
+    }
+    assert ranks.run(_start_and_reduce, count=2, env=TCP.env, env_of_rank=secrets) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "word"),
+    [
+        ("PENSTOCK_INTERFACE", "nosuch0", "nosuch0"),
+        ("PENSTOCK_STREAMS", "many", "many"),
+        ("PENSTOCK_STREAMS", "0", "PENSTOCK_STREAMS"),
+        ("PENSTOCK_ALGORITHM", "fastest", "ring"),
+        ("PENSTOCK_PORT_RANGE", "9-1", "9-1"),
+        ("PENSTOCK_SECRET_FILE", "/nonexistent/secret", "/nonexistent/secret"),
+    ],
+)
+def test_wrong_knob(knob: str, value: str, word: str) -> None:
+    """A knob with a wrong value on all ranks: Config, which is a ValueError too, names the knob and what is wrong."""
+    with ranks.Ranks(_start_and_reduce, count=2, env={**TCP.env, knob: value}) as job:
+        for outcome in job.outcomes(timeout_s=60, grace_s=20):
+            assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Config"), str(outcome)
+            assert outcome.raised.is_a("ValueError")
+            assert knob in outcome.raised.text and word in outcome.raised.text, outcome.raised.text
+
+
+def test_wrong_knob_on_one_rank() -> None:
+    """A knob that is wrong on one rank stops all of them in seconds: the others do not wait for their time-out."""
+    with ranks.Ranks(_start_and_reduce, count=3, env_of_rank={1: {"PENSTOCK_INTERFACE": "nosuch0"}}) as job:
+        outcomes = job.outcomes(timeout_s=60, grace_s=20)
+    assert outcomes[1].raised is not None and outcomes[1].raised.is_a("penstock.errors.Config"), str(outcomes[1])
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.PenstockError"), str(outcome)
+        assert "rank 1" in outcome.raised.text and "nosuch0" in outcome.raised.text, outcome.raised.text
+
+
+def test_port_in_use() -> None:
+    """A port range that somebody else has: Config names the range. A range with room beside him is used."""
+    with _occupied_port() as port:
+        knobs = {**TCP.env, "PENSTOCK_PORT_RANGE": f"{port}-{port}"}
+        with ranks.Ranks(_start_and_reduce, count=2, env=knobs) as job:
+            for outcome in job.outcomes(timeout_s=60, grace_s=20):
+                assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Config"), str(outcome)
+                assert str(port) in outcome.raised.text, outcome.raised.text
+        knobs = {**TCP.env, "PENSTOCK_PORT_RANGE": f"{port}-{port + 20}"}
+        assert ranks.run(_start_and_reduce, count=2, env=knobs) == [2.0, 2.0]
+
+
+def test_rank_that_never_comes() -> None:
+    """init_process_group gives up after its time-out and names the rank that is missing."""
+    with ranks.Ranks(_start_and_reduce, count=1, args=(3.0,), env={"WORLD_SIZE": "2"}) as job:
+        (outcome,) = job.outcomes(timeout_s=60)
+        assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Timeout"), str(outcome)
+        assert re.search(r"rank(\(s\))? 1\b", outcome.raised.text), outcome.raised.text
+
+
+def test_store_unreachable() -> None:
+    """Nobody listens at MASTER_PORT: an error in time that names the address."""
+    with _occupied_port() as port:
+        pass
+    with ranks.Ranks(_start_and_reduce, count=1, args=(3.0,), env={"MASTER_PORT": str(port), "WORLD_SIZE": "2"}) as job:
+        (outcome,) = job.outcomes(timeout_s=60)
+        assert outcome.raised is not None, str(outcome)
+        assert str(port) in outcome.raised.text, outcome.raised.text
+
+
+def test_store_lost() -> None:
+    """The store dies after the start: running collectives go on; a new group is an error, not a hang."""
+    with ranks.Ranks(_new_groups_for_ever, count=2, env=TCP.env) as job:
+        job.await_note("running", deadline_s=60)
+        job.close_store()
+        for outcome in job.outcomes(timeout_s=60, grace_s=30):
+            assert outcome.raised is not None and outcome.exit_code == 0, str(outcome)
+            assert outcome.raised.is_a("PenstockError") or outcome.raised.is_a("DistError"), str(outcome)
+
+
+# --------------------------------------------------------------------------------------------- strangers on the port
+
+
+@pytest.mark.parametrize("approach", ["noise", "half a handshake", "endless length", "silence", "crowd"])
+def test_stranger_on_the_port(approach: str) -> None:
+    """A stranger connects to a rank's port, says nonsense, half a sentence or nothing, alone or in hundreds.
+
+    The job goes on with right results, and the rank does not keep what the stranger leaves behind.
+    """
+    with ranks.Ranks(_all_reduce_until_told, count=2, args=(1 << 16,), env=TCP.env) as job:
+        job.await_note("running", deadline_s=60)
+        before = [psutil.Process(pid).num_fds() for pid in job.pids]
+        ports = [port for pid in job.pids for port in _listening_ports(pid)]
+        assert ports, "no rank listens"
+        with contextlib.ExitStack() as strangers:
+            for port in ports:
+                for connection in _approach(approach, port):
+                    strangers.enter_context(connection)
+            for rank in range(2):
+                job.store.set(f"count/{rank}", "yes")
+            job.await_note("counted", deadline_s=60)
+        for rank, pid in enumerate(job.pids):
+            _await(lambda: psutil.Process(pid).num_fds() <= before[rank], f"rank {rank} keeps strangers' sockets")  # noqa: B023
+        job.store.set("enough", "yes")
+        for outcome in job.outcomes(timeout_s=60):
+            assert outcome.ok, str(outcome)
+
+
+# ------------------------------------------------------------------------------------------------- users and signals
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_fork_after_init(medium: Backend) -> None:
+    """A forked child that communicates gets an error that says so; its parent works on, before and after its end."""
+    values = ranks.run(_fork_and_use, count=2, env=medium.env)
+    for kinds, text in values:
+        assert "PenstockError" in kinds, f"{kinds}: {text}"
+        assert "fork" in text, text
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_tensors_freed_early(medium: Backend) -> None:
+    """The user drops tensor and Work right after the call: the engine writes into no memory that others have by then."""
+    ranks.run(_free_early, count=3, env=medium.env)
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_tensors_changed_early(medium: Backend) -> None:
+    """The user writes into a tensor that is in flight: that result is lost, but the next is right, and nothing hangs."""
+    ranks.run(_change_early, count=3, env=medium.env)
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_two_groups_from_two_threads(medium: Backend) -> None:
+    """Two threads, each with a group, large and small operations, destroy their groups at the end."""
+    ranks.run(_two_threads, count=2, env=medium.env)
+
+
+def test_interrupt_ends_a_wait() -> None:
+    """Ctrl-C while a rank waits for one that does not come: KeyboardInterrupt at once, not at the time-out."""
+    with ranks.Ranks(_wait_for_ever, count=2, env=TCP.env) as job:
+        job.await_note("waiting", deadline_s=60, of=[0])
+        interrupted_s = job.signal(0, signal.SIGINT)
+        (outcome,) = job.outcomes(of=[0], timeout_s=30)
+        assert outcome.raised is not None and outcome.raised.is_a("KeyboardInterrupt"), str(outcome)
+        assert outcome.ended_s - interrupted_s < 3
+
+
+def test_interrupt_of_torchrun() -> None:
+    """Ctrl-C at a terminal, which goes to torchrun and all ranks: everything is gone in seconds, no orphan is left."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [*command, str(TESTS / "endless.py"), "1000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output: list[str] = []
+        running = 0
+        for line in process.stdout:
+            output.append(line)
+            running += "running" in line
+            if running == 2:
+                break
+        assert running == 2, "".join(output)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 2
+        os.killpg(process.pid, signal.SIGINT)
+        rest, _ = process.communicate(timeout=20)  # torchrun itself gives its ranks up to 30 s before it kills them
+        assert process.returncode != 0
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert not alive, f"{alive} outlive torchrun:\n{''.join(output)}{rest}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+# ------------------------------------------------------------------------------------------------ what the ranks run
+
+
+def _start(timeout_s: float = 120.0) -> tuple[int, int]:
+    know("penstock")
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=timeout_s))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _start_and_reduce(timeout_s: float = 30.0) -> float:
+    _start(timeout_s)
+    tensor = torch.ones(1000)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor[999].item()
+
+
+def _all_reduce_for_ever(elements: int) -> None:
+    rank, size = _start()
+    _reduce_for_ever(elements, rank, size)
+
+
+def _reduce_for_ever(elements: int, rank: int, size: int) -> None:
+    tensor = torch.full((elements,), float(rank))
+    for turn in itertools.count():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        assert tensor[0] == tensor[-1] == size - 1
+        if turn == 3:
+            ranks.note("running")
+
+
+def _all_reduce_until_told(elements: int) -> None:
+    """Reduces until the test sets "enough"; says "counted" when it has gone on for a while after "count" was set."""
+    rank, size = _start()
+    store = dist.distributed_c10d._get_default_store()
+    since_count = 0
+    for turn in itertools.count():
+        tensor = torch.full((elements,), float(rank + turn % 7))
+        dist.all_reduce(tensor)
+        same(tensor, float(sum(r + turn % 7 for r in range(size))), f"turn {turn}")
+        if turn == 3:
+            ranks.note("running")
+        if turn % 10 == 0:
+            # All ranks must leave in the same turn, so rank 0 looks and tells.
+            told = torch.tensor([float(store.check(["enough"]))])
+            dist.broadcast(told, src=0)
+            if told:
+                break
+            since_count += store.check([f"count/{rank}"])
+            if since_count == 20:
+                ranks.note("counted")
+    dist.destroy_process_group()
+
+
+class _Blocking(torch.utils.data.Dataset):
+    """Gives a few items and then blocks for ever, so that its worker process does not look after its parent."""
+
+    def __init__(self) -> None:
+        self._pipe = os.pipe()  # the worker holds the writing end too, so that a read never ends
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        if index >= 2:
+            os.read(self._pipe[0], 1)
+        return index
+
+
+def _all_reduce_with_data_loader(elements: int) -> None:
+    rank, size = _start()
+    if rank == 1:
+        loader = torch.utils.data.DataLoader(_Blocking(), num_workers=2, multiprocessing_context="fork")
+        items = iter(loader)
+        assert next(items).item() == 0
+    _reduce_for_ever(elements, rank, size)
+
+
+def _leave_early() -> None:
+    rank, _ = _start()
+    dist.barrier()
+    if rank != 1:
+        dist.all_reduce(torch.ones(1 << 20))
+
+
+def _raise_early() -> None:
+    rank, _ = _start()
+    dist.barrier()
+    if rank == 1:
+        _ = 1 / 0
+    dist.all_reduce(torch.ones(1 << 20))
+
+
+def _start_again_without_rank_1() -> float:
+    rank, size = _start()
+    try:
+        _reduce_for_ever(1 << 16, rank, size)
+    except RuntimeError:
+        dist.destroy_process_group()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore("without rank 1", store)
+    dist.init_process_group("penstock", store=store, rank=rank // 2, world_size=2)
+    tensor = torch.ones(1 << 16)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor[-1].item()
+
+
+def _train_for_ever() -> None:
+    rank, _ = _start()
+    model = DistributedDataParallel(perceptron(), bucket_cap_mb=0.001)
+    for step in itertools.count():
+        regression(model, *batch(step % 10, rank)).backward()
+        if step == 3:
+            ranks.note("running")
+
+
+def _many_in_flight() -> list[str]:
+    """Four operations that rank 1 never joins, waited for in four ways, then four more; returns what each raised."""
+    rank, _ = _start()
+    dist.barrier()
+    if rank == 1:
+        threading.Event().wait()
+    works = [dist.all_reduce(torch.ones(n), async_op=True) for n in (1, 1 << 20, 1000, 1 << 16)]
+    future = works[3].get_future()
+    ranks.note("in flight")
+    waits: list[Callable[[], object]] = [works[2].wait, works[0].wait, works[1].wait, future.wait]
+    waits += [lambda: dist.all_reduce(torch.ones(4)), dist.barrier, lambda: dist.broadcast(torch.ones(1), src=0)]
+    waits += [lambda: dist.all_gather_object([None] * 3, rank)]
+    return [_raised_by(wait) for wait in waits]
+
+
+def _raised_by(call: Callable[[], object]) -> str:
+    """The name of Penstock's exception, which a future passes on only in its text."""
+    try:
+        call()
+    except RuntimeError as error:
+        return "PeerLost" if "PeerLost" in f"{type(error).__name__} {error}" else repr(error)
+    return "nothing"
+
+
+def _watch_buffer_after_error(elements: int) -> None:
+    rank, size = _start()
+    tensor = torch.full((elements,), float(rank))
+    with pytest.raises(RuntimeError):
+        for turn in itertools.count():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            assert tensor[0] == size - 1
+            if turn == 1:
+                ranks.note("running")
+    tensor.fill_(-7.0)
+    # Longer than any frame could still be under way, with the group alive and then destroyed.
+    until_s = time.monotonic() + 1.5
+    while time.monotonic() < until_s:
+        assert bool((tensor == -7.0).all()), "the engine wrote into a tensor whose operation had failed"
+    dist.destroy_process_group()
+    assert bool((tensor == -7.0).all())
+
+
+def _disagree(name: str) -> None:
+    rank, size = _start(60)
+    same_on_all = torch.ones(10)
+    dist.all_reduce(same_on_all)
+    same(same_on_all, float(size))
+    other = rank == 1
+    if name == "shape":
+        dist.all_reduce(torch.ones(11 if other else 10))
+    elif name == "dtype":
+        dist.all_reduce(torch.ones(10, dtype=torch.int32 if other else torch.float32))
+    elif name == "operation":
+        if other:
+            dist.broadcast(torch.ones(10), src=0)
+        else:
+            dist.all_reduce(torch.ones(10))
+    elif name == "reduction":
+        dist.all_reduce(torch.ones(10), op=dist.ReduceOp.MAX if other else dist.ReduceOp.SUM)
+    elif name == "root":
+        dist.broadcast(torch.ones(10), src=2 if other else 0)
+    elif name == "order":
+        if other:
+            dist.barrier()
+            dist.all_reduce(torch.ones(10))
+        else:
+            dist.all_reduce(torch.ones(10))
+            dist.barrier()
+    elif name == "one more":
+        if other:
+            dist.all_reduce(torch.ones(10))
+        dist.barrier()
+    # A rank that an operation lets go before it can know (a broadcast's root) learns of it here.
+    dist.barrier()
+
+
+def _disagree_on_splits() -> None:
+    rank, _ = _start(60)
+    splits = [[2, 2], [1, 3]]
+    # Rank 1 sends one row to rank 0, which expects two.
+    received = [[2, 2], [2, 3]]
+    dist.all_to_all_single(torch.empty(sum(received[rank])), torch.ones(4), received[rank], splits[rank])
+    dist.barrier()
+
+
+def _come_late() -> None:
+    rank, _ = _start(2.0)
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if rank == 1:
+        store.wait(["now"], datetime.timedelta(seconds=60))
+    dist.all_reduce(torch.ones(10))
+
+
+def _new_groups_for_ever() -> None:
+    _, size = _start(5.0)
+    for turn in itertools.count():
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor)
+        same(tensor, float(size))
+        group = dist.new_group(timeout=datetime.timedelta(seconds=5))
+        dist.destroy_process_group(group)
+        if turn == 1:
+            ranks.note("running")
+
+
+def _fork_and_use() -> tuple[list[str], str]:
+    _, size = _start()
+    tensor = torch.ones(1000)
+    dist.all_reduce(tensor)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # Nothing but the answer may leave the child: no atexit, no stack of the test.
+        try:
+            try:
+                dist.all_reduce(torch.ones(1000))
+                answer = [["nothing"], ""]
+            except BaseException as error:
+                answer = [[cls.__name__ for cls in type(error).__mro__], str(error)]
+            os.write(writing, json.dumps(answer).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    for _ in range(50):
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    with open(reading) as answer_from_child:
+        kinds, text = json.loads(answer_from_child.read())
+    assert os.waitpid(child, 0)[1] == 0
+    for _ in range(50):
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    same(tensor, float(size))
+    dist.destroy_process_group()
+    return kinds, text
+
+
+def _free_early() -> None:
+    rank, size = _start()
+    for turn in range(30):
+        for elements in (16, 5000, 1 << 19):
+            victim = torch.full((elements,), float(rank))
+            work = dist.all_reduce(victim, async_op=True)
+            moved = torch.full((elements,), float(rank))
+            other = dist.all_reduce(moved, async_op=True)
+            moved.data = torch.empty(0)  # the tensor lives on, its memory does not
+            del victim
+            if turn % 2:
+                del work
+            gc.collect()
+            # These take the memory of the tensors above, if it is free.
+            squatters = [torch.full((elements,), 7.0) for _ in range(4)]
+            check = torch.full((elements,), float(rank + turn))
+            dist.all_reduce(check)
+            same(check, float(sum(r + turn for r in range(size))))
+            other.wait()
+            if not turn % 2:
+                work.wait()
+            for squatter in squatters:
+                same(squatter, 7.0, "memory of a tensor that the user had dropped was given away and written to")
+    dist.destroy_process_group()
+
+
+def _change_early() -> None:
+    rank, size = _start()
+    for turn in range(20):
+        tensor = torch.full((1 << 18,), float(rank))
+        work = dist.all_reduce(tensor, async_op=True)
+        tensor.mul_(3.0)
+        work.wait()
+        check = torch.full((1 << 18,), float(rank + turn))
+        dist.all_reduce(check)
+        same(check, float(sum(r + turn for r in range(size))))
+    dist.destroy_process_group()
+
+
+def _two_threads() -> None:
+    rank, size = _start()
+    groups = [dist.new_group(), dist.new_group()]
+    failures: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            for turn in range(40):
+                elements = (1, 1 << 19, 3000)[(turn + index) % 3]
+                tensor = torch.full((elements,), float(rank + index + turn))
+                dist.all_reduce(tensor, group=groups[index])
+                same(tensor, float(sum(r + index + turn for r in range(size))), f"thread {index}, turn {turn}")
+            dist.barrier(group=groups[index])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    dist.destroy_process_group()
+
+
+def _wait_for_ever() -> None:
+    rank, _ = _start()
+    dist.barrier()
+    if rank == 1:
+        threading.Event().wait()
+    atexit.register(print, "left in order")
+    ranks.note("waiting")
+    dist.all_reduce(torch.ones(10))
+
+
+# ------------------------------------------------------------------------------------------------- helpers
+
+
+def _assert_lost(job: ranks.Ranks, victim: int, *, since_s: float, operation: str) -> None:
+    """All ranks but `victim` raise PeerLost in time, with a text that names what, where, who and what now."""
+    survivors = [rank for rank in range(len(job.pids)) if rank != victim]
+    for outcome in job.outcomes(of=survivors, timeout_s=30, grace_s=None):
+        assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.PeerLost"), str(outcome)
+        assert outcome.raised.is_a("ConnectionError") and outcome.raised.is_a("RuntimeError")
+        took_s = outcome.ended_s - since_s
+        assert took_s < DEATH_KNOWN_S, f"rank {outcome.rank} took {took_s:.1f} s: {outcome.raised.text}"
+        text = outcome.raised.text
+        assert f"rank {victim}" in text, text
+        assert operation in text, text
+        assert re.search(r"#\d+|sequence (number )?\d+", text), f"no sequence number: {text}"
+        assert "127.0.0.1" in text, f"no address: {text}"
+        assert "group is unusable" in text, f"not said whether the group lives: {text}"
+
+
+@contextlib.contextmanager
+def _occupied_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def _listening_ports(pid: int) -> list[int]:
+    connections = psutil.Process(pid).net_connections(kind="tcp")
+    return [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]
+
+
+def _approach(how: str, port: int) -> list[socket.socket]:
+    """What a stranger does; returns connections that it keeps open until the test lets go of them."""
+    noise = random.Random(port)
+    # The head of a hand-shake message, as in penstock-protocol/src/handshake.rs: kind, length, magic.
+    hello = struct.pack("<BH", 1, 100) + b"PENSTOCK"
+    if how == "noise":
+        connections = [_connect(port) for _ in range(20)]
+        for connection in connections:
+            _send(connection, noise.randbytes(noise.choice([1, 7, 100, 100_000])))
+        return connections
+    if how == "half a handshake":
+        connections = [_connect(port) for _ in range(len(hello))]
+        for length, connection in enumerate(connections):
+            _send(connection, hello[: length + 1])
+        return connections
+    if how == "endless length":
+        connection = _connect(port)
+        _send(connection, struct.pack("<BH", 1, 65535) + b"PENSTOCK" + bytes(100_000))
+        return [connection]
+    if how == "silence":
+        return [_connect(port) for _ in range(3)]
+    return [_connect(port) for _ in range(300)]
+
+
+def _connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    # The rank may hang up in the middle of it, which is its right.
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(data)
+
+
+def _await(condition: Callable[[], bool], otherwise: str, deadline_s: float = 30.0) -> None:
+    """Wait for a condition that no event announces."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        threading.Event().wait(0.02)
+
+
+def _start_on_hosts(bed: object, *, elements: int) -> list[subprocess.Popen[str]]:
+    port = 29_400
+    processes = []
+    for rank in range(bed.hosts):
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(bed.hosts),
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": bed.address(0),
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        command = [sys.executable, str(TESTS / "endless.py"), str(elements)]
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(bed.popen(rank, command, env=environment, **options))
+    return processes
+
+
+def _read_lines(rank: int, process: subprocess.Popen[str], lines: queue.Queue[tuple[int, str]]) -> None:
+    for line in process.stdout:
+        lines.put((rank, line.strip()))
+
+
+def _await_lines(
+    lines: queue.Queue[tuple[int, str]], beginning: str, *, count: int, deadline_s: float
+) -> dict[int, str]:
+    """Wait until `count` ranks have printed a line that begins so; returns these lines by rank."""
+    deadline = time.monotonic() + deadline_s
+    found: dict[int, str] = {}
+    seen: list[str] = []
+    while len(found) < count:
+        try:
+            rank, line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise AssertionError(f"only ranks {sorted(found)} printed {beginning!r}:\n" + "\n".join(seen)) from None
+        seen.append(f"rank {rank}: {line}")
+        if line.startswith(beginning):
+            found[rank] = line
+    return found
