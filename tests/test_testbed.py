@@ -192,6 +192,19 @@ def test_dropped_links_are_silent_and_come_back(bed: Testbed) -> None:
 
 
 @needs_namespaces
+@pytest.mark.parametrize("delay_ms", [0, 1])
+def test_large_packets_cross_where_the_mtu_allows_them(delay_ms: float) -> None:
+    """A datagram that fills the MTU arrives whole and unfragmented; one byte more is refused by the sender."""
+    with Testbed(link=LinkSpec(mtu=9000, delay_ms=delay_ms)) as bed:
+        with datagram(bed, 0) as here, datagram(bed, 1) as there:
+            here.setsockopt(socket.IPPROTO_IP, 10, 2)  # IP_MTU_DISCOVER, IP_PMTUDISC_DO: never fragment
+            here.sendto(bytes(9000 - 28), there.getsockname())
+            assert there.recv(10_000) == bytes(9000 - 28)
+            with pytest.raises(OSError, match="Message too long"):
+                here.sendto(bytes(9000 - 27), there.getsockname())
+
+
+@needs_namespaces
 def test_with_three_hosts_only_the_dropped_one_is_gone() -> None:
     """Dropping one host's link leaves the others talking."""
     with Testbed(hosts=3, link=LinkSpec(rate_mbit=100)) as bed, contextlib.ExitStack() as stack:

@@ -244,7 +244,7 @@ class Testbed(Bed):
         """Silently lose every packet from and to ``host``, as a pulled cable behind a switch would. Twice is once.
 
         Nothing on any host hears of it: interfaces stay up and neighbours stay known (the entries are permanent), so
-        that only a protocol's own timeouts can tell. What is under way behind the switch still arrives.
+        that only a protocol's own timeouts can tell. Packets under way are lost as well.
         """
         self._check_host(host)
         self._down.add(host)
@@ -369,6 +369,7 @@ class Testbed(Bed):
                 lambda: subprocess.Popen(
                     [sys.executable, "-I", "-S", relay.__file__, *map(str, arguments)],
                     pass_fds=taps,
+                    env={**os.environ, **relay.ENVIRONMENT},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
