@@ -17,6 +17,8 @@ pub(crate) enum Effect {
     Send { to: u32, message: u32, address: *const u8, len: usize },
     /// Rank `from` may send messages `message..message + count` (or has sent them already).
     Open { from: u32, message: u32, count: u32 },
+    /// The message that rank `from` gave by reference has been read: it may change its memory.
+    Read { from: u32, message: u32 },
 }
 
 /// The bytes of an incoming message.
@@ -209,8 +211,8 @@ impl Operation {
         })
     }
 
-    /// Takes (a part of) an open message. `total` is the length that the sender gave it. Returns whether the message is
-    /// used up: false while its bytes are held for a step that reduces several messages.
+    /// Takes (a part of) an open message. `total` is the length that the sender gave it. A step that reduces several
+    /// messages holds them until all are there.
     pub(crate) fn on_message(
         &mut self,
         from: u32,
@@ -243,13 +245,14 @@ impl Operation {
                         // SAFETY: the slice has `expected` bytes.
                         unsafe { read_process(pid, address, place, expected as usize) }
                             .map_err(|error| Misfit::Unreadable(error.to_string()))?;
+                        effects.push(Effect::Read { from, message });
                         expected
                     }
                 };
                 self.got(step, segment, len, expected);
             }
             Action::Reduce { dst, sources, last } => {
-                let (start, expected) = dst.segment(segment);
+                let (_, expected) = dst.segment(segment);
                 check_length(expected, total)?;
                 let messages = sources.iter().filter(|source| matches!(source, Operand::Message { .. })).count();
                 if messages == 1 {
@@ -262,6 +265,7 @@ impl Operation {
                         Incoming::Remote { pid, address } => {
                             let held = vec![(operand, Held::Remote { pid, address })];
                             self.reduce_held(dst, sources, segment, expected, *last, &held)?;
+                            effects.push(Effect::Read { from, message });
                             expected
                         }
                     };
@@ -286,9 +290,13 @@ impl Operation {
                             .filter_map(|(operand, held)| held.map(|held| (operand as u32, held)))
                             .collect();
                         self.reduce_held(dst, sources, segment, expected, *last, &held)?;
+                        for (operand, _) in held.iter().filter(|(_, held)| matches!(held, Held::Remote { .. })) {
+                            if let Operand::Message { from, message } = sources[*operand as usize] {
+                                effects.push(Effect::Read { from, message: message + segment });
+                            }
+                        }
                         self.got(step, segment, expected, expected);
                     }
-                    let _ = start;
                 }
             }
             Action::Await { .. } => {

@@ -346,22 +346,31 @@ impl Runtime {
     fn check_claims(&mut self, peers: &mut Peers, id: GroupId, op: OpId) -> bool {
         let (channel, seq) = op.wire();
         let ours = self.groups[&id].ops[&op].fingerprint.0;
+        let group = &self.groups[&id];
+        // What came as a message concerns what we receive, what came as a grant or probe what we send; the two
+        // directions of a pair may use the same channel and position.
+        let (incoming, outgoing) = match op {
+            OpId::Collective(_) => (None, None),
+            OpId::Recv { from, .. } => (group.members[from as usize], Some(PeerId::MAX)),
+            OpId::Send { to, .. } => (Some(PeerId::MAX), group.members[to as usize]),
+        };
         let from_early = self.early.iter().filter_map(|((peer, key), early)| {
             let same = key.group == id && key.channel == channel && key.op.0 == seq;
             match early {
-                Early::Bytes { fingerprint, .. } | Early::Remote { fingerprint, .. } if same => {
+                Early::Bytes { fingerprint, .. } | Early::Remote { fingerprint, .. }
+                    if same && incoming.is_none_or(|only| only == *peer) =>
+                {
                     Some((*peer, *fingerprint))
                 }
                 _ => None,
             }
         });
-        let claimed = self.claims.remove(&(id, channel, OpSeq(seq))).unwrap_or_default();
-        let group = &self.groups[&id];
-        let concerns = |peer: PeerId| match op {
-            OpId::Collective(_) => true,
-            OpId::Send { to: rank, .. } | OpId::Recv { from: rank, .. } => group.members[rank as usize] == Some(peer),
-        };
-        let odd = from_early.chain(claimed).find(|(peer, theirs)| *theirs != ours && concerns(*peer));
+        let claimed = self.claims.get(&(id, channel, OpSeq(seq))).into_iter().flatten().copied();
+        let claimed = claimed.filter(|(peer, _)| outgoing.is_none_or(|only| only == *peer));
+        let odd = from_early.chain(claimed).find(|(_, theirs)| *theirs != ours);
+        if !matches!(op, OpId::Recv { .. }) {
+            self.claims.remove(&(id, channel, OpSeq(seq)));
+        }
         match odd {
             Some((peer, theirs)) => {
                 self.mismatch(peers, id, op, peer, theirs);
@@ -395,6 +404,11 @@ impl Runtime {
             match effect {
                 Effect::Send { to, message, address, len } => {
                     self.send(peers, id, op, to, message, address, len, &mut effects);
+                }
+                Effect::Read { from, message } => {
+                    let (channel, seq) = op.wire();
+                    let peer = self.groups[&id].members[from as usize].expect("plans receive from other ranks");
+                    peers.machine(peer).done(MessageKey { group: id, channel, op: OpSeq(seq), message });
                 }
                 Effect::Open { from, message, count } => {
                     if let Err(misfit) = self.opened(peers, id, op, from, message, count, &mut effects) {
@@ -497,7 +511,6 @@ impl Runtime {
                         let pid = self.peers[peer as usize].pid;
                         let incoming = Incoming::Remote { pid, address };
                         self.operation(id, op).on_message(from, message, total, incoming, effects)?;
-                        peers.machine(peer).done(key(message));
                     }
                     None => wanted = true,
                 }
@@ -770,10 +783,8 @@ impl Handler for Runtime {
                     },
                     now,
                 );
-                match result {
-                    Ok(()) if header.kind == Kind::Reference => peers.machine(peer).done(key),
-                    Ok(()) => {}
-                    Err(misfit) => self.misfit(peers, id, op, from, misfit),
+                if let Err(misfit) = result {
+                    self.misfit(peers, id, op, from, misfit);
                 }
             }
             // Not posted, or not ready: keep it.

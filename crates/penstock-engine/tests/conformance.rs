@@ -132,7 +132,8 @@ fn run(
     }
 }
 
-const SIZES: [usize; 5] = [0, 1, 1001, 20_000, 700_003];
+/// Below and above what is sent eagerly, by reference, and in one segment.
+const SIZES: [usize; 7] = [0, 1, 1001, 3001, 5000, 20_000, 700_003];
 
 /// All-reduce: every rank holds the sum of all, for every medium, world and size.
 #[test]

@@ -98,11 +98,23 @@ class _Collectives:
     def reduce_scatter(
         self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any
     ) -> Work:
-        tickets = []
+        tickets, copies = [], []
         for output, inputs in zip(outputs, input_lists, strict=True):
-            self._check_list("reduce_scatter", inputs, output)
-            tickets.append(self._reduce_scatter(output, _joined(inputs), opts))
-        return Work(tickets, outputs)
+            self._check_list("reduce_scatter", inputs, output, own=self._member.rank)
+            if _alike(inputs):
+                tickets.append(self._reduce_scatter(output, _joined(inputs), opts))
+                continue
+            # Unequal parts: each is reduced to its rank.
+            for root, part in enumerate(inputs):
+                own = part.detach().clone() if root == self._member.rank else part
+                tickets.append(
+                    self._start(
+                        "reduce", opts, tensor=own, output=own, keep=own, reduce=opts.reduceOp, rank=root
+                    )
+                )
+                if root == self._member.rank:
+                    copies.append((own.view(-1), [output]))
+        return Work(tickets, outputs, lambda: _spread(copies))
 
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
         self._check_whole("reduce_scatter", whole=input, part=output)
@@ -136,10 +148,16 @@ class _Collectives:
     def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
         tickets, copies = [], []
         for outputs, input in zip(output_lists, inputs, strict=True):
-            self._check_list("all_gather", outputs, input)
-            flat = input.new_empty(self._member.world * input.numel())
-            tickets.append(self._all_gather(flat, input, opts))
-            copies.append((flat, outputs))
+            self._check_list("all_gather", outputs, input, own=self._member.rank)
+            if _alike(outputs):
+                flat = input.new_empty(self._member.world * input.numel())
+                tickets.append(self._all_gather(flat, input, opts))
+                copies.append((flat, outputs))
+                continue
+            # Unequal parts: each rank broadcasts its own.
+            outputs[self._member.rank].detach().copy_(input.view_as(outputs[self._member.rank]))
+            for root, part in enumerate(outputs):
+                tickets.append(self._start("broadcast", opts, tensor=part, output=part, keep=part, rank=root))
         flattened = [tensor for outputs in output_lists for tensor in outputs]
         return Work(tickets, flattened, lambda: _spread(copies))
 
@@ -330,6 +348,8 @@ class _Collectives:
             dtype = str(tensor.dtype).removeprefix("torch.")
             count = tensor.numel()
             if dtype not in _DTYPES:
+                if reduce is not None:
+                    raise ConfigError(f"{collective}: {dtype} cannot be reduced, only moved. Nothing was sent.")
                 # A type that is only moved here, as bytes.
                 dtype, count = "byte", tensor.nbytes
         timeout = opts.timeout if opts is not None and _is_set(opts.timeout) else self._timeout
@@ -358,14 +378,17 @@ class _Collectives:
     ) -> Work:
         return Work([start(tensor) for tensor in tensors], list(outputs))
 
-    def _check_list(self, collective: str, parts: Sequence[torch.Tensor], part: torch.Tensor) -> None:
+    def _check_list(
+        self, collective: str, parts: Sequence[torch.Tensor], part: torch.Tensor, own: int | None = None
+    ) -> None:
+        """A tensor a rank, like ``part``: all of them, or only the ``own``-th where they may differ."""
         if len(parts) != self._member.world:
             raise ConfigError(f"{collective}: a list of {self._member.world} tensors is needed, not {len(parts)}")
-        for other in parts:
+        for other in parts if own is None else [parts[own]]:
             if other.numel() != part.numel() or other.dtype != part.dtype:
                 raise ConfigError(
-                    f"{collective}: all tensors of the list must have {part.numel()} elements of {part.dtype}; one has "
-                    f"{other.numel()} of {other.dtype}. Use all_to_all for unequal parts."
+                    f"{collective}: the list's tensor must have {part.numel()} elements of {part.dtype}; it has "
+                    f"{other.numel()} of {other.dtype}"
                 )
 
     def _check_whole(self, collective: str, *, whole: torch.Tensor, part: torch.Tensor) -> None:
@@ -420,6 +443,10 @@ def _reduction(reduce: Any, collective: str, tensor: torch.Tensor | None) -> tup
             given = reduce.__getstate__()[1]
         factor = float(given)
     return name, factor
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tensor.numel() == tensors[0].numel() for tensor in tensors)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
