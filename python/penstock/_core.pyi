@@ -1,0 +1,73 @@
+"""The engine of Penstock; use it through `penstock` and `torch.distributed`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+__all__ = ["Engine", "Group", "Ticket", "__version__", "choose_interfaces", "init_logging", "simd_level"]
+
+__version__: str
+
+@final
+class Engine:
+    def __new__(
+        cls,
+        *,
+        rank: int,
+        host: str,
+        generation: int,
+        addresses: Sequence[str],
+        ports: tuple[int, int],
+        streams: int,
+        shared_memory: bool,
+        checksum: bool,
+        dead_after_s: float,
+        socket_buffer_bytes: int,
+    ) -> Engine: ...
+    def contact(self) -> str: ...
+    def join(
+        self,
+        *,
+        id: int,
+        generation: int,
+        rank: int,
+        members: Sequence[str],
+        secret: bytes,
+        algorithm: str | None,
+        name: str,
+    ) -> tuple[Group, Ticket]: ...
+    def stats(self) -> dict[str, Any]: ...
+    def stop(self) -> None: ...
+
+@final
+class Group:
+    def start(
+        self,
+        collective: str,
+        *,
+        dtype: str,
+        elements: int,
+        bytes: int,
+        input: int,
+        output: int,
+        op: str | None = None,
+        factor: float = 1.0,
+        rank: int = 0,
+        tag: int = 0,
+        input_splits: Sequence[int] | None = None,
+        output_splits: Sequence[int] | None = None,
+        priority: int = 0,
+        timeout_s: float,
+        keep: Any = None,
+    ) -> Ticket: ...
+    def leave(self) -> None: ...
+    def abort(self, reason: str) -> None: ...
+
+@final
+class Ticket:
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+    def done(self) -> bool: ...
+    def on_done(self, callback: Callable[[], object]) -> None: ...
+
+def choose_interfaces(named: Sequence[tuple[str, str]], master: str | None) -> tuple[list[tuple[str, str]], str]: ...
+def init_logging(level: str) -> None: ...
+def simd_level() -> str: ...

@@ -1,0 +1,89 @@
+"""``penstock info``: this installation, this machine, and every knob with its value and where it comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from penstock import config
+from penstock.errors import Config as ConfigError
+
+__all__ = ["command", "gather"]
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def command(as_json: bool) -> None:
+    """Show versions, the machine, and every knob with its value, origin and meaning."""
+    facts = gather()
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    console = Console()
+    about = Table(show_header=False, box=None)
+    for name, value in facts["about"].items():
+        about.add_row(f"[bold]{name}[/]", str(value))
+    console.print(about)
+    knobs = Table("knob", "value", "from", "meaning", title="knobs (environment variables)", show_lines=True)
+    for knob in facts["knobs"]:
+        knobs.add_row(knob["name"], knob["value"] or "(empty)", knob["origin"], knob["meaning"])
+    console.print(knobs)
+    try:
+        config.read()
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def gather() -> dict[str, Any]:
+    """What ``penstock info`` shows, as data. A secret's value is not shown."""
+    from penstock import _core
+
+    try:
+        interfaces, why = _core.choose_interfaces(
+            [(name, os.environ.get(name, "")) for name in _INTERFACE_KNOBS], _master()
+        )
+        listening = ", ".join(f"{name} ({address})" for name, address in interfaces) + f": {why}"
+    except ConfigError as error:
+        listening = str(error)
+    knobs = []
+    for knob in config.KNOBS:
+        value = os.environ.get(knob.name)
+        shown = knob.default if value is None else value
+        if knob.name == "PENSTOCK_SECRET" and shown:
+            shown = "(set, not shown)"
+        origin = "default" if value is None else "environment"
+        knobs.append({"name": knob.name, "value": shown, "origin": origin, "meaning": knob.meaning})
+    return {
+        "about": {
+            "penstock": _core.__version__,
+            "python": sys.version.split()[0],
+            "torch": _version("torch"),
+            "machine": f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release()}",
+            "reductions": _core.simd_level(),
+            "interfaces": listening,
+        },
+        "knobs": knobs,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _master() -> str | None:
+    host = os.environ.get("MASTER_ADDR")
+    return f"{host}:{os.environ.get('MASTER_PORT', '1')}" if host else None
+
+
+_INTERFACE_KNOBS = ("PENSTOCK_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
