@@ -56,7 +56,7 @@ def train(args: argparse.Namespace) -> None:
     optimizer, schedule = make_optimizer(replica, args)
     twin_optimizer = make_optimizer(twin, args)[0] if twin else None
 
-    log = Log(args.log, rank)
+    log = Log(args.log_file, rank)
     log.write(
         event="start",
         rank=rank,
@@ -178,7 +178,7 @@ def buckets(replica: nn.Module) -> dict[str, list[int]]:
 
 
 class Log:
-    """One JSON object a line, flushed at once so that a reader can follow. See ``--log`` for ``path``."""
+    """One JSON object a line, flushed at once so that a reader can follow. See ``--log-file`` for ``path``."""
 
     def __init__(self, path: str | None, rank: int):
         self._file: TextIO | None = None
@@ -210,7 +210,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--eval-batches", type=int, default=50, help="batches of the validation text judged at the end")
     add("--threads", type=int, default=1, help="compute threads a rank; ranks x threads should not exceed the cores")
     add("--print-every", type=int, default=10)
-    add("--log", help="write a JSON line a step to this file, of rank 0, or of each if {rank} is in it; -: to stdout")
+    add("--log-file", help="write a JSON line a step, of rank 0, or of each if {rank} is in the name; -: to stdout")
     add("--compute-every", type=int, default=0, help="every so many steps, also time a step without communication")
     return parser.parse_args()
 

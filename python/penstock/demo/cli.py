@@ -184,9 +184,11 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     table.add_column("")
     for result in comparison.results:
         table.add_column(result.label, justify="right", no_wrap=True)
-    table.add_column("", style="dim")
+    roomy = console.width >= MEANINGS_FROM_COLUMNS
+    if roomy:
+        table.add_column("", style="dim")
     for row in rows(comparison):
-        table.add_row(row.name, *row.texts, row.meaning)
+        table.add_row(row.name, *row.texts, *([row.meaning] if roomy else []))
     console.print()
     console.print(table)
     console.print(verdict(comparison), style="bold", soft_wrap=True)
@@ -207,6 +209,9 @@ QUICK_PROBE_BYTES = 2_000_000
 """Each way and exchange. At 24 MB/s, a capped flow's rate, 16 MB take two thirds of a second."""
 
 RECENT_STEPS = 10
+
+MEANINGS_FROM_COLUMNS = 100
+"""On a narrower terminal the table shows numbers only; the report explains them."""
 
 START_TIMEOUT_S, STEP_TIMEOUT_S = 120, 5
 """Ten times what a slow machine needs. A backend should notice its failures long before that."""

@@ -100,7 +100,8 @@ def link_caption(comparison: Comparison) -> str:
     planned = comparison.results[0].planned_bytes_per_step / 1e6
     text = (
         "What each rank puts on its link, from step to step, by the counters of the interface. Each step must send "
-        f"{planned:.1f} MB whatever the backend, so the areas under the curves are equal: only height and length differ."
+        f"{planned:.1f} MB whatever the backend, so the areas under the curves are equal, but for what a backend sends "
+        "twice: only height and length differ."
     )
     if comparison.link is None:
         return text + " On loopback there is no link to fill; a backend that uses shared memory sends nothing here."
@@ -204,9 +205,10 @@ def draw_losses(results: tuple[Result, ...]) -> Figure:
         by_time.annotate(
             f"{seconds[-1]:.0f} s",
             (seconds[-1], smooth[-1]),
-            xytext=(0, 8),
+            xytext=(0, -8),
             textcoords="offset points",
             ha="center",
+            va="top",
             color=colour(i),
         )
     by_step.set(xlabel="step", ylabel="training loss, nats")
@@ -214,6 +216,7 @@ def draw_losses(results: tuple[Result, ...]) -> Figure:
     by_time.set(xlabel="seconds since the first step")
     by_time.set_title("by time: where they part")
     by_time.margins(x=0.08)
+    by_step.set_ylim(bottom=by_step.get_ylim()[0] - 0.12)  # room for the seconds below the ends
     by_step.legend()
     return figure
 

@@ -120,13 +120,13 @@ def train(
                 training.sent_bytes.append(sent_bytes(bed) - sent_before)
                 on_step(training)
 
-    command = [sys.executable, str(SCRIPT), "--backend", backend, "--log", "-", *arguments]
+    command = [sys.executable, str(SCRIPT), "--backend", backend, "--log-file=-", *arguments]
     try:
         training.completed = bed.run(command, ranks=RANKS, on_line=on_line, timeout_s=timeout_s)
     except TimeoutError as error:
         raise TrainingFailed(f"{label}: {error}") from error
     if training.completed.returncode != 0:
-        raise TrainingFailed(describe_failure(training, talk, [*command[:4], *arguments]))
+        raise TrainingFailed(describe_failure(training, talk, arguments))
     return training
 
 
@@ -163,7 +163,7 @@ def phases_of(record: dict[str, Any]) -> Phases:
     return Phases(record["forward_seconds"], record["backward_seconds"], record["optimizer_seconds"])
 
 
-def describe_failure(training: Training, talk: list[list[str]], command: list[str]) -> str:
+def describe_failure(training: Training, talk: list[list[str]], arguments: Sequence[str]) -> str:
     completed = training.completed
     assert completed is not None
     where = f"rank {completed.failed_rank} ended with {completed.returncode}"
@@ -172,7 +172,7 @@ def describe_failure(training: Training, talk: list[list[str]], command: list[st
         parts.append(f"--- the end of what rank {rank} printed:")
         parts += lines[-TAIL_LINES:] or ["(nothing)"]
     parts.append("--- to see it alone:")
-    parts.append("torchrun --nproc-per-node 2 " + " ".join(command[1:]))
+    parts.append(" ".join(["torchrun --nproc-per-node 2", str(SCRIPT), "--backend", training.backend, *arguments]))
     if training.backend == "penstock":
         parts.append(
             "`python -c 'import penstock.torch'` shows whether the backend loads, `penstock doctor` what ails it."
