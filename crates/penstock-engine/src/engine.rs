@@ -177,6 +177,11 @@ impl Group {
         ticket
     }
 
+    /// The buffers of an operation that was started with [`Call::hold`] are ready.
+    pub fn release(&self, ticket: &Ticket) {
+        self.handle.command(Command::Release(self.id, ticket.clone()), ticket);
+    }
+
     /// Leaves the group; operations that still run fail.
     pub fn leave(&self) {
         self.handle.command(Command::Leave(self.id), &Ticket::default());

@@ -4,7 +4,7 @@ use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
 use crate::stats::{GroupStats, PeerStats, Stats};
 use crate::ticket::Ticket;
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
-use penstock_plan::{Algorithm, Collective, Planner, Request, Thresholds, Topology, choose, segment_bytes};
+use penstock_plan::{Algorithm, Collective, Planner, Request, Steps, Thresholds, Topology, choose, segment_bytes};
 use penstock_protocol::fingerprint::Fingerprint;
 use penstock_protocol::frame::{Kind, Reference};
 use penstock_protocol::handshake::{Hello, NodeKey};
@@ -28,6 +28,7 @@ pub(crate) struct Shared {
 pub(crate) enum Command {
     Join(GroupSpec, Ticket),
     Start(GroupId, Call, Ticket),
+    Release(GroupId, Ticket),
     Leave(GroupId),
     Abort(GroupId, Failure),
     Stats(mpsc::Sender<Stats>),
@@ -75,6 +76,9 @@ pub struct Call {
     pub tag: u32,
     /// How urgent.
     pub priority: Priority,
+    /// Take the operation's place in the order now, but do not touch the buffers before [`crate::Group::release`]: the
+    /// contribution is still on its way from a device.
+    pub hold: bool,
     /// Nanoseconds until the operation fails.
     pub timeout: u64,
     /// Kept until the operation has ended: what the pointers point into.
@@ -133,6 +137,8 @@ struct Group {
     next_send: HashMap<(u32, u32), u64>,
     next_recv: HashMap<(u32, u32), u64>,
     ops: HashMap<OpId, Active>,
+    /// Operations that have their place but not their buffers.
+    held: HashMap<OpId, Waiting>,
     joining: Option<Ticket>,
     failed: Option<Failure>,
     last_algorithm: String,
@@ -144,6 +150,13 @@ enum OpId {
     Collective(u64),
     Send { to: u32, channel: u32, op: u64 },
     Recv { from: u32, channel: u32, op: u64 },
+}
+
+struct Waiting {
+    call: Call,
+    request: Request,
+    steps: Arc<Steps>,
+    ticket: Ticket,
 }
 
 struct Active {
@@ -236,6 +249,7 @@ impl Runtime {
             next_send: HashMap::new(),
             next_recv: HashMap::new(),
             ops: HashMap::new(),
+            held: HashMap::new(),
             joining: Some(ticket),
             failed: None,
             last_algorithm: String::new(),
@@ -274,7 +288,7 @@ impl Runtime {
             return ticket.complete(Err(failure));
         }
         let world = group.members.len() as u32;
-        let mut request = Request {
+        let request = Request {
             collective: call.collective,
             world,
             rank: group.rank,
@@ -292,8 +306,6 @@ impl Runtime {
             reason = format!("{wanted} (PENSTOCK_ALGORITHM) instead of {algorithm}");
             algorithm = wanted;
         }
-        // A segment of a held message must travel in one frame.
-        request.segment_bytes = request.segment_bytes.max(16);
         let steps = match self.planner.steps(&request, algorithm) {
             Ok(steps) => steps,
             Err(error) => {
@@ -320,6 +332,29 @@ impl Runtime {
                 OpId::Collective(group.next_op - 1)
             }
         };
+        let hold = call.hold;
+        let waiting = Waiting { call, request, steps, ticket };
+        if hold {
+            group.held.insert(op, waiting);
+        } else {
+            self.begin(peers, id, op, waiting, now);
+        }
+    }
+
+    /// The buffers of an operation that was started with `hold` are ready.
+    fn release(&mut self, peers: &mut Peers, id: GroupId, ticket: &Ticket, now: Time) {
+        let Some(group) = self.groups.get_mut(&id) else { return };
+        let Some(op) = group.held.iter().find(|(_, waiting)| waiting.ticket.is(ticket)).map(|(op, _)| *op) else {
+            return;
+        };
+        let waiting = group.held.remove(&op).expect("just found");
+        self.begin(peers, id, op, waiting, now);
+    }
+
+    fn begin(&mut self, peers: &mut Peers, id: GroupId, op: OpId, waiting: Waiting, now: Time) {
+        let Waiting { call, request, steps, ticket } = waiting;
+        let group = self.groups.get_mut(&id).expect("the caller has looked it up");
+        let world = group.members.len() as u32;
         let (mut input, mut output) = (call.input, call.output);
         let scaled = premultiply(&call, &request, &mut input, &mut output);
         let memory = Memory { dtype: call.dtype, op: call.op, world, input, output };
@@ -587,7 +622,9 @@ impl Runtime {
         self.claims.retain(|(group, ..), _| *group != id);
         // The loop lets go of the buffers before it does anything else: readers are revoked, half-written frames cut.
         peers.drop_group(id);
-        let tickets: Vec<(OpId, Active)> = group.ops.drain().collect();
+        let tickets: Vec<_> = (group.ops.drain().map(|(op, active)| (op, active.fingerprint, active.ticket)))
+            .chain(group.held.drain().map(|(op, waiting)| (op, waiting.call.fingerprint, waiting.ticket)))
+            .collect();
         let joining = group.joining.take();
         if tell {
             let report = Report { kind: failure.kind, message: failure.message.clone() };
@@ -600,10 +637,10 @@ impl Runtime {
         }
         let (rank, name) = (group.rank, group.name.clone());
         let own = group.contacts[rank as usize].describe();
-        for (op, active) in tickets {
-            let what = format!("{} #{} of group {name} on {own}", active.fingerprint.describe(), op.wire().1);
+        for (op, fingerprint, ticket) in tickets {
+            let what = format!("{} #{} of group {name} on {own}", fingerprint.describe(), op.wire().1);
             let failure = Failure { message: format!("{what} failed: {}", failure.message), ..failure.clone() };
-            peers.after_drop(Box::new(move || active.ticket.complete(Err(failure))));
+            peers.after_drop(Box::new(move || ticket.complete(Err(failure))));
         }
         if let Some(ticket) = joining {
             ticket.complete(Err(failure));
@@ -706,7 +743,7 @@ impl Handler for Runtime {
             0 => group.next_op,
             channel => group.next_recv.get(&(from, channel)).copied().unwrap_or_default(),
         };
-        if key.op.0 < issued { OpStatus::Retired } else { OpStatus::Early }
+        if key.op.0 < issued && !group.held.contains_key(&op) { OpStatus::Retired } else { OpStatus::Early }
     }
 
     fn place(&mut self, peer: PeerId, header: &Header) -> Result<Option<*mut u8>, FrameError> {
@@ -848,7 +885,7 @@ impl Handler for Runtime {
                             0 => group.next_op,
                             channel => group.next_send.get(&(other, channel)).copied().unwrap_or_default(),
                         };
-                        if key.op.0 >= issued && group.failed.is_none() {
+                        if (key.op.0 >= issued || group.held.contains_key(&op)) && group.failed.is_none() {
                             let claims = self.claims.entry((key.group, key.channel, key.op)).or_default();
                             if !claims.contains(&(peer, theirs)) {
                                 claims.push((peer, theirs));
@@ -916,8 +953,9 @@ impl Handler for Runtime {
             match command {
                 Command::Join(spec, ticket) => self.join(peers, spec, ticket),
                 Command::Start(id, call, ticket) => self.start(peers, id, call, ticket, now),
+                Command::Release(id, ticket) => self.release(peers, id, &ticket, now),
                 Command::Leave(id) => {
-                    if self.groups.get(&id).is_some_and(|group| !group.ops.is_empty() || group.joining.is_some()) {
+                    if self.groups.get(&id).is_some_and(Group::is_busy) {
                         let rank = self.groups[&id].rank;
                         let failure = Failure::fatal(
                             FailureKind::Closed,
@@ -1011,6 +1049,12 @@ impl Handler for Runtime {
 
     fn stopping(&self) -> bool {
         self.stopping
+    }
+}
+
+impl Group {
+    fn is_busy(&self) -> bool {
+        !self.ops.is_empty() || !self.held.is_empty() || self.joining.is_some()
     }
 }
 

@@ -74,6 +74,11 @@ impl Ticket {
         }
     }
 
+    /// Whether both are of the same operation.
+    pub(crate) fn is(&self, other: &Ticket) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// Sets the result; the first one counts.
     pub(crate) fn complete(&self, result: Result<(), Failure>) {
         let mut state = self.lock();

@@ -92,6 +92,7 @@ fn call(collective: Collective, name: Name, bytes: u64, input: &[u32], output: &
         output: output.as_mut_ptr().cast(),
         tag: 0,
         priority: Priority(0),
+        hold: false,
         timeout: 20_000_000_000,
         keep: None,
     }
@@ -330,6 +331,39 @@ fn many_in_flight() {
                     .collect();
                 assert!(outputs.iter().all(|outputs| outputs[at] == expected), "{medium:?}, {size} ranks, #{at}");
             }
+        }
+    }
+}
+
+/// An operation that is held keeps its place in the order, and its buffer is not touched before it is released.
+#[test]
+fn held_until_released() {
+    for medium in MEDIA {
+        let world = world(2, medium);
+        for len in [10, 300_000] {
+            let mut first: Vec<_> = (0..2).map(|_| vec![0; len]).collect();
+            let mut second: Vec<_> = (0..2).map(|rank| filled(rank, 5)).collect();
+            let bytes = 4 * len as u64;
+            let mut tickets = Vec::new();
+            for rank in 0..2 {
+                let mut held = call(Collective::AllReduce, Name::AllReduce, bytes, &[], &mut first[rank]);
+                held.hold = rank == 0;
+                // SAFETY: the buffers outlive the waits below.
+                tickets.push(unsafe { world.groups[rank].start(held) });
+                let next = call(Collective::AllReduce, Name::AllReduce, 20, &[], &mut second[rank]);
+                // SAFETY: as above.
+                tickets.push(unsafe { world.groups[rank].start(next) });
+            }
+            // The later operation overtakes the held one.
+            wait(&tickets[1]).expect("not held");
+            wait(&tickets[3]).expect("not held");
+            assert!(tickets[0].result().is_none() && tickets[2].result().is_none(), "{medium:?}");
+            first[0].copy_from_slice(&filled(7, len));
+            world.groups[0].release(&tickets[0]);
+            wait(&tickets[0]).expect("released");
+            wait(&tickets[2]).expect("released");
+            // Rank 1 contributed zeros.
+            assert!(first.iter().all(|output| *output == filled(7, len)), "{medium:?}");
         }
     }
 }

@@ -368,7 +368,7 @@ mod tests {
         let thresholds = Thresholds::default();
         for bytes in [0, 1, 1 << 20, 3 << 20, 64 << 20, 1 << 34] {
             let segment = segment_bytes(Collective::AllReduce, 3, bytes, &thresholds);
-            assert!((64 << 10..=512 << 10).contains(&segment) && segment % 4096 == 0, "{bytes}: {segment}");
+            assert!((64 << 10..=512 << 10).contains(&segment) && segment.is_multiple_of(4096), "{bytes}: {segment}");
         }
         assert_eq!(segment_bytes(Collective::AllReduce, 2, 4 << 20, &thresholds), 256 << 10);
     }

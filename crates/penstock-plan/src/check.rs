@@ -308,7 +308,7 @@ fn check_shape(instance: &Instance<'_>, request: &Request, plans: &[Steps], rule
         if area.len != instance.bytes {
             return Err(Violation::Length { place, bytes: instance.bytes, other: place, other_bytes: area.len });
         }
-        let whole_elements = area.start % element_bytes == 0 && area.len % element_bytes == 0;
+        let whole_elements = area.start.is_multiple_of(element_bytes) && area.len.is_multiple_of(element_bytes);
         let cuts_elements = segments > 1 && slice.segment_bytes % 16 != 0;
         if area.end() > buffer_bytes || cuts_elements || !whole_elements {
             return Err(Violation::Bounds { place, slice: *slice, buffer_bytes });
@@ -554,10 +554,10 @@ impl Contents {
         let first = self.0.partition_point(|run| run.start + run.len <= start);
         let last = self.0.partition_point(|run| run.start < end);
         let mut new: Vec<Run> = Vec::new();
-        if let Some(run) = self.0[first..last].first() {
-            if run.start < start {
-                new.push(Run { len: start - run.start, ..*run });
-            }
+        if let Some(run) = self.0[first..last].first()
+            && run.start < start
+        {
+            new.push(Run { len: start - run.start, ..*run });
         }
         new.extend(runs.iter().map(|run| Run { start: start + run.start, ..*run }));
         if let Some(run) = self.0[first..last].last() {

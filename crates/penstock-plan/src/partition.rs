@@ -71,7 +71,7 @@ impl Fold {
     pub(crate) fn role(&self, rank: u32) -> Role {
         if rank >= 2 * self.pairs {
             Role::Core { virtual_rank: rank - self.pairs, extra: None }
-        } else if rank % 2 == 0 {
+        } else if rank.is_multiple_of(2) {
             Role::Core { virtual_rank: rank / 2, extra: Some(rank + 1) }
         } else {
             Role::Extra { partner: rank - 1 }

@@ -176,7 +176,7 @@ impl Request {
                 return Err(PlanError::ToSelf { collective: collective.name(), rank });
             }
         }
-        if self.segment_bytes == 0 || self.segment_bytes % 16 != 0 {
+        if self.segment_bytes == 0 || !self.segment_bytes.is_multiple_of(16) {
             return Err(PlanError::Segment { segment_bytes: self.segment_bytes });
         }
         if collective.reduces() && !(element_bytes.is_power_of_two() && element_bytes <= 16) {

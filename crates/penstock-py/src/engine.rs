@@ -152,7 +152,7 @@ impl Group {
     /// addresses; whatever keeps them valid goes into `keep`, which is held until the operation has ended.
     #[pyo3(signature = (
         collective, *, dtype, elements, bytes, input, output, op=None, factor=1.0, rank=0, tag=0, input_splits=None,
-        output_splits=None, priority=0, timeout_s, keep=None
+        output_splits=None, priority=0, hold=false, timeout_s, keep=None
     ))]
     #[allow(clippy::too_many_arguments)]
     fn start(
@@ -170,6 +170,7 @@ impl Group {
         input_splits: Option<Vec<u64>>,
         output_splits: Option<Vec<u64>>,
         priority: i32,
+        hold: bool,
         timeout_s: f64,
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Ticket> {
@@ -208,11 +209,17 @@ impl Group {
             output: output as *mut u8,
             tag,
             priority: Priority(priority),
+            hold,
             timeout: (timeout_s * 1e9) as u64,
             keep: keep.map(|keep| Box::new(keep) as Box<dyn std::any::Any + Send>),
         };
         // SAFETY: the caller's contract; `keep` holds the tensors, and torch's own contract forbids their use meanwhile.
         Ok(Ticket(unsafe { self.0.start(call) }))
+    }
+
+    /// The tensors of an operation that was started with `hold` are ready.
+    fn release(&self, ticket: &Ticket) {
+        self.0.release(&ticket.0);
     }
 
     /// Leaves the group; operations that still run fail.

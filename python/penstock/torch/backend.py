@@ -41,7 +41,8 @@ def create(options: Any, pg_options: Any) -> Any:
 class _Collectives:
     """torch's calls, for either base class. ``self._member`` is the group's membership.
 
-    Every call returns a `Work` at once. Tensors must be dense and contiguous, on the CPU; they must not be used until
+    Every call returns a `Work` at once. Tensors must be dense and contiguous, on the CPU or a CUDA device (staged
+    through pinned memory, see `staging`); they must not be used until
     the Work has completed. Calls on a group must come in the same order on all its ranks.
     """
 
@@ -355,8 +356,17 @@ class _Collectives:
         timeout = opts.timeout if opts is not None and _is_set(opts.timeout) else self._timeout
         op, factor = _reduction(reduce, collective, tensor) if reduce is not None else (None, 1.0)
         self._last_sequence = next(self._sequence)
+        staged = None
+        if tensor is not None and tensor.device.type == "cuda":
+            from penstock.torch.staging import Staged, StagedTicket
+
+            reads = [one for one in (input,) if one is not None]
+            writes = [one for one in (output,) if one is not None]
+            staged = Staged(writes if collective in _IN_PLACE else reads, writes)
+            input, output = (None if one is None else staged.twin(one) for one in (input, output))
+            keep = (keep, input, output)
         with torch.profiler.record_function(f"penstock:{collective}"):
-            return self._member.group.start(
+            ticket = self._member.group.start(
                 collective,
                 dtype=dtype,
                 elements=count if elements is None else elements,
@@ -369,9 +379,11 @@ class _Collectives:
                 tag=tag,
                 input_splits=None if splits is None else splits[0],
                 output_splits=None if splits is None else splits[1],
+                hold=staged is not None,
                 timeout_s=timeout.total_seconds(),
                 keep=keep,
             )
+        return ticket if staged is None else StagedTicket(staged, self._member.group, ticket)
 
     def _each(
         self, tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any], outputs: list[torch.Tensor]
@@ -426,7 +438,7 @@ def _check_tensor(collective: str, tensor: torch.Tensor) -> None:
             f"{collective}: tensors must be contiguous; this one has shape {tuple(tensor.shape)} and strides "
             f"{tensor.stride()}. Call .contiguous() first (and copy back what is written in place)."
         )
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda"):
         raise ConfigError(f"{collective}: tensors on {tensor.device.type} are not supported; move them to the CPU")
 
 
@@ -483,7 +495,7 @@ def _class() -> Any:
     class PenstockProcessGroup(_Collectives, dist.ProcessGroup):
         """Where only groups can be written in Python, it also answers for what torch's C++ group would know."""
 
-        _device_types = [torch.device("cpu")]  # noqa: RUF012: torch reads it as a list
+        _device_types = [torch.device("cpu"), torch.device("cuda")]  # noqa: RUF012: torch reads it as a list
 
         def __init__(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
             dist.ProcessGroup.__init__(self, membership.rank, membership.world)
@@ -531,6 +543,8 @@ _DTYPES = frozenset(
         "complex128"
     ).split()
 )
+# Operations whose output tensor also holds the contribution.
+_IN_PLACE = frozenset(("all_reduce", "broadcast", "reduce"))
 _REDUCTIONS = {
     "SUM": "sum",
     "AVG": "avg",

@@ -5,15 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from penstock import _core
 from penstock.errors import Timeout
 
-__all__ = ["Work"]
+__all__ = ["Ticket", "Work"]
+
+
+class Ticket(Protocol):
+    """What a Work waits for: the engine's ticket, or one that stages CUDA tensors."""
+
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+    def done(self) -> bool: ...
+    def on_done(self, callback: Callable[[], object]) -> None: ...
 
 
 class Work(dist.Work):
@@ -32,7 +39,7 @@ class Work(dist.Work):
 
     def __init__(
         self,
-        tickets: Sequence[_core.Ticket],
+        tickets: Sequence[Ticket],
         outputs: list[torch.Tensor],
         finish: Callable[[], None] | None = None,
         source: int = -1,
@@ -98,7 +105,9 @@ class Work(dist.Work):
         """
         with self._lock:
             if self._future is None:
-                base: torch.futures.Future[None] = torch.futures.Future()
+                # A future that knows its devices makes its readers' streams wait for the copies back.
+                devices = list({tensor.device for tensor in self._outputs if tensor.is_cuda})
+                base: torch.futures.Future[None] = torch.futures.Future(devices=devices or None)
                 self._future = base.then(self._settle)
                 left = [len(self._tickets)]
                 guard = threading.Lock()
