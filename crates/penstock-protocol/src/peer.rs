@@ -21,7 +21,7 @@ use crate::frame::{
     Reference,
 };
 use crate::ranges::Ranges;
-use crate::stream::{Stream, StreamStats};
+use crate::stream::{FRAME_GRAIN, Stream, StreamStats};
 use penstock_types::{FailureKind, Generation, GroupId, MILLISECOND, OpSeq, Priority, SECOND, Time};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
@@ -358,7 +358,9 @@ impl Peer {
             header.length = Reference::BYTES as u32;
             self.control(header, Some(&Reference { address }.encode()));
         } else if let Some(op) = self.ops.get_mut(&OpKey::of(&key)).filter(|op| op.granted.covers(&span)) {
-            op.used.insert(span);
+            self.remembered -= op.remembered();
+            op.granted.remove(span);
+            self.remembered += op.remembered();
             self.ready.insert((priority, issue));
         } else if matches!(message.body, Body::Owned(_)) {
             if total <= self.config.eager_bytes && self.credit.reserve(total, self.config.eager_credit_bytes) {
@@ -448,16 +450,13 @@ impl Peer {
         let key = OpKey { group, channel, op };
         let Some(op) = self.ops.get_mut(&key) else { return };
         self.remembered -= op.remembered();
-        let (received, sent) = (channel == 0 || op.is_received(), channel == 0 || op.is_sent());
-        if received && sent {
-            self.ops.remove(&key);
-            return;
-        }
-        if received {
-            *op = Op { granted: std::mem::take(&mut op.granted), used: std::mem::take(&mut op.used), ..Op::default() };
-        }
-        if sent {
-            (op.granted, op.used) = Default::default();
+        if channel == 0 || op.is_received() {
+            let granted = std::mem::take(&mut op.granted);
+            if channel == 0 || granted.is_empty() {
+                self.ops.remove(&key);
+                return;
+            }
+            *op = Op { granted, ..Op::default() };
         }
         self.remembered += op.remembered();
     }
@@ -499,6 +498,7 @@ impl Peer {
     }
 
     fn next_frame(&mut self, id: StreamId, now: Time) -> Option<Outbound> {
+        let streams = self.streams.len() as u64;
         let stream = self.streams.get_mut(&id)?;
         // Neither failures nor signs of life wait for room in the window.
         if self.control_queue.front().is_some_and(|first| self.controls[first].header.kind == Kind::Report) {
@@ -513,7 +513,7 @@ impl Peer {
             }
             if let Some(&(priority, issue)) = self.ready.first() {
                 let message = self.outgoing.get_mut(&issue).expect("ready messages are outgoing");
-                let (index, repeated) = message.next_frame(stream.frame_bytes());
+                let (index, repeated) = message.next_frame(stream.frame_bytes(), streams);
                 if !message.has_frames() {
                     self.ready.remove(&(priority, issue));
                 }
@@ -855,7 +855,12 @@ impl Peer {
 
     fn handle_grant(&mut self, header: &Header, status: OpStatus) -> Result<(), FrameError> {
         let span = granted_span(header);
-        let mut used = Ranges::default();
+        // Nothing more will be sent in a collective that is over. For other channels the status is that of what we
+        // receive.
+        let mut open = Ranges::default();
+        if status != OpStatus::Retired || header.key.channel != 0 {
+            open.insert(span.clone());
+        }
         if !span.is_empty() {
             let last = MessageKey { message: (span.end - 1) as u32, ..header.key };
             for (key, issue) in self.by_key.range(header.key..=last) {
@@ -863,17 +868,14 @@ impl Peer {
                 if !matches!(message.way, Way::Reference) && message.has_frames() {
                     self.ready.insert((message.priority, *issue));
                 }
-                used.insert(u64::from(key.message)..u64::from(key.message) + 1);
+                open.remove(u64::from(key.message)..u64::from(key.message) + 1);
             }
         }
-        // Nothing will be sent in a collective that is over. For other channels the status is that of what we receive.
-        if status != OpStatus::Retired || header.key.channel != 0 {
+        if !open.is_empty() {
             let op = self.ops.entry(OpKey::of(&header.key)).or_default();
-            let before = op.granted.count();
-            op.granted.insert(span);
-            op.used.extend(used);
-            let after = op.granted.count();
-            self.remembered -= before;
+            self.remembered -= op.remembered();
+            op.granted.extend(open);
+            let after = op.remembered();
             self.remember(after)?;
         }
         self.events.push_back(Event::Granted(header.key, header.fingerprint));
@@ -994,10 +996,8 @@ impl OpKey {
 /// What is remembered of an operation until it is retired.
 #[derive(Debug, Default)]
 struct Op {
-    /// Messages that the peer is ready for.
+    /// Messages that the peer is ready for and that were not issued yet.
     granted: Ranges,
-    /// Of these, the ones that were sent.
-    used: Ranges,
     /// Messages that we are ready for.
     given: Ranges,
     incoming: HashMap<u32, Incoming>,
@@ -1016,11 +1016,6 @@ impl Op {
         let is_given = |message: u32| self.given.covers(&(u64::from(message)..u64::from(message) + 1));
         let here = self.incoming.keys().filter(|message| is_given(**message)).count() as u64;
         here == self.given.total() && self.incoming.values().all(Incoming::is_whole)
-    }
-
-    /// Every message that the peer is ready for was sent.
-    fn is_sent(&self) -> bool {
-        self.granted.total() == self.used.total()
     }
 }
 
@@ -1085,14 +1080,16 @@ impl Message {
         !self.again.is_empty() || self.cut < self.total || self.frames.is_empty()
     }
 
-    /// The next frame to send, cut to `bytes` if it is new, and whether it was sent before.
-    fn next_frame(&mut self, bytes: u32) -> (u32, bool) {
+    /// The next frame to send and whether it was sent before. A new one is cut to `bytes`, or to what is left for each
+    /// of so many streams: they all shall have something to carry, and finish together.
+    fn next_frame(&mut self, bytes: u32, streams: u64) -> (u32, bool) {
         if let Some(index) = self.again.pop() {
             return (index, true);
         }
         let left = self.total - self.cut;
+        let fair = left.div_ceil(streams).next_multiple_of(u64::from(FRAME_GRAIN));
+        let bytes = u64::from(bytes).min(fair).max(u64::from(MIN_FRAME_BYTES));
         // A remainder below half a frame is not worth a frame of its own, and an eager message is always one.
-        let bytes = u64::from(bytes);
         let whole = left < bytes + bytes / 2 || matches!(self.way, Way::Eager { .. });
         let len = if whole && left <= u64::from(MAX_FRAME_BYTES) { left } else { left.min(bytes) };
         self.frames.push(OutFrame { offset: self.cut, len: len as u32, acked: false, copies: 0 });

@@ -42,9 +42,29 @@ impl Ranges {
         other.ranges.into_iter().for_each(|(start, end)| self.insert(start..end));
     }
 
+    /// Takes a range out; what was not there stays out.
+    pub(crate) fn remove(&mut self, range: Range<u64>) {
+        while let Some((&start, &end)) = self.ranges.range(..range.end).next_back()
+            && end > range.start
+            && !range.is_empty()
+        {
+            self.ranges.remove(&start);
+            if end > range.end {
+                self.ranges.insert(range.end, end);
+            }
+            if start < range.start {
+                self.ranges.insert(start, range.start);
+            }
+        }
+    }
+
     /// How many numbers it holds.
     pub(crate) fn total(&self) -> u64 {
         self.ranges.iter().map(|(start, end)| end - start).sum()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
     }
 
     /// How many ranges it takes.
@@ -61,12 +81,16 @@ mod tests {
     proptest! {
         /// The set agrees with a plain list of booleans, and never holds two ranges that could be one.
         #[test]
-        fn agrees_with_a_bitmap(inserts in proptest::collection::vec((0u64..60, 0u64..9), 0..20)) {
+        fn agrees_with_a_bitmap(changes in proptest::collection::vec((0u64..60, 0u64..9, any::<bool>()), 0..20)) {
             let mut ranges = Ranges::default();
             let mut bitmap = [false; 70];
-            for (start, len) in inserts {
-                ranges.insert(start..start + len);
-                bitmap[start as usize..(start + len) as usize].fill(true);
+            for (start, len, add) in changes {
+                if add {
+                    ranges.insert(start..start + len);
+                } else {
+                    ranges.remove(start..start + len);
+                }
+                bitmap[start as usize..(start + len) as usize].fill(add);
                 for from in 0..69u64 {
                     for to in [from, from + 1, (from + 7).min(70)] {
                         let bits = &bitmap[from as usize..to as usize];
@@ -75,7 +99,7 @@ mod tests {
                     }
                 }
                 let runs = (0..70).filter(|at| bitmap[*at] && (*at == 0 || !bitmap[at - 1])).count();
-                prop_assert_eq!(ranges.count(), runs);
+                prop_assert_eq!((ranges.count(), ranges.is_empty()), (runs, runs == 0));
                 prop_assert_eq!(ranges.total(), bitmap.iter().filter(|bit| **bit).count() as u64);
             }
         }

@@ -33,8 +33,12 @@ pub(crate) struct Stream<F> {
     delivered_at: Time,
     rates: [f64; RATE_SAMPLES],
     next_rate: usize,
+    /// The best of `rates`.
+    rate: f64,
+    /// The shortest round trip lately, when it was seen, and the shortest ever.
     min_round_trip: u64,
     min_round_trip_at: Time,
+    best_round_trip: u64,
     pub(crate) stats: StreamStats,
 }
 
@@ -88,8 +92,10 @@ impl<F> Stream<F> {
             delivered_at: now,
             rates: [0.0; RATE_SAMPLES],
             next_rate: 0,
+            rate: 0.0,
             min_round_trip: u64::MAX,
             min_round_trip_at: now,
+            best_round_trip: u64::MAX,
             stats: StreamStats::default(),
         }
     }
@@ -139,16 +145,17 @@ impl<F> Stream<F> {
         if round_trip <= self.min_round_trip || now.since(self.min_round_trip_at) > ROUND_TRIP_MEMORY {
             self.min_round_trip = round_trip;
             self.min_round_trip_at = now;
+            self.best_round_trip = self.best_round_trip.min(round_trip);
         }
         // Delivery rate as in BBR (draft-cheng-iccrg-delivery-rate-estimation): what was delivered while this frame was
         // on its way, over that time. Where that is little, the sample tells how little there was to send.
         let delivered = self.delivered_bytes - newest.delivered_bytes;
         let elapsed = now.since(newest.delivered_at).max(1_000);
         let rate = delivered as f64 * 1e9 / elapsed as f64;
-        let known = self.rate();
-        if delivered >= SAMPLE_BYTES || (known > 0.0 && rate > known) {
+        if delivered >= SAMPLE_BYTES || (self.rate > 0.0 && rate > self.rate) {
             self.rates[self.next_rate] = rate;
             self.next_rate = (self.next_rate + 1) % RATE_SAMPLES;
+            self.rate = self.rates.iter().copied().fold(0.0, f64::max);
         }
         self.delivered_at = now;
     }
@@ -156,11 +163,18 @@ impl<F> Stream<F> {
     /// Estimated delivery rate in bytes/s: the best of the last samples, since acks that come late make some too low.
     /// 0 before the first.
     pub(crate) fn rate(&self) -> f64 {
-        self.rates.iter().copied().fold(0.0, f64::max)
+        self.rate
     }
 
+    /// The time from a frame to its ack when nothing waits, in nanoseconds. 0 before the first ack.
+    ///
+    /// While both directions are full for longer than [`ROUND_TRIP_MEMORY`], every round trip includes the queues that
+    /// our windows and the peer's make, and each would lengthen the other without end: hence the cap.
     pub(crate) fn round_trip(&self) -> u64 {
-        if self.min_round_trip == u64::MAX { 0 } else { self.min_round_trip }
+        if self.min_round_trip == u64::MAX {
+            return 0;
+        }
+        self.min_round_trip.min(2 * self.best_round_trip + ROUND_TRIP_GROWTH)
     }
 
     /// How many bytes may be unacknowledged.
@@ -220,6 +234,9 @@ const SAMPLE_BYTES: u64 = 3 * MIN_FRAME_BYTES as u64 / 2;
 const PATIENCE: u64 = 100 * MILLISECOND;
 /// The minimum round trip is believed for this long, as in BBR.
 const ROUND_TRIP_MEMORY: u64 = 10_000 * MILLISECOND;
+/// A round trip is not believed to have grown by more than its double and this. Larger lets queues grow by as much,
+/// smaller starves streams whose way became longer.
+const ROUND_TRIP_GROWTH: u64 = 20 * MILLISECOND;
 /// Queue that a stream may hold beyond its round trip: covers the jitter of acks that wait for a frame's end in the
 /// other direction. Smaller starves streams on a busy host, larger leaves more on a slow one at the end.
 const WINDOW_SLACK: u64 = 8 * MILLISECOND;
@@ -228,4 +245,4 @@ const FIRST_WINDOW: u64 = 512 * 1024;
 /// A frame should take about this long, so that an urgent one need not wait and the tail is short.
 const FRAME_TIME: u64 = 2 * MILLISECOND;
 /// Cuts are multiples of this, hence of every element size and of a page.
-const FRAME_GRAIN: u32 = 16 * 1024;
+pub(crate) const FRAME_GRAIN: u32 = 16 * 1024;

@@ -2,4 +2,5 @@
 
 mod delivery;
 mod network;
+mod rates;
 mod world;

@@ -14,7 +14,10 @@ pub(super) struct Link<P> {
     pub(super) pipes: Vec<Pipe<P>>,
     /// Up to when the pipes' heads have been moved on.
     at: Time,
+    /// The set of pipes that send, or a rate, has changed: the shares are stale.
     changed: bool,
+    /// When the next head leaves or the next piece arrives, once known.
+    next: Option<Time>,
 }
 
 /// One direction of a stream.
@@ -27,6 +30,8 @@ pub(super) struct Pipe<P> {
     waiting: VecDeque<(f64, P)>,
     waiting_bytes: f64,
     share: f64,
+    /// Somebody found no room.
+    awaited: bool,
     /// Sent, not yet arrived.
     air: VecDeque<(Time, P)>,
 }
@@ -34,11 +39,13 @@ pub(super) struct Pipe<P> {
 impl<P> Pipe<P> {
     pub(super) fn new(rate_bytes_per_s: f64, delay: u64, buffer_bytes: u64) -> Pipe<P> {
         let (waiting, air) = (VecDeque::new(), VecDeque::new());
-        Pipe { rate_bytes_per_s, delay, buffer_bytes, waiting, waiting_bytes: 0.0, share: 0.0, air }
+        Pipe { rate_bytes_per_s, delay, buffer_bytes, waiting, waiting_bytes: 0.0, share: 0.0, awaited: false, air }
     }
 
-    pub(super) fn has_room(&self) -> bool {
-        self.waiting_bytes < self.buffer_bytes as f64
+    /// Whether it takes another frame now. If not, [`Link::has_news`] will tell when it does.
+    pub(super) fn has_room(&mut self) -> bool {
+        self.awaited = self.waiting_bytes >= self.buffer_bytes as f64;
+        !self.awaited
     }
 
     /// What has not arrived is lost.
@@ -51,13 +58,16 @@ impl<P> Pipe<P> {
 
 impl<P> Link<P> {
     pub(super) fn new(capacity_bytes_per_s: f64, pipes: Vec<Pipe<P>>) -> Link<P> {
-        Link { capacity_bytes_per_s, pipes, at: Time(0), changed: true }
+        Link { capacity_bytes_per_s, pipes, at: Time(0), changed: true, next: None }
     }
 
     pub(super) fn push(&mut self, pipe: usize, bytes: u64, piece: P, now: Time) {
         self.advance(now);
         let pipe = &mut self.pipes[pipe];
-        self.changed |= pipe.waiting.is_empty();
+        if pipe.waiting.is_empty() {
+            self.changed = true;
+            self.next = None;
+        }
         pipe.waiting.push_back((bytes as f64, piece));
         pipe.waiting_bytes += bytes as f64;
     }
@@ -67,10 +77,17 @@ impl<P> Link<P> {
         self.advance(now);
         change(&mut self.pipes[pipe]);
         self.changed = true;
+        self.next = None;
     }
 
     /// Moves the heads on to `now`.
     pub(super) fn advance(&mut self, now: Time) {
+        if now == self.at {
+            return;
+        }
+        if self.next.is_none_or(|next| next <= now) {
+            self.next = None;
+        }
         let elapsed = now.since(self.at) as f64 / 1e9;
         self.at = now;
         for pipe in &mut self.pipes {
@@ -90,6 +107,9 @@ impl<P> Link<P> {
 
     /// When the next head leaves or the next piece arrives.
     pub(super) fn next(&mut self) -> Time {
+        if let Some(next) = self.next {
+            return next;
+        }
         if std::mem::take(&mut self.changed) {
             self.divide();
         }
@@ -104,13 +124,20 @@ impl<P> Link<P> {
                 next = next.min(*at);
             }
         }
+        self.next = Some(next);
         next
+    }
+
+    /// Whether a pipe has room that had none when it was asked.
+    pub(super) fn has_news(&self) -> bool {
+        self.pipes.iter().any(|pipe| pipe.awaited && pipe.waiting_bytes < pipe.buffer_bytes as f64)
     }
 
     /// The next piece that has arrived, and its pipe.
     pub(super) fn arrived(&mut self, now: Time) -> Option<(usize, P)> {
         for (id, pipe) in self.pipes.iter_mut().enumerate() {
             if pipe.air.front().is_some_and(|(at, _)| *at <= now) {
+                self.next = None;
                 return pipe.air.pop_front().map(|(_, piece)| (id, piece));
             }
         }

@@ -115,6 +115,7 @@ pub(super) struct Pair {
     /// Grants that have arrived, as the network saw them: (side, operation, first, one past the last).
     granted: HashSet<(usize, OpKey, u32)>,
     touched: [bool; 2],
+    deadlines: [Time; 2],
     turn: usize,
 }
 
@@ -165,7 +166,11 @@ pub(super) struct World {
     pub(super) arrivals: Vec<(Time, MessageKey)>,
     pub(super) data_frames: u64,
     pub(super) applied_bytes: u64,
+    /// Write down every data frame that leaves: key, offset, stream, whether it left before.
+    pub(super) follow: bool,
+    pub(super) pulled: Vec<(MessageKey, u64, usize, bool)>,
     pub(super) polls: u64,
+    pub(super) steps: u64,
     /// What a machine refused, instead of a panic.
     pub(super) tolerate: bool,
     pub(super) refused: Vec<FrameError>,
@@ -193,6 +198,7 @@ impl World {
                     reading: streams.iter().map(|_| [None, None]).collect(),
                     granted: HashSet::new(),
                     touched: [true; 2],
+                    deadlines: [Time(0); 2],
                     turn: 0,
                 };
                 for stream in 0..streams.len() {
@@ -223,7 +229,10 @@ impl World {
             arrivals: Vec::new(),
             data_frames: 0,
             applied_bytes: 0,
+            follow: false,
+            pulled: Vec::new(),
             polls: 0,
+            steps: 0,
             tolerate: false,
             refused: Vec::new(),
         }
@@ -280,6 +289,11 @@ impl World {
         self.locals.iter().all(|locals| locals.iter().all(|local| local.retired || !local.posted && local.is_done()))
     }
 
+    /// Nothing is planned and all operations are over; copies may still be under way.
+    pub(super) fn idle(&self) -> bool {
+        self.plan.is_empty() && self.all_finished()
+    }
+
     pub(super) fn is_quiet(&self) -> bool {
         self.pairs.iter().all(|pair| pair.peers.iter().all(Peer::is_quiet))
     }
@@ -313,7 +327,7 @@ impl World {
         let mut next = self.plan.first_key_value().map_or(Time(u64::MAX), |((at, _), _)| *at);
         for pair in &mut self.pairs {
             for side in 0..2 {
-                next = next.min(pair.links[side].next()).min(pair.peers[side].poll_timeout(self.now));
+                next = next.min(pair.links[side].next()).min(pair.deadlines[side]);
             }
         }
         next.max(self.now)
@@ -322,13 +336,18 @@ impl World {
     fn step(&mut self) {
         let now = self.next();
         self.now = now;
+        self.steps += 1;
         while self.plan.first_key_value().is_some_and(|((at, _), _)| *at <= now) {
             let (_, action) = self.plan.pop_first().expect("looked at");
             self.act(action);
         }
         for pair in 0..self.pairs.len() {
             for side in 0..2 {
+                if self.pairs[pair].links[side].next() > now {
+                    continue;
+                }
                 self.pairs[pair].links[side].advance(now);
+                self.pairs[pair].touched[side] |= self.pairs[pair].links[side].has_news();
                 while let Some((stream, piece)) = self.pairs[pair].links[side].arrived(now) {
                     self.arrive(pair, 1 - side, stream, piece);
                 }
@@ -337,11 +356,11 @@ impl World {
         // As an event loop does: read first, then look at the clock.
         for pair in 0..self.pairs.len() {
             for side in 0..2 {
-                let peer = &mut self.pairs[pair].peers[side];
-                if peer.poll_timeout(now) <= now {
-                    peer.handle_timeout(now);
-                    assert!(peer.poll_timeout(now) > now, "the deadline stays in the past");
-                    self.pairs[pair].touched[side] = true;
+                let Pair { peers, deadlines, touched, .. } = &mut self.pairs[pair];
+                if deadlines[side] <= now {
+                    peers[side].handle_timeout(now);
+                    assert!(peers[side].poll_timeout(now) > now, "the deadline stays in the past");
+                    touched[side] = true;
                 }
             }
         }
@@ -357,6 +376,8 @@ impl World {
                         self.event(pair, side, event);
                     }
                     self.pull(pair, side);
+                    let Pair { peers, deadlines, .. } = &mut self.pairs[pair];
+                    deadlines[side] = peers[side].poll_timeout(self.now);
                 }
             }
         }
@@ -382,6 +403,10 @@ impl World {
                 let header = frame.header;
                 if header.kind == Kind::Data {
                     self.data_frames += 1;
+                    if self.follow {
+                        let repeated = self.pulled.iter().any(|(k, o, ..)| (*k, *o) == (header.key, header.offset));
+                        self.pulled.push((header.key, header.offset, stream, repeated));
+                    }
                     assert!(before < window && window <= peer.config.unacked_limit_bytes, "beyond the window");
                     let is_granted = granted.contains(&(side, OpKey::of(&header.key), header.key.message));
                     let eager = header.flags & FLAG_EAGER != 0;
@@ -739,6 +764,23 @@ impl World {
             if let Some(side) = pair.nodes.iter().position(|n| *n == node) {
                 pair.peers[side].forget_group(group);
                 pair.touched[side] = true;
+            }
+        }
+    }
+
+    /// All that was sent has arrived and all operations are over: a machine holds nothing but running totals, and the
+    /// two ends agree on them.
+    pub(super) fn assert_nothing_is_left(&self) {
+        for pair in &self.pairs {
+            for (peer, other) in [(&pair.peers[0], &pair.peers[1]), (&pair.peers[1], &pair.peers[0])] {
+                assert!(peer.outgoing.is_empty() && peer.by_key.is_empty() && peer.ready.is_empty());
+                assert!(peer.controls.is_empty() && peer.control_queue.is_empty() && peer.events.is_empty());
+                assert!(peer.ops.is_empty() && peer.remembered == 0, "{:?}", peer.ops);
+                let ours = &peer.credit;
+                let theirs = &other.credit;
+                assert!(ours.reserved == ours.used && ours.used == theirs.consumed && ours.returned <= ours.used);
+                assert!(theirs.counted.count() <= 1 && theirs.counted.total() == ours.used);
+                assert!(other.controls_taken.count() <= 1 && other.controls_taken.total() == peer.control_serial);
             }
         }
     }

@@ -1,0 +1,169 @@
+//! How much of the streams' rates messages get, and what the last bytes wait for. Virtual time: the figures are exact.
+
+use super::world::{Action, Message, Op, StreamSpec, World};
+use crate::peer::*;
+
+const MIB: u64 = 1024 * 1024;
+
+fn streams(mbit_per_s: &[f64], delay: u64) -> Vec<StreamSpec> {
+    mbit_per_s.iter().map(|rate| StreamSpec { mbit_per_s: *rate, delay, buffer_bytes: 128 * 1024 }).collect()
+}
+
+/// Two nodes; payloads travel as numbers.
+fn pair(specs: &[StreamSpec], capacity_mbit: f64) -> World {
+    let mut world = World::new(1, 2, &PeerConfig::default(), specs, capacity_mbit);
+    world.bytes = false;
+    world
+}
+
+/// Both nodes post an operation of one message of `len` bytes, from 0 to 1 or both ways. Returns its number.
+fn post(world: &mut World, len: u64, both_ways: bool, priority: i32) -> usize {
+    let ways: &[(usize, usize)] = if both_ways { &[(0, 1), (1, 0)] } else { &[(0, 1)] };
+    let messages = ways.iter().map(|&(from, to)| Message { from, to, number: 0, len, copied: false }).collect();
+    let seq = OpSeq(world.ops.len() as u64);
+    let op = world.add(Op { group: GroupId(1), channel: 0, seq, priority: Priority(priority), messages });
+    for node in 0..2 {
+        world.plan(world.now, Action::Post { node, op });
+    }
+    op
+}
+
+/// Seconds until an operation posted now has finished on both nodes.
+fn seconds(world: &mut World, len: u64, both_ways: bool) -> f64 {
+    let start = world.now;
+    post(world, len, both_ways, 0);
+    world.run(60 * SECOND, |world| world.idle());
+    world.now.since(start) as f64 / 1e9
+}
+
+fn share(len: u64, seconds: f64, mbit_per_s: f64) -> f64 {
+    len as f64 * 8.0 / seconds / (mbit_per_s * 1e6)
+}
+
+/// Eight equal streams add up, one way and both, and hardly a frame leaves twice: nobody takes over from an equal.
+#[test]
+fn equal_streams_add_up() {
+    for delay in [20_000, 500_000] {
+        for both_ways in [false, true] {
+            let mut world = pair(&streams(&[100.0; 8], delay), f64::INFINITY);
+            for len in [4 * MIB, 64 * MIB, 64 * MIB] {
+                let share = share(len, seconds(&mut world, len, both_ways), 800.0);
+                let least = if len > 4 * MIB { 0.95 } else { 0.8 };
+                assert!(share >= least, "{share} of the sum for {len} bytes, delay {delay}, both ways {both_ways}");
+            }
+            let (repeated, all) = world.repeated();
+            assert!(repeated * 100 < all, "{repeated} of {all} frames repeated, delay {delay}, both ways {both_ways}");
+        }
+    }
+}
+
+/// Streams of 60 and 300 Mbit/s by turns carry what they can, because nothing is given to a stream in advance; an equal
+/// share for each, the control, waits for the slow ones and gets a third.
+#[test]
+fn uneven_streams_add_up() {
+    let rates = [60.0, 300.0].repeat(4);
+    for (delay, both_ways) in [(20_000, false), (20_000, true), (10 * MILLISECOND, false), (10 * MILLISECOND, true)] {
+        let mut world = pair(&streams(&rates, delay), f64::INFINITY);
+        for _ in 0..3 {
+            let share = share(64 * MIB, seconds(&mut world, 64 * MIB, both_ways), 1440.0);
+            assert!(share >= 0.85, "{share} of the sum, delay {delay}, both ways {both_ways}");
+        }
+    }
+
+    let alone = |rate| seconds(&mut pair(&streams(&[rate], 20_000), f64::INFINITY), 8 * MIB, false);
+    let static_split = share(64 * MIB, f64::max(alone(60.0), alone(300.0)), 1440.0);
+    assert!((0.30..0.34).contains(&static_split), "{static_split}");
+}
+
+/// With a round trip of 20 ms the windows still cover the way: eight flows of at most 200 Mbit/s fill a link of 1 Gbit/s.
+#[test]
+fn a_long_way_is_filled() {
+    for both_ways in [false, true] {
+        let mut world = pair(&streams(&[200.0; 8], 10 * MILLISECOND), 1000.0);
+        for _ in 0..3 {
+            let share = share(64 * MIB, seconds(&mut world, 64 * MIB, both_ways), 1000.0);
+            assert!(share >= 0.9, "{share} of the link, both ways {both_ways}");
+        }
+        for (id, stats) in world.pairs[0].peers[0].stats() {
+            // What 125 Mbit/s carry in a round trip and the slack, and the model's own queue.
+            assert!(stats.window_bytes < MIB, "stream {id} may have {} bytes unacknowledged", stats.window_bytes);
+        }
+    }
+}
+
+/// A stream that slows down a hundred times, or falls silent, in mid message does not hold up its end: idle streams take
+/// over what it has. The control: alone it would need at least half a second for that.
+#[test]
+fn a_slow_stream_does_not_hold_up_the_end() {
+    for mbit_per_s in [2.0, 0.0] {
+        for at in [10, 40, 70] {
+            let mut world = pair(&streams(&[200.0; 8], 100_000), f64::INFINITY);
+            seconds(&mut world, 16 * MIB, false);
+            let start = world.now;
+            post(&mut world, 16 * MIB, false, 0);
+            world.plan(start.plus(at * MILLISECOND), Action::Rate { pair: 0, stream: 3, mbit_per_s });
+            world.run_for(at * MILLISECOND);
+            let stuck = world.pairs[0].peers[0].streams[&3].unacked_bytes;
+            assert!(stuck as f64 * 8.0 > 0.5e6 * mbit_per_s, "{stuck}");
+            world.run(SECOND, World::idle);
+            let (took, alone) = (world.now.since(start), share(16 * MIB, 1.0, 1600.0) * 1e9);
+            assert!((took as f64) < 1.35 * alone, "{took} ns instead of {alone}, slow after {at} ms");
+        }
+    }
+}
+
+/// A message that is more urgent leaves before all frames of the others that have not left yet, and waits only for what
+/// the streams hold already.
+#[test]
+fn urgent_messages_overtake_at_frames() {
+    let mut world = pair(&streams(&[100.0; 4], 100_000), f64::INFINITY);
+    world.follow = true;
+    let bulk = post(&mut world, 32 * MIB, false, 5);
+    world.run_for(100 * MILLISECOND);
+    let start = world.now;
+    let urgent = post(&mut world, MIB, false, -5);
+    world.run(SECOND, |world| world.finished.iter().any(|(_, node, op)| (*node, *op) == (1, urgent)));
+    // 1 MiB takes 21 ms, the windows before it 22 ms; the bulk still needs half a second.
+    let took = world.now.since(start);
+    assert!(took < 50 * MILLISECOND, "{took} ns");
+    let keys: Vec<_> = world.pulled.iter().filter(|(.., repeated)| !repeated).map(|(key, ..)| *key).collect();
+    let is_urgent = |key: &MessageKey| *key == world.key(urgent, 0);
+    let first = keys.iter().position(is_urgent).expect("it left");
+    let last = keys.iter().rposition(is_urgent).expect("it left");
+    assert!(keys[first..=last].iter().all(is_urgent), "frames of others between those of the urgent message");
+    assert!(keys[..first].contains(&world.key(bulk, 0)) && keys[last + 1..].contains(&world.key(bulk, 0)));
+}
+
+/// Among messages of one priority the one issued first leaves first, whatever their sizes.
+#[test]
+fn equal_priorities_leave_in_order_of_issue() {
+    let mut world = pair(&streams(&[100.0; 4], 100_000), f64::INFINITY);
+    world.follow = true;
+    for len in [3 * MIB, 100_000, MIB, 5, 2 * MIB] {
+        post(&mut world, len, false, 0);
+    }
+    world.run(SECOND, World::idle);
+    let ops: Vec<_> = world.pulled.iter().filter(|(.., repeated)| !repeated).map(|(key, ..)| key.op).collect();
+    assert!(ops.is_sorted(), "{ops:?}");
+}
+
+/// Two minutes of traffic both ways without a pause, into sockets that take all there is: every ack waits behind the
+/// other direction's data and no round trip is ever seen undisturbed, but the windows stay near what the streams need.
+#[test]
+fn windows_do_not_creep() {
+    let mut specs = streams(&[40.0; 2], MILLISECOND);
+    specs.iter_mut().for_each(|spec| spec.buffer_bytes = 64 * MIB);
+    let mut world = pair(&specs, f64::INFINITY);
+    for _ in 0..1200 / 12 {
+        post(&mut world, 12 * MIB, true, 0);
+    }
+    let mut most = 0;
+    while world.now < Time(120 * SECOND) {
+        world.run_for(SECOND);
+        let windows = world.pairs[0].peers.iter().flat_map(Peer::stats).map(|(_, stats)| stats.window_bytes);
+        most = most.max(windows.max().expect("streams"));
+    }
+    assert!(!world.idle(), "the traffic has ended");
+    // 40 Mbit/s for 35 ms, and two frames.
+    assert!(most < 330_000, "{most}");
+}
