@@ -609,7 +609,8 @@ impl Peer {
         let own_rate = own.rate();
         let limit = |bytes: u32| {
             let ours = match own_rate {
-                0.0 => FIRST_DELIVERY,
+                0.0 if own_round_trip == 0 => FIRST_DELIVERY,
+                0.0 => own_round_trip + FIRST_FRAME,
                 rate => ((own_bytes + u64::from(bytes)) as f64 / rate * 1e9) as u64 + own_round_trip,
             };
             TAKE_OVER_RATIO * ours + TAKE_OVER_MARGIN
@@ -1278,9 +1279,10 @@ const TAKE_OVER_RATIO: u64 = 2;
 const TAKE_OVER_MARGIN: u64 = 3 * MILLISECOND;
 /// How often idle streams look for frames to take over.
 const TAKE_OVER_CHECK: u64 = 4 * MILLISECOND;
-/// What a stream that has not carried enough to be measured expects to need for a frame: a round trip between
-/// continents.
+/// What a stream that has carried nothing yet expects to need for a frame: a round trip between continents.
 const FIRST_DELIVERY: u64 = 100 * MILLISECOND;
+/// The same beyond its round trip for a stream that has not carried enough to know its rate: a frame at 50 Mbit/s.
+const FIRST_FRAME: u64 = 10 * MILLISECOND;
 /// Records that a peer can make us keep without credit: it runs ahead by so many operations, each with one grant or
 /// reference. About 400 bytes each.
 const MAX_REMEMBERED: usize = 65_536;

@@ -164,6 +164,9 @@ pub(super) struct World {
     pub(super) log: Vec<(Time, usize, Event)>,
     pub(super) finished: Vec<(Time, usize, usize)>,
     pub(super) arrivals: Vec<(Time, MessageKey)>,
+    /// Replace streams that are reported as stalled.
+    pub(super) reopen: bool,
+    pub(super) frames: u64,
     pub(super) data_frames: u64,
     pub(super) applied_bytes: u64,
     /// Write down every data frame that leaves: key, offset, stream, whether it left before.
@@ -227,6 +230,8 @@ impl World {
             log: Vec::new(),
             finished: Vec::new(),
             arrivals: Vec::new(),
+            reopen: true,
+            frames: 0,
             data_frames: 0,
             applied_bytes: 0,
             follow: false,
@@ -401,6 +406,7 @@ impl World {
                 let window = peer.streams[&(stream as StreamId)].window(peer.config.unacked_limit_bytes);
                 let Some(frame) = peer.poll_frame(stream as StreamId, now) else { return false };
                 let header = frame.header;
+                self.frames += 1;
                 if header.kind == Kind::Data {
                     self.data_frames += 1;
                     if self.follow {
@@ -671,7 +677,7 @@ impl World {
             Event::Granted(..) => return,
             Event::Stalled(stream) => {
                 let stream = *stream as usize;
-                if self.pairs[pair].up[stream][side] {
+                if self.reopen && self.pairs[pair].up[stream][side] {
                     let skew = self.rng.random_range(0..10 * MILLISECOND);
                     self.plan(self.now, Action::Rate { pair, stream, mbit_per_s: 100.0 });
                     self.plan(self.now, Action::Close { pair, stream, side, skew, after: 20 * MILLISECOND });

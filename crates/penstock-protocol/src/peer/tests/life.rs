@@ -1,0 +1,148 @@
+//! Signs of life: what is found out, and when, about peers and streams that say nothing.
+
+use super::world::{Action, Message, Op, StreamSpec, World};
+use crate::peer::*;
+use std::collections::HashSet;
+
+fn world(streams: usize) -> World {
+    let spec = StreamSpec { mbit_per_s: 100.0, delay: 5 * MILLISECOND, buffer_bytes: 64 * 1024 };
+    World::new(1, 2, &PeerConfig::default(), &vec![spec; streams], f64::INFINITY)
+}
+
+fn silence(world: &World) -> Vec<(Time, usize)> {
+    world.log.iter().filter(|(_, _, event)| *event == Event::Silent).map(|(at, node, _)| (*at, *node)).collect()
+}
+
+/// Cuts all streams, silently.
+fn cut(world: &mut World, at: Time, mbit_per_s: f64) {
+    for stream in 0..world.pairs[0].up.len() {
+        world.plan(at, Action::Rate { pair: 0, stream, mbit_per_s });
+    }
+}
+
+/// Two idle peers keep each other alive for good, with few frames.
+#[test]
+fn idle_peers_stay() {
+    let mut world = world(8);
+    world.run_for(600 * SECOND);
+    assert_eq!(world.log, []);
+    // A heartbeat and its answer for each stream, at most every half second, in both directions.
+    assert!(world.frames <= 600 * 2 * 8 * 4, "{}", world.frames);
+    assert!(world.frames >= 600, "{}", world.frames);
+}
+
+/// A peer that says nothing is lost after `dead_after`, once, on both sides; one that speaks again a moment before is
+/// not, and nobody is lost again while the silence goes on.
+#[test]
+fn silence_is_found_in_time_and_not_before() {
+    let dead_after = PeerConfig::default().dead_after;
+    let mut gone = world(3);
+    gone.run_for(10 * SECOND);
+    cut(&mut gone, Time(10 * SECOND), 0.0);
+    gone.run_for(30 * SECOND);
+    let found = silence(&gone);
+    assert_eq!(found.iter().map(|(_, node)| *node).collect::<HashSet<_>>().len(), 2, "{found:?}");
+    for (at, _) in &found {
+        // What was heard last was on its way when the streams were cut, or came a heartbeat before.
+        let after = at.since(Time(10 * SECOND));
+        assert!((dead_after - SECOND..=dead_after + 10 * MILLISECOND).contains(&after), "{after}");
+    }
+    assert_eq!(found.len(), 2, "reported again: {found:?}");
+
+    let mut back = world(3);
+    back.run_for(10 * SECOND);
+    cut(&mut back, Time(10 * SECOND), 0.0);
+    // Heartbeats wait in the sockets: they arrive when the streams flow again.
+    cut(&mut back, Time(10 * SECOND + dead_after - SECOND), 100.0);
+    back.run_for(30 * SECOND);
+    assert_eq!(silence(&back), []);
+}
+
+/// The limit itself, from both sides, to the nanosecond; and a life sign takes the verdict back.
+#[test]
+fn the_limit_is_exact() {
+    let config = PeerConfig::default();
+    let mut peer = Peer::new(config.clone(), Time(7));
+    peer.stream_up(0, Time(7));
+    let limit = Time(7).plus(config.dead_after);
+    peer.handle_timeout(limit);
+    assert_eq!(peer.poll_event(), None);
+    assert_eq!(peer.poll_timeout(limit), limit.plus(1));
+    peer.handle_timeout(limit.plus(1));
+    assert_eq!(peer.poll_event(), Some(Event::Silent));
+    peer.handle_timeout(limit.plus(SECOND));
+    assert_eq!(peer.poll_event(), None);
+    peer.heard(0, limit.plus(SECOND));
+    peer.handle_timeout(limit.plus(SECOND).plus(config.dead_after + 1));
+    assert_eq!(peer.poll_event(), Some(Event::Silent));
+}
+
+/// A frame that takes longer than `dead_after` is a sign of life while its bytes arrive.
+#[test]
+fn a_long_frame_is_not_silence() {
+    let config = PeerConfig::default();
+    let mut peer = Peer::new(config.clone(), Time(0));
+    peer.stream_up(0, Time(0));
+    for second in 1..20 {
+        peer.heard(0, Time(second * SECOND));
+        peer.handle_timeout(Time(second * SECOND));
+        assert_eq!(peer.poll_event(), None);
+    }
+}
+
+/// The clock is looked at although calls never pause: a deadline does not move away from those who ask for it often.
+#[test]
+fn deadlines_do_not_move() {
+    let mut peer = Peer::new(PeerConfig::default(), Time(0));
+    (0..2).for_each(|stream| peer.stream_up(stream, Time(0)));
+    let first = peer.poll_timeout(Time(0));
+    for millisecond in 0..first.0 / MILLISECOND {
+        peer.heard(0, Time(millisecond * MILLISECOND));
+        assert_eq!(peer.poll_timeout(Time(millisecond * MILLISECOND)), first);
+    }
+}
+
+/// One stream of a living peer falls silent: it is reported once, soon after half of `dead_after`, and the others never;
+/// a pause of less than that is nothing.
+#[test]
+fn a_stalled_stream_is_reported() {
+    let half = PeerConfig::default().dead_after / 2;
+    for (pause, reported) in [(half - SECOND, false), (20 * SECOND, true)] {
+        let mut world = world(4);
+        world.reopen = false;
+        world.run_for(5 * SECOND);
+        world.plan(world.now, Action::Rate { pair: 0, stream: 2, mbit_per_s: 0.0 });
+        world.plan(world.now.plus(pause), Action::Rate { pair: 0, stream: 2, mbit_per_s: 100.0 });
+        world.run_for(10 * SECOND);
+        let stalled: Vec<_> =
+            world.log.iter().map(|(at, node, event)| (at.since(Time(5 * SECOND)), *node, event)).collect();
+        assert_eq!(stalled.len(), if reported { 2 } else { 0 }, "{stalled:?}");
+        for (after, _, event) in stalled {
+            assert_eq!(*event, Event::Stalled(2));
+            assert!((half - SECOND..half + SECOND).contains(&after), "{after}");
+        }
+    }
+}
+
+/// An operation that is stuck behind a stalled stream goes on within milliseconds when the stall begins, and the stream
+/// is closed and replaced; with its only stream stalled it goes on when that is replaced.
+#[test]
+fn operations_survive_a_stall() {
+    for at in [0, 3, 7, 20] {
+        let mut world = world(3);
+        world.run_for(SECOND);
+        let start = world.now;
+        let messages = [(0, 1), (1, 0)].map(|(from, to)| Message { from, to, number: 0, len: 900_000, copied: false });
+        let (group, seq) = (GroupId(1), OpSeq(0));
+        let op = world.add(Op { group, channel: 0, seq, priority: Priority(0), messages: messages.to_vec() });
+        (0..2).for_each(|node| world.plan(start, Action::Post { node, op }));
+        world.plan(start.plus(at * MILLISECOND), Action::Rate { pair: 0, stream: 1, mbit_per_s: 0.0 });
+        world.run(5 * SECOND, World::idle);
+        // 34 ms of transfer by two streams, and the patience with a stream that was never measured.
+        assert!(world.now.since(start) < 350 * MILLISECOND, "{at} ms: {} ns", world.now.since(start));
+        world.run_for(5 * SECOND);
+        assert_eq!(world.pairs[0].up[1], [true; 2], "it was not replaced");
+        world.finish(SECOND);
+        world.assert_nothing_is_left();
+    }
+}

@@ -1,0 +1,367 @@
+//! Frames moved by hand between two machines: loss, repeats, races, references, failed groups.
+
+use crate::peer::*;
+
+const NOW: Time = Time(1_000_000);
+
+fn key(message: u32) -> MessageKey {
+    MessageKey { group: GroupId(7), channel: 0, op: OpSeq(3), message }
+}
+
+/// Two machines with so many streams.
+fn pair(config: &PeerConfig, streams: u32) -> [Peer; 2] {
+    [0, 1].map(|_| {
+        let mut peer = Peer::new(config.clone(), Time(0));
+        (0..streams).for_each(|stream| peer.stream_up(stream, Time(0)));
+        peer
+    })
+}
+
+fn memory(peer: &mut Peer, message: u32, len: u64) {
+    let body = Body::Memory { address: 0x1000, len };
+    peer.send(Outgoing { key: key(message), priority: Priority(0), fingerprint: 5, body });
+}
+
+fn copied(peer: &mut Peer, message: u32, len: usize) {
+    let body = Body::Owned(vec![1; len].into());
+    peer.send(Outgoing { key: key(message), priority: Priority(0), fingerprint: 5, body });
+}
+
+/// What the net does with one frame.
+fn take(peer: &mut Peer, stream: StreamId, frame: &Outbound, status: OpStatus) -> (Arrival, Finish) {
+    let arrival = peer.handle_header(stream, &frame.header, status, NOW).expect("a good header");
+    (arrival, finish(peer, stream, frame, status))
+}
+
+fn finish(peer: &mut Peer, stream: StreamId, frame: &Outbound, status: OpStatus) -> Finish {
+    let payload: &[u8] = match &frame.payload {
+        Payload::Owned(bytes, range) => &bytes[range.clone()],
+        Payload::Memory => &[],
+    };
+    peer.handle_frame(stream, &frame.header, payload, status).expect("a good frame")
+}
+
+/// Moves everything that one stream has from `from` to `to`.
+fn drain(from: &mut Peer, to: &mut Peer, stream: StreamId) -> Vec<(Header, Finish)> {
+    let mut all = Vec::new();
+    while let Some(frame) = from.poll_frame(stream, NOW) {
+        all.push((frame.header, take(to, stream, &frame, OpStatus::Active).1));
+    }
+    all
+}
+
+/// The header of a frame of stream 0, as another stream would carry it.
+fn on(stream: StreamId, frame: &Outbound) -> Header {
+    Header { ack: if stream == 0 { frame.header.ack } else { 0 }, ..frame.header }
+}
+
+fn events(peer: &mut Peer) -> Vec<Event> {
+    std::iter::from_fn(|| peer.poll_event()).collect()
+}
+
+/// A message of so many bytes waits at `a`, and `b` has granted it.
+fn granted(a: &mut Peer, b: &mut Peer, len: u64) {
+    memory(a, 0, len);
+    b.grant(key(0), 1, 5);
+    drain(b, a, 0);
+    assert_eq!(events(a), [Event::Granted(key(0), 5)]);
+}
+
+/// What a lost stream had in flight leaves again on the others and only once; what had arrived before is a duplicate;
+/// the sender hears of the end only when all is there.
+#[test]
+fn a_lost_stream_is_made_good_by_the_others() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 3);
+    granted(&mut a, &mut b, 700_000);
+    let frames: Vec<Outbound> =
+        (0..3).cycle().map_while(|stream| a.poll_frame(stream, NOW)).filter(|f| f.header.kind == Kind::Data).collect();
+    let (lost, kept): (Vec<_>, Vec<_>) = frames.iter().enumerate().partition(|(at, _)| at % 3 == 1);
+    assert!(lost.len() > 2);
+    for (at, frame) in &kept {
+        assert!(take(&mut b, (at % 3) as u32, frame, OpStatus::Active).1.apply);
+    }
+    // The first frame of the lost stream arrives, but its ack does not come back; of the second only the header.
+    assert!(take(&mut b, 1, lost[0].1, OpStatus::Active).1.apply);
+    assert_eq!(b.handle_header(1, &lost[1].1.header, OpStatus::Active, NOW), Ok(Arrival::Take));
+    drain(&mut b, &mut a, 0);
+    drain(&mut b, &mut a, 2);
+    b.stream_down(1);
+    a.stream_down(1);
+    assert!(events(&mut a).is_empty() && !a.is_quiet());
+
+    let again = drain(&mut a, &mut b, 2);
+    assert!(a.poll_frame(0, NOW).is_none());
+    let data: Vec<_> = again.iter().filter(|(header, _)| header.kind == Kind::Data).collect();
+    assert_eq!(data.len(), lost.len());
+    let applied: Vec<u64> = data.iter().filter(|(_, finish)| finish.apply).map(|(header, _)| header.offset).collect();
+    let expected: Vec<u64> = lost[1..].iter().map(|(_, frame)| frame.header.offset).collect();
+    assert_eq!(applied, expected);
+    assert_eq!(b.stats()[1].1.duplicate_frames, 1);
+    assert_eq!(a.stats()[1].1.repeated_frames, lost.len() as u64);
+    drain(&mut b, &mut a, 2);
+    assert_eq!(events(&mut a), [Event::Sent(key(0))]);
+    assert!(a.is_quiet() && b.is_quiet());
+}
+
+/// The same frame on two streams: whoever is whole first wins, the other is told to stop, and what it still brings is
+/// not used.
+#[test]
+fn the_first_whole_copy_wins() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 3);
+    granted(&mut a, &mut b, 60_000);
+    let frame = a.poll_frame(0, NOW).expect("granted");
+    let header = frame.header;
+    let arrive = |b: &mut Peer, stream| b.handle_header(stream, &on(stream, &frame), OpStatus::Active, NOW);
+    assert_eq!(arrive(&mut b, 0), Ok(Arrival::Take));
+    assert_eq!(arrive(&mut b, 1), Ok(Arrival::Race));
+    assert!(!b.is_duplicate(&header, OpStatus::Active));
+    assert_eq!(finish(&mut b, 1, &frame, OpStatus::Active), Finish { apply: true, revoke: Some(0) });
+    assert!(b.is_duplicate(&header, OpStatus::Active));
+    assert_eq!(finish(&mut b, 0, &frame, OpStatus::Active), Finish { apply: false, revoke: None });
+    assert_eq!(arrive(&mut b, 2), Ok(Arrival::Discard));
+    assert_eq!(finish(&mut b, 2, &frame, OpStatus::Active), Finish { apply: false, revoke: None });
+}
+
+/// The one that reads in place is whole first: the racer's copy is dropped, nobody is revoked. Or its stream is lost:
+/// the racer wins, and a third copy that came meanwhile to take the place is stopped.
+#[test]
+fn races_survive_the_loss_of_a_racer() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 3);
+    granted(&mut a, &mut b, 60_000);
+    let frame = a.poll_frame(0, NOW).expect("granted");
+    let arrive = |b: &mut Peer, stream| b.handle_header(stream, &on(stream, &frame), OpStatus::Active, NOW);
+    assert_eq!(arrive(&mut b, 0), Ok(Arrival::Take));
+    assert_eq!(arrive(&mut b, 1), Ok(Arrival::Race));
+    b.stream_down(0);
+    assert_eq!(arrive(&mut b, 2), Ok(Arrival::Take));
+    assert_eq!(finish(&mut b, 1, &frame, OpStatus::Active), Finish { apply: true, revoke: Some(2) });
+    assert_eq!(finish(&mut b, 2, &frame, OpStatus::Active), Finish { apply: false, revoke: None });
+
+    let [mut a, mut b] = pair(&PeerConfig::default(), 2);
+    granted(&mut a, &mut b, 60_000);
+    assert_eq!(arrive(&mut b, 0), Ok(Arrival::Take));
+    assert_eq!(arrive(&mut b, 1), Ok(Arrival::Race));
+    assert_eq!(finish(&mut b, 0, &frame, OpStatus::Active), Finish { apply: true, revoke: None });
+    assert_eq!(finish(&mut b, 1, &frame, OpStatus::Active), Finish { apply: false, revoke: None });
+}
+
+/// A frame whose operation ends while it arrives is not used, and neither is one that starts to arrive afterwards.
+#[test]
+fn nothing_is_used_after_its_operation() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 1);
+    granted(&mut a, &mut b, 60_000);
+    let frame = a.poll_frame(0, NOW).expect("granted");
+    assert_eq!(b.handle_header(0, &frame.header, OpStatus::Active, NOW), Ok(Arrival::Take));
+    b.retire(key(0).group, 0, key(0).op);
+    assert!(!finish(&mut b, 0, &frame, OpStatus::Retired).apply);
+    let (arrival, finish) = take(&mut b, 0, &frame, OpStatus::Retired);
+    assert_eq!((arrival, finish.apply), (Arrival::Discard, false));
+    assert!(b.ops.is_empty());
+}
+
+/// A control frame that its stream does not get through is repeated by another one, and used once; so with a grant the
+/// operation goes on long before the silent stream is given up.
+#[test]
+fn control_frames_of_a_silent_stream_are_repeated() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 2);
+    memory(&mut a, 0, 60_000);
+    b.grant(key(0), 1, 5);
+    let first = b.poll_frame(0, NOW).expect("a grant");
+    assert_eq!(first.header.kind, Kind::Grant);
+    // Stream 1 shows that the peer lives, stream 0 brings no ack.
+    let mut later = NOW;
+    let second = loop {
+        assert!(later < Time(250 * MILLISECOND), "the grant was not repeated");
+        later = later.plus(5 * MILLISECOND);
+        b.heard(1, later);
+        b.handle_timeout(later);
+        match b.poll_frame(1, later) {
+            Some(frame) if frame.header.kind == Kind::Grant => break frame,
+            other => assert!(other.is_none()),
+        }
+    };
+    assert_eq!(second.header.serial, first.header.serial);
+    assert!(take(&mut a, 1, &second, OpStatus::Active).1.apply);
+    assert_eq!(events(&mut a).len(), 1);
+    assert!(!take(&mut a, 0, &first, OpStatus::Active).1.apply);
+    assert!(events(&mut a).is_empty(), "a grant was used twice");
+    // Once is enough for the sender.
+    drain(&mut a, &mut b, 1);
+    assert!(b.is_quiet());
+    b.stream_down(0);
+    assert!(b.is_quiet());
+}
+
+/// A message given by reference is read once, answered by Done, and reported sent once, even when all of it is repeated.
+#[test]
+fn references_are_read_once() {
+    let config = PeerConfig { references: true, ..PeerConfig::default() };
+    let [mut a, mut b] = pair(&config, 1);
+    memory(&mut a, 0, 1 << 30);
+    // A grant, which a reference does not need, sends no data.
+    b.grant(key(0), 1, 5);
+    drain(&mut b, &mut a, 0);
+    let reference = a.poll_frame(0, NOW).expect("a reference");
+    assert_eq!((reference.header.kind, reference.header.total), (Kind::Reference, 1 << 30));
+    let Payload::Owned(bytes, range) = &reference.payload else { panic!("{reference:?}") };
+    assert_eq!(Reference::decode(bytes[range.clone()].try_into().expect("8 bytes")).address, 0x1000);
+    assert!(a.poll_frame(0, NOW).is_none());
+    assert!(take(&mut b, 0, &reference, OpStatus::Active).1.apply);
+    // The stream is lost on both sides, with the ack.
+    for peer in [&mut a, &mut b] {
+        peer.stream_down(0);
+        peer.stream_up(0, NOW);
+    }
+    let repeated = drain(&mut a, &mut b, 0);
+    assert_eq!(repeated.len(), 1);
+    assert!(!repeated[0].1.apply, "read twice");
+    b.done(key(0));
+    let done = b.poll_frame(0, NOW).expect("done");
+    take(&mut a, 0, &done, OpStatus::Active);
+    assert_eq!(events(&mut a), [Event::Granted(key(0), 5), Event::Sent(key(0))]);
+    b.stream_down(0);
+    a.stream_down(0);
+    a.stream_up(0, NOW);
+    b.stream_up(0, NOW);
+    drain(&mut b, &mut a, 0);
+    assert!(events(&mut a).is_empty(), "reported twice");
+    drain(&mut a, &mut b, 0);
+    assert!(a.is_quiet() && b.is_quiet());
+}
+
+/// A failed group takes everything of it along, on the way out and on the way in, and gives all of its credit back; a
+/// report still leaves, and another group is not touched.
+#[test]
+fn a_failed_group_leaves_nothing_behind() {
+    let config = PeerConfig { eager_credit_bytes: 10_000, ..PeerConfig::default() };
+    let [mut a, mut b] = pair(&config, 2);
+    let other = MessageKey { group: GroupId(8), ..key(0) };
+    let bystander = Body::Memory { address: 0, len: 100_000 };
+    a.send(Outgoing { key: other, priority: Priority(0), fingerprint: 0, body: bystander });
+    b.grant(other, 1, 0);
+    memory(&mut a, 1, 100_000);
+    b.grant(key(1), 1, 5);
+    let grants = drain(&mut b, &mut a, 0);
+    assert_eq!(grants.len(), 2);
+    // Eager: one taken and held, one under way on a stream that dies, one under way, one not sent, one without credit.
+    (10..15).for_each(|message| copied(&mut a, message, 2000));
+    let mut eager: Vec<Outbound> = Vec::new();
+    for stream in [0, 1, 0] {
+        eager.push(loop {
+            let frame = a.poll_frame(stream, NOW).expect("on credit");
+            if frame.header.flags & FLAG_EAGER != 0 {
+                break frame;
+            }
+            assert!(take(&mut b, stream, &frame, OpStatus::Active).1.apply);
+        });
+    }
+    assert!(take(&mut b, 0, &eager[0], OpStatus::Early).1.apply);
+    memory(&mut a, 2, 50_000);
+
+    b.forget_group(GroupId(7));
+    b.consumed(2000);
+    take(&mut b, 0, &eager[2], OpStatus::Retired);
+    a.report(GroupId(7), &Report { kind: FailureKind::Timeout, message: "why".into() });
+    a.forget_group(GroupId(7));
+    a.stream_down(1);
+    b.stream_down(1);
+    events(&mut a);
+    let mut reports = 0;
+    while let Some(frame) = a.poll_frame(0, NOW) {
+        let header = frame.header;
+        let status = if header.key.group == GroupId(7) { OpStatus::Retired } else { OpStatus::Active };
+        let is_eager = header.flags & FLAG_EAGER != 0;
+        assert!(header.key.group == GroupId(8) || header.kind == Kind::Report || header.kind == Kind::Ack || is_eager);
+        reports += usize::from(header.kind == Kind::Report);
+        take(&mut b, 0, &frame, status);
+    }
+    assert_eq!(reports, 1);
+    drain(&mut b, &mut a, 0);
+    assert_eq!(events(&mut a), [Event::Sent(other)]);
+    for peer in [&mut a, &mut b] {
+        peer.retire(GroupId(8), 0, OpSeq(3));
+        assert!(peer.is_quiet());
+        assert!(peer.ops.is_empty() && peer.by_key.is_empty() && peer.ready.is_empty());
+        assert!(peer.remembered == 0 && peer.controls_taken.count() <= 1);
+    }
+    // All the credit is there again.
+    assert_eq!((a.credit.reserved, a.credit.used), (3 * 2128, 3 * 2128));
+    assert_eq!(b.credit.consumed, 3 * 2128);
+}
+
+/// A group is quiet when the peer has taken all of it, a copied message that waits for its grant included; other groups
+/// do not matter.
+#[test]
+fn a_group_is_quiet_when_all_of_it_was_taken() {
+    let config = PeerConfig { eager_credit_bytes: 0, ..PeerConfig::default() };
+    let [mut a, mut b] = pair(&config, 1);
+    let body = Body::Memory { address: 0, len: 10 };
+    a.send(Outgoing { key: MessageKey { group: GroupId(9), ..key(0) }, priority: Priority(0), fingerprint: 0, body });
+    assert!(a.is_group_quiet(GroupId(7)) && !a.is_group_quiet(GroupId(9)));
+    copied(&mut a, 4, 100);
+    a.retire(GroupId(7), 0, OpSeq(3));
+    drain(&mut a, &mut b, 0);
+    drain(&mut b, &mut a, 0);
+    assert!(!a.is_group_quiet(GroupId(7)), "it waits for its grant");
+    b.grant(key(4), 1, 5);
+    let grant = b.poll_frame(0, NOW).expect("a grant");
+    take(&mut a, 0, &grant, OpStatus::Retired);
+    assert!(!a.is_group_quiet(GroupId(7)) && !b.is_group_quiet(GroupId(7)));
+    let arrived = drain(&mut a, &mut b, 0);
+    assert_eq!(arrived.iter().filter(|(header, f)| header.kind == Kind::Data && f.apply).count(), 1);
+    drain(&mut b, &mut a, 0);
+    assert!(a.is_group_quiet(GroupId(7)) && b.is_group_quiet(GroupId(7)));
+    assert!(a.ops.is_empty(), "a grant for an operation that is over is remembered");
+}
+
+/// Two point-to-point operations in opposite directions bear the same key: the end of one does not take the grant or
+/// the bytes of the other.
+#[test]
+fn opposite_operations_share_a_key() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 1);
+    let shared = MessageKey { channel: 6, ..key(0) };
+    let send = |peer: &mut Peer, len| {
+        let body = Body::Memory { address: 0, len };
+        peer.send(Outgoing { key: shared, priority: Priority(0), fingerprint: 0, body });
+    };
+    // `b` is ready for what `a` will send, and sends itself.
+    b.grant(shared, 1, 0);
+    a.grant(shared, 1, 0);
+    send(&mut b, 300_000);
+    drain(&mut b, &mut a, 0);
+    drain(&mut a, &mut b, 0);
+    drain(&mut b, &mut a, 0);
+    drain(&mut a, &mut b, 0);
+    assert!(events(&mut b).contains(&Event::Sent(shared)));
+    a.retire(shared.group, 6, shared.op);
+    b.retire(shared.group, 6, shared.op);
+    send(&mut a, 300_000);
+    let arrived = drain(&mut a, &mut b, 0);
+    assert!(arrived.iter().filter(|(header, finish)| header.kind == Kind::Data && finish.apply).count() > 2);
+    drain(&mut b, &mut a, 0);
+    assert!(events(&mut a).contains(&Event::Sent(shared)));
+    for peer in [&mut a, &mut b] {
+        peer.retire(shared.group, 6, shared.op);
+        assert!(peer.ops.is_empty() && peer.is_quiet());
+    }
+}
+
+/// A failure overtakes what waits, bulk and control frames alike, and leaves even when the window is full.
+#[test]
+fn reports_overtake() {
+    let config = PeerConfig { unacked_limit_bytes: 100_000, ..PeerConfig::default() };
+    let [mut a, mut b] = pair(&config, 1);
+    granted(&mut a, &mut b, 1_000_000);
+    while a.poll_frame(0, NOW).is_some() {}
+    (0..5).for_each(|op| a.done(key(op)));
+    assert!(a.poll_frame(0, NOW).is_none(), "the window is full");
+    let report = Report { kind: FailureKind::Mismatch, message: "ä".repeat(3000) };
+    a.report(GroupId(7), &report);
+    let frame = a.poll_frame(0, NOW).expect("at once");
+    assert_eq!(frame.header.kind, Kind::Report);
+    assert!(frame.header.length <= MAX_REPORT_BYTES && frame.header.length > MAX_REPORT_BYTES - 2);
+    assert!(Header::decode(&frame.header.encode()).is_ok());
+    take(&mut b, 0, &frame, OpStatus::Active);
+    let [Event::Report(GroupId(7), got)] = &events(&mut b)[..] else { panic!("no report") };
+    assert_eq!((got.kind, got.message.as_str()), (FailureKind::Mismatch, &report.message[..2048]));
+}
