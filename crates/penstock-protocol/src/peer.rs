@@ -286,18 +286,16 @@ impl Peer {
         for in_flight in lost.in_flight.into_iter().rev() {
             match in_flight.frame {
                 FrameId::Control(id) => {
-                    if let Some(control) = self.controls.get_mut(&id) {
-                        control.copies -= 1;
-                        if control.copies == 0 {
-                            self.control_queue.push_front(id);
-                        }
+                    if let Some(control) = self.controls.get_mut(&id)
+                        && control.copies.remove(stream)
+                    {
+                        self.control_queue.push_front(id);
                     }
                 }
                 FrameId::Data { issue, index } => {
                     if let Some(message) = self.outgoing.get_mut(&issue) {
                         let frame = &mut message.frames[index as usize];
-                        frame.copies -= 1;
-                        if !frame.acked && frame.copies == 0 {
+                        if frame.copies.remove(stream) && !frame.acked {
                             message.again.push(index);
                             self.ready.insert((message.priority, issue));
                         }
@@ -542,7 +540,10 @@ impl Peer {
     fn control(&mut self, header: Header, payload: Option<&[u8]>) -> u64 {
         let id = self.next_control;
         self.next_control += 1;
-        self.controls.insert(id, Control { header, payload: payload.map(Arc::from), has_left: false, copies: 0 });
+        self.controls.insert(
+            id,
+            Control { header, payload: payload.map(Arc::from), has_left: false, copies: Copies::default() },
+        );
         self.control_queue.push_back(id);
         id
     }
@@ -552,7 +553,7 @@ impl Peer {
         let stream = self.streams.get_mut(&id).expect("the caller has looked it up");
         stream.sent(FrameId::Control(control), self.controls[&control].header.length, now);
         let control = self.controls.get_mut(&control).expect("looked at above");
-        control.copies += 1;
+        control.copies.add(id);
         if !std::mem::replace(&mut control.has_left, true) {
             control.header.serial = self.control_serial;
             self.control_serial += 1;
@@ -569,7 +570,7 @@ impl Peer {
         let stream = self.streams.get_mut(&id).expect("the caller has looked it up");
         let message = self.outgoing.get_mut(&issue).expect("the caller has looked it up");
         let frame = &mut message.frames[index as usize];
-        frame.copies += 1;
+        frame.copies.add(id);
         stream.sent(FrameId::Data { issue, index }, frame.len, now);
         let mut header = Header::new(Kind::Data, message.key);
         header.priority = message.priority;
@@ -601,12 +602,12 @@ impl Peer {
     /// The frame that some slower stream will deliver last, if this idle stream would deliver it much sooner.
     ///
     /// What a stream sent last is what it will deliver last, so its frames are looked at from the end; one that was
-    /// taken over is passed by from then on (its new stream may lose it to a third). Costs one comparison a stream
-    /// while no stream is slow.
+    /// taken over is passed by from then on (its new stream may lose it to a third, none takes it twice). Costs one
+    /// comparison a stream while no stream is slow.
     fn slowest_frame(&mut self, idle: StreamId, now: Time) -> Option<FrameId> {
-        let own = &self.streams[&idle];
-        let (own_bytes, own_round_trip) = (own.unacked_bytes, own.round_trip());
-        let own_rate = own.rate();
+        let Peer { streams, controls, outgoing, .. } = self;
+        let own = &streams[&idle];
+        let (own_bytes, own_round_trip, own_rate) = (own.unacked_bytes, own.round_trip(), own.rate());
         let limit = |bytes: u32| {
             let ours = match own_rate {
                 0.0 if own_round_trip == 0 => FIRST_DELIVERY,
@@ -615,8 +616,16 @@ impl Peer {
             };
             TAKE_OVER_RATIO * ours + TAKE_OVER_MARGIN
         };
+        // On which streams a frame is, unless nobody waits for it any more.
+        let copies = |frame| match frame {
+            FrameId::Control(id) => controls.get(&id).map(|control| control.copies),
+            FrameId::Data { issue, index } => {
+                let frame = &outgoing.get(&issue)?.frames[index as usize];
+                (!frame.acked).then_some(frame.copies)
+            }
+        };
         let mut worst: Option<(u64, StreamId, usize)> = None;
-        for (id, stream) in self.streams.iter_mut().filter(|(id, _)| **id != idle) {
+        for (id, stream) in streams.iter_mut().filter(|(id, _)| **id != idle) {
             let silence = stream.silence(self.last_heard, now);
             let mut bytes = stream.unacked_bytes;
             for at in (0..stream.in_flight.len()).rev() {
@@ -629,20 +638,18 @@ impl Peer {
                 if in_flight.passed {
                     continue;
                 }
-                in_flight.passed = match in_flight.frame {
-                    FrameId::Control(id) => !self.controls.contains_key(&id),
-                    FrameId::Data { issue, index } => {
-                        self.outgoing.get(&issue).is_none_or(|message| message.frames[index as usize].acked)
+                match copies(in_flight.frame) {
+                    None => in_flight.passed = true,
+                    Some(copies) if copies.count == MAX_COPIES || copies.are_on(idle) => {}
+                    Some(_) => {
+                        worst = Some((theirs, *id, at));
+                        break;
                     }
-                };
-                if !in_flight.passed {
-                    worst = Some((theirs, *id, at));
-                    break;
                 }
             }
         }
         let (_, id, at) = worst?;
-        let in_flight = &mut self.streams.get_mut(&id).expect("found above").in_flight[at];
+        let in_flight = &mut streams.get_mut(&id).expect("found above").in_flight[at];
         in_flight.passed = true;
         Some(in_flight.frame)
     }
@@ -712,7 +719,7 @@ impl Peer {
             if left == 0 {
                 stream.measure(&in_flight, now);
             }
-            self.frame_taken(in_flight.frame);
+            self.frame_taken(id, in_flight.frame);
         }
         Ok(())
     }
@@ -891,7 +898,7 @@ impl Peer {
         Ok(())
     }
 
-    fn frame_taken(&mut self, frame: FrameId) {
+    fn frame_taken(&mut self, stream: StreamId, frame: FrameId) {
         let (issue, index) = match frame {
             FrameId::Data { issue, index } => (issue, index),
             FrameId::Control(id) => {
@@ -901,7 +908,7 @@ impl Peer {
         };
         let Some(message) = self.outgoing.get_mut(&issue) else { return };
         let frame = &mut message.frames[index as usize];
-        frame.copies -= 1;
+        frame.copies.remove(stream);
         if frame.acked {
             return;
         }
@@ -1033,8 +1040,7 @@ struct Control {
     payload: Option<Arc<[u8]>>,
     /// It has its serial number.
     has_left: bool,
-    /// How many streams have it in flight.
-    copies: u16,
+    copies: Copies,
 }
 
 /// An outgoing message and its frames.
@@ -1071,8 +1077,33 @@ struct OutFrame {
     offset: u64,
     len: u32,
     acked: bool,
-    /// How many streams have it in flight.
-    copies: u16,
+    copies: Copies,
+}
+
+/// The streams that have a frame in flight.
+#[derive(Clone, Copy, Debug, Default)]
+struct Copies {
+    count: u16,
+    /// A bit a stream, modulo 64: enough to keep a frame from being put twice on one.
+    on: u64,
+}
+
+impl Copies {
+    fn add(&mut self, stream: StreamId) {
+        self.count += 1;
+        self.on |= 1 << (stream % 64);
+    }
+
+    /// Returns whether it was the last one.
+    fn remove(&mut self, stream: StreamId) -> bool {
+        self.count -= 1;
+        self.on &= !(1 << (stream % 64));
+        self.count == 0
+    }
+
+    fn are_on(&self, stream: StreamId) -> bool {
+        self.on & 1 << (stream % 64) != 0
+    }
 }
 
 impl Message {
@@ -1093,7 +1124,7 @@ impl Message {
         // A remainder below half a frame is not worth a frame of its own, and an eager message is always one.
         let whole = left < bytes + bytes / 2 || matches!(self.way, Way::Eager { .. });
         let len = if whole && left <= u64::from(MAX_FRAME_BYTES) { left } else { left.min(bytes) };
-        self.frames.push(OutFrame { offset: self.cut, len: len as u32, acked: false, copies: 0 });
+        self.frames.push(OutFrame { offset: self.cut, len: len as u32, acked: false, copies: Copies::default() });
         self.cut += len;
         (self.frames.len() as u32 - 1, false)
     }
@@ -1277,6 +1308,8 @@ const REFERENCE_ABOVE: u64 = 8 * 1024;
 const TAKE_OVER_RATIO: u64 = 2;
 /// ... and by this much: below, the copy costs more than it saves.
 const TAKE_OVER_MARGIN: u64 = 3 * MILLISECOND;
+/// Not more streams than this carry one frame at a time: when the peer pauses as a whole, copies only delay it.
+const MAX_COPIES: u16 = 3;
 /// How often idle streams look for frames to take over.
 const TAKE_OVER_CHECK: u64 = 4 * MILLISECOND;
 /// What a stream that has carried nothing yet expects to need for a frame: a round trip between continents.

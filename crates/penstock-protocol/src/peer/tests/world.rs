@@ -174,6 +174,10 @@ pub(super) struct World {
     pub(super) pulled: Vec<(MessageKey, u64, usize, bool)>,
     pub(super) polls: u64,
     pub(super) steps: u64,
+    /// Streams that went down, and what they had counted.
+    pub(super) losses: u64,
+    lost_frames: u64,
+    lost_repeats: u64,
     /// What a machine refused, instead of a panic.
     pub(super) tolerate: bool,
     pub(super) refused: Vec<FrameError>,
@@ -238,6 +242,9 @@ impl World {
             pulled: Vec::new(),
             polls: 0,
             steps: 0,
+            losses: 0,
+            lost_frames: 0,
+            lost_repeats: 0,
             tolerate: false,
             refused: Vec::new(),
         }
@@ -742,6 +749,10 @@ impl World {
 
     fn down(&mut self, pair: usize, stream: usize, side: usize) {
         let Pair { peers, up, touched, links, reading, .. } = &mut self.pairs[pair];
+        let stats = peers[side].streams[&(stream as StreamId)].stats;
+        self.losses += 1;
+        self.lost_frames += stats.sent_frames;
+        self.lost_repeats += stats.repeated_frames;
         peers[side].stream_down(stream as StreamId);
         up[stream][side] = false;
         touched[side] = true;
@@ -804,10 +815,12 @@ impl World {
         format!("open operations {open:?}; streams {streams:?}; planned {:?}", self.plan)
     }
 
-    /// Frames that left twice, by the machines' own count, over all data frames.
+    /// Frames that left once more, by the machines' own count, and frames that had to leave.
     pub(super) fn repeated(&self) -> (u64, u64) {
-        let count = |peer: &Peer| peer.stats().iter().map(|(_, s)| s.repeated_frames).sum::<u64>();
-        (self.pairs.iter().flat_map(|pair| &pair.peers).map(count).sum(), self.data_frames)
+        let peers = || self.pairs.iter().flat_map(|pair| &pair.peers);
+        let sum = |of: fn(&StreamStats) -> u64| peers().flat_map(Peer::stats).map(|(_, s)| of(&s)).sum::<u64>();
+        let repeated = sum(|stats| stats.repeated_frames) + self.lost_repeats;
+        (repeated, sum(|stats| stats.sent_frames) + self.lost_frames - repeated)
     }
 }
 
