@@ -53,7 +53,9 @@ class Settings:
             try:
                 secret = Path(self.secret_file).read_bytes().strip()
             except OSError as error:
-                raise ConfigError(f"PENSTOCK_SECRET_FILE={self.secret_file} cannot be read: {error.strerror}") from error
+                raise ConfigError(
+                    f"PENSTOCK_SECRET_FILE={self.secret_file} cannot be read: {error.strerror}"
+                ) from error
             if not secret:
                 raise ConfigError(f"PENSTOCK_SECRET_FILE={self.secret_file} is empty")
             return secret

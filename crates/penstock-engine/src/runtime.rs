@@ -103,6 +103,8 @@ pub(crate) struct Runtime {
     groups: HashMap<GroupId, Group>,
     /// Groups that were left or have failed: what still comes for them is dropped.
     closed: HashSet<GroupId>,
+    /// What the streams' hand-shakes prove. A job outlives the group that brought it: groups share streams.
+    jobs: HashMap<GroupId, Job>,
     peers: Vec<PeerInfo>,
     by_node: HashMap<NodeKey, PeerId>,
     /// What came for operations that are not posted yet, or not ready for it.
@@ -122,14 +124,18 @@ struct PeerInfo {
     lost: Option<String>,
 }
 
+struct Job {
+    generation: Generation,
+    secret: Vec<u8>,
+    nodes: HashSet<NodeKey>,
+}
+
 struct Group {
     rank: u32,
-    generation: Generation,
     name: String,
     /// The peer of every rank; `None` for this one.
     members: Vec<Option<PeerId>>,
     contacts: Vec<Contact>,
-    secret: Vec<u8>,
     topology: Topology,
     algorithm: Option<Algorithm>,
     next_op: u64,
@@ -199,6 +205,7 @@ impl Runtime {
             thresholds,
             groups: HashMap::new(),
             closed: HashSet::new(),
+            jobs: HashMap::new(),
             peers: Vec::new(),
             by_node: HashMap::new(),
             early: HashMap::new(),
@@ -236,14 +243,14 @@ impl Runtime {
             }
             members.push(Some(peer));
         }
+        let nodes = spec.members.iter().map(|contact| contact.node).collect();
+        self.jobs.insert(spec.id, Job { generation: spec.generation, secret: spec.secret, nodes });
         let group = Group {
             rank: spec.rank,
-            generation: spec.generation,
             name: spec.name,
             topology: Topology::separate_hosts(members.len() as u32),
             members,
             contacts: spec.members,
-            secret: spec.secret,
             algorithm: spec.algorithm,
             next_op: 0,
             next_send: HashMap::new(),
@@ -374,6 +381,22 @@ impl Runtime {
         group.ops.insert(op, active);
         if self.check_claims(peers, id, op) {
             self.drive(peers, id, op, |operation, effects| operation.start(effects), now);
+            self.check_departed(peers, id, op);
+        }
+    }
+
+    /// Fails an operation that waits for a rank that has left. What the rank gave before it left still counts.
+    fn check_departed(&mut self, peers: &mut Peers, id: GroupId, op: OpId) {
+        let Some(group) = self.groups.get(&id) else { return };
+        let lost = |peer: &PeerId| self.peers[*peer as usize].lost.clone();
+        if !group.members.iter().flatten().any(|peer| self.peers[*peer as usize].lost.is_some()) {
+            return;
+        }
+        let Some(active) = group.ops.get(&op) else { return };
+        let awaited = active.operation.awaited();
+        let reason = awaited.iter().find_map(|rank| group.members[*rank as usize].as_ref().and_then(lost));
+        if let Some(reason) = reason {
+            self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
         }
     }
 
@@ -940,6 +963,17 @@ impl Handler for Runtime {
         }
     }
 
+    fn left(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
+        self.peers[peer as usize].lost = Some(reason.to_owned());
+        self.by_node.retain(|_, known| *known != peer);
+        for id in self.groups_of(peer) {
+            let ops: Vec<OpId> = self.groups[&id].ops.keys().copied().collect();
+            for op in ops {
+                self.check_departed(peers, id, op);
+            }
+        }
+    }
+
     fn refused(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
         self.peers[peer as usize].lost = Some(reason.to_owned());
         for id in self.groups_of(peer) {
@@ -1033,15 +1067,13 @@ impl Handler for Runtime {
     }
 
     fn admit(&self, hello: &Hello) -> Admission {
-        let Some(group) = self.groups.get(&hello.job) else {
-            return if self.closed.contains(&hello.job) { Admission::Stranger } else { Admission::NotYet };
-        };
-        if hello.generation != group.generation {
-            return Admission::Generation(group.generation);
+        let Some(job) = self.jobs.get(&hello.job) else { return Admission::NotYet };
+        if hello.generation != job.generation {
+            return Admission::Generation(job.generation);
         }
         match self.by_node.get(&hello.from) {
-            Some(peer) if group.members.contains(&Some(*peer)) && hello.from != self.node => {
-                Admission::Admit(group.secret.clone(), *peer)
+            Some(peer) if job.nodes.contains(&hello.from) && hello.from != self.node => {
+                Admission::Admit(job.secret.clone(), *peer)
             }
             _ => Admission::Stranger,
         }

@@ -52,6 +52,8 @@ pub trait Handler {
     fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32);
     /// A peer cannot be reached any more.
     fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
+    /// A peer has left in good order: it has taken what it wanted, and nothing more will come from it.
+    fn left(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
     /// A peer would not have us, or we would not have it: no stream will come up.
     fn refused(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
     /// [`Wake::wake`] was called.
@@ -937,7 +939,10 @@ impl Driver {
                     if error.is_temporary() {
                         return Err(NOT_YET.to_owned());
                     }
-                    if let (Stage::Connector(_), Some(peer)) = (&socket.stage, socket.peer) {
+                    // Once a stream has been up, a refusal of another one is trouble of that stream only.
+                    if let (Stage::Connector(_), Some(peer)) = (&socket.stage, socket.peer)
+                        && !self.links[peer as usize].was_up
+                    {
                         let who = self.links[peer as usize].contact.describe();
                         let reason = format!("the hand-shake with {who} failed: {error}");
                         self.links[peer as usize].finished = true;
@@ -1067,7 +1072,7 @@ impl Driver {
             if none_up {
                 link.finished = true;
                 let reason = format!("{} has left the job", self.links[peer as usize].contact.describe());
-                handler.lost(&mut self.peers, peer, &reason);
+                handler.left(&mut self.peers, peer, &reason);
             }
             return;
         }

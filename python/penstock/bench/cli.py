@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +110,13 @@ def options(function: Function) -> Function:
             "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Turns of each backend at each size."
         ),
         click.option(
+            "--joins",
+            type=click.IntRange(1),
+            default=1,
+            show_default=True,
+            help="Times that the groups are formed anew, with other ports, for all rounds.",
+        ),
+        click.option(
             "--turn", type=float, default=0.25, show_default=True, help="Seconds that a turn may measure for."
         ),
         click.option(
@@ -159,7 +167,7 @@ def options(function: Function) -> Function:
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[FIGURE]...")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Turns of each backend.")
+@click.option("--rounds", type=click.IntRange(1), default=6, show_default=True, help="Turns of each backend.")
 @click.option(
     "--timeout", type=float, default=300.0, show_default=True, help="Seconds until a silent backend counts as hung."
 )
@@ -183,7 +191,11 @@ def figures(names: Sequence[str], rounds: int, timeout: float, json_path: str | 
             on_testbed = figure.link is not None
             series, _ = choose(",".join(figure.backends), (), on_testbed)
             series += limits(series, on_testbed, DEFAULT_FLOWS[on_testbed])
-            settings = Settings("all-reduce", [figure.nbytes], [figure.ranks], rounds=rounds, timeout_s=timeout)
+            joins = min(rounds, TESTBED_JOINS) if on_testbed else 1
+            turns = math.ceil(rounds / joins)
+            settings = Settings(
+                "all-reduce", [figure.nbytes], [figure.ranks], rounds=turns, joins=joins, timeout_s=timeout
+            )
             outcome = run(
                 settings, series, figure.ranks if on_testbed else None, figure.link, f"{figure.name}: {figure.on}"
             )
@@ -213,6 +225,7 @@ def run_collective(
     variants: Sequence[str],
     dtype: str,
     rounds: int,
+    joins: int,
     turn: float,
     timeout: float,
     limit: bool,
@@ -234,6 +247,7 @@ def run_collective(
         dtype,
         rounds,
         turn,
+        joins,
         timeout,
     )
     with reporting_errors():
@@ -431,6 +445,10 @@ BACKENDS = {
 DEFAULT_FLOWS = {False: [1, 4, 8], True: [8, 16]}
 """Connections of the raw sockets, by whether they run on a testbed. On loopback the processor decides, and no one number
 is the fastest everywhere; over a link with capped flows it takes enough of them to fill it."""
+
+TESTBED_JOINS = 3
+"""Which classes a backend's connections meet is chance, and decides much where classes differ: a figure is a median over
+several draws."""
 
 LIMIT_FROM_BYTES = 256 << 10
 """Below this a collective is bound by steps x latency, and the probes would show what Python's calls cost."""

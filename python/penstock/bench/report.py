@@ -136,19 +136,22 @@ def table(of: Sequence[Row], series: Sequence[Series], title: str) -> Table:
 
 
 def flow_table(of: Sequence[Row]) -> Table | None:
-    """Testbed with capped flows: where each series' connections fell, at its largest size; None elsewhere."""
-    largest = {(row.point.label, row.point.ranks): row for row in of if row.point.class_flows}
+    """Testbed with capped flows: where connections fell each time that a group was formed, at its largest size; None
+    elsewhere. Host 0 stands for all: the two ends of a connection are in the same class."""
+    largest = {(row.point.ranks, row.point.label): row.point for row in of if row.point.class_flows}
     if not largest:
         return None
-    shown = _table("Flows by class (host 0)")
-    for name in ("ranks", "series", "connections: class x count", "classes that carried data"):
+    shown = _table("Flows by class")
+    for name in ("ranks", "series", "connections: class x count", "classes with over 1 % of the bytes"):
         shown.add_column(name)
-    for (label, ranks), row in largest.items():
-        flows = row.point.class_flows[0] if row.point.class_flows else []
-        shares = row.point.class_shares[0] if row.point.class_shares else []
-        carried = [f"{index}: {share:.0%}" for index, share in enumerate(shares) if share >= 0.01]
-        counted = [f"{index}x{count}" for index, count in enumerate(flows) if count]
-        shown.add_row(str(ranks), label, " ".join(counted), f"{len(carried)} of {len(shares)}  ({', '.join(carried)})")
+    lines: dict[tuple[str, str, str, str], None] = {}
+    for (ranks, label), point in largest.items():
+        for flows, shares in zip(point.class_flows, point.class_shares, strict=True):
+            counted = " ".join(f"{index}x{count}" for index, count in enumerate(flows[0]) if count)
+            carried = [str(index) for index, share in enumerate(shares[0]) if share > 0.01]
+            lines[str(ranks), label, counted, f"{len(carried)} of {len(shares[0])}: {' '.join(carried)}"] = None
+    for line in lines:
+        shown.add_row(*line)
     return shown
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import selectors
@@ -29,7 +30,7 @@ from penstock.bench.collectives import COLLECTIVES, Collective
 from penstock.bench.launcher import BenchError, Launcher
 from penstock.bench.worker import Task
 from penstock.testbed.cluster import Bed, Testbed
-from penstock.testbed.link import flow_class
+from penstock.testbed.link import CLASSES, FlowClass, flow_class
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ class Settings:
     rounds: int = 5
     turn_s: float = 0.25
     """A turn runs as many operations as fit into this, at least one block."""
+    joins: int = 1
+    """How often all groups are formed anew, each time for all rounds: their connections then get other ports, which decide
+    their classes on a testbed with capped flows."""
     timeout_s: float = 300.0
     """For one turn of one backend. A rank that dies is noticed at once."""
 
@@ -88,10 +92,10 @@ class Point:
     """Testbed: bytes per operation that each host's interface counted as sent, headers and acknowledgements included."""
     planned: dict[int, int] | None = None
     """Testbed: bytes that the plan has each host send to others."""
-    class_shares: dict[int, list[float]] | None = None
-    """Testbed with capped flows: by host, which share of the bytes went through each class."""
-    class_flows: dict[int, list[int]] | None = None
-    """Testbed with capped flows: by host, connections of this series in each class."""
+    class_flows: list[dict[int, list[int]]] = field(default_factory=list)
+    """Testbed with capped flows: each time that the group was formed, by host, connections of this series in each class."""
+    class_shares: list[dict[int, list[float]]] = field(default_factory=list)
+    """The same for the share of the bytes that went through each class, in the last turn."""
     grown_bytes: int | None = None
     """The rank with the most: resident memory since before the group was joined, beyond the bench's tensors."""
     engine_bytes: int | None = None
@@ -108,9 +112,8 @@ def measure(
     Args:
         on_progress: called with what is being done, how many turns are done and how many there will be.
     """
-    turns = (
-        sum(len(_at_size(series, nbytes)) for nbytes in settings.sizes) * (settings.rounds + 1) * len(settings.ranks)
-    )
+    turns = sum(len(_at_size(series, nbytes)) for nbytes in settings.sizes) * (settings.rounds + 1)
+    turns *= len(settings.ranks) * settings.joins
     done = 0
 
     def progress(text: str, turn: int = 0) -> None:
@@ -120,15 +123,19 @@ def measure(
 
     largest = max(settings.sizes)
     _check_memory(_at_size(series, largest), max(settings.ranks), largest * _slots(largest))
-    points: list[Point] = []
+    points: dict[tuple[int, int, str], Point] = {}
     progress("starting · importing torch")
     with launching(bed) as launchers:
-        for ranks in settings.ranks:
+        for ranks, _ in itertools.product(settings.ranks, range(settings.joins)):
             progress(f"{ranks} ranks · starting processes")
             with _groups(bed, launchers, series, ranks, settings.timeout_s) as groups:
                 for nbytes in settings.sizes:
-                    points += _measure_size(bed, groups, _at_size(series, nbytes), ranks, nbytes, settings, progress)
-    return points
+                    _measure_size(bed, groups, _at_size(series, nbytes), ranks, nbytes, settings, progress, points)
+    for point in points.values():
+        busy, total = point._ticks
+        if total >= LEAST_TICKS:
+            point.cpu_share = busy / total
+    return list(points.values())
 
 
 @contextlib.contextmanager
@@ -181,18 +188,25 @@ def _measure_size(
     nbytes: int,
     settings: Settings,
     progress: Callable[..., None],
-) -> list[Point]:
+    points: dict[tuple[int, int, str], Point],
+) -> None:
+    """All rounds at one size; adds to ``points``."""
     collective = COLLECTIVES[settings.collective]
     element_bytes = ELEMENT_BYTES[settings.dtype]
     nbytes = collective.elements(nbytes, ranks, element_bytes) * element_bytes
     slots = _slots(nbytes)
-    points = {each.label: Point(settings.collective, each.label, ranks, nbytes, slots=slots) for each in series}
+    for each in series:
+        fresh = Point(settings.collective, each.label, ranks, nbytes, slots=slots)
+        point = points.setdefault((ranks, nbytes, each.label), fresh)
+        if isinstance(bed, Testbed) and bed.link.flow_mbit is not None:
+            point.class_flows.append(groups[each.group].class_flows)
+            point.class_shares.append({})
     blocks = {}
     at = f"{ranks} ranks · {format_bytes(nbytes)}"
 
     def turn(each: Series, order: dict[str, Any]) -> float:
         """One turn; returns what one block took, in seconds."""
-        group, point = groups[each.group], points[each.label]
+        group, point = groups[each.group], points[ranks, nbytes, each.label]
         before = bed.counters() if isinstance(bed, Testbed) else {}
         classes_before = bed.flows() if isinstance(bed, Testbed) else {}
         answers = group.order(order, f"{settings.collective} of {format_bytes(nbytes)}")
@@ -205,7 +219,7 @@ def _measure_size(
             if isinstance(bed, Testbed):
                 operations = len(took) * slots
                 _note_wire(point, each, collective, bed, before, bed.counters(), operations, group)
-                _note_classes(point, bed, classes_before, group)
+                _note_classes(point, bed, classes_before)
         return min(took)
 
     # Probes that share processes prepare anew for each turn; all others keep their tensors through the rounds.
@@ -227,11 +241,6 @@ def _measure_size(
             progress(f"{at} · {each.label} · round {round_ + 1} of {settings.rounds}", 1)
     for group in {each.group for each in series}:
         groups[group].order({"do": "release"}, "releasing tensors")
-    for point in points.values():
-        busy, total = point._ticks
-        if total >= LEAST_TICKS:
-            point.cpu_share = busy / total
-    return list(points.values())
 
 
 class RankGroup:
@@ -287,7 +296,7 @@ class RankGroup:
         self.order({"do": "connect", "peers": hellos}, "joining the group")
         for host, connections in self._connections().items():
             classes = [flow_class(*ports) for ports in connections - before[host]]
-            self.class_flows[host] = [classes.count(index) for index in range(16)]
+            self.class_flows[host] = [classes.count(index) for index in range(CLASSES)]
 
     def order(self, order: dict[str, Any], doing: str) -> list[dict[str, Any]]:
         """Gives all ranks an order and returns their answers by rank. Raises BenchError when one fails or none comes."""
@@ -542,14 +551,12 @@ def _note_wire(
     point.planned = planned
 
 
-def _note_classes(point: Point, bed: Testbed, before: Mapping[int, Sequence[Any]], group: RankGroup) -> None:
-    if bed.link.flow_mbit is None:
+def _note_classes(point: Point, bed: Testbed, before: Mapping[int, Sequence[FlowClass]]) -> None:
+    if not point.class_shares:
         return
-    shares = {}
     for host, after in bed.flows().items():
         moved = [now.bytes - then.bytes for now, then in zip(after, before[host], strict=True)]
-        shares[host] = [count / max(sum(moved), 1) for count in moved]
-    point.class_shares, point.class_flows = shares, group.class_flows
+        point.class_shares[-1][host] = [count / max(sum(moved), 1) for count in moved]
 
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")

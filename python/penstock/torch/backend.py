@@ -7,7 +7,6 @@ same calls from `_Collectives`; `create` tests which base can be constructed.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,7 @@ from torch._C import _distributed_c10d as c10d
 
 from penstock.errors import Config as ConfigError
 from penstock.torch import rendezvous
-from penstock.torch.work import Work
+from penstock.torch.work import Ticket, Work
 
 __all__ = ["create"]
 
@@ -29,7 +28,9 @@ def create(options: Any, pg_options: Any) -> Any:
     Blocks until all ranks of the group are connected, or the group's time-out.
     """
     if pg_options is not None:
-        raise ConfigError("the penstock backend takes no pg_options; its knobs are environment variables (penstock info)")
+        raise ConfigError(
+            "the penstock backend takes no pg_options; its knobs are environment variables (penstock info)"
+        )
     # torch leaves the list empty for the default group, whose ranks are the job's.
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     rank, world = options.group_rank, options.group_size
@@ -50,19 +51,25 @@ class _Collectives:
     _timeout: timedelta
 
     # torch asks for these properties; one that is missing sends its getter into an endless recursion (2.15).
-    supports_coalescing = False
-    supports_splitting = False
+    supports_coalescing = True
+    supports_splitting = True
     supports_shrinking = False
     supports_reconfigure = False
     supports_window = False
     supports_time_estimate = False
     _supports_time_estimate = False
 
+    @property
+    def options(self) -> Any:
+        """torch copies these for the groups that it splits off."""
+        return self._options
+
     def _setup(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
         self._member = membership
         self._timeout = timeout
-        self._sequence = itertools.count()
-        self._last_sequence = 0
+        self._issued = 0
+        self._coalesced: list[Work] | None = None
+        self._options = c10d.Backend.Options("penstock", timeout) if hasattr(c10d.Backend, "Options") else None
         _alive.add(self)
 
     # ------------------------------------------------------------------ reductions
@@ -89,16 +96,14 @@ class _Collectives:
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
-        return Work([self._reduce_scatter(output, input, opts)], [output])
+        return self._work([self._reduce_scatter(output, input, opts)], [output])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> Work:
-        return Work([self._reduce_scatter(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+        return self._work([self._reduce_scatter(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any
-    ) -> Work:
+    def reduce_scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Work:
         tickets, copies = [], []
         for output, inputs in zip(outputs, input_lists, strict=True):
             self._check_list("reduce_scatter", inputs, output, own=self._member.rank)
@@ -109,13 +114,11 @@ class _Collectives:
             for root, part in enumerate(inputs):
                 own = part.detach().clone() if root == self._member.rank else part
                 tickets.append(
-                    self._start(
-                        "reduce", opts, tensor=own, output=own, keep=own, reduce=opts.reduceOp, rank=root
-                    )
+                    self._start("reduce", opts, tensor=own, output=own, keep=own, reduce=opts.reduceOp, rank=root)
                 )
                 if root == self._member.rank:
                     copies.append((own.view(-1), [output]))
-        return Work(tickets, outputs, lambda: _spread(copies))
+        return self._work(tickets, outputs, lambda: _spread(copies))
 
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
         self._check_whole("reduce_scatter", whole=input, part=output)
@@ -141,10 +144,10 @@ class _Collectives:
         )
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
-        return Work([self._all_gather(output, input, opts)], [output])
+        return self._work([self._all_gather(output, input, opts)], [output])
 
     def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work:
-        return Work([self._all_gather(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+        return self._work([self._all_gather(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
     def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
         tickets, copies = [], []
@@ -160,7 +163,7 @@ class _Collectives:
             for root, part in enumerate(outputs):
                 tickets.append(self._start("broadcast", opts, tensor=part, output=part, keep=part, rank=root))
         flattened = [tensor for outputs in output_lists for tensor in outputs]
-        return Work(tickets, flattened, lambda: _spread(copies))
+        return self._work(tickets, flattened, lambda: _spread(copies))
 
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
@@ -183,7 +186,7 @@ class _Collectives:
         ticket = self._start(
             "gather", opts, tensor=input, input=input, output=flat, keep=(input, flat), rank=opts.rootRank
         )
-        return Work([ticket], outputs, None if flat is None else lambda: _spread([(flat, outputs)]))
+        return self._work([ticket], outputs, None if flat is None else lambda: _spread([(flat, outputs)]))
 
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Work:
         (output,) = outputs
@@ -194,7 +197,7 @@ class _Collectives:
         ticket = self._start(
             "scatter", opts, tensor=output, input=flat, output=output, keep=(flat, output), rank=opts.rootRank
         )
-        return Work([ticket], outputs)
+        return self._work([ticket], outputs)
 
     def all_to_all_single(
         self,
@@ -204,7 +207,7 @@ class _Collectives:
         input_split_sizes: list[int],
         opts: Any,
     ) -> Work:
-        return Work(
+        return self._work(
             [
                 self._all_to_all(
                     output,
@@ -226,7 +229,7 @@ class _Collectives:
             [tensor.nbytes for tensor in inputs],
             opts,
         )
-        return Work([ticket], outputs, lambda: _spread([(flat_output, outputs)]))
+        return self._work([ticket], outputs, lambda: _spread([(flat_output, outputs)]))
 
     def _all_to_all(
         self,
@@ -249,7 +252,7 @@ class _Collectives:
         )
 
     def barrier(self, opts: Any) -> Work:
-        return Work([self._start("barrier", opts)], [])
+        return self._work([self._start("barrier", opts)], [])
 
     def monitored_barrier(self, opts: Any, wait_all: bool = False) -> None:
         """A barrier whose time-out names the ranks that did not come. ``wait_all`` changes nothing: all are named."""
@@ -262,14 +265,14 @@ class _Collectives:
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        return Work(
+        return self._work(
             [self._start("send", None, tensor=tensor, input=tensor, keep=tensor, rank=dst, tag=tag)], tensors
         )
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         (tensor,) = tensors
         ticket = self._start("recv", None, tensor=tensor, output=tensor, keep=tensor, rank=src, tag=tag)
-        return Work([ticket], tensors, source=src)
+        return self._work([ticket], tensors, source=src)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
         raise ConfigError(
@@ -309,7 +312,7 @@ class _Collectives:
         return "penstock"
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._last_sequence
+        return self._issued
 
     def _set_sequence_number_for_group(self) -> None:
         pass
@@ -320,8 +323,29 @@ class _Collectives:
     def eager_connect_single_device(self, device: Any = None) -> None:
         pass
 
-    def _set_group_uid(self, uid: str) -> None:
-        self._group_uid = uid
+    # ------------------------------------------------------------------ coalescing
+
+    def start_coalescing(self) -> None:
+        """Calls up to `end_coalescing` are waited for together. They start at once: any number may be in flight."""
+        self._coalesced = []
+
+    def end_coalescing(self) -> Work:
+        works, self._coalesced = self._coalesced or [], None
+        tickets = [ticket for work in works for ticket in work.tickets]
+        return Work(tickets, [], lambda: [work.wait() for work in works])
+
+    _start_coalescing = start_coalescing
+    _end_coalescing = end_coalescing
+
+    def split(self, store: Any, ranks: list[int], opts: Any) -> Any:
+        """A group of some of this one's ranks, over the same streams; None on ranks that are not in it."""
+        if self._member.rank not in ranks:
+            return None
+        timeout = getattr(opts, "timeout", None) or self._timeout
+        name = getattr(opts, "group_name", "") or f"{self._member.name}:split"
+        rank = ranks.index(self._member.rank)
+        member = rendezvous.join(store, rank, len(ranks), timeout, name, self._member.engine.job_rank)
+        return _CLASS(member, timeout)
 
     # ------------------------------------------------------------------ helpers
 
@@ -355,9 +379,10 @@ class _Collectives:
                 dtype, count = "byte", tensor.nbytes
         timeout = opts.timeout if opts is not None and _is_set(opts.timeout) else self._timeout
         op, factor = _reduction(reduce, collective, tensor) if reduce is not None else (None, 1.0)
-        self._last_sequence = next(self._sequence)
+        self._issued += 1
         staged = None
         if tensor is not None and tensor.device.type == "cuda":
+            self._check_cuda()
             from penstock.torch.staging import Staged, StagedTicket
 
             reads = [one for one in (input,) if one is not None]
@@ -385,10 +410,25 @@ class _Collectives:
             )
         return ticket if staged is None else StagedTicket(staged, self._member.group, ticket)
 
+    def _work(
+        self,
+        tickets: Sequence[Ticket],
+        outputs: list[torch.Tensor],
+        finish: Callable[[], object] | None = None,
+        source: int = -1,
+    ) -> Work:
+        work = Work(tickets, outputs, finish, source)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _check_cuda(self) -> None:
+        """Raise if CUDA tensors were meant for another backend."""
+
     def _each(
         self, tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any], outputs: list[torch.Tensor]
     ) -> Work:
-        return Work([start(tensor) for tensor in tensors], list(outputs))
+        return self._work([start(tensor) for tensor in tensors], list(outputs))
 
     def _check_list(
         self, collective: str, parts: Sequence[torch.Tensor], part: torch.Tensor, own: int | None = None
@@ -526,10 +566,16 @@ def _class() -> Any:
             return self._group_desc
 
         def _get_backend(self, device: torch.device) -> PenstockProcessGroup:
-            if device.type != "cpu":
-                raise ConfigError(f"this group has no backend for {device.type}: with torch below 2.14 penstock is the "
-                                  "whole group. Use torch 2.14 or newer for mixed backends.")
             return self
+
+        def _check_cuda(self) -> None:
+            asked = str(dist.distributed_c10d._world.pg_backend_config.get(self, ""))
+            if "cuda:" in asked and "cuda:penstock" not in asked:
+                raise ConfigError(
+                    f'this group was asked for as "{asked}", but torch {torch.__version__} lets a backend written in '
+                    "Python only be the whole group, and has dropped the other one. Use torch 2.14 or newer for mixed "
+                    'backends, or "penstock" alone, which stages CUDA tensors through the host.'
+                )
 
     return PenstockProcessGroup
 

@@ -118,6 +118,7 @@ class _Engine:
         _core.init_logging(settings.log)
         self.interfaces, self.why = _core.choose_interfaces(named, _master(store))
         # torchrun counts its restarts; frames of an earlier life of the job are refused.
+        self.job_rank = job_rank
         self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.core = _core.Engine(
             rank=job_rank,
@@ -232,7 +233,7 @@ def _tell_failure(store: Any, rank: int, error: BaseException) -> None:
 
 
 def _master(store: Any) -> str | None:
-    """"host:port" of the job's master, for the route to it."""
+    """ "host:port" of the job's master, for the route to it."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")

@@ -41,14 +41,15 @@ class Work(dist.Work):
         self,
         tickets: Sequence[Ticket],
         outputs: list[torch.Tensor],
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
         source: int = -1,
     ) -> None:
         super().__init__()
-        self._tickets = tickets
+        self.tickets = tickets
         self._outputs = outputs
         self._finish = finish
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._ended: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._source = source
 
@@ -62,15 +63,16 @@ class Work(dist.Work):
             penstock.errors.PenstockError: the operation failed; its tensors are undefined and will not be touched.
         """
         seconds = timeout.total_seconds() if timeout else None
-        for ticket in self._tickets:
+        for ticket in self.tickets:
             if not ticket.wait(seconds):
                 raise Timeout(f"the operation is still running after {seconds} s; wait again, or abort the group")
         self._finished()
+        self._complete_future()
         return True
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not. Does not block."""
-        return all(ticket.done() for ticket in self._tickets)
+        return all(ticket.done() for ticket in self.tickets)
 
     def is_success(self) -> bool:
         """Whether the operation has ended well. Does not block."""
@@ -79,7 +81,7 @@ class Work(dist.Work):
     def exception(self) -> BaseException | None:
         """What the operation failed with, if it has."""
         try:
-            for ticket in self._tickets:
+            for ticket in self.tickets:
                 ticket.wait(0)
         except Exception as error:
             return error
@@ -107,26 +109,27 @@ class Work(dist.Work):
             if self._future is None:
                 # A future that knows its devices makes its readers' streams wait for the copies back.
                 devices = list({tensor.device for tensor in self._outputs if tensor.is_cuda})
-                base: torch.futures.Future[None] = torch.futures.Future(devices=devices or None)
-                self._future = base.then(self._settle)
-                left = [len(self._tickets)]
-                guard = threading.Lock()
+                self._ended = torch.futures.Future(devices=devices or None)
+                self._future = self._ended.then(self._settle)
+                for ticket in self.tickets:
+                    ticket.on_done(self._complete_future)
+        # C++ may read the value right after `wait`, before the engine's callback has run.
+        self._complete_future()
+        return self._future
 
-                def one_done() -> None:
-                    with guard:
-                        left[0] -= 1
-                        last = left[0] == 0
-                    if last:
-                        base.set_result(None)
-
-                if not self._tickets:
-                    base.set_result(None)
-                for ticket in self._tickets:
-                    ticket.on_done(one_done)
-            return self._future
+    def _complete_future(self) -> None:
+        """Complete the future, once, if everything has ended."""
+        if not self.is_completed():
+            return
+        with self._lock:
+            ended, self._ended = self._ended, None
+        if ended is not None:
+            ended.set_result(None)
 
     def _settle(self, _: Any) -> list[torch.Tensor]:
-        self.wait()
+        for ticket in self.tickets:
+            ticket.wait()
+        self._finished()
         return self._outputs
 
     def _finished(self) -> None:
