@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -535,7 +535,7 @@ def _class() -> Any:
     class PenstockProcessGroup(_Collectives, dist.ProcessGroup):
         """Where only groups can be written in Python, it also answers for what torch's C++ group would know."""
 
-        _device_types = [torch.device("cpu"), torch.device("cuda")]  # noqa: RUF012: torch reads it as a list
+        _device_types: ClassVar[list[torch.device]] = [torch.device("cpu"), torch.device("cuda")]
 
         def __init__(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
             dist.ProcessGroup.__init__(self, membership.rank, membership.world)
@@ -584,10 +584,8 @@ def _class() -> Any:
 _alive: set[Any] = set()
 
 _DTYPES = frozenset(
-    (
-        "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 bool uint16 uint32 uint64 complex32 complex64 "
-        "complex128"
-    ).split()
+    {"float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool"}
+    | {"uint16", "uint32", "uint64", "complex32", "complex64", "complex128"}
 )
 # Operations whose output tensor also holds the contribution.
 _IN_PLACE = frozenset(("all_reduce", "broadcast", "reduce"))
