@@ -99,7 +99,7 @@ def barrier(backend: str) -> object:
             # Rank `turn` comes only after the others have said that they are at the barrier, so they have to wait for it.
             if rank == turn:
                 store.wait([f"{turn}/at/{r}" for r in range(size) if r != turn], TIMEOUT)
-                store.set(f"{turn}/last comes", "yes")
+                store.add(f"{turn}/last comes", 1)  # not set(), which returns before the store has heard of it
                 dist.barrier()
             else:
                 work = dist.barrier(async_op=True)
