@@ -14,7 +14,7 @@ use rustix::fd::{AsFd, OwnedFd};
 use socket2::{Domain, Protocol, SockAddr, Type};
 use std::collections::HashMap;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -155,6 +155,7 @@ impl Link {
             down_since: None,
             refusals: 0,
             round: 0,
+            first_port: first_port(),
         }
     }
 }
@@ -255,6 +256,10 @@ struct Link {
     /// How often connecting was refused by the peer's host while no stream was up.
     refusals: u32,
     round: usize,
+    /// Local port of stream 0. The streams take neighbouring ports: networks choose a flow's path (or queue) by a hash of
+    /// its ports that is nearly always linear (XOR, CRC, Toeplitz), so that neighbours spread evenly, where random ports
+    /// collide like birthdays (8 flows on 16 paths use 6.5 of them).
+    first_port: u16,
 }
 
 impl Driver {
@@ -721,13 +726,23 @@ impl Driver {
             self.tcp.iter().map(|(_, a)| a.ip()).filter(|ip| ip.is_ipv4() == remote.is_ipv4()).collect();
         let from = (!own.is_empty()).then(|| own[stream as usize % own.len()]);
         let buffer_bytes = self.settings.socket_buffer_bytes as usize;
+        let port = match attempt {
+            0 => self.links[peer as usize].first_port + PORT_STEP * stream as u16,
+            _ => 0,
+        };
         let attempt_connect = || -> io::Result<socket2::Socket> {
             let domain = Domain::for_address(remote);
             let socket = socket2::Socket::new(domain, Type::STREAM.nonblocking().cloexec(), Some(Protocol::TCP))?;
             tune(&socket, buffer_bytes)?;
             // A wildcard or loopback listener says nothing about the way to other hosts.
-            if let Some(from) = from.filter(|ip| !ip.is_unspecified() && ip.is_loopback() == remote.ip().is_loopback())
-            {
+            let from = from.filter(|ip| !ip.is_unspecified() && ip.is_loopback() == remote.ip().is_loopback());
+            let any = match remote {
+                SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+                SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+            };
+            let from = from.unwrap_or(any);
+            // Where somebody else has the port, the kernel chooses one.
+            if port == 0 || socket.bind(&SocketAddr::new(from, port).into()).is_err() {
                 socket.bind(&SocketAddr::new(from, 0).into())?;
             }
             match socket.connect(&remote.into()) {
@@ -1179,6 +1194,15 @@ fn epoll_add(epoll: &Fd, fd: impl AsFd, token: u64, flags: epoll::EventFlags) ->
     epoll::add(epoll, fd, epoll::EventData::new_u64(token), flags)
 }
 
+/// A random even port in the kernel's range for outgoing connections, with room for the streams behind it.
+fn first_port() -> u16 {
+    let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap_or_default();
+    let mut bounds = range.split_whitespace().filter_map(|bound| bound.parse::<u16>().ok());
+    let (low, high) = (bounds.next().unwrap_or(32768), bounds.next().unwrap_or(60999));
+    let room = high.saturating_sub(low).saturating_sub(64 * PORT_STEP).max(1);
+    (low + u16::from_le_bytes(random()) % room) & !1
+}
+
 fn tune(socket: &socket2::Socket, buffer_bytes: usize) -> io::Result<()> {
     socket.set_tcp_nodelay(true)?;
     if buffer_bytes > 0 {
@@ -1237,6 +1261,8 @@ const WAKE: u64 = 0;
 const LOCAL_LISTENER: u64 = 1;
 const FIRST_LISTENER: u64 = 2;
 const FIRST_SOCKET: u64 = 1 << 16;
+/// Linux gives `connect` the even ports and `bind` the odd ones, so neighbours are two apart.
+const PORT_STEP: u16 = 2;
 /// Why a hand-shake ended that is to be tried again.
 const NOT_YET: &str = "the job is not set up there yet";
 /// Instead of a stream in a planned attempt: choose the way to the peer again.
