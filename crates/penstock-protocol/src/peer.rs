@@ -1028,7 +1028,7 @@ impl Op {
 }
 
 /// What a stream has in flight.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FrameId {
     Control(u64),
     Data { issue: u64, index: u32 },

@@ -75,6 +75,51 @@ fn uneven_streams_add_up() {
     assert!((0.30..0.34).contains(&static_split), "{static_split}");
 }
 
+/// Streams whose rates differ by half leave each other's frames alone; ten times is too much.
+#[test]
+fn only_much_slower_streams_lose_frames() {
+    for (slow, some) in [(100.0, false), (15.0, true)] {
+        let mut world = pair(&streams(&[slow, 150.0].repeat(4), 100_000), f64::INFINITY);
+        for _ in 0..10 {
+            seconds(&mut world, 8 * MIB, false);
+        }
+        let (repeated, all) = world.repeated();
+        assert_eq!(repeated > all / 100, some, "{repeated} of {all} with {slow} Mbit/s");
+    }
+}
+
+/// A message of some frames is cut so that all streams carry a part of it, though each could take it whole.
+#[test]
+fn medium_messages_use_all_streams() {
+    let mut world = pair(&streams(&[2000.0; 8], 50_000), f64::INFINITY);
+    seconds(&mut world, 64 * MIB, false);
+    for (len, least) in [(700_000, 0.4), (2_300_000, 0.75), (9_000_000, 0.9)] {
+        let share = share(len, seconds(&mut world, len, false), 16_000.0);
+        assert!(share > least, "{share} of the sum for {len} bytes");
+    }
+}
+
+/// A peer that pauses as a whole is left alone for a while: nothing is repeated. After that, each frame three times at
+/// most.
+#[test]
+fn a_pause_is_not_a_slow_stream() {
+    for (pause, repeats) in [(80, false), (400, true)] {
+        let mut world = pair(&streams(&[100.0; 8], 100_000), f64::INFINITY);
+        seconds(&mut world, 8 * MIB, false);
+        let (before, _) = world.repeated();
+        post(&mut world, MIB, false, 0);
+        for stream in 0..8 {
+            let at = world.now.plus(8 * MILLISECOND);
+            world.plan(at, Action::Rate { pair: 0, stream, mbit_per_s: 0.0 });
+            world.plan(at.plus(pause * MILLISECOND), Action::Rate { pair: 0, stream, mbit_per_s: 100.0 });
+        }
+        world.finish(SECOND);
+        let (repeated, _) = world.repeated();
+        assert_eq!(repeated > before, repeats, "{} repeated after {pause} ms", repeated - before);
+        assert!(repeated - before < 16 * u64::from(MAX_COPIES), "{} repeated", repeated - before);
+    }
+}
+
 /// With a round trip of 20 ms the windows still cover the way: eight flows of at most 200 Mbit/s fill a link of 1 Gbit/s.
 #[test]
 fn a_long_way_is_filled() {

@@ -365,3 +365,56 @@ fn reports_overtake() {
     let [Event::Report(GroupId(7), got)] = &events(&mut b)[..] else { panic!("no report") };
     assert_eq!((got.kind, got.message.as_str()), (FailureKind::Mismatch, &report.message[..2048]));
 }
+
+/// Credit that was returned on a stream that is lost is returned again on another, although nobody says anything else.
+#[test]
+fn returned_credit_survives_a_lost_stream() {
+    let [mut a, mut b] = pair(&PeerConfig { eager_credit_bytes: 2128, ..PeerConfig::default() }, 2);
+    copied(&mut a, 0, 2000);
+    drain(&mut a, &mut b, 0);
+    b.consumed(2000);
+    let lost = b.poll_frame(0, NOW).expect("an ack with the credit");
+    assert_eq!(lost.header.credit, 2128);
+    b.stream_down(0);
+    a.stream_down(0);
+    drain(&mut b, &mut a, 1);
+    assert_eq!(a.credit.returned, 2128);
+}
+
+/// A grant for a collective that is over, which needed none of it, is not kept.
+#[test]
+fn late_grants_are_not_kept() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 1);
+    b.grant(key(0), 4, 5);
+    let grant = b.poll_frame(0, NOW).expect("a grant");
+    take(&mut a, 0, &grant, OpStatus::Retired);
+    assert!(a.ops.is_empty() && a.remembered == 0);
+    assert_eq!(events(&mut a), [Event::Granted(key(0), 5)]);
+}
+
+/// Headers count: messages of no bytes fill a window, too, and it opens again with their acks.
+#[test]
+fn empty_messages_fill_the_window() {
+    let config = PeerConfig { unacked_limit_bytes: 96_000, ..PeerConfig::default() };
+    let [mut a, mut b] = pair(&config, 1);
+    (0..3000).for_each(|message| memory(&mut a, message, 0));
+    b.grant(key(0), 3000, 5);
+    drain(&mut b, &mut a, 0);
+    let frames: Vec<Outbound> = std::iter::from_fn(|| a.poll_frame(0, NOW)).collect();
+    assert_eq!(frames.len(), 1000);
+    frames.iter().for_each(|frame| assert!(take(&mut b, 0, frame, OpStatus::Active).1.apply));
+    drain(&mut b, &mut a, 0);
+    assert_eq!(events(&mut a).iter().filter(|event| matches!(event, Event::Sent(_))).count(), 1000);
+    assert!(drain(&mut a, &mut b, 0).len() >= 1000);
+}
+
+/// A connection that replaces one that was not known to be gone takes over what that had in flight.
+#[test]
+fn a_replaced_stream_loses_nothing() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 1);
+    granted(&mut a, &mut b, 60_000);
+    a.poll_frame(0, NOW).expect("granted");
+    a.stream_up(0, NOW);
+    b.stream_up(0, NOW);
+    assert!(drain(&mut a, &mut b, 0).iter().any(|(header, finish)| header.kind == Kind::Data && finish.apply));
+}

@@ -414,6 +414,11 @@ impl World {
                 let Some(frame) = peer.poll_frame(stream as StreamId, now) else { return false };
                 let header = frame.header;
                 self.frames += 1;
+                let in_flight = &peer.streams[&(stream as StreamId)].in_flight;
+                if header.kind.is_counted() && in_flight.len() < 32 {
+                    let newest = in_flight.back().expect("just sent").frame;
+                    assert_eq!(in_flight.iter().filter(|f| f.frame == newest).count(), 1, "twice on one stream");
+                }
                 if header.kind == Kind::Data {
                     self.data_frames += 1;
                     if self.follow {
