@@ -330,7 +330,7 @@ def test_testbed_counts_what_crosses(tmp_path: pathlib.Path) -> None:
     """On emulated hosts the interfaces' counters agree with the plan, and flows, link share and control are there."""
     path = tmp_path / "bench.json"
     link = "--hosts 2 --rate 2000 --flow 500 --limit-flows 4"
-    arguments = f"all-reduce {link} --sizes 4M --rounds 1 --turn 0.01 --backends gloo".split()
+    arguments = f"all-reduce {link} --sizes 4M --rounds 1 --joins 2 --turn 0.01 --backends gloo".split()
     done = _bench([*arguments, "--json", str(path)])
     assert done.returncode == 0, done.stderr
     points = {point["label"]: point for point in json.loads(path.read_text())["runs"][0]["points"]}
@@ -339,8 +339,11 @@ def test_testbed_counts_what_crosses(tmp_path: pathlib.Path) -> None:
     # Headers are 66 bytes on each segment, of 1448 bytes or, with offloads, of many more; acknowledgements are as much again.
     assert 1.0 <= points["gloo"]["wire_ratio"] < 1.1
     assert 0 < points["gloo"]["link_share"] < 1
-    assert sum(points["sockets x4"]["class_flows"]["0"]) == 5  # four and the control connection
-    assert sum(points["gloo"]["class_shares"]["0"]) == pytest.approx(1)
+    for label in ("sockets x4", "saturated x4", "equal split x4"):
+        # Four connections in classes of their own, and the control connection.
+        assert points[label]["class_flows"][0]["0"] == [1, 1, 1, 1, *[0] * 11, 1]
+    assert [len(points["gloo"][name]) for name in ("class_flows", "class_shares", "seconds")] == [2, 2, 2]
+    assert sum(points["gloo"]["class_shares"][1]["0"]) == pytest.approx(1)
     assert "Flows by class" in done.stdout
 
 

@@ -211,20 +211,18 @@ def plot(path: str, of: Sequence[Row], series: Sequence[Series], link: LinkSpec 
         1, len(counts), figsize=(1.5 + 4.5 * len(counts), 4.2), sharey=True, squeeze=False, layout="constrained"
     )
     for axis, ranks in zip(axes[0], counts, strict=True):
-        for index, (label, each) in enumerate(by_label.items()):
-            mine = [row for row in of if row.point.ranks == ranks and row.point.label == label]
-            if mine:
-                style = (
-                    {"marker": "o"}
-                    if each.is_backend
-                    else {"linestyle": "--", "linewidth": 1.2, "color": f"{0.25 + 0.1 * (index % 5)}"}
-                )
-                axis.plot(
-                    [row.point.nbytes for row in mine],
-                    [row.busbw or row.median_s * 1e6 for row in mine],
-                    label=label,
-                    **style,
-                )
+        mine = [row for row in of if row.point.ranks == ranks]
+        for each in series:
+            if each.is_backend:
+                curve = [(row.point.nbytes, _height(row)) for row in mine if row.point.label == each.label]
+                axis.plot(*zip(*curve, strict=True), marker="o", label=each.label)
+        for role, style in (("sockets", "--"), ("copy", "-.")):
+            best: dict[int, float] = {}
+            for row in mine:
+                if by_label[row.point.label].role == role:
+                    best[row.point.nbytes] = max(best.get(row.point.nbytes, 0.0), _height(row))
+            if best:
+                axis.plot(best.keys(), best.values(), style, color="0.4", linewidth=1.2, label=f"limit: {role}")
         payload = link.payload_mbit if link else None
         if payload:
             axis.axhline(payload / 8000, color="black", linewidth=0.8, linestyle=":", label="the link's payload rate")
@@ -241,6 +239,11 @@ def plot(path: str, of: Sequence[Row], series: Sequence[Series], link: LinkSpec 
     figure.suptitle(title)
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def _height(row: Row) -> float:
+    """busbw, or, of a barrier, microseconds."""
+    return row.busbw or row.median_s * 1e6
 
 
 def format_seconds(seconds: float) -> str:
