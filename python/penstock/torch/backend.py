@@ -81,7 +81,7 @@ class _Collectives:
         return self._each(tensors, lambda tensor: self._all_reduce(tensor, opts), tensors)
 
     def _all_reduce(self, tensor: torch.Tensor, opts: Any) -> Any:
-        return self._start("all_reduce", opts, tensor=tensor, output=tensor, keep=tensor, reduce=opts.reduceOp)
+        return self._start("all_reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp)
 
     def allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         raise ConfigError("all_reduce of sparse tensors is not supported; make them dense first")
@@ -90,7 +90,7 @@ class _Collectives:
         return self._each(
             tensors,
             lambda tensor: self._start(
-                "reduce", opts, tensor=tensor, output=tensor, keep=tensor, reduce=opts.reduceOp, rank=opts.rootRank
+                "reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp, rank=opts.rootRank
             ),
             tensors,
         )
@@ -113,9 +113,7 @@ class _Collectives:
             # Unequal parts: each is reduced to its rank.
             for root, part in enumerate(inputs):
                 own = part.detach().clone() if root == self._member.rank else part
-                tickets.append(
-                    self._start("reduce", opts, tensor=own, output=own, keep=own, reduce=opts.reduceOp, rank=root)
-                )
+                tickets.append(self._start("reduce", opts, tensor=own, output=own, reduce=opts.reduceOp, rank=root))
                 if root == self._member.rank:
                     copies.append((own.view(-1), [output]))
         return self._work(tickets, outputs, lambda: _spread(copies))
@@ -128,7 +126,6 @@ class _Collectives:
             tensor=input,
             input=input,
             output=output,
-            keep=(input, output),
             reduce=opts.reduceOp,
         )
 
@@ -137,9 +134,7 @@ class _Collectives:
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         return self._each(
             tensors,
-            lambda tensor: self._start(
-                "broadcast", opts, tensor=tensor, output=tensor, keep=tensor, rank=opts.rootRank
-            ),
+            lambda tensor: self._start("broadcast", opts, tensor=tensor, output=tensor, rank=opts.rootRank),
             tensors,
         )
 
@@ -161,7 +156,7 @@ class _Collectives:
             # Unequal parts: each rank broadcasts its own.
             outputs[self._member.rank].detach().copy_(input.view_as(outputs[self._member.rank]))
             for root, part in enumerate(outputs):
-                tickets.append(self._start("broadcast", opts, tensor=part, output=part, keep=part, rank=root))
+                tickets.append(self._start("broadcast", opts, tensor=part, output=part, rank=root))
         flattened = [tensor for outputs in output_lists for tensor in outputs]
         return self._work(tickets, flattened, lambda: _spread(copies))
 
@@ -173,7 +168,7 @@ class _Collectives:
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
         self._check_whole("all_gather", whole=output, part=input)
-        return self._start("all_gather", opts, tensor=output, input=input, output=output, keep=(input, output))
+        return self._start("all_gather", opts, tensor=output, input=input, output=output)
 
     def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
         (input,) = inputs
@@ -183,9 +178,7 @@ class _Collectives:
         if root:
             self._check_list("gather", outputs, input)
             flat = input.new_empty(self._member.world * input.numel())
-        ticket = self._start(
-            "gather", opts, tensor=input, input=input, output=flat, keep=(input, flat), rank=opts.rootRank
-        )
+        ticket = self._start("gather", opts, tensor=input, input=input, output=flat, rank=opts.rootRank)
         return self._work([ticket], outputs, None if flat is None else lambda: _spread([(flat, outputs)]))
 
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Work:
@@ -194,9 +187,7 @@ class _Collectives:
         if opts.rootRank == self._member.rank:
             self._check_list("scatter", input_lists[0] if input_lists else [], output)
             flat = _joined(input_lists[0])
-        ticket = self._start(
-            "scatter", opts, tensor=output, input=flat, output=output, keep=(flat, output), rank=opts.rootRank
-        )
+        ticket = self._start("scatter", opts, tensor=output, input=flat, output=output, rank=opts.rootRank)
         return self._work([ticket], outputs)
 
     def all_to_all_single(
@@ -246,7 +237,6 @@ class _Collectives:
             tensor=input,
             input=input,
             output=output,
-            keep=(input, output),
             splits=(input_bytes, output_bytes),
             elements=0,
         )
@@ -265,13 +255,11 @@ class _Collectives:
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        return self._work(
-            [self._start("send", None, tensor=tensor, input=tensor, keep=tensor, rank=dst, tag=tag)], tensors
-        )
+        return self._work([self._start("send", None, tensor=tensor, input=tensor, rank=dst, tag=tag)], tensors)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        ticket = self._start("recv", None, tensor=tensor, output=tensor, keep=tensor, rank=src, tag=tag)
+        ticket = self._start("recv", None, tensor=tensor, output=tensor, rank=src, tag=tag)
         return self._work([ticket], tensors, source=src)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
@@ -357,7 +345,6 @@ class _Collectives:
         tensor: torch.Tensor | None = None,
         input: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
-        keep: Any = None,
         reduce: Any = None,
         rank: int = 0,
         tag: int = 0,
@@ -389,7 +376,8 @@ class _Collectives:
             writes = [one for one in (output,) if one is not None]
             staged = Staged(writes if collective in _IN_PLACE else reads, writes)
             input, output = (None if one is None else staged.twin(one) for one in (input, output))
-            keep = (keep, input, output)
+        # The storages, not the tensors: `tensor.data = ...` would take the memory from under the engine.
+        keep = [one.untyped_storage() for one in (input, output) if one is not None]
         with torch.profiler.record_function(f"penstock:{collective}"):
             ticket = self._member.group.start(
                 collective,

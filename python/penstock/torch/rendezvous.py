@@ -65,15 +65,17 @@ def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_r
     """
     engine = None
     try:
+        # A store may outlive a group of the same name (destroy and start again): every turn has keys of its own.
+        store = dist.PrefixStore(f"penstock/{store.add(f'penstock/turn/{rank}', 1)}", store)
+    except dist.DistError as error:
+        raise _store_failed(name, rank, error) from error
+    try:
         settings = config.read()
         engine = _Engine.acquire(settings, store, job_rank)
         try:
             agreed, members = _agree(store, rank, world, timeout, name, settings, engine)
         except dist.DistError as error:
-            raise ConfigError(
-                f"the store of group {name} cannot be used by rank {rank}: {str(error).splitlines()[0]}. Check "
-                "MASTER_ADDR and MASTER_PORT, and that rank 0 is running."
-            ) from error
+            raise _store_failed(name, rank, error) from error
         group, ticket = engine.core.join(
             id=agreed["id"],
             generation=engine.generation,
@@ -172,9 +174,9 @@ def _agree(
             "algorithm": settings.algorithm,
             "secret": None if given else secrets.token_hex(16),
         }
-        store.set("penstock/group", json.dumps(agreed))
-    store.set(f"penstock/{rank}", engine.core.contact())
-    keys = ["penstock/group", *(f"penstock/{member}" for member in range(world))]
+        store.set("group", json.dumps(agreed))
+    store.set(str(rank), engine.core.contact())
+    keys = ["group", *map(str, range(world))]
     _await_keys(store, keys, rank, timeout, name)
     values: list[bytes] = []
     for start in range(0, len(keys), _BATCH):
@@ -192,7 +194,7 @@ def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name
         except dist.DistStoreError:
             _check_failed(store, name)
             if time.monotonic() > until:
-                missing = [key.removeprefix("penstock/") for key in keys if not store.check([key])]
+                missing = [key for key in keys if not store.check([key])]
                 raise TimeoutError_(
                     f"rank {rank} waited {timeout} for the other ranks of group {name}; nothing came from rank(s) "
                     f"{', '.join(missing)}. Did they start?"
@@ -202,6 +204,13 @@ def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name
 def _check_failed(store: Any, name: str) -> None:
     if store.check([_FAILED]):
         raise Refused(f"group {name} cannot be built: {bytes(store.get(_FAILED)).decode()}")
+
+
+def _store_failed(name: str, rank: int, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the store of group {name} cannot be used by rank {rank}: {str(error).splitlines()[0]}. Check MASTER_ADDR and "
+        "MASTER_PORT, and that rank 0 is running."
+    )
 
 
 def _secret(agreed: dict[str, Any], settings: config.Settings, rank: int) -> bytes:
@@ -263,7 +272,7 @@ def _announce(membership: Membership, settings: config.Settings, agreed: dict[st
     )
 
 
-_FAILED = "penstock/failed"
+_FAILED = "failed"
 # Keys a read: a batch of 512 contacts is some 64 KiB.
 _BATCH = 512
 _SLICE_S = 0.5
