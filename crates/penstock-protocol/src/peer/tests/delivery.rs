@@ -72,9 +72,9 @@ fn add_collectives(world: &mut World, nodes: usize, eager_bytes: u64) {
         }
         let priority = Priority(world.rng.random_range(-2..3));
         let op = world.add(Op { group: GroupId(1), channel: 0, seq: OpSeq(seq), priority, messages });
-        for node in 0..nodes {
-            clocks[node] = clocks[node].plus(world.rng.random_range(0..pace));
-            world.plan(clocks[node], Action::Post { node, op });
+        for (node, clock) in clocks.iter_mut().enumerate() {
+            *clock = clock.plus(world.rng.random_range(0..pace));
+            world.plan(*clock, Action::Post { node, op });
         }
     }
 }

@@ -88,6 +88,22 @@ fn only_much_slower_streams_lose_frames() {
     }
 }
 
+/// Many short operations both ways over equal streams, the hardest case for the estimate: what a stream holds may have
+/// arrived, and its ack waits behind the data of the other direction. Some frames leave twice, and it costs little.
+#[test]
+fn short_operations_repeat_little() {
+    let mut world = pair(&streams(&[200.0; 8], 50_000), 1000.0);
+    let (mut took, mut len) = (0.0, 0);
+    for step in 0..40 {
+        len += MIB + step * 100_000;
+        took += seconds(&mut world, MIB + step * 100_000, true);
+    }
+    let (repeated, all) = world.repeated();
+    assert!(repeated * 100 < 4 * all, "{repeated} of {all}");
+    let share = share(len, took, 1000.0);
+    assert!(share > 0.9, "{share} of the link");
+}
+
 /// A message of some frames is cut so that all streams carry a part of it, though each could take it whole.
 #[test]
 fn medium_messages_use_all_streams() {

@@ -418,3 +418,35 @@ fn a_replaced_stream_loses_nothing() {
     b.stream_up(0, NOW);
     assert!(drain(&mut a, &mut b, 0).iter().any(|(header, finish)| header.kind == Kind::Data && finish.apply));
 }
+
+/// Twenty thousand messages wait for grants that come one by one, in another order: each costs a look-up, not a search
+/// (a quadratic search would take minutes here), and half of them may be forgotten with their group.
+#[test]
+fn many_messages_at_once() {
+    const MANY: u32 = 400_000;
+    let [mut a, mut b] = pair(&PeerConfig::default(), 4);
+    let other = |message| MessageKey { group: GroupId(6), ..key(message) };
+    for message in 0..MANY {
+        memory(&mut a, message, 100);
+        let body = Body::Memory { address: 0, len: 100 };
+        a.send(Outgoing { key: other(message), priority: Priority(1), fingerprint: 0, body });
+    }
+    for message in 0..MANY {
+        b.grant(key(message.wrapping_mul(7919) % MANY), 1, 5);
+    }
+    a.forget_group(GroupId(6));
+    let (mut arrived, mut sent) = (0, 0);
+    for stream in (0..4).cycle() {
+        drain(&mut b, &mut a, stream);
+        let data = drain(&mut a, &mut b, stream);
+        arrived += data.iter().filter(|(header, finish)| header.kind == Kind::Data && finish.apply).count();
+        sent += events(&mut a).iter().filter(|event| matches!(event, Event::Sent(_))).count();
+        if sent == MANY as usize {
+            break;
+        }
+    }
+    assert_eq!(arrived, MANY as usize);
+    a.retire(GroupId(7), 0, OpSeq(3));
+    b.retire(GroupId(7), 0, OpSeq(3));
+    assert!(a.is_quiet() && a.ops.is_empty() && b.ops.is_empty() && b.remembered == 0);
+}

@@ -82,10 +82,6 @@ pub(super) enum Action {
         stream: usize,
         mbit_per_s: f64,
     },
-    Forget {
-        node: usize,
-        group: GroupId,
-    },
 }
 
 #[derive(Clone, Debug)]
@@ -748,7 +744,6 @@ impl World {
                     link.change(stream, now, |pipe| pipe.rate_bytes_per_s = mbit_per_s * 1e6 / 8.0);
                 }
             }
-            Action::Forget { node, group } => self.forget(node, group),
         }
     }
 
@@ -763,31 +758,6 @@ impl World {
         touched[side] = true;
         reading[stream][side] = None;
         links[1 - side].change(stream, self.now, Pipe::clear);
-    }
-
-    /// A group has failed at a node: nothing of it is used any more.
-    fn forget(&mut self, node: usize, group: GroupId) {
-        for op in 0..self.ops.len() {
-            if self.ops[op].group != group || self.locals[node][op].retired {
-                continue;
-            }
-            self.locals[node][op] = Local { retired: true, failed: true, posted: true, ..Local::default() };
-            for message in 0..self.ops[op].messages.len() {
-                let spec = self.ops[op].messages[message];
-                if spec.to == node
-                    && let Some(header) = self.got.get_mut(&(op, message)).and_then(|got| got.held.take())
-                {
-                    *self.held.get_mut(&(node, spec.from)).expect("held") -= header.total;
-                    self.peer(node, spec.from).consumed(header.total);
-                }
-            }
-        }
-        for pair in &mut self.pairs {
-            if let Some(side) = pair.nodes.iter().position(|n| *n == node) {
-                pair.peers[side].forget_group(group);
-                pair.touched[side] = true;
-            }
-        }
     }
 
     /// All that was sent has arrived and all operations are over: a machine holds nothing but running totals, and the
