@@ -8,8 +8,8 @@
 //!     PROOF  of the secret                     ->
 //!                                             <-  WELCOME          (or, at any time, REFUSAL code, text)
 //! ```
-//! A proof is HMAC-SHA256(secret, role | HELLO | nonce of the acceptor): both sides prove that they know the job's
-//! secret, bound to this very stream. Until then nothing is parsed but these messages, of at most
+//! A proof is HMAC-SHA256(secret, role | HELLO | CHALLENGE without its proof), over the bytes as they were sent: both
+//! sides prove that they know the job's secret, bound to this very stream, and that they have heard the same. Until then nothing is parsed but these messages, of at most
 //! [`MAX_MESSAGE_BYTES`]. The bytes that follow are neither encrypted nor authenticated: the secret keeps strangers
 //! and misrouted ranks out, not an attacker who can alter packets in flight (docs/security.md).
 //!
@@ -76,15 +76,13 @@ impl Connector {
             match (tag, self.features) {
                 (Tag::Challenge, None) => {
                     let challenge = Challenge::decode(&body)?;
-                    if challenge.version.0 != VERSION_MAJOR {
-                        return Err(HandshakeError::Version { theirs: challenge.version });
-                    }
-                    let expected = proof(&self.secret, b"acceptor", &self.hello, &challenge.nonce);
+                    let hello = self.hello.encode();
+                    let expected = proof(&self.secret, b"acceptor", &hello, challenge.proven(&body));
                     if !equal(&expected, &challenge.proof) {
                         return Err(HandshakeError::Secret);
                     }
                     self.features = Some(challenge.features & self.hello.features);
-                    let proof = proof(&self.secret, b"connector", &self.hello, &challenge.nonce);
+                    let proof = proof(&self.secret, b"connector", &hello, challenge.proven(&body));
                     self.outbox.extend(message(Tag::Proof, &proof));
                 }
                 (Tag::Welcome, Some(features)) => {
@@ -112,8 +110,12 @@ pub struct Acceptor {
 #[derive(Debug)]
 enum AcceptorState {
     AwaitHello,
-    Decide(Hello),
-    AwaitProof { hello: Hello, expected: [u8; 32] },
+    /// With the bytes of the HELLO.
+    Decide(Hello, Vec<u8>),
+    AwaitProof {
+        hello: Hello,
+        expected: [u8; 32],
+    },
     Finished,
 }
 
@@ -154,13 +156,12 @@ impl Acceptor {
         match std::mem::replace(&mut self.state, AcceptorState::Finished) {
             AcceptorState::AwaitHello => match self.inbox.next()? {
                 Some((Tag::Hello, body)) => {
-                    let hello = Hello::decode(&body)?;
-                    if hello.version.0 != VERSION_MAJOR {
-                        let error = HandshakeError::Version { theirs: hello.version };
-                        self.refuse(RefusalCode::Version, &error.to_string());
-                        return Err(error);
-                    }
-                    self.state = AcceptorState::Decide(hello.clone());
+                    let hello = Hello::decode(&body).inspect_err(|error| {
+                        if matches!(error, HandshakeError::Version { .. }) {
+                            self.refuse(RefusalCode::Version, &error.to_string());
+                        }
+                    })?;
+                    self.state = AcceptorState::Decide(hello.clone(), body);
                     Ok(Accepted::Decide(hello))
                 }
                 Some(_) => Err(HandshakeError::Garbage("a hand-shake that does not start with HELLO")),
@@ -204,17 +205,15 @@ impl Acceptor {
 
     /// The HELLO names a job that we run, with this secret: challenge the connector.
     pub fn admit(&mut self, secret: &[u8]) {
-        let AcceptorState::Decide(hello) = std::mem::replace(&mut self.state, AcceptorState::Finished) else {
+        let AcceptorState::Decide(hello, bytes) = std::mem::replace(&mut self.state, AcceptorState::Finished) else {
             return;
         };
-        let challenge = Challenge {
-            version: (VERSION_MAJOR, VERSION_MINOR),
-            features: self.features,
-            nonce: self.nonce,
-            proof: proof(secret, b"acceptor", &hello, &self.nonce),
-        };
-        self.outbox.extend(message(Tag::Challenge, &challenge.encode()));
-        let expected = proof(secret, b"connector", &hello, &self.nonce);
+        let mut challenge = vec![VERSION_MAJOR, VERSION_MINOR];
+        challenge.extend(self.features.to_le_bytes());
+        challenge.extend(self.nonce);
+        let expected = proof(secret, b"connector", &bytes, &challenge);
+        challenge.extend(proof(secret, b"acceptor", &bytes, &challenge));
+        self.outbox.extend(message(Tag::Challenge, &challenge));
         self.state = AcceptorState::AwaitProof { hello, expected };
     }
 
@@ -315,9 +314,9 @@ impl Hello {
         if body.take::<8>()? != HANDSHAKE_MAGIC {
             return Err(HandshakeError::Garbage("no Penstock magic"));
         }
-        let version = body.take::<2>()?;
+        let version = known_version(body.take()?)?;
         let hello = Hello {
-            version: (version[0], version[1]),
+            version,
             features: u32::from_le_bytes(body.take()?),
             job: GroupId(u64::from_le_bytes(body.take()?)),
             generation: Generation(u32::from_le_bytes(body.take()?)),
@@ -334,32 +333,32 @@ impl Hello {
     const BYTES: usize = 8 + 2 + 4 + 8 + 4 + 4 + 16 + 16 + 2 + 32;
 }
 
+/// `version (2) | features (4) | nonce (32) | whatever a newer minor version adds | proof (32)`.
 struct Challenge {
-    version: (u8, u8),
     features: u32,
-    nonce: [u8; 32],
     proof: [u8; 32],
 }
 
 impl Challenge {
-    fn encode(&self) -> Vec<u8> {
-        let mut out = vec![self.version.0, self.version.1];
-        out.extend(self.features.to_le_bytes());
-        out.extend(self.nonce);
-        out.extend(self.proof);
-        out
-    }
-
     fn decode(body: &[u8]) -> Result<Challenge, HandshakeError> {
         let mut body = Reader(body);
-        let version = body.take::<2>()?;
-        Ok(Challenge {
-            version: (version[0], version[1]),
-            features: u32::from_le_bytes(body.take()?),
-            nonce: body.take()?,
-            proof: body.take()?,
-        })
+        known_version(body.take()?)?;
+        let features = u32::from_le_bytes(body.take()?);
+        body.take::<32>()?;
+        let (_, proof) = body.0.split_last_chunk().ok_or(HandshakeError::Garbage("a message cut short"))?;
+        Ok(Challenge { features, proof: *proof })
     }
+
+    /// The part of the message that the proofs cover.
+    fn proven<'a>(&self, body: &'a [u8]) -> &'a [u8] {
+        &body[..body.len() - self.proof.len()]
+    }
+}
+
+/// The first thing that is read: another major version may have anything behind it.
+fn known_version(version: [u8; 2]) -> Result<(u8, u8), HandshakeError> {
+    let theirs = (version[0], version[1]);
+    if theirs.0 == VERSION_MAJOR { Ok(theirs) } else { Err(HandshakeError::Version { theirs }) }
 }
 
 fn refused(body: &[u8]) -> HandshakeError {
@@ -369,11 +368,11 @@ fn refused(body: &[u8]) -> HandshakeError {
     HandshakeError::Refused { code, reason }
 }
 
-fn proof(secret: &[u8], role: &[u8], hello: &Hello, nonce: &[u8; 32]) -> [u8; 32] {
+fn proof(secret: &[u8], role: &[u8], hello: &[u8], challenge: &[u8]) -> [u8; 32] {
     let mut mac = Hmac::<Sha256>::new_from_slice(secret).expect("HMAC takes keys of any length");
     mac.update(role);
-    mac.update(&hello.encode());
-    mac.update(nonce);
+    mac.update(hello);
+    mac.update(challenge);
     mac.finalize().into_bytes().into()
 }
 
@@ -536,7 +535,129 @@ mod tests {
         assert_eq!(victim.handle_input(&second, &mut rest), Err(HandshakeError::Secret));
     }
 
+    /// Both sides up to the end, with every message through `wire`. Returns whether each side was welcome, and the
+    /// features that it believes in.
+    fn meet(mut wire: impl FnMut(usize, Vec<u8>) -> Vec<u8>) -> [Option<u32>; 2] {
+        let mut connector = Connector::new(hello(), b"secret");
+        let mut acceptor = Acceptor::new([9; 32], 0b110);
+        let (mut rest, mut ends) = (Vec::new(), [None, None]);
+        for round in 0..2 {
+            match acceptor.handle_input(&wire(2 * round, connector.poll_transmit()), &mut rest) {
+                Ok(Accepted::Decide(_)) => acceptor.admit(b"secret"),
+                Ok(Accepted::Welcome { features, .. }) => ends[1] = Some(features),
+                Ok(Accepted::Pending) | Err(_) => {}
+            }
+            if let Ok(done) = connector.handle_input(&wire(2 * round + 1, acceptor.poll_transmit()), &mut rest) {
+                ends[0] = done;
+            }
+        }
+        ends
+    }
+
+    /// Whatever bit flips on the way, the two never both believe in a stream: each has proved what it heard.
+    #[test]
+    fn every_flipped_bit_is_noticed() {
+        let mut lengths = Vec::new();
+        let ends = meet(|_, bytes| {
+            lengths.push(bytes.len());
+            bytes
+        });
+        assert_eq!(ends, [Some(0b110), Some(0b110)]);
+        for (at, length) in lengths.into_iter().enumerate() {
+            for bit in 0..8 * length {
+                let ends = meet(|step, mut bytes| {
+                    if step == at && bit / 8 < bytes.len() {
+                        bytes[bit / 8] ^= 1 << (bit % 8);
+                    }
+                    bytes
+                });
+                assert!(ends.contains(&None), "bit {bit} of message {at}: {ends:?}");
+            }
+        }
+    }
+
+    /// A newer minor version may say more in HELLO and CHALLENGE: it is skipped, and proved all the same.
+    #[test]
+    fn newer_minor_versions_may_say_more() {
+        let mut more = hello().encode();
+        more[9] += 1;
+        more.extend(b"something new");
+        let mut acceptor = Acceptor::new([9; 32], 0b110);
+        let mut rest = Vec::new();
+        let decide = acceptor.handle_input(&message(Tag::Hello, &more), &mut rest).expect("hello");
+        let Accepted::Decide(found) = decide else { panic!("{decide:?}") };
+        assert_eq!(found, Hello { version: (VERSION_MAJOR, VERSION_MINOR + 1), ..hello() });
+        acceptor.admit(b"secret");
+        let challenge = acceptor.poll_transmit();
+        let covered = &challenge[3..challenge.len() - 32];
+        assert_eq!(challenge[challenge.len() - 32..], proof(b"secret", b"acceptor", &more, covered));
+        let answer = message(Tag::Proof, &proof(b"secret", b"connector", &more, covered));
+        let accepted = acceptor.handle_input(&answer, &mut rest).expect("proved");
+        assert!(matches!(accepted, Accepted::Welcome { .. }), "{accepted:?}");
+
+        let mut connector = Connector::new(hello(), b"secret");
+        let said = connector.poll_transmit();
+        let mut challenge = vec![VERSION_MAJOR, VERSION_MINOR + 1, 0b11, 0, 0, 0];
+        challenge.extend([3; 32]);
+        challenge.extend(b"something new");
+        let expected = message(Tag::Proof, &proof(b"secret", b"connector", &said[3..], &challenge));
+        challenge.extend(proof(b"secret", b"acceptor", &said[3..], &challenge));
+        assert_eq!(connector.handle_input(&message(Tag::Challenge, &challenge), &mut rest), Ok(None));
+        assert_eq!(connector.poll_transmit(), expected);
+        assert_eq!(connector.handle_input(&message(Tag::Welcome, &[]), &mut rest), Ok(Some(0b11)));
+    }
+
+    /// Another major version is named as such, whatever follows it, by both sides.
+    #[test]
+    fn other_versions_may_look_different() {
+        let mut rest = Vec::new();
+        let mut acceptor = Acceptor::new([9; 32], 0);
+        let mut short = HANDSHAKE_MAGIC.to_vec();
+        short.extend([VERSION_MAJOR + 1, 4]);
+        let theirs = (VERSION_MAJOR + 1, 4);
+        let error = acceptor.handle_input(&message(Tag::Hello, &short), &mut rest);
+        assert_eq!(error, Err(HandshakeError::Version { theirs }));
+        let refusal = acceptor.poll_transmit();
+        let mut connector = Connector::new(hello(), b"secret");
+        assert!(matches!(connector.handle_input(&refusal, &mut rest), Err(HandshakeError::Refused { code: 1, .. })));
+
+        let mut connector = Connector::new(hello(), b"secret");
+        let challenge = message(Tag::Challenge, &[VERSION_MAJOR + 1, 4]);
+        assert_eq!(connector.handle_input(&challenge, &mut rest), Err(HandshakeError::Version { theirs }));
+    }
+
+    /// A refusal says why at any time, in printable characters only, and only one kind is worth another attempt.
+    #[test]
+    fn refusals_say_why() {
+        for (code, temporary) in
+            [(RefusalCode::Stranger, false), (RefusalCode::Generation, false), (RefusalCode::NotYet, true)]
+        {
+            let mut acceptor = Acceptor::new([9; 32], 0);
+            acceptor.refuse(code, "because\x1b[31m of \u{e4}");
+            let mut connector = Connector::new(hello(), b"secret");
+            let error = connector.handle_input(&acceptor.poll_transmit(), &mut Vec::new()).expect_err("refused");
+            assert_eq!(error, HandshakeError::Refused { code: code as u8, reason: "because[31m of \u{e4}".into() });
+            assert_eq!(error.is_temporary(), temporary);
+        }
+    }
+
     proptest! {
+        /// No bytes from whoever listens there panic the connector, make it hold more than a bound, or convince it.
+        #[test]
+        fn impostors_are_bounded(bytes in proptest::collection::vec(any::<u8>(), 0..4096), cut in 1usize..600, tag in 1u8..6) {
+            let mut connector = Connector::new(hello(), b"secret");
+            let mut rest = Vec::new();
+            let claim = message(Tag::Challenge, &[&[VERSION_MAJOR, 0][..], &bytes[..bytes.len().min(100)]].concat());
+            let lead = if tag == 2 { claim } else { vec![tag] };
+            for piece in [&lead[..], &bytes[..]].concat().chunks(cut) {
+                match connector.handle_input(piece, &mut rest) {
+                    Ok(done) => prop_assert_eq!(done, None),
+                    Err(_) => break,
+                }
+                prop_assert!(connector.inbox.bytes.len() <= MAX_MESSAGE_BYTES + 3);
+            }
+        }
+
         /// No bytes from a stranger panic the acceptor or make it hold more than a bound.
         #[test]
         fn strangers_are_bounded(bytes in proptest::collection::vec(any::<u8>(), 0..4096), cut in 1usize..600) {
