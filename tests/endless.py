@@ -1,7 +1,7 @@
 """A script for the tests of faults: all-reduces until something goes wrong, and says what, as JSON on a line of its own.
 
-Started as ``python endless.py ELEMENTS`` by torchrun or on a testbed's hosts. It prints "running" once results have been
-right a few times.
+Started as ``python endless.py ELEMENTS`` by torchrun or on a testbed's hosts. It prints "rank N runs" once results
+have been right a few times.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ def main() -> None:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         except Exception as error:
             kinds = [cls.__name__ for cls in type(error).__mro__]
-            print(json.dumps({"kinds": kinds, "text": str(error), "at_s": time.monotonic()}), flush=True)
+            _say(json.dumps({"kinds": kinds, "text": str(error), "at_s": time.monotonic()}))
             sys.exit(3)
         assert tensor[0] == tensor[-1] == dist.get_world_size() - 1
         if turn == 3:
-            print("running", flush=True)
+            _say(f"rank {dist.get_rank()} runs")
+
+
+def _say(line: str) -> None:
+    # In one piece: print() writes the end of the line apart, and torchrun's ranks share a pipe.
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import gc
 import itertools
 import json
 import os
@@ -128,10 +127,10 @@ def test_link_dropped_silently() -> None:
         lines: queue.Queue[tuple[int, str]] = queue.Queue()
         for rank, process in enumerate(processes):
             threading.Thread(target=_read_lines, args=(rank, process, lines), daemon=True).start()
-        _await_lines(lines, "running", count=3, deadline_s=120)
+        _await_lines(lines, "rank", count=3, deadline_s=120)
         bed.drop_link(1)
         dropped_s = time.monotonic()
-        reports = _await_lines(lines, "{", count=3, deadline_s=30)
+        reports = dict(_await_lines(lines, "{", count=3, deadline_s=30))
         for rank, line in reports.items():
             report = json.loads(line)
             assert "PeerLost" in report["kinds"], f"rank {rank}: {report}"
@@ -420,22 +419,16 @@ def test_interrupt_of_torchrun() -> None:
         env=environment,
         start_new_session=True,
     )
+    lines: queue.Queue[tuple[int, str]] = queue.Queue()
+    threading.Thread(target=_read_lines, args=(0, process, lines), daemon=True).start()
     try:
-        output: list[str] = []
-        running = 0
-        for line in process.stdout:
-            output.append(line)
-            running += "running" in line
-            if running == 2:
-                break
-        assert running == 2, "".join(output)
+        _await_lines(lines, "rank", count=2, deadline_s=100)
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 2
         os.killpg(process.pid, signal.SIGINT)
-        rest, _ = process.communicate(timeout=20)  # torchrun itself gives its ranks up to 30 s before it kills them
-        assert process.returncode != 0
+        assert process.wait(timeout=20) != 0  # torchrun itself gives its ranks 30 s before it kills them
         _, alive = psutil.wait_procs(family, timeout=5)
-        assert not alive, f"{alive} outlive torchrun:\n{''.join(output)}{rest}"
+        assert not alive, f"{alive} outlive torchrun"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -710,7 +703,6 @@ def _free_early(how: str) -> None:
                 del tensor
             if how == "tensor and work":
                 del work
-            gc.collect()
             # These take the memory of the tensor above, if it is free.
             squatters = [torch.full((elements,), 7.0) for _ in range(4)]
             check = torch.full((elements,), float(rank + turn))
@@ -872,17 +864,18 @@ def _read_lines(rank: int, process: subprocess.Popen[str], lines: queue.Queue[tu
 
 def _await_lines(
     lines: queue.Queue[tuple[int, str]], beginning: str, *, count: int, deadline_s: float
-) -> dict[int, str]:
-    """Wait until `count` ranks have printed a line that begins so; returns these lines by rank."""
+) -> list[tuple[int, str]]:
+    """Wait until `count` lines that begin so have been printed; returns them with the number of their process."""
     deadline = time.monotonic() + deadline_s
-    found: dict[int, str] = {}
+    found: list[tuple[int, str]] = []
     seen: list[str] = []
     while len(found) < count:
         try:
-            rank, line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            source, line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            raise AssertionError(f"only ranks {sorted(found)} printed {beginning!r}:\n" + "\n".join(seen)) from None
-        seen.append(f"rank {rank}: {line}")
+            printed = "\n".join(seen)
+            raise AssertionError(f"only {len(found)} lines of {count} begin with {beginning!r}:\n{printed}") from None
+        seen.append(f"{source}: {line}")
         if line.startswith(beginning):
-            found[rank] = line
+            found.append((source, line))
     return found
