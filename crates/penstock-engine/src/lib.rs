@@ -15,6 +15,7 @@ mod stats;
 mod ticket;
 
 pub use engine::{Config, Engine, Group};
+pub use penstock_kernels::simd_level;
 pub use penstock_net::{Contact, fds, interface, memory};
 pub use penstock_plan as plan;
 pub use penstock_protocol::fingerprint;

@@ -111,6 +111,8 @@ pub(crate) struct Runtime {
     early: HashMap<(PeerId, MessageKey), Early>,
     /// What peers believe of operations that are not posted yet.
     claims: HashMap<(GroupId, u32, OpSeq), Vec<(PeerId, u64)>>,
+    /// Groups with a member whose memory cannot be read, and when that alone is reason enough to fail.
+    unreadable: Vec<(Time, GroupId, Failure)>,
     stopping: bool,
     effects: Vec<Effect>,
     finished: u64,
@@ -210,6 +212,7 @@ impl Runtime {
             by_node: HashMap::new(),
             early: HashMap::new(),
             claims: HashMap::new(),
+            unreadable: Vec::new(),
             stopping: false,
             effects: Vec::new(),
             finished: 0,
@@ -606,7 +609,12 @@ impl Runtime {
                 format!("{who} follows another plan: PENSTOCK_* knobs differ between ranks."),
             ),
             Misfit::Unreadable(error) => {
-                Failure::fatal(FailureKind::PeerLost, format!("the memory of {who} cannot be read any more ({error})."))
+                // A rank whose memory is gone has died, or has failed and left; which, and why, its socket is about to
+                // tell.
+                let message = format!("the memory of {who} cannot be read any more ({error}).");
+                let by = peers.now().plus(UNREADABLE_WITHIN);
+                self.unreadable.push((by, id, Failure::fatal(FailureKind::PeerLost, message)));
+                return;
             }
         };
         let _ = op;
@@ -1011,6 +1019,9 @@ impl Handler for Runtime {
 
     /// Looks for operations that are late.
     fn tick(&mut self, peers: &mut Peers, now: Time) -> Time {
+        for (_, id, failure) in self.unreadable.extract_if(.., |(by, ..)| *by <= now).collect::<Vec<_>>() {
+            self.fail_group(peers, id, failure, true);
+        }
         let mut late = Vec::new();
         for (id, group) in &mut self.groups {
             for (op, active) in &mut group.ops {
@@ -1150,5 +1161,7 @@ fn premultiply(call: &Call, request: &Request, input: &mut *const u8, output: &m
 
 /// An operation without progress asks the ranks it waits for after this long.
 const PROBE_AFTER: u64 = SECOND;
+/// How long the socket of a rank whose memory is gone may take to say why.
+const UNREADABLE_WITHIN: u64 = SECOND;
 /// Messages of operations that are not posted: their bytes are bounded by credit, their number by this.
 const MAX_EARLY: usize = 1 << 20;

@@ -49,9 +49,9 @@ pub enum Kind {
     Announce = 4,
     /// Only `ack` and `credit`. Not itself acknowledged.
     Ack = 5,
-    /// Nothing, to show life; acknowledged by a `HeartbeatReply`.
+    /// Nothing, to show life; acknowledged by a `HeartbeatReply`. `offset` is the time on the sender's clock.
     Heartbeat = 6,
-    /// Answer to a `Heartbeat`.
+    /// Answer to a `Heartbeat`, with its `offset`.
     HeartbeatReply = 7,
     /// The sender waits for the receiver in this operation; the fingerprint says what it believes it to be.
     Probe = 8,

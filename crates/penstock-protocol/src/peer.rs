@@ -502,8 +502,8 @@ impl Peer {
         if self.control_queue.front().is_some_and(|first| self.controls[first].header.kind == Kind::Report) {
             return self.control_queue.pop_front().map(|control| self.control_frame(id, control, now));
         }
-        if std::mem::take(&mut stream.owes_reply) {
-            return Some(bare(Kind::HeartbeatReply));
+        if let Some(asked) = stream.owes_reply.take() {
+            return Some(bare(Kind::HeartbeatReply, asked));
         }
         if stream.unacked_bytes < stream.window(self.config.unacked_limit_bytes) {
             if let Some(control) = self.control_queue.pop_front() {
@@ -518,20 +518,24 @@ impl Peer {
                 stream.stats.repeated_frames += u64::from(repeated);
                 return Some(self.data_frame(id, issue, index, now));
             }
-            if let Some(frame) = self.slowest_frame(id, now) {
-                self.streams.get_mut(&id).expect("looked up above").stats.repeated_frames += 1;
-                return Some(match frame {
-                    FrameId::Control(control) => self.control_frame(id, control, now),
-                    FrameId::Data { issue, index } => self.data_frame(id, issue, index, now),
-                });
+            match self.take_over(id, now) {
+                TakeOver::Frame(frame) => {
+                    self.streams.get_mut(&id).expect("looked up above").stats.repeated_frames += 1;
+                    return Some(match frame {
+                        FrameId::Control(control) => self.control_frame(id, control, now),
+                        FrameId::Data { issue, index } => self.data_frame(id, issue, index, now),
+                    });
+                }
+                TakeOver::Ask => self.streams.get_mut(&id).expect("looked up above").ask(now),
+                TakeOver::Nothing => {}
             }
         }
         let stream = self.streams.get_mut(&id).expect("looked up above");
         if std::mem::take(&mut stream.wants_heartbeat) {
-            return Some(bare(Kind::Heartbeat));
+            return Some(bare(Kind::Heartbeat, now.0));
         }
         if stream.owes_ack || self.credit.owes_update {
-            return Some(bare(Kind::Ack));
+            return Some(bare(Kind::Ack, 0));
         }
         None
     }
@@ -601,13 +605,18 @@ impl Peer {
 
     /// The frame that some slower stream will deliver last, if this idle stream would deliver it much sooner.
     ///
+    /// A stream that brings no ack is not thereby slow: the peer may be busy as a whole, and copies would only add to
+    /// what it has to do. Its silence counts as far as the peer was heard on others meanwhile; if it was not, this
+    /// stream asks.
+    ///
     /// What a stream sent last is what it will deliver last, so its frames are looked at from the end; one that was
     /// taken over is passed by from then on (its new stream may lose it to a third, none takes it twice). Costs one
     /// comparison a stream while no stream is slow.
-    fn slowest_frame(&mut self, idle: StreamId, now: Time) -> Option<FrameId> {
+    fn take_over(&mut self, idle: StreamId, now: Time) -> TakeOver {
         let Peer { streams, controls, outgoing, .. } = self;
         let own = &streams[&idle];
         let (own_bytes, own_round_trip, own_rate) = (own.unacked_bytes, own.round_trip(), own.rate());
+        let may_ask = now.since(own.last_heartbeat) > ASK_EVERY.max(2 * own_round_trip);
         let limit = |bytes: u32| {
             let ours = match own_rate {
                 0.0 if own_round_trip == 0 => FIRST_DELIVERY,
@@ -625,13 +634,16 @@ impl Peer {
             }
         };
         let mut worst: Option<(u64, StreamId, usize)> = None;
+        let mut ask = false;
         for (id, stream) in streams.iter_mut().filter(|(id, _)| **id != idle) {
-            let silence = stream.silence(self.last_heard, now);
+            let (known, possible) = (stream.silence(self.last_heard), stream.silence(now));
             let mut bytes = stream.unacked_bytes;
             for at in (0..stream.in_flight.len()).rev() {
-                let theirs = stream.time_to_ack(bytes).unwrap_or(0).max(silence);
+                let estimate = stream.time_to_ack(bytes).unwrap_or(0);
+                let theirs = estimate.max(known);
                 let in_flight = &mut stream.in_flight[at];
-                if theirs <= limit(in_flight.bytes) || worst.is_some_and(|(time, ..)| theirs <= time) {
+                let limit = limit(in_flight.bytes);
+                if estimate.max(possible) <= limit || worst.is_some_and(|(time, ..)| theirs <= time) {
                     break;
                 }
                 bytes -= u64::from(in_flight.bytes);
@@ -641,6 +653,10 @@ impl Peer {
                 match copies(in_flight.frame) {
                     None => in_flight.passed = true,
                     Some(copies) if copies.count == MAX_COPIES || copies.are_on(idle) => {}
+                    Some(_) if theirs <= limit => {
+                        ask = may_ask;
+                        break;
+                    }
                     Some(_) => {
                         worst = Some((theirs, *id, at));
                         break;
@@ -648,10 +664,12 @@ impl Peer {
                 }
             }
         }
-        let (_, id, at) = worst?;
-        let in_flight = &mut streams.get_mut(&id).expect("found above").in_flight[at];
-        in_flight.passed = true;
-        Some(in_flight.frame)
+        if let Some((_, id, at)) = worst {
+            let in_flight = &mut streams.get_mut(&id).expect("found above").in_flight[at];
+            in_flight.passed = true;
+            return TakeOver::Frame(in_flight.frame);
+        }
+        if ask { TakeOver::Ask } else { TakeOver::Nothing }
     }
 
     /// Adds what every frame carries for the other direction.
@@ -775,7 +793,11 @@ impl Peer {
             Kind::Heartbeat | Kind::Ack | Kind::HeartbeatReply => {}
         }
         if let Some(stream) = self.streams.get_mut(&id) {
-            stream.owes_reply |= header.kind == Kind::Heartbeat;
+            match header.kind {
+                Kind::Heartbeat => stream.owes_reply = Some(header.offset),
+                Kind::HeartbeatReply => stream.answered(Time(header.offset), self.last_heard),
+                _ => {}
+            }
             if header.kind.is_counted() {
                 stream.taken_frames = stream.taken_frames.wrapping_add(1);
                 stream.owes_ack = true;
@@ -964,8 +986,7 @@ impl Peer {
         for (id, stream) in &mut self.streams {
             let stream_silent = now.since(stream.last_heard);
             if stream_silent > every && now.since(stream.last_heartbeat) > every {
-                stream.wants_heartbeat = true;
-                stream.last_heartbeat = now;
+                stream.ask(now);
             }
             // The peer lives (others bring its frames), this stream does not.
             if stream_silent > self.config.dead_after / 2 && silent < every && !stream.stalled {
@@ -1032,6 +1053,13 @@ impl Op {
 enum FrameId {
     Control(u64),
     Data { issue: u64, index: u32 },
+}
+
+/// What an idle stream can do about a slow one.
+enum TakeOver {
+    Frame(FrameId),
+    Ask,
+    Nothing,
 }
 
 #[derive(Debug)]
@@ -1291,8 +1319,8 @@ fn eager_cost(total: u64) -> u64 {
     total + 128
 }
 
-fn bare(kind: Kind) -> Outbound {
-    Outbound { header: Header::new(kind, NO_MESSAGE), payload: no_payload() }
+fn bare(kind: Kind, offset: u64) -> Outbound {
+    Outbound { header: Header { offset, ..Header::new(kind, NO_MESSAGE) }, payload: no_payload() }
 }
 
 fn no_payload() -> Payload {
@@ -1307,9 +1335,11 @@ const REFERENCE_ABOVE: u64 = 8 * 1024;
 /// An idle stream takes a frame over when it expects to be this many times faster, ...
 const TAKE_OVER_RATIO: u64 = 2;
 /// ... and by this much: below, the copy costs more than it saves.
-const TAKE_OVER_MARGIN: u64 = 3 * MILLISECOND;
+const TAKE_OVER_MARGIN: u64 = 6 * MILLISECOND;
 /// Not more streams than this carry one frame at a time: when the peer pauses as a whole, copies only delay it.
 const MAX_COPIES: u16 = 3;
+/// An idle stream asks for a sign of life this often, or every two round trips, while another one is strangely silent.
+const ASK_EVERY: u64 = 20 * MILLISECOND;
 /// How often idle streams look for frames to take over.
 const TAKE_OVER_CHECK: u64 = 4 * MILLISECOND;
 /// What a stream that has carried nothing yet expects to need for a frame: a round trip between continents.

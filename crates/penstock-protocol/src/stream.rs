@@ -23,7 +23,8 @@ pub(crate) struct Stream<F> {
     pub(crate) taken_frames: u32,
     /// Whether the peer does not know `taken_frames` yet.
     pub(crate) owes_ack: bool,
-    pub(crate) owes_reply: bool,
+    /// What to return to the peer's heartbeat.
+    pub(crate) owes_reply: Option<u64>,
     pub(crate) wants_heartbeat: bool,
     pub(crate) last_heard: Time,
     pub(crate) last_heartbeat: Time,
@@ -83,7 +84,7 @@ impl<F> Stream<F> {
             acked_frames: 0,
             taken_frames: 0,
             owes_ack: false,
-            owes_reply: false,
+            owes_reply: None,
             wants_heartbeat: false,
             last_heard: now,
             last_heartbeat: now,
@@ -141,12 +142,7 @@ impl<F> Stream<F> {
 
     /// Learns from the newest frame that an ack has covered.
     pub(crate) fn measure(&mut self, newest: &InFlight<F>, now: Time) {
-        let round_trip = now.since(newest.sent_at);
-        if round_trip <= self.min_round_trip || now.since(self.min_round_trip_at) > ROUND_TRIP_MEMORY {
-            self.min_round_trip = round_trip;
-            self.min_round_trip_at = now;
-            self.best_round_trip = self.best_round_trip.min(round_trip);
-        }
+        self.measure_round_trip(now.since(newest.sent_at), now);
         // Delivery rate as in BBR (draft-cheng-iccrg-delivery-rate-estimation): what was delivered while this frame was
         // on its way, over that time. Where that is little, the sample tells how little there was to send.
         let delivered = self.delivered_bytes - newest.delivered_bytes;
@@ -204,15 +200,29 @@ impl<F> Stream<F> {
         (rate > 0.0).then(|| (bytes as f64 / rate * 1e9) as u64)
     }
 
-    /// For how much longer than a round trip this stream has brought no ack although frames are in flight.
-    /// `peer_heard`: when the peer was last heard on any stream.
-    ///
-    /// A peer that is silent as a whole is busy, and copies would only add to what it has to do; the silence of one
-    /// stream counts as far as others were heard meanwhile, and after some patience.
-    pub(crate) fn silence(&self, peer_heard: Time, now: Time) -> u64 {
+    /// For how long this stream has brought no ack, beyond a round trip, although frames are in flight.
+    pub(crate) fn silence(&self, now: Time) -> u64 {
         let Some(oldest) = self.in_flight.front() else { return 0 };
-        let since = oldest.sent_at.max(self.delivered_at).plus(self.round_trip());
-        peer_heard.since(since).max(now.since(since.plus(PATIENCE)))
+        now.since(oldest.sent_at.max(self.delivered_at).plus(self.round_trip()))
+    }
+
+    /// The peer is asked for a sign of life.
+    pub(crate) fn ask(&mut self, now: Time) {
+        self.wants_heartbeat = true;
+        self.last_heartbeat = now;
+    }
+
+    /// It has answered what was asked at `asked`.
+    pub(crate) fn answered(&mut self, asked: Time, now: Time) {
+        self.measure_round_trip(now.since(asked), now);
+    }
+
+    fn measure_round_trip(&mut self, round_trip: u64, now: Time) {
+        if round_trip <= self.min_round_trip || now.since(self.min_round_trip_at) > ROUND_TRIP_MEMORY {
+            self.min_round_trip = round_trip;
+            self.min_round_trip_at = now;
+            self.best_round_trip = self.best_round_trip.min(round_trip);
+        }
     }
 
     pub(crate) fn snapshot(&self, limit: u64) -> StreamStats {
@@ -229,9 +239,6 @@ impl<F> Stream<F> {
 const RATE_SAMPLES: usize = 8;
 /// A sample over fewer bytes is mostly round trip: it may raise the estimate, not lower it.
 const SAMPLE_BYTES: u64 = 3 * MIN_FRAME_BYTES as u64 / 2;
-/// A peer may be silent as a whole for this long (descheduled, reducing) before idle streams repeat what it has not
-/// acknowledged. TCP's least retransmission time-out is 200 ms.
-const PATIENCE: u64 = 100 * MILLISECOND;
 /// The minimum round trip is believed for this long, as in BBR.
 const ROUND_TRIP_MEMORY: u64 = 10_000 * MILLISECOND;
 /// A round trip is not believed to have grown by more than its double and this. Larger lets queues grow by as much,

@@ -45,7 +45,7 @@ fn choose_interfaces(
 /// What the reductions of this processor run on: "avx512", "avx2" or "portable".
 #[pyfunction]
 fn simd_level() -> &'static str {
-    penstock_kernels::simd_level()
+    penstock_engine::simd_level()
 }
 
 /// Prints the crates' log lines of `level` ("error", "warn", "info", "debug") and above on standard error. The first
