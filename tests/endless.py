@@ -1,6 +1,6 @@
 """A script for the tests of faults: all-reduces until something goes wrong, and says what, as JSON on a line of its own.
 
-Started as ``python endless.py ELEMENTS`` by torchrun or on a testbed's hosts. It prints "rank N runs" once results
+Started as ``python endless.py ELEMENTS`` by torchrun or on a testbed's hosts. It prints "running on rank N" once results
 have been right a few times.
 """
 
@@ -27,7 +27,7 @@ def main() -> None:
             sys.exit(3)
         assert tensor[0] == tensor[-1] == dist.get_world_size() - 1
         if turn == 3:
-            _say(f"rank {dist.get_rank()} runs")
+            _say(f"running on rank {dist.get_rank()}")
 
 
 def _say(line: str) -> None:
