@@ -223,6 +223,10 @@ pub struct Peer {
     remembered: usize,
     credit: Credit,
     last_heard: Time,
+    /// Since when it was heard without a pause longer than heartbeats leave, ...
+    alive_since: Time,
+    /// ... and without one longer than questions leave ([`ASK_EVERY`]).
+    awake_since: Time,
     /// [`Event::Silent`] was reported, and nothing heard since.
     silent: bool,
     next_check: Time,
@@ -250,6 +254,8 @@ impl Peer {
             remembered: 0,
             credit: Credit::default(),
             last_heard: now,
+            alive_since: now,
+            awake_since: now,
             silent: false,
             next_check: now.plus(config.heartbeat_every / 2),
             next_look: now,
@@ -277,7 +283,7 @@ impl Peer {
         // A new connection may replace one that was not known to be gone.
         self.stream_down(stream);
         self.streams.insert(stream, Stream::new(now));
-        self.heard_at(now);
+        self.heard_at(now, 0);
     }
 
     /// A stream is gone: what it had in flight goes to the others.
@@ -606,8 +612,8 @@ impl Peer {
     /// The frame that some slower stream will deliver last, if this idle stream would deliver it much sooner.
     ///
     /// A stream that brings no ack is not thereby slow: the peer may be busy as a whole, and copies would only add to
-    /// what it has to do. Its silence counts as far as the peer was heard on others meanwhile; if it was not, this
-    /// stream asks.
+    /// what it has to do. Its silence counts from when the peer was awake and as far as it was heard on others meanwhile;
+    /// if it was not, this stream asks.
     ///
     /// What a stream sent last is what it will deliver last, so its frames are looked at from the end; one that was
     /// taken over is passed by from then on (its new stream may lose it to a third, none takes it twice). Costs one
@@ -636,7 +642,8 @@ impl Peer {
         let mut worst: Option<(u64, StreamId, usize)> = None;
         let mut ask = false;
         for (id, stream) in streams.iter_mut().filter(|(id, _)| **id != idle) {
-            let (known, possible) = (stream.silence(self.last_heard), stream.silence(now));
+            let known = stream.silence(self.last_heard).min(self.last_heard.since(self.awake_since));
+            let possible = stream.silence(now);
             let mut bytes = stream.unacked_bytes;
             for at in (0..stream.in_flight.len()).rev() {
                 let estimate = stream.time_to_ack(bytes).unwrap_or(0);
@@ -692,11 +699,18 @@ impl Peer {
         if let Some(stream) = self.streams.get_mut(&stream) {
             stream.last_heard = now;
             stream.stalled = false;
-            self.heard_at(now);
+            let round_trip = stream.round_trip();
+            self.heard_at(now, round_trip);
         }
     }
 
-    fn heard_at(&mut self, now: Time) {
+    fn heard_at(&mut self, now: Time, round_trip: u64) {
+        if now.since(self.last_heard) > 2 * self.config.heartbeat_every {
+            self.alive_since = now;
+        }
+        if now.since(self.last_heard) > 2 * ASK_EVERY + 4 * round_trip {
+            self.awake_since = now;
+        }
         self.last_heard = now;
         self.silent = false;
     }
@@ -795,7 +809,9 @@ impl Peer {
         if let Some(stream) = self.streams.get_mut(&id) {
             match header.kind {
                 Kind::Heartbeat => stream.owes_reply = Some(header.offset),
-                Kind::HeartbeatReply => stream.answered(Time(header.offset), self.last_heard),
+                Kind::HeartbeatReply if header.offset <= self.last_heard.0 => {
+                    stream.answered(Time(header.offset), self.last_heard);
+                }
                 _ => {}
             }
             if header.kind.is_counted() {
@@ -988,8 +1004,10 @@ impl Peer {
             if stream_silent > every && now.since(stream.last_heartbeat) > every {
                 stream.ask(now);
             }
-            // The peer lives (others bring its frames), this stream does not.
-            if stream_silent > self.config.dead_after / 2 && silent < every && !stream.stalled {
+            // The peer lives (others bring its frames), this stream does not. After a pause of the peer as a whole, the
+            // first stream to speak again does not condemn the others.
+            let stalled = now.since(stream.last_heard.max(self.alive_since)) > self.config.dead_after / 2;
+            if stalled && silent < every && !stream.stalled {
                 stream.stalled = true;
                 self.events.push_back(Event::Stalled(*id));
             }
