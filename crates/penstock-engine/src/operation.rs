@@ -309,27 +309,40 @@ impl Operation {
         Ok(())
     }
 
-    /// The ranks that have not sent everything yet, for messages about time-outs.
+    /// The ranks that have not sent (or taken) everything yet, for messages about time-outs.
     pub(crate) fn awaited(&self) -> Vec<u32> {
-        let mut ranks = Vec::new();
-        for (index, step) in self.steps.steps.iter().enumerate() {
-            let open = (0..step.segments).any(|segment| !self.instance(index as u32, segment).done);
-            if !open {
-                continue;
-            }
-            match &step.action {
-                Action::Recv { from, .. } | Action::Await { from, .. } => ranks.push(*from),
-                Action::Reduce { sources, .. } => ranks.extend(sources.iter().filter_map(|source| match source {
-                    Operand::Message { from, .. } => Some(*from),
-                    Operand::Local(_) => None,
-                })),
-                Action::Send { to, .. } => ranks.push(*to),
-                _ => {}
-            }
-        }
+        let mut ranks: Vec<u32> = self.awaited_messages().into_iter().map(|(rank, _)| rank).collect();
         ranks.sort_unstable();
         ranks.dedup();
         ranks
+    }
+
+    /// What is still to come from which rank: a message, or (`None`) its word that it has taken one of ours.
+    pub(crate) fn awaited_messages(&self) -> Vec<(u32, Option<u32>)> {
+        let mut awaited = Vec::new();
+        for (index, step) in self.steps.steps.iter().enumerate() {
+            for segment in (0..step.segments).filter(|segment| !self.instance(index as u32, *segment).done) {
+                match &step.action {
+                    Action::Recv { from, message, .. } | Action::Await { from, message } => {
+                        awaited.push((*from, Some(message + segment)));
+                    }
+                    Action::Reduce { sources, .. } => {
+                        let held = self.held.get(&(self.base[index] + segment));
+                        for (operand, source) in sources.iter().enumerate() {
+                            let here = held.is_some_and(|held| held[operand].is_some());
+                            if let Operand::Message { from, message } = source
+                                && !here
+                            {
+                                awaited.push((*from, Some(message + segment)));
+                            }
+                        }
+                    }
+                    Action::Send { to, .. } => awaited.push((*to, None)),
+                    Action::Copy { .. } | Action::Notify { .. } => {}
+                }
+            }
+        }
+        awaited
     }
 
     /// Bytes of the engine's own that it holds.

@@ -391,13 +391,17 @@ impl Runtime {
     /// Fails an operation that waits for a rank that has left. What the rank gave before it left still counts.
     fn check_departed(&mut self, peers: &mut Peers, id: GroupId, op: OpId) {
         let Some(group) = self.groups.get(&id) else { return };
-        let lost = |peer: &PeerId| self.peers[*peer as usize].lost.clone();
         if !group.members.iter().flatten().any(|peer| self.peers[*peer as usize].lost.is_some()) {
             return;
         }
         let Some(active) = group.ops.get(&op) else { return };
-        let awaited = active.operation.awaited();
-        let reason = awaited.iter().find_map(|rank| group.members[*rank as usize].as_ref().and_then(lost));
+        let (channel, seq) = op.wire();
+        let reason = active.operation.awaited_messages().into_iter().find_map(|(rank, message)| {
+            let peer = group.members[rank as usize]?;
+            let key = |message| MessageKey { group: id, channel, op: OpSeq(seq), message };
+            let is_here = message.is_some_and(|message| self.early.contains_key(&(peer, key(message))));
+            self.peers[peer as usize].lost.clone().filter(|_| !is_here)
+        });
         if let Some(reason) = reason {
             self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
         }

@@ -424,6 +424,8 @@ impl Driver {
 
     fn handle_event<H: Handler>(&mut self, handler: &mut H, token: u64, flags: epoll::EventFlags) {
         let now = self.peers.now;
+        // The event before may have been a wake-up that added the very peer whose hand-shake this one is.
+        self.add_links();
         match token {
             WAKE => {
                 let mut count = [0u8; 8];
@@ -619,13 +621,18 @@ impl Driver {
         self.next_timers = Time(next.0.max(now.plus(MILLISECOND).0));
     }
 
+    /// Makes links for peers that the engine has added.
+    fn add_links(&mut self) {
+        self.links.extend(self.peers.added.drain(..).map(Link::new));
+    }
+
     fn follow_orders<H: Handler>(&mut self, handler: &mut H, now: Time) {
         self.follow_orders_with(handler, None, now);
     }
 
     /// `current`: a socket that is being read and is not in the table.
     fn follow_orders_with<H: Handler>(&mut self, handler: &mut H, mut current: Option<&mut Socket>, now: Time) {
-        self.links.extend(self.peers.added.drain(..).map(Link::new));
+        self.add_links();
         while let Some(order) = (!self.peers.orders.is_empty()).then(|| self.peers.orders.remove(0)) {
             match order {
                 Order::Connect(peer, job, secret) => self.connect(handler, peer, job, secret, 0, now),
