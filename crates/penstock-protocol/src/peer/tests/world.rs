@@ -170,6 +170,8 @@ pub(super) struct World {
     pub(super) pulled: Vec<(MessageKey, u64, usize, bool)>,
     pub(super) polls: u64,
     pub(super) steps: u64,
+    /// How often what happened, to see that a test reaches it.
+    pub(super) seen: BTreeMap<&'static str, u64>,
     /// Streams that went down, and what they had counted.
     pub(super) losses: u64,
     lost_frames: u64,
@@ -238,6 +240,7 @@ impl World {
             pulled: Vec::new(),
             polls: 0,
             steps: 0,
+            seen: BTreeMap::new(),
             losses: 0,
             lost_frames: 0,
             lost_repeats: 0,
@@ -468,6 +471,17 @@ impl World {
                 let status = self.status(node, other, &header.key);
                 let arrival =
                     self.pairs[pair].peers[side].handle_header(stream as StreamId, &header, status, self.now)?;
+                self.see(match (header.kind, arrival) {
+                    (Kind::Data, Arrival::Race) => "races",
+                    (Kind::Data, Arrival::Discard) => "duplicates",
+                    (Kind::Data, Arrival::Take) if header.flags & FLAG_EAGER == 0 => "granted frames",
+                    (Kind::Data, Arrival::Take) if status == OpStatus::Early => "early frames",
+                    (Kind::Data, Arrival::Take) => "eager frames",
+                    (Kind::Announce, _) => "announcements",
+                    (Kind::Reference, _) => "references",
+                    (Kind::Heartbeat, _) => "heartbeats",
+                    _ => "other frames",
+                });
                 let slot = &mut self.pairs[pair].reading[stream][side];
                 assert!(slot.is_none(), "a frame inside a frame");
                 *slot = Some(Reading { header, arrival });
@@ -496,7 +510,11 @@ impl World {
             let range = header.key.message..header.key.message + header.offset as u32;
             self.pairs[pair].granted.extend(range.map(|message| (side, OpKey::of(&header.key), message)));
         }
+        if !finish.apply && header.kind != Kind::Data && status != OpStatus::Retired {
+            self.see("repeated control frames");
+        }
         if let Some(loser) = finish.revoke {
+            self.see("revocations");
             let reading = self.pairs[pair].reading[loser as usize][side].as_mut().expect("the loser is reading");
             assert_eq!((reading.header.key, reading.header.offset), (header.key, header.offset));
             assert_eq!(reading.arrival, Arrival::Take, "only who reads in place has to be stopped");
@@ -684,6 +702,7 @@ impl World {
             }
             Event::Granted(..) => return,
             Event::Stalled(stream) => {
+                self.see("stalls");
                 let stream = *stream as usize;
                 if self.reopen && self.pairs[pair].up[stream][side] {
                     let skew = self.rng.random_range(0..10 * MILLISECOND);
@@ -775,6 +794,10 @@ impl World {
                 assert!(other.controls_taken.count() <= 1 && other.controls_taken.total() == peer.control_serial);
             }
         }
+    }
+
+    fn see(&mut self, what: &'static str) {
+        *self.seen.entry(what).or_default() += 1;
     }
 
     pub(super) fn describe(&self) -> String {
