@@ -641,6 +641,18 @@ mod tests {
         }
     }
 
+    /// The acceptor's own proof, sent back, is none: each side proves its role.
+    #[test]
+    fn a_reflected_proof_is_refused() {
+        let mut acceptor = Acceptor::new([1; 32], 0);
+        let mut rest = Vec::new();
+        acceptor.handle_input(&message(Tag::Hello, &hello().encode()), &mut rest).expect("hello");
+        acceptor.admit(b"secret");
+        let challenge = acceptor.poll_transmit();
+        let reflected = message(Tag::Proof, &challenge[challenge.len() - 32..]);
+        assert_eq!(acceptor.handle_input(&reflected, &mut rest), Err(HandshakeError::Secret));
+    }
+
     proptest! {
         /// No bytes from whoever listens there panic the connector, make it hold more than a bound, or convince it.
         #[test]

@@ -146,3 +146,51 @@ fn operations_survive_a_stall() {
         world.assert_nothing_is_left();
     }
 }
+
+/// After a pause of the peer as a whole the first stream that speaks does not condemn the others: they have half of
+/// `dead_after` from then.
+#[test]
+fn a_pause_condemns_no_stream() {
+    let mut peer = Peer::new(PeerConfig::default(), Time(0));
+    (0..2).for_each(|stream| peer.stream_up(stream, Time(0)));
+    let back = 3 * SECOND;
+    for millisecond in (100..7000).step_by(100) {
+        let now = Time(millisecond * MILLISECOND);
+        if now.0 < SECOND || now.0 >= back {
+            peer.heard(0, now);
+        }
+        peer.handle_timeout(now);
+        let event = peer.poll_event();
+        if now.0 <= back + 2 * SECOND {
+            assert_eq!(event, None, "after {millisecond} ms");
+        } else if event.is_some() {
+            assert_eq!(event, Some(Event::Stalled(1)));
+            return;
+        }
+    }
+    panic!("a stream that stays silent was not reported");
+}
+
+/// The answer to a heartbeat tells the round trip; one that comes from the future tells nothing.
+#[test]
+fn heartbeats_measure_the_way() {
+    let mut peer = Peer::new(PeerConfig::default(), Time(0));
+    peer.stream_up(0, Time(0));
+    let asked = Time(SECOND);
+    peer.handle_timeout(asked);
+    let heartbeat = peer.poll_frame(0, asked).expect("after a second of silence").header;
+    assert_eq!(heartbeat.kind, Kind::Heartbeat);
+    let now = asked.plus(30 * MILLISECOND);
+    for (offset, round_trip) in [(heartbeat.offset + SECOND, 0), (heartbeat.offset, 30 * MILLISECOND)] {
+        let reply = Header { offset, ..Header::new(Kind::HeartbeatReply, heartbeat.key) };
+        peer.handle_header(0, &reply, OpStatus::Early, now).expect("a good header");
+        peer.handle_frame(0, &reply, &[], OpStatus::Early).expect("a good frame");
+        assert_eq!(peer.stats()[0].1.round_trip_ns, round_trip);
+    }
+
+    let beat = Header { offset: 77, ..Header::new(Kind::Heartbeat, heartbeat.key) };
+    peer.handle_header(0, &beat, OpStatus::Early, now).expect("a good header");
+    peer.handle_frame(0, &beat, &[], OpStatus::Early).expect("a good frame");
+    let reply = peer.poll_frame(0, now).expect("an answer").header;
+    assert_eq!((reply.kind, reply.offset), (Kind::HeartbeatReply, 77));
+}

@@ -263,6 +263,22 @@ fn what_is_remembered_is_bounded() {
     assert_eq!((peer.remembered, peer.ops.len()), (0, 0));
 }
 
+/// Numbers of control frames may have gaps, as streams bring them, but not without end; in order they cost nothing.
+#[test]
+fn gaps_between_control_frames_are_bounded() {
+    let mut peer = peer(PeerConfig::default());
+    let announce = |serial| Header { serial, ..Header::new(Kind::Announce, key(0)) };
+    for serial in 0..1000 {
+        assert_eq!(whole(&mut peer, &announce(serial), OpStatus::Early).map(|finish| finish.apply), Ok(true));
+        assert_eq!(whole(&mut peer, &announce(serial / 2), OpStatus::Early).map(|finish| finish.apply), Ok(false));
+    }
+    assert_eq!(peer.controls_taken.count(), 1);
+    for gap in 1..MAX_REMEMBERED as u64 {
+        whole(&mut peer, &announce(1000 + 2 * gap), OpStatus::Early).expect("room");
+    }
+    out_of_turn(whole(&mut peer, &announce(u64::MAX - 1), OpStatus::Early), "gaps");
+}
+
 /// One call of the machine, with fields that mean something often enough.
 #[derive(Clone, Debug)]
 enum Call {
