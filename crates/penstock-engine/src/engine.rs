@@ -3,6 +3,7 @@
 use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
 use crate::stats::Stats;
 use crate::ticket::Ticket;
+use penstock_net::memory::Landmark;
 use penstock_net::{Contact, Driver, Listen, Settings, Wake, fds};
 use penstock_plan::Thresholds;
 use penstock_protocol::peer::PeerConfig;
@@ -43,8 +44,8 @@ pub struct Engine {
     handle: Arc<Handle>,
     contact: Contact,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// What a contact's `probe` points at.
-    _probe: Arc<[u8; 16]>,
+    /// Peers may look at it for as long as the contact is out.
+    _landmark: Arc<Landmark>,
 }
 
 #[derive(Debug)]
@@ -62,7 +63,7 @@ impl Engine {
         let mut node = [0; 16];
         getrandom::fill(&mut node)
             .map_err(|error| Failure::of_call(FailureKind::Bug, format!("no randomness from the kernel: {error}.")))?;
-        let probe = Arc::new(node);
+        let landmark = Arc::new(Landmark::new(node));
         let dead_after = config.dead_after.as_nanos() as u64;
         let settings = Settings {
             node,
@@ -87,20 +88,20 @@ impl Engine {
             rank: config.rank,
             host: config.host.clone(),
             tcp: driver.addresses(),
-            probe: if driver.listens_locally() { probe.as_ptr() as u64 } else { 0 },
+            landmark: if driver.listens_locally() { landmark.address() } else { 0 },
         };
         let shared = Arc::new(Shared::default());
         let wake = driver.wake_handle();
-        let own = shared.clone();
+        let (own, mark) = (shared.clone(), landmark.clone());
         let thread = std::thread::Builder::new()
             .name("penstock".into())
-            .spawn(move || driver.run(&mut Runtime::new(own, node, Thresholds::default())))
+            .spawn(move || driver.run(&mut Runtime::new(own, node, mark, Thresholds::default())))
             .map_err(|error| Failure::of_call(FailureKind::Config, format!("cannot start a thread: {error}.")))?;
         Ok(Engine {
             handle: Arc::new(Handle { shared, wake }),
             contact,
             thread: Mutex::new(Some(thread)),
-            _probe: probe,
+            _landmark: landmark,
         })
     }
 

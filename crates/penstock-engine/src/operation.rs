@@ -4,10 +4,11 @@
 //! is to be sent or granted, as [`Effect`]s, and the runtime carries them out.
 
 use penstock_kernels::{Finish, reduce};
-use penstock_net::memory::read_process;
+use penstock_net::memory::Remote;
 use penstock_plan::{Action, Buf, Dep, Operand, Slice, Steps};
 use penstock_types::{DType, ReduceOp};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::io;
 use std::sync::Arc;
 
 /// What an operation wants from the runtime.
@@ -19,6 +20,8 @@ pub(crate) enum Effect {
     Open { from: u32, message: u32, count: u32 },
     /// The message that rank `from` gave by reference has been read: it may change its memory.
     Read { from: u32, message: u32 },
+    /// It has been read, but rank `from` may have changed it before: ask, and tell [`Operation::on_confirmed`].
+    Doubt { from: u32, message: u32 },
 }
 
 /// The bytes of an incoming message.
@@ -29,7 +32,7 @@ pub(crate) enum Incoming<'a> {
     /// Already where [`Operation::place`] said.
     Placed { len: usize },
     /// In the memory of a process on this host.
-    Remote { pid: u32, address: u64 },
+    Remote(Remote),
 }
 
 /// The part of a user's request that the executor needs.
@@ -59,8 +62,13 @@ pub(crate) struct Operation {
     /// Instances not done.
     left: u32,
     ready: VecDeque<(u32, u32)>,
-    /// Messages that wait for the others of their step.
+    /// By instance: messages, by operand, that wait for the others of their step, or for [`Operation::work`].
     held: HashMap<u32, Vec<Option<Held>>>,
+    /// Steps and segments whose messages are all here, some of them in other processes' memory. In the order of the
+    /// plan, which puts first what is to be collected: it is still in the cache that its reduction left it in.
+    work: BTreeSet<(u32, u32)>,
+    /// Steps and segments whose result stands, but for the word of so many ranks.
+    doubtful: HashMap<(u32, u32), usize>,
     /// Blocks of remote memory are read here.
     blocks: Vec<u8>,
 }
@@ -79,7 +87,7 @@ struct Instance {
 #[derive(Debug)]
 enum Held {
     Bytes(Vec<u8>),
-    Remote { pid: u32, address: u64 },
+    Remote(Remote),
 }
 
 /// An incoming message that does not fit the plan.
@@ -126,6 +134,8 @@ impl Operation {
             left: total,
             ready: VecDeque::new(),
             held: HashMap::new(),
+            work: BTreeSet::new(),
+            doubtful: HashMap::new(),
             blocks: Vec::new(),
             steps,
             memory,
@@ -212,7 +222,7 @@ impl Operation {
     }
 
     /// Takes (a part of) an open message. `total` is the length that the sender gave it. A step that reduces several
-    /// messages holds them until all are there.
+    /// messages holds them until all are there; what lies in another process's memory waits for [`Operation::work`].
     pub(crate) fn on_message(
         &mut self,
         from: u32,
@@ -227,75 +237,47 @@ impl Operation {
             Action::Recv { dst, .. } => {
                 let (start, expected) = dst.segment(segment);
                 check_length(expected, total)?;
-                let place = self.address(dst.buf, start);
-                let len = match incoming {
+                match incoming {
                     Incoming::Bytes { offset, payload } => {
+                        let place = self.address(dst.buf, start).wrapping_add(offset as usize);
                         // SAFETY: `check_length` and the frame's own bounds keep it inside the slice.
-                        unsafe {
-                            std::ptr::copy_nonoverlapping(
-                                payload.as_ptr(),
-                                place.wrapping_add(offset as usize),
-                                payload.len(),
-                            );
-                        }
-                        payload.len() as u64
+                        unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), place, payload.len()) };
+                        self.got(step, segment, payload.len() as u64, expected);
                     }
-                    Incoming::Placed { len } => len as u64,
-                    Incoming::Remote { pid, address } => {
-                        // SAFETY: the slice has `expected` bytes.
-                        unsafe { read_process(pid, address, place, expected as usize) }
-                            .map_err(|error| Misfit::Unreadable(error.to_string()))?;
-                        effects.push(Effect::Read { from, message });
-                        expected
+                    Incoming::Placed { len } => self.got(step, segment, len as u64, expected),
+                    Incoming::Remote(remote) => {
+                        self.held.insert(self.index(step, segment), vec![Some(Held::Remote(remote))]);
+                        self.work.insert((step, segment));
                     }
-                };
-                self.got(step, segment, len, expected);
+                }
             }
             Action::Reduce { dst, sources, last } => {
                 let (_, expected) = dst.segment(segment);
                 check_length(expected, total)?;
                 let messages = sources.iter().filter(|source| matches!(source, Operand::Message { .. })).count();
-                if messages == 1 {
-                    let len = match incoming {
-                        Incoming::Bytes { offset, payload } => {
-                            self.reduce(dst, sources, segment, offset, payload.len(), *last, |_| payload.as_ptr());
-                            payload.len() as u64
-                        }
-                        Incoming::Placed { .. } => return Err(Misfit::Unknown),
-                        Incoming::Remote { pid, address } => {
-                            let held = vec![(operand, Held::Remote { pid, address })];
-                            self.reduce_held(dst, sources, segment, expected, *last, &held)?;
-                            effects.push(Effect::Read { from, message });
-                            expected
-                        }
-                    };
-                    self.got(step, segment, len, expected);
-                } else {
-                    let held = match incoming {
-                        Incoming::Bytes { payload, .. } if payload.len() as u64 == expected => {
-                            Held::Bytes(payload.to_vec())
-                        }
-                        Incoming::Remote { pid, address } => Held::Remote { pid, address },
-                        // Only eager messages (one frame) and references may be held.
-                        _ => return Err(Misfit::Unknown),
-                    };
-                    let index = self.base[step as usize] + segment;
+                let held = match incoming {
+                    Incoming::Bytes { offset, payload } if messages == 1 => {
+                        self.reduce(dst, sources, segment, offset, payload.len(), *last, |_| payload.as_ptr());
+                        self.got(step, segment, payload.len() as u64, expected);
+                        None
+                    }
+                    Incoming::Bytes { payload, .. } if payload.len() as u64 == expected => {
+                        Some(Held::Bytes(payload.to_vec()))
+                    }
+                    Incoming::Remote(remote) => Some(Held::Remote(remote)),
+                    // Of several messages only eager ones (one frame) and references may be held.
+                    _ => return Err(Misfit::Unknown),
+                };
+                if let Some(held) = held {
+                    let index = self.index(step, segment);
                     let slots = self.held.entry(index).or_insert_with(|| sources.iter().map(|_| None).collect());
                     slots[operand as usize] = Some(held);
-                    if slots.iter().filter(|slot| slot.is_some()).count() == messages {
-                        let slots = self.held.remove(&index).expect("inserted above");
-                        let held: Vec<_> = slots
-                            .into_iter()
-                            .enumerate()
-                            .filter_map(|(operand, held)| held.map(|held| (operand as u32, held)))
-                            .collect();
-                        self.reduce_held(dst, sources, segment, expected, *last, &held)?;
-                        for (operand, _) in held.iter().filter(|(_, held)| matches!(held, Held::Remote { .. })) {
-                            if let Operand::Message { from, message } = sources[*operand as usize] {
-                                effects.push(Effect::Read { from, message: message + segment });
-                            }
+                    if slots.iter().flatten().count() == messages {
+                        if slots.iter().flatten().any(|held| matches!(held, Held::Remote(_))) {
+                            self.work.insert((step, segment));
+                        } else {
+                            self.take_held(step, segment, effects)?;
                         }
-                        self.got(step, segment, expected, expected);
                     }
                 }
             }
@@ -306,6 +288,89 @@ impl Operation {
             Action::Send { .. } | Action::Copy { .. } | Action::Notify { .. } => return Err(Misfit::Unknown),
         }
         self.run(effects);
+        Ok(())
+    }
+
+    /// Whether messages in other processes' memory wait to be read.
+    pub(crate) fn has_work(&self) -> bool {
+        !self.work.is_empty()
+    }
+
+    /// Reads (and reduces) the messages of one step and segment that lie in other processes' memory. The error names a
+    /// rank whose memory cannot be read.
+    pub(crate) fn work(&mut self, effects: &mut Vec<Effect>) -> Result<(), (u32, Misfit)> {
+        let Some((step, segment)) = self.work.pop_first() else { return Ok(()) };
+        self.take_held(step, segment, effects).map_err(|misfit| (self.senders(step)[0].0, misfit))?;
+        self.run(effects);
+        Ok(())
+    }
+
+    /// Rank `from` had not changed the memory of a doubtful message when it was read.
+    pub(crate) fn on_confirmed(&mut self, from: u32, message: u32, effects: &mut Vec<Effect>) {
+        let Some((step, segment, _)) = self.find(from, message) else { return };
+        let Some(doubts) = self.doubtful.get_mut(&(step, segment)) else { return };
+        *doubts -= 1;
+        effects.push(Effect::Read { from, message });
+        if *doubts == 0 {
+            self.doubtful.remove(&(step, segment));
+            self.finish(step, segment);
+            self.run(effects);
+        }
+    }
+
+    /// Rank and number of each message that a step takes, in the order of its operands.
+    fn senders(&self, step: u32) -> Vec<(u32, u32)> {
+        match &self.steps.steps[step as usize].action {
+            Action::Recv { from, message, .. } | Action::Await { from, message } => vec![(*from, *message)],
+            Action::Reduce { sources, .. } => sources
+                .iter()
+                .filter_map(|source| match source {
+                    Operand::Message { from, message } => Some((*from, *message)),
+                    Operand::Local(_) => None,
+                })
+                .collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Does what a step does with its messages, which are all held.
+    fn take_held(&mut self, step: u32, segment: u32, effects: &mut Vec<Effect>) -> Result<(), Misfit> {
+        let steps = self.steps.clone();
+        let slots = self.held.remove(&self.index(step, segment)).expect("only steps with messages are taken");
+        let held: Vec<(u32, Held)> =
+            (0..).zip(slots).filter_map(|(operand, held)| held.map(|held| (operand, held))).collect();
+        let unreadable = |error: io::Error| Misfit::Unreadable(error.to_string());
+        match &steps.steps[step as usize].action {
+            Action::Recv { dst, .. } => {
+                let (start, len) = dst.segment(segment);
+                let place = self.address(dst.buf, start);
+                for (_, held) in &held {
+                    let Held::Remote(remote) = held else { continue };
+                    // SAFETY: the slice has `len` bytes.
+                    unsafe { remote.read(0, place, len as usize) }.map_err(unreadable)?;
+                }
+            }
+            Action::Reduce { dst, sources, last } => {
+                let (_, len) = dst.segment(segment);
+                self.reduce_held(dst, sources, segment, len, *last, &held).map_err(unreadable)?;
+            }
+            _ => unreachable!("no other step holds messages"),
+        }
+        let mut doubts = 0;
+        for ((_, held), (from, message)) in held.iter().zip(self.senders(step)) {
+            let (Held::Remote(remote), message) = (held, message + segment) else { continue };
+            if remote.is_certain().map_err(unreadable)? {
+                effects.push(Effect::Read { from, message });
+            } else {
+                effects.push(Effect::Doubt { from, message });
+                doubts += 1;
+            }
+        }
+        if doubts == 0 {
+            self.finish(step, segment);
+        } else {
+            self.doubtful.insert((step, segment), doubts);
+        }
         Ok(())
     }
 
@@ -324,7 +389,9 @@ impl Operation {
             for segment in (0..step.segments).filter(|segment| !self.instance(index as u32, *segment).done) {
                 match &step.action {
                     Action::Recv { from, message, .. } | Action::Await { from, message } => {
-                        awaited.push((*from, Some(message + segment)));
+                        if !self.held.contains_key(&(self.base[index] + segment)) {
+                            awaited.push((*from, Some(message + segment)));
+                        }
                     }
                     Action::Reduce { sources, .. } => {
                         let held = self.held.get(&(self.base[index] + segment));
@@ -511,8 +578,8 @@ impl Operation {
         len: u64,
         last: bool,
         held: &[(u32, Held)],
-    ) -> Result<(), Misfit> {
-        let remotes = held.iter().filter(|(_, held)| matches!(held, Held::Remote { .. })).count();
+    ) -> io::Result<()> {
+        let remotes = held.iter().filter(|(_, held)| matches!(held, Held::Remote(_))).count();
         let block = BLOCK_BYTES.checked_div(remotes).map_or(len as usize, |share| share.max(16 * 1024) & !63);
         let mut blocks = std::mem::take(&mut self.blocks);
         if blocks.len() < remotes * block {
@@ -533,12 +600,11 @@ impl Operation {
             for (place, (operand, held)) in places.iter_mut().zip(held) {
                 *place = match held {
                     Held::Bytes(bytes) => (*operand, bytes[offset as usize..].as_ptr()),
-                    Held::Remote { pid, address } => {
+                    Held::Remote(memory) => {
                         let at = blocks[remote * block..].as_mut_ptr();
                         remote += 1;
                         // SAFETY: each remote has a block of its own.
-                        unsafe { read_process(*pid, address + offset, at, count) }
-                            .map_err(|error| Misfit::Unreadable(error.to_string()))?;
+                        unsafe { memory.read(offset, at, count) }?;
                         (*operand, at.cast_const())
                     }
                 };
@@ -568,6 +634,11 @@ impl Operation {
             };
             Some((index as u32, segment, operand))
         })
+    }
+
+    /// Names a step's segment among all instances.
+    fn index(&self, step: u32, segment: u32) -> u32 {
+        self.base[step as usize] + segment
     }
 
     fn instance(&self, step: u32, segment: u32) -> &Instance {

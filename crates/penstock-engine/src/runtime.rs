@@ -3,6 +3,7 @@
 use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
 use crate::stats::{GroupStats, PeerStats, Stats};
 use crate::ticket::Ticket;
+use penstock_net::memory::{Landmark, Remote};
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
 use penstock_plan::{Algorithm, Collective, Planner, Request, Steps, Thresholds, Topology, choose, segment_bytes};
 use penstock_protocol::fingerprint::Fingerprint;
@@ -14,7 +15,7 @@ use penstock_types::{
     DType, Failure, FailureKind, Generation, GroupId, MILLISECOND, OpSeq, Priority, ReduceOp, SECOND, Time,
 };
 use std::any::Any;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, mpsc};
 
 /// What the callers' threads and the engine's thread share.
@@ -98,6 +99,7 @@ impl std::fmt::Debug for Call {
 pub(crate) struct Runtime {
     shared: Arc<Shared>,
     node: NodeKey,
+    landmark: Arc<Landmark>,
     planner: Planner,
     thresholds: Thresholds,
     groups: HashMap<GroupId, Group>,
@@ -113,6 +115,8 @@ pub(crate) struct Runtime {
     claims: HashMap<(GroupId, u32, OpSeq), Vec<(PeerId, u64)>>,
     /// Groups with a member whose memory cannot be read, and when that alone is reason enough to fail.
     unreadable: Vec<(Time, GroupId, Failure)>,
+    /// Operations with messages to read from other processes' memory, most urgent first. Some may be over.
+    work: BTreeSet<(Priority, Time, GroupId, OpId)>,
     stopping: bool,
     effects: Vec<Effect>,
     finished: u64,
@@ -192,17 +196,18 @@ enum Early {
     Remote {
         fingerprint: u64,
         total: u64,
-        address: u64,
+        remote: Remote,
     },
     /// The sender has no credit for it and waits for a grant.
     Announced,
 }
 
 impl Runtime {
-    pub(crate) fn new(shared: Arc<Shared>, node: NodeKey, thresholds: Thresholds) -> Runtime {
+    pub(crate) fn new(shared: Arc<Shared>, node: NodeKey, landmark: Arc<Landmark>, thresholds: Thresholds) -> Runtime {
         Runtime {
             shared,
             node,
+            landmark,
             planner: Planner::default(),
             thresholds,
             groups: HashMap::new(),
@@ -213,6 +218,7 @@ impl Runtime {
             early: HashMap::new(),
             claims: HashMap::new(),
             unreadable: Vec::new(),
+            work: BTreeSet::new(),
             stopping: false,
             effects: Vec::new(),
             finished: 0,
@@ -475,6 +481,14 @@ impl Runtime {
                     let peer = self.groups[&id].members[from as usize].expect("plans receive from other ranks");
                     peers.machine(peer).done(MessageKey { group: id, channel, op: OpSeq(seq), message });
                 }
+                Effect::Doubt { from, message } => {
+                    // A group of the sender's has failed. If it is this one, its report comes before the answer.
+                    let (channel, seq) = op.wire();
+                    let peer = self.groups[&id].members[from as usize].expect("plans receive from other ranks");
+                    let fingerprint = self.groups[&id].ops[&op].fingerprint.0;
+                    let key = MessageKey { group: id, channel, op: OpSeq(seq), message };
+                    peers.machine(peer).probe(key, fingerprint);
+                }
                 Effect::Open { from, message, count } => {
                     if let Err(misfit) = self.opened(peers, id, op, from, message, count, &mut effects) {
                         effects.clear();
@@ -488,6 +502,9 @@ impl Runtime {
         effects.clear();
         self.effects = effects;
         let group = self.groups.get_mut(&id).expect("looked up above");
+        if let Some(active) = group.ops.get(&op).filter(|active| active.operation.has_work()) {
+            self.work.insert((active.priority, active.started, id, op));
+        }
         if group.ops.get(&op).is_some_and(|active| active.operation.is_done()) {
             let active = group.ops.remove(&op).expect("looked up above");
             let (channel, seq) = op.wire();
@@ -532,7 +549,7 @@ impl Runtime {
             // SAFETY: the plan's slices lie in the operation's buffers.
             Body::Owned(unsafe { std::slice::from_raw_parts(address, len) }.into())
         } else {
-            Body::Memory { address: address as u64, len: len as u64 }
+            Body::Memory { address: address as u64, epoch: self.landmark.epoch(), len: len as u64 }
         };
         machine.send(Outgoing {
             key: MessageKey { group: id, channel, op: OpSeq(seq), message },
@@ -572,9 +589,8 @@ impl Runtime {
                         let incoming = Incoming::Bytes { offset: 0, payload: &payload };
                         self.operation(id, op).on_message(from, message, total, incoming, effects)?;
                     }
-                    Some(Early::Remote { total, address, .. }) => {
-                        let pid = self.peers[peer as usize].pid;
-                        let incoming = Incoming::Remote { pid, address };
+                    Some(Early::Remote { total, remote, .. }) => {
+                        let incoming = Incoming::Remote(remote);
                         self.operation(id, op).on_message(from, message, total, incoming, effects)?;
                     }
                     None => wanted = true,
@@ -592,6 +608,14 @@ impl Runtime {
             }
         }
         Ok(())
+    }
+
+    /// What a reference frame names.
+    fn remote(&self, peer: PeerId, header: &Header, payload: &[u8]) -> Result<Remote, FrameError> {
+        let bytes = payload.try_into().map_err(|_| FrameError::Length { kind: header.kind, length: header.length })?;
+        let Reference { address, epoch } = Reference::decode(bytes);
+        let info = &self.peers[peer as usize];
+        Ok(Remote { pid: info.pid, address, landmark: info.contact.landmark, epoch })
     }
 
     fn operation(&mut self, id: GroupId, op: OpId) -> &mut Operation {
@@ -656,7 +680,9 @@ impl Runtime {
         self.early.retain(|(_, key), _| key.group != id);
         self.claims.retain(|(group, ..), _| *group != id);
         // The loop lets go of the buffers before it does anything else: readers are revoked, half-written frames cut.
+        // Peers that read our memory at this moment will find that they cannot trust what they got.
         peers.drop_group(id);
+        self.landmark.turn();
         let tickets: Vec<_> = (group.ops.drain().map(|(op, active)| (op, active.fingerprint, active.ticket)))
             .chain(group.held.drain().map(|(op, waiting)| (op, waiting.call.fingerprint, waiting.ticket)))
             .collect();
@@ -831,13 +857,7 @@ impl Handler for Runtime {
                         peers.machine(peer).grant(key, 1, header.fingerprint);
                         return Ok(());
                     }
-                    Kind::Reference => {
-                        let bytes = payload
-                            .try_into()
-                            .map_err(|_| FrameError::Length { kind: header.kind, length: header.length })?;
-                        let address = Reference::decode(bytes).address;
-                        Incoming::Remote { pid: self.peers[peer as usize].pid, address }
-                    }
+                    Kind::Reference => Incoming::Remote(self.remote(peer, header, payload)?),
                     _ if placed => Incoming::Placed { len: payload.len() },
                     _ => Incoming::Bytes { offset: header.offset, payload },
                 };
@@ -863,16 +883,11 @@ impl Handler for Runtime {
             (Some((_, _, false)), _) | (None, false) => {
                 let early = match header.kind {
                     Kind::Announce => Early::Announced,
-                    Kind::Reference => {
-                        let bytes = payload
-                            .try_into()
-                            .map_err(|_| FrameError::Length { kind: header.kind, length: header.length })?;
-                        Early::Remote {
-                            fingerprint: header.fingerprint,
-                            total: header.total,
-                            address: Reference::decode(bytes).address,
-                        }
-                    }
+                    Kind::Reference => Early::Remote {
+                        fingerprint: header.fingerprint,
+                        total: header.total,
+                        remote: self.remote(peer, header, payload)?,
+                    },
                     _ if eager => {
                         Early::Bytes { fingerprint: header.fingerprint, total: header.total, payload: payload.to_vec() }
                     }
@@ -937,6 +952,13 @@ impl Handler for Runtime {
                     && let Some(active) = self.groups.get_mut(&key.group).and_then(|group| group.ops.get_mut(&op))
                 {
                     active.issued.insert(from, count);
+                    if key.message != PROBE {
+                        let now = peers.now();
+                        let act = |operation: &mut Operation, effects: &mut Vec<Effect>| {
+                            operation.on_confirmed(from, key.message, effects);
+                        };
+                        self.drive(peers, key.group, op, act, now);
+                    }
                 }
             }
             Event::Report(id, report) => {
@@ -1040,7 +1062,7 @@ impl Handler for Runtime {
                 let (channel, seq) = op.wire();
                 for rank in active.operation.awaited() {
                     if let Some(peer) = group.members[rank as usize] {
-                        let key = MessageKey { group: *id, channel, op: OpSeq(seq), message: 0 };
+                        let key = MessageKey { group: *id, channel, op: OpSeq(seq), message: PROBE };
                         peers.machine(peer).probe(key, active.fingerprint.0);
                     }
                 }
@@ -1091,6 +1113,21 @@ impl Handler for Runtime {
                 Admission::Admit(job.secret.clone(), *peer)
             }
             _ => Admission::Stranger,
+        }
+    }
+
+    fn has_work(&self) -> bool {
+        !self.work.is_empty()
+    }
+
+    fn work(&mut self, peers: &mut Peers) {
+        let Some((_, _, id, op)) = self.work.pop_first() else { return };
+        let now = peers.now();
+        let mut result = Ok(());
+        // It is put back if there is more to do.
+        self.drive(peers, id, op, |operation, effects| result = operation.work(effects), now);
+        if let Err((from, misfit)) = result {
+            self.misfit(peers, id, op, from, misfit);
         }
     }
 
@@ -1163,6 +1200,8 @@ fn premultiply(call: &Call, request: &Request, input: &mut *const u8, output: &m
     }
 }
 
+/// The message that a probe names when it does not doubt one.
+const PROBE: u32 = u32::MAX;
 /// An operation without progress asks the ranks it waits for after this long.
 const PROBE_AFTER: u64 = SECOND;
 /// How long the socket of a rank whose memory is gone may take to say why.

@@ -14,19 +14,18 @@ pub struct Contact {
     pub host: String,
     /// Where it listens, an address an interface.
     pub tcp: Vec<SocketAddr>,
-    /// Where its `node` lies in its memory, for the test whether we may read it. 0: it does not take part in shared
-    /// memory.
-    pub probe: u64,
+    /// Where its [`crate::memory::Landmark`] lies in its memory. 0: it does not take part in shared memory.
+    pub landmark: u64,
 }
 
 impl Contact {
-    /// Text of one line: `1 <node hex> <rank> <host> <probe hex> <address,address,...>`.
+    /// Text of one line: `1 <node hex> <rank> <host> <landmark hex> <address,address,...>`.
     #[must_use]
     pub fn encode(&self) -> String {
         let node: String = self.node.iter().map(|byte| format!("{byte:02x}")).collect();
         let tcp: Vec<String> = self.tcp.iter().map(ToString::to_string).collect();
         let host: String = self.host.chars().filter(|c| !c.is_whitespace()).collect();
-        format!("1 {node} {} {host} {:x} {}", self.rank, self.probe, tcp.join(","))
+        format!("1 {node} {} {host} {:x} {}", self.rank, self.landmark, tcp.join(","))
     }
 
     /// Reads what [`Contact::encode`] wrote.
@@ -36,7 +35,7 @@ impl Contact {
     pub fn decode(text: &str) -> Result<Contact, String> {
         let bad = || format!("not a Penstock contact: {text:?}");
         let fields: Vec<&str> = text.split(' ').collect();
-        let [version, node, rank, host, probe, tcp] = fields[..] else { return Err(bad()) };
+        let [version, node, rank, host, landmark, tcp] = fields[..] else { return Err(bad()) };
         if version != "1" {
             return Err(format!(
                 "a contact of format {version}; this Penstock reads format 1: install the same version"
@@ -58,7 +57,7 @@ impl Contact {
                 .filter(|address| !address.is_empty())
                 .map(|address| address.parse().map_err(|_| bad()))
                 .collect::<Result<_, _>>()?,
-            probe: u64::from_str_radix(probe, 16).map_err(|_| bad())?,
+            landmark: u64::from_str_radix(landmark, 16).map_err(|_| bad())?,
         })
     }
 
@@ -92,7 +91,7 @@ mod tests {
             rank: 7,
             host: "node-3".into(),
             tcp: vec!["10.0.0.2:4000".parse().unwrap(), "[::1]:5".parse().unwrap()],
-            probe: 0x7fff_0000_1234,
+            landmark: 0x7fff_0000_1234,
         };
         assert_eq!(Contact::decode(&contact.encode()), Ok(contact));
         for bad in ["", "1 2 3", "2 x y z 0 q", "1 zz 1 h 0 1.2.3.4:5"] {

@@ -2,7 +2,7 @@
 
 use crate::contact::Contact;
 use crate::fds::Fd;
-use crate::memory::read_process;
+use crate::memory::Landmark;
 use crate::socket::{Progress, Socket, Stage};
 use penstock_protocol::frame::{VERSION_MAJOR, VERSION_MINOR};
 use penstock_protocol::handshake::{Accepted, Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
@@ -62,6 +62,10 @@ pub trait Handler {
     fn tick(&mut self, peers: &mut Peers, now: Time) -> Time;
     /// Somebody wants a stream in this job.
     fn admit(&self, hello: &Hello) -> Admission;
+    /// Whether [`Handler::work`] has something to do.
+    fn has_work(&self) -> bool;
+    /// Does one piece of what takes long and can wait until all frames that are ready have left: some 100 us, no more.
+    fn work(&mut self, peers: &mut Peers);
     /// Whether the loop should say good-bye and end.
     fn stopping(&self) -> bool;
 }
@@ -379,6 +383,11 @@ impl Driver {
             for token in std::mem::take(&mut self.again) {
                 self.handle_event(handler, token, epoll::EventFlags::IN);
             }
+            if handler.has_work() {
+                self.follow_orders(handler, now);
+                self.pump(handler, now);
+                handler.work(&mut self.peers);
+            }
         }
         self.half_close();
     }
@@ -394,7 +403,7 @@ impl Driver {
             self.wake.sleeping.store(false, Ordering::SeqCst);
             return;
         }
-        let nanos = match (self.again.is_empty(), handler.stopping()) {
+        let nanos = match (self.again.is_empty() && !handler.has_work(), handler.stopping()) {
             (false, _) => 0,
             (true, true) => MILLISECOND,
             (true, false) => until.since(now),
@@ -687,7 +696,8 @@ impl Driver {
         if !link.connects {
             return;
         }
-        if self.settings.shared_memory && link.contact.probe != 0 && self.connect_local(handler, peer, attempt, now) {
+        if self.settings.shared_memory && link.contact.landmark != 0 && self.connect_local(handler, peer, attempt, now)
+        {
             return;
         }
         for stream in 0..u32::from(streams) {
@@ -822,15 +832,12 @@ impl Driver {
         Connector::new(hello, secret)
     }
 
-    /// Whether we may read the memory of the process at the other end of a local socket: its key must lie where its
-    /// contact says.
+    /// Whether we may read the memory of the process at the other end of a local socket: its landmark must lie where
+    /// its contact says.
     fn can_read(&self, fd: &OwnedFd, contact: &Contact) -> bool {
         let Some(pid) = process_at(fd) else { return false };
-        let mut found = NodeKey::default();
-        // SAFETY: `found` has the length of a key.
-        let read = unsafe { read_process(pid, contact.probe, found.as_mut_ptr(), found.len()) };
-        match read {
-            Ok(()) => found == contact.node,
+        match Landmark::is_of(pid, contact.landmark, &contact.node) {
+            Ok(same) => same,
             Err(error) => {
                 log::info!(
                     "penstock: cannot read the memory of {} ({error}): bytes go through the socket instead",
@@ -1064,7 +1071,7 @@ impl Driver {
     fn can_read_back(&self, socket: &Socket, peer: PeerId) -> bool {
         let Ok(fd) = socket.fd.as_fd().try_clone_to_owned() else { return false };
         let contact = &self.links[peer as usize].contact;
-        contact.probe != 0 && self.can_read(&fd, contact)
+        contact.landmark != 0 && self.can_read(&fd, contact)
     }
 
     /// A socket is gone.

@@ -230,22 +230,25 @@ impl Header {
 pub struct Reference {
     /// Address in the sender's address space.
     pub address: u64,
+    /// The sender's epoch: while that lasts, the bytes are those of the message.
+    pub epoch: u64,
 }
 
 impl Reference {
     /// Bytes of an encoded reference.
-    pub const BYTES: usize = 8;
+    pub const BYTES: usize = 16;
 
     /// The payload of a `Reference` frame.
     #[must_use]
     pub fn encode(self) -> [u8; Reference::BYTES] {
-        self.address.to_le_bytes()
+        (u128::from(self.address) | u128::from(self.epoch) << 64).to_le_bytes()
     }
 
     /// Reads the payload of a `Reference` frame.
     #[must_use]
     pub fn decode(bytes: [u8; Reference::BYTES]) -> Reference {
-        Reference { address: u64::from_le_bytes(bytes) }
+        let both = u128::from_le_bytes(bytes);
+        Reference { address: both as u64, epoch: (both >> 64) as u64 }
     }
 }
 

@@ -88,6 +88,8 @@ pub enum Body {
     Memory {
         /// Where they are, for a peer that can read our memory.
         address: u64,
+        /// When this changes, such a peer may have read something else.
+        epoch: u64,
         /// How many.
         len: u64,
     },
@@ -352,7 +354,7 @@ impl Peer {
         };
         let span = u64::from(key.message)..u64::from(key.message) + 1;
         if self.config.references
-            && let Body::Memory { address, .. } = message.body
+            && let Body::Memory { address, epoch, .. } = message.body
         {
             message.way = Way::Reference;
             let mut header = Header::new(Kind::Reference, key);
@@ -360,7 +362,7 @@ impl Peer {
             header.total = total;
             header.priority = priority;
             header.length = Reference::BYTES as u32;
-            self.control(header, Some(&Reference { address }.encode()));
+            self.control(header, Some(&Reference { address, epoch }.encode()));
         } else if let Some(op) = self.ops.get_mut(&OpKey::of(&key)).filter(|op| op.granted.covers(&span)) {
             self.remembered -= op.remembered();
             op.granted.remove(span);

@@ -47,7 +47,7 @@ fn idle_polls_do_not_allocate() {
     (0..8).for_each(|stream| peer.stream_up(stream, Time(0)));
     let key = |message| MessageKey { group: GroupId(1), channel: 0, op: OpSeq(0), message };
     for message in 0..4000 {
-        let body = Body::Memory { address: 0, len: 1000 };
+        let body = Body::Memory { address: 0, epoch: 0, len: 1000 };
         peer.send(Outgoing { key: key(message), priority: Priority(0), fingerprint: 0, body });
     }
     let grant = Header { offset: 2000, ..Header::new(Kind::Grant, key(0)) };

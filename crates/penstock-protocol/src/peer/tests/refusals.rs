@@ -115,7 +115,7 @@ fn grants_reach_the_last_number() {
     peer.grant(key(u32::MAX), u32::MAX, 0);
     let head = Header { key: key(u32::MAX), ..data(0, 1000, 1000) };
     assert_eq!(header(&mut peer, &head, OpStatus::Active), Ok(Arrival::Take));
-    let body = Body::Memory { address: 0, len: 10 };
+    let body = Body::Memory { address: 0, epoch: 0, len: 10 };
     peer.send(Outgoing { key: key(u32::MAX), priority: Priority(0), fingerprint: 0, body });
     let grant = Header { offset: u64::MAX, ..Header::new(Kind::Grant, key(u32::MAX)) };
     whole(&mut peer, &grant, OpStatus::Active).expect("a grant");
@@ -234,7 +234,7 @@ fn references_are_checked() {
     out_of_turn(whole(&mut peer, &late, OpStatus::Active), "is here");
 
     let mut peer = ready();
-    let body = Body::Memory { address: 0, len: 100 };
+    let body = Body::Memory { address: 0, epoch: 0, len: 100 };
     peer.send(Outgoing { key: key(3), priority: Priority(0), fingerprint: 0, body });
     let done = |message, serial| Header { serial, ..Header::new(Kind::Done, key(message)) };
     out_of_turn(whole(&mut peer, &done(3, 0), OpStatus::Active), "not given by reference");
@@ -405,7 +405,7 @@ proptest! {
                     if peer.by_key.contains_key(&key) {
                         continue;
                     }
-                    let body = if copied { Body::Owned(vec![1; len as usize].into()) } else { Body::Memory { address: 1, len } };
+                    let body = if copied { Body::Owned(vec![1; len as usize].into()) } else { Body::Memory { address: 1, epoch: 0, len } };
                     peer.send(Outgoing { key, priority: Priority(priority), fingerprint: 0, body });
                 }
                 Call::Grant(key, count) => peer.grant(key, count, 0),

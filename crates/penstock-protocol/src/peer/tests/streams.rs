@@ -18,7 +18,7 @@ fn pair(config: &PeerConfig, streams: u32) -> [Peer; 2] {
 }
 
 fn memory(peer: &mut Peer, message: u32, len: u64) {
-    let body = Body::Memory { address: 0x1000, len };
+    let body = Body::Memory { address: 0x1000, epoch: 0, len };
     peer.send(Outgoing { key: key(message), priority: Priority(0), fingerprint: 5, body });
 }
 
@@ -204,7 +204,7 @@ fn references_are_read_once() {
     let reference = a.poll_frame(0, NOW).expect("a reference");
     assert_eq!((reference.header.kind, reference.header.total), (Kind::Reference, 1 << 30));
     let Payload::Owned(bytes, range) = &reference.payload else { panic!("{reference:?}") };
-    assert_eq!(Reference::decode(bytes[range.clone()].try_into().expect("8 bytes")).address, 0x1000);
+    assert_eq!(Reference::decode(bytes[range.clone()].try_into().expect("its length")).address, 0x1000);
     assert!(a.poll_frame(0, NOW).is_none());
     assert!(take(&mut b, 0, &reference, OpStatus::Active).1.apply);
     // The stream is lost on both sides, with the ack.
@@ -236,7 +236,7 @@ fn a_failed_group_leaves_nothing_behind() {
     let config = PeerConfig { eager_credit_bytes: 10_000, ..PeerConfig::default() };
     let [mut a, mut b] = pair(&config, 2);
     let other = MessageKey { group: GroupId(8), ..key(0) };
-    let bystander = Body::Memory { address: 0, len: 100_000 };
+    let bystander = Body::Memory { address: 0, epoch: 0, len: 100_000 };
     a.send(Outgoing { key: other, priority: Priority(0), fingerprint: 0, body: bystander });
     b.grant(other, 1, 0);
     memory(&mut a, 1, 100_000);
@@ -295,7 +295,7 @@ fn a_failed_group_leaves_nothing_behind() {
 fn a_group_is_quiet_when_all_of_it_was_taken() {
     let config = PeerConfig { eager_credit_bytes: 0, ..PeerConfig::default() };
     let [mut a, mut b] = pair(&config, 1);
-    let body = Body::Memory { address: 0, len: 10 };
+    let body = Body::Memory { address: 0, epoch: 0, len: 10 };
     a.send(Outgoing { key: MessageKey { group: GroupId(9), ..key(0) }, priority: Priority(0), fingerprint: 0, body });
     assert!(a.is_group_quiet(GroupId(7)) && !a.is_group_quiet(GroupId(9)));
     copied(&mut a, 4, 100);
@@ -321,7 +321,7 @@ fn opposite_operations_share_a_key() {
     let [mut a, mut b] = pair(&PeerConfig::default(), 1);
     let shared = MessageKey { channel: 6, ..key(0) };
     let send = |peer: &mut Peer, len| {
-        let body = Body::Memory { address: 0, len };
+        let body = Body::Memory { address: 0, epoch: 0, len };
         peer.send(Outgoing { key: shared, priority: Priority(0), fingerprint: 0, body });
     };
     // `b` is ready for what `a` will send, and sends itself.
@@ -428,7 +428,7 @@ fn many_messages_at_once() {
     let other = |message| MessageKey { group: GroupId(6), ..key(message) };
     for message in 0..MANY {
         memory(&mut a, message, 100);
-        let body = Body::Memory { address: 0, len: 100 };
+        let body = Body::Memory { address: 0, epoch: 0, len: 100 };
         a.send(Outgoing { key: other(message), priority: Priority(1), fingerprint: 0, body });
     }
     for message in 0..MANY {
