@@ -142,10 +142,10 @@ KNOBS = (
     ),
     Knob(
         "PENSTOCK_STREAMS",
-        "8",
+        "16",
         _streams,
-        "TCP streams to each peer. More of them add up where the network caps a flow, and cost memory (up to 256 KiB "
-        "each) and processor time. Measured: docs/benchmarks/.",
+        "TCP streams to each peer. More of them add up where the network caps a flow and find more of its paths; each "
+        "takes up to 272 KiB of memory. Measured: docs/benchmarks/.",
     ),
     Knob(
         "PENSTOCK_SHM",

@@ -1287,8 +1287,9 @@ const FEATURES: u32 = 0;
 /// The sender can read the receiver's memory: a property of the pair, found at the hand-shake.
 const FEATURE_READS_MEMORY: u32 = 1;
 
-/// Bytes read from one stream before the others have their turn.
-const READ_BUDGET: usize = 1024 * 1024;
+/// Bytes read from one stream before the others have their turn: few, so that what has arrived on all of them is still in
+/// the cache.
+const READ_BUDGET: usize = 256 * 1024;
 /// Hand-shakes that strangers can keep open.
 const MAX_PENDING_HANDSHAKES: usize = 256;
 const HANDSHAKE_WITHIN: u64 = 5 * SECOND;

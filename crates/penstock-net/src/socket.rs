@@ -272,7 +272,7 @@ impl Reader {
         let room = target.len();
         // A discarded payload longer than the junk must not be followed by the buffer.
         let count = if room == left {
-            rustix::io::readv(fd, &mut [IoSliceMut::new(target), IoSliceMut::new(&mut self.buffer)])?
+            rustix::io::readv(fd, &mut [IoSliceMut::new(target), IoSliceMut::new(&mut self.buffer[..TAIL_BYTES])])?
         } else {
             rustix::io::read(fd, target)?
         };
@@ -375,8 +375,10 @@ impl Reader {
 
 /// Frames written by one system call: bounded by the kernel's IOV_MAX (1024) and by what is worth gathering.
 const BATCH_FRAMES: usize = 16;
-/// Payload bytes gathered for one system call.
-const BATCH_BYTES: usize = 128 * 1024;
-/// Big enough for a hundred acks or several small messages a read; what it takes of a large payload is copied once more.
+/// Payload bytes gathered for one system call: fewer cost over loopback, more delay what is urgent.
+const BATCH_BYTES: usize = 512 * 1024;
+/// Big enough for a hundred acks or several small messages a read.
 const BUFFER_BYTES: usize = 16 * 1024;
+/// How much of it is offered behind a large payload: what it takes of the next one is copied once more.
+const TAIL_BYTES: usize = 4 * 1024;
 static ZEROS: [u8; MAX_FRAME_BYTES as usize] = [0; MAX_FRAME_BYTES as usize];
