@@ -376,7 +376,7 @@ impl Reader {
 /// Frames written by one system call: bounded by the kernel's IOV_MAX (1024) and by what is worth gathering.
 const BATCH_FRAMES: usize = 16;
 /// Payload bytes gathered for one system call: fewer cost over loopback, more delay what is urgent.
-const BATCH_BYTES: usize = 512 * 1024;
+const BATCH_BYTES: usize = 256 * 1024;
 /// Big enough for a hundred acks or several small messages a read.
 const BUFFER_BYTES: usize = 16 * 1024;
 /// How much of it is offered behind a large payload: what it takes of the next one is copied once more.
