@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock._core import __version__ as __version__
+    from penstock.torch import empty as empty
     from penstock.torch import stats as stats
 
-__all__ = ["__version__", "stats"]
+__all__ = ["__version__", "empty", "stats"]
 
 
 def __getattr__(name: str) -> Any:
@@ -82,7 +83,7 @@ def _torch_will_autoload() -> bool:
 
 
 # Where each public name lives.
-_HOME = {"__version__": "penstock._core", "stats": "penstock.torch"}
+_HOME = {"__version__": "penstock._core", "empty": "penstock.torch", "stats": "penstock.torch"}
 
 _registered = False
 

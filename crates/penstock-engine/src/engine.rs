@@ -3,12 +3,14 @@
 use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
 use crate::stats::Stats;
 use crate::ticket::Ticket;
-use penstock_net::memory::Landmark;
+use penstock_net::memory::{Landmark, Region};
 use penstock_net::{Contact, Driver, Listen, Settings, Wake, fds};
 use penstock_plan::Thresholds;
 use penstock_protocol::peer::PeerConfig;
 use penstock_types::{Failure, FailureKind, Generation, GroupId};
 use std::net::IpAddr;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -46,6 +48,7 @@ pub struct Engine {
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Peers may look at it for as long as the contact is out.
     _landmark: Arc<Landmark>,
+    next_region: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -102,6 +105,7 @@ impl Engine {
             contact,
             thread: Mutex::new(Some(thread)),
             _landmark: landmark,
+            next_region: AtomicU64::new(1),
         })
     }
 
@@ -118,6 +122,25 @@ impl Engine {
         let group = Group { id: spec.id, handle: self.handle.clone() };
         self.handle.command(Command::Join(spec, ticket.clone()), &ticket);
         (group, ticket)
+    }
+
+    /// Shares memory with the ranks of this host: they read messages from it without the kernel's help. `file` is a memory
+    /// file, sealed against shrinking, of one page ([`penstock_net::memory::PAGE`]) that is the engine's and `len` bytes,
+    /// which the caller has mapped at `address` and keeps so until [`Engine::unshare`]. Returns a number for that.
+    ///
+    /// # Errors
+    /// `Config`: a file that does not fit.
+    pub fn share(&self, file: OwnedFd, address: u64, len: u64) -> Result<u64, Failure> {
+        let region = Region::new(file, address, len)
+            .map_err(|error| Failure::of_call(FailureKind::Config, format!("cannot share memory: {error}.")))?;
+        let number = self.next_region.fetch_add(1, Ordering::Relaxed);
+        self.handle.command(Command::Share(number, region), &Ticket::default());
+        Ok(number)
+    }
+
+    /// Ends what [`Engine::share`] began. No operation may use the memory any more.
+    pub fn unshare(&self, number: u64) {
+        self.handle.command(Command::Unshare(number), &Ticket::default());
     }
 
     /// Counts and rates; blocks for one turn of the engine's loop.

@@ -579,7 +579,8 @@ impl Operation {
         last: bool,
         held: &[(u32, Held)],
     ) -> io::Result<()> {
-        let remotes = held.iter().filter(|(_, held)| matches!(held, Held::Remote(_))).count();
+        let is_elsewhere = |held: &Held| matches!(held, Held::Remote(remote) if remote.pointer().is_none());
+        let remotes = held.iter().filter(|(_, held)| is_elsewhere(held)).count();
         let block = BLOCK_BYTES.checked_div(remotes).map_or(len as usize, |share| share.max(16 * 1024) & !63);
         let mut blocks = std::mem::take(&mut self.blocks);
         if blocks.len() < remotes * block {
@@ -600,6 +601,9 @@ impl Operation {
             for (place, (operand, held)) in places.iter_mut().zip(held) {
                 *place = match held {
                     Held::Bytes(bytes) => (*operand, bytes[offset as usize..].as_ptr()),
+                    Held::Remote(memory) if let Some(pointer) = memory.pointer() => {
+                        (*operand, pointer.wrapping_add(offset as usize))
+                    }
                     Held::Remote(memory) => {
                         let at = blocks[remote * block..].as_mut_ptr();
                         remote += 1;

@@ -3,7 +3,7 @@
 use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
 use crate::stats::{GroupStats, PeerStats, Stats};
 use crate::ticket::Ticket;
-use penstock_net::memory::{Landmark, Remote};
+use penstock_net::memory::{Landmark, Mapping, Region, Remote};
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
 use penstock_plan::{Algorithm, Collective, Planner, Request, Steps, Thresholds, Topology, choose, segment_bytes};
 use penstock_protocol::fingerprint::Fingerprint;
@@ -15,7 +15,8 @@ use penstock_types::{
     DType, Failure, FailureKind, Generation, GroupId, MILLISECOND, OpSeq, Priority, ReduceOp, SECOND, Time,
 };
 use std::any::Any;
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, mpsc};
 
 /// What the callers' threads and the engine's thread share.
@@ -32,6 +33,8 @@ pub(crate) enum Command {
     Release(GroupId, Ticket),
     Leave(GroupId),
     Abort(GroupId, Failure),
+    Share(u64, Region),
+    Unshare(u64),
     Stats(mpsc::Sender<Stats>),
     Stop,
 }
@@ -107,6 +110,8 @@ pub(crate) struct Runtime {
     closed: HashSet<GroupId>,
     /// What the streams' hand-shakes prove. A job outlives the group that brought it: groups share streams.
     jobs: HashMap<GroupId, Job>,
+    /// What the user's memory is shared of, by number.
+    regions: BTreeMap<u64, Region>,
     peers: Vec<PeerInfo>,
     by_node: HashMap<NodeKey, PeerId>,
     /// What came for operations that are not posted yet, or not ready for it.
@@ -128,6 +133,27 @@ struct PeerInfo {
     local: bool,
     pid: u32,
     lost: Option<String>,
+    /// Regions of ours that the peer knows; the descriptors of some have not left yet.
+    offered: HashMap<u64, Option<OwnedFd>>,
+    /// Regions of its own, by its numbers.
+    mappings: HashMap<u64, Arc<Mapping>>,
+    /// What it has passed for frames that have not come yet.
+    descriptors: VecDeque<OwnedFd>,
+}
+
+impl PeerInfo {
+    fn new(contact: Contact) -> PeerInfo {
+        PeerInfo {
+            contact,
+            linked: false,
+            local: false,
+            pid: 0,
+            lost: None,
+            offered: HashMap::new(),
+            mappings: HashMap::new(),
+            descriptors: VecDeque::new(),
+        }
+    }
 }
 
 struct Job {
@@ -213,6 +239,7 @@ impl Runtime {
             groups: HashMap::new(),
             closed: HashSet::new(),
             jobs: HashMap::new(),
+            regions: BTreeMap::new(),
             peers: Vec::new(),
             by_node: HashMap::new(),
             early: HashMap::new(),
@@ -240,8 +267,7 @@ impl Runtime {
                 None => {
                     let peer = peers.add(contact.clone());
                     debug_assert_eq!(peer as usize, self.peers.len());
-                    let info = PeerInfo { contact: contact.clone(), linked: false, local: false, pid: 0, lost: None };
-                    self.peers.push(info);
+                    self.peers.push(PeerInfo::new(contact.clone()));
                     self.by_node.insert(contact.node, peer);
                     peers.connect(peer, spec.id, spec.secret.clone());
                     peer
@@ -543,13 +569,28 @@ impl Runtime {
         let (channel, seq) = op.wire();
         let machine = peers.machine(peer);
         let owned = len as u64 <= machine.eager_limit();
+        let info = &mut self.peers[peer as usize];
+        let shared = (info.local && !owned).then(|| {
+            let place = |(id, region): (&u64, &Region)| Some((*id, region.offset(address as u64, len as u64)?));
+            self.regions.iter().find_map(place)
+        });
+        let (region, place) = shared.flatten().unwrap_or((0, address as u64));
+        if region != 0 && !info.offered.contains_key(&region) {
+            let descriptor = self.regions[&region].descriptor();
+            if let Err(error) = &descriptor {
+                log::warn!("penstock: cannot share memory with {}: {error}", info.contact.describe());
+            }
+            info.offered.insert(region, descriptor.ok());
+            machine.share(region, self.regions[&region].len());
+        }
         let body = if len == 0 {
             Body::Owned(Arc::from([]))
         } else if owned {
             // SAFETY: the plan's slices lie in the operation's buffers.
             Body::Owned(unsafe { std::slice::from_raw_parts(address, len) }.into())
         } else {
-            Body::Memory { address: address as u64, epoch: self.landmark.epoch(), len: len as u64 }
+            let place = Reference { address: place, epoch: self.landmark.epoch(), region };
+            Body::Memory { place, len: len as u64 }
         };
         machine.send(Outgoing {
             key: MessageKey { group: id, channel, op: OpSeq(seq), message },
@@ -613,9 +654,31 @@ impl Runtime {
     /// What a reference frame names.
     fn remote(&self, peer: PeerId, header: &Header, payload: &[u8]) -> Result<Remote, FrameError> {
         let bytes = payload.try_into().map_err(|_| FrameError::Length { kind: header.kind, length: header.length })?;
-        let Reference { address, epoch } = Reference::decode(bytes);
+        let Reference { address, epoch, region } = Reference::decode(bytes);
         let info = &self.peers[peer as usize];
-        Ok(Remote { pid: info.pid, address, landmark: info.contact.landmark, epoch })
+        if region == 0 {
+            return Ok(Remote::Process { pid: info.pid, address, landmark: info.contact.landmark, epoch });
+        }
+        let mapping = info.mappings.get(&region);
+        mapping
+            .and_then(|mapping| Remote::mapped(mapping, address, header.total, epoch))
+            .ok_or(FrameError::OutOfTurn("a reference to shared memory that is not there"))
+    }
+
+    /// A peer shares memory with us.
+    fn offered(&mut self, peer: PeerId, region: u64, len: u64) -> Result<(), FrameError> {
+        let info = &mut self.peers[peer as usize];
+        let descriptor =
+            info.descriptors.pop_front().ok_or(FrameError::OutOfTurn("an offer of memory without a descriptor"))?;
+        if region == 0 || info.mappings.len() >= MAX_MAPPINGS {
+            return Err(FrameError::OutOfTurn("more shared memory than can be mapped"));
+        }
+        let mapping = Mapping::new(&descriptor, len).map_err(|error| {
+            log::warn!("penstock: cannot map memory that {} shares: {error}", info.contact.describe());
+            FrameError::OutOfTurn("shared memory that cannot be mapped")
+        })?;
+        info.mappings.insert(region, Arc::new(mapping));
+        Ok(())
     }
 
     fn operation(&mut self, id: GroupId, op: OpId) -> &mut Operation {
@@ -683,6 +746,9 @@ impl Runtime {
         // Peers that read our memory at this moment will find that they cannot trust what they got.
         peers.drop_group(id);
         self.landmark.turn();
+        for region in self.regions.values() {
+            region.set_epoch(self.landmark.epoch());
+        }
         let tickets: Vec<_> = (group.ops.drain().map(|(op, active)| (op, active.fingerprint, active.ticket)))
             .chain(group.held.drain().map(|(op, waiting)| (op, waiting.call.fingerprint, waiting.ticket)))
             .collect();
@@ -817,6 +883,19 @@ impl Handler for Runtime {
         Ok(active.operation.place(from, header.key.message, header.offset, len, header.total))
     }
 
+    fn descriptor(&mut self, peer: PeerId, region: u64) -> Option<OwnedFd> {
+        self.peers[peer as usize].offered.get_mut(&region)?.take()
+    }
+
+    fn passed(&mut self, peer: PeerId, descriptor: OwnedFd) -> Result<(), FrameError> {
+        let waiting = &mut self.peers[peer as usize].descriptors;
+        if waiting.len() >= MAX_DESCRIPTORS {
+            return Err(FrameError::OutOfTurn("descriptors that no frame explains"));
+        }
+        waiting.push_back(descriptor);
+        Ok(())
+    }
+
     fn source(&self, peer: PeerId, key: &MessageKey, offset: u64, len: usize) -> Option<*const u8> {
         let (to, op) = self.outgoing_op(peer, key)?;
         self.active(key.group, op)?.operation.source(to, key.message, offset, len)
@@ -832,6 +911,11 @@ impl Handler for Runtime {
     ) -> Result<(), FrameError> {
         let key = header.key;
         let id = key.group;
+        match header.kind {
+            Kind::Share => return self.offered(peer, header.offset, header.total),
+            Kind::Unshare => drop(self.peers[peer as usize].mappings.remove(&header.offset)),
+            _ => {}
+        }
         if !matches!(header.kind, Kind::Data | Kind::Reference | Kind::Announce) {
             return Ok(());
         }
@@ -1037,6 +1121,19 @@ impl Handler for Runtime {
                     self.claims.retain(|(group, ..), _| *group != id);
                 }
                 Command::Abort(id, failure) => self.fail_group(peers, id, failure, true),
+                Command::Share(number, region) => {
+                    region.set_epoch(self.landmark.epoch());
+                    self.regions.insert(number, region);
+                }
+                Command::Unshare(number) => {
+                    self.regions.remove(&number);
+                    for peer in 0..self.peers.len() {
+                        let info = &mut self.peers[peer];
+                        if info.offered.remove(&number).is_some() && info.lost.is_none() {
+                            peers.machine(peer as PeerId).unshare(number);
+                        }
+                    }
+                }
                 Command::Stats(reply) => drop(reply.send(self.stats(peers))),
                 Command::Stop => self.stopping = true,
             }
@@ -1200,6 +1297,10 @@ fn premultiply(call: &Call, request: &Request, input: &mut *const u8, output: &m
     }
 }
 
+/// Descriptors that a peer may pass ahead of the frames that they belong to: one system call brings a few.
+const MAX_DESCRIPTORS: usize = 64;
+/// Regions of a peer's that are mapped at a time: well below the kernel's own limit on mappings (65530).
+const MAX_MAPPINGS: usize = 4096;
 /// The message that a probe names when it does not doubt one.
 const PROBE: u32 = u32::MAX;
 /// An operation without progress asks the ranks it waits for after this long.

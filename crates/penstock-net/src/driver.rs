@@ -34,6 +34,13 @@ pub trait Handler {
     fn place(&mut self, peer: PeerId, header: &Header) -> Result<Option<*mut u8>, FrameError>;
     /// `len` bytes at `offset` of an outgoing message, or `None` when its operation is over.
     fn source(&self, peer: PeerId, key: &MessageKey, offset: u64, len: usize) -> Option<*const u8>;
+    /// The descriptor that goes along with the offer of shared memory, once.
+    fn descriptor(&mut self, peer: PeerId, region: u64) -> Option<OwnedFd>;
+    /// The peer passes a descriptor; the frame that says what it is for has not been handled yet.
+    ///
+    /// # Errors
+    /// More of them than frames can ask for.
+    fn passed(&mut self, peer: PeerId, descriptor: OwnedFd) -> Result<(), FrameError>;
     /// A whole, checked, new frame. `placed`: its payload already lies where [`Handler::place`] said.
     ///
     /// # Errors
@@ -94,7 +101,7 @@ pub struct Settings {
     pub streams: u16,
     /// Take the way through memory to peers on this host.
     pub shared_memory: bool,
-    /// How peers behave; `references` is set from what the hand-shake finds.
+    /// How peers behave; `references` and `descriptors` are set from what the hand-shake finds.
     pub peer: PeerConfig,
     /// Bytes of `SO_SNDBUF` and `SO_RCVBUF`; 0 leaves them to the kernel.
     pub socket_buffer_bytes: u32,
@@ -468,7 +475,7 @@ impl Driver {
     fn read<H: Handler>(&mut self, handler: &mut H, token: u64, socket: &mut Socket, now: Time) -> Result<(), String> {
         let peer = socket.peer.expect("up");
         let mut budget = READ_BUDGET;
-        let mut revoked = Vec::new();
+        let (mut revoked, mut descriptors) = (Vec::new(), Vec::new());
         loop {
             // The buffer may hold frames from the hand-shake or the last round.
             loop {
@@ -494,7 +501,11 @@ impl Driver {
                 self.again.push(token);
                 return Ok(());
             }
-            match socket.reader.fill(&socket.fd, &mut self.junk) {
+            let filled = socket.reader.fill(&socket.fd, socket.local, &mut self.junk, &mut descriptors);
+            for descriptor in descriptors.drain(..) {
+                handler.passed(peer, descriptor).map_err(|error| format!("it sent {error}"))?;
+            }
+            match filled {
                 Ok(0) => return Err("it closed the connection".into()),
                 Ok(count) => budget = budget.saturating_sub(count),
                 Err(rustix::io::Errno::INTR) => {}
@@ -1055,6 +1066,7 @@ impl Driver {
             link.was_up = true;
             let mut config = self.settings.peer.clone();
             config.references = socket.local && features & FEATURE_READS_MEMORY != 0;
+            config.descriptors = socket.local;
             self.peers.machines[peer as usize] = Peer::new(config, now);
         }
         self.peers.machine(peer).stream_up(socket.stream, now);

@@ -1,8 +1,13 @@
-//! Reading the memory of another process on the same host.
+//! Memory of other processes on the same host: read through the kernel, or mapped.
 
+use crate::fds::Fd;
 use penstock_protocol::handshake::NodeKey;
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::SealFlags;
+use rustix::mm::{MapFlags, ProtFlags};
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// What a process shows to those that can read its memory: who it is, and whether what it gave by reference still holds.
 ///
@@ -37,7 +42,7 @@ impl Landmark {
     /// Casts doubt on all references given so far. Only one thread may call it.
     pub fn turn(&self) {
         self.epoch.store(self.epoch() + 1, Ordering::SeqCst);
-        std::sync::atomic::fence(Ordering::SeqCst);
+        fence(Ordering::SeqCst);
     }
 
     /// Whether process `pid` lets us read its memory and is the one that `node` names.
@@ -52,31 +57,189 @@ impl Landmark {
     }
 }
 
-/// Bytes in the memory of another process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Remote {
-    /// The process, as our PID namespace numbers it.
-    pub pid: u32,
-    /// Where they are.
-    pub address: u64,
-    /// Where its [`Landmark`] is.
-    pub landmark: u64,
-    /// The epoch that it gave them in.
-    pub epoch: u64,
+/// Memory that this process shares: a sealed memory file whose first page belongs to the engine, and the user's bytes
+/// behind it.
+#[derive(Debug)]
+pub struct Region {
+    file: Fd,
+    /// Where the user has its bytes.
+    address: u64,
+    len: u64,
+    header: Mapped,
+}
+
+impl Region {
+    /// Takes a memory file of one page and `len` bytes; the user has those mapped at `address`.
+    ///
+    /// # Errors
+    /// A file that is shorter, or that could become so, or that cannot be mapped.
+    pub fn new(file: OwnedFd, address: u64, len: u64) -> io::Result<Region> {
+        check_file(&file, len)?;
+        let header = Mapped::new(&file, PAGE, ProtFlags::READ | ProtFlags::WRITE)?;
+        Ok(Region { file: Fd::new(file), address, len, header })
+    }
+
+    /// Bytes that references may name.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The offset of an address of this process, if the region holds `len` bytes from there on.
+    #[must_use]
+    pub fn offset(&self, address: u64, len: u64) -> Option<u64> {
+        let offset = address.checked_sub(self.address)?;
+        (offset.checked_add(len)? <= self.len()).then_some(offset)
+    }
+
+    /// For peers: what [`Mapping::new`] takes.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn descriptor(&self) -> io::Result<OwnedFd> {
+        self.file.as_fd().try_clone_to_owned()
+    }
+
+    /// Says which epoch it is, see [`Landmark`].
+    pub fn set_epoch(&self, epoch: u64) {
+        self.header.epoch().store(epoch, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+    }
+}
+
+/// A peer's [`Region`], to read.
+#[derive(Debug)]
+pub struct Mapping {
+    len: u64,
+    whole: Mapped,
+}
+
+impl Mapping {
+    /// Maps what a peer has passed, which it says to hold `len` bytes for us.
+    ///
+    /// # Errors
+    /// A file that is shorter, or that could become so (touching what is gone would kill us), or that cannot be mapped.
+    pub fn new(file: &OwnedFd, len: u64) -> io::Result<Mapping> {
+        check_file(file, len)?;
+        let whole = usize::try_from(len).map_err(io::Error::other)? + PAGE;
+        Ok(Mapping { len, whole: Mapped::new(file, whole, ProtFlags::READ)? })
+    }
+}
+
+/// A mapping of a memory file from its start.
+#[derive(Debug)]
+struct Mapped {
+    base: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: an address range that stays mapped until the drop. What lies in it is read and written as other processes'
+// memory is: raw bytes whose owner keeps them still, and an atomic counter.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    fn new(file: &OwnedFd, bytes: usize, protection: ProtFlags) -> io::Result<Mapped> {
+        // SAFETY: a new mapping where the kernel chooses.
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0)? };
+        Ok(Mapped { base: base.cast(), bytes })
+    }
+
+    fn epoch(&self) -> &AtomicU64 {
+        // SAFETY: the first page is mapped; the counter lies at its start, where page alignment puts it right.
+        unsafe { AtomicU64::from_ptr(self.base.cast()) }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping; whoever reads it holds it.
+        let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes) };
+    }
+}
+
+/// Whether a file holds a page and `len` bytes, for good.
+fn check_file(file: &OwnedFd, len: u64) -> io::Result<()> {
+    let bytes = rustix::fs::fstat(file)?.st_size as u64;
+    if bytes < len.saturating_add(PAGE as u64) {
+        return Err(io::Error::other(format!("shared memory of {bytes} bytes, where {len} and a page are announced")));
+    }
+    if !rustix::fs::fcntl_get_seals(file)?.contains(SealFlags::SHRINK) {
+        return Err(io::Error::other("shared memory that its owner could take back (it is not sealed)"));
+    }
+    Ok(())
+}
+
+/// Bytes that belong to another process.
+#[derive(Clone, Debug)]
+pub enum Remote {
+    /// In its private memory.
+    Process {
+        /// The process, as our PID namespace numbers it.
+        pid: u32,
+        /// Where they are.
+        address: u64,
+        /// Where its [`Landmark`] is.
+        landmark: u64,
+        /// The epoch that it gave them in.
+        epoch: u64,
+    },
+    /// In memory that it shares.
+    Mapped {
+        /// That memory.
+        mapping: Arc<Mapping>,
+        /// Where they start in it.
+        offset: u64,
+        /// The epoch that it gave them in.
+        epoch: u64,
+    },
 }
 
 impl Remote {
-    /// Copies `len` bytes from `offset` on to `dst`: one copy, done by the kernel.
+    /// `len` bytes of shared memory from `offset` on. `None`: they are not there.
+    #[must_use]
+    pub fn mapped(mapping: &Arc<Mapping>, offset: u64, len: u64, epoch: u64) -> Option<Remote> {
+        let fits = offset.checked_add(len)? <= mapping.len;
+        fits.then(|| Remote::Mapped { mapping: mapping.clone(), offset, epoch })
+    }
+
+    /// Where the bytes are, if this process can look at them.
+    #[must_use]
+    pub fn pointer(&self) -> Option<*const u8> {
+        match self {
+            Remote::Process { .. } => None,
+            Remote::Mapped { mapping, offset, .. } => {
+                Some(mapping.whole.base.wrapping_add(PAGE + *offset as usize).cast_const())
+            }
+        }
+    }
+
+    /// Copies `len` bytes from `offset` on to `dst`: one copy, by the kernel where memory is not shared.
     ///
     /// # Errors
     /// The system's error: `EPERM` when the kernel does not let us (Yama, another user, a container without
     /// `CAP_SYS_PTRACE`), `ESRCH` when the process is gone, `EFAULT` when the memory is.
     ///
     /// # Safety
-    /// `dst` must be valid for writes of `len` bytes.
+    /// `dst` must be valid for writes of `len` bytes, and so many must be there from `offset` on.
     pub unsafe fn read(&self, offset: u64, dst: *mut u8, len: usize) -> io::Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { read_process(self.pid, self.address + offset, dst, len) }
+        match (self, self.pointer()) {
+            (_, Some(bytes)) => {
+                // SAFETY: the caller's promise; `mapped` has checked the range.
+                unsafe { std::ptr::copy_nonoverlapping(bytes.wrapping_add(offset as usize), dst, len) };
+                Ok(())
+            }
+            // SAFETY: the caller's promise.
+            (Remote::Process { pid, address, .. }, None) => unsafe { read_process(*pid, address + offset, dst, len) },
+            (Remote::Mapped { .. }, None) => unreachable!("a mapping has a pointer"),
+        }
     }
 
     /// Whether everything that was read before this call is what the owner meant. If not, only it can tell.
@@ -84,13 +247,24 @@ impl Remote {
     /// # Errors
     /// As [`Remote::read`].
     pub fn is_certain(&self) -> io::Result<bool> {
-        let mut epoch = [0; 8];
-        let at = self.landmark + std::mem::offset_of!(Landmark, epoch) as u64;
-        // SAFETY: `epoch` has that length.
-        unsafe { read_process(self.pid, at, epoch.as_mut_ptr(), epoch.len())? };
-        Ok(u64::from_ne_bytes(epoch) == self.epoch)
+        match self {
+            Remote::Process { pid, landmark, epoch, .. } => {
+                let mut now = [0; 8];
+                let at = landmark + std::mem::offset_of!(Landmark, epoch) as u64;
+                // SAFETY: `now` has that length.
+                unsafe { read_process(*pid, at, now.as_mut_ptr(), now.len())? };
+                Ok(u64::from_ne_bytes(now) == *epoch)
+            }
+            Remote::Mapped { mapping, epoch, .. } => {
+                fence(Ordering::SeqCst);
+                Ok(mapping.whole.epoch().load(Ordering::SeqCst) == *epoch)
+            }
+        }
     }
 }
+
+/// What of a region's file comes before the user's bytes: whole, so that those start at a page.
+pub const PAGE: usize = 4096;
 
 /// `process_vm_readv`, all of it.
 ///
@@ -121,12 +295,16 @@ unsafe fn read_process(pid: u32, address: u64, dst: *mut u8, len: usize) -> io::
 mod tests {
     use super::*;
 
+    fn process(address: u64, landmark: u64, epoch: u64) -> Remote {
+        Remote::Process { pid: std::process::id(), address, landmark, epoch }
+    }
+
     /// A process can read itself, and an address that nobody owns is an error, not a crash.
     #[test]
     fn reads_what_is_there() {
         let theirs = [1u8, 2, 3, 4, 5];
         let mut ours = [0u8; 4];
-        let remote = Remote { pid: std::process::id(), address: theirs.as_ptr() as u64, landmark: 8, epoch: 0 };
+        let remote = process(theirs.as_ptr() as u64, 8, 0);
         // SAFETY: `ours` is 4 bytes.
         unsafe { remote.read(1, ours.as_mut_ptr(), 4) }.expect("own memory");
         assert_eq!(ours, theirs[1..]);
@@ -141,11 +319,57 @@ mod tests {
         let pid = std::process::id();
         assert!(Landmark::is_of(pid, landmark.address(), &[7; 16]).expect("own memory"));
         assert!(!Landmark::is_of(pid, landmark.address(), &[8; 16]).expect("own memory"));
-        let given = |epoch| Remote { pid, address: 8, landmark: landmark.address(), epoch };
-        let before = given(landmark.epoch());
+        let before = process(8, landmark.address(), landmark.epoch());
         assert!(before.is_certain().expect("own memory"));
         landmark.turn();
         assert!(!before.is_certain().expect("own memory"));
-        assert!(given(landmark.epoch()).is_certain().expect("own memory"));
+        assert!(process(8, landmark.address(), landmark.epoch()).is_certain().expect("own memory"));
+    }
+
+    fn memory_file(bytes: u64, seals: SealFlags) -> OwnedFd {
+        let flags = rustix::fs::MemfdFlags::ALLOW_SEALING | rustix::fs::MemfdFlags::CLOEXEC;
+        let file = rustix::fs::memfd_create("test", flags).expect("a memory file");
+        rustix::fs::ftruncate(&file, bytes).expect("its length");
+        rustix::fs::fcntl_add_seals(&file, seals).expect("its seals");
+        file
+    }
+
+    /// What the owner writes is what a peer's mapping shows; beyond its end nothing can be named; an epoch that has
+    /// turned shows too.
+    #[test]
+    fn shared_memory_shows_what_its_owner_writes() {
+        let file = memory_file(3 * PAGE as u64, SealFlags::SHRINK | SealFlags::GROW);
+        let user = Mapped::new(&file, 3 * PAGE, ProtFlags::READ | ProtFlags::WRITE).expect("the user's own");
+        let address = user.base as u64 + PAGE as u64;
+        let region = Region::new(file, address, 2 * PAGE as u64).expect("a region");
+        assert_eq!(region.offset(address + 5, 10), Some(5));
+        assert_eq!(region.offset(address - 1, 1), None);
+        assert_eq!(region.offset(address + 1, 2 * PAGE as u64), None);
+        region.set_epoch(4);
+        // SAFETY: inside the user's mapping.
+        unsafe { user.base.add(PAGE + 5).write(77) };
+
+        let mapping = Arc::new(Mapping::new(&region.descriptor().expect("one"), region.len()).expect("a mapping"));
+        assert!(Remote::mapped(&mapping, 2 * PAGE as u64 - 1, 2, 4).is_none());
+        assert!(Remote::mapped(&mapping, u64::MAX, 2, 4).is_none());
+        let remote = Remote::mapped(&mapping, 4, 8, 4).expect("inside");
+        let mut ours = [0; 8];
+        // SAFETY: `ours` is 8 bytes.
+        unsafe { remote.read(0, ours.as_mut_ptr(), 8) }.expect("mapped");
+        assert_eq!(ours, [0, 77, 0, 0, 0, 0, 0, 0]);
+        assert!(remote.is_certain().expect("mapped"));
+        region.set_epoch(5);
+        assert!(!remote.is_certain().expect("mapped"));
+    }
+
+    /// A file that is too short, or could become so, would kill whoever touches what is missing.
+    #[test]
+    fn memory_that_could_vanish_is_refused() {
+        let error = Mapping::new(&memory_file(PAGE as u64 + 99, SealFlags::SHRINK), 100).expect_err("short");
+        assert!(error.to_string().contains("announced"), "{error}");
+        let error = Mapping::new(&memory_file(2 * PAGE as u64, SealFlags::GROW), 100).expect_err("not sealed");
+        assert!(error.to_string().contains("sealed"), "{error}");
+        let (reader, _writer) = rustix::pipe::pipe().expect("a pipe");
+        assert!(Mapping::new(&reader, 0).is_err());
     }
 }

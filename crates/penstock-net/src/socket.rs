@@ -7,10 +7,14 @@ use penstock_protocol::handshake::{Acceptor, Connector};
 use penstock_protocol::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
 use penstock_protocol::{FrameError, Header, Kind, MessageKey};
 use penstock_types::Time;
-use rustix::fd::AsFd;
+use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
 
 /// A connection at any stage of its life.
 pub(crate) struct Socket {
@@ -51,6 +55,8 @@ struct Writing {
     length: usize,
     /// Of header and payload.
     written: usize,
+    /// Goes along with it, or before.
+    descriptor: Option<OwnedFd>,
 }
 
 /// What reading or writing came to.
@@ -106,14 +112,23 @@ impl Socket {
 
     /// Pulls frames from the peer and writes one batch. `More` when all of it was taken, `Blocked` when the kernel is
     /// full, `None` when there is nothing to write.
-    pub(crate) fn write_batch<H: Handler>(&mut self, peers: &mut Peers, handler: &H, now: Time) -> Option<Progress> {
+    pub(crate) fn write_batch<H: Handler>(
+        &mut self,
+        peers: &mut Peers,
+        handler: &mut H,
+        now: Time,
+    ) -> Option<Progress> {
         let peer = self.peer.expect("streams that are up have a peer");
         if self.writing.is_empty() {
             let mut bytes = 0;
             while self.writing.len() < BATCH_FRAMES && bytes < BATCH_BYTES {
                 let Some(frame) = peers.machine(peer).poll_frame(self.stream, now) else { break };
                 bytes += frame.header.length as usize;
+                let shares = frame.header.kind == Kind::Share;
                 self.writing.push_back(Writing::new(frame, peer, handler));
+                if shares {
+                    break;
+                }
             }
             if self.writing.is_empty() {
                 return None;
@@ -123,9 +138,15 @@ impl Socket {
         for frame in &self.writing {
             frame.slices(peer, handler, &mut slices);
         }
-        match rustix::io::writev(&self.fd, &slices) {
+        let descriptor = self.writing.back().and_then(|frame| frame.descriptor.as_ref());
+        match write(&self.fd, &slices, descriptor) {
             Ok(mut count) => {
                 drop(slices);
+                if count > 0
+                    && let Some(frame) = self.writing.back_mut()
+                {
+                    frame.descriptor = None;
+                }
                 while let Some(frame) = self.writing.front_mut() {
                     let left = Header::BYTES + frame.length - frame.written;
                     if count < left {
@@ -144,8 +165,42 @@ impl Socket {
     }
 }
 
+/// Writes what the kernel takes; a descriptor goes along with the first byte.
+fn write(fd: impl AsFd, slices: &[IoSlice<'_>], descriptor: Option<&OwnedFd>) -> Result<usize, Errno> {
+    let Some(descriptor) = descriptor else { return rustix::io::writev(fd, slices) };
+    let descriptors = [descriptor.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let fits = ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+    debug_assert!(fits, "the space is for one");
+    rustix::net::sendmsg(fd, slices, &mut ancillary, SendFlags::NOSIGNAL)
+}
+
+/// Reads what there is, from a local socket with the descriptors that come along.
+fn read(
+    fd: impl AsFd,
+    slices: &mut [IoSliceMut<'_>],
+    local: bool,
+    descriptors: &mut Vec<OwnedFd>,
+) -> Result<usize, Errno> {
+    if !local {
+        return rustix::io::readv(fd, slices);
+    }
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let received = rustix::net::recvmsg(fd, slices, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            descriptors.extend(rights);
+        }
+    }
+    Ok(received.bytes)
+}
+
 impl Writing {
-    fn new<H: Handler>(frame: Outbound, peer: PeerId, handler: &H) -> Writing {
+    fn new<H: Handler>(frame: Outbound, peer: PeerId, handler: &mut H) -> Writing {
+        let descriptor =
+            (frame.header.kind == Kind::Share).then(|| handler.descriptor(peer, frame.header.offset)).flatten();
         let length = frame.header.length as usize;
         let mut writing = Writing {
             header: [0; Header::BYTES],
@@ -154,6 +209,7 @@ impl Writing {
             payload: frame.payload,
             length,
             written: 0,
+            descriptor,
         };
         let sealed = seal(frame.header, writing.payload(peer, handler));
         writing.header = sealed;
@@ -244,8 +300,14 @@ impl Reader {
         }
     }
 
-    /// One read from the kernel. `Ok(0)` is the end.
-    pub(crate) fn fill(&mut self, fd: impl AsFd, junk: &mut [u8]) -> Result<usize, Errno> {
+    /// One read from the kernel. `Ok(0)` is the end. What a local socket passes along is added to `descriptors`.
+    pub(crate) fn fill(
+        &mut self,
+        fd: impl AsFd,
+        local: bool,
+        junk: &mut [u8],
+        descriptors: &mut Vec<OwnedFd>,
+    ) -> Result<usize, Errno> {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
         } else if self.start > 0 {
@@ -253,7 +315,8 @@ impl Reader {
             (self.start, self.end) = (0, self.end - self.start);
         }
         let Some(frame) = &mut self.frame else {
-            let count = rustix::io::read(fd, &mut self.buffer[self.end..])?;
+            let room = &mut [IoSliceMut::new(&mut self.buffer[self.end..])];
+            let count = read(fd, room, local, descriptors)?;
             self.end += count;
             return Ok(count);
         };
@@ -272,9 +335,10 @@ impl Reader {
         let room = target.len();
         // A discarded payload longer than the junk must not be followed by the buffer.
         let count = if room == left {
-            rustix::io::readv(fd, &mut [IoSliceMut::new(target), IoSliceMut::new(&mut self.buffer[..TAIL_BYTES])])?
+            let tail = &mut self.buffer[..TAIL_BYTES];
+            read(fd, &mut [IoSliceMut::new(target), IoSliceMut::new(tail)], local, descriptors)?
         } else {
-            rustix::io::read(fd, target)?
+            read(fd, &mut [IoSliceMut::new(target)], local, descriptors)?
         };
         frame.got += count.min(room);
         self.end = count.saturating_sub(room);

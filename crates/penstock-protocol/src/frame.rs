@@ -39,7 +39,7 @@ pub struct MessageKey {
 pub enum Kind {
     /// Bytes `offset..offset + length` of a message of `total` bytes.
     Data = 0,
-    /// A message of `total` bytes that lies in the sender's memory; the payload says where ([`Reference`]).
+    /// A message of `total` bytes that lies in memory of the sender's; the payload says where ([`Reference`]).
     Reference = 1,
     /// The receiver has read the message that a `Reference` named.
     Done = 2,
@@ -61,14 +61,33 @@ pub enum Kind {
     Report = 10,
     /// The sender leaves in good order: all its messages have been taken.
     Bye = 11,
+    /// The sender has memory of `total` bytes for us to map, under the number in `offset`; a descriptor of it comes with
+    /// the frame.
+    Share = 12,
+    /// References to the memory of the number in `offset` will not come any more.
+    Unshare = 13,
 }
 
 impl Kind {
     fn from_byte(byte: u8) -> Option<Kind> {
         use Kind::*;
-        [Data, Reference, Done, Grant, Announce, Ack, Heartbeat, HeartbeatReply, Probe, ProbeReply, Report, Bye]
-            .into_iter()
-            .find(|kind| *kind as u8 == byte)
+        const ALL: [Kind; 14] = [
+            Data,
+            Reference,
+            Done,
+            Grant,
+            Announce,
+            Ack,
+            Heartbeat,
+            HeartbeatReply,
+            Probe,
+            ProbeReply,
+            Report,
+            Bye,
+            Share,
+            Unshare,
+        ];
+        ALL.into_iter().find(|kind| *kind as u8 == byte)
     }
 
     /// Whether the receiver counts it in `ack`, so that the sender repeats it if the stream is lost first.
@@ -228,27 +247,33 @@ impl Header {
 /// Where a message lies in the memory of a process on the same host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reference {
-    /// Address in the sender's address space.
+    /// Address in the sender's address space, or offset in memory that it shares.
     pub address: u64,
     /// The sender's epoch: while that lasts, the bytes are those of the message.
     pub epoch: u64,
+    /// The number of the memory that it shares ([`Kind::Share`]); 0: the message lies in memory of its own.
+    pub region: u64,
 }
 
 impl Reference {
     /// Bytes of an encoded reference.
-    pub const BYTES: usize = 16;
+    pub const BYTES: usize = 24;
 
     /// The payload of a `Reference` frame.
     #[must_use]
     pub fn encode(self) -> [u8; Reference::BYTES] {
-        (u128::from(self.address) | u128::from(self.epoch) << 64).to_le_bytes()
+        let mut out = [0; Reference::BYTES];
+        for (place, number) in out.chunks_exact_mut(8).zip([self.address, self.epoch, self.region]) {
+            place.copy_from_slice(&number.to_le_bytes());
+        }
+        out
     }
 
     /// Reads the payload of a `Reference` frame.
     #[must_use]
     pub fn decode(bytes: [u8; Reference::BYTES]) -> Reference {
-        let both = u128::from_le_bytes(bytes);
-        Reference { address: both as u64, epoch: (both >> 64) as u64 }
+        let at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
+        Reference { address: at(0), epoch: at(8), region: at(16) }
     }
 }
 

@@ -41,6 +41,8 @@ pub struct PeerConfig {
     pub eager_credit_bytes: u64,
     /// The peer can read our memory: longer messages travel as references.
     pub references: bool,
+    /// Descriptors can be passed to the peer: so do messages in memory that we share, of any length.
+    pub descriptors: bool,
     /// Cover payloads with a CRC32C.
     pub checksum: bool,
     /// Upper bound on a stream's unacknowledged bytes.
@@ -58,6 +60,7 @@ impl Default for PeerConfig {
             eager_bytes: 32 * 1024,
             eager_credit_bytes: 1024 * 1024,
             references: false,
+            descriptors: false,
             checksum: false,
             unacked_limit_bytes: 8 * 1024 * 1024,
             heartbeat_every: 500 * MILLISECOND,
@@ -84,12 +87,10 @@ pub struct Outgoing {
 pub enum Body {
     /// A copy of our own; sent as far as the caller is concerned.
     Owned(Arc<[u8]>),
-    /// `len` bytes at `address`, which stay as they are until [`Event::Sent`].
+    /// `len` bytes, which stay as they are until [`Event::Sent`].
     Memory {
-        /// Where they are, for a peer that can read our memory.
-        address: u64,
-        /// When this changes, such a peer may have read something else.
-        epoch: u64,
+        /// Where they are, for a peer that can read them there.
+        place: Reference,
         /// How many.
         len: u64,
     },
@@ -353,8 +354,8 @@ impl Peer {
             acked_bytes: 0,
         };
         let span = u64::from(key.message)..u64::from(key.message) + 1;
-        if self.config.references
-            && let Body::Memory { address, epoch, .. } = message.body
+        if let Body::Memory { place, .. } = message.body
+            && (self.config.references || (self.config.descriptors && place.region != 0))
         {
             message.way = Way::Reference;
             let mut header = Header::new(Kind::Reference, key);
@@ -362,7 +363,7 @@ impl Peer {
             header.total = total;
             header.priority = priority;
             header.length = Reference::BYTES as u32;
-            self.control(header, Some(&Reference { address, epoch }.encode()));
+            self.control(header, Some(&place.encode()));
         } else if let Some(op) = self.ops.get_mut(&OpKey::of(&key)).filter(|op| op.granted.covers(&span)) {
             self.remembered -= op.remembered();
             op.granted.remove(span);
@@ -425,6 +426,22 @@ impl Peer {
         let id = self.control(header, Some(text.as_bytes()));
         self.control_queue.pop_back();
         self.control_queue.push_front(id);
+    }
+
+    /// Offers memory of so many bytes under a number, which references may then name. The caller passes the descriptor
+    /// together with the frame.
+    pub fn share(&mut self, region: u64, len: u64) {
+        let mut header = Header::new(Kind::Share, NO_MESSAGE);
+        header.offset = region;
+        header.total = len;
+        self.control(header, None);
+    }
+
+    /// No reference will name that memory any more.
+    pub fn unshare(&mut self, region: u64) {
+        let mut header = Header::new(Kind::Unshare, NO_MESSAGE);
+        header.offset = region;
+        self.control(header, None);
     }
 
     /// Says good-bye; meant to follow [`Peer::is_quiet`].
@@ -736,8 +753,11 @@ impl Peer {
         self.credit.handle_returned(header.credit)?;
         match header.kind {
             Kind::Data => self.handle_data_header(id, header, status),
-            Kind::Reference if !self.config.references => {
+            Kind::Reference if !self.config.references && !self.config.descriptors => {
                 Err(FrameError::OutOfTurn("a reference to memory that we cannot read"))
+            }
+            Kind::Share | Kind::Unshare if !self.config.descriptors => {
+                Err(FrameError::OutOfTurn("memory shared over a network"))
             }
             _ => Ok(Arrival::Take),
         }
@@ -806,7 +826,7 @@ impl Peer {
             Kind::ProbeReply => self.events.push_back(Event::Issued(header.key, header.offset)),
             Kind::Report => self.events.push_back(Event::Report(header.key.group, Report::decode(header, payload))),
             Kind::Bye => self.events.push_back(Event::Bye),
-            Kind::Heartbeat | Kind::Ack | Kind::HeartbeatReply => {}
+            Kind::Heartbeat | Kind::Ack | Kind::HeartbeatReply | Kind::Share | Kind::Unshare => {}
         }
         if let Some(stream) = self.streams.get_mut(&id) {
             match header.kind {

@@ -2,6 +2,7 @@
 //!
 //! A binary of its own, because it counts every allocation of the process.
 
+use penstock_protocol::Reference;
 use penstock_protocol::peer::{Body, OpStatus, Outgoing, Peer, PeerConfig};
 use penstock_protocol::{Header, Kind, MessageKey};
 use penstock_types::{GroupId, MILLISECOND, OpSeq, Priority, Time};
@@ -47,7 +48,7 @@ fn idle_polls_do_not_allocate() {
     (0..8).for_each(|stream| peer.stream_up(stream, Time(0)));
     let key = |message| MessageKey { group: GroupId(1), channel: 0, op: OpSeq(0), message };
     for message in 0..4000 {
-        let body = Body::Memory { address: 0, epoch: 0, len: 1000 };
+        let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 1000 };
         peer.send(Outgoing { key: key(message), priority: Priority(0), fingerprint: 0, body });
     }
     let grant = Header { offset: 2000, ..Header::new(Kind::Grant, key(0)) };

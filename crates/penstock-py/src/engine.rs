@@ -136,6 +136,19 @@ impl Engine {
         Ok(out)
     }
 
+    /// Share `length` bytes at `address` with the ranks of this host; `file` is a descriptor of the memory file that
+    /// holds them behind one page. Returns a number for `unshare`.
+    fn share(&self, py: Python<'_>, file: i32, address: u64, length: u64) -> PyResult<u64> {
+        // SAFETY: Python has it open during this call; it is duplicated at once.
+        let file = unsafe { std::os::fd::BorrowedFd::borrow_raw(file) }.try_clone_to_owned()?;
+        self.0.share(file, address, length).map_err(|failure| error(py, &failure))
+    }
+
+    /// End what `share` began.
+    fn unshare(&self, number: u64) {
+        self.0.unshare(number);
+    }
+
     /// Says good-bye to the peers and ends the thread.
     fn stop(&self, py: Python<'_>) {
         py.detach(|| self.0.stop());

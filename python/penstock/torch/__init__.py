@@ -2,15 +2,19 @@
 
 - ``register``: makes the word known to torch. ``import penstock`` and torch's own autoload call it.
 - ``stats``: what the engine of this process counts.
+- ``empty``: a tensor that the ranks of this host read directly.
 
 `backend` translates torch's calls, `work` is what they return, `rendezvous` starts the engine and joins groups.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["register", "stats"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["empty", "register", "stats"]
 
 
 def register() -> None:
@@ -34,6 +38,13 @@ def stats() -> dict[str, Any]:
     from penstock.torch import rendezvous
 
     return rendezvous.stats()
+
+
+def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Make a CPU tensor that the ranks of this host can read directly; see `penstock.torch.shared.empty`."""
+    from penstock.torch import shared
+
+    return shared.empty(*size, dtype=dtype)
 
 
 def _create(options: Any, pg_options: Any) -> Any:

@@ -7,6 +7,7 @@ same calls from `_Collectives`; `create` tests which base can be constructed.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -141,7 +142,9 @@ class _Collectives:
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         return self._work([self._all_gather(output, input, opts)], [output])
 
-    def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work:
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
         return self._work([self._all_gather(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
     def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
@@ -313,11 +316,12 @@ class _Collectives:
 
     # ------------------------------------------------------------------ coalescing
 
-    def start_coalescing(self) -> None:
+    # torch up to 2.13 says on which device.
+    def start_coalescing(self, _device: Any = None) -> None:
         """Calls up to `end_coalescing` are waited for together. They start at once: any number may be in flight."""
         self._coalesced = []
 
-    def end_coalescing(self) -> Work:
+    def end_coalescing(self, _device: Any = None) -> Work:
         works, self._coalesced = self._coalesced or [], None
         tickets = [ticket for work in works for ticket in work.tickets]
         return Work(tickets, [], lambda: [work.wait() for work in works])
@@ -510,7 +514,7 @@ def _is_set(timeout: timedelta) -> bool:
 
 def _class() -> Any:
     """The class for this torch: feature-tested, not version-tested."""
-    if "__init__" in vars(c10d.Backend):
+    if _can_be_made(c10d.Backend):
         base = getattr(dist, "BackendBase", None) or c10d.Backend
 
         class PenstockBackend(_Collectives, base):  # type: ignore[misc, valid-type]
@@ -530,6 +534,7 @@ def _class() -> Any:
             self._setup(membership, timeout)
             self._group_name = ""
             self._group_desc = ""
+            self._lately: collections.deque[Work] = collections.deque(maxlen=_LATELY)
 
         @property
         def group_name(self) -> str:
@@ -553,6 +558,14 @@ def _class() -> Any:
         def getGroupDesc(self) -> str:
             return self._group_desc
 
+        def _work(self, *args: Any, **kwargs: Any) -> Work:
+            # torch's C++ side keeps only its half of a Work, and a wait without the other one never ends. DDP lets it
+            # wait, in the backward pass, for an all-reduce of one element that it issued in the forward pass (Join).
+            work = super()._work(*args, **kwargs)
+            if sum(output.nbytes for output in work.outputs) <= _SMALL_BYTES:
+                self._lately.append(work)
+            return work
+
         def _get_backend(self, device: torch.device) -> PenstockProcessGroup:
             return self
 
@@ -568,6 +581,18 @@ def _class() -> Any:
     return PenstockProcessGroup
 
 
+def _can_be_made(base: type) -> bool:
+    """Whether Python may derive from it: a class that torch does not offer for that has no constructor."""
+    try:
+        type("Probe", (base,), {})(0, 1)
+    except TypeError:
+        return False
+    return True
+
+
+_SMALL_BYTES = 4096
+# More than the buckets of one backward pass.
+_LATELY = 1024
 # torch's C++ side keeps only a weak hold on a backend written in Python (TORCH_DISTRIBUTED_DEBUG=DETAIL crashes).
 _alive: set[Any] = set()
 

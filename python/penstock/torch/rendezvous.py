@@ -25,6 +25,7 @@ from penstock import _core, config
 from penstock.errors import Closed, PenstockError, Refused
 from penstock.errors import Config as ConfigError
 from penstock.errors import Timeout as TimeoutError_
+from penstock.torch import shared
 
 __all__ = ["Membership", "join", "stats"]
 
@@ -134,6 +135,7 @@ class _Engine:
             dead_after_s=settings.peer_timeout,
             socket_buffer_bytes=settings.socket_buffer,
         )
+        shared.use(self.core)
         self._users = 0
         self._pid = os.getpid()
 
@@ -152,6 +154,7 @@ class _Engine:
             last = self._users == 0 and self.current is self
             if last:
                 _Engine.current = None
+                shared.use(None)
         if last:
             self.core.stop()
 

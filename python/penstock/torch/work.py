@@ -46,7 +46,7 @@ class Work(dist.Work):
     ) -> None:
         super().__init__()
         self.tickets = tickets
-        self._outputs = outputs
+        self.outputs = outputs
         self._finish = finish
         self._lock = threading.RLock()
         self._ended: torch.futures.Future[None] | None = None
@@ -90,7 +90,7 @@ class Work(dist.Work):
     def result(self) -> list[torch.Tensor]:
         """The output tensors, once waited for."""
         self.wait()
-        return self._outputs
+        return self.outputs
 
     def source_rank(self) -> int:
         """The sending rank of a receive."""
@@ -108,7 +108,7 @@ class Work(dist.Work):
         with self._lock:
             if self._future is None:
                 # A future that knows its devices makes its readers' streams wait for the copies back.
-                devices = list({tensor.device for tensor in self._outputs if tensor.is_cuda})
+                devices = list({tensor.device for tensor in self.outputs if tensor.is_cuda})
                 self._ended = torch.futures.Future(devices=devices or None)
                 self._future = self._ended.then(self._settle)
                 for ticket in self.tickets:
@@ -130,7 +130,7 @@ class Work(dist.Work):
         for ticket in self.tickets:
             ticket.wait()
         self._finished()
-        return self._outputs
+        return self.outputs
 
     def _finished(self) -> None:
         with self._lock:

@@ -115,7 +115,7 @@ fn grants_reach_the_last_number() {
     peer.grant(key(u32::MAX), u32::MAX, 0);
     let head = Header { key: key(u32::MAX), ..data(0, 1000, 1000) };
     assert_eq!(header(&mut peer, &head, OpStatus::Active), Ok(Arrival::Take));
-    let body = Body::Memory { address: 0, epoch: 0, len: 10 };
+    let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 10 };
     peer.send(Outgoing { key: key(u32::MAX), priority: Priority(0), fingerprint: 0, body });
     let grant = Header { offset: u64::MAX, ..Header::new(Kind::Grant, key(u32::MAX)) };
     whole(&mut peer, &grant, OpStatus::Active).expect("a grant");
@@ -218,8 +218,12 @@ fn eager_messages_stay_within_the_credit() {
 /// References only from peers whose memory we can read; not beside data, nor data beside them; Done only for them.
 #[test]
 fn references_are_checked() {
-    let reference = Header { length: 8, total: 5000, ..Header::new(Kind::Reference, key(0)) };
+    let length = Reference::BYTES as u32;
+    let reference = Header { length, total: 5000, ..Header::new(Kind::Reference, key(0)) };
     out_of_turn(header(&mut ready(), &reference, OpStatus::Active), "cannot read");
+    for kind in [Kind::Share, Kind::Unshare] {
+        out_of_turn(header(&mut ready(), &Header::new(kind, key(0)), OpStatus::Active), "over a network");
+    }
 
     let config = PeerConfig { references: true, ..PeerConfig::default() };
     let mut peer = peer(config);
@@ -234,7 +238,7 @@ fn references_are_checked() {
     out_of_turn(whole(&mut peer, &late, OpStatus::Active), "is here");
 
     let mut peer = ready();
-    let body = Body::Memory { address: 0, epoch: 0, len: 100 };
+    let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 100 };
     peer.send(Outgoing { key: key(3), priority: Priority(0), fingerprint: 0, body });
     let done = |message, serial| Header { serial, ..Header::new(Kind::Done, key(message)) };
     out_of_turn(whole(&mut peer, &done(3, 0), OpStatus::Active), "not given by reference");
@@ -334,6 +338,8 @@ fn any_header() -> impl Strategy<Value = Header> {
         Kind::ProbeReply,
         Kind::Report,
         Kind::Bye,
+        Kind::Share,
+        Kind::Unshare,
     ];
     let numbers = (number(), number(), number(), number(), 0u64..4);
     (0..kinds.len(), any_key(), numbers, 0u16..4, prop_oneof![Just(0u64), 0u64..3], prop_oneof![Just(0u64), number()])
@@ -347,7 +353,7 @@ fn any_header() -> impl Strategy<Value = Header> {
                 header.total = header.offset + u64::from(header.length) + 65_536 * (total % 3);
             }
             if header.kind == Kind::Reference {
-                header.length = 8;
+                header.length = Reference::BYTES as u32;
             }
             (header.serial, header.ack, header.credit) = (serial, ack as u32, credit);
             header
@@ -405,7 +411,7 @@ proptest! {
                     if peer.by_key.contains_key(&key) {
                         continue;
                     }
-                    let body = if copied { Body::Owned(vec![1; len as usize].into()) } else { Body::Memory { address: 1, epoch: 0, len } };
+                    let body = if copied { Body::Owned(vec![1; len as usize].into()) } else { Body::Memory { place: Reference { address: 1, epoch: 0, region: 0 }, len } };
                     peer.send(Outgoing { key, priority: Priority(priority), fingerprint: 0, body });
                 }
                 Call::Grant(key, count) => peer.grant(key, count, 0),

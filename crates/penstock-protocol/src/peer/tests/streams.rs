@@ -18,7 +18,7 @@ fn pair(config: &PeerConfig, streams: u32) -> [Peer; 2] {
 }
 
 fn memory(peer: &mut Peer, message: u32, len: u64) {
-    let body = Body::Memory { address: 0x1000, epoch: 0, len };
+    let body = Body::Memory { place: Reference { address: 0x1000, epoch: 0, region: 0 }, len };
     peer.send(Outgoing { key: key(message), priority: Priority(0), fingerprint: 5, body });
 }
 
@@ -229,6 +229,29 @@ fn references_are_read_once() {
     assert!(a.is_quiet() && b.is_quiet());
 }
 
+/// To a peer that takes descriptors, what lies in shared memory goes by reference and what does not as bytes; the offer
+/// comes before the reference to it.
+#[test]
+fn shared_memory_is_offered_before_it_is_named() {
+    let config = PeerConfig { descriptors: true, ..PeerConfig::default() };
+    let [mut a, mut b] = pair(&config, 1);
+    a.share(7, 1 << 20);
+    let place = Reference { address: 4096, epoch: 3, region: 7 };
+    let body = Body::Memory { place, len: 1000 };
+    a.send(Outgoing { key: key(0), priority: Priority(0), fingerprint: 5, body });
+    memory(&mut a, 1, 1 << 20);
+    a.unshare(7);
+    let sent = drain(&mut a, &mut b, 0);
+    let kinds: Vec<_> = sent.iter().map(|(header, _)| (header.kind, header.offset, header.total)).collect();
+    assert_eq!(kinds, [(Kind::Share, 7, 1 << 20), (Kind::Reference, 0, 1000), (Kind::Unshare, 7, 0)]);
+    assert!(sent.iter().all(|(_, finish)| finish.apply));
+    b.done(key(0));
+    b.grant(key(1), 1, 5);
+    drain(&mut b, &mut a, 0);
+    assert_eq!(events(&mut a), [Event::Sent(key(0)), Event::Granted(key(1), 5)]);
+    assert_eq!(a.poll_frame(0, NOW).expect("bytes").header.kind, Kind::Data);
+}
+
 /// A failed group takes everything of it along, on the way out and on the way in, and gives all of its credit back; a
 /// report still leaves, and another group is not touched.
 #[test]
@@ -236,7 +259,7 @@ fn a_failed_group_leaves_nothing_behind() {
     let config = PeerConfig { eager_credit_bytes: 10_000, ..PeerConfig::default() };
     let [mut a, mut b] = pair(&config, 2);
     let other = MessageKey { group: GroupId(8), ..key(0) };
-    let bystander = Body::Memory { address: 0, epoch: 0, len: 100_000 };
+    let bystander = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 100_000 };
     a.send(Outgoing { key: other, priority: Priority(0), fingerprint: 0, body: bystander });
     b.grant(other, 1, 0);
     memory(&mut a, 1, 100_000);
@@ -295,7 +318,7 @@ fn a_failed_group_leaves_nothing_behind() {
 fn a_group_is_quiet_when_all_of_it_was_taken() {
     let config = PeerConfig { eager_credit_bytes: 0, ..PeerConfig::default() };
     let [mut a, mut b] = pair(&config, 1);
-    let body = Body::Memory { address: 0, epoch: 0, len: 10 };
+    let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 10 };
     a.send(Outgoing { key: MessageKey { group: GroupId(9), ..key(0) }, priority: Priority(0), fingerprint: 0, body });
     assert!(a.is_group_quiet(GroupId(7)) && !a.is_group_quiet(GroupId(9)));
     copied(&mut a, 4, 100);
@@ -321,7 +344,7 @@ fn opposite_operations_share_a_key() {
     let [mut a, mut b] = pair(&PeerConfig::default(), 1);
     let shared = MessageKey { channel: 6, ..key(0) };
     let send = |peer: &mut Peer, len| {
-        let body = Body::Memory { address: 0, epoch: 0, len };
+        let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len };
         peer.send(Outgoing { key: shared, priority: Priority(0), fingerprint: 0, body });
     };
     // `b` is ready for what `a` will send, and sends itself.
@@ -428,7 +451,7 @@ fn many_messages_at_once() {
     let other = |message| MessageKey { group: GroupId(6), ..key(message) };
     for message in 0..MANY {
         memory(&mut a, message, 100);
-        let body = Body::Memory { address: 0, epoch: 0, len: 100 };
+        let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 100 };
         a.send(Outgoing { key: other(message), priority: Priority(1), fingerprint: 0, body });
     }
     for message in 0..MANY {

@@ -663,7 +663,7 @@ impl World {
             pattern(spec.from, &key, 0, &mut bytes);
             Body::Owned(bytes.into())
         } else {
-            Body::Memory { address: 0, epoch: 0, len: spec.len }
+            Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: spec.len }
         };
         if self.locals[spec.from][op].failed {
             return;

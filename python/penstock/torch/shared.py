@@ -1,0 +1,111 @@
+"""Tensors in memory that the ranks of this host read without the kernel's help.
+
+A tensor of torch's own lies in private memory: a rank that reduces or collects from it has the kernel copy it first,
+page by page. What `empty` makes lies in a sealed memory file, which the engine passes to the peers on this host when an
+operation first uses it; they map it, and reduce straight from it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from penstock import _core
+from penstock.errors import Config as ConfigError
+
+__all__ = ["empty", "use"]
+
+
+def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Make a CPU tensor that the ranks of this host can read directly.
+
+    Use it for what is reduced again and again: flat gradient buffers, parameters of one's own optimizer. Collectives on it
+    take the same calls and give the same bits as on any other tensor; between hosts there is no difference. Views share
+    its memory. It may be made before ``init_process_group``, and outlive the group.
+
+    Args:
+        *size: the shape, as `torch.empty` takes it.
+        dtype: torch's default where there is none.
+
+    Returns: a contiguous tensor of zeros, aligned to a page.
+
+    Raises:
+        penstock.errors.Config: the system has no memory files, or not so much memory.
+
+    Does not block: pages come when they are touched. In a forked child the memory is the parent's own, not a copy.
+    """
+    shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+    dtype = dtype or torch.get_default_dtype()
+    count = math.prod(shape)
+    nbytes = -(-max(count, 1) * dtype.itemsize // _PAGE) * _PAGE
+    file, memory = _make(nbytes)
+    flat = torch.frombuffer(memory, dtype=dtype, count=max(count, 1), offset=_PAGE)
+    with _lock:
+        buffer = _buffers[file] = _Buffer(file, flat.data_ptr(), nbytes)
+        weakref.finalize(memory, _release, file).atexit = False
+        _share(buffer)
+    return flat[:count].view(shape)
+
+
+def use(engine: _core.Engine | None) -> None:
+    """The process has an engine, or (None) has one no more."""
+    global _engine
+    with _lock:
+        _engine = engine
+        for buffer in _buffers.values():
+            _share(buffer)
+
+
+@dataclass
+class _Buffer:
+    """A memory file; it does not keep the mapping alive, the tensor does."""
+
+    file: int
+    address: int
+    nbytes: int
+    number: int | None = None
+    """What the engine calls it."""
+
+
+def _make(nbytes: int) -> tuple[int, mmap.mmap]:
+    try:
+        file = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(file, _PAGE + nbytes)
+            # Peers must be able to rely on its size: touching what a shorter file lacks would kill them.
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return file, mmap.mmap(file, _PAGE + nbytes)
+        except BaseException:
+            os.close(file)
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make {nbytes / 2**20:.1f} MiB of shared memory: {error.strerror}. Use torch.empty instead, or make "
+            "room: what is shared counts against the memory of the machine and of its container."
+        ) from error
+
+
+def _share(buffer: _Buffer) -> None:
+    buffer.number = None if _engine is None else _engine.share(buffer.file, buffer.address, buffer.nbytes)
+
+
+def _release(file: int) -> None:
+    with _lock:
+        buffer = _buffers.pop(file)
+        if _engine is not None and buffer.number is not None:
+            _engine.unshare(buffer.number)
+        os.close(file)
+
+
+# The first page of the file is the engine's.
+_PAGE = 4096
+_lock = threading.RLock()
+_buffers: dict[int, _Buffer] = {}
+_engine: _core.Engine | None = None

@@ -1,0 +1,160 @@
+"""Proves that tensors of `penstock.empty` are tensors like others, to torch, to collectives, and to the system."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import penstock
+import ranks
+from backends import ALL, Backend
+from penstock.errors import Config as ConfigError
+
+MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
+
+
+def test_a_tensor_like_others() -> None:
+    """Shapes, dtypes, zeros, views, and no memory file left when the last view is gone."""
+    before = _memory_files()
+    tensor = penstock.empty(3, 5, dtype=torch.bfloat16)
+    assert tensor.shape == (3, 5) and tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
+    assert not tensor.any() and tensor.data_ptr() % 4096 == 0
+    row = tensor[1]
+    row += 2
+    assert tensor.sum() == 10
+    assert penstock.empty((2, 3)).shape == (2, 3) and penstock.empty(torch.Size([4])).dtype == torch.get_default_dtype()
+    assert penstock.empty(0).shape == (0,) and penstock.empty().shape == ()
+    assert torch.nn.Parameter(penstock.empty(7)).requires_grad
+    assert _memory_files() > before
+    del tensor
+    assert row.sum() == 10
+    del row
+    gc.collect()
+    assert _memory_files() == before
+
+
+def test_no_room() -> None:
+    """More than the system has is an error that says so, and leaves nothing behind."""
+    before = _memory_files()
+    with pytest.raises(ConfigError, match=r"cannot make \d+\.\d MiB of shared memory"):
+        penstock.empty(1 << 58, dtype=torch.uint8)
+    assert _memory_files() == before
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+@pytest.mark.parametrize("count", [2, 3])
+def test_collectives(medium: Backend, count: int) -> None:
+    """Every collective, on sizes around every limit, gives what it gives on plain tensors, and the same on all ranks."""
+    values = ranks.run(_collectives, count=count, env=medium.env, timeout_s=120)
+    assert all(value == values[0] for value in values)
+
+
+def test_on_some_ranks_only() -> None:
+    """Ranks need not agree on where their tensors lie."""
+    ranks.run(_mixed, count=3)
+
+
+def test_made_before_and_kept_after() -> None:
+    """A tensor may be older than the group, outlive it, and serve the next one."""
+    ranks.run(_two_groups, count=2)
+
+
+def test_many_come_and_go() -> None:
+    """Peers let go of what is gone: neither descriptors nor mappings pile up."""
+    ranks.run(_come_and_go, count=2)
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+
+def _collectives() -> list[float]:
+    dist.init_process_group("penstock")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    digests = []
+    for elements in (0, 1, 1000, 4097, 100_003, 1 << 20):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            own = torch.arange(elements).remainder(97).add(rank).to(dtype)
+            tensor = penstock.empty(elements, dtype=dtype).copy_(own)
+            plain = own.clone()
+            dist.all_reduce(tensor)
+            dist.all_reduce(plain)
+            assert tensor.equal(plain), (elements, dtype)
+            digests.append(float(tensor.double().sum()))
+            everything = penstock.empty(world * elements, dtype=dtype)
+            dist.all_gather_into_tensor(everything, own)
+            want = [torch.arange(elements).remainder(97).add(other).to(dtype) for other in range(world)]
+            assert everything.equal(torch.cat(want)), (elements, dtype)
+            part = penstock.empty(elements, dtype=dtype)
+            dist.reduce_scatter_tensor(part, everything, dist.ReduceOp.MAX)
+            assert part.equal(want[rank]), (elements, dtype)
+            dist.broadcast(part, 1)
+            assert part.equal(want[1]), (elements, dtype)
+            swapped = torch.empty_like(everything)
+            dist.all_to_all_single(swapped, everything)
+            assert swapped.equal(want[rank].repeat(world)), (elements, dtype)
+    # Offsets into a buffer, many operations at a time.
+    flat = penstock.empty(1 << 20).fill_(float(rank + 1))
+    works = [dist.all_reduce(part, async_op=True) for part in flat.split(100_001)]
+    for work in works:
+        work.wait()
+    assert flat.eq(world * (world + 1) / 2).all()
+    dist.destroy_process_group()
+    return digests
+
+
+def _mixed() -> None:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+    tensor = (penstock.empty if rank == 1 else torch.empty)(1 << 20).fill_(float(rank))
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    assert tensor.eq(27.0).all(), tensor
+    dist.destroy_process_group()
+
+
+def _two_groups() -> None:
+    tensor = penstock.empty(1 << 18).fill_(1.0)
+    for turn in (1, 2):
+        dist.init_process_group("penstock")
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        assert tensor.eq(2.0**turn).all()
+    del tensor
+    gc.collect()
+    assert _memory_files() == 0
+
+
+def _come_and_go() -> None:
+    dist.init_process_group("penstock")
+    counts = set()
+    for turn in range(200):
+        tensor = penstock.empty(100_000).fill_(1.0)
+        dist.all_reduce(tensor)
+        assert tensor.eq(2.0).all()
+        del tensor
+        # The offers of the turn before are withdrawn by now: the barrier came after.
+        dist.barrier()
+        if turn >= 100:
+            counts.add(_memory_files() + _mapped_memory_files())
+    assert max(counts) <= min(counts) + 2, counts
+    dist.destroy_process_group()
+
+
+def _memory_files() -> int:
+    """Memory files of ours that this process has open."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:
+            continue
+    return sum(link.startswith("/memfd:penstock") for link in links)
+
+
+def _mapped_memory_files() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("/memfd:penstock" in line for line in maps)
