@@ -337,7 +337,7 @@ impl Runtime {
             bytes: call.bytes,
             element_bytes: call.dtype.size() as u32,
             splits: call.splits.clone(),
-            segment_bytes: segment_bytes(call.collective, world, call.bytes, &self.thresholds),
+            segment_bytes: segment_bytes(call.collective, group.topology.medium(), world, call.bytes, &self.thresholds),
         };
         let (mut algorithm, mut reason) = choose(&request, &group.topology, &self.thresholds);
         if call.collective == Collective::AllReduce

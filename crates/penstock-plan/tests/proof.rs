@@ -140,7 +140,7 @@ proptest! {
         let world = hosts.len() as u32;
         let bytes = (odd % (1 << exponent)).next_multiple_of(u64::from(world * element_bytes));
         let (topology, thresholds) = (Topology::new(hosts), Thresholds::default());
-        let segment_bytes = segment_bytes(collective, world, bytes, &thresholds);
+        let segment_bytes = segment_bytes(collective, topology.medium(), world, bytes, &thresholds);
         let request = |rank| Request { collective, world, rank, bytes, element_bytes, splits: None, segment_bytes };
         let requests: Vec<Request> = (0..world).map(request).collect();
         let (algorithm, reason) = choose(&requests[0], &topology, &thresholds);

@@ -314,7 +314,7 @@ def choose(backends: str | None, variants: Sequence[str], on_testbed: bool) -> t
     chosen, skipped = [], {}
     for each in [BACKENDS[name] for name in asked] + [parse_variant(text) for text in variants]:
         reason = unavailable(each, on_testbed)
-        if reason is None and on_testbed and each.label == "penstock-shm":
+        if reason is None and on_testbed and each.label in ("penstock-shm", "penstock-empty"):
             reason = "the testbed's hosts share no memory: over links it is penstock-tcp"
         if reason is None:
             chosen.append(each)
@@ -436,6 +436,7 @@ BACKENDS = {
     for each in (
         Series("penstock-tcp", "torch:penstock", {"PENSTOCK_SHM": "0"}, limit="sockets"),
         Series("penstock-shm", "torch:penstock", {"PENSTOCK_SHM": "1"}, limit="copy"),
+        Series("penstock-empty", "shared:penstock", {"PENSTOCK_SHM": "1"}, limit="copy"),
         Series("gloo", "torch:gloo", limit="sockets"),
         Series("mpi", "mpi", limit="copy"),
     )

@@ -40,6 +40,10 @@ class CollectiveRunner:
     def barrier(self) -> None:
         raise NotImplementedError
 
+    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor to measure on."""
+        return torch.empty(count, dtype=dtype)
+
     def prepare(self, task: Task) -> None:
         self.release()
         self._name = task.collective
@@ -47,7 +51,7 @@ class CollectiveRunner:
         dtype = self._pattern.dtype
         elements = COLLECTIVES[task.collective].elements(task.nbytes, self.ranks, dtype.itemsize)
         layout = COLLECTIVES[task.collective].layout(self.rank, self.ranks, elements)
-        self._tensors = [Tensors(layout, dtype) for _ in range(task.slots)]
+        self._tensors = [Tensors(layout, dtype, self._empty) for _ in range(task.slots)]
         self._operations = [self.operation(task.collective, tensors) for tensors in self._tensors]
 
     def fill(self) -> None:
@@ -74,14 +78,14 @@ class CollectiveRunner:
 class Tensors:
     """The tensors of one operation on one rank, after a `Layout`. ``source_N`` and ``result_N`` are one where it is in place."""
 
-    def __init__(self, layout: Layout, dtype: torch.dtype):
+    def __init__(self, layout: Layout, dtype: torch.dtype, empty: Callable[[int, torch.dtype], torch.Tensor]):
         self.layout = layout
-        self.source_N = torch.empty(layout.source.count, dtype=dtype) if layout.source else None
+        self.source_N = empty(layout.source.count, dtype) if layout.source else None
         results = sum(run.count for run in layout.result or ())
         if layout.in_place:
             self.result_N = self.source_N
         else:
-            self.result_N = torch.empty(results, dtype=dtype) if layout.result else None
+            self.result_N = empty(results, dtype) if layout.result else None
 
     @property
     def nbytes(self) -> int:
@@ -177,6 +181,15 @@ class TorchRunner(CollectiveRunner):
 
             memory["engine"] = int(penstock.stats()["memory_bytes"])
         return memory
+
+
+class SharedRunner(TorchRunner):
+    """The same on tensors that the ranks of a host read directly."""
+
+    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        import penstock
+
+        return penstock.empty(count, dtype=dtype)
 
 
 class MpiRunner(CollectiveRunner):

@@ -168,10 +168,14 @@ FIGURES = [
         Figure(
             f"shm-{ranks}",
             f"shared memory, {ranks} ranks, 64 MiB",
-            ["penstock-shm", "gloo"],
+            ["penstock-shm", "penstock-empty", "gloo"],
             [
-                _over_gloo("penstock-shm", over_gloo),
-                Target("penstock-shm, share of the copy bound", "penstock-shm", _limit_share, 0.60, "%"),
+                target
+                for label in ("penstock-shm", "penstock-empty")
+                for target in (
+                    _over_gloo(label, over_gloo),
+                    Target(f"{label}, share of the copy bound", label, _limit_share, 0.60, "%"),
+                )
             ],
             ranks=ranks,
         )

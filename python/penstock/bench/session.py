@@ -493,7 +493,7 @@ def unavailable(series: Series, on_testbed: bool) -> str | None:
             return "mpirun is not on PATH: install Open MPI or MPICH"
         if machine.version("mpi4py") is None:
             return "mpi4py is not installed: pip install mpi4py"
-    if series.role == "torch:penstock":
+    if series.role.endswith(":penstock"):
         try:
             importlib.import_module("penstock._core")
         except ImportError as error:

@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs until told to leave."""
     parser = argparse.ArgumentParser(prog="python -m penstock.bench.worker")
     parser.add_argument("--control", required=True, help="path of the coordinator's UNIX socket")
-    parser.add_argument("--role", required=True, help="torch:BACKEND, mpi, sockets or copy")
+    parser.add_argument("--role", required=True, help="torch:BACKEND, shared:penstock, mpi, sockets or copy")
     parser.add_argument("--rank", type=int, help="not for mpi, where mpirun numbers the ranks")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--host", required=True, help="the address that this rank is reached at")
@@ -143,6 +143,10 @@ def _runner(arguments: argparse.Namespace) -> Runner:
         from penstock.bench.collective_rank import TorchRunner
 
         return TorchRunner(backend, arguments.rank, arguments.ranks, arguments.host, arguments.timeout)
+    if role == "shared":
+        from penstock.bench.collective_rank import SharedRunner
+
+        return SharedRunner(backend, arguments.rank, arguments.ranks, arguments.host, arguments.timeout)
     if role == "mpi":
         from penstock.bench.collective_rank import MpiRunner
 

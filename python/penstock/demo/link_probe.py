@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 
 from penstock.bench.mesh import Mesh
 from penstock.demo.training import RANKS, Bed
@@ -22,28 +23,45 @@ def exchange_rate(bed: Bed, flows: int, nbytes: int) -> float:
     """
     meshes = [bed.inside(rank, functools.partial(Mesh, rank, RANKS, bed.address(rank))) for rank in range(RANKS)]
     addresses = [mesh.address for mesh in meshes]
-    traffic = {(0, 1): nbytes, (1, 0): nbytes}
 
-    def connect(rank: int) -> None:
-        bed.inside(rank, lambda: meshes[rank].connect(addresses, flows))
+    def exchange(rank: int, result: Connection) -> None:
+        seconds = []
+        try:
+            bed.inside(rank, lambda: meshes[rank].connect(addresses, flows))
+            for _ in range(1 + REPEATS):
+                transfer = meshes[rank].transfer({(0, 1): nbytes, (1, 0): nbytes}, flows, "saturate")
+                meshes[rank].barrier()
+                began = time.perf_counter()
+                transfer.run()
+                seconds.append(time.perf_counter() - began)
+                transfer.drain()
+            meshes[rank].barrier()
+        except OSError as error:
+            result.send(error)
+        result.send(seconds)
 
-    def exchange(rank: int) -> float:
-        transfer = meshes[rank].transfer(traffic, flows, "saturate")
-        meshes[rank].barrier()
-        began = time.perf_counter()
-        transfer.run()
-        seconds = time.perf_counter() - began
-        transfer.drain()
-        return seconds
-
+    # A process a rank: two threads would wait for each other's interpreter. Forked, to inherit the listening sockets.
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
+    processes = [context.Process(target=exchange, args=(rank, pipes[rank][1]), daemon=True) for rank in range(RANKS)]
     try:
-        with ThreadPoolExecutor(RANKS) as pool:
-            list(pool.map(connect, range(RANKS)))
-            rates = [nbytes / max(pool.map(exchange, range(RANKS))) for _ in range(1 + REPEATS)]
+        for process, (_, result) in zip(processes, pipes, strict=True):
+            process.start()
+            result.close()
+        answers = [answer.recv() for answer, _ in pipes]
+    except EOFError:
+        raise OSError("a process that probed the link has died") from None
     finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
         for mesh in meshes:
             mesh.close()
-    return statistics.median(rates[1:])
+    for answer in answers:
+        if isinstance(answer, OSError):
+            raise answer
+    return statistics.median(nbytes / max(both) for both in list(zip(*answers, strict=True))[1:])
 
 
 REPEATS = 3
