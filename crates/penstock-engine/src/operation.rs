@@ -679,3 +679,89 @@ fn open(effects: &mut Vec<Effect>, from: u32, message: u32) {
 const MAX_OPERANDS: usize = 16;
 /// Remote memory is read in blocks of this size, all sources together: half a level-2 cache of 512 KiB.
 const BLOCK_BYTES: usize = 256 * 1024;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use penstock_net::memory::Landmark;
+    use penstock_plan::{Algorithm, Collective, Request, steps};
+
+    /// A receive of 100 KB from rank 0, whose memory is our own: the sender's bytes, the landmark, the operation.
+    fn receive(result: &mut [u8]) -> Operation {
+        let request = Request {
+            collective: Collective::Recv { from: 0 },
+            world: 2,
+            rank: 1,
+            bytes: result.len() as u64,
+            element_bytes: 1,
+            splits: None,
+            segment_bytes: 1 << 20,
+        };
+        let steps = Arc::new(steps(&request, Algorithm::Direct).expect("a plan"));
+        let (op, output) = (ReduceOp::Sum, result.as_mut_ptr());
+        Operation::new(steps, Memory { dtype: DType::U8, op, world: 2, input: std::ptr::null(), output })
+    }
+
+    fn given(bytes: &[u8], landmark: &Landmark) -> Incoming<'static> {
+        let (pid, address) = (std::process::id(), bytes.as_ptr() as u64);
+        Incoming::Remote(Remote::Process { pid, address, landmark: landmark.address(), epoch: landmark.epoch() })
+    }
+
+    /// A reference waits for its turn to be read; what was read while the sender's epoch lasted is what was meant.
+    #[test]
+    fn references_are_read_when_there_is_time() {
+        let (theirs, landmark, mut result) = (vec![7; 100_000], Landmark::new([1; 16]), vec![0; 100_000]);
+        let (mut operation, mut effects) = (receive(&mut result), Vec::new());
+        operation.start(&mut effects);
+        assert_eq!(effects, [Effect::Open { from: 0, message: 0, count: 1 }]);
+        effects.clear();
+        operation.on_message(0, 0, 100_000, given(&theirs, &landmark), &mut effects).expect("it fits");
+        assert!(effects.is_empty() && operation.has_work() && !operation.is_done());
+        assert!(operation.awaited().is_empty(), "the message is here");
+        operation.work(&mut effects).expect("own memory");
+        assert_eq!(effects, [Effect::Read { from: 0, message: 0 }]);
+        assert!(operation.is_done() && !operation.has_work());
+        drop(operation);
+        assert_eq!(result, theirs);
+    }
+
+    /// A sender whose epoch has turned may have changed its bytes: the operation does not end before its word, and a word
+    /// on anything else does not count.
+    #[test]
+    fn doubtful_bytes_wait_for_the_senders_word() {
+        let (theirs, landmark, mut result) = (vec![7; 100_000], Landmark::new([1; 16]), vec![0; 100_000]);
+        let (mut operation, mut effects) = (receive(&mut result), Vec::new());
+        operation.start(&mut effects);
+        let incoming = given(&theirs, &landmark);
+        landmark.turn();
+        effects.clear();
+        operation.on_message(0, 0, 100_000, incoming, &mut effects).expect("it fits");
+        operation.work(&mut effects).expect("own memory");
+        assert_eq!(effects, [Effect::Doubt { from: 0, message: 0 }]);
+        assert!(!operation.is_done());
+        effects.clear();
+        operation.on_confirmed(0, 1, &mut effects);
+        operation.on_confirmed(3, 0, &mut effects);
+        assert!(effects.is_empty() && !operation.is_done());
+        operation.on_confirmed(0, 0, &mut effects);
+        assert_eq!(effects, [Effect::Read { from: 0, message: 0 }]);
+        assert!(operation.is_done());
+        operation.on_confirmed(0, 0, &mut effects);
+        assert_eq!(effects.len(), 1, "told twice");
+    }
+
+    /// Memory that is gone is named with the rank that it belonged to, and nothing is done with the operation.
+    #[test]
+    fn memory_that_is_gone_names_its_rank() {
+        let (landmark, mut result) = (Landmark::new([1; 16]), vec![0; 100_000]);
+        let (mut operation, mut effects) = (receive(&mut result), Vec::new());
+        operation.start(&mut effects);
+        effects.clear();
+        let pid = std::process::id();
+        let incoming = Remote::Process { pid, address: 4096, landmark: landmark.address(), epoch: 0 };
+        operation.on_message(0, 0, 100_000, Incoming::Remote(incoming), &mut effects).expect("it fits");
+        let (rank, misfit) = operation.work(&mut effects).expect_err("nobody has page 1");
+        assert!(rank == 0 && matches!(misfit, Misfit::Unreadable(_)), "{misfit:?}");
+        assert!(effects.is_empty() && !operation.is_done());
+    }
+}
