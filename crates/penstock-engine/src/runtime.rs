@@ -15,6 +15,7 @@ use penstock_types::{
     DType, Failure, FailureKind, Generation, GroupId, MILLISECOND, OpSeq, Priority, ReduceOp, SECOND, Time,
 };
 use std::any::Any;
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, mpsc};
@@ -570,18 +571,26 @@ impl Runtime {
         let machine = peers.machine(peer);
         let owned = len as u64 <= machine.eager_limit();
         let info = &mut self.peers[peer as usize];
-        let shared = (info.local && !owned).then(|| {
-            let place = |(id, region): (&u64, &Region)| Some((*id, region.offset(address as u64, len as u64)?));
-            self.regions.iter().find_map(place)
-        });
-        let (region, place) = shared.flatten().unwrap_or((0, address as u64));
-        if region != 0 && !info.offered.contains_key(&region) {
-            let descriptor = self.regions[&region].descriptor();
-            if let Err(error) = &descriptor {
-                log::warn!("penstock: cannot share memory with {}: {error}", info.contact.describe());
+        let (mut region, mut place) = (0, address as u64);
+        if info.local
+            && !owned
+            && let Some((number, shared, offset)) = find_region(&self.regions, address as u64, len as u64)
+        {
+            if let Entry::Vacant(entry) = info.offered.entry(number) {
+                match shared.descriptor() {
+                    Ok(descriptor) => {
+                        entry.insert(Some(descriptor));
+                        machine.share(number, shared.len());
+                    }
+                    Err(error) => {
+                        let who = info.contact.describe();
+                        log::warn!("penstock: cannot share memory with {who} ({error}): it is read as any other");
+                    }
+                }
             }
-            info.offered.insert(region, descriptor.ok());
-            machine.share(region, self.regions[&region].len());
+            if info.offered.contains_key(&number) {
+                (region, place) = (number, offset);
+            }
         }
         let body = if len == 0 {
             Body::Owned(Arc::from([]))
@@ -1247,6 +1256,11 @@ impl OpId {
             OpId::Send { channel, op, .. } | OpId::Recv { channel, op, .. } => (channel, op),
         }
     }
+}
+
+/// The region that has these bytes, and where in it they are.
+fn find_region(regions: &BTreeMap<u64, Region>, address: u64, len: u64) -> Option<(u64, &Region, u64)> {
+    regions.iter().find_map(|(number, region)| Some((*number, region, region.offset(address, len)?)))
 }
 
 fn check_call(call: &Call) -> Result<(), Failure> {

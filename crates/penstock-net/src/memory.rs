@@ -2,8 +2,8 @@
 
 use crate::fds::Fd;
 use penstock_protocol::handshake::NodeKey;
-use rustix::fd::{AsFd, OwnedFd};
-use rustix::fs::SealFlags;
+use rustix::fd::{AsFd, AsRawFd, OwnedFd};
+use rustix::fs::{Mode, OFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::io;
 use std::sync::Arc;
@@ -98,12 +98,13 @@ impl Region {
         (offset.checked_add(len)? <= self.len()).then_some(offset)
     }
 
-    /// For peers: what [`Mapping::new`] takes.
+    /// For peers: what [`Mapping::new`] takes, to read only.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's; without `/proc` there is no such descriptor.
     pub fn descriptor(&self) -> io::Result<OwnedFd> {
-        self.file.as_fd().try_clone_to_owned()
+        let path = format!("/proc/self/fd/{}", self.file.as_fd().as_raw_fd());
+        Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
     }
 
     /// Says which epoch it is, see [`Landmark`].
@@ -349,7 +350,9 @@ mod tests {
         // SAFETY: inside the user's mapping.
         unsafe { user.base.add(PAGE + 5).write(77) };
 
-        let mapping = Arc::new(Mapping::new(&region.descriptor().expect("one"), region.len()).expect("a mapping"));
+        let passed = region.descriptor().expect("one");
+        assert!(Mapped::new(&passed, PAGE, ProtFlags::WRITE).is_err(), "peers only read");
+        let mapping = Arc::new(Mapping::new(&passed, region.len()).expect("a mapping"));
         assert!(Remote::mapped(&mapping, 2 * PAGE as u64 - 1, 2, 4).is_none());
         assert!(Remote::mapped(&mapping, u64::MAX, 2, 4).is_none());
         let remote = Remote::mapped(&mapping, 4, 8, 4).expect("inside");
