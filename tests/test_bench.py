@@ -414,7 +414,7 @@ def test_figures_compare_with_their_targets() -> None:
     """A figure's findings are read from its run, and say how far they are from the target, whichever side is better."""
     by_name = {figure.name: figure for figure in figures.FIGURES}
     latency = by_name["latency"]
-    series = [cli.BACKENDS[name] for name in latency.backends]
+    series = [{**cli.BACKENDS, **cli.ENGINES}[name] for name in latency.backends]
     took = {"penstock-shm": 50e-6, "penstock-tcp": 125e-6, "gloo": 100e-6}
     rows = report.rows([Point("all-reduce", label, 2, 1024, [took[label]]) for label in took], series, None)
     shm, tcp = latency.findings(rows)

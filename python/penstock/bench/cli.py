@@ -97,7 +97,11 @@ def options(function: Function) -> Function:
         click.option(
             "--ranks", default=None, help="Numbers of ranks: 2,4 or 2..4.  [default: 2..4; on a testbed, one a host]"
         ),
-        click.option("--backends", default=None, help=f"Of {', '.join(BACKENDS)}.  [default: all that are here]"),
+        click.option(
+            "--backends",
+            default=None,
+            help=f"Of {', '.join([*BACKENDS, *ENGINES])}.  [default: all that are here, without engine-*]",
+        ),
         click.option(
             "--variant",
             "variants",
@@ -306,15 +310,14 @@ def choose(backends: str | None, variants: Sequence[str], on_testbed: bool) -> t
     Raises click.UsageError.
     """
     asked = backends.split(",") if backends else list(BACKENDS)
-    unknown = [name for name in asked if name not in BACKENDS]
+    known = {**BACKENDS, **ENGINES}
+    unknown = [name for name in asked if name not in known]
     if unknown:
-        raise click.UsageError(
-            f"no backend {', '.join(unknown)}: there are {', '.join(BACKENDS)}; --variant makes others"
-        )
+        raise click.UsageError(f"no backend {', '.join(unknown)}: there are {', '.join(known)}; --variant makes others")
     chosen, skipped = [], {}
-    for each in [BACKENDS[name] for name in asked] + [parse_variant(text) for text in variants]:
+    for each in [known[name] for name in asked] + [parse_variant(text) for text in variants]:
         reason = unavailable(each, on_testbed)
-        if reason is None and on_testbed and each.label in ("penstock-shm", "penstock-empty"):
+        if reason is None and on_testbed and each.label in NOT_OVER_LINKS:
             reason = "the testbed's hosts share no memory: over links it is penstock-tcp"
         if reason is None:
             chosen.append(each)
@@ -441,7 +444,18 @@ BACKENDS = {
         Series("mpi", "mpi", limit="copy"),
     )
 }
-"""What --backends can name. Each has a limit: over TCP it is raw sockets; in one memory it is copying."""
+"""What runs when --backends names none. Each has a limit: over TCP it is raw sockets; in one memory it is copying."""
+
+NOT_OVER_LINKS = ("penstock-shm", "penstock-empty", "engine-shm")
+
+ENGINES = {
+    each.label: each
+    for each in (
+        Series("engine-tcp", "engine:penstock", {"PENSTOCK_SHM": "0"}, limit="sockets"),
+        Series("engine-shm", "engine:penstock", {"PENSTOCK_SHM": "1"}, limit="copy"),
+    )
+}
+"""What --backends can name as well: the engine without torch, for all-reduce."""
 
 DEFAULT_FLOWS = {False: [1, 4, 8], True: [8, 16]}
 """Connections of the raw sockets, by whether they run on a testbed. On loopback the processor decides, and no one number

@@ -7,6 +7,7 @@ operation is a checked one.
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -190,6 +191,29 @@ class SharedRunner(TorchRunner):
         import penstock
 
         return penstock.empty(count, dtype=dtype)
+
+
+class EngineRunner(TorchRunner):
+    """All-reduce by the engine's own calls: what is left when torch's part, and the backend's, is taken away."""
+
+    def operation(self, name: str, tensors: Tensors) -> Callable[[], None]:
+        tensor = tensors.source_N
+        if name != "all-reduce" or tensor is None:
+            raise ValueError(f"the engine alone is measured with all-reduce, not with {name}")
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        start = functools.partial(
+            backend._member.group.start,
+            "all_reduce",
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            elements=tensor.numel(),
+            bytes=tensor.nbytes,
+            input=0,
+            output=tensor.data_ptr(),
+            op="sum",
+            timeout_s=self._timeout.total_seconds(),
+            keep=tensor,
+        )
+        return lambda: start().wait()
 
 
 class MpiRunner(CollectiveRunner):

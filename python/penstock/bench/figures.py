@@ -184,7 +184,7 @@ FIGURES = [
     Figure(
         "latency",
         "1 KiB through torch, 2 ranks",
-        ["penstock-shm", "penstock-tcp", "gloo"],
+        ["penstock-shm", "penstock-tcp", "engine-shm", "engine-tcp", "gloo"],
         [
             Target("penstock-shm, time in gloo's", "penstock-shm", _latency_in_gloos, 1.0, "x", bound="<="),
             Target("penstock-tcp, time in gloo's", "penstock-tcp", _latency_in_gloos, 1.25, "x", bound="<="),

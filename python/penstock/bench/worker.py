@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs until told to leave."""
     parser = argparse.ArgumentParser(prog="python -m penstock.bench.worker")
     parser.add_argument("--control", required=True, help="path of the coordinator's UNIX socket")
-    parser.add_argument("--role", required=True, help="torch:BACKEND, shared:penstock, mpi, sockets or copy")
+    parser.add_argument("--role", required=True, help="torch:BACKEND, shared:penstock, engine:penstock, mpi, ...")
     parser.add_argument("--rank", type=int, help="not for mpi, where mpirun numbers the ranks")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--host", required=True, help="the address that this rank is reached at")
@@ -143,10 +143,11 @@ def _runner(arguments: argparse.Namespace) -> Runner:
         from penstock.bench.collective_rank import TorchRunner
 
         return TorchRunner(backend, arguments.rank, arguments.ranks, arguments.host, arguments.timeout)
-    if role == "shared":
-        from penstock.bench.collective_rank import SharedRunner
+    if role in ("shared", "engine"):
+        from penstock.bench.collective_rank import EngineRunner, SharedRunner
 
-        return SharedRunner(backend, arguments.rank, arguments.ranks, arguments.host, arguments.timeout)
+        runner = SharedRunner if role == "shared" else EngineRunner
+        return runner(backend, arguments.rank, arguments.ranks, arguments.host, arguments.timeout)
     if role == "mpi":
         from penstock.bench.collective_rank import MpiRunner
 
