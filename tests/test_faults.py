@@ -296,6 +296,18 @@ def test_wrong_knob_on_one_rank() -> None:
         assert "rank 1" in outcome.raised.text and "nosuch0" in outcome.raised.text, outcome.raised.text
 
 
+def test_one_line_at_init() -> None:
+    """PENSTOCK_LOG=info prints what carries a group, once for the group."""
+    with ranks.Ranks(
+        _start_and_reduce, count=2, env={**TCP.env, "PENSTOCK_LOG": "info", "PENSTOCK_STREAMS": "3"}
+    ) as job:
+        outcomes = job.outcomes(timeout_s=60, grace_s=20)
+    lines = [line for outcome in outcomes for line in outcome.output.splitlines() if "penstock: group" in line]
+    assert len(lines) == 1, lines
+    for part in ("2 ranks on 1 host", "3 TCP streams a peer", "127.0.0.1", "algorithm auto"):
+        assert part in lines[0], lines[0]
+
+
 def test_port_in_use() -> None:
     """A port range that somebody else has: Config names the range. A range with room beside him is used."""
     with _occupied_port() as port:

@@ -119,6 +119,7 @@ class _Engine:
             ("NCCL_SOCKET_IFNAME", os.environ.get("NCCL_SOCKET_IFNAME", "")),
         ]
         _core.init_logging(settings.log)
+        _print_log(settings.log)
         self.interfaces, self.why = _core.choose_interfaces(named, _master(store))
         # torchrun counts its restarts; frames of an earlier life of the job are refused.
         self.job_rank = job_rank
@@ -242,6 +243,15 @@ def _tell_failure(store: Any, rank: int, error: BaseException) -> None:
             store.set(_FAILED, f"rank {rank}: {error}")
     except Exception as trouble:  # the store may be what failed
         log.debug("cannot tell the other ranks: %s", trouble)
+
+
+def _print_log(level: str) -> None:
+    """Print what PENSTOCK_LOG asks for, where the program has not set up logging itself. Warnings are printed anyway."""
+    if level in ("info", "debug") and not log.hasHandlers():
+        log.setLevel(level.upper())
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(levelname)s] penstock: %(message)s"))
+        log.addHandler(handler)
 
 
 def _master(store: Any) -> str | None:
