@@ -135,12 +135,15 @@ def _come_and_go() -> None:
         tensor = penstock.empty(100_000).fill_(1.0)
         dist.all_reduce(tensor)
         assert tensor.eq(2.0).all()
+        # The tensor's own mapping, the engine's of its first page, and that of the peer's tensor.
+        assert _mapped_memory_files() >= 3, "the peer's tensor was not read from shared memory"
         del tensor
         # The offers of the turn before are withdrawn by now: the barrier came after.
         dist.barrier()
         if turn >= 100:
             counts.add(_memory_files() + _mapped_memory_files())
-    assert max(counts) <= min(counts) + 2, counts
+    # What the engine has not got round to yet; two hundred tensors would be hundreds.
+    assert max(counts) <= 10, counts
     dist.destroy_process_group()
 
 

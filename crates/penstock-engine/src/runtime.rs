@@ -1021,6 +1021,12 @@ impl Handler for Runtime {
                     Some(active) if active.fingerprint.0 != theirs => {
                         self.mismatch(peers, key.group, op, peer, theirs);
                     }
+                    // The reader of one of our messages asks whether it read what was meant: while the operation runs, its
+                    // buffers are as they were.
+                    Some(_) if probe && key.message != PROBE => {
+                        let issued = self.groups[&key.group].next_op;
+                        peers.machine(peer).answer_probe(key, issued);
+                    }
                     Some(_) => {}
                     None => {
                         let group = &self.groups[&key.group];

@@ -432,3 +432,41 @@ fn wrong_secret() {
         assert!(failure.to_string().contains("PENSTOCK_SECRET"), "{failure}");
     }
 }
+
+/// A group that fails takes its own buffers along and nobody else's: operations of other groups, which peers may be reading
+/// from memory at that moment, end in good order and in time.
+#[test]
+fn a_failed_group_does_not_hold_up_another() {
+    for medium in MEDIA {
+        let world = world(2, medium);
+        for turn in 0..40 {
+            let (groups, tickets) = join(&world.engines, b"secret", |_| b"secret".to_vec());
+            for ticket in tickets {
+                wait(&ticket).expect("joined");
+            }
+            let mut outputs: Vec<_> = (0..2).map(|rank| filled(rank, 700_003)).collect();
+            let start = |rank: usize, group: &Group, output: &mut [u32]| {
+                let call = call(Collective::AllReduce, Name::AllReduce, 4 * 700_003, &[], output);
+                // SAFETY: the buffer outlives the wait below, and that of the other group its own.
+                unsafe { group.start(Call { timeout: 5_000_000_000 + rank as u64, ..call }) }
+            };
+            // Rank 0's references are out while rank 1 has not come; then another group of both fails.
+            let first = start(0, &world.groups[0], &mut outputs[0]);
+            let mut other = vec![0; 700_003];
+            let lost = start(0, &groups[0], &mut other);
+            let second = (turn % 2 == 0).then(|| start(1, &world.groups[1], &mut outputs[1]));
+            groups[0].abort("a test");
+            let second = second.unwrap_or_else(|| start(1, &world.groups[1], &mut outputs[1]));
+            let failure = wait(&lost).expect_err("aborted");
+            assert_eq!(failure.kind, FailureKind::Closed, "{medium:?}: {failure}");
+            for ticket in [&first, &second] {
+                wait(ticket).unwrap_or_else(|error| panic!("{medium:?}, turn {turn}: {error}"));
+            }
+            let sum = |index: usize| value(0, index).wrapping_add(value(1, index));
+            for output in &outputs {
+                assert!(output.iter().enumerate().all(|(index, got)| *got == sum(index)), "{medium:?}, turn {turn}");
+            }
+            groups.iter().for_each(Group::leave);
+        }
+    }
+}

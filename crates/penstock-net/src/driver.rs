@@ -3,7 +3,7 @@
 use crate::contact::Contact;
 use crate::fds::Fd;
 use crate::memory::Landmark;
-use crate::socket::{Progress, Socket, Stage};
+use crate::socket::{Progress, Socket, Stage, read};
 use penstock_protocol::frame::{VERSION_MAJOR, VERSION_MINOR};
 use penstock_protocol::handshake::{Accepted, Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
 use penstock_protocol::peer::{Event, OpStatus, Peer, PeerConfig, StreamId};
@@ -13,7 +13,7 @@ use rustix::event::{EventfdFlags, epoll};
 use rustix::fd::{AsFd, OwnedFd};
 use socket2::{Domain, Protocol, SockAddr, Type};
 use std::collections::HashMap;
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -934,13 +934,15 @@ impl Driver {
             socket.stage = Stage::Connector(connector);
         }
         let mut buffer = [0u8; 1024];
-        let mut rest = Vec::new();
+        let (mut rest, mut descriptors) = (Vec::new(), Vec::new());
         let mut ended = None;
         loop {
             if let Progress::Closed(reason) = socket.write_greeting() {
                 return Err(reason);
             }
-            let count = match rustix::io::read(&socket.fd, &mut buffer) {
+            // The last message may come together with the first frames, and what they bring along.
+            let room = &mut [IoSliceMut::new(&mut buffer)];
+            let count = match read(&socket.fd, room, socket.local, &mut descriptors) {
                 Ok(0) => return Err("it closed the connection during the hand-shake".into()),
                 Ok(count) => count,
                 Err(rustix::io::Errno::INTR) => continue,
@@ -1016,6 +1018,10 @@ impl Driver {
             socket.stage = Stage::Up;
             socket.reader.preload(&rest);
             self.up(handler, token, socket, features, now)?;
+            for descriptor in descriptors {
+                let peer = socket.peer.expect("decided");
+                handler.passed(peer, descriptor).map_err(|error| format!("it sent {error}"))?;
+            }
         }
         Ok(())
     }

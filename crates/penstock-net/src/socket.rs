@@ -177,7 +177,7 @@ fn write(fd: impl AsFd, slices: &[IoSlice<'_>], descriptor: Option<&OwnedFd>) ->
 }
 
 /// Reads what there is, from a local socket with the descriptors that come along.
-fn read(
+pub(crate) fn read(
     fd: impl AsFd,
     slices: &mut [IoSliceMut<'_>],
     local: bool,
@@ -411,10 +411,12 @@ impl Reader {
                 Target::Stage => Some(&self.stage[..length]),
                 Target::Discard => None,
             };
-            if let Some(payload) = payload {
+            let status = handler.status(peer, &header.key);
+            if let Some(payload) = payload
+                && !peers.look(peer).is_duplicate(&header, status)
+            {
                 verify(&header, payload)?;
             }
-            let status = handler.status(peer, &header.key);
             let finish = peers.machine(peer).handle_frame(stream, &header, payload.unwrap_or(&[]), status)?;
             if let Some(loser) = finish.revoke {
                 revoked.push((loser, header.key, header.offset));

@@ -11,8 +11,9 @@ import fcntl
 import math
 import mmap
 import os
+import sys
 import threading
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +46,11 @@ def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     dtype = dtype or torch.get_default_dtype()
     count = math.prod(shape)
     nbytes = -(-max(count, 1) * dtype.itemsize // _PAGE) * _PAGE
-    file, memory = _make(nbytes)
+    memory = _make(nbytes)
+    file = memory.file
     flat = torch.frombuffer(memory, dtype=dtype, count=max(count, 1), offset=_PAGE)
     with _lock:
-        buffer = _buffers[file] = _Buffer(file, flat.data_ptr(), nbytes)
-        weakref.finalize(memory, _release, file).atexit = False
-        _share(buffer)
+        _share(_buffers.setdefault(file, _Buffer(file, flat.data_ptr(), nbytes)))
     return flat[:count].view(shape)
 
 
@@ -59,7 +59,8 @@ def use(engine: _core.Engine | None) -> None:
     global _engine
     with _lock:
         _engine = engine
-        for buffer in _buffers.values():
+        # A copy: a tensor may be collected, and withdrawn, meanwhile.
+        for buffer in list(_buffers.values()):
             _share(buffer)
 
 
@@ -74,14 +75,27 @@ class _Buffer:
     """What the engine calls it."""
 
 
-def _make(nbytes: int) -> tuple[int, mmap.mmap]:
+class _Memory(mmap.mmap):
+    """A mapping that the engine forgets before it goes: a weak reference would tell it only when others may have its
+    address already."""
+
+    file = -1
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.file >= 0 and not is_finalizing():
+            _release(self.file)
+
+
+def _make(nbytes: int) -> _Memory:
     try:
         file = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(file, _PAGE + nbytes)
             # Peers must be able to rely on its size: touching what a shorter file lacks would kill them.
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            return file, mmap.mmap(file, _PAGE + nbytes)
+            memory = _Memory(file, _PAGE + nbytes)
+            memory.file = file
+            return memory
         except BaseException:
             os.close(file)
             raise
@@ -98,8 +112,8 @@ def _share(buffer: _Buffer) -> None:
 
 def _release(file: int) -> None:
     with _lock:
-        buffer = _buffers.pop(file)
-        if _engine is not None and buffer.number is not None:
+        buffer = _buffers.pop(file, None)
+        if _engine is not None and buffer is not None and buffer.number is not None:
             _engine.unshare(buffer.number)
         os.close(file)
 
