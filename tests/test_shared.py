@@ -137,6 +137,7 @@ def _come_and_go() -> None:
         assert tensor.eq(2.0).all()
         # The tensor's own mapping, the engine's of its first page, and that of the peer's tensor.
         assert _mapped_memory_files() >= 3, "the peer's tensor was not read from shared memory"
+        dist.barrier()
         del tensor
         # The offers of the turn before are withdrawn by now: the barrier came after.
         dist.barrier()
