@@ -37,6 +37,18 @@ def test_a_tensor_like_others() -> None:
     assert _memory_files() == before
 
 
+def test_wrong_arguments() -> None:
+    """What is no shape or no dtype is refused, and leaves nothing behind."""
+    before = _memory_files()
+    with pytest.raises(ConfigError, match=r"\(3, -1\)"):
+        penstock.empty(3, -1)
+    with pytest.raises(TypeError):
+        penstock.empty("three")
+    with pytest.raises(TypeError, match=r"torch\.dtype"):
+        penstock.empty(3, dtype="float32")
+    assert _memory_files() == before
+
+
 def test_no_room() -> None:
     """More than the system has is an error that says so, and leaves nothing behind."""
     before = _memory_files()

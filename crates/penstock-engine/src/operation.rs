@@ -276,7 +276,7 @@ impl Operation {
                         if slots.iter().flatten().any(|held| matches!(held, Held::Remote(_))) {
                             self.work.insert((step, segment));
                         } else {
-                            self.take_held(step, segment, effects)?;
+                            self.take_held(step, segment, effects).map_err(|(_, misfit)| misfit)?;
                         }
                     }
                 }
@@ -296,11 +296,11 @@ impl Operation {
         !self.work.is_empty()
     }
 
-    /// Reads (and reduces) the messages of one step and segment that lie in other processes' memory. The error names a
-    /// rank whose memory cannot be read.
+    /// Reads (and reduces) the messages of one step and segment that lie in other processes' memory. The error names
+    /// the rank whose memory cannot be read.
     pub(crate) fn work(&mut self, effects: &mut Vec<Effect>) -> Result<(), (u32, Misfit)> {
         let Some((step, segment)) = self.work.pop_first() else { return Ok(()) };
-        self.take_held(step, segment, effects).map_err(|misfit| (self.senders(step)[0].0, misfit))?;
+        self.take_held(step, segment, effects)?;
         self.run(effects);
         Ok(())
     }
@@ -318,48 +318,47 @@ impl Operation {
         }
     }
 
-    /// Rank and number of each message that a step takes, in the order of its operands.
-    fn senders(&self, step: u32) -> Vec<(u32, u32)> {
+    /// Rank and number of the message that a step takes as one of its operands.
+    fn sender(&self, step: u32, operand: u32) -> (u32, u32) {
         match &self.steps.steps[step as usize].action {
-            Action::Recv { from, message, .. } | Action::Await { from, message } => vec![(*from, *message)],
-            Action::Reduce { sources, .. } => sources
-                .iter()
-                .filter_map(|source| match source {
-                    Operand::Message { from, message } => Some((*from, *message)),
-                    Operand::Local(_) => None,
-                })
-                .collect(),
-            _ => Vec::new(),
+            Action::Recv { from, message, .. } => (*from, *message),
+            Action::Reduce { sources, .. } if let Operand::Message { from, message } = sources[operand as usize] => {
+                (from, message)
+            }
+            _ => unreachable!("only operands that are messages are held"),
         }
     }
 
     /// Does what a step does with its messages, which are all held.
-    fn take_held(&mut self, step: u32, segment: u32, effects: &mut Vec<Effect>) -> Result<(), Misfit> {
+    fn take_held(&mut self, step: u32, segment: u32, effects: &mut Vec<Effect>) -> Result<(), (u32, Misfit)> {
         let steps = self.steps.clone();
         let slots = self.held.remove(&self.index(step, segment)).expect("only steps with messages are taken");
         let held: Vec<(u32, Held)> =
             (0..).zip(slots).filter_map(|(operand, held)| held.map(|held| (operand, held))).collect();
-        let unreadable = |error: io::Error| Misfit::Unreadable(error.to_string());
         match &steps.steps[step as usize].action {
             Action::Recv { dst, .. } => {
                 let (start, len) = dst.segment(segment);
                 let place = self.address(dst.buf, start);
-                for (_, held) in &held {
+                for (operand, held) in &held {
                     let Held::Remote(remote) = held else { continue };
                     // SAFETY: the slice has `len` bytes.
-                    unsafe { remote.read(0, place, len as usize) }.map_err(unreadable)?;
+                    unsafe { remote.read(0, place, len as usize) }
+                        .map_err(|error| self.unreadable(step, *operand, &error))?;
                 }
             }
             Action::Reduce { dst, sources, last } => {
                 let (_, len) = dst.segment(segment);
-                self.reduce_held(dst, sources, segment, len, *last, &held).map_err(unreadable)?;
+                self.reduce_held(dst, sources, segment, len, *last, &held)
+                    .map_err(|(operand, error)| self.unreadable(step, operand, &error))?;
             }
             _ => unreachable!("no other step holds messages"),
         }
         let mut doubts = 0;
-        for ((_, held), (from, message)) in held.iter().zip(self.senders(step)) {
-            let (Held::Remote(remote), message) = (held, message + segment) else { continue };
-            if remote.is_certain().map_err(unreadable)? {
+        for (operand, held) in &held {
+            let Held::Remote(remote) = held else { continue };
+            let (from, first) = self.sender(step, *operand);
+            let message = first + segment;
+            if remote.is_certain().map_err(|error| self.unreadable(step, *operand, &error))? {
                 effects.push(Effect::Read { from, message });
             } else {
                 effects.push(Effect::Doubt { from, message });
@@ -372,6 +371,10 @@ impl Operation {
             self.doubtful.insert((step, segment), doubts);
         }
         Ok(())
+    }
+
+    fn unreadable(&self, step: u32, operand: u32, error: &io::Error) -> (u32, Misfit) {
+        (self.sender(step, operand).0, Misfit::Unreadable(error.to_string()))
     }
 
     /// The ranks that have not sent (or taken) everything yet, for messages about time-outs.
@@ -578,7 +581,7 @@ impl Operation {
         len: u64,
         last: bool,
         held: &[(u32, Held)],
-    ) -> io::Result<()> {
+    ) -> Result<(), (u32, io::Error)> {
         let is_elsewhere = |held: &Held| matches!(held, Held::Remote(remote) if remote.pointer().is_none());
         let remotes = held.iter().filter(|(_, held)| is_elsewhere(held)).count();
         let block = BLOCK_BYTES.checked_div(remotes).map_or(len as usize, |share| share.max(16 * 1024) & !63);
@@ -608,7 +611,7 @@ impl Operation {
                         let at = blocks[remote * block..].as_mut_ptr();
                         remote += 1;
                         // SAFETY: each remote has a block of its own.
-                        unsafe { memory.read(offset, at, count) }?;
+                        unsafe { memory.read(offset, at, count) }.map_err(|error| (*operand, error))?;
                         (*operand, at.cast_const())
                     }
                 };

@@ -111,8 +111,8 @@ pub(crate) struct Runtime {
     closed: HashSet<GroupId>,
     /// What the streams' hand-shakes prove. A job outlives the group that brought it: groups share streams.
     jobs: HashMap<GroupId, Job>,
-    /// What the user's memory is shared of, by number.
-    regions: BTreeMap<u64, Region>,
+    /// What the user's memory is shared of, by address, with its number.
+    regions: BTreeMap<u64, (u64, Region)>,
     peers: Vec<PeerInfo>,
     by_node: HashMap<NodeKey, PeerId>,
     /// What came for operations that are not posted yet, or not ready for it.
@@ -574,9 +574,14 @@ impl Runtime {
         let (mut region, mut place) = (0, address as u64);
         if info.local
             && !owned
-            && let Some((number, shared, offset)) = find_region(&self.regions, address as u64, len as u64)
+            && let Some((_, (number, shared))) = self.regions.range(..=address as u64).next_back()
+            && let Some(offset) = shared.offset(address as u64, len as u64)
         {
-            if let Entry::Vacant(entry) = info.offered.entry(number) {
+            let number = *number;
+            let has_room = info.offered.len() < MAX_MAPPINGS;
+            if let Entry::Vacant(entry) = info.offered.entry(number)
+                && has_room
+            {
                 match shared.descriptor() {
                     Ok(descriptor) => {
                         entry.insert(Some(descriptor));
@@ -674,8 +679,8 @@ impl Runtime {
             .ok_or(FrameError::OutOfTurn("a reference to shared memory that is not there"))
     }
 
-    /// A peer shares memory with us.
-    fn offered(&mut self, peer: PeerId, region: u64, len: u64) -> Result<(), FrameError> {
+    /// Maps what a peer shares with us.
+    fn map(&mut self, peer: PeerId, region: u64, len: u64) -> Result<(), FrameError> {
         let info = &mut self.peers[peer as usize];
         let descriptor =
             info.descriptors.pop_front().ok_or(FrameError::OutOfTurn("an offer of memory without a descriptor"))?;
@@ -755,7 +760,7 @@ impl Runtime {
         // Peers that read our memory at this moment will find that they cannot trust what they got.
         peers.drop_group(id);
         self.landmark.turn();
-        for region in self.regions.values() {
+        for (_, region) in self.regions.values() {
             region.set_epoch(self.landmark.epoch());
         }
         let tickets: Vec<_> = (group.ops.drain().map(|(op, active)| (op, active.fingerprint, active.ticket)))
@@ -921,7 +926,7 @@ impl Handler for Runtime {
         let key = header.key;
         let id = key.group;
         match header.kind {
-            Kind::Share => return self.offered(peer, header.offset, header.total),
+            Kind::Share => return self.map(peer, header.offset, header.total),
             Kind::Unshare => drop(self.peers[peer as usize].mappings.remove(&header.offset)),
             _ => {}
         }
@@ -1017,33 +1022,28 @@ impl Handler for Runtime {
                     }
                     return;
                 };
-                match self.active(key.group, op) {
+                let group = &self.groups[&key.group];
+                let issued = match key.channel {
+                    0 => group.next_op,
+                    channel => group.next_send.get(&(other, channel)).copied().unwrap_or_default(),
+                };
+                match group.ops.get(&op) {
                     Some(active) if active.fingerprint.0 != theirs => {
-                        self.mismatch(peers, key.group, op, peer, theirs);
-                    }
-                    // The reader of one of our messages asks whether it read what was meant: while the operation runs, its
-                    // buffers are as they were.
-                    Some(_) if probe && key.message != PROBE => {
-                        let issued = self.groups[&key.group].next_op;
-                        peers.machine(peer).answer_probe(key, issued);
+                        return self.mismatch(peers, key.group, op, peer, theirs);
                     }
                     Some(_) => {}
                     None => {
-                        let group = &self.groups[&key.group];
-                        let issued = match key.channel {
-                            0 => group.next_op,
-                            channel => group.next_send.get(&(other, channel)).copied().unwrap_or_default(),
-                        };
                         if (key.op.0 >= issued || group.held.contains_key(&op)) && group.failed.is_none() {
                             let claims = self.claims.entry((key.group, key.channel, key.op)).or_default();
                             if !claims.contains(&(peer, theirs)) {
                                 claims.push((peer, theirs));
                             }
                         }
-                        if probe {
-                            peers.machine(peer).answer_probe(key, issued);
-                        }
                     }
+                }
+                // Also an answer to a doubt: if the group had failed, its report would have left before.
+                if probe {
+                    peers.machine(peer).answer_probe(key, issued);
                 }
             }
             Event::Issued(key, count) => {
@@ -1138,10 +1138,10 @@ impl Handler for Runtime {
                 Command::Abort(id, failure) => self.fail_group(peers, id, failure, true),
                 Command::Share(number, region) => {
                     region.set_epoch(self.landmark.epoch());
-                    self.regions.insert(number, region);
+                    self.regions.insert(region.address(), (number, region));
                 }
                 Command::Unshare(number) => {
-                    self.regions.remove(&number);
+                    self.regions.retain(|_, (known, _)| *known != number);
                     for peer in 0..self.peers.len() {
                         let info = &mut self.peers[peer];
                         if info.offered.remove(&number).is_some() && info.lost.is_none() {
@@ -1264,11 +1264,6 @@ impl OpId {
     }
 }
 
-/// The region that has these bytes, and where in it they are.
-fn find_region(regions: &BTreeMap<u64, Region>, address: u64, len: u64) -> Option<(u64, &Region, u64)> {
-    regions.iter().find_map(|(number, region)| Some((*number, region, region.offset(address, len)?)))
-}
-
 fn check_call(call: &Call) -> Result<(), Failure> {
     if call.collective.reduces() && !call.op.takes(call.dtype) {
         return Err(Failure::of_call(
@@ -1319,7 +1314,8 @@ fn premultiply(call: &Call, request: &Request, input: &mut *const u8, output: &m
 
 /// Descriptors that a peer may pass ahead of the frames that they belong to: one system call brings a few.
 const MAX_DESCRIPTORS: usize = 64;
-/// Regions of a peer's that are mapped at a time: well below the kernel's own limit on mappings (65530).
+/// Regions that are shared with a peer at a time; others are read as private memory. Well below the kernel's own limit on
+/// mappings (65530).
 const MAX_MAPPINGS: usize = 4096;
 /// The message that a probe names when it does not doubt one.
 const PROBE: u32 = u32::MAX;

@@ -445,18 +445,18 @@ fn a_failed_group_does_not_hold_up_another() {
                 wait(&ticket).expect("joined");
             }
             let mut outputs: Vec<_> = (0..2).map(|rank| filled(rank, 700_003)).collect();
-            let start = |rank: usize, group: &Group, output: &mut [u32]| {
+            let start = |group: &Group, output: &mut [u32]| {
                 let call = call(Collective::AllReduce, Name::AllReduce, 4 * 700_003, &[], output);
                 // SAFETY: the buffer outlives the wait below, and that of the other group its own.
-                unsafe { group.start(Call { timeout: 5_000_000_000 + rank as u64, ..call }) }
+                unsafe { group.start(Call { timeout: 5_000_000_000, ..call }) }
             };
             // Rank 0's references are out while rank 1 has not come; then another group of both fails.
-            let first = start(0, &world.groups[0], &mut outputs[0]);
+            let first = start(&world.groups[0], &mut outputs[0]);
             let mut other = vec![0; 700_003];
-            let lost = start(0, &groups[0], &mut other);
-            let second = (turn % 2 == 0).then(|| start(1, &world.groups[1], &mut outputs[1]));
+            let lost = start(&groups[0], &mut other);
+            let second = (turn % 2 == 0).then(|| start(&world.groups[1], &mut outputs[1]));
             groups[0].abort("a test");
-            let second = second.unwrap_or_else(|| start(1, &world.groups[1], &mut outputs[1]));
+            let second = second.unwrap_or_else(|| start(&world.groups[1], &mut outputs[1]));
             let failure = wait(&lost).expect_err("aborted");
             assert_eq!(failure.kind, FailureKind::Closed, "{medium:?}: {failure}");
             for ticket in [&first, &second] {

@@ -71,7 +71,7 @@ pub trait Handler {
     fn admit(&self, hello: &Hello) -> Admission;
     /// Whether [`Handler::work`] has something to do.
     fn has_work(&self) -> bool;
-    /// Does one piece of what takes long and can wait until all frames that are ready have left: some 100 us, no more.
+    /// Does one piece of what takes long and can wait until all frames that are ready have left: a millisecond at most.
     fn work(&mut self, peers: &mut Peers);
     /// Whether the loop should say good-bye and end.
     fn stopping(&self) -> bool;
@@ -1300,7 +1300,7 @@ const NOT_YET: &str = "the job is not set up there yet";
 /// Instead of a stream in a planned attempt: choose the way to the peer again.
 const FROM_THE_START: StreamId = StreamId::MAX;
 
-/// Features that this implementation has. None needs negotiation yet.
+/// Features of every stream; none yet.
 const FEATURES: u32 = 0;
 /// The sender can read the receiver's memory: a property of the pair, found at the hand-shake.
 const FEATURE_READS_MEMORY: u32 = 1;

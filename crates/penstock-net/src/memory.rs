@@ -79,6 +79,12 @@ impl Region {
         Ok(Region { file: Fd::new(file), address, len, header })
     }
 
+    /// Where the user has them.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
     /// Bytes that references may name.
     #[must_use]
     pub fn len(&self) -> u64 {

@@ -447,6 +447,7 @@ BACKENDS = {
 """What runs when --backends names none. Each has a limit: over TCP it is raw sockets; in one memory it is copying."""
 
 NOT_OVER_LINKS = ("penstock-shm", "penstock-empty", "engine-shm")
+"""The testbed's hosts share no memory."""
 
 ENGINES = {
     each.label: each

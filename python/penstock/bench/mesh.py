@@ -69,7 +69,8 @@ class Mesh:
         self._listener.close()
 
     def close(self) -> None:
-        """Closes every connection."""
+        """Closes every connection, and what listens for them."""
+        self._listener.close()
         for pair in self.pairs.values():
             for flow in (pair.control, *pair.flows):
                 flow.close()

@@ -36,9 +36,9 @@ def exchange_rate(bed: Bed, flows: int, nbytes: int) -> float:
                 seconds.append(time.perf_counter() - began)
                 transfer.drain()
             meshes[rank].barrier()
+            result.send(seconds)
         except OSError as error:
             result.send(error)
-        result.send(seconds)
 
     # A process a rank: two threads would wait for each other's interpreter. Forked, to inherit the listening sockets.
     context = multiprocessing.get_context("fork")

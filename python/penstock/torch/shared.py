@@ -8,6 +8,7 @@ operation first uses it; they map it, and reduce straight from it.
 from __future__ import annotations
 
 import fcntl
+import logging
 import math
 import mmap
 import os
@@ -20,8 +21,11 @@ import torch
 
 from penstock import _core
 from penstock.errors import Config as ConfigError
+from penstock.errors import PenstockError
 
 __all__ = ["empty", "use"]
+
+log = logging.getLogger("penstock")
 
 
 def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -35,15 +39,20 @@ def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         *size: the shape, as `torch.empty` takes it.
         dtype: torch's default where there is none.
 
-    Returns: a contiguous tensor of zeros, aligned to a page.
+    Returns: a contiguous tensor of zeros, aligned to 4096 bytes.
 
     Raises:
-        penstock.errors.Config: the system has no memory files, or not so much memory.
+        penstock.errors.Config: a shape with a negative length; the system has no memory files, or cannot map so much.
 
-    Does not block: pages come when they are touched. In a forked child the memory is the parent's own, not a copy.
+    Does not block: pages come when they are touched, and where memory is short then, the system ends the process.
+    In a forked child the memory is the parent's own, not a copy.
     """
     shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+    if any(length < 0 for length in shape):
+        raise ConfigError(f"penstock.empty: no tensor has the shape {tuple(shape)}")
     dtype = dtype or torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"penstock.empty: dtype is to be a torch.dtype, such as torch.float32, not {dtype!r}")
     count = math.prod(shape)
     nbytes = -(-max(count, 1) * dtype.itemsize // _PAGE) * _PAGE
     memory = _make(nbytes)
@@ -107,7 +116,12 @@ def _make(nbytes: int) -> _Memory:
 
 
 def _share(buffer: _Buffer) -> None:
-    buffer.number = None if _engine is None else _engine.share(buffer.file, buffer.address, buffer.nbytes)
+    buffer.number = None
+    if _engine is not None:
+        try:
+            buffer.number = _engine.share(buffer.file, buffer.address, buffer.nbytes)
+        except (OSError, PenstockError) as error:
+            log.warning("a tensor of penstock.empty cannot be shared (%s): peers read it as any other", error)
 
 
 def _release(file: int) -> None:
