@@ -322,10 +322,11 @@ impl Operation {
     fn sender(&self, step: u32, operand: u32) -> (u32, u32) {
         match &self.steps.steps[step as usize].action {
             Action::Recv { from, message, .. } => (*from, *message),
-            Action::Reduce { sources, .. } if let Operand::Message { from, message } = sources[operand as usize] => {
-                (from, message)
-            }
-            _ => unreachable!("only operands that are messages are held"),
+            Action::Reduce { sources, .. } => match sources[operand as usize] {
+                Operand::Message { from, message } => (from, message),
+                Operand::Local(_) => unreachable!("what is local is not held"),
+            },
+            _ => unreachable!("no other step holds messages"),
         }
     }
 
@@ -582,7 +583,7 @@ impl Operation {
         last: bool,
         held: &[(u32, Held)],
     ) -> Result<(), (u32, io::Error)> {
-        let is_elsewhere = |held: &Held| matches!(held, Held::Remote(remote) if remote.pointer().is_none());
+        let is_elsewhere = |held: &Held| matches!(held, Held::Remote(memory) if memory.pointer().is_none());
         let remotes = held.iter().filter(|(_, held)| is_elsewhere(held)).count();
         let block = BLOCK_BYTES.checked_div(remotes).map_or(len as usize, |share| share.max(16 * 1024) & !63);
         let mut blocks = std::mem::take(&mut self.blocks);
@@ -602,19 +603,20 @@ impl Operation {
             };
             let mut remote = 0;
             for (place, (operand, held)) in places.iter_mut().zip(held) {
-                *place = match held {
-                    Held::Bytes(bytes) => (*operand, bytes[offset as usize..].as_ptr()),
-                    Held::Remote(memory) if let Some(pointer) = memory.pointer() => {
-                        (*operand, pointer.wrapping_add(offset as usize))
-                    }
-                    Held::Remote(memory) => {
-                        let at = blocks[remote * block..].as_mut_ptr();
-                        remote += 1;
-                        // SAFETY: each remote has a block of its own.
-                        unsafe { memory.read(offset, at, count) }.map_err(|error| (*operand, error))?;
-                        (*operand, at.cast_const())
-                    }
+                let bytes = match held {
+                    Held::Bytes(bytes) => bytes[offset as usize..].as_ptr(),
+                    Held::Remote(memory) => match memory.pointer() {
+                        Some(pointer) => pointer.wrapping_add(offset as usize),
+                        None => {
+                            let at = blocks[remote * block..].as_mut_ptr();
+                            remote += 1;
+                            // SAFETY: each remote has a block of its own.
+                            unsafe { memory.read(offset, at, count) }.map_err(|error| (*operand, error))?;
+                            at.cast_const()
+                        }
+                    },
                 };
+                *place = (*operand, bytes);
             }
             self.reduce(dst, sources, segment, offset, count, last, |operand| {
                 places.iter().find(|(known, _)| *known == operand).map_or(std::ptr::null(), |(_, place)| *place)
