@@ -520,7 +520,7 @@ impl Runtime {
                     if let Err(misfit) = self.opened(peers, id, op, from, message, count, &mut effects) {
                         effects.clear();
                         self.effects = effects;
-                        self.misfit(peers, id, op, from, misfit);
+                        self.misfit(peers, id, from, misfit);
                         return;
                     }
                 }
@@ -702,7 +702,7 @@ impl Runtime {
     // ------------------------------------------------------------------ failures
 
     /// A message does not fit the plan although the fingerprints agree.
-    fn misfit(&mut self, peers: &mut Peers, id: GroupId, op: OpId, from: u32, misfit: Misfit) {
+    fn misfit(&mut self, peers: &mut Peers, id: GroupId, from: u32, misfit: Misfit) {
         let who = self.groups[&id].contacts[from as usize].describe();
         let failure = match misfit {
             Misfit::Length { expected, got } => Failure::fatal(
@@ -722,7 +722,6 @@ impl Runtime {
                 return;
             }
         };
-        let _ = op;
         self.fail_group(peers, id, failure, true);
     }
 
@@ -945,8 +944,8 @@ impl Handler for Runtime {
         let open = active.and_then(|(from, op, active)| Some((from, op, active.operation.is_open(from, key.message)?)));
         match (open, active.is_some()) {
             (None, true) => {
-                let (from, op, _) = active.expect("just seen");
-                self.misfit(peers, id, op, from, Misfit::Unknown);
+                let (from, ..) = active.expect("just seen");
+                self.misfit(peers, id, from, Misfit::Unknown);
                 return Ok(());
             }
             (Some((from, op, true)), _) => {
@@ -974,7 +973,7 @@ impl Handler for Runtime {
                     now,
                 );
                 if let Err(misfit) = result {
-                    self.misfit(peers, id, op, from, misfit);
+                    self.misfit(peers, id, from, misfit);
                 }
             }
             // Not posted, or not ready: keep it.
@@ -1076,12 +1075,11 @@ impl Handler for Runtime {
         }
     }
 
-    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32) {
+    fn linked(&mut self, peer: PeerId, local: bool, pid: u32) {
         let info = &mut self.peers[peer as usize];
         info.linked = true;
         info.local = local;
         info.pid = pid;
-        let _ = peers;
         for id in self.groups_of(peer) {
             self.check_joined(id);
         }
@@ -1239,7 +1237,7 @@ impl Handler for Runtime {
         // It is put back if there is more to do.
         self.drive(peers, id, op, |operation, effects| result = operation.work(effects), now);
         if let Err((from, misfit)) = result {
-            self.misfit(peers, id, op, from, misfit);
+            self.misfit(peers, id, from, misfit);
         }
     }
 

@@ -48,14 +48,14 @@ struct World {
 
 fn world(size: u32, medium: Medium) -> World {
     let engines: Vec<Engine> = (0..size).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
-    let (groups, tickets) = join(&engines, b"secret", |_| b"secret".to_vec());
+    let (groups, tickets) = join(&engines, |_| b"secret".to_vec());
     for ticket in tickets {
         wait(&ticket).expect("joined");
     }
     World { engines, groups }
 }
 
-fn join(engines: &[Engine], _: &[u8], secret: impl Fn(u32) -> Vec<u8>) -> (Vec<Group>, Vec<Ticket>) {
+fn join(engines: &[Engine], secret: impl Fn(u32) -> Vec<u8>) -> (Vec<Group>, Vec<Ticket>) {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let id = GroupId(NEXT.fetch_add(1, Ordering::Relaxed));
     let members: Vec<_> = engines.iter().map(|engine| engine.contact().clone()).collect();
@@ -425,7 +425,7 @@ fn a_peer_that_leaves() {
 fn wrong_secret() {
     for medium in MEDIA {
         let engines: Vec<Engine> = (0..2).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
-        let (_groups, tickets) = join(&engines, b"", |rank| vec![rank as u8; 8]);
+        let (_groups, tickets) = join(&engines, |rank| vec![rank as u8; 8]);
         let failures: Vec<_> = tickets.iter().filter_map(|ticket| ticket.wait(Some(Duration::from_secs(2)))).collect();
         let failure = failures.into_iter().find_map(Result::err).expect("one side at least knows");
         assert_eq!(failure.kind, FailureKind::Refused, "{medium:?}: {failure}");
@@ -440,7 +440,7 @@ fn a_failed_group_does_not_hold_up_another() {
     for medium in MEDIA {
         let world = world(2, medium);
         for turn in 0..40 {
-            let (groups, tickets) = join(&world.engines, b"secret", |_| b"secret".to_vec());
+            let (groups, tickets) = join(&world.engines, |_| b"secret".to_vec());
             for ticket in tickets {
                 wait(&ticket).expect("joined");
             }

@@ -455,15 +455,6 @@ impl Peer {
         self.outgoing.is_empty() && self.controls.is_empty()
     }
 
-    /// Everything of a group that was given to this peer has been taken by the other end: it can be closed without
-    /// taking a copied message from a rank that still waits for it.
-    #[must_use]
-    pub fn is_group_quiet(&self, group: GroupId) -> bool {
-        let first = MessageKey { group, channel: 0, op: OpSeq(0), message: 0 };
-        self.by_key.range(first..).next().is_none_or(|(key, _)| key.group != group)
-            && self.controls.values().all(|control| control.header.key.group != group)
-    }
-
     /// Forgets everything about an operation: it is finished here. A copied message that still waits for its grant or
     /// its ack goes on.
     ///
