@@ -132,7 +132,8 @@ KNOBS = (
         "",
         str,
         "network interfaces to use, comma-separated names or addresses; streams take turns over them. Empty: "
-        "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, else the interface that routes to the master.",
+        "GLOO_SOCKET_IFNAME (names), NCCL_SOCKET_IFNAME (prefixes; = before exact names, ^ before what to leave out; all "
+        "that match are used), else the interface that routes to the master.",
     ),
     Knob(
         "PENSTOCK_PORT_RANGE",

@@ -11,43 +11,33 @@ pub struct Interface {
     pub address: IpAddr,
 }
 
-/// Picks the interfaces: those named (comma-separated names or addresses), else the one that routes to `master`
+/// Picks the interfaces: those that the first knob with a value names, else the one that routes to `master`
 /// (`host:port`). Returns them with the reason.
+///
+/// A knob is a comma-separated list of exact names or addresses; `NCCL_SOCKET_IFNAME` is read as NCCL reads it, see
+/// [`as_nccl`].
 ///
 /// # Errors
 /// What was asked for and what there is.
 pub fn choose(named: &[(&str, &str)], master: Option<&str>) -> Result<(Vec<Interface>, String), String> {
     let all = every().map_err(|error| format!("cannot list the network interfaces: {error}"))?;
     for (knob, value) in named {
-        if value.trim().is_empty() {
+        let value = value.trim();
+        if value.is_empty() {
             continue;
         }
-        let mut chosen = Vec::new();
-        for name in value.split(',').map(str::trim).filter(|name| !name.is_empty()) {
-            // NCCL's spellings: `=eth0` is exact (as here), a `^` excludes.
-            let name = name.strip_prefix('=').unwrap_or(name);
-            if name.starts_with('^') {
-                continue;
+        let chosen = if *knob == NCCL { as_nccl(value, &all) } else { exactly(value, &all) };
+        return match chosen {
+            Ok(chosen) => Ok((chosen, format!("{knob}={value}"))),
+            Err(missing) => {
+                let names: Vec<String> = all.iter().map(|i| format!("{} ({})", i.name, i.address)).collect();
+                Err(format!(
+                    "{knob} names {missing:?}, which this host does not have, or not up; it has {}. Set {knob} to one of \
+                     these.",
+                    names.join(", ")
+                ))
             }
-            let found = all
-                .iter()
-                .filter(|i| i.name == name || name.parse() == Ok(i.address))
-                // An interface's first address, IPv4 before IPv6.
-                .min_by_key(|i| i.address.is_ipv6());
-            match found {
-                Some(interface) => chosen.push(interface.clone()),
-                None => {
-                    let names: Vec<String> = all.iter().map(|i| format!("{} ({})", i.name, i.address)).collect();
-                    return Err(format!(
-                        "{knob} names {name:?}, which this host does not have; it has {}. Set {knob} to one of these.",
-                        names.join(", ")
-                    ));
-                }
-            }
-        }
-        if !chosen.is_empty() {
-            return Ok((chosen, format!("{knob}={value}")));
-        }
+        };
     }
     if let Some(master) = master
         && let Some(interface) = toward(master, &all)
@@ -57,6 +47,48 @@ pub fn choose(named: &[(&str, &str)], master: Option<&str>) -> Result<(Vec<Inter
     let loopback = all.iter().find(|i| i.address.is_loopback()).cloned();
     let interface = loopback.ok_or("this host has no network interface, not even loopback")?;
     Ok((vec![interface], "no master address is known: loopback only".into()))
+}
+
+/// The interfaces of a list of names and addresses, in its order. The error is the entry that there is not.
+fn exactly(value: &str, all: &[Interface]) -> Result<Vec<Interface>, String> {
+    let entries = entries(value);
+    let found = entries.iter().map(|entry| {
+        let named = all.iter().filter(|i| i.name == *entry || entry.parse() == Ok(i.address));
+        named.min_by_key(|i| i.address.is_ipv6()).cloned().ok_or_else(|| (*entry).to_owned())
+    });
+    let found: Vec<_> = found.collect::<Result<_, _>>()?;
+    if found.is_empty() { Err(value.to_owned()) } else { Ok(found) }
+}
+
+/// The interfaces that NCCL would take: all whose name starts with one of the list's entries, in the system's order; after
+/// `=` the names are exact; after `^` (or `^=`) all others are taken. Where NCCL, told to exclude, would listen on loopback
+/// and docker's bridges too, these come only where there is nothing else: no other host can reach them.
+fn as_nccl(value: &str, all: &[Interface]) -> Result<Vec<Interface>, String> {
+    let (excludes, list) = value.strip_prefix('^').map_or((false, value), |list| (true, list));
+    let (exact, list) = list.strip_prefix('=').map_or((false, list), |list| (true, list));
+    let entries = entries(list);
+    let listed = |name: &str| entries.iter().any(|entry| if exact { name == *entry } else { name.starts_with(entry) });
+    let mut found: Vec<Interface> = Vec::new();
+    for interface in all.iter().filter(|i| listed(&i.name) != excludes) {
+        match found.iter_mut().find(|known| known.name == interface.name) {
+            Some(known) if known.address.is_ipv6() && interface.address.is_ipv4() => *known = interface.clone(),
+            Some(_) => {}
+            None => found.push(interface.clone()),
+        }
+    }
+    if excludes && !found.iter().all(is_inward) {
+        found.retain(|interface| !is_inward(interface));
+    }
+    if found.is_empty() { Err(value.to_owned()) } else { Ok(found) }
+}
+
+/// Whether it leads to no other host.
+fn is_inward(interface: &Interface) -> bool {
+    interface.address.is_loopback() || interface.name.starts_with("docker")
+}
+
+fn entries(list: &str) -> Vec<&str> {
+    list.split(',').map(str::trim).filter(|entry| !entry.is_empty()).collect()
 }
 
 /// The interface whose address packets to `master` would carry. Sends nothing: connecting a UDP socket only looks up
@@ -74,15 +106,80 @@ fn toward(master: &str, all: &[Interface]) -> Option<Interface> {
 fn every() -> std::io::Result<Vec<Interface>> {
     Ok(if_addrs::get_if_addrs()?
         .into_iter()
+        // What is down carries nothing; its address may even be somebody else's.
+        .filter(if_addrs::Interface::is_oper_up)
         // Link-local IPv6 needs a scope that a contact does not carry.
         .filter(|i| !matches!(i.ip(), IpAddr::V6(v6) if v6.segments()[0] & 0xffc0 == 0xfe80))
         .map(|i| Interface { address: i.ip(), name: i.name })
         .collect())
 }
 
+const NCCL: &str = "NCCL_SOCKET_IFNAME";
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// As `(name, address)`, in the system's order.
+    const HOST: [(&str, &str); 8] = [
+        ("lo", "127.0.0.1"),
+        ("eth0", "10.0.0.2"),
+        ("eth1", "fd00::3"),
+        ("eth1", "10.1.0.2"),
+        ("eth10", "10.2.0.2"),
+        ("ib0", "fd00::4"),
+        ("docker0", "172.17.0.1"),
+        ("lo", "::1"),
+    ];
+
+    fn addresses(found: Result<Vec<Interface>, String>) -> Result<String, String> {
+        found.map(|found| found.iter().map(|i| i.address.to_string()).collect::<Vec<_>>().join(" "))
+    }
+
+    fn host(interfaces: &[(&str, &str)]) -> Vec<Interface> {
+        let interface = |(name, address): &(&str, &str)| Interface {
+            name: (*name).to_owned(),
+            address: address.parse().expect("an address"),
+        };
+        interfaces.iter().map(interface).collect()
+    }
+
+    /// Prefixes, exact names and exclusions select what NCCL would, an address each; loopback and docker's bridges are left
+    /// out of what is only not excluded, unless nothing else is there.
+    #[test]
+    fn as_nccl_reads_it() {
+        for (value, expected) in [
+            ("eth", "10.0.0.2 10.1.0.2 10.2.0.2"),
+            ("ib, eth1", "10.1.0.2 10.2.0.2 fd00::4"),
+            ("=eth1,ib0", "10.1.0.2 fd00::4"),
+            ("=eth1,nosuch", "10.1.0.2"),
+            ("lo", "127.0.0.1"),
+            ("docker,eth0", "10.0.0.2 172.17.0.1"),
+            ("^eth1", "10.0.0.2 fd00::4"),
+            ("^=eth1,ib0", "10.0.0.2 10.2.0.2"),
+            ("^lo,docker", "10.0.0.2 10.1.0.2 10.2.0.2 fd00::4"),
+            ("^eth,ib", "127.0.0.1 172.17.0.1"),
+            ("^eth,ib,docker", "127.0.0.1"),
+        ] {
+            assert_eq!(addresses(as_nccl(value, &host(&HOST))), Ok(expected.to_owned()), "{value}");
+        }
+        for value in ["wlan", "=eth", "^lo,eth,ib,docker", "=", ","] {
+            assert_eq!(as_nccl(value, &host(&HOST)), Err(value.to_owned()));
+        }
+    }
+
+    /// Elsewhere names are exact, and addresses choose among several of one interface; what is missing is named.
+    #[test]
+    fn exact_names_and_addresses() {
+        for (value, expected) in
+            [("eth1", "10.1.0.2"), ("ib0 , eth0", "fd00::4 10.0.0.2"), ("fd00::3,10.1.0.2", "fd00::3 10.1.0.2")]
+        {
+            assert_eq!(addresses(exactly(value, &host(&HOST))), Ok(expected.to_owned()), "{value}");
+        }
+        for (value, missing) in [("eth", "eth"), ("eth0,=eth1", "=eth1"), ("10.9.9.9", "10.9.9.9"), (",", ",")] {
+            assert_eq!(exactly(value, &host(&HOST)), Err(missing.to_owned()));
+        }
+    }
 
     /// A missing interface is named, with those that exist; the loopback's route is found.
     #[test]
@@ -92,6 +189,8 @@ mod tests {
         let (chosen, reason) = choose(&[("PENSTOCK_INTERFACE", "")], Some("127.0.0.1:1")).expect("loopback");
         assert!(chosen[0].address.is_loopback(), "{chosen:?}");
         assert!(reason.contains("route"), "{reason}");
+        let (chosen, _) = choose(&[(NCCL, "l")], None).expect("a prefix");
+        assert!(chosen.iter().any(|interface| interface.name == "lo"), "{chosen:?}");
         let (chosen, reason) = choose(&[("A", ""), ("B", "lo")], None).expect("lo");
         assert_eq!((chosen[0].name.as_str(), reason.as_str()), ("lo", "B=lo"));
     }
