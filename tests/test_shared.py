@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
+import pathlib
+import resource
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ def test_a_tensor_like_others() -> None:
     before = _memory_files()
     tensor = penstock.empty(3, 5, dtype=torch.bfloat16)
     assert tensor.shape == (3, 5) and tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
-    assert not tensor.any() and tensor.data_ptr() % 4096 == 0
+    assert not tensor.any() and tensor.data_ptr() % mmap.PAGESIZE == 0
     row = tensor[1]
     row += 2
     assert tensor.sum() == 10
@@ -78,6 +81,16 @@ def test_made_before_and_kept_after() -> None:
 def test_many_come_and_go() -> None:
     """Peers let go of what is gone: neither descriptors nor mappings pile up."""
     ranks.run(_come_and_go, count=2)
+
+
+def test_no_room_for_a_mapping() -> None:
+    """A rank that may not map any more copies what its peer shares: the group lives, and the results are right."""
+    ranks.run(_without_room, count=2)
+
+
+def test_a_forked_child_keeps_no_memory_of_others() -> None:
+    """A DataLoader worker that outlives an operation holds the rank's own tensors, as any child does, and no peer's."""
+    ranks.run(_fork_and_look, count=2)
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
@@ -157,6 +170,51 @@ def _come_and_go() -> None:
             counts.add(_memory_files() + _mapped_memory_files())
     # What the engine has not got round to yet; two hundred tensors would be hundreds.
     assert max(counts) <= 10, counts
+    dist.destroy_process_group()
+
+
+def _without_room() -> None:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+    tensor = (penstock.empty if rank == 1 else torch.empty)(1 << 24).fill_(rank + 1.0)
+    dist.barrier()
+    if rank == 0:
+        used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        # Room for a mask of the tensor, not for the peer's 64 MiB.
+        resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20), hard))
+    dist.all_reduce(tensor)
+    for _ in range(3):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    assert tensor.eq(3.0).all(), tensor
+    if rank == 0:
+        assert (_mapped_memory_files(), _memory_files()) == (0, 1), "the peer's tensor was to be read from its file"
+        child = os.fork()
+        if child == 0:
+            os._exit(_memory_files())
+        assert os.waitpid(child, 0) == (child, 0), "a forked child holds the peer's file"
+    dist.barrier()
+    del tensor
+    # The offer is withdrawn by the second barrier, as in `_come_and_go`.
+    dist.barrier()
+    dist.barrier()
+    if rank == 0:
+        assert _memory_files() == 0, "the peer's file is kept after its tensor is gone"
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    dist.destroy_process_group()
+
+
+def _fork_and_look() -> None:
+    tensor = penstock.empty(1 << 20).fill_(1.0)
+    own = (_memory_files(), _mapped_memory_files())
+    dist.init_process_group("penstock")
+    dist.all_reduce(tensor)
+    assert _mapped_memory_files() >= own[1] + 2, "the peer's tensor was not read from shared memory"
+    child = os.fork()
+    if child == 0:
+        os._exit((_memory_files(), _mapped_memory_files()) != own)
+    assert os.waitpid(child, 0) == (child, 0), f"the child has more than the rank's own tensor, {own}"
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -125,13 +125,13 @@ impl Engine {
     }
 
     /// Shares memory with the ranks of this host: they read messages from it without the kernel's help. `file` is a memory
-    /// file, sealed against shrinking, of one page ([`penstock_net::memory::PAGE`]) that is the engine's and `len` bytes,
+    /// file, sealed against shrinking, of one page ([`penstock_net::memory::page_bytes`]) that is the engine's and `len` bytes,
     /// which the caller has mapped at `address` and keeps so until [`Engine::unshare`]. Returns a number for that.
     ///
     /// # Errors
     /// `Config`: a file that does not fit.
     pub fn share(&self, file: OwnedFd, address: u64, len: u64) -> Result<u64, Failure> {
-        let region = Region::new(file, address, len)
+        let region = Region::new(fds::Fd::new(file), address, len)
             .map_err(|error| Failure::of_call(FailureKind::Config, format!("cannot share memory: {error}.")))?;
         let number = self.next_region.fetch_add(1, Ordering::Relaxed);
         self.handle.command(Command::Share(number, region), &Ticket::default());

@@ -3,6 +3,7 @@
 use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
 use crate::stats::{GroupStats, PeerStats, Stats};
 use crate::ticket::Ticket;
+use penstock_net::fds::Fd;
 use penstock_net::memory::{Landmark, Mapping, Region, Remote};
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
 use penstock_plan::{Algorithm, Collective, Planner, Request, Steps, Thresholds, Topology, choose, segment_bytes};
@@ -17,7 +18,6 @@ use penstock_types::{
 use std::any::Any;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, mpsc};
 
 /// What the callers' threads and the engine's thread share.
@@ -135,11 +135,11 @@ struct PeerInfo {
     pid: u32,
     lost: Option<String>,
     /// Regions of ours that the peer knows; the descriptors of some have not left yet.
-    offered: HashMap<u64, Option<OwnedFd>>,
+    offered: HashMap<u64, Option<Fd>>,
     /// Regions of its own, by its numbers.
     mappings: HashMap<u64, Arc<Mapping>>,
     /// What it has passed for frames that have not come yet.
-    descriptors: VecDeque<OwnedFd>,
+    descriptors: VecDeque<Fd>,
 }
 
 impl PeerInfo {
@@ -687,7 +687,7 @@ impl Runtime {
         if region == 0 || info.mappings.len() >= MAX_MAPPINGS {
             return Err(FrameError::OutOfTurn("more shared memory than can be mapped"));
         }
-        let mapping = Mapping::new(&descriptor, len).map_err(|error| {
+        let mapping = Mapping::new(descriptor, len).map_err(|error| {
             log::warn!("penstock: cannot map memory that {} shares: {error}", info.contact.describe());
             FrameError::OutOfTurn("shared memory that cannot be mapped")
         })?;
@@ -896,11 +896,11 @@ impl Handler for Runtime {
         Ok(active.operation.place(from, header.key.message, header.offset, len, header.total))
     }
 
-    fn descriptor(&mut self, peer: PeerId, region: u64) -> Option<OwnedFd> {
+    fn descriptor(&mut self, peer: PeerId, region: u64) -> Option<Fd> {
         self.peers[peer as usize].offered.get_mut(&region)?.take()
     }
 
-    fn passed(&mut self, peer: PeerId, descriptor: OwnedFd) -> Result<(), FrameError> {
+    fn passed(&mut self, peer: PeerId, descriptor: Fd) -> Result<(), FrameError> {
         let waiting = &mut self.peers[peer as usize].descriptors;
         if waiting.len() >= MAX_DESCRIPTORS {
             return Err(FrameError::OutOfTurn("descriptors that no frame explains"));

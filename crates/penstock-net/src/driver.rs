@@ -3,7 +3,7 @@
 use crate::contact::Contact;
 use crate::fds::Fd;
 use crate::memory::Landmark;
-use crate::socket::{Progress, Socket, Stage, read};
+use crate::socket::{GONE, Progress, Socket, Stage, read, why};
 use penstock_protocol::frame::{VERSION_MAJOR, VERSION_MINOR};
 use penstock_protocol::handshake::{Accepted, Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
 use penstock_protocol::peer::{Event, OpStatus, Peer, PeerConfig, StreamId};
@@ -35,12 +35,12 @@ pub trait Handler {
     /// `len` bytes at `offset` of an outgoing message, or `None` when its operation is over.
     fn source(&self, peer: PeerId, key: &MessageKey, offset: u64, len: usize) -> Option<*const u8>;
     /// The descriptor that goes along with the offer of shared memory, once.
-    fn descriptor(&mut self, peer: PeerId, region: u64) -> Option<OwnedFd>;
+    fn descriptor(&mut self, peer: PeerId, region: u64) -> Option<Fd>;
     /// The peer passes a descriptor; the frame that says what it is for has not been handled yet.
     ///
     /// # Errors
     /// More of them than frames can ask for.
-    fn passed(&mut self, peer: PeerId, descriptor: OwnedFd) -> Result<(), FrameError>;
+    fn passed(&mut self, peer: PeerId, descriptor: Fd) -> Result<(), FrameError>;
     /// A whole, checked, new frame. `placed`: its payload already lies where [`Handler::place`] said.
     ///
     /// # Errors
@@ -506,11 +506,11 @@ impl Driver {
                 handler.passed(peer, descriptor).map_err(|error| format!("it sent {error}"))?;
             }
             match filled {
-                Ok(0) => return Err("it closed the connection".into()),
+                Ok(0) => return Err(GONE.into()),
                 Ok(count) => budget = budget.saturating_sub(count),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Ok(()),
-                Err(error) => return Err(error.to_string()),
+                Err(error) => return Err(why(error, socket.local)),
             }
         }
     }

@@ -1,13 +1,14 @@
 //! Memory of other processes on the same host: read through the kernel, or mapped.
 
-use crate::fds::Fd;
+use crate::fds::{Fd, forked};
 use penstock_protocol::handshake::NodeKey;
-use rustix::fd::{AsFd, AsRawFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd};
 use rustix::fs::{Mode, OFlags, SealFlags};
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Arc, Once};
 
 /// What a process shows to those that can read its memory: who it is, and whether what it gave by reference still holds.
 ///
@@ -73,10 +74,10 @@ impl Region {
     ///
     /// # Errors
     /// A file that is shorter, or that could become so, or that cannot be mapped.
-    pub fn new(file: OwnedFd, address: u64, len: u64) -> io::Result<Region> {
+    pub fn new(file: Fd, address: u64, len: u64) -> io::Result<Region> {
         check_file(&file, len)?;
-        let header = Mapped::new(&file, PAGE, ProtFlags::READ | ProtFlags::WRITE)?;
-        Ok(Region { file: Fd::new(file), address, len, header })
+        let header = Mapped::new(&file, page_bytes(), ProtFlags::READ | ProtFlags::WRITE)?;
+        Ok(Region { file, address, len, header })
     }
 
     /// Where the user has them.
@@ -108,9 +109,9 @@ impl Region {
     ///
     /// # Errors
     /// The system's; without `/proc` there is no such descriptor.
-    pub fn descriptor(&self) -> io::Result<OwnedFd> {
+    pub fn descriptor(&self) -> io::Result<Fd> {
         let path = format!("/proc/self/fd/{}", self.file.as_fd().as_raw_fd());
-        Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+        Ok(Fd::new(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?))
     }
 
     /// Says which epoch it is, see [`Landmark`].
@@ -124,18 +125,59 @@ impl Region {
 #[derive(Debug)]
 pub struct Mapping {
     len: u64,
-    whole: Mapped,
+    whole: Whole,
+}
+
+/// The file of a peer's [`Region`].
+#[derive(Debug)]
+enum Whole {
+    Mapped(Mapped),
+    /// This process may not map any more: the kernel copies from the file.
+    File(Fd),
 }
 
 impl Mapping {
-    /// Maps what a peer has passed, which it says to hold `len` bytes for us.
+    /// Maps what a peer has passed, which it says to hold `len` bytes for us. Where this process has no room for
+    /// another mapping (a limit on its address space, or on their number), the bytes are read from the file instead.
     ///
     /// # Errors
-    /// A file that is shorter, or that could become so (touching what is gone would kill us), or that cannot be mapped.
-    pub fn new(file: &OwnedFd, len: u64) -> io::Result<Mapping> {
-        check_file(file, len)?;
-        let whole = usize::try_from(len).map_err(io::Error::other)? + PAGE;
-        Ok(Mapping { len, whole: Mapped::new(file, whole, ProtFlags::READ)? })
+    /// A file that is shorter, or that could become so (touching what is gone would kill us), or that we may not read.
+    pub fn new(file: Fd, len: u64) -> io::Result<Mapping> {
+        check_file(&file, len)?;
+        let bytes = usize::try_from(len).map_err(io::Error::other)? + page_bytes();
+        let whole = match Mapped::new(&file, bytes, ProtFlags::READ) {
+            Ok(mapped) => Whole::Mapped(mapped),
+            Err(error @ (Errno::NOMEM | Errno::AGAIN)) => {
+                static TOLD: Once = Once::new();
+                TOLD.call_once(|| {
+                    log::warn!(
+                        "penstock: cannot map {bytes} bytes that a rank of this host shares ({error}): they are copied. \
+                         Raise `ulimit -v` or vm.max_map_count"
+                    );
+                });
+                Whole::File(file)
+            }
+            Err(error) => return Err(error.into()),
+        };
+        Ok(Mapping { len, whole })
+    }
+
+    /// Whether it can be looked at, and need not be copied.
+    #[must_use]
+    pub fn is_mapped(&self) -> bool {
+        matches!(self.whole, Whole::Mapped(_))
+    }
+
+    fn epoch(&self) -> io::Result<u64> {
+        match &self.whole {
+            Whole::Mapped(mapped) => Ok(mapped.epoch().load(Ordering::SeqCst)),
+            Whole::File(file) => {
+                let mut now = [0; 8];
+                // SAFETY: `now` has that length.
+                unsafe { read_file(file, 0, now.as_mut_ptr(), now.len())? };
+                Ok(u64::from_ne_bytes(now))
+            }
+        }
     }
 }
 
@@ -153,9 +195,12 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    fn new(file: &OwnedFd, bytes: usize, protection: ProtFlags) -> io::Result<Mapped> {
+    fn new(file: &Fd, bytes: usize, protection: ProtFlags) -> Result<Mapped, Errno> {
         // SAFETY: a new mapping where the kernel chooses.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0)? };
+        // A forked child would keep the memory for as long as it lives. Where that is refused, it does.
+        // SAFETY: our own mapping, which stays as it is in this process.
+        let _ = unsafe { rustix::mm::madvise(base, bytes, Advice::LinuxDontFork) };
         Ok(Mapped { base: base.cast(), bytes })
     }
 
@@ -167,15 +212,19 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
+        if forked() {
+            // The child does not have it, and the addresses may belong to somebody else by now.
+            return;
+        }
         // SAFETY: our own mapping; whoever reads it holds it.
         let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes) };
     }
 }
 
 /// Whether a file holds a page and `len` bytes, for good.
-fn check_file(file: &OwnedFd, len: u64) -> io::Result<()> {
+fn check_file(file: &Fd, len: u64) -> io::Result<()> {
     let bytes = rustix::fs::fstat(file)?.st_size as u64;
-    if bytes < len.saturating_add(PAGE as u64) {
+    if bytes < len.saturating_add(page_bytes() as u64) {
         return Err(io::Error::other(format!("shared memory of {bytes} bytes, where {len} and a page are announced")));
     }
     if !rustix::fs::fcntl_get_seals(file)?.contains(SealFlags::SHRINK) {
@@ -221,14 +270,14 @@ impl Remote {
     #[must_use]
     pub fn pointer(&self) -> Option<*const u8> {
         match self {
-            Remote::Process { .. } => None,
-            Remote::Mapped { mapping, offset, .. } => {
-                Some(mapping.whole.base.wrapping_add(PAGE + *offset as usize).cast_const())
+            Remote::Mapped { mapping, offset, .. } if let Whole::Mapped(whole) = &mapping.whole => {
+                Some(whole.base.wrapping_add(page_bytes() + *offset as usize).cast_const())
             }
+            _ => None,
         }
     }
 
-    /// Copies `len` bytes from `offset` on to `dst`: one copy, by the kernel where memory is not shared.
+    /// Copies `len` bytes from `offset` on to `dst`: one copy, by the kernel where memory is not mapped.
     ///
     /// # Errors
     /// The system's error: `EPERM` when the kernel does not let us (Yama, another user, a container without
@@ -237,15 +286,21 @@ impl Remote {
     /// # Safety
     /// `dst` must be valid for writes of `len` bytes, and so many must be there from `offset` on.
     pub unsafe fn read(&self, offset: u64, dst: *mut u8, len: usize) -> io::Result<()> {
-        match (self, self.pointer()) {
-            (_, Some(bytes)) => {
-                // SAFETY: the caller's promise; `mapped` has checked the range.
-                unsafe { std::ptr::copy_nonoverlapping(bytes.wrapping_add(offset as usize), dst, len) };
-                Ok(())
-            }
+        match self {
             // SAFETY: the caller's promise.
-            (Remote::Process { pid, address, .. }, None) => unsafe { read_process(*pid, address + offset, dst, len) },
-            (Remote::Mapped { .. }, None) => unreachable!("a mapping has a pointer"),
+            Remote::Process { pid, address, .. } => unsafe { read_process(*pid, address + offset, dst, len) },
+            Remote::Mapped { mapping, offset: start, .. } => {
+                let place = page_bytes() as u64 + start + offset;
+                match &mapping.whole {
+                    Whole::Mapped(whole) => {
+                        // SAFETY: the caller's promise; `mapped` has checked the range.
+                        unsafe { std::ptr::copy_nonoverlapping(whole.base.wrapping_add(place as usize), dst, len) };
+                        Ok(())
+                    }
+                    // SAFETY: the caller's promise.
+                    Whole::File(file) => unsafe { read_file(file, place, dst, len) },
+                }
+            }
         }
     }
 
@@ -264,27 +319,47 @@ impl Remote {
             }
             Remote::Mapped { mapping, epoch, .. } => {
                 fence(Ordering::SeqCst);
-                Ok(mapping.whole.epoch().load(Ordering::SeqCst) == *epoch)
+                Ok(mapping.epoch()? == *epoch)
             }
         }
     }
 }
 
-/// What of a region's file comes before the user's bytes: whole, so that those start at a page.
-pub const PAGE: usize = 4096;
+/// What of a region's file comes before the user's bytes: one of the system's pages, so that those start at a page.
+#[must_use]
+pub fn page_bytes() -> usize {
+    rustix::param::page_size()
+}
 
 /// `process_vm_readv`, all of it.
 ///
 /// # Safety
 /// `dst` must be valid for writes of `len` bytes.
 unsafe fn read_process(pid: u32, address: u64, dst: *mut u8, len: usize) -> io::Result<()> {
+    read_all(dst, len, |done, dst, len| {
+        let local = libc::iovec { iov_base: dst.cast(), iov_len: len };
+        let remote = libc::iovec { iov_base: (address as usize + done) as *mut libc::c_void, iov_len: len };
+        // SAFETY: `local` lies in the caller's buffer; the kernel checks `remote`.
+        unsafe { libc::process_vm_readv(pid as libc::pid_t, &local, 1, &remote, 1, 0) }
+    })
+}
+
+/// `pread`, all of it.
+///
+/// # Safety
+/// `dst` must be valid for writes of `len` bytes.
+unsafe fn read_file(file: &Fd, offset: u64, dst: *mut u8, len: usize) -> io::Result<()> {
+    read_all(dst, len, |done, dst, len| {
+        // SAFETY: `dst` lies in the caller's buffer.
+        unsafe { libc::pread64(file.as_fd().as_raw_fd(), dst.cast(), len, (offset + done as u64) as libc::off64_t) }
+    })
+}
+
+/// Repeats a system call that is given how much is done, and the rest of the buffer, until the buffer is full.
+fn read_all(dst: *mut u8, len: usize, call: impl Fn(usize, *mut u8, usize) -> isize) -> io::Result<()> {
     let mut done = 0;
     while done < len {
-        let local = libc::iovec { iov_base: dst.wrapping_add(done).cast(), iov_len: len - done };
-        let remote = libc::iovec { iov_base: (address as usize + done) as *mut libc::c_void, iov_len: len - done };
-        // SAFETY: `local` lies in the caller's buffer; the kernel checks `remote`.
-        let count = unsafe { libc::process_vm_readv(pid as libc::pid_t, &local, 1, &remote, 1, 0) };
-        match count {
+        match call(done, dst.wrapping_add(done), len - done) {
             -1 => {
                 let error = io::Error::last_os_error();
                 if error.kind() != io::ErrorKind::Interrupted {
@@ -333,52 +408,59 @@ mod tests {
         assert!(process(8, landmark.address(), landmark.epoch()).is_certain().expect("own memory"));
     }
 
-    fn memory_file(bytes: u64, seals: SealFlags) -> OwnedFd {
+    fn memory_file(bytes: u64, seals: SealFlags) -> Fd {
         let flags = rustix::fs::MemfdFlags::ALLOW_SEALING | rustix::fs::MemfdFlags::CLOEXEC;
         let file = rustix::fs::memfd_create("test", flags).expect("a memory file");
         rustix::fs::ftruncate(&file, bytes).expect("its length");
         rustix::fs::fcntl_add_seals(&file, seals).expect("its seals");
-        file
+        Fd::new(file)
     }
 
-    /// What the owner writes is what a peer's mapping shows; beyond its end nothing can be named; an epoch that has
-    /// turned shows too.
+    /// What the owner writes is what a peer sees, whether it can map the memory or only read its file; beyond its end
+    /// nothing can be named; an epoch that has turned shows too.
     #[test]
     fn shared_memory_shows_what_its_owner_writes() {
-        let file = memory_file(3 * PAGE as u64, SealFlags::SHRINK | SealFlags::GROW);
-        let user = Mapped::new(&file, 3 * PAGE, ProtFlags::READ | ProtFlags::WRITE).expect("the user's own");
-        let address = user.base as u64 + PAGE as u64;
-        let region = Region::new(file, address, 2 * PAGE as u64).expect("a region");
+        let page = page_bytes();
+        let file = memory_file(3 * page as u64, SealFlags::SHRINK | SealFlags::GROW);
+        let user = Mapped::new(&file, 3 * page, ProtFlags::READ | ProtFlags::WRITE).expect("the user's own");
+        let address = user.base as u64 + page as u64;
+        let region = Region::new(file, address, 2 * page as u64).expect("a region");
         assert_eq!(region.offset(address + 5, 10), Some(5));
         assert_eq!(region.offset(address - 1, 1), None);
-        assert_eq!(region.offset(address + 1, 2 * PAGE as u64), None);
-        region.set_epoch(4);
+        assert_eq!(region.offset(address + 1, 2 * page as u64), None);
         // SAFETY: inside the user's mapping.
-        unsafe { user.base.add(PAGE + 5).write(77) };
+        unsafe { user.base.add(page + 5).write(77) };
 
-        let passed = region.descriptor().expect("one");
-        assert!(Mapped::new(&passed, PAGE, ProtFlags::WRITE).is_err(), "peers only read");
-        let mapping = Arc::new(Mapping::new(&passed, region.len()).expect("a mapping"));
-        assert!(Remote::mapped(&mapping, 2 * PAGE as u64 - 1, 2, 4).is_none());
-        assert!(Remote::mapped(&mapping, u64::MAX, 2, 4).is_none());
-        let remote = Remote::mapped(&mapping, 4, 8, 4).expect("inside");
-        let mut ours = [0; 8];
-        // SAFETY: `ours` is 8 bytes.
-        unsafe { remote.read(0, ours.as_mut_ptr(), 8) }.expect("mapped");
-        assert_eq!(ours, [0, 77, 0, 0, 0, 0, 0, 0]);
-        assert!(remote.is_certain().expect("mapped"));
-        region.set_epoch(5);
-        assert!(!remote.is_certain().expect("mapped"));
+        let passed = || region.descriptor().expect("one");
+        assert!(Mapped::new(&passed(), page, ProtFlags::WRITE).is_err(), "peers only read");
+        let mapped = Mapping::new(passed(), region.len()).expect("a mapping");
+        assert!(mapped.is_mapped());
+        let unmapped = Mapping { len: region.len(), whole: Whole::File(passed()) };
+        for mapping in [mapped, unmapped].map(Arc::new) {
+            region.set_epoch(4);
+            assert!(Remote::mapped(&mapping, 2 * page as u64 - 1, 2, 4).is_none());
+            assert!(Remote::mapped(&mapping, u64::MAX, 2, 4).is_none());
+            let remote = Remote::mapped(&mapping, 4, 8, 4).expect("inside");
+            assert_eq!(remote.pointer().is_some(), mapping.is_mapped());
+            let mut ours = [0; 6];
+            // SAFETY: `ours` is 6 bytes.
+            unsafe { remote.read(1, ours.as_mut_ptr(), 6) }.expect("shared");
+            assert_eq!(ours, [77, 0, 0, 0, 0, 0]);
+            assert!(remote.is_certain().expect("shared"));
+            region.set_epoch(5);
+            assert!(!remote.is_certain().expect("shared"));
+        }
     }
 
     /// A file that is too short, or could become so, would kill whoever touches what is missing.
     #[test]
     fn memory_that_could_vanish_is_refused() {
-        let error = Mapping::new(&memory_file(PAGE as u64 + 99, SealFlags::SHRINK), 100).expect_err("short");
+        let page = page_bytes() as u64;
+        let error = Mapping::new(memory_file(page + 99, SealFlags::SHRINK), 100).expect_err("short");
         assert!(error.to_string().contains("announced"), "{error}");
-        let error = Mapping::new(&memory_file(2 * PAGE as u64, SealFlags::GROW), 100).expect_err("not sealed");
+        let error = Mapping::new(memory_file(2 * page, SealFlags::GROW), 100).expect_err("not sealed");
         assert!(error.to_string().contains("sealed"), "{error}");
         let (reader, _writer) = rustix::pipe::pipe().expect("a pipe");
-        assert!(Mapping::new(&reader, 0).is_err());
+        assert!(Mapping::new(Fd::new(reader), 0).is_err());
     }
 }

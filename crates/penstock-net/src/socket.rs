@@ -7,10 +7,11 @@ use penstock_protocol::handshake::{Acceptor, Connector};
 use penstock_protocol::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
 use penstock_protocol::{FrameError, Header, Kind, MessageKey};
 use penstock_types::Time;
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
 };
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
@@ -56,7 +57,7 @@ struct Writing {
     /// Of header and payload.
     written: usize,
     /// Goes along with it, or before.
-    descriptor: Option<OwnedFd>,
+    descriptor: Option<Fd>,
 }
 
 /// What reading or writing came to.
@@ -104,7 +105,7 @@ impl Socket {
                 Ok(count) => drop(self.greeting.drain(..count)),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Progress::Blocked,
-                Err(error) => return Progress::Closed(error.to_string()),
+                Err(error) => return Progress::Closed(why(error, self.local)),
             }
         }
         Progress::More
@@ -160,13 +161,18 @@ impl Socket {
             }
             Err(Errno::INTR) => Some(Progress::More),
             Err(Errno::AGAIN) => Some(Progress::Blocked),
-            Err(error) => Some(Progress::Closed(error.to_string())),
+            Err(error) => Some(Progress::Closed(why(error, self.local))),
         }
     }
 }
 
+/// What an error of the system says of a connection. Nothing but the end of the other process resets a local one.
+pub(crate) fn why(error: Errno, local: bool) -> String {
+    if local && matches!(error, Errno::CONNRESET | Errno::PIPE) { GONE.to_owned() } else { error.to_string() }
+}
+
 /// Writes what the kernel takes; a descriptor goes along with the first byte.
-fn write(fd: impl AsFd, slices: &[IoSlice<'_>], descriptor: Option<&OwnedFd>) -> Result<usize, Errno> {
+fn write(fd: impl AsFd, slices: &[IoSlice<'_>], descriptor: Option<&Fd>) -> Result<usize, Errno> {
     let Some(descriptor) = descriptor else { return rustix::io::writev(fd, slices) };
     let descriptors = [descriptor.as_fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -181,7 +187,7 @@ pub(crate) fn read(
     fd: impl AsFd,
     slices: &mut [IoSliceMut<'_>],
     local: bool,
-    descriptors: &mut Vec<OwnedFd>,
+    descriptors: &mut Vec<Fd>,
 ) -> Result<usize, Errno> {
     if !local {
         return rustix::io::readv(fd, slices);
@@ -191,8 +197,12 @@ pub(crate) fn read(
     let received = rustix::net::recvmsg(fd, slices, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
     for message in ancillary.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = message {
-            descriptors.extend(rights);
+            descriptors.extend(rights.map(Fd::new));
         }
+    }
+    if received.flags.contains(ReturnFlags::CTRUNC) {
+        // The kernel keeps back descriptors that this process has no numbers for.
+        return Err(Errno::MFILE);
     }
     Ok(received.bytes)
 }
@@ -306,7 +316,7 @@ impl Reader {
         fd: impl AsFd,
         local: bool,
         junk: &mut [u8],
-        descriptors: &mut Vec<OwnedFd>,
+        descriptors: &mut Vec<Fd>,
     ) -> Result<usize, Errno> {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -439,6 +449,8 @@ impl Reader {
     }
 }
 
+/// Why a connection ended that the other side has closed.
+pub(crate) const GONE: &str = "it closed the connection";
 /// Frames written by one system call: bounded by the kernel's IOV_MAX (1024) and by what is worth gathering.
 const BATCH_FRAMES: usize = 16;
 /// Payload bytes gathered for one system call: fewer cost over loopback, more delay what is urgent.
@@ -448,3 +460,41 @@ const BUFFER_BYTES: usize = 16 * 1024;
 /// How much of it is offered behind a large payload: what it takes of the next one is copied once more.
 const TAIL_BYTES: usize = 4 * 1024;
 static ZEROS: [u8; MAX_FRAME_BYTES as usize] = [0; MAX_FRAME_BYTES as usize];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fd::AsRawFd;
+
+    /// A descriptor that a local socket has brought is closed in a forked child, as the socket itself is; one that is
+    /// kept back by the kernel ends the connection.
+    #[test]
+    fn a_forked_child_keeps_nothing_that_was_passed() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        let (reader, _writer) = rustix::pipe::pipe().expect("a pipe");
+        let reader = Fd::new(reader);
+        assert_eq!(write(&ours, &[IoSlice::new(b"x")], Some(&reader)), Ok(1));
+        let (mut byte, mut passed) = ([0], Vec::new());
+        assert_eq!(read(&theirs, &mut [IoSliceMut::new(&mut byte)], true, &mut passed), Ok(1));
+        let [passed] = &passed[..] else { panic!("{passed:?}") };
+        let number = passed.as_fd().as_raw_fd();
+        // SAFETY: the child makes two system calls and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above.
+            unsafe { libc::_exit(libc::c_int::from(libc::fcntl(number, libc::F_GETFD) != -1)) };
+        }
+        let mut status = 0;
+        // SAFETY: our own child, and a place for its status.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "the child has it");
+
+        let many = [reader.as_fd(); 20];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(20))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&many)));
+        rustix::net::sendmsg(&ours, &[IoSlice::new(b"x")], &mut ancillary, SendFlags::NOSIGNAL).expect("sent");
+        let mut passed = Vec::new();
+        assert_eq!(read(&theirs, &mut [IoSliceMut::new(&mut byte)], true, &mut passed), Err(Errno::MFILE));
+    }
+}

@@ -39,7 +39,7 @@ def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         *size: the shape, as `torch.empty` takes it.
         dtype: torch's default where there is none.
 
-    Returns: a contiguous tensor of zeros, aligned to 4096 bytes.
+    Returns: a contiguous tensor of zeros, aligned to a page of the system (4096 bytes on most).
 
     Raises:
         penstock.errors.Config: a shape with a negative length; the system has no memory files, or cannot map so much.
@@ -133,7 +133,7 @@ def _release(file: int) -> None:
 
 
 # The first page of the file is the engine's.
-_PAGE = 4096
+_PAGE = mmap.PAGESIZE
 _lock = threading.RLock()
 _buffers: dict[int, _Buffer] = {}
 _engine: _core.Engine | None = None
