@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
 import pathlib
 import resource
+import subprocess
+import traceback
 
 import pytest
 import torch
@@ -91,6 +94,13 @@ def test_no_room_for_a_mapping() -> None:
 def test_a_forked_child_keeps_no_memory_of_others() -> None:
     """A DataLoader worker that outlives an operation holds the rank's own tensors, as any child does, and no peer's."""
     ranks.run(_fork_and_look, count=2)
+
+
+def test_a_peer_in_another_pid_namespace() -> None:
+    """Ranks that cannot name each other's process send bytes through the socket, and share what is made to be."""
+    if subprocess.run(["unshare", "--pid", "--fork", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("making a PID namespace needs root, CAP_SYS_ADMIN and unshare")
+    ranks.run(_apart, count=2)
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
@@ -216,6 +226,40 @@ def _fork_and_look() -> None:
     assert os.waitpid(child, 0) == (child, 0), f"the child has more than the rank's own tensor, {own}"
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _apart() -> None:
+    if os.environ["RANK"] == "0":
+        return _reduce_apart()
+    assert ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWPID) == 0, os.strerror(ctypes.get_errno())
+    # This process stays where it is; its children are in the new namespace.
+    child = os.fork()
+    if child == 0:
+        try:
+            _reduce_apart()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    return None
+
+
+def _reduce_apart() -> None:
+    dist.init_process_group("penstock")
+    for make in (torch.empty, penstock.empty):
+        for elements in (1, 1 << 20):
+            tensor = make(elements).fill_(dist.get_rank() + 1.0)
+            dist.all_reduce(tensor)
+            assert tensor.eq(3.0).all(), (make, tensor)
+    assert _mapped_memory_files() >= 3, "the peer's tensor was not read from shared memory"
+    dist.barrier()
+    (peer,) = penstock.stats()["peers"]
+    assert peer["medium"] == "local socket", peer
+    dist.destroy_process_group()
+
+
+_CLONE_NEWPID = 0x20000000  # <linux/sched.h>
 
 
 def _memory_files() -> int:

@@ -10,7 +10,7 @@ use penstock_protocol::peer::{Event, OpStatus, Peer, PeerConfig, StreamId};
 use penstock_protocol::{FrameError, Header, MessageKey};
 use penstock_types::{Generation, GroupId, MILLISECOND, SECOND, Time};
 use rustix::event::{EventfdFlags, epoll};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use socket2::{Domain, Protocol, SockAddr, Type};
 use std::collections::HashMap;
 use std::io::{self, IoSliceMut};
@@ -846,7 +846,14 @@ impl Driver {
     /// Whether we may read the memory of the process at the other end of a local socket: its landmark must lie where
     /// its contact says.
     fn can_read(&self, fd: &OwnedFd, contact: &Contact) -> bool {
-        let Some(pid) = process_at(fd) else { return false };
+        let Some(pid) = process_at(fd) else {
+            log::info!(
+                "penstock: cannot read the memory of {} (it is in another PID namespace): bytes go through the socket \
+                 instead",
+                contact.describe()
+            );
+            return false;
+        };
         match Landmark::is_of(pid, contact.landmark, &contact.node) {
             Ok(same) => same,
             Err(error) => {
@@ -1218,8 +1225,19 @@ impl Driver {
 
 /// The process at the other end of a local socket, as our PID namespace numbers it.
 fn process_at(fd: impl AsFd) -> Option<u32> {
-    let credentials = rustix::net::sockopt::socket_peercred(fd).ok()?;
-    Some(credentials.pid.as_raw_nonzero().get() as u32)
+    let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = size_of_val(&credentials) as libc::socklen_t;
+    let (level, name) = (libc::SOL_SOCKET, libc::SO_PEERCRED);
+    // SAFETY: the kernel writes `length` bytes at most.
+    let rc = unsafe {
+        libc::getsockopt(fd.as_fd().as_raw_fd(), level, name, (&raw mut credentials).cast(), &raw mut length)
+    };
+    if rc == 0 { visible_process(&credentials) } else { None }
+}
+
+/// The kernel says 0 of a process that our PID namespace does not number (rustix takes that to be impossible).
+fn visible_process(credentials: &libc::ucred) -> Option<u32> {
+    u32::try_from(credentials.pid).ok().filter(|pid| *pid != 0)
 }
 
 fn epoll_add(epoll: &Fd, fd: impl AsFd, token: u64, flags: epoll::EventFlags) -> rustix::io::Result<()> {
@@ -1317,3 +1335,19 @@ const RETRY_FIRST: u64 = 10 * MILLISECOND;
 const CONNECT_ATTEMPTS: u32 = 40;
 /// How long the end waits for peers to take what is left.
 const LINGER: u64 = 2 * SECOND;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The process behind a socket is known, unless it is in a PID namespace that ours does not see.
+    #[test]
+    fn the_process_behind_a_socket() {
+        let (ours, _theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        assert_eq!(process_at(&ours), Some(std::process::id()));
+        assert_eq!(process_at(std::net::UdpSocket::bind("127.0.0.1:0").expect("a socket")), None);
+        for (pid, expected) in [(0, None), (-1, None), (7, Some(7))] {
+            assert_eq!(visible_process(&libc::ucred { pid, uid: 0, gid: 0 }), expected);
+        }
+    }
+}
