@@ -37,6 +37,7 @@ from torch_uses import batch, know, perceptron, regression, same
 MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
 TCP = ALL["penstock-tcp"]
 TESTS = pathlib.Path(__file__).resolve().parent
+Door = int | str  # a port, or the name of a local socket
 
 # Every death is known on every rank within this (ARCHITECTURE.md, heartbeats; PENSTOCK_PEER_TIMEOUT is 4 s).
 DEATH_KNOWN_S = 5.0
@@ -351,20 +352,27 @@ def test_store_lost() -> None:
 # --------------------------------------------------------------------------------------------- strangers on the port
 
 
-@pytest.mark.parametrize("approach", ["noise", "half a handshake", "endless length", "silence", "crowd"])
-def test_stranger_on_the_port(approach: str) -> None:
-    """A stranger connects to a rank's port, says nonsense, half a sentence or nothing, alone or in hundreds.
+APPROACHES = ["noise", "half a handshake", "endless length", "endless noise", "silence", "crowd"]
+
+
+@pytest.mark.parametrize(
+    ("medium", "approach"),
+    [*itertools.product(MEDIA, APPROACHES), (ALL["penstock"], "descriptors")],
+    ids=str,
+)
+def test_stranger_at_the_door(medium: Backend, approach: str) -> None:
+    """A stranger connects to a rank, says nonsense, half a sentence or nothing, alone or in hundreds.
 
     The job goes on with right results, and the rank does not keep what the stranger leaves behind.
     """
-    with ranks.Ranks(_all_reduce_until_told, count=2, args=(1 << 16,), env=TCP.env) as job:
+    with ranks.Ranks(_all_reduce_until_told, count=2, args=(1 << 16,), env=medium.env) as job:
         job.await_note("running", deadline_s=60)
         before = [psutil.Process(pid).num_fds() for pid in job.pids]
-        ports = [port for pid in job.pids for port in _listening_ports(pid)]
-        assert ports, "no rank listens"
+        doors = [door for pid in job.pids for door in _doors(pid, "tcp" if medium is TCP else "unix")]
+        assert len(doors) == 2, f"each rank was to listen at one: {doors}"
         with contextlib.ExitStack() as strangers:
-            for port in ports:
-                for connection in _approach(approach, port):
+            for door in doors:
+                for connection in _approach(approach, door):
                     strangers.enter_context(connection)
             for rank in range(2):
                 job.store.set(f"count/{rank}", "yes")
@@ -374,6 +382,8 @@ def test_stranger_on_the_port(approach: str) -> None:
         job.store.set("enough", "yes")
         for outcome in job.outcomes(timeout_s=60):
             assert outcome.ok, str(outcome)
+            if approach == "descriptors":
+                assert "passes descriptors" in outcome.output, str(outcome)
 
 
 # ------------------------------------------------------------------------------------------------- users and signals
@@ -804,37 +814,57 @@ def _occupied_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def _listening_ports(pid: int) -> list[int]:
-    connections = psutil.Process(pid).net_connections(kind="tcp")
-    return [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]
+def _doors(pid: int, kind: str) -> list[Door]:
+    """Where a rank listens: a port, or the name of an abstract UNIX socket."""
+    connections = psutil.Process(pid).net_connections(kind=kind)
+    if kind == "tcp":
+        return [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]
+    # What it has accepted bears the name too.
+    return sorted({connection.laddr for connection in connections if connection.laddr.startswith("@penstock-")})
 
 
-def _approach(how: str, port: int) -> list[socket.socket]:
+def _approach(how: str, door: Door) -> list[socket.socket]:
     """What a stranger does; returns connections that it keeps open until the test lets go of them."""
-    noise = random.Random(port)
+    noise = random.Random(str(door))
     # The head of a hand-shake message, as in penstock-protocol/src/handshake.rs: kind, length, magic.
     hello = struct.pack("<BH", 1, 100) + b"PENSTOCK"
     if how == "noise":
-        connections = [_connect(port) for _ in range(20)]
+        connections = [_connect(door) for _ in range(20)]
         for connection in connections:
             _send(connection, noise.randbytes(noise.choice([1, 7, 100, 100_000])))
         return connections
     if how == "half a handshake":
-        connections = [_connect(port) for _ in range(len(hello))]
+        connections = [_connect(door) for _ in range(len(hello))]
         for length, connection in enumerate(connections):
             _send(connection, hello[: length + 1])
         return connections
     if how == "endless length":
-        connection = _connect(port)
+        connection = _connect(door)
         _send(connection, struct.pack("<BH", 1, 65535) + b"PENSTOCK" + bytes(100_000))
         return [connection]
+    if how == "endless noise":
+        connection = _connect(door)
+        with pytest.raises(ConnectionError):  # the rank hangs up long before 64 MiB
+            for _ in range(1024):
+                connection.sendall(hello + bytes(1 << 16))
+        return [connection]
+    if how == "descriptors":
+        connections = [_connect(door) for _ in range(3)]
+        for count, connection in enumerate(connections):
+            socket.send_fds(connection, [hello[: count + 1]], [connection.fileno()] * (1 + count))
+        return connections
     if how == "silence":
-        return [_connect(port) for _ in range(3)]
-    return [_connect(port) for _ in range(300)]
+        return [_connect(door) for _ in range(3)]
+    return [_connect(door) for _ in range(300)]
 
 
-def _connect(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=10)
+def _connect(door: Door) -> socket.socket:
+    if isinstance(door, int):
+        return socket.create_connection(("127.0.0.1", door), timeout=10)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10)
+    connection.connect("\0" + door.removeprefix("@"))
+    return connection
 
 
 def _send(connection: socket.socket, data: bytes) -> None:

@@ -978,6 +978,8 @@ impl Driver {
                 Stage::Connecting(_) | Stage::Up => unreachable!("a hand-shake is going on"),
             };
             match step {
+                // They would pile up as long as a stranger talks.
+                Ok(None) if !descriptors.is_empty() => return Err("it passes descriptors in a hand-shake".into()),
                 Ok(None) => {}
                 Ok(Some(done)) => {
                     ended = Some(done);
@@ -1131,8 +1133,12 @@ impl Driver {
             return;
         }
         if local && was_up {
-            // Nothing but the end of its process closes a local socket.
-            self.lose(handler, peer, "closed its connection: the process has died", now);
+            // Only the end of its process closes the other end of a local socket; this one we close for a reason.
+            let what = match reason {
+                GONE => "closed its connection: the process has died",
+                reason => &format!("was cut off: {reason}"),
+            };
+            self.lose(handler, peer, what, now);
             return;
         }
         log::debug!("penstock: stream {stream} to {remote} closed: {reason}");
