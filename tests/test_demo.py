@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from backends import BACKENDS, Backend
-from penstock.demo import comparison, prediction, report
+from penstock.demo import cli, comparison, prediction, report
 from penstock.demo.training import WARM_UP_STEPS, Phases, Step, Training
 from penstock.testbed import CompletedRun, FlowClass, LinkSpec, Testbed, TestbedUnavailable
 
@@ -186,6 +187,20 @@ def test_prediction_hides_what_fits_behind_the_backward_pass() -> None:
     # Four ranks send 2 x 3/4 of a bucket each.
     four = prediction.predict_step(compute, buckets, ranks=4, bytes_per_s=1e6)
     assert four.exposed_s == 4.5
+
+
+def test_the_link_is_probed_with_a_steps_bytes(root: pathlib.Path) -> None:
+    """The probe's exchanges are as long as those of the model that is trained."""
+    sys.path.insert(0, str(root / "examples" / "char_gpt"))
+    try:
+        data, model = importlib.import_module("data"), importlib.import_module("model")
+    finally:
+        del sys.path[0]
+    characters = len(data.CharData.load().characters)
+    for options, nbytes in (({}, cli.PROBE_BYTES), (cli.QUICK_MODEL, cli.QUICK_PROBE_BYTES)):
+        shape = {name: value for name, value in options.items() if name in ("layers", "width", "heads")}
+        gpt = model.CharGPT(model.GPTConfig(characters, **shape))
+        assert sum(each.nbytes for each in gpt.parameters()) == nbytes
 
 
 def test_disagreement_is_found_down_to_one_bit() -> None:

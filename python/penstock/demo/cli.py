@@ -119,7 +119,7 @@ def cluster(console: Console, testbed: bool) -> Iterator[Bed]:
 def probe(console: Console, bed: Bed, backends: Sequence[str], nbytes: int) -> dict[int, float]:
     """The link's rate in bytes per second and direction, by number of flows."""
     counts = sorted({flows_of(name) for name in backends})
-    rates = {flows: exchange_rate(bed, flows, nbytes * min(flows, 4)) for flows in counts}
+    rates = {flows: exchange_rate(bed, flows, nbytes) for flows in counts}
     shown = ", ".join(f"{rate / 1e6:.1f} MB/s over {flows} flow{'s'[: flows > 1]}" for flows, rate in rates.items())
     console.print(f"Raw sockets carry {shown}, each way.")
     return rates
@@ -205,9 +205,9 @@ COMPUTE_EVERY = 5
 
 QUICK_MODEL = {"layers": 2, "width": 96, "heads": 4, "eval-batches": 4}
 
-PROBE_BYTES = 16_000_000
-QUICK_PROBE_BYTES = 2_000_000
-"""Each way and exchange, times up to 4 flows. At 24 MB/s, a capped flow's rate, 16 MB take two thirds of a second."""
+PROBE_BYTES = 10_827_264
+QUICK_PROBE_BYTES = 969_984
+"""Each way and exchange: as much as the gradients of the example's model, and of the small one."""
 
 RECENT_STEPS = 10
 

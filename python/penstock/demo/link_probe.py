@@ -15,7 +15,8 @@ from penstock.demo.training import RANKS, Bed
 def exchange_rate(bed: Bed, flows: int, nbytes: int) -> float:
     """Bytes per second that each of two hosts sends to the other over ``flows`` TCP connections.
 
-    The median of `REPEATS` exchanges of ``nbytes`` each way, after one that lets the connections find their speed.
+    The median of `REPEATS` exchanges of ``nbytes`` each way, after two that let the connections find their speed, with
+    `PAUSE_S` of silence before each, as a step's computation leaves it: what TCP needs to get going again counts.
     Every connection is kept busy until the last byte is in, so this is what the flows can carry and not how well
     somebody divides the work among them.
 
@@ -28,8 +29,9 @@ def exchange_rate(bed: Bed, flows: int, nbytes: int) -> float:
         seconds = []
         try:
             bed.inside(rank, lambda: meshes[rank].connect(addresses, flows))
-            for _ in range(1 + REPEATS):
+            for _ in range(WARM_UP + REPEATS):
                 transfer = meshes[rank].transfer({(0, 1): nbytes, (1, 0): nbytes}, flows, "saturate")
+                time.sleep(PAUSE_S)
                 meshes[rank].barrier()
                 began = time.perf_counter()
                 transfer.run()
@@ -61,7 +63,9 @@ def exchange_rate(bed: Bed, flows: int, nbytes: int) -> float:
     for answer in answers:
         if isinstance(answer, OSError):
             raise answer
-    return statistics.median(nbytes / max(both) for both in list(zip(*answers, strict=True))[1:])
+    return statistics.median(nbytes / max(both) for both in list(zip(*answers, strict=True))[WARM_UP:])
 
 
-REPEATS = 3
+WARM_UP = 2
+REPEATS = 9
+PAUSE_S = 0.05
