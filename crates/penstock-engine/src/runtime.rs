@@ -5,6 +5,7 @@ use crate::stats::{GroupStats, PeerStats, Stats};
 use crate::ticket::Ticket;
 use penstock_net::fds::Fd;
 use penstock_net::memory::{Landmark, Mapping, Region, Remote};
+use penstock_net::pages::HugePages;
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
 use penstock_plan::{Algorithm, Collective, Planner, Request, Steps, Thresholds, Topology, choose, segment_bytes};
 use penstock_protocol::fingerprint::Fingerprint;
@@ -104,6 +105,7 @@ pub(crate) struct Runtime {
     shared: Arc<Shared>,
     node: NodeKey,
     landmark: Arc<Landmark>,
+    pages: HugePages,
     planner: Planner,
     thresholds: Thresholds,
     groups: HashMap<GroupId, Group>,
@@ -235,6 +237,7 @@ impl Runtime {
             shared,
             node,
             landmark,
+            pages: HugePages::new(),
             planner: Planner::default(),
             thresholds,
             groups: HashMap::new(),
@@ -399,6 +402,15 @@ impl Runtime {
         let group = self.groups.get_mut(&id).expect("the caller has looked it up");
         let world = group.members.len() as u32;
         let (mut input, mut output) = (call.input, call.output);
+        let is_read = |peer: &PeerId| self.peers[*peer as usize].local && peers.look(*peer).config().references;
+        if group.members.iter().flatten().any(is_read) {
+            for (address, len) in [(input as u64, request.input_bytes()), (output as u64, request.output_bytes())] {
+                if find(&self.regions, address, len).is_none() {
+                    // SAFETY: the caller of `Group::start` keeps its buffers until the operation has ended.
+                    unsafe { self.pages.used(address, len) };
+                }
+            }
+        }
         let scaled = premultiply(&call, &request, &mut input, &mut output);
         let memory = Memory { dtype: call.dtype, op: call.op, world, input, output };
         let active = Active {
@@ -574,10 +586,8 @@ impl Runtime {
         let (mut region, mut place) = (0, address as u64);
         if info.local
             && !owned
-            && let Some((_, (number, shared))) = self.regions.range(..=address as u64).next_back()
-            && let Some(offset) = shared.offset(address as u64, len as u64)
+            && let Some((number, shared, offset)) = find(&self.regions, address as u64, len as u64)
         {
-            let number = *number;
             let has_room = info.offered.len() < MAX_MAPPINGS;
             if let Entry::Vacant(entry) = info.offered.entry(number)
                 && has_room
@@ -1260,6 +1270,12 @@ impl OpId {
             OpId::Send { channel, op, .. } | OpId::Recv { channel, op, .. } => (channel, op),
         }
     }
+}
+
+/// The region that has these bytes, and where in it they are.
+fn find(regions: &BTreeMap<u64, (u64, Region)>, address: u64, len: u64) -> Option<(u64, &Region, u64)> {
+    let (_, (number, region)) = regions.range(..=address).next_back()?;
+    Some((*number, region, region.offset(address, len)?))
 }
 
 fn check_call(call: &Call) -> Result<(), Failure> {

@@ -12,6 +12,7 @@ mod driver;
 pub mod fds;
 pub mod interface;
 pub mod memory;
+pub mod pages;
 mod socket;
 
 pub use contact::Contact;

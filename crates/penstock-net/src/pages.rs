@@ -1,0 +1,140 @@
+//! Larger pages for buffers that peers on this host read again and again.
+//!
+//! `process_vm_readv` finds and pins every page that it copies from. With pages of 4 KiB that costs as much as a third of
+//! the copy; with huge ones next to nothing. torch allocates without asking for huge pages, and asking later
+//! (`MADV_HUGEPAGE`) changes nothing for memory that is in use. `MADV_COLLAPSE` (Linux 6.1) copies it onto huge pages at
+//! once, unnoticed by who uses it.
+
+use std::collections::HashMap;
+
+/// Moves buffers that are used often onto huge pages, a few at a time.
+#[derive(Debug)]
+pub struct HugePages {
+    /// Bytes of a huge page; 0 where the system has none, or would not have us use them.
+    size: u64,
+    buffers: HashMap<(u64, u64), Buffer>,
+}
+
+#[derive(Debug, Default)]
+struct Buffer {
+    uses: u32,
+    /// Up to where it was tried.
+    done: u64,
+}
+
+impl HugePages {
+    /// What the system says of itself.
+    #[must_use]
+    pub fn new() -> HugePages {
+        let read = |name: &str| std::fs::read_to_string(format!("/sys/kernel/mm/transparent_hugepage/{name}"));
+        let allowed = read("enabled").is_ok_and(|modes| !modes.contains("[never]"));
+        let size = read("hpage_pmd_size").ok().and_then(|size| size.trim().parse().ok()).filter(|_| allowed);
+        HugePages { size: size.unwrap_or(0), buffers: HashMap::new() }
+    }
+
+    /// A buffer of this process is about to be read by others. From the [`USES`]th time on it is moved, at most
+    /// [`MOST_PAGES`] huge pages a call, each of which takes about a millisecond. Never more than once: memory that is
+    /// given back to the system and comes anew at the same address is not worth it.
+    ///
+    /// # Safety
+    /// The bytes belong to a buffer that stays mapped during the call.
+    pub unsafe fn used(&mut self, address: u64, len: u64) {
+        if self.size == 0 || len < 2 * self.size {
+            return;
+        }
+        if self.buffers.len() >= MOST_BUFFERS && !self.buffers.contains_key(&(address, len)) {
+            self.buffers.clear();
+        }
+        let buffer = self.buffers.entry((address, len)).or_default();
+        buffer.uses = buffer.uses.saturating_add(1);
+        let start = address.next_multiple_of(self.size).max(buffer.done);
+        let end = (address + len) / self.size * self.size;
+        if buffer.uses < USES || start >= end {
+            return;
+        }
+        let bytes = (end - start).min(MOST_PAGES * self.size);
+        buffer.done = start + bytes;
+        // SAFETY: the pages are mapped, and what is in them stays the same.
+        if unsafe { libc::madvise(start as *mut libc::c_void, bytes as usize, libc::MADV_COLLAPSE) } != 0 {
+            let error = std::io::Error::last_os_error();
+            // EAGAIN, ENOMEM: no huge page is free now. All else: not for this memory, or not on this system.
+            if !matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::ENOMEM)) {
+                log::debug!("penstock: no huge pages for a buffer of {len} bytes: {error}");
+            }
+            buffer.done = end;
+        }
+    }
+}
+
+impl Default for HugePages {
+    fn default() -> HugePages {
+        HugePages::new()
+    }
+}
+
+/// A buffer that was used so often will be used again: DDP's buckets and FSDP's flat parameters are in every step.
+const USES: u32 = 3;
+/// What one operation may be held up by: some 8 ms.
+const MOST_PAGES: u64 = 8;
+/// Buffers that are remembered.
+const MOST_BUFFERS: usize = 4096;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::mm::{MapFlags, ProtFlags};
+
+    /// Kibibytes of this process's huge pages at an address.
+    fn huge_kib(address: u64) -> u64 {
+        let maps = std::fs::read_to_string("/proc/self/smaps").expect("/proc");
+        let mut inside = false;
+        for line in maps.lines() {
+            let mut words = line.split_whitespace();
+            let first = words.next().unwrap_or_default();
+            if let Some((from, to)) = first.split_once('-')
+                && let (Ok(from), Ok(to)) = (u64::from_str_radix(from, 16), u64::from_str_radix(to, 16))
+            {
+                inside = (from..to).contains(&address);
+            } else if inside && first == "AnonHugePages:" {
+                return words.next().and_then(|kib| kib.parse().ok()).expect("a number");
+            }
+        }
+        panic!("no mapping at {address:#x}");
+    }
+
+    /// A buffer is moved on its third use, some pages a call, and keeps what is in it; one that is used twice is not.
+    #[test]
+    fn buffers_in_use_move() {
+        let mut pages = HugePages::new();
+        if pages.size == 0 {
+            println!("skipped: this system has no transparent huge pages, or does not let them be used");
+            return;
+        }
+        let len = (MOST_PAGES as usize + 4) * pages.size as usize;
+        // SAFETY: a new mapping, which the test keeps.
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+        }
+        .expect("memory");
+        // SAFETY: `len` bytes of the mapping.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(base.cast::<u8>(), len) };
+        bytes.iter_mut().zip((0..251).cycle()).for_each(|(byte, value)| *byte = value);
+        let address = base as u64;
+        let mut moved = Vec::new();
+        for _ in 0..5 {
+            // SAFETY: mapped.
+            unsafe { pages.used(address, len as u64) };
+            moved.push(huge_kib(address));
+        }
+        assert!(bytes.iter().zip((0..251).cycle()).all(|(byte, value)| *byte == value));
+        if pages.buffers[&(address, len as u64)].done == 0 || moved[4] == 0 {
+            println!("skipped: this system moves no memory onto huge pages");
+            return;
+        }
+        let most = MOST_PAGES * pages.size / 1024;
+        assert_eq!((moved[0], moved[1], moved[2]), (0, 0, most));
+        assert!(moved[3] > most && moved[4] == moved[3], "{moved:?}");
+        // SAFETY: nobody uses it any more.
+        unsafe { rustix::mm::munmap(base, len) }.expect("mapped");
+    }
+}
