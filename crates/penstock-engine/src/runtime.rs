@@ -198,6 +198,8 @@ struct Waiting {
     request: Request,
     steps: Arc<Steps>,
     ticket: Ticket,
+    /// When it took its place: its time-out counts from then, also while it is held.
+    since: Time,
 }
 
 struct Active {
@@ -379,7 +381,7 @@ impl Runtime {
             }
         };
         let hold = call.hold;
-        let waiting = Waiting { call, request, steps, ticket };
+        let waiting = Waiting { call, request, steps, ticket, since: now };
         if hold {
             group.held.insert(op, waiting);
         } else {
@@ -398,7 +400,7 @@ impl Runtime {
     }
 
     fn begin(&mut self, peers: &mut Peers, id: GroupId, op: OpId, waiting: Waiting, now: Time) {
-        let Waiting { call, request, steps, ticket } = waiting;
+        let Waiting { call, request, steps, ticket, since } = waiting;
         let group = self.groups.get_mut(&id).expect("the caller has looked it up");
         let world = group.members.len() as u32;
         let (mut input, mut output) = (call.input, call.output);
@@ -418,7 +420,7 @@ impl Runtime {
             ticket,
             fingerprint: call.fingerprint,
             priority: call.priority,
-            started: now,
+            started: since,
             timeout: call.timeout,
             progressed: now,
             probed: now,
@@ -1169,7 +1171,10 @@ impl Handler for Runtime {
             self.fail_group(peers, id, failure, true);
         }
         let mut late = Vec::new();
+        let mut unready = Vec::new();
         for (id, group) in &mut self.groups {
+            let overdue = group.held.values().find(|waiting| now.since(waiting.since) > waiting.call.timeout);
+            unready.extend(overdue.map(|waiting| (*id, waiting.call.timeout)));
             for (op, active) in &mut group.ops {
                 if now.since(active.started) > active.timeout {
                     late.push((*id, *op));
@@ -1214,11 +1219,24 @@ impl Handler for Runtime {
             );
             self.fail_group(peers, id, failure, true);
         }
+        for (id, timeout) in unready {
+            let failure = Failure::fatal(
+                FailureKind::Timeout,
+                format!(
+                    "its tensor was not ready after {:.1} s: what the device was to do before this operation has not \
+                     ended. Raise the time-out (timeout= of init_process_group) if that is expected.",
+                    timeout as f64 / SECOND as f64,
+                ),
+            );
+            self.fail_group(peers, id, failure, true);
+        }
+        let running = |group: &Group| group.ops.values().map(|active| active.started.plus(active.timeout)).min();
+        let held = |group: &Group| group.held.values().map(|waiting| waiting.since.plus(waiting.call.timeout)).min();
         let next = self
             .groups
             .values()
-            .flat_map(|group| group.ops.values())
-            .map(|active| active.started.plus(active.timeout))
+            .flat_map(|group| [running(group), held(group)])
+            .flatten()
             .fold(now.plus(250 * MILLISECOND), Time::min);
         next.max(now.plus(MILLISECOND))
     }

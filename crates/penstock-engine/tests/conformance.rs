@@ -5,7 +5,7 @@ use penstock_engine::plan::{Collective, Splits};
 use penstock_engine::{Call, Config, Engine, Group, GroupSpec, Ticket};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -366,6 +366,51 @@ fn held_until_released() {
             assert!(first.iter().all(|output| *output == filled(7, len)), "{medium:?}");
         }
     }
+}
+
+/// An operation whose buffer never becomes ready ends at its time-out on every rank, and says that this was why; a release
+/// that comes later does nothing. The hold counts: what is released late has only the rest of its time.
+#[test]
+fn held_for_too_long() {
+    for medium in MEDIA {
+        let world = world(2, medium);
+        let mut outputs: Vec<_> = (0..2).map(|rank| filled(rank, 10)).collect();
+        let tickets: Vec<_> = outputs
+            .iter_mut()
+            .zip(&world.groups)
+            .enumerate()
+            .map(|(rank, (output, group))| {
+                let mut call = call(Collective::AllReduce, Name::AllReduce, 40, &[], output);
+                if rank == 0 {
+                    (call.hold, call.timeout) = (true, 300_000_000);
+                }
+                // SAFETY: the buffers outlive the waits below.
+                unsafe { group.start(call) }
+            })
+            .collect();
+        for (rank, ticket) in tickets.iter().enumerate() {
+            let failure = wait(ticket).expect_err("never released");
+            assert_eq!(failure.kind, FailureKind::Timeout, "{medium:?}, rank {rank}: {failure}");
+            let text = failure.to_string();
+            assert!(text.contains("all_reduce") && text.contains("not ready after 0.3 s"), "{text}");
+        }
+        assert!(wait(&tickets[1]).expect_err("as above").to_string().contains("rank 0"));
+        world.groups[0].release(&tickets[0]);
+        assert_eq!(outputs[0], filled(0, 10), "{medium:?}: a buffer was touched that was never released");
+    }
+    // Held for a part of its time, and then waiting for a rank that does not come: one time-out, not two.
+    let world = world(2, Medium::Memory);
+    let mut output = filled(0, 10);
+    let mut late = call(Collective::AllReduce, Name::AllReduce, 40, &[], &mut output);
+    (late.hold, late.timeout) = (true, 2_000_000_000);
+    let begun = Instant::now();
+    // SAFETY: the buffer outlives the waits below.
+    let ticket = unsafe { world.groups[0].start(late) };
+    assert!(ticket.wait(Some(Duration::from_millis(1000))).is_none(), "it is held");
+    world.groups[0].release(&ticket);
+    let failure = wait(&ticket).expect_err("rank 1 does not come");
+    assert!(failure.kind == FailureKind::Timeout && failure.to_string().contains("rank 1"), "{failure}");
+    assert!(begun.elapsed() < Duration::from_millis(3700), "the time-out began anew: {:?}", begun.elapsed());
 }
 
 /// A rank that issues something else fails the group on every rank, and both sides are named.
