@@ -103,6 +103,16 @@ def test_a_peer_in_another_pid_namespace() -> None:
     ranks.run(_apart, count=2)
 
 
+def test_one_descriptor_a_tensor() -> None:
+    """A process may have a thousand descriptors: a tensor costs it one, before, in, between and after its groups."""
+    ranks.run(_count_descriptors, count=2)
+
+
+def test_a_file_that_is_gone() -> None:
+    """An engine that has died has closed its descriptor, whose number is another file's now: that one stays untouched."""
+    ranks.run(_lose_descriptor, count=2)
+
+
 # ------------------------------------------------------------------------------------------------------------ programs
 
 
@@ -222,8 +232,9 @@ def _fork_and_look() -> None:
     assert _mapped_memory_files() >= own[1] + 2, "the peer's tensor was not read from shared memory"
     child = os.fork()
     if child == 0:
-        os._exit((_memory_files(), _mapped_memory_files()) != own)
-    assert os.waitpid(child, 0) == (child, 0), f"the child has more than the rank's own tensor, {own}"
+        # The descriptor is the engine's.
+        os._exit((_memory_files(), _mapped_memory_files()) != (0, own[1]))
+    assert os.waitpid(child, 0) == (child, 0), f"the child has more than the rank's own tensor, {own[1]} mapping"
     dist.barrier()
     dist.destroy_process_group()
 
@@ -260,6 +271,51 @@ def _reduce_apart() -> None:
 
 
 _CLONE_NEWPID = 0x20000000  # <linux/sched.h>
+
+
+def _count_descriptors() -> None:
+    early = penstock.empty(5000)
+    assert _memory_files() == 1
+    for _ in range(2):
+        dist.init_process_group("penstock")
+        dist.all_reduce(torch.ones(5000))
+        before = len(os.listdir("/proc/self/fd"))
+        tensors = [penstock.empty(5000).fill_(1.0) for _ in range(200)]
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in [early, *tensors]]:
+            work.wait()
+        assert all(tensor.eq(2.0).all() for tensor in tensors)
+        # The peer has ours, and we its, when both have read them.
+        dist.barrier()
+        assert _mapped_memory_files() > 400, "the peer's tensors were not read from shared memory"
+        assert _memory_files() == 201
+        # Streams and the store may have come or gone meanwhile.
+        assert abs(len(os.listdir("/proc/self/fd")) - before - 200) <= 3
+        dist.destroy_process_group()
+        assert _memory_files() == 201
+        del tensors, work
+        gc.collect()
+        assert _memory_files() == 1
+    del early
+    assert _memory_files() == 0 and _mapped_memory_files() == 0
+
+
+def _lose_descriptor() -> None:
+    from penstock.torch import shared
+
+    dist.init_process_group("penstock")
+    tensor = penstock.empty(5000).fill_(1.0)
+    dist.all_reduce(tensor)
+    (buffer,) = shared._buffers.values()
+    with open(os.devnull) as other:
+        lost = os.dup(buffer.file)
+        os.dup2(other.fileno(), buffer.file)
+        dist.destroy_process_group()
+        assert buffer.file is None and not other.closed
+    dist.init_process_group("penstock")
+    dist.all_reduce(tensor)
+    assert tensor.eq(4.0).all()
+    dist.destroy_process_group()
+    os.close(lost)
 
 
 def _memory_files() -> int:

@@ -8,6 +8,7 @@ use penstock_types::{DType, Generation, GroupId, Priority, ReduceOp};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use std::os::fd::FromRawFd;
 use std::time::Duration;
 
 /// One process's engine: a thread, its listeners and streams.
@@ -137,10 +138,11 @@ impl Engine {
     }
 
     /// Share `length` bytes at `address` with the ranks of this host; `file` is a descriptor of the memory file that
-    /// holds them behind one page. Returns a number for `unshare`.
+    /// holds them behind one page. It is the engine's from now on, which closes it after `unshare`, or its own end, or an
+    /// error here. Returns a number for `unshare`.
     fn share(&self, py: Python<'_>, file: i32, address: u64, length: u64) -> PyResult<u64> {
-        // SAFETY: Python has it open during this call; it is duplicated at once.
-        let file = unsafe { std::os::fd::BorrowedFd::borrow_raw(file) }.try_clone_to_owned()?;
+        // SAFETY: the caller had it open and gives it away.
+        let file = unsafe { std::os::fd::OwnedFd::from_raw_fd(file) };
         self.0.share(file, address, length).map_err(|failure| error(py, &failure))
     }
 

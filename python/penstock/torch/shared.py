@@ -7,15 +7,16 @@ operation first uses it; they map it, and reduce straight from it.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import math
 import mmap
 import os
-import sys
 import threading
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,56 +56,50 @@ def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         raise TypeError(f"penstock.empty: dtype is to be a torch.dtype, such as torch.float32, not {dtype!r}")
     count = math.prod(shape)
     nbytes = -(-max(count, 1) * dtype.itemsize // _PAGE) * _PAGE
-    memory = _make(nbytes)
-    file = memory.file
-    flat = torch.frombuffer(memory, dtype=dtype, count=max(count, 1), offset=_PAGE)
-    with _lock:
-        _share(_buffers.setdefault(file, _Buffer(file, flat.data_ptr(), nbytes)))
+    flat = torch.frombuffer(_make(nbytes), dtype=dtype, count=max(count, 1), offset=_PAGE)
     return flat[:count].view(shape)
 
 
 def use(engine: _core.Engine | None) -> None:
-    """The process has an engine, or (None) has one no more."""
+    """The process has an engine, or (None) is about to stop the one that it has."""
     global _engine
     with _lock:
         _engine = engine
         # A copy: a tensor may be collected, and withdrawn, meanwhile.
         for buffer in list(_buffers.values()):
+            _take_back(buffer)
             _share(buffer)
 
 
 @dataclass
 class _Buffer:
-    """A memory file; it does not keep the mapping alive, the tensor does."""
+    """A mapped memory file. It does not keep the mapping alive, the tensor does.
 
-    file: int
-    address: int
+    One descriptor a tensor, because processes may have few: the engine's while it shares the memory, else ours.
+    """
+
+    base: int
     nbytes: int
+    file: int | None
+    """The descriptor; None if it was lost with an engine."""
+    identity: tuple[int, int]
     number: int | None = None
-    """What the engine calls it."""
+    """What the engine, which has the descriptor then, calls it."""
 
 
-class _Memory(mmap.mmap):
-    """A mapping that the engine forgets before it goes: a weak reference would tell it only when others may have its
-    address already."""
-
-    file = -1
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self.file >= 0 and not is_finalizing():
-            _release(self.file)
-
-
-def _make(nbytes: int) -> _Memory:
+def _make(nbytes: int) -> Any:
+    """A buffer over a new memory file; the file goes with the buffer's last user."""
+    total = _PAGE + nbytes
     try:
         file = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(file, _PAGE + nbytes)
+            os.ftruncate(file, total)
             # Peers must be able to rely on its size: touching what a shorter file lacks would kill them.
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            memory = _Memory(file, _PAGE + nbytes)
-            memory.file = file
-            return memory
+            # Python's own mmap would keep a second descriptor open.
+            base = _libc.mmap(None, total, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+            if base == _MAP_FAILED:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         except BaseException:
             os.close(file)
             raise
@@ -113,25 +108,66 @@ def _make(nbytes: int) -> _Memory:
             f"cannot make {nbytes / 2**20:.1f} MiB of shared memory: {error.strerror}. Use torch.empty instead, or make "
             "room: what is shared counts against the memory of the machine and of its container."
         ) from error
+    memory = (ctypes.c_char * total).from_address(base)
+    # At exit tensors may outlive this module; the memory goes with the process.
+    weakref.finalize(memory, _release, base).atexit = False
+    with _lock:
+        buffer = _buffers[base] = _Buffer(base, nbytes, file, _identity(file))
+        _share(buffer)
+    return memory
 
 
 def _share(buffer: _Buffer) -> None:
-    buffer.number = None
-    if _engine is not None:
-        try:
-            buffer.number = _engine.share(buffer.file, buffer.address, buffer.nbytes)
-        except (OSError, PenstockError) as error:
-            log.warning("a tensor of penstock.empty cannot be shared (%s): peers read it as any other", error)
+    """Give the descriptor to the engine, if there is one."""
+    if _engine is None or buffer.file is None:
+        return
+    file, buffer.file = buffer.file, None
+    try:
+        buffer.number = _engine.share(file, buffer.base + _PAGE, buffer.nbytes)
+        buffer.file = file
+    except (OSError, PenstockError) as error:
+        log.warning("a tensor of penstock.empty cannot be shared (%s): peers read it as any other", error)
 
 
-def _release(file: int) -> None:
+def _take_back(buffer: _Buffer) -> None:
+    """Have a descriptor of our own again, as long as the engine's is open."""
+    if buffer.number is None or buffer.file is None:
+        return
+    file, buffer.file, buffer.number = buffer.file, None, None
+    try:
+        own = os.dup(file)
+    except OSError as error:
+        log.warning("a tensor of penstock.empty cannot be shared any more (%s): peers read it as any other", error)
+        return
+    # An engine that has died has closed it, and the number may be another file's.
+    if _identity(own) == buffer.identity:
+        buffer.file = own
+    else:
+        os.close(own)
+
+
+def _release(base: int) -> None:
     with _lock:
-        buffer = _buffers.pop(file, None)
-        if _engine is not None and buffer is not None and buffer.number is not None:
-            _engine.unshare(buffer.number)
-        os.close(file)
+        buffer = _buffers.pop(base)
+        if buffer.number is not None:
+            # Before the memory goes, since others may have its address at once.
+            if _engine is not None:
+                _engine.unshare(buffer.number)
+        elif buffer.file is not None:
+            os.close(buffer.file)
+        _libc.munmap(base, _PAGE + buffer.nbytes)
 
 
+def _identity(file: int) -> tuple[int, int]:
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
 # The first page of the file is the engine's.
 _PAGE = mmap.PAGESIZE
 _lock = threading.RLock()
