@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import penstock
 import ranks
 from backends import ALL, Backend
 from torch_uses import batch, know, perceptron, regression, same
@@ -242,6 +243,21 @@ def test_wrong_secret() -> None:
             assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Refused"), str(outcome)
             assert "secret" in outcome.raised.text.lower(), outcome.raised.text
             assert "another" not in outcome.raised.text, "an error must not show a secret"
+
+
+def test_start_again_after_a_refusal() -> None:
+    """A process whose first init_process_group was refused can mend what was wrong and start again."""
+    secrets = {0: {"PENSTOCK_SECRET": "one"}, 1: {"PENSTOCK_SECRET": "another"}}
+    assert ranks.run(_mend_secret, count=2, env_of_rank=secrets) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_group_that_cannot_be_joined(medium: Backend) -> None:
+    """One rank fails to join a group while others have: they learn it from their first operation, not from a time-out.
+
+    Nothing is left of the group in the engine, which other groups keep running, and the next group works.
+    """
+    ranks.run(_fail_to_join, count=3, env=medium.env)
 
 
 def test_secret_on_one_rank_only() -> None:
@@ -478,6 +494,38 @@ def _start_and_reduce(timeout_s: float = 30.0) -> float:
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     return tensor[999].item()
+
+
+def _mend_secret() -> float:
+    with pytest.raises(RuntimeError, match="secret"):
+        _start(30.0)
+    os.environ["PENSTOCK_SECRET"] = "the right one"
+    return _start_and_reduce()
+
+
+def _fail_to_join() -> None:
+    rank, size = _start(60.0)
+    from penstock.torch import rendezvous
+
+    await_links = rendezvous._await_links
+    if rank == 1:
+
+        def fail(*_: object) -> None:
+            raise TimeoutError("a test")
+
+        rendezvous._await_links = fail
+    with pytest.raises((RuntimeError, TimeoutError), match="a test"):
+        # Ranks that know all the others already have joined at once.
+        dist.all_reduce(torch.ones(10), group=dist.new_group())
+    rendezvous._await_links = await_links
+    if rank == 1:
+        (left,) = penstock.stats()["groups"]
+        assert left["failed"] is None
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor, group=dist.new_group())
+    dist.all_reduce(tensor)
+    same(tensor, float(size * size))
+    dist.destroy_process_group()
 
 
 def _all_reduce_for_ever(elements: int) -> None:

@@ -111,6 +111,8 @@ pub(crate) struct Runtime {
     groups: HashMap<GroupId, Group>,
     /// Groups that were left or have failed: what still comes for them is dropped.
     closed: HashSet<GroupId>,
+    /// What peers have reported of groups that this process has not joined yet.
+    reported: HashMap<GroupId, Failure>,
     /// What the streams' hand-shakes prove. A job outlives the group that brought it: groups share streams.
     jobs: HashMap<GroupId, Job>,
     /// What the user's memory is shared of, by address, with its number.
@@ -244,6 +246,7 @@ impl Runtime {
             thresholds,
             groups: HashMap::new(),
             closed: HashSet::new(),
+            reported: HashMap::new(),
             jobs: HashMap::new(),
             regions: BTreeMap::new(),
             peers: Vec::new(),
@@ -303,9 +306,12 @@ impl Runtime {
             last_algorithm: String::new(),
         };
         self.groups.insert(spec.id, group);
-        match refused {
-            Some(reason) => self.fail_group(peers, spec.id, Failure::fatal(FailureKind::PeerLost, reason), true),
-            None => self.check_joined(spec.id),
+        match (self.reported.remove(&spec.id), refused) {
+            (Some(failure), _) => self.fail_group(peers, spec.id, failure, true),
+            (None, Some(reason)) => {
+                self.fail_group(peers, spec.id, Failure::fatal(FailureKind::PeerLost, reason), true);
+            }
+            (None, None) => self.check_joined(spec.id),
         }
     }
 
@@ -1072,16 +1078,20 @@ impl Handler for Runtime {
                 }
             }
             Event::Report(id, report) => {
-                let Some(group) = self.groups.get(&id) else { return };
-                let rank = group.members.iter().position(|member| *member == Some(peer)).unwrap_or_default();
-                let who = group.contacts[rank].describe();
+                let who = self.peers[peer as usize].contact.describe();
                 // A report of what another rank saw is passed on as it is; the first reporter is named once.
                 let message = if report.message.contains(" reports: ") {
                     report.message
                 } else {
                     format!("{who} reports: {}", report.message)
                 };
-                self.fail_group(peers, id, Failure::fatal(report.kind, message), true);
+                let failure = Failure::fatal(report.kind, message);
+                if self.groups.contains_key(&id) {
+                    self.fail_group(peers, id, failure, true);
+                } else if !self.closed.contains(&id) && self.reported.len() < MAX_REPORTED {
+                    // It has joined and failed before we came.
+                    self.reported.entry(id).or_insert(failure);
+                }
             }
             Event::Bye | Event::Stalled(_) | Event::Silent => {}
         }
@@ -1355,5 +1365,7 @@ const PROBE: u32 = u32::MAX;
 const PROBE_AFTER: u64 = SECOND;
 /// How long the socket of a rank whose memory is gone may take to say why.
 const UNREADABLE_WITHIN: u64 = SECOND;
+/// Groups that have failed before this process joins them: it seldom comes later than a few.
+const MAX_REPORTED: usize = 1024;
 /// Messages of operations that are not posted: their bytes are bounded by credit, their number by this.
 const MAX_EARLY: usize = 1 << 20;

@@ -478,6 +478,34 @@ fn wrong_secret() {
     }
 }
 
+/// A rank that gives a group up before another has joined it: the other learns it when it comes, and does not wait.
+#[test]
+fn a_group_that_fails_before_all_have_joined() {
+    for medium in MEDIA {
+        let world = world(2, medium);
+        let members: Vec<_> = world.engines.iter().map(|engine| engine.contact().clone()).collect();
+        let spec = |rank: usize| GroupSpec {
+            id: GroupId(1 << 40),
+            generation: Generation(1),
+            rank: rank as u32,
+            members: members.clone(),
+            secret: b"secret".to_vec(),
+            algorithm: None,
+            name: "test".into(),
+        };
+        let (first, joined) = world.engines[0].join(spec(0));
+        wait(&joined).expect("the streams are there");
+        first.abort("a test");
+        first.leave();
+        // Takes longer than the report.
+        let mut outputs = vec![vec![1]; 2];
+        run(&world, |_| Collective::AllReduce, Name::AllReduce, 4, &[vec![], vec![]], &mut outputs, |_| None);
+        let (_second, joined) = world.engines[1].join(spec(1));
+        let failure = wait(&joined).expect_err("rank 0 has given it up");
+        assert!(failure.to_string().contains("rank 0") && failure.to_string().contains("a test"), "{failure}");
+    }
+}
+
 /// A group that fails takes its own buffers along and nobody else's: operations of other groups, which peers may be reading
 /// from memory at that moment, end in good order and in time.
 #[test]

@@ -64,7 +64,7 @@ def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_r
         penstock.errors.Refused: secrets or versions differ.
         penstock.errors.Timeout: not all ranks came.
     """
-    engine = None
+    engine = group = None
     try:
         # A store may outlive a group of the same name (destroy and start again): every turn has keys of its own.
         store = dist.PrefixStore(f"penstock/{store.add(f'penstock/turn/{rank}', 1)}", store)
@@ -89,6 +89,10 @@ def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_r
         _await_links(ticket, store, rank, timeout, name)
     except BaseException as error:
         _tell_failure(store, rank, error)
+        if group is not None:
+            # Other groups keep the engine running: it must not keep this one, nor let members wait for it.
+            group.abort(f"rank {rank} could not join: {error or type(error).__name__}".rstrip("."))
+            group.leave()
         if engine is not None:
             engine.release()
         raise
