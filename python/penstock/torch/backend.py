@@ -8,6 +8,7 @@ same calls from `_Collectives`; `create` tests which base can be constructed.
 from __future__ import annotations
 
 import collections
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from torch._C import _distributed_c10d as c10d
 
 from penstock.errors import Config as ConfigError
 from penstock.torch import rendezvous
+from penstock.torch.staging import Side, Staged, StagedTicket
 from penstock.torch.work import Ticket, Work
 
 __all__ = ["create"]
@@ -70,6 +72,7 @@ class _Collectives:
         self._timeout = timeout
         self._issued = 0
         self._coalesced: list[Work] | None = None
+        self._sides: dict[torch.device, Side] = {}
         self._options = c10d.Backend.Options("penstock", timeout) if hasattr(c10d.Backend, "Options") else None
         _alive.add(self)
 
@@ -280,6 +283,8 @@ class _Collectives:
         if self in _alive:
             _alive.discard(self)
             self._member.leave()
+            while self._sides:
+                self._sides.popitem()[1].close()
 
     def abort(self) -> None:
         """Fail everything that is running, on all ranks, and leave."""
@@ -324,7 +329,8 @@ class _Collectives:
     def end_coalescing(self, _device: Any = None) -> Work:
         works, self._coalesced = self._coalesced or [], None
         tickets = [ticket for work in works for ticket in work.tickets]
-        return Work(tickets, [], lambda: [work.wait() for work in works])
+        # A future makes its readers' streams wait for what lies on the devices of its value.
+        return Work(tickets, [output for work in works for output in work.outputs], parts=works)
 
     _start_coalescing = start_coalescing
     _end_coalescing = end_coalescing
@@ -359,6 +365,10 @@ class _Collectives:
         for checked in (input, output):
             if checked is not None:
                 _check_tensor(collective, checked)
+        if input is not None and output is not None and input.device != output.device:
+            raise ConfigError(
+                f"{collective}: the tensors are on {input.device} and {output.device}; they must be on one device"
+            )
         dtype, count = "byte", 0
         if tensor is not None:
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -374,11 +384,12 @@ class _Collectives:
         staged = None
         if tensor is not None and tensor.device.type == "cuda":
             self._check_cuda()
-            from penstock.torch.staging import Staged, StagedTicket
-
-            reads = [one for one in (input,) if one is not None]
-            writes = [one for one in (output,) if one is not None]
-            staged = Staged(writes if collective in _IN_PLACE else reads, writes)
+            # Where the tensor is both, a rank that only gives away gets nothing new back.
+            own = rank == self._member.rank
+            gives = collective in _IN_PLACE and {"broadcast": own, "reduce": not own}.get(collective, False)
+            reads = [one for one in (output if collective in _IN_PLACE else input,) if one is not None]
+            writes = [one for one in (output,) if one is not None and not gives]
+            staged = Staged(self._side(tensor.device), reads, writes)
             input, output = (None if one is None else staged.twin(one) for one in (input, output))
         # The storages, not the tensors: `tensor.data = ...` would take the memory from under the engine.
         keep = [one.untyped_storage() for one in (input, output) if one is not None]
@@ -400,7 +411,13 @@ class _Collectives:
                 timeout_s=timeout.total_seconds(),
                 keep=keep,
             )
-        return ticket if staged is None else StagedTicket(staged, self._member.group, ticket)
+        return ticket if staged is None else StagedTicket(staged, ticket)
+
+    def _side(self, device: torch.device) -> Side:
+        with _sides_lock:
+            if device not in self._sides:
+                self._sides[device] = Side(self._member.group, device)
+            return self._sides[device]
 
     def _work(
         self,
@@ -505,6 +522,10 @@ def _spread(copies: Iterable[tuple[torch.Tensor, Sequence[torch.Tensor]]]) -> No
             # detach: torch must not take it for an operation of the graph.
             output.detach().copy_(flat[start : start + output.numel()].view_as(output))
             start += output.numel()
+        for tensor in (flat, *outputs):
+            if tensor.is_cuda:
+                # It belongs to the stream that it was made on; this may be another, a future's for instance.
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _is_set(timeout: timedelta) -> bool:
@@ -595,6 +616,7 @@ _SMALL_BYTES = 4096
 _LATELY = 1024
 # torch's C++ side keeps only a weak hold on a backend written in Python (TORCH_DISTRIBUTED_DEBUG=DETAIL crashes).
 _alive: set[Any] = set()
+_sides_lock = threading.Lock()
 
 _DTYPES = frozenset(
     {"float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool"}

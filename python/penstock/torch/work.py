@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import Timeout
+from penstock.torch.staging import StagedTicket
 
 __all__ = ["Ticket", "Work"]
 
@@ -35,6 +36,7 @@ class Work(dist.Work):
         finish: called once, after the tickets and before anybody sees the result, on the thread that asks first:
             copies results to where the user wants them.
         source: the sending rank of a receive.
+        parts: calls that this one stands for, with the same tickets.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Work(dist.Work):
         outputs: list[torch.Tensor],
         finish: Callable[[], object] | None = None,
         source: int = -1,
+        parts: Sequence[Work] = (),
     ) -> None:
         super().__init__()
         self.tickets = tickets
@@ -52,6 +55,9 @@ class Work(dist.Work):
         self._ended: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._source = source
+        self._parts = parts
+        # After what `finish` has queued, on each device; other streams than the one that it ran on wait for them.
+        self._copied: list[tuple[torch.device, Any]] = []
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the result is there, without the GIL; raise what the operation failed with.
@@ -71,8 +77,22 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not. Does not block."""
+        """Whether the operation has ended, well or not, and its result is there. Waits for no network and no device."""
+        if not self._has_ended():
+            return False
+        return self.exception() is not None or self._has_arrived()
+
+    def _has_ended(self) -> bool:
         return all(ticket.done() for ticket in self.tickets)
+
+    def _has_arrived(self) -> bool:
+        self._finished()
+        staged = (ticket for ticket in self.tickets if isinstance(ticket, StagedTicket))
+        return (
+            all(ticket.arrived() for ticket in staged)
+            and all(event.query() for _, event in self._copied)
+            and all(part._has_arrived() for part in self._parts)
+        )
 
     def is_success(self) -> bool:
         """Whether the operation has ended well. Does not block."""
@@ -108,8 +128,7 @@ class Work(dist.Work):
         with self._lock:
             if self._future is None:
                 # A future that knows its devices makes its readers' streams wait for the copies back.
-                devices = list({tensor.device for tensor in self.outputs if tensor.is_cuda})
-                self._ended = torch.futures.Future(devices=devices or None)
+                self._ended = torch.futures.Future(devices=_cuda_devices(self.outputs) or None)
                 self._future = self._ended.then(self._settle)
                 for ticket in self.tickets:
                     ticket.on_done(self._complete_future)
@@ -118,8 +137,8 @@ class Work(dist.Work):
         return self._future
 
     def _complete_future(self) -> None:
-        """Complete the future, once, if everything has ended."""
-        if not self.is_completed():
+        """Complete the future, once, if everything has ended. Its readers' streams wait for devices by themselves."""
+        if not self._has_ended():
             return
         with self._lock:
             ended, self._ended = self._ended, None
@@ -133,7 +152,23 @@ class Work(dist.Work):
         return self.outputs
 
     def _finished(self) -> None:
+        """See that the user's tensors have the result, as far as the current streams are concerned."""
         with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+                self._copied = [(device, _mark(device)) for device in _cuda_devices(self.outputs)]
+        for device, event in self._copied:
+            torch.cuda.current_stream(device).wait_event(event)
+        for part in self._parts:
+            part._finished()
+
+
+def _cuda_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
+    return list({tensor.device for tensor in tensors if tensor.is_cuda})
+
+
+def _mark(device: torch.device) -> Any:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
