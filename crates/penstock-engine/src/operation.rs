@@ -87,7 +87,19 @@ struct Instance {
 #[derive(Debug)]
 enum Held {
     Bytes(Vec<u8>),
+    /// The frames of a longer message that have come. Plans have many messages reduced at once where all ranks share a
+    /// host, because references cost nothing to hold; but the kernel may let some of them not read each other's memory.
+    Frames {
+        bytes: Vec<u8>,
+        got: u64,
+    },
     Remote(Remote),
+}
+
+impl Held {
+    fn is_whole(&self) -> bool {
+        !matches!(self, Held::Frames { .. })
+    }
 }
 
 /// An incoming message that does not fit the plan.
@@ -255,24 +267,25 @@ impl Operation {
                 let (_, expected) = dst.segment(segment);
                 check_length(expected, total)?;
                 let messages = sources.iter().filter(|source| matches!(source, Operand::Message { .. })).count();
-                let held = match incoming {
-                    Incoming::Bytes { offset, payload } if messages == 1 => {
-                        self.reduce(dst, sources, segment, offset, payload.len(), *last, |_| payload.as_ptr());
-                        self.got(step, segment, payload.len() as u64, expected);
-                        None
-                    }
-                    Incoming::Bytes { payload, .. } if payload.len() as u64 == expected => {
-                        Some(Held::Bytes(payload.to_vec()))
-                    }
-                    Incoming::Remote(remote) => Some(Held::Remote(remote)),
-                    // Of several messages only eager ones (one frame) and references may be held.
-                    _ => return Err(Misfit::Unknown),
-                };
-                if let Some(held) = held {
+                if let Incoming::Bytes { offset, payload } = incoming
+                    && messages == 1
+                {
+                    self.reduce(dst, sources, segment, offset, payload.len(), *last, |_| payload.as_ptr());
+                    self.got(step, segment, payload.len() as u64, expected);
+                } else {
                     let index = self.index(step, segment);
                     let slots = self.held.entry(index).or_insert_with(|| sources.iter().map(|_| None).collect());
-                    slots[operand as usize] = Some(held);
-                    if slots.iter().flatten().count() == messages {
+                    let slot = &mut slots[operand as usize];
+                    match incoming {
+                        Incoming::Bytes { payload, .. } if payload.len() as u64 == expected => {
+                            *slot = Some(Held::Bytes(payload.to_vec()));
+                        }
+                        Incoming::Bytes { offset, payload } => take_frame(slot, offset, payload, expected)?,
+                        Incoming::Remote(remote) => *slot = Some(Held::Remote(remote)),
+                        Incoming::Placed { .. } => unreachable!("what is reduced has no place of its own"),
+                    }
+                    let is_here = |slot: &&Option<Held>| slot.as_ref().is_some_and(Held::is_whole);
+                    if slots.iter().filter(is_here).count() == messages {
                         if slots.iter().flatten().any(|held| matches!(held, Held::Remote(_))) {
                             self.work.insert((step, segment));
                         } else {
@@ -400,7 +413,7 @@ impl Operation {
                     Action::Reduce { sources, .. } => {
                         let held = self.held.get(&(self.base[index] + segment));
                         for (operand, source) in sources.iter().enumerate() {
-                            let here = held.is_some_and(|held| held[operand].is_some());
+                            let here = held.is_some_and(|held| held[operand].as_ref().is_some_and(Held::is_whole));
                             if let Operand::Message { from, message } = source
                                 && !here
                             {
@@ -425,7 +438,7 @@ impl Operation {
                 .values()
                 .flatten()
                 .map(|held| match held {
-                    Some(Held::Bytes(bytes)) => bytes.capacity(),
+                    Some(Held::Bytes(bytes) | Held::Frames { bytes, .. }) => bytes.capacity(),
                     _ => 0,
                 })
                 .sum::<usize>()
@@ -604,7 +617,7 @@ impl Operation {
             let mut remote = 0;
             for (place, (operand, held)) in places.iter_mut().zip(held) {
                 let bytes = match held {
-                    Held::Bytes(bytes) => bytes[offset as usize..].as_ptr(),
+                    Held::Bytes(bytes) | Held::Frames { bytes, .. } => bytes[offset as usize..].as_ptr(),
                     Held::Remote(memory) => match memory.pointer() {
                         Some(pointer) => pointer.wrapping_add(offset as usize),
                         None => {
@@ -662,6 +675,19 @@ impl Operation {
         };
         base.wrapping_add(start as usize)
     }
+}
+
+/// Adds one frame to the message in `slot`, which becomes [`Held::Bytes`] with its last one.
+fn take_frame(slot: &mut Option<Held>, offset: u64, payload: &[u8], expected: u64) -> Result<(), Misfit> {
+    let held = slot.get_or_insert_with(|| Held::Frames { bytes: vec![0; expected as usize], got: 0 });
+    let Held::Frames { bytes, got } = held else { return Err(Misfit::Unknown) };
+    let place = bytes.get_mut(offset as usize..).and_then(|rest| rest.get_mut(..payload.len()));
+    place.ok_or(Misfit::Unknown)?.copy_from_slice(payload);
+    *got += payload.len() as u64;
+    if *got == expected {
+        *held = Held::Bytes(std::mem::take(bytes));
+    }
+    Ok(())
 }
 
 fn check_length(expected: u64, got: u64) -> Result<(), Misfit> {
@@ -728,6 +754,62 @@ mod tests {
         assert!(operation.is_done() && !operation.has_work());
         drop(operation);
         assert_eq!(result, theirs);
+    }
+
+    /// Several messages that are reduced at once may come as frames, in any order, interleaved; and nothing is reduced
+    /// before all are whole. The result is that of one frame each.
+    #[test]
+    fn frames_of_several_messages_are_held_until_whole() {
+        let (len, world) = (5000u64, 3);
+        let request = Request {
+            collective: Collective::AllReduce,
+            world,
+            rank: 0,
+            bytes: len,
+            element_bytes: 1,
+            splits: None,
+            segment_bytes: 1 << 20,
+        };
+        let steps = Arc::new(steps(&request, Algorithm::Exchange).expect("a plan"));
+        let theirs: Vec<Vec<u8>> =
+            (1..world).map(|rank| (0..len).map(|at| (at % 50) as u8 + rank as u8).collect()).collect();
+        let mut result = vec![1u8; len as usize];
+        let memory =
+            Memory { dtype: DType::U8, op: ReduceOp::Sum, world, input: std::ptr::null(), output: result.as_mut_ptr() };
+        let (mut operation, mut effects) = (Operation::new(steps, memory), Vec::new());
+        operation.start(&mut effects);
+        let opened: Vec<(u32, u32)> = effects
+            .iter()
+            .filter_map(|effect| match effect {
+                Effect::Open { from, message, .. } => Some((*from, *message)),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(opened.len(), 2, "{effects:?}");
+        for at in [4000, 0, 1000, 3000, 2000u64] {
+            for (from, message) in &opened {
+                assert_eq!(operation.awaited_messages().iter().filter(|(_, message)| message.is_some()).count(), 2);
+                let payload = &theirs[*from as usize - 1][at as usize..at as usize + 1000];
+                let incoming = Incoming::Bytes { offset: at, payload };
+                operation.on_message(*from, *message, len, incoming, &mut effects).expect("it fits");
+                if at == 2000 {
+                    break;
+                }
+            }
+        }
+        let (from, message) = opened[1];
+        let incoming = Incoming::Bytes { offset: 2000, payload: &theirs[from as usize - 1][2000..3000] };
+        assert_eq!(operation.awaited_messages().iter().filter(|(_, message)| message.is_some()).count(), 1);
+        assert!(operation.memory_bytes() >= 2 * len as usize);
+        operation.on_message(from, message, len, incoming, &mut effects).expect("it fits");
+        for effect in effects.clone() {
+            if let Effect::Send { to, message, .. } = effect {
+                operation.on_sent(to, message, &mut effects);
+            }
+        }
+        assert!(operation.is_done());
+        drop(operation);
+        assert!(result.iter().zip(0..len).all(|(got, at)| u64::from(*got) == 1 + 2 * (at % 50) + 1 + 2));
     }
 
     /// A sender whose epoch has turned may have changed its bytes: the operation does not end before its word, and a word
