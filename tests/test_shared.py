@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import mmap
 import os
 import pathlib
+import platform
 import resource
+import struct
 import subprocess
 import traceback
 
@@ -103,6 +106,32 @@ def test_a_peer_in_another_pid_namespace() -> None:
     ranks.run(_apart, count=2)
 
 
+@pytest.mark.parametrize("blind", [(1,), (0, 1, 2)], ids=["one rank", "all ranks"])
+def test_where_the_kernel_forbids_reading(blind: tuple[int, ...]) -> None:
+    """Ranks that may not read others' memory (a container without the right) send bytes through the socket, and say so.
+
+    What lies in shared memory is read from there all the same. The refusal is a real one: of a seccomp filter.
+    """
+    with ranks.Ranks(_blind, count=3, args=(blind,), env={"PENSTOCK_LOG": "info"}) as job:
+        outcomes = job.outcomes(timeout_s=120)
+    if any(outcome.raised is not None and outcome.raised.is_a("NoFilter") for outcome in outcomes):
+        pytest.skip(f"no seccomp filter here: {outcomes[blind[0]].raised}")
+    for outcome in outcomes:
+        assert outcome.ok and outcome.value == outcomes[0].value, str(outcome)
+        said = outcome.output.count("cannot read the memory of")
+        assert (said > 0) == (outcome.rank in blind), outcome.output
+    (line,) = [line for line in outcomes[0].output.splitlines() if "penstock: group" in line]
+    through = {(1,): "local socket (1), memory (1)", (0, 1, 2): "local socket (2)"}[blind]
+    assert f"reaches the others through {through}" in line, line
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_fork_with_live_tensors(medium: Backend) -> None:
+    """A forked child that has our tensors cannot communicate, drops them and ends; its parent works on with them."""
+    for text in ranks.run(_fork, count=2, env=medium.env):
+        assert "fork" in text, text
+
+
 def test_one_descriptor_a_tensor() -> None:
     """A process may have a thousand descriptors: a tensor costs it one, before, in, between and after its groups."""
     ranks.run(_count_descriptors, count=2)
@@ -118,6 +147,12 @@ def test_a_file_that_is_gone() -> None:
 
 def _collectives() -> list[float]:
     dist.init_process_group("penstock")
+    digests = _exercise()
+    dist.destroy_process_group()
+    return digests
+
+
+def _exercise() -> list[float]:
     rank, world = dist.get_rank(), dist.get_world_size()
     digests = []
     for elements in (0, 1, 1000, 4097, 100_003, 1 << 20):
@@ -147,8 +182,84 @@ def _collectives() -> list[float]:
     for work in works:
         work.wait()
     assert flat.eq(world * (world + 1) / 2).all()
+    return digests
+
+
+def _blind(blind: tuple[int, ...]) -> list[float]:
+    rank = int(os.environ["RANK"])
+    if rank in blind:
+        _forbid_reading()
+    dist.init_process_group("penstock")
+    for peer in penstock.stats()["peers"]:
+        either = rank in blind or peer["rank"] in blind
+        assert peer["medium"] == ("local socket" if either else "memory"), peer
+    tensor = penstock.empty(100_000).fill_(1.0)
+    dist.all_reduce(tensor)
+    assert tensor.eq(3.0).all()
+    assert _mapped_memory_files() >= 3, "the peers' tensors were not read from shared memory"
+    digests = _exercise()
     dist.destroy_process_group()
     return digests
+
+
+class NoFilter(Exception):
+    """The kernel takes no filter of system calls."""
+
+
+def _forbid_reading() -> None:
+    """Let the kernel answer process_vm_readv with EPERM, to this thread and those that it starts."""
+    number = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
+    if number is None:
+        raise NoFilter(f"the number of process_vm_readv on {platform.machine()} is not known here")
+    # <linux/filter.h>: load the system call's number; if it is this one, the next; else the one after that.
+    program = struct.pack(
+        "HBBI" * 4, 0x20, 0, 0, 0, 0x15, 0, 1, number, 0x06, 0, 0, 0x00050000 | errno.EPERM, 0x06, 0, 0, 0x7FFF0000
+    )
+    instructions = ctypes.create_string_buffer(program, len(program))
+    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(instructions)), 16)
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_seccomp, mode_filter = 38, 22, 2
+    for call in [(no_new_privileges, 1, 0, 0, 0), (set_seccomp, mode_filter, header, 0, 0)]:
+        if libc.prctl(*call) != 0:
+            raise NoFilter(os.strerror(ctypes.get_errno()))
+
+
+def _fork() -> str:
+    dist.init_process_group("penstock")
+    tensors = [penstock.empty(100_000).fill_(1.0) for _ in range(3)]
+    dist.all_reduce(tensors[0])
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # Nothing but the answer may leave the child.
+        text = "nothing was raised"
+        try:
+            try:
+                dist.all_reduce(tensors[0])
+            except RuntimeError as error:
+                text = str(error)
+            own = penstock.empty(10)
+            assert own.sum() == 0
+            del own, tensors
+            gc.collect()
+            assert _mapped_memory_files() <= 6, "the engine's mappings, and no tensor's, are left"
+        except BaseException as error:
+            text = repr(error)
+        finally:
+            os.write(writing, text.encode())
+            os._exit(0)
+    os.close(writing)
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    with open(reading) as answer:
+        text = answer.read()
+    assert os.waitpid(child, 0)[1] == 0
+    for tensor in [*tensors, penstock.empty(100_000).fill_(1.0)]:
+        dist.all_reduce(tensor)
+    # Each was reduced twice by now, the first three times.
+    assert [tensor[-1].item() for tensor in tensors] == [8.0, 4.0, 4.0]
+    dist.destroy_process_group()
+    return text
 
 
 def _mixed() -> None:

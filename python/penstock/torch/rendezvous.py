@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -271,11 +272,17 @@ def _master(store: Any) -> str | None:
 
 def _announce(membership: Membership, settings: config.Settings, agreed: dict[str, Any], members: list[str]) -> None:
     """One line for the log: what carries this group."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    # What is possible between ranks of a host is found out pair by pair; a fallback is to be seen here.
+    others = {int(member.split(" ")[2]) for member in members} - {membership.engine.job_rank}
+    peers = membership.engine.core.stats()["peers"]
+    media = Counter(peer["medium"] for peer in peers if peer["rank"] in others and peer["lost"] is None)
     interfaces = ", ".join(f"{name} {address}" for name, address in membership.engine.interfaces)
     hosts = len({member.split(" ")[3] for member in members})
     guard = "PENSTOCK_SECRET" if agreed["secret"] is None else "generated (guards against accidents only)"
     log.info(
-        "group %s: %d ranks on %d host name(s), %d TCP streams a peer over %s (%s), memory within a host %s, "
+        "group %s: %d ranks on %d host name(s), %d TCP streams a peer over %s (%s), rank 0 reaches the others through %s, "
         "algorithm %s, secret %s",
         membership.name,
         membership.world,
@@ -283,7 +290,7 @@ def _announce(membership: Membership, settings: config.Settings, agreed: dict[st
         settings.streams,
         interfaces,
         membership.engine.why,
-        "on" if settings.shm else "off",
+        ", ".join(f"{medium} ({count})" for medium, count in sorted(media.items())) or "nothing",
         agreed["algorithm"] or "auto",
         guard,
     )
