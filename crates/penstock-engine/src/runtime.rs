@@ -216,7 +216,7 @@ struct Active {
     /// What peers answered to probes: how many operations they have issued.
     issued: HashMap<u32, u64>,
     /// A scaled copy of the contribution stands in for the user's.
-    _scaled: Option<Vec<u8>>,
+    scaled: Option<Vec<u8>>,
     _keep: Option<Box<dyn Any + Send>>,
 }
 
@@ -431,7 +431,7 @@ impl Runtime {
             progressed: now,
             probed: now,
             issued: HashMap::new(),
-            _scaled: scaled,
+            scaled,
             _keep: call.keep,
         };
         group.ops.insert(op, active);
@@ -845,8 +845,8 @@ impl Runtime {
                 _ => 0,
             })
             .sum();
-        let operations: usize =
-            self.groups.values().flat_map(|group| group.ops.values()).map(|a| a.operation.memory_bytes()).sum();
+        let of = |active: &Active| active.operation.memory_bytes() + active.scaled.as_ref().map_or(0, Vec::len);
+        let operations: usize = self.groups.values().flat_map(|group| group.ops.values()).map(of).sum();
         Stats {
             finished_operations: self.finished,
             memory_bytes: (held + operations + peers.buffer_bytes()) as u64,
