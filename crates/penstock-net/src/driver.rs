@@ -724,7 +724,16 @@ impl Driver {
             socket.connect(&SockAddr::unix(Contact::local_name(&node))?)?;
             Ok(socket)
         };
-        let Ok(socket) = open() else { return false };
+        let socket = match open() {
+            Ok(socket) => socket,
+            // Nobody listens by that name here: it is another host, or another network namespace.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => return false,
+            Err(error) => {
+                let who = self.links[peer as usize].contact.describe();
+                log::warn!("penstock: cannot connect to the local socket of {who} ({error}): TCP instead");
+                return false;
+            }
+        };
         let fd: OwnedFd = socket.into();
         let reads = self.can_read(&fd, &self.links[peer as usize].contact);
         let connector = self.connector(peer, 0, if reads { FEATURES | FEATURE_READS_MEMORY } else { FEATURES });
