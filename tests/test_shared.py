@@ -314,6 +314,8 @@ def _without_room() -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         # Room for a mask of the tensor, not for the peer's 64 MiB.
         resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20), hard))
+    # Rank 1 offers its memory only now.
+    dist.barrier()
     dist.all_reduce(tensor)
     for _ in range(3):
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
