@@ -72,10 +72,10 @@ impl Default for HugePages {
     }
 }
 
-/// A buffer that was used so often will be used again: DDP's buckets and FSDP's flat parameters are in every step.
-const USES: u32 = 3;
-/// What one operation may be held up by: some 8 ms.
-const MOST_PAGES: u64 = 8;
+/// A buffer that came back will come again: DDP's buckets and FSDP's flat parameters are in every step.
+const USES: u32 = 2;
+/// What one operation may be held up by: some 16 ms.
+const MOST_PAGES: u64 = 16;
 /// Buffers that are remembered.
 const MOST_BUFFERS: usize = 4096;
 
@@ -102,7 +102,7 @@ mod tests {
         panic!("no mapping at {address:#x}");
     }
 
-    /// A buffer is moved on its third use, some pages a call, and keeps what is in it; one that is used twice is not.
+    /// A buffer is moved from its second use on, some pages a call, and keeps what is in it.
     #[test]
     fn buffers_in_use_move() {
         let mut pages = HugePages::new();
@@ -132,8 +132,8 @@ mod tests {
             return;
         }
         let most = MOST_PAGES * pages.size / 1024;
-        assert_eq!((moved[0], moved[1], moved[2]), (0, 0, most));
-        assert!(moved[3] > most && moved[4] == moved[3], "{moved:?}");
+        assert_eq!((moved[0], moved[1]), (0, most));
+        assert!(moved[2] > most && moved[3..] == [moved[2]; 2], "{moved:?}");
         // SAFETY: nobody uses it any more.
         unsafe { rustix::mm::munmap(base, len) }.expect("mapped");
     }

@@ -15,10 +15,9 @@ from penstock.demo.training import RANKS, Bed
 def exchange_rate(bed: Bed, flows: int, nbytes: int) -> float:
     """Bytes per second that each of two hosts sends to the other over ``flows`` TCP connections.
 
-    The median of `REPEATS` exchanges of ``nbytes`` each way, after two that let the connections find their speed, with
-    `PAUSE_S` of silence before each, as a step's computation leaves it: what TCP needs to get going again counts.
-    Every connection is kept busy until the last byte is in, so this is what the flows can carry and not how well
-    somebody divides the work among them.
+    The median of `REPEATS` exchanges of ``nbytes`` each way, after some that let the connections find their speed, with
+    `PAUSE_S` of silence before each, as a step's computation leaves it: what TCP needs to get going again counts. A
+    connection that has room takes the next bytes, and the exchange ends with the last of them.
 
     Raises: OSError, when a connection fails or stalls. Blocks; everything is closed on return.
     """
@@ -30,13 +29,12 @@ def exchange_rate(bed: Bed, flows: int, nbytes: int) -> float:
         try:
             bed.inside(rank, lambda: meshes[rank].connect(addresses, flows))
             for _ in range(WARM_UP + REPEATS):
-                transfer = meshes[rank].transfer({(0, 1): nbytes, (1, 0): nbytes}, flows, "saturate")
+                transfer = meshes[rank].transfer({(0, 1): nbytes, (1, 0): nbytes}, flows, "pull")
                 time.sleep(PAUSE_S)
                 meshes[rank].barrier()
                 began = time.perf_counter()
                 transfer.run()
                 seconds.append(time.perf_counter() - began)
-                transfer.drain()
             meshes[rank].barrier()
             result.send(seconds)
         except OSError as error:
@@ -66,6 +64,6 @@ def exchange_rate(bed: Bed, flows: int, nbytes: int) -> float:
     return statistics.median(nbytes / max(both) for both in list(zip(*answers, strict=True))[WARM_UP:])
 
 
-WARM_UP = 2
-REPEATS = 9
+WARM_UP = 3
+REPEATS = 11
 PAUSE_S = 0.05
