@@ -187,6 +187,10 @@ def test_prediction_hides_what_fits_behind_the_backward_pass() -> None:
     # Four ranks send 2 x 3/4 of a bucket each.
     four = prediction.predict_step(compute, buckets, ranks=4, bytes_per_s=1e6)
     assert four.exposed_s == 4.5
+    # Where the processors do both, 1 MB carried meanwhile costs the backward pass 4 s: 24 instead of 20.
+    slowed = prediction.predict_step(compute, buckets, ranks=2, bytes_per_s=1e6, slowdown_s_per_byte=4e-6)
+    assert slowed.transfers == (prediction.Transfer(16, 16, 17), prediction.Transfer(34, 34, 37))
+    assert (slowed.exposed_s, slowed.step_s) == (3, 42)
 
 
 def test_the_link_is_probed_with_a_steps_bytes(root: pathlib.Path) -> None:

@@ -238,10 +238,12 @@ def _fork() -> str:
                 dist.all_reduce(tensors[0])
             except RuntimeError as error:
                 text = str(error)
-            own = penstock.empty(10)
-            assert own.sum() == 0
+            before = _memory_files()
+            own = [penstock.empty(10) for _ in range(20)]
+            assert sum(tensor.sum() for tensor in own) == 0
             del own, tensors
             gc.collect()
+            assert _memory_files() == before, "the child keeps what it made itself"
             assert _mapped_memory_files() <= 6, "the engine's mappings, and no tensor's, are left"
         except BaseException as error:
             text = repr(error)

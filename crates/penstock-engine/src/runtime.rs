@@ -412,12 +412,10 @@ impl Runtime {
         let (mut input, mut output) = (call.input, call.output);
         let is_read = |peer: &PeerId| self.peers[*peer as usize].local && peers.look(*peer).config().references;
         if group.members.iter().flatten().any(is_read) {
-            for (address, len) in [(input as u64, request.input_bytes()), (output as u64, request.output_bytes())] {
-                if find(&self.regions, address, len).is_none() {
-                    // SAFETY: the caller of `Group::start` keeps its buffers until the operation has ended.
-                    unsafe { self.pages.used(address, len) };
-                }
-            }
+            let buffers = [(input as u64, request.input_bytes()), (output as u64, request.output_bytes())];
+            let is_private = |&(address, len): &(u64, u64)| find(&self.regions, address, len).is_none();
+            // SAFETY: the caller of `Group::start` keeps its buffers until the operation has ended.
+            unsafe { self.pages.used(buffers.into_iter().filter(is_private)) };
         }
         let scaled = premultiply(&call, &request, &mut input, &mut output);
         let memory = Memory { dtype: call.dtype, op: call.op, world, input, output };
@@ -1035,7 +1033,10 @@ impl Handler for Runtime {
                 let probe = matches!(event, Event::Probe(..));
                 let Some((other, op)) = self.outgoing_op(peer, &key) else {
                     if !self.closed.contains(&key.group) {
-                        self.claims.entry((key.group, key.channel, key.op)).or_default().push((peer, theirs));
+                        let claims = self.claims.entry((key.group, key.channel, key.op)).or_default();
+                        if !claims.contains(&(peer, theirs)) {
+                            claims.push((peer, theirs));
+                        }
                     }
                     return;
                 };

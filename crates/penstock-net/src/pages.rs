@@ -32,38 +32,52 @@ impl HugePages {
         HugePages { size: size.unwrap_or(0), buffers: HashMap::new() }
     }
 
-    /// A buffer of this process is about to be read by others. From the [`USES`]th time on it is moved, at most
-    /// [`MOST_PAGES`] huge pages a call, each of which takes about a millisecond. Never more than once: memory that is
-    /// given back to the system and comes anew at the same address is not worth it.
+    /// Buffers of this process, as address and length, are about to be read by others. From the [`USES`]th time on each is
+    /// moved, at most [`MOST_PAGES`] huge pages a call, each of which takes about a millisecond. Never more than once:
+    /// memory that is given back to the system and comes anew at the same address is not worth it.
     ///
     /// # Safety
-    /// The bytes belong to a buffer that stays mapped during the call.
-    pub unsafe fn used(&mut self, address: u64, len: u64) {
-        if self.size == 0 || len < 2 * self.size {
-            return;
-        }
-        if self.buffers.len() >= MOST_BUFFERS && !self.buffers.contains_key(&(address, len)) {
-            self.buffers.clear();
-        }
-        let buffer = self.buffers.entry((address, len)).or_default();
-        buffer.uses = buffer.uses.saturating_add(1);
-        let start = address.next_multiple_of(self.size).max(buffer.done);
-        let end = (address + len) / self.size * self.size;
-        if buffer.uses < USES || start >= end {
-            return;
-        }
-        let bytes = (end - start).min(MOST_PAGES * self.size);
-        buffer.done = start + bytes;
-        // SAFETY: the pages are mapped, and what is in them stays the same.
-        if unsafe { libc::madvise(start as *mut libc::c_void, bytes as usize, libc::MADV_COLLAPSE) } != 0 {
-            let error = std::io::Error::last_os_error();
-            // EAGAIN, ENOMEM: no huge page is free now. All else: not for this memory, or not on this system.
-            if !matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::ENOMEM)) {
-                log::debug!("penstock: no huge pages for a buffer of {len} bytes: {error}");
+    /// The buffers stay mapped during the call.
+    pub unsafe fn used(&mut self, buffers: impl Iterator<Item = (u64, u64)>) {
+        let mut budget = MOST_PAGES * self.size;
+        for (address, len) in buffers.filter(|(_, len)| self.size > 0 && *len >= 2 * self.size) {
+            if self.buffers.len() >= MOST_BUFFERS && !self.buffers.contains_key(&(address, len)) {
+                self.buffers.clear();
             }
-            buffer.done = end;
+            let buffer = self.buffers.entry((address, len)).or_default();
+            buffer.uses = buffer.uses.saturating_add(1);
+            let start = address.next_multiple_of(self.size).max(buffer.done);
+            let end = (address + len) / self.size * self.size;
+            if buffer.uses < USES || start >= end || budget == 0 {
+                continue;
+            }
+            let bytes = (end - start).min(budget);
+            budget -= bytes;
+            buffer.done = start + bytes;
+            // SAFETY: the pages are mapped, and what is in them stays the same.
+            if unsafe { collapse(start, bytes) }.is_err_and(|error| !is_shortage(&error)) {
+                // Not for this memory, or not on this system.
+                buffer.done = end;
+            }
         }
     }
+}
+
+/// Moves whole huge pages.
+///
+/// # Safety
+/// They are mapped.
+unsafe fn collapse(start: u64, bytes: u64) -> std::io::Result<()> {
+    // SAFETY: as above.
+    match unsafe { libc::madvise(start as *mut libc::c_void, bytes as usize, libc::MADV_COLLAPSE) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+/// Whether no huge page was free, or one of the small ones was in use elsewhere: the next ones may be different.
+fn is_shortage(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM))
 }
 
 impl Default for HugePages {
@@ -74,9 +88,9 @@ impl Default for HugePages {
 
 /// A buffer that came back will come again: DDP's buckets and FSDP's flat parameters are in every step.
 const USES: u32 = 2;
-/// What one operation may be held up by: some 16 ms.
+/// What one operation may be held up by, and the I/O thread with it: some 16 ms.
 const MOST_PAGES: u64 = 16;
-/// Buffers that are remembered.
+/// Buffers that are remembered: more than a model has, and 200 KiB at most.
 const MOST_BUFFERS: usize = 4096;
 
 #[cfg(test)]
@@ -120,17 +134,20 @@ mod tests {
         let bytes = unsafe { std::slice::from_raw_parts_mut(base.cast::<u8>(), len) };
         bytes.iter_mut().zip((0..251).cycle()).for_each(|(byte, value)| *byte = value);
         let address = base as u64;
+        let last = (address + len as u64) / pages.size * pages.size - pages.size;
+        // SAFETY: mapped.
+        if let Err(error) = unsafe { collapse(last, pages.size) } {
+            println!("skipped: this system moves no memory onto huge pages: {error}");
+            return;
+        }
+        let already = huge_kib(address);
         let mut moved = Vec::new();
         for _ in 0..5 {
             // SAFETY: mapped.
-            unsafe { pages.used(address, len as u64) };
-            moved.push(huge_kib(address));
+            unsafe { pages.used([(address, len as u64)].into_iter()) };
+            moved.push(huge_kib(address) - already);
         }
         assert!(bytes.iter().zip((0..251).cycle()).all(|(byte, value)| *byte == value));
-        if pages.buffers[&(address, len as u64)].done == 0 || moved[4] == 0 {
-            println!("skipped: this system moves no memory onto huge pages");
-            return;
-        }
         let most = MOST_PAGES * pages.size / 1024;
         assert_eq!((moved[0], moved[1]), (0, most));
         assert!(moved[2] > most && moved[3..] == [moved[2]; 2], "{moved:?}");

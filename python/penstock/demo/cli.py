@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from rich.table import Table
 from penstock import config
 from penstock.bench import machine
 from penstock.demo.comparison import Comparison, disagreements, payload_rate, rows, summarise, verdict
-from penstock.demo.link_probe import exchange_rate
+from penstock.demo.link_probe import Carriage, exchange
 from penstock.demo.prediction import Prediction, predict_step
 from penstock.demo.report import write_report
 from penstock.demo.training import Bed, Training, TrainingFailed, train
@@ -72,21 +73,21 @@ def run(console: Console, backends: Sequence[str], steps: int, seed: int, *, tes
     predictions: list[Prediction | None] = []
     with cluster(console, testbed) as bed:
         link = bed.link if isinstance(bed, Testbed) else None
-        rates = probe(console, bed, backends, QUICK_PROBE_BYTES if quick else PROBE_BYTES) if link else {}
+        carriages = probe(console, bed, backends, QUICK_PROBE_BYTES if quick else PROBE_BYTES) if link else {}
         with progress_bar(console) as progress:
             for label, backend in zip(labels(backends), backends, strict=True):
                 if trainings:
                     # Before this training has begun: from the link, and from the computation of the first one.
-                    predictions.append(foresee(trainings[0], rates.get(flows_of(backend))))
+                    predictions.append(foresee(trainings[0], carriages.get(flows_of(backend))))
                 row = ProgressRow(progress, label, steps, link)
                 timeout_s = START_TIMEOUT_S + steps * STEP_TIMEOUT_S
                 trainings.append(train(bed, backend, label, arguments, row.show, timeout_s))
                 if not predictions:
-                    predictions.append(foresee(trainings[0], rates.get(flows_of(backend))))
+                    predictions.append(foresee(trainings[0], carriages.get(flows_of(backend))))
     return Comparison(
         results=tuple(summarise(*pair, link) for pair in zip(trainings, predictions, strict=True)),
         link=link,
-        rates=rates,
+        rates={flows: carriage.bytes_per_s for flows, carriage in carriages.items()},
         machine=about,
         disagreements=disagreements(trainings),
         quick=quick,
@@ -116,19 +117,26 @@ def cluster(console: Console, testbed: bool) -> Iterator[Bed]:
         yield bed
 
 
-def probe(console: Console, bed: Bed, backends: Sequence[str], nbytes: int) -> dict[int, float]:
-    """The link's rate in bytes per second and direction, by number of flows."""
+def probe(console: Console, bed: Bed, backends: Sequence[str], nbytes: int) -> dict[int, Carriage]:
+    """What raw sockets get over the link, by number of flows."""
     counts = sorted({flows_of(name) for name in backends})
-    rates = {flows: exchange_rate(bed, flows, nbytes) for flows in counts}
-    shown = ", ".join(f"{rate / 1e6:.1f} MB/s over {flows} flow{'s'[: flows > 1]}" for flows, rate in rates.items())
+    carriages = {flows: exchange(bed, flows, nbytes) for flows in counts}
+    shown = ", ".join(
+        f"{carriage.bytes_per_s / 1e6:.1f} MB/s over {flows} flow{'s'[: flows > 1]}"
+        for flows, carriage in carriages.items()
+    )
     console.print(f"Raw sockets carry {shown}, each way.")
-    return rates
+    return carriages
 
 
-def foresee(first: Training, bytes_per_s: float | None) -> Prediction | None:
-    if bytes_per_s is None:
+def foresee(first: Training, carriage: Carriage | None) -> Prediction | None:
+    if carriage is None:
         return None
-    return predict_step(first.compute(), first.ends[0]["bucket_bytes"], first.ranks, bytes_per_s)
+    # Each rank computes with one thread. Where a processor is left over, the sockets use that.
+    processors = len(os.sched_getaffinity(0))
+    slowdown_s_per_byte = carriage.processor_s_per_byte / processors if first.ranks >= processors else 0.0
+    buckets = first.ends[0]["bucket_bytes"]
+    return predict_step(first.compute(), buckets, first.ranks, carriage.bytes_per_s, slowdown_s_per_byte)
 
 
 def flows_of(backend: str) -> int:

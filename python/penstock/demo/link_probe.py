@@ -1,49 +1,61 @@
-"""What the link carries when raw sockets do nothing but move bytes, both ways at once: the rate that predictions use."""
+"""What the link carries when raw sockets do nothing but move bytes, both ways at once: what predictions are made from."""
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import statistics
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from penstock.bench import machine
 from penstock.bench.mesh import Mesh
 from penstock.demo.training import RANKS, Bed
 
 
-def exchange_rate(bed: Bed, flows: int, nbytes: int) -> float:
-    """Bytes per second that each of two hosts sends to the other over ``flows`` TCP connections.
+@dataclass(frozen=True)
+class Carriage:
+    """What moving bytes over the link gives and takes."""
 
-    The median of `REPEATS` exchanges of ``nbytes`` each way, after some that let the connections find their speed, with
-    `PAUSE_S` of silence before each, as a step's computation leaves it: what TCP needs to get going again counts. A
-    connection that has room takes the next bytes, and the exchange ends with the last of them.
+    bytes_per_s: float  # that each of two hosts sends to the other, both at once
+    processor_s_per_byte: float  # of this machine's processors together, for each byte that each host sends
+
+
+def exchange(bed: Bed, flows: int, nbytes: int) -> Carriage:
+    """Exchange bytes between two hosts over ``flows`` TCP connections.
+
+    The median of `REPEATS` exchanges of ``nbytes`` each way, after some that let the connections find their speed. A
+    connection that has room takes the next bytes, and the exchange ends with the last of them. The processors' time is
+    that of the whole machine meanwhile: sockets, kernel, and what emulates the link.
 
     Raises: OSError, when a connection fails or stalls. Blocks; everything is closed on return.
     """
     meshes = [bed.inside(rank, functools.partial(Mesh, rank, RANKS, bed.address(rank))) for rank in range(RANKS)]
     addresses = [mesh.address for mesh in meshes]
 
-    def exchange(rank: int, result: Connection) -> None:
+    def run(rank: int, result: Connection) -> None:
         seconds = []
         try:
             bed.inside(rank, lambda: meshes[rank].connect(addresses, flows))
-            for _ in range(WARM_UP + REPEATS):
+            for repeat in range(WARM_UP + REPEATS):
                 transfer = meshes[rank].transfer({(0, 1): nbytes, (1, 0): nbytes}, flows, "pull")
-                time.sleep(PAUSE_S)
                 meshes[rank].barrier()
+                if repeat == WARM_UP:
+                    busy_before = machine.processor_ticks()[0]
                 began = time.perf_counter()
                 transfer.run()
                 seconds.append(time.perf_counter() - began)
             meshes[rank].barrier()
-            result.send(seconds)
+            result.send((seconds[WARM_UP:], machine.processor_ticks()[0] - busy_before))
         except OSError as error:
             result.send(error)
 
     # A process a rank: two threads would wait for each other's interpreter. Forked, to inherit the listening sockets.
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
-    processes = [context.Process(target=exchange, args=(rank, pipes[rank][1]), daemon=True) for rank in range(RANKS)]
+    processes = [context.Process(target=run, args=(rank, pipes[rank][1]), daemon=True) for rank in range(RANKS)]
     try:
         for process, (_, result) in zip(processes, pipes, strict=True):
             process.start()
@@ -61,9 +73,12 @@ def exchange_rate(bed: Bed, flows: int, nbytes: int) -> float:
     for answer in answers:
         if isinstance(answer, OSError):
             raise answer
-    return statistics.median(nbytes / max(both) for both in list(zip(*answers, strict=True))[WARM_UP:])
+    seconds, ticks = zip(*answers, strict=True)
+    return Carriage(
+        bytes_per_s=statistics.median(nbytes / max(both) for both in zip(*seconds, strict=True)),
+        processor_s_per_byte=ticks[0] / os.sysconf("SC_CLK_TCK") / (REPEATS * nbytes),
+    )
 
 
 WARM_UP = 3
 REPEATS = 11
-PAUSE_S = 0.05

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.demo.training import Phases
 
@@ -30,7 +30,9 @@ class Prediction:
     transfers: tuple[Transfer, ...]
 
 
-def predict_step(compute: Phases, bucket_bytes: Sequence[int], ranks: int, bytes_per_s: float) -> Prediction:
+def predict_step(
+    compute: Phases, bucket_bytes: Sequence[int], ranks: int, bytes_per_s: float, slowdown_s_per_byte: float = 0
+) -> Prediction:
     """Play one step of DDP against a link.
 
     The backward pass fills the buckets in order, in proportion to their bytes; a full bucket queues for the link, which
@@ -41,9 +43,19 @@ def predict_step(compute: Phases, bucket_bytes: Sequence[int], ranks: int, bytes
         bucket_bytes: DDP's buckets in the order in which they fill.
         ranks: each sends 2 (ranks - 1) / ranks of a bucket and receives as much (a bandwidth-optimal all-reduce).
         bytes_per_s: what the link carries in each direction, both at once.
+        slowdown_s_per_byte: by how much the computation takes longer for each byte that is carried meanwhile, where one
+            machine's processors do both and none is idle.
 
-    Cost that it leaves out: latency, headers, arithmetic, and processor time that the backend takes from the model.
+    Cost that it leaves out: latency, headers, arithmetic.
     """
+    alone = _play(compute, bucket_bytes, ranks, bytes_per_s)
+    backward_end_s = compute.forward_s + compute.backward_s
+    carried = sum(max(0.0, min(each.end_s, backward_end_s) - each.begin_s) for each in alone.transfers) * bytes_per_s
+    slowed = replace(compute, backward_s=compute.backward_s + carried * slowdown_s_per_byte)
+    return _play(slowed, bucket_bytes, ranks, bytes_per_s)
+
+
+def _play(compute: Phases, bucket_bytes: Sequence[int], ranks: int, bytes_per_s: float) -> Prediction:
     backward_end_s = compute.forward_s + compute.backward_s
     total_bytes = sum(bucket_bytes)
     filled, free_s, transfers = 0, 0.0, []

@@ -158,6 +158,15 @@ def _release(base: int) -> None:
         _libc.munmap(base, _PAGE + buffer.nbytes)
 
 
+def _forget_engine() -> None:
+    """In a forked child: the engine is the parent's, its descriptors are closed here, and a lock may be held for ever."""
+    global _engine, _lock
+    _engine, _lock = None, threading.RLock()
+    for buffer in _buffers.values():
+        if buffer.number is not None:
+            buffer.file = buffer.number = None
+
+
 def _identity(file: int) -> tuple[int, int]:
     status = os.fstat(file)
     return status.st_dev, status.st_ino
@@ -173,3 +182,4 @@ _PAGE = mmap.PAGESIZE
 _lock = threading.RLock()
 _buffers: dict[int, _Buffer] = {}
 _engine: _core.Engine | None = None
+os.register_at_fork(after_in_child=_forget_engine)
