@@ -1,0 +1,101 @@
+"""Proves that `penstock info`, `penstock doctor` and `penstock.stats()` say what is true."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import penstock
+import ranks
+from backends import ALL
+from penstock import config
+
+
+def test_info_shows_values_and_where_they_come_from() -> None:
+    """Every knob with its value, origin and meaning; that there is a secret, and not what it is."""
+    set_here = {"PENSTOCK_STREAMS": "3", "PENSTOCK_SECRET": "a stone in the river"}
+    ended = _penstock(["info", "--json"], set_here)
+    assert ended.returncode == 0 and "stone" not in ended.stdout + ended.stderr, ended.stderr
+    knobs = {knob["name"]: knob for knob in json.loads(ended.stdout)["knobs"]}
+    assert list(knobs) == [knob.name for knob in config.KNOBS]
+    for knob in config.KNOBS:
+        shown = knobs[knob.name]
+        assert shown["origin"] == ("environment" if knob.name in set_here else "default"), shown
+        assert shown["value"] == {**set_here, "PENSTOCK_SECRET": "(set, not shown)"}.get(knob.name, knob.default), shown
+        assert shown["meaning"] == knob.meaning
+    table = _penstock(["info"], set_here)
+    assert table.returncode == 0 and "stone" not in table.stdout and "PENSTOCK_STREAMS" in table.stdout, table.stderr
+
+
+def test_info_refuses_a_wrong_value() -> None:
+    """The table still comes; then the knob is named, and what it takes."""
+    ended = _penstock(["info"], {"PENSTOCK_STREAMS": "many"})
+    assert ended.returncode == 1 and "PENSTOCK_STREAMS" in ended.stderr and "many" in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_doctor_checks_two_ranks_here() -> None:
+    """Alone it starts two ranks: both ways are there, with rate, medium and streams; nothing to mend is success."""
+    ended = _penstock(["doctor", "--mebibytes=1"], {"PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "3"})
+    rows = [line for line in ended.stdout.splitlines() if "Gbit/s" in line]
+    assert len(rows) == 2 and all(" tcp " in row and " 3 " in row for row in rows), ended.stdout + ended.stderr
+    assert all(float(row.split(" Gbit/s")[0].split()[-1]) > 0.01 for row in rows), rows
+    assert "lo (65536)" in ended.stdout
+    assert ended.returncode == (1 if "! rank" in ended.stdout else 0), ended.stdout
+
+
+def test_doctor_warns() -> None:
+    """A limit that is too low is named with what to do, and is a failure to the shell."""
+    ended = _penstock(["doctor", "--mebibytes=1"], {}, files=2048)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    for rank in (0, 1):
+        assert f"! rank {rank}: only 2048 open files are allowed; raise it (ulimit -n 65536)" in ended.stdout
+
+
+@pytest.mark.parametrize("medium", ["penstock-tcp", "penstock"])
+def test_memory_is_bounded(medium: str) -> None:
+    """With 4 peers and default settings the engine stays below the 64 MiB that are promised, whatever is in flight."""
+    most = ranks.run(_flood, count=5, env=ALL[medium].env)
+    assert all(0 < each <= 64 << 20 for each in most), most
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+
+def _flood() -> int:
+    """Many operations at once, large and small; the most that the engine says it holds meanwhile, in bytes."""
+    dist.init_process_group("penstock")
+    tensors = [torch.ones(elements) for elements in 6 * (4 << 20, 1 << 18, 1000, 10)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    most = penstock.stats()["memory_bytes"]
+    for work in works:
+        while not work.get_future().done():
+            most = max(most, penstock.stats()["memory_bytes"])
+        work.wait()
+    assert all(tensor.eq(5).all() for tensor in tensors)
+    dist.destroy_process_group()
+    return int(most)
+
+
+def _penstock(
+    arguments: list[str], env: Mapping[str, str], files: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    limit = None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", *arguments],
+        env={**inherited, "COLUMNS": "300", **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=limit,
+    )
