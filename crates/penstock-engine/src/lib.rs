@@ -10,6 +10,7 @@
 
 mod engine;
 mod operation;
+mod pages;
 mod runtime;
 mod stats;
 mod ticket;

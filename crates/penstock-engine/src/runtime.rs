@@ -1,11 +1,11 @@
 //! The engine's thread: groups, operations, failures. It is the [`Handler`] of the event loop.
 
 use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
+use crate::pages::HugePages;
 use crate::stats::{GroupStats, PeerStats, Stats};
 use crate::ticket::Ticket;
 use penstock_net::fds::Fd;
 use penstock_net::memory::{Landmark, Mapping, Region, Remote};
-use penstock_net::pages::HugePages;
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
 use penstock_plan::{Algorithm, Collective, Planner, Request, Steps, Thresholds, Topology, choose, segment_bytes};
 use penstock_protocol::fingerprint::Fingerprint;

@@ -270,10 +270,11 @@ impl Remote {
     #[must_use]
     pub fn pointer(&self) -> Option<*const u8> {
         match self {
-            Remote::Mapped { mapping, offset, .. } if let Whole::Mapped(whole) = &mapping.whole => {
-                Some(whole.base.wrapping_add(page_bytes() + *offset as usize).cast_const())
-            }
-            _ => None,
+            Remote::Mapped { mapping, offset, .. } => match &mapping.whole {
+                Whole::Mapped(whole) => Some(whole.base.wrapping_add(page_bytes() + *offset as usize).cast_const()),
+                Whole::File(_) => None,
+            },
+            Remote::Process { .. } => None,
         }
     }
 

@@ -1,157 +1,27 @@
-//! Larger pages for buffers that peers on this host read again and again.
-//!
-//! `process_vm_readv` finds and pins every page that it copies from. With pages of 4 KiB that costs as much as a third of
-//! the copy; with huge ones next to nothing. torch allocates without asking for huge pages, and asking later
-//! (`MADV_HUGEPAGE`) changes nothing for memory that is in use. `MADV_COLLAPSE` (Linux 6.1) copies it onto huge pages at
-//! once, unnoticed by who uses it.
+//! Huge pages, as the system offers them.
 
-use std::collections::HashMap;
+use std::io;
 
-/// Moves buffers that are used often onto huge pages, a few at a time.
-#[derive(Debug)]
-pub struct HugePages {
-    /// Bytes of a huge page; 0 where the system has none, or would not have us use them.
-    size: u64,
-    buffers: HashMap<(u64, u64), Buffer>,
+/// Bytes of a huge page; `None` where the system has none, or would not have us use them.
+#[must_use]
+pub fn huge_page_bytes() -> Option<u64> {
+    let read = |name: &str| std::fs::read_to_string(format!("/sys/kernel/mm/transparent_hugepage/{name}"));
+    let allowed = read("enabled").is_ok_and(|modes| !modes.contains("[never]"));
+    read("hpage_pmd_size").ok().and_then(|size| size.trim().parse().ok()).filter(|size| allowed && *size > 0)
 }
 
-#[derive(Debug, Default)]
-struct Buffer {
-    uses: u32,
-    /// Up to where it was tried.
-    done: u64,
-}
-
-impl HugePages {
-    /// What the system says of itself.
-    #[must_use]
-    pub fn new() -> HugePages {
-        let read = |name: &str| std::fs::read_to_string(format!("/sys/kernel/mm/transparent_hugepage/{name}"));
-        let allowed = read("enabled").is_ok_and(|modes| !modes.contains("[never]"));
-        let size = read("hpage_pmd_size").ok().and_then(|size| size.trim().parse().ok()).filter(|_| allowed);
-        HugePages { size: size.unwrap_or(0), buffers: HashMap::new() }
-    }
-
-    /// Buffers of this process, as address and length, are about to be read by others. From the [`USES`]th time on each is
-    /// moved, at most [`MOST_PAGES`] huge pages a call, each of which takes about a millisecond. Never more than once:
-    /// memory that is given back to the system and comes anew at the same address is not worth it.
-    ///
-    /// # Safety
-    /// The buffers stay mapped during the call.
-    pub unsafe fn used(&mut self, buffers: impl Iterator<Item = (u64, u64)>) {
-        let mut budget = MOST_PAGES * self.size;
-        for (address, len) in buffers.filter(|(_, len)| self.size > 0 && *len >= 2 * self.size) {
-            if self.buffers.len() >= MOST_BUFFERS && !self.buffers.contains_key(&(address, len)) {
-                self.buffers.clear();
-            }
-            let buffer = self.buffers.entry((address, len)).or_default();
-            buffer.uses = buffer.uses.saturating_add(1);
-            let start = address.next_multiple_of(self.size).max(buffer.done);
-            let end = (address + len) / self.size * self.size;
-            if buffer.uses < USES || start >= end || budget == 0 {
-                continue;
-            }
-            let bytes = (end - start).min(budget);
-            budget -= bytes;
-            buffer.done = start + bytes;
-            // SAFETY: the pages are mapped, and what is in them stays the same.
-            if unsafe { collapse(start, bytes) }.is_err_and(|error| !is_shortage(&error)) {
-                // Not for this memory, or not on this system.
-                buffer.done = end;
-            }
-        }
-    }
-}
-
-/// Moves whole huge pages.
+/// Moves memory of this process onto huge pages, at once and unnoticed by who uses it. Takes about a millisecond a page.
+///
+/// # Errors
+/// The system's: `EAGAIN`, `EBUSY` and `ENOMEM` where no huge page was free, or a small one was in use elsewhere; others
+/// where this memory, or this system (Linux before 6.1), has no huge pages.
 ///
 /// # Safety
-/// They are mapped.
-unsafe fn collapse(start: u64, bytes: u64) -> std::io::Result<()> {
-    // SAFETY: as above.
+/// `start` and `bytes` are multiples of a huge page, and all of it stays mapped during the call.
+pub unsafe fn collapse(start: u64, bytes: u64) -> io::Result<()> {
+    // SAFETY: the caller's promise; what is in the pages stays the same.
     match unsafe { libc::madvise(start as *mut libc::c_void, bytes as usize, libc::MADV_COLLAPSE) } {
         0 => Ok(()),
-        _ => Err(std::io::Error::last_os_error()),
-    }
-}
-
-/// Whether no huge page was free, or one of the small ones was in use elsewhere: the next ones may be different.
-fn is_shortage(error: &std::io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM))
-}
-
-impl Default for HugePages {
-    fn default() -> HugePages {
-        HugePages::new()
-    }
-}
-
-/// A buffer that came back will come again: DDP's buckets and FSDP's flat parameters are in every step.
-const USES: u32 = 2;
-/// What one operation may be held up by, and the I/O thread with it: some 16 ms.
-const MOST_PAGES: u64 = 16;
-/// Buffers that are remembered: more than a model has, and 200 KiB at most.
-const MOST_BUFFERS: usize = 4096;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use rustix::mm::{MapFlags, ProtFlags};
-
-    /// Kibibytes of this process's huge pages at an address.
-    fn huge_kib(address: u64) -> u64 {
-        let maps = std::fs::read_to_string("/proc/self/smaps").expect("/proc");
-        let mut inside = false;
-        for line in maps.lines() {
-            let mut words = line.split_whitespace();
-            let first = words.next().unwrap_or_default();
-            if let Some((from, to)) = first.split_once('-')
-                && let (Ok(from), Ok(to)) = (u64::from_str_radix(from, 16), u64::from_str_radix(to, 16))
-            {
-                inside = (from..to).contains(&address);
-            } else if inside && first == "AnonHugePages:" {
-                return words.next().and_then(|kib| kib.parse().ok()).expect("a number");
-            }
-        }
-        panic!("no mapping at {address:#x}");
-    }
-
-    /// A buffer is moved from its second use on, some pages a call, and keeps what is in it.
-    #[test]
-    fn buffers_in_use_move() {
-        let mut pages = HugePages::new();
-        if pages.size == 0 {
-            println!("skipped: this system has no transparent huge pages, or does not let them be used");
-            return;
-        }
-        let len = (MOST_PAGES as usize + 4) * pages.size as usize;
-        // SAFETY: a new mapping, which the test keeps.
-        let base = unsafe {
-            rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
-        }
-        .expect("memory");
-        // SAFETY: `len` bytes of the mapping.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(base.cast::<u8>(), len) };
-        bytes.iter_mut().zip((0..251).cycle()).for_each(|(byte, value)| *byte = value);
-        let address = base as u64;
-        let last = (address + len as u64) / pages.size * pages.size - pages.size;
-        // SAFETY: mapped.
-        if let Err(error) = unsafe { collapse(last, pages.size) } {
-            println!("skipped: this system moves no memory onto huge pages: {error}");
-            return;
-        }
-        let already = huge_kib(address);
-        let mut moved = Vec::new();
-        for _ in 0..5 {
-            // SAFETY: mapped.
-            unsafe { pages.used([(address, len as u64)].into_iter()) };
-            moved.push(huge_kib(address) - already);
-        }
-        assert!(bytes.iter().zip((0..251).cycle()).all(|(byte, value)| *byte == value));
-        let most = MOST_PAGES * pages.size / 1024;
-        assert_eq!((moved[0], moved[1]), (0, most));
-        assert!(moved[2] > most && moved[3..] == [moved[2]; 2], "{moved:?}");
-        // SAFETY: nobody uses it any more.
-        unsafe { rustix::mm::munmap(base, len) }.expect("mapped");
+        _ => Err(io::Error::last_os_error()),
     }
 }

@@ -68,7 +68,8 @@ pub struct StreamStats {
     pub repeated_frames: u64,
     /// Frames that came although another stream had brought them already.
     pub duplicate_frames: u64,
-    /// Estimated delivery rate.
+    /// Estimated delivery rate, which is what its window and frames are cut for: at most about 130 MB/s where round trips are
+    /// short.
     pub rate_bytes_per_s: f64,
     /// Shortest time from a frame to its ack, lately.
     pub round_trip_ns: u64,
@@ -242,8 +243,8 @@ const RATE_SAMPLES: usize = 8;
 const SAMPLE_BYTES: u64 = 3 * MIN_FRAME_BYTES as u64 / 2;
 /// A sample is taken to last this long at least: after a pause, a token bucket lets a burst through at once, and a stream that
 /// takes this for its rate fills its window with more than it delivers in a tenth of a second, which others then take over.
-/// With 1 us, DDP's two buckets (1 and 10 MB, 200 Mbit/s a flow) sent 21 % of their bytes twice and took 116 ms; with 4 ms,
-/// 8 % and 108 ms; with this, 6 % and 107 ms; 16 ms would keep frames small on fast links. It bounds what is believed of a
+/// With 1 us, DDP's two buckets (1 and 10 MB, 200 Mbit/s a flow) sent 21 and 22 % of their bytes twice and took 115 and 117 ms;
+/// with 4 ms, 8 % and 108 to 109 ms; with this, 6 to 7 % and 107 to 113 ms; 16 ms would keep frames small on fast links. It bounds what is believed of a
 /// stream to some 130 MB/s where round trips are shorter, which is enough for frames of full size.
 const SAMPLE_TIME: u64 = 8 * MILLISECOND;
 /// The minimum round trip is believed for this long, as in BBR.
