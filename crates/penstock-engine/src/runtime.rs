@@ -8,7 +8,7 @@ use penstock_net::fds::Fd;
 use penstock_net::memory::{Landmark, Mapping, Region, Remote};
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
 use penstock_plan::{Algorithm, Collective, Planner, Request, Steps, Thresholds, Topology, choose, segment_bytes};
-use penstock_protocol::fingerprint::Fingerprint;
+use penstock_protocol::fingerprint::{Fingerprint, Name};
 use penstock_protocol::frame::{Kind, Reference};
 use penstock_protocol::handshake::{Hello, NodeKey};
 use penstock_protocol::peer::{Body, Event, FLAG_EAGER, OpStatus, Outgoing, Report};
@@ -182,9 +182,16 @@ struct Group {
     ops: HashMap<OpId, Active>,
     /// Operations that have their place but not their buffers.
     held: HashMap<OpId, Waiting>,
-    joining: Option<Ticket>,
+    joining: Option<Joining>,
     failed: Option<Failure>,
     last_algorithm: String,
+}
+
+/// A join that has not ended.
+struct Joining {
+    ticket: Ticket,
+    /// What every rank says of who shares its host, once all links are up: the group's first operation gathers it.
+    hosts: Option<Box<[u64]>>,
 }
 
 /// Names an operation within its group.
@@ -263,7 +270,7 @@ impl Runtime {
 
     // ------------------------------------------------------------------ commands
 
-    fn join(&mut self, peers: &mut Peers, spec: GroupSpec, ticket: Ticket) {
+    fn join(&mut self, peers: &mut Peers, spec: GroupSpec, ticket: Ticket, now: Time) {
         let mut members = Vec::with_capacity(spec.members.len());
         let mut refused = None;
         for (rank, contact) in spec.members.iter().enumerate() {
@@ -301,7 +308,7 @@ impl Runtime {
             next_recv: HashMap::new(),
             ops: HashMap::new(),
             held: HashMap::new(),
-            joining: Some(ticket),
+            joining: Some(Joining { ticket, hosts: None }),
             failed: None,
             last_algorithm: String::new(),
         };
@@ -311,23 +318,53 @@ impl Runtime {
             (None, Some(reason)) => {
                 self.fail_group(peers, spec.id, Failure::fatal(FailureKind::PeerLost, reason), true);
             }
-            (None, None) => self.check_joined(spec.id),
+            (None, None) => self.check_linked(peers, spec.id, now),
         }
     }
 
-    /// Completes a join once all members are linked.
-    fn check_joined(&mut self, id: GroupId) {
+    /// Goes on with a join once all members are linked: every rank says whom it shares a host with, since the choice of an
+    /// algorithm must be the same on all ranks, and each sees its own links only.
+    fn check_linked(&mut self, peers: &mut Peers, id: GroupId, now: Time) {
         let Some(group) = self.groups.get_mut(&id) else { return };
-        if group.joining.is_none() || !group.members.iter().flatten().all(|peer| self.peers[*peer as usize].linked) {
+        let is_linked = |peer: &PeerId| self.peers[*peer as usize].linked;
+        let Some(joining) = group.joining.as_mut().filter(|_| group.members.iter().flatten().all(is_linked)) else {
+            return;
+        };
+        if joining.hosts.is_some() {
             return;
         }
-        // Two ranks share a host if a local socket joins them to us; ranks that are both remote to us are told apart by
-        // whether their names differ, which only serves to choose an algorithm, the same on all ranks: so the choice
-        // is made from "all on one host" alone, which every rank sees alike.
-        let one_host = group.members.iter().flatten().all(|peer| self.peers[*peer as usize].local);
-        let world = group.members.len() as u32;
-        group.topology = if one_host { Topology::one_host(world) } else { Topology::separate_hosts(world) };
-        group.joining.take().expect("looked at above").complete(Ok(()));
+        let world = group.members.len();
+        let neighbours = group.members.iter().enumerate().filter(|(_, member)| {
+            member.is_none_or(|peer| self.peers[peer as usize].local && peers.look(peer).config().references)
+        });
+        let own = Box::new(host_key(neighbours.map(|(rank, _)| rank as u32)));
+        let hosts = joining.hosts.insert(vec![0; world].into_boxed_slice());
+        let call = Call {
+            collective: Collective::AllGather,
+            fingerprint: Fingerprint::new(Name::AllGather, None, DType::I64, None, world as u64),
+            dtype: DType::I64,
+            op: ReduceOp::Sum,
+            bytes: size_of_val(&**hosts) as u64,
+            splits: None,
+            input: std::ptr::from_ref(&*own).cast(),
+            output: hosts.as_mut_ptr().cast(),
+            tag: 0,
+            priority: Priority(0),
+            hold: false,
+            // Whoever waits for the join knows how long it may take.
+            timeout: u64::MAX,
+            keep: Some(own),
+        };
+        self.start(peers, id, call, Ticket::default(), now);
+    }
+
+    /// Completes a join: all ranks know now which of them share a host.
+    fn joined(&mut self, id: GroupId) {
+        let group = self.groups.get_mut(&id).expect("its operation has just ended");
+        let Some(Joining { ticket, hosts: Some(keys) }) = group.joining.take() else { return };
+        let first = |key| keys.iter().position(|other| other == key).expect("it is one of them") as u32;
+        group.topology = Topology::new(keys.iter().map(first).collect());
+        ticket.complete(Ok(()));
     }
 
     fn start(&mut self, peers: &mut Peers, id: GroupId, call: Call, ticket: Ticket, now: Time) {
@@ -567,6 +604,9 @@ impl Runtime {
             }
             self.finished += 1;
             active.ticket.complete(Ok(()));
+            if self.groups[&id].joining.is_some() {
+                self.joined(id);
+            }
         }
     }
 
@@ -798,8 +838,11 @@ impl Runtime {
             let failure = Failure { message: format!("{what} failed: {}", failure.message), ..failure.clone() };
             peers.after_drop(Box::new(move || ticket.complete(Err(failure))));
         }
-        if let Some(ticket) = joining {
-            ticket.complete(Err(failure));
+        if let Some(joining) = joining {
+            peers.after_drop(Box::new(move || {
+                joining.ticket.complete(Err(failure));
+                drop(joining);
+            }));
         }
     }
 
@@ -1098,13 +1141,13 @@ impl Handler for Runtime {
         }
     }
 
-    fn linked(&mut self, peer: PeerId, local: bool, pid: u32) {
+    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32) {
         let info = &mut self.peers[peer as usize];
         info.linked = true;
         info.local = local;
         info.pid = pid;
         for id in self.groups_of(peer) {
-            self.check_joined(id);
+            self.check_linked(peers, id, peers.now());
         }
     }
 
@@ -1139,7 +1182,7 @@ impl Handler for Runtime {
         let commands = std::mem::take(&mut *self.shared.commands.lock().unwrap_or_else(|p| p.into_inner()));
         for command in commands {
             match command {
-                Command::Join(spec, ticket) => self.join(peers, spec, ticket),
+                Command::Join(spec, ticket) => self.join(peers, spec, ticket, now),
                 Command::Start(id, call, ticket) => self.start(peers, id, call, ticket, now),
                 Command::Release(id, ticket) => self.release(peers, id, &ticket, now),
                 Command::Leave(id) => {
@@ -1299,6 +1342,13 @@ impl OpId {
             OpId::Send { channel, op, .. } | OpId::Recv { channel, op, .. } => (channel, op),
         }
     }
+}
+
+/// What ranks of one host have in common and others do not: the ranks that they share memory with, as a number (FNV-1a). Where
+/// some pairs of a host can and others cannot, ranks differ, and their host counts as several.
+fn host_key(ranks: impl Iterator<Item = u32>) -> u64 {
+    let bytes = ranks.flat_map(u32::to_le_bytes);
+    bytes.fold(0xcbf2_9ce4_8422_2325, |key, byte| (key ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// The region that has these bytes, and where in it they are.

@@ -494,8 +494,9 @@ fn a_group_that_fails_before_all_have_joined() {
             name: "test".into(),
         };
         let (first, joined) = world.engines[0].join(spec(0));
-        wait(&joined).expect("the streams are there");
+        assert!(joined.wait(Some(Duration::from_millis(20))).is_none(), "joined without the other");
         first.abort("a test");
+        wait(&joined).expect_err("aborted");
         first.leave();
         // Takes longer than the report.
         let mut outputs = vec![vec![1]; 2];

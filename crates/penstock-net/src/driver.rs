@@ -56,7 +56,7 @@ pub trait Handler {
     /// Something happened at a peer.
     fn event(&mut self, peers: &mut Peers, peer: PeerId, event: Event);
     /// A stream of the peer is up. `local`: on this host, in process `pid`.
-    fn linked(&mut self, peer: PeerId, local: bool, pid: u32);
+    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32);
     /// A peer cannot be reached any more.
     fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
     /// A peer has left in good order: it has taken what it wanted, and nothing more will come from it.
@@ -1096,7 +1096,7 @@ impl Driver {
         self.peers.machine(peer).stream_up(socket.stream, now);
         self.watch_write(token, socket, false);
         let pid = if socket.local { process_at(&socket.fd).unwrap_or(0) } else { 0 };
-        handler.linked(peer, socket.local, pid);
+        handler.linked(&mut self.peers, peer, socket.local, pid);
         self.next_timers = Time(self.next_timers.0.min(now.plus(100 * MILLISECOND).0));
         if socket.reader.has_buffered() {
             self.again.push(token);
