@@ -197,8 +197,18 @@ impl Group {
     #[must_use]
     pub unsafe fn start(&self, call: Call) -> Ticket {
         let ticket = Ticket::default();
-        self.handle.command(Command::Start(self.id, call, ticket.clone()), &ticket);
+        // SAFETY: the caller's promise.
+        unsafe { self.start_as(call, ticket.clone()) };
         ticket
+    }
+
+    /// [`Group::start`] with a ticket that may have callbacks: they all run on the engine's thread, in the order in which
+    /// operations end there, but for an operation that could not be started at all.
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn start_as(&self, call: Call, ticket: Ticket) {
+        self.handle.command(Command::Start(self.id, call, ticket.clone()), &ticket);
     }
 
     /// The buffers of an operation that was started with [`Call::hold`] are ready.

@@ -11,6 +11,8 @@
 mod engine;
 mod operation;
 mod pages;
+mod readiness;
+mod reducer;
 mod runtime;
 mod stats;
 mod ticket;
@@ -20,6 +22,7 @@ pub use penstock_kernels::simd_level;
 pub use penstock_net::{Contact, fds, interface, memory};
 pub use penstock_plan as plan;
 pub use penstock_protocol::fingerprint;
+pub use reducer::{Gradient, Reducer, ReducerSpec, ReducerStats};
 pub use runtime::{Call, GroupSpec};
 pub use stats::{GroupStats, PeerStats, Stats};
 pub use ticket::Ticket;

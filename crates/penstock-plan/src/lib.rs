@@ -27,6 +27,7 @@ mod planner;
 mod promise;
 mod request;
 mod steps;
+pub mod units;
 
 pub use algorithm::{
     Algorithm, EAGER_LIMIT_BYTES, Medium, Thresholds, Topology, UnknownAlgorithm, choose, segment_bytes,

@@ -159,7 +159,7 @@ impl Engine {
 
 /// A set of ranks that run collectives together.
 #[pyclass(frozen, module = "penstock._core")]
-pub(crate) struct Group(penstock_engine::Group);
+pub(crate) struct Group(pub(crate) penstock_engine::Group);
 
 #[pymethods]
 impl Group {
@@ -203,7 +203,7 @@ impl Group {
             "recv" => (Collective::Recv { from: rank }, Name::PointToPoint),
             _ => return Err(PyValueError::new_err(format!("unknown collective {collective:?}"))),
         };
-        let dtype = DType::from_name(dtype).ok_or_else(|| PyValueError::new_err(format!("unknown dtype {dtype:?}")))?;
+        let dtype = dtype_named(dtype)?;
         let op = op.map(|op| reduce_op(op, factor)).transpose()?;
         let root = match collective {
             Collective::Send { .. } | Collective::Recv { .. } => None,
@@ -250,7 +250,7 @@ impl Group {
 
 /// The pending result of an operation.
 #[pyclass(frozen, module = "penstock._core")]
-pub(crate) struct Ticket(penstock_engine::Ticket);
+pub(crate) struct Ticket(pub(crate) penstock_engine::Ticket);
 
 #[pymethods]
 impl Ticket {
@@ -289,7 +289,11 @@ impl Ticket {
     }
 }
 
-fn reduce_op(name: &str, factor: f64) -> PyResult<ReduceOp> {
+pub(crate) fn dtype_named(name: &str) -> PyResult<DType> {
+    DType::from_name(name).ok_or_else(|| PyValueError::new_err(format!("unknown dtype {name:?}")))
+}
+
+pub(crate) fn reduce_op(name: &str, factor: f64) -> PyResult<ReduceOp> {
     Ok(match name {
         "sum" => ReduceOp::Sum,
         "avg" => ReduceOp::Avg,

@@ -6,6 +6,7 @@
 
 mod callbacks;
 mod engine;
+mod reducer;
 
 use penstock_types::Failure;
 use pyo3::prelude::*;
@@ -15,6 +16,9 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::engine::{Engine, Group, Ticket};
+
+    #[pymodule_export]
+    use super::reducer::Reducer;
 
     #[pymodule_export]
     use super::{choose_interfaces, init_logging, simd_level};

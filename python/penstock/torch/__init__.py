@@ -3,6 +3,7 @@
 - ``register``: makes the word known to torch. ``import penstock`` and torch's own autoload call it.
 - ``stats``: what the engine of this process counts.
 - ``empty``: a tensor that the ranks of this host read directly.
+- ``GradientReducer``: averages a model's gradients while the backward pass makes them.
 
 `backend` translates torch's calls, `work` is what they return, `rendezvous` starts the engine and joins groups.
 """

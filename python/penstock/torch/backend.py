@@ -22,7 +22,7 @@ from penstock.torch import rendezvous
 from penstock.torch.staging import Side, Staged, StagedTicket
 from penstock.torch.work import Ticket, Work
 
-__all__ = ["create"]
+__all__ = ["create", "of"]
 
 
 def create(options: Any, pg_options: Any) -> Any:
@@ -40,6 +40,24 @@ def create(options: Any, pg_options: Any) -> Any:
     name = getattr(options, "group_id", "") or "default"
     membership = rendezvous.join(options.store, rank, world, options.timeout, name, global_ranks[rank])
     return _CLASS(membership, options.timeout)
+
+
+def of(group: Any = None) -> Any:
+    """The backend object of a process group (the default one if None).
+
+    Raises:
+        penstock.errors.Config: there is no such group, or another backend serves its CPU tensors.
+    """
+    if not dist.is_initialized():
+        raise ConfigError('there is no process group; call init_process_group("penstock") first')
+    group = dist.group.WORLD if group is None else group
+    found = group._get_backend(torch.device("cpu"))
+    if not isinstance(found, _Collectives):
+        raise ConfigError(
+            f"the group's backend for CPU tensors is {found.name()}, not penstock; make one with "
+            'init_process_group("penstock") or new_group(backend="penstock")'
+        )
+    return found
 
 
 class _Collectives:
@@ -73,6 +91,7 @@ class _Collectives:
         self._issued = 0
         self._coalesced: list[Work] | None = None
         self._sides: dict[torch.device, Side] = {}
+        self._siblings: list[rendezvous.Membership] = []
         self._options = c10d.Backend.Options("penstock", timeout) if hasattr(c10d.Backend, "Options") else None
         _alive.add(self)
 
@@ -282,6 +301,7 @@ class _Collectives:
         """Leave the group: torch calls this from destroy_process_group."""
         if self in _alive:
             _alive.discard(self)
+            self.forget_siblings(list(self._siblings))
             self._member.leave()
             while self._sides:
                 self._sides.popitem()[1].close()
@@ -291,6 +311,24 @@ class _Collectives:
         if self in _alive:
             self._member.group.abort(f"rank {self._member.rank} called abort()")
             self.shutdown()
+
+    def sibling(self, name: str) -> rendezvous.Membership:
+        """Join another group of the same ranks, for operations that have an order of their own. Blocks until all ranks have
+        called it, with the same name; it is left with this group at the latest."""
+        self._siblings.append(self._member.sibling(name, self._timeout))
+        return self._siblings[-1]
+
+    def forget_siblings(self, siblings: Iterable[rendezvous.Membership]) -> None:
+        """Leave them, if they are not left already."""
+        for sibling in siblings:
+            if sibling in self._siblings:
+                self._siblings.remove(sibling)
+                sibling.leave()
+
+    @property
+    def timeout_s(self) -> float:
+        """The time-out of operations, in seconds."""
+        return self._timeout.total_seconds()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The time-out of operations to come."""

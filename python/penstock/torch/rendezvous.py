@@ -42,11 +42,18 @@ class Membership:
     world: int
     name: str
     engine: _Engine
+    store: Any
 
     def leave(self) -> None:
         """Leave the group; the engine stops with the last one. Blocks until peers have taken what is left."""
         self.group.leave()
         self.engine.release()
+
+    def sibling(self, name: str, timeout: timedelta) -> Membership:
+        """Join another group of the same ranks, over the same streams: its operations have an order of their own. All
+        ranks call it, with the same name."""
+        store = dist.PrefixStore(f"penstock/sibling/{name}", self.store)
+        return join(store, self.rank, self.world, timeout, f"{self.name}/{name}", self.engine.job_rank)
 
 
 def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_rank: int) -> Membership:
@@ -66,6 +73,7 @@ def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_r
         penstock.errors.Timeout: not all ranks came.
     """
     engine = group = None
+    own = store
     try:
         # A store may outlive a group of the same name (destroy and start again): every turn has keys of its own.
         store = dist.PrefixStore(f"penstock/{store.add(f'penstock/turn/{rank}', 1)}", store)
@@ -97,7 +105,7 @@ def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_r
         if engine is not None:
             engine.release()
         raise
-    membership = Membership(group, rank, world, name, engine)
+    membership = Membership(group, rank, world, name, engine, own)
     if rank == 0:
         _announce(membership, settings, agreed, members)
     return membership

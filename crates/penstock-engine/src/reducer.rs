@@ -1,0 +1,530 @@
+//! All-reduces a model's gradients while the backward pass makes them.
+//!
+//! ```text
+//!   submit() ──> Readiness ──round──> what all ranks have ──pack()──> units ──> all-reduces ──> the gradients, reduced
+//!   flush() ───> the same for what is left; its ticket completes when all of it is reduced
+//! ```
+//!
+//! The rounds go through a group of their own and the units through another, so that the order of the user's own operations
+//! has nothing to do with either. A round ends on the engine's thread, which starts its units there and then: Python's lock,
+//! and the threads that compute, are not in the way.
+//!
+//! A unit that lies in one piece (a large gradient, or neighbours in memory) is reduced where it lies; others are copied
+//! together and back. Where the wire's dtype is another than the gradients', the copy converts.
+
+use crate::readiness::{Agreed, Readiness};
+use crate::{Call, Group, Ticket};
+use penstock_plan::Collective;
+use penstock_plan::units::{Entry, Unit, pack};
+use penstock_protocol::fingerprint::{Fingerprint, Name};
+use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp};
+use std::any::Any;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
+
+/// What a gradient is, alike on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gradient {
+    /// Number of elements.
+    pub elements: u64,
+    /// Element type.
+    pub dtype: DType,
+}
+
+/// How gradients are reduced, alike on all ranks.
+#[derive(Debug)]
+pub struct ReducerSpec {
+    /// The group that agrees on what is ready. Nobody else uses it.
+    pub rounds: Group,
+    /// The group that reduces. Nobody else uses it.
+    pub units: Group,
+    /// Ranks in either.
+    pub world: u32,
+    /// The gradients, by index.
+    pub gradients: Vec<Gradient>,
+    /// [`ReduceOp::Sum`] or [`ReduceOp::Avg`].
+    pub op: ReduceOp,
+    /// What one all-reduce is to carry.
+    pub unit_bytes: u64,
+    /// Send float32 gradients as [`DType::F16`] or [`DType::BF16`]: each rank rounds its own once, and each sum is computed in
+    /// float32 and rounded once. An average is divided by before it is rounded, so that a sum does not overflow.
+    pub wire: Option<DType>,
+    /// Nanoseconds until an all-reduce fails.
+    pub timeout: u64,
+}
+
+/// What a reducer has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReducerStats {
+    /// Exchanges about what is ready.
+    pub rounds: u64,
+    /// Nanoseconds from their start to their end, together: mostly waiting for the slowest rank.
+    pub round_ns: u64,
+    /// All-reduces.
+    pub units: u64,
+    /// Bytes of gradients that were reduced where they lie.
+    pub in_place_bytes: u64,
+    /// Bytes of gradients that were copied into units and back.
+    pub copied_bytes: u64,
+    /// Steps that have ended.
+    pub steps: u64,
+}
+
+/// All-reduces gradients as soon as all ranks have them. Any thread may call it.
+#[derive(Clone, Debug)]
+pub struct Reducer(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    rounds: Group,
+    units: Group,
+    world: u32,
+    gradients: Vec<Gradient>,
+    op: ReduceOp,
+    wire: Option<DType>,
+    timeout: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    readiness: Readiness,
+    unit_bytes: u64,
+    submitted: Vec<Option<Submitted>>,
+    /// Whether a gradient was absent on all ranks when it was last agreed on.
+    absent: Vec<bool>,
+    /// Rounds and units that are not over: their buffers are in use.
+    running: usize,
+    /// Completes when nothing is pending or running.
+    flushed: Option<Ticket>,
+    failed: Option<Failure>,
+    /// Buffers for units that are copied, kept from step to step.
+    spare: Vec<Vec<u8>>,
+    stats: ReducerStats,
+}
+
+struct Submitted {
+    address: *mut u8,
+    /// Pieces that are not reduced yet.
+    left: u32,
+    _keep: Option<Box<dyn Any + Send>>,
+}
+
+// SAFETY: the pointer is the caller's gradient, which `_keep` keeps alive.
+unsafe impl Send for Submitted {}
+
+impl std::fmt::Debug for Submitted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Submitted").field("left", &self.left).finish_non_exhaustive()
+    }
+}
+
+/// Where a unit's pieces lie, and the buffer that carries them if they do not lie in one piece.
+struct Carrier {
+    unit: Unit,
+    pieces: Vec<*mut u8>,
+    buffer: Option<Vec<u8>>,
+}
+
+// SAFETY: the pointers are of gradients that `Submitted` keeps alive until the unit is over.
+unsafe impl Send for Carrier {}
+
+impl Reducer {
+    /// # Errors
+    /// `Config`: a reduction other than sum and average, or one that a gradient's dtype does not have; a wire dtype other than
+    /// float16 and bfloat16, or gradients that are not float32 with one.
+    pub fn new(spec: ReducerSpec) -> Result<Reducer, Failure> {
+        let config = |message: String| Err(Failure::of_call(FailureKind::Config, message));
+        if !matches!(spec.op, ReduceOp::Sum | ReduceOp::Avg) {
+            return config(format!("gradients are summed or averaged, not reduced with {}.", spec.op.name()));
+        }
+        if !matches!(spec.wire, None | Some(DType::F16 | DType::BF16)) {
+            return config("gradients go over the wire as they are, or as float16 or bfloat16.".into());
+        }
+        for (index, Gradient { dtype, .. }) in spec.gradients.iter().enumerate() {
+            if !spec.op.takes(*dtype) || (spec.wire.is_some() && *dtype != DType::F32) {
+                let way = spec.wire.map_or(String::new(), |wire| format!(" and sent as {wire}"));
+                return config(format!(
+                    "gradient {index} is {dtype}, which cannot be reduced with {}{way}.",
+                    spec.op.name()
+                ));
+            }
+        }
+        let entry = |(index, gradient): (usize, &Gradient)| Entry {
+            index: index as u32,
+            bytes: gradient.elements * gradient.dtype.size() as u64,
+            class: gradient.dtype as u32,
+        };
+        let entries: Vec<Entry> = spec.gradients.iter().enumerate().map(entry).collect();
+        let count = entries.len();
+        let state = State {
+            readiness: Readiness::new(entries),
+            unit_bytes: spec.unit_bytes,
+            submitted: (0..count).map(|_| None).collect(),
+            absent: vec![false; count],
+            running: 0,
+            flushed: None,
+            failed: None,
+            spare: Vec::new(),
+            stats: ReducerStats::default(),
+        };
+        Ok(Reducer(Arc::new(Inner {
+            rounds: spec.rounds,
+            units: spec.units,
+            world: spec.world,
+            gradients: spec.gradients,
+            op: spec.op,
+            wire: spec.wire,
+            timeout: spec.timeout,
+            state: Mutex::new(state),
+        })))
+    }
+
+    /// A gradient is ready. With `absent` this rank has none in this pass: its memory, as large, is taken as the zeros that it
+    /// holds, and gets the result if another rank has one ([`Reducer::was_absent`]). Does not block.
+    ///
+    /// # Errors
+    /// What the reducer has failed with; `Bug`: an index that does not exist, or that is pending already.
+    ///
+    /// # Safety
+    /// The gradient's bytes are valid, aligned to its elements, and neither read nor written by others until the ticket of the
+    /// next [`Reducer::flush`] completes; `keep` keeps them alive.
+    pub unsafe fn submit(
+        &self,
+        index: u32,
+        address: *mut u8,
+        absent: bool,
+        keep: Option<Box<dyn Any + Send>>,
+    ) -> Result<(), Failure> {
+        let mut state = self.lock();
+        if let Some(failure) = &state.failed {
+            return Err(failure.clone());
+        }
+        let bug = |what: &str| Err(Failure::of_call(FailureKind::Bug, format!("gradient {index} {what}.")));
+        if index as usize >= state.submitted.len() {
+            return bug("does not exist");
+        }
+        if state.submitted[index as usize].is_some() || !state.readiness.submit(index, absent) {
+            return bug("is submitted while its last value is still being reduced; wait for the flush first");
+        }
+        state.submitted[index as usize] = Some(Submitted { address, left: 0, _keep: keep });
+        drop(state);
+        self.advance();
+        Ok(())
+    }
+
+    /// The backward pass has ended. The ticket completes when everything that was submitted is reduced. Does not block.
+    #[must_use]
+    pub fn flush(&self) -> Ticket {
+        let mut state = self.lock();
+        state.readiness.flush();
+        let ticket = state.flushed.get_or_insert_default().clone();
+        drop(state);
+        self.advance();
+        self.settle();
+        ticket
+    }
+
+    /// Whether no rank had the gradient when it was last agreed on: it was not touched.
+    #[must_use]
+    pub fn was_absent(&self, index: u32) -> bool {
+        self.lock().absent.get(index as usize).copied().unwrap_or(false)
+    }
+
+    /// Changes the size of units from the next step on; all ranks at the same step.
+    ///
+    /// # Errors
+    /// `Bug`: something is pending or running.
+    pub fn set_unit_bytes(&self, unit_bytes: u64) -> Result<(), Failure> {
+        let mut state = self.lock();
+        if state.running > 0 || state.readiness.pending() > 0 {
+            return Err(Failure::of_call(FailureKind::Bug, "the size of units changes between steps only."));
+        }
+        state.unit_bytes = unit_bytes;
+        Ok(())
+    }
+
+    /// Counts since the reducer was made.
+    #[must_use]
+    pub fn stats(&self) -> ReducerStats {
+        self.lock().stats
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Starts a round if it is time for one.
+    fn advance(&self) {
+        let mut state = self.lock();
+        if state.failed.is_some() {
+            return;
+        }
+        let unit_bytes = state.unit_bytes;
+        let Some(bits) = state.readiness.poll_round(unit_bytes) else { return };
+        state.running += 1;
+        state.stats.rounds += 1;
+        drop(state);
+        // Only one round runs at a time: no order is lost by starting it outside the lock.
+        let mut bits = bits;
+        let call = self.call(ReduceOp::BitAnd, DType::U8, bits.len() as u64, bits.as_mut_ptr());
+        let (reducer, began) = (self.clone(), Instant::now());
+        self.start(&self.0.rounds, call, move |result| {
+            reducer.lock().stats.round_ns += began.elapsed().as_nanos() as u64;
+            match result {
+                Ok(()) => reducer.rounded(&bits),
+                Err(failure) => reducer.fail(failure),
+            }
+            reducer.over();
+        });
+    }
+
+    /// Starts an operation whose buffer is `done`'s, which is called on the engine's thread: ends are taken one after the other,
+    /// in the same order on all ranks, and so are the operations that they start.
+    fn start(&self, group: &Group, call: Call, done: impl FnOnce(&Result<(), Failure>) + Send + 'static) {
+        let ticket = Ticket::default();
+        ticket.on_done(done);
+        // SAFETY: `done` keeps the buffer, or the caller of `submit` does, and nobody looks at it before `done` is called.
+        unsafe { group.start_as(call, ticket) };
+    }
+
+    /// A round has ended: reduces what it has found.
+    fn rounded(&self, bits: &[u8]) {
+        let mut state = self.lock();
+        let Some(Agreed { ready, absent }) = state.readiness.handle_round(bits) else {
+            drop(state);
+            return self.fail(&Failure::fatal(
+                FailureKind::Mismatch,
+                "the ranks have different gradients, or in another order: build the same model on every rank.",
+            ));
+        };
+        for index in absent {
+            state.absent[index as usize] = true;
+            state.submitted[index as usize] = None;
+        }
+        let mut carriers = Vec::new();
+        for entry in &ready {
+            state.absent[entry.index as usize] = false;
+            if entry.bytes == 0 {
+                state.submitted[entry.index as usize] = None;
+            }
+        }
+        for unit in pack(ready, state.unit_bytes) {
+            let mut pieces = Vec::with_capacity(unit.pieces.len());
+            for piece in &unit.pieces {
+                let submitted = state.submitted[piece.index as usize].as_mut().expect("agreed on, so submitted here");
+                submitted.left += 1;
+                pieces.push(submitted.address.wrapping_add(piece.range.start as usize));
+            }
+            let in_place = self.0.wire.is_none() && is_one_piece(&unit, &pieces);
+            let bytes = unit.bytes();
+            let buffer = (!in_place).then(|| state.spare.pop().unwrap_or_default());
+            let count = if in_place { &mut state.stats.in_place_bytes } else { &mut state.stats.copied_bytes };
+            *count += bytes;
+            state.stats.units += 1;
+            state.running += 1;
+            carriers.push(Carrier { unit, pieces, buffer });
+        }
+        drop(state);
+        for carrier in carriers {
+            self.reduce(carrier);
+        }
+    }
+
+    fn reduce(&self, mut carrier: Carrier) {
+        let dtype = self.0.gradients[carrier.unit.pieces[0].index as usize].dtype;
+        let (dtype, op) = match self.0.wire {
+            Some(wire) => (wire, ReduceOp::Sum),
+            None => (dtype, self.0.op),
+        };
+        // SAFETY: whoever submitted the pieces leaves them to us until the flush completes.
+        unsafe { self.load(&mut carrier) };
+        let (address, bytes) = match &mut carrier.buffer {
+            Some(buffer) => (buffer.as_mut_ptr(), buffer.len() as u64),
+            None => (carrier.pieces[0], carrier.unit.bytes()),
+        };
+        let call = self.call(op, dtype, bytes, address);
+        let reducer = self.clone();
+        self.start(&self.0.units, call, move |result| {
+            match result {
+                // SAFETY: as above.
+                Ok(()) => unsafe { reducer.store(&carrier) },
+                Err(failure) => reducer.fail(failure),
+            }
+            let mut state = reducer.lock();
+            for piece in &carrier.unit.pieces {
+                let submitted = &mut state.submitted[piece.index as usize];
+                if let Some(pending) = submitted {
+                    pending.left -= 1;
+                    if pending.left == 0 {
+                        *submitted = None;
+                    }
+                }
+            }
+            state.spare.extend(carrier.buffer);
+            drop(state);
+            reducer.over();
+        });
+    }
+
+    fn call(&self, op: ReduceOp, dtype: DType, bytes: u64, address: *mut u8) -> Call {
+        Call {
+            collective: Collective::AllReduce,
+            fingerprint: Fingerprint::new(Name::AllReduce, Some(op), dtype, None, bytes / dtype.size() as u64),
+            dtype,
+            op,
+            bytes,
+            splits: None,
+            input: std::ptr::null(),
+            output: address,
+            tag: 0,
+            priority: Priority(0),
+            hold: false,
+            timeout: self.0.timeout,
+            keep: None,
+        }
+    }
+
+    /// Copies pieces into the unit's buffer, if it has one.
+    ///
+    /// # Safety
+    /// The pieces are valid, and nobody writes to them.
+    unsafe fn load(&self, carrier: &mut Carrier) {
+        let Some(buffer) = &mut carrier.buffer else { return };
+        let bytes = carrier.unit.bytes() as usize;
+        buffer.resize(if self.0.wire.is_some() { bytes / 2 } else { bytes }, 0);
+        let mut at = buffer.as_mut_ptr();
+        for (piece, src) in carrier.unit.pieces.iter().zip(&carrier.pieces) {
+            let len = piece.range.len() as usize;
+            // SAFETY: the buffer holds all pieces one after the other; the caller vouches for them.
+            at = unsafe {
+                match self.0.wire {
+                    None => {
+                        at.copy_from_nonoverlapping(*src, len);
+                        at.add(len)
+                    }
+                    Some(wire) => {
+                        let factor = if self.0.op == ReduceOp::Avg { 1.0 / f64::from(self.0.world) } else { 1.0 };
+                        round(wire, at, *src, len, factor);
+                        at.add(len / 2)
+                    }
+                }
+            };
+        }
+    }
+
+    /// Copies the reduced pieces back.
+    ///
+    /// # Safety
+    /// The pieces are valid, and nobody uses them.
+    unsafe fn store(&self, carrier: &Carrier) {
+        let Some(buffer) = &carrier.buffer else { return };
+        let mut at = buffer.as_ptr();
+        for (piece, dst) in carrier.unit.pieces.iter().zip(&carrier.pieces) {
+            let len = piece.range.len() as usize;
+            // SAFETY: as in `load`.
+            at = unsafe {
+                match self.0.wire {
+                    None => {
+                        dst.copy_from_nonoverlapping(at, len);
+                        at.add(len)
+                    }
+                    Some(wire) => {
+                        widen(wire, *dst, at, len);
+                        at.add(len / 2)
+                    }
+                }
+            };
+        }
+    }
+
+    /// A round or unit is over.
+    fn over(&self) {
+        self.lock().running -= 1;
+        self.advance();
+        self.settle();
+    }
+
+    /// Completes the flush when there is nothing left to do for it.
+    fn settle(&self) {
+        let mut state = self.lock();
+        let is_idle = state.running == 0 && (state.failed.is_some() || state.readiness.pending() == 0);
+        let Some(ticket) = state.flushed.take_if(|_| is_idle) else { return };
+        state.stats.steps += 1;
+        let result = state.failed.clone().map_or(Ok(()), Err);
+        if result.is_err() {
+            // Their users get them back.
+            state.submitted.iter_mut().for_each(|submitted| *submitted = None);
+        }
+        drop(state);
+        ticket.complete(result);
+    }
+
+    /// The first failure is what the flush ends with. What still runs is aborted, so that it ends soon.
+    fn fail(&self, failure: &Failure) {
+        let mut state = self.lock();
+        if state.failed.is_some() {
+            return;
+        }
+        state.failed = Some(failure.clone());
+        drop(state);
+        let reason = failure.message.trim_end_matches('.');
+        self.0.rounds.abort(reason);
+        self.0.units.abort(reason);
+    }
+}
+
+/// Whether the pieces of a unit follow each other in memory.
+fn is_one_piece(unit: &Unit, pieces: &[*mut u8]) -> bool {
+    let ends = unit.pieces.iter().zip(pieces).map(|(piece, start)| start.wrapping_add(piece.range.len() as usize));
+    ends.zip(&pieces[1..]).all(|(end, next)| end == *next)
+}
+
+/// Rounds `bytes` bytes of float32, times a factor, to half as many bytes.
+///
+/// # Safety
+/// `src` holds and `dst` has room for them; `src` is aligned.
+unsafe fn round(wire: DType, dst: *mut u8, src: *const u8, bytes: usize, factor: f64) {
+    let mut scaled = [0f32; BLOCK];
+    let elements = bytes / 4;
+    for start in (0..elements).step_by(BLOCK) {
+        let count = BLOCK.min(elements - start);
+        // SAFETY: the caller's promise. The buffer of a unit is allocated for more than two bytes at a time, and pieces before
+        // this one were of whole elements: it is aligned to two.
+        let (src, dst) = unsafe {
+            penstock_kernels::premultiply(
+                DType::F32,
+                scaled.as_mut_ptr().cast(),
+                src.add(4 * start),
+                4 * count,
+                factor,
+            );
+            (&scaled[..count], std::slice::from_raw_parts_mut(dst.cast::<u16>().add(start), count))
+        };
+        match wire {
+            DType::F16 => penstock_kernels::f32_to_f16(dst, src),
+            _ => penstock_kernels::f32_to_bf16(dst, src),
+        }
+    }
+}
+
+/// The way back.
+///
+/// # Safety
+/// As for [`round`], with `dst` the aligned one.
+unsafe fn widen(wire: DType, dst: *mut u8, src: *const u8, bytes: usize) {
+    // SAFETY: the caller's promise.
+    let (src, dst) = unsafe {
+        (
+            std::slice::from_raw_parts(src.cast::<u16>(), bytes / 4),
+            std::slice::from_raw_parts_mut(dst.cast::<f32>(), bytes / 4),
+        )
+    };
+    match wire {
+        DType::F16 => penstock_kernels::f16_to_f32(dst, src),
+        _ => penstock_kernels::bf16_to_f32(dst, src),
+    }
+}
+
+/// Elements that are scaled at a time: 4 KiB, which stay in the first-level cache.
+const BLOCK: usize = 1024;

@@ -1,0 +1,210 @@
+//! Gradients, reduced by real engines as they become ready.
+
+use fastrand::Rng;
+use penstock_engine::{Config, Engine, Gradient, GroupSpec, Reducer, ReducerSpec, Ticket};
+use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, ReduceOp};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Gradients of all sizes, ready in another order on each rank and in each step, some missing on some ranks: every one ends as
+/// the sum over the ranks, and one that no rank has stays as it was.
+#[test]
+fn any_order() {
+    for (world, memory, seed) in [(1, false, 1), (2, false, 2), (2, true, 3), (3, true, 4), (4, false, 5)] {
+        let mut rng = Rng::with_seed(seed);
+        let lengths: Vec<usize> =
+            (0..60).map(|_| [rng.usize(..4), rng.usize(1..300), rng.usize(1000..20_000)][rng.usize(..3)]).collect();
+        let ranks = Ranks::new(world, memory, &lengths, |spec| spec.unit_bytes = 16 << 10);
+        for step in 0..5 {
+            let missing: Vec<Vec<bool>> =
+                (0..world).map(|_| lengths.iter().map(|_| rng.u8(..4) == 0).collect()).collect();
+            let mut gradients: Vec<Vec<Vec<f32>>> = (0..world)
+                .map(|rank| {
+                    let value = |at, index| if missing[rank][at] { 0.0 } else { value(rank, at, index, step) };
+                    let gradient = |(at, &length)| (0..length).map(|index| value(at, index)).collect();
+                    lengths.iter().enumerate().map(gradient).collect()
+                })
+                .collect();
+            let mut tickets = Vec::new();
+            for (rank, reducer) in ranks.reducers.iter().enumerate() {
+                let mut order: Vec<usize> = (0..lengths.len()).collect();
+                rng.shuffle(&mut order);
+                for at in order {
+                    let address = gradients[rank][at].as_mut_ptr().cast();
+                    // SAFETY: kept until the tickets have completed.
+                    unsafe { reducer.submit(at as u32, address, missing[rank][at], None) }.expect("submitted");
+                }
+                tickets.push(reducer.flush());
+            }
+            tickets.iter().for_each(|ticket| wait(ticket).expect("reduced"));
+            for (rank, reducer) in ranks.reducers.iter().enumerate() {
+                for (at, gradient) in gradients[rank].iter().enumerate() {
+                    let nobody = missing.iter().all(|missing| missing[at]);
+                    assert_eq!(reducer.was_absent(at as u32), nobody, "seed {seed}");
+                    for (index, got) in gradient.iter().enumerate() {
+                        let terms = (0..world).filter(|other| !missing[*other][at]);
+                        let sum: f32 = terms.map(|other| value(other, at, index, step)).sum();
+                        assert_eq!(*got, sum, "seed {seed}, rank {rank}, gradient {at}, element {index}");
+                    }
+                }
+            }
+        }
+        let stats = ranks.reducers[0].stats();
+        assert!(stats.steps == 5 && stats.in_place_bytes > 0 && stats.copied_bytes > 0, "{stats:?}");
+    }
+}
+
+/// Averages through float16 and bfloat16 are as near as those dtypes are, the same bits on all ranks, and do not overflow where
+/// the sum would.
+#[test]
+fn half_the_bytes() {
+    for (wire, largest, error) in [(DType::F16, 60_000.0, 2f32.powi(-10)), (DType::BF16, 3e38, 2f32.powi(-7))] {
+        let ranks = Ranks::new(3, false, &[1, 70, 5000], |spec| {
+            (spec.op, spec.wire) = (ReduceOp::Avg, Some(wire));
+        });
+        let mut gradients: Vec<[Vec<f32>; 3]> =
+            (0..3).map(|rank| [vec![largest], vec![rank as f32; 70], vec![0.1 * (rank + 1) as f32; 5000]]).collect();
+        let tickets: Vec<Ticket> = ranks
+            .reducers
+            .iter()
+            .zip(&mut gradients)
+            .map(|(reducer, gradients)| {
+                for (at, gradient) in gradients.iter_mut().enumerate() {
+                    // SAFETY: kept until the tickets have completed.
+                    unsafe { reducer.submit(at as u32, gradient.as_mut_ptr().cast(), false, None) }.expect("submitted");
+                }
+                reducer.flush()
+            })
+            .collect();
+        tickets.iter().for_each(|ticket| wait(ticket).expect("reduced"));
+        assert!(gradients.windows(2).all(|pair| pair[0] == pair[1]));
+        for (got, expected) in gradients[0].iter().flatten().zip([&[largest; 1][..], &[1.0; 70], &[0.2; 5000]].concat())
+        {
+            assert!((got - expected).abs() <= 2.0 * error * expected, "{wire}: {got} is not {expected}");
+        }
+    }
+}
+
+/// What is used wrongly is refused at once, and a failure reaches the flush of every rank.
+#[test]
+fn errors() {
+    let ranks = Ranks::new(2, false, &[10, 10], |_| {});
+    let mut gradient = [0f32; 10];
+    // SAFETY: kept until the end.
+    let mut submit =
+        |rank: usize, index| unsafe { ranks.reducers[rank].submit(index, gradient.as_mut_ptr().cast(), false, None) };
+    submit(0, 0).expect("submitted");
+    let twice = submit(0, 0).expect_err("pending");
+    assert!(twice.message.contains("gradient 0 is submitted while") && twice.group_lives, "{twice}");
+    submit(0, 2).expect_err("there are two");
+    ranks.reducers[0].set_unit_bytes(1).expect_err("one is pending");
+    let waiting = ranks.reducers[0].flush();
+    // The other rank has another model.
+    let other = Reducer::new(ranks.spec(1, &[20, 10])).expect("made");
+    let mut longer = [0f32; 20];
+    // SAFETY: kept until the end.
+    unsafe { other.submit(0, longer.as_mut_ptr().cast(), false, None) }.expect("submitted");
+    let failures = [waiting, other.flush()].map(|ticket| wait(&ticket).expect_err("they differ"));
+    for failure in failures {
+        assert_eq!(failure.kind, FailureKind::Mismatch, "{failure}");
+        assert!(failure.message.contains("different gradients"), "{failure}");
+    }
+    submit(0, 1).expect_err("it has failed");
+    for (op, dtype, wire) in [
+        (ReduceOp::Max, DType::F32, None),
+        (ReduceOp::Sum, DType::I32, Some(DType::F16)),
+        (ReduceOp::Sum, DType::F32, Some(DType::I8)),
+        (ReduceOp::Avg, DType::Bool, None),
+    ] {
+        let mut spec = ranks.spec(0, &[1]);
+        (spec.op, spec.wire, spec.gradients[0].dtype) = (op, wire, dtype);
+        assert_eq!(Reducer::new(spec).expect_err("refused").kind, FailureKind::Config);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------- helpers
+
+struct Ranks {
+    groups: Vec<[penstock_engine::Group; 2]>,
+    reducers: Vec<Reducer>,
+    _engines: Vec<Engine>,
+}
+
+impl Ranks {
+    fn new(world: usize, memory: bool, lengths: &[usize], change: impl Fn(&mut ReducerSpec)) -> Ranks {
+        let config = |rank| Config {
+            rank,
+            host: "test".into(),
+            generation: Generation(1),
+            addresses: vec!["127.0.0.1".parse().unwrap()],
+            ports: 0..=0,
+            streams: 3,
+            shared_memory: memory,
+            checksum: false,
+            dead_after: Duration::from_secs(4),
+            socket_buffer_bytes: 0,
+        };
+        let engines: Vec<Engine> =
+            (0..world).map(|rank| Engine::start(&config(rank as u32)).expect("starts")).collect();
+        let (rounds, units) = (join(&engines), join(&engines));
+        let groups: Vec<_> = rounds.into_iter().zip(units).map(|(rounds, units)| [rounds, units]).collect();
+        let mut ranks = Ranks { groups, reducers: Vec::new(), _engines: engines };
+        ranks.reducers = (0..world)
+            .map(|rank| {
+                let mut spec = ranks.spec(rank, lengths);
+                change(&mut spec);
+                Reducer::new(spec).expect("made")
+            })
+            .collect();
+        ranks
+    }
+
+    fn spec(&self, rank: usize, lengths: &[usize]) -> ReducerSpec {
+        let [rounds, units] = self.groups[rank].clone();
+        ReducerSpec {
+            rounds,
+            units,
+            world: self.groups.len() as u32,
+            gradients: lengths.iter().map(|&length| Gradient { elements: length as u64, dtype: DType::F32 }).collect(),
+            op: ReduceOp::Sum,
+            unit_bytes: 1 << 20,
+            wire: None,
+            timeout: 20_000_000_000,
+        }
+    }
+}
+
+fn join(engines: &[Engine]) -> Vec<penstock_engine::Group> {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let id = GroupId(NEXT.fetch_add(1, Ordering::Relaxed));
+    let members: Vec<_> = engines.iter().map(|engine| engine.contact().clone()).collect();
+    let joins: Vec<_> = (engines.iter().enumerate())
+        .map(|(rank, engine)| {
+            engine.join(GroupSpec {
+                id,
+                generation: Generation(1),
+                rank: rank as u32,
+                members: members.clone(),
+                secret: b"secret".to_vec(),
+                algorithm: None,
+                name: "test".into(),
+            })
+        })
+        .collect();
+    joins
+        .into_iter()
+        .map(|(group, ticket)| {
+            wait(&ticket).expect("joined");
+            group
+        })
+        .collect()
+}
+
+fn wait(ticket: &Ticket) -> Result<(), Failure> {
+    ticket.wait(Some(Duration::from_secs(30))).expect("ends within 30 s")
+}
+
+/// A value that tells where it came from; sums of them are exact.
+fn value(rank: usize, gradient: usize, index: usize, step: usize) -> f32 {
+    (rank * 1000 + (gradient * 31 + index * 7 + step) % 997) as f32
+}

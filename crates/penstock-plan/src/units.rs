@@ -1,0 +1,159 @@
+//! Gradients as units: what one all-reduce carries.
+//!
+//! A model has hundreds of gradients, from four bytes to a tenth of it all. Small ones cost latency each, and a large one
+//! keeps the others waiting. [`pack`] merges and splits them into units of nearly one size (AIACC-Training, section V-B). It
+//! is a pure function of what all ranks know of the gradients, so that all ranks cut alike without a message.
+
+use penstock_types::ByteRange;
+
+/// A gradient, or whatever else is to be packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// How it is known on all ranks.
+    pub index: u32,
+    /// Length.
+    pub bytes: u64,
+    /// Entries of different classes (dtypes, reductions) never share a unit.
+    pub class: u32,
+}
+
+/// Bytes of one entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Which entry.
+    pub index: u32,
+    /// Which of its bytes.
+    pub range: ByteRange,
+}
+
+/// What one all-reduce carries.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unit {
+    /// The class of all its pieces.
+    pub class: u32,
+    /// The pieces, in the order in which they lie in the unit.
+    pub pieces: Vec<Piece>,
+}
+
+impl Unit {
+    /// Length.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.range.len()).sum()
+    }
+}
+
+/// Packs entries into units of at most `unit_bytes`, which is taken down to whole cache lines, and at least one.
+///
+/// An entry that is larger becomes nearly equal pieces, each a unit of its own, cut at whole cache lines. One that is at least
+/// a [`SMALL_PART`]th of a unit is a unit as it is. Smaller ones share a unit with their neighbours of the same class. Units
+/// come in the order in which they are full; entries without bytes are in none.
+///
+/// Costs one pass over the entries.
+#[must_use]
+pub fn pack(entries: impl IntoIterator<Item = Entry>, unit_bytes: u64) -> Vec<Unit> {
+    let unit_bytes = (unit_bytes - unit_bytes % LINE_BYTES).max(LINE_BYTES);
+    let mut units = Vec::new();
+    let mut open: Vec<(u64, Unit)> = Vec::new();
+    for Entry { index, bytes, class } in entries.into_iter().filter(|entry| entry.bytes > 0) {
+        if bytes > unit_bytes {
+            let count = bytes.div_ceil(unit_bytes);
+            let each = (bytes.div_ceil(count)).next_multiple_of(LINE_BYTES).min(unit_bytes);
+            let starts = (0..).map(|piece| piece * each).take_while(|start| *start < bytes);
+            let ranges = starts.map(|start| ByteRange::new(start, (start + each).min(bytes)));
+            units.extend(ranges.map(|range| Unit { class, pieces: vec![Piece { index, range }] }));
+            continue;
+        }
+        if bytes * SMALL_PART >= unit_bytes {
+            units.push(Unit { class, pieces: vec![Piece { index, range: ByteRange::new(0, bytes) }] });
+            continue;
+        }
+        let at = match open.iter().position(|(_, unit)| unit.class == class) {
+            Some(at) => at,
+            None => {
+                open.push((0, Unit { class, pieces: Vec::new() }));
+                open.len() - 1
+            }
+        };
+        let (filled, unit) = &mut open[at];
+        if *filled + bytes > unit_bytes {
+            units.push(Unit { class, pieces: std::mem::take(&mut unit.pieces) });
+            *filled = 0;
+        }
+        *filled += bytes;
+        unit.pieces.push(Piece { index, range: ByteRange::new(0, bytes) });
+    }
+    units.extend(open.into_iter().map(|(_, unit)| unit).filter(|unit| !unit.pieces.is_empty()));
+    units
+}
+
+/// An operation costs some 100 us of the engine's time, as much as copying 1 MiB into a unit and back. So of units of 4 MiB,
+/// tensors from 512 KiB on go alone, and from where they lie.
+pub const SMALL_PART: u64 = 8;
+/// Large entries are cut at whole cache lines, as chunks are; element sizes divide it.
+pub const LINE_BYTES: u64 = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn entries() -> impl Strategy<Value = Vec<Entry>> {
+        let bytes = prop_oneof![Just(0), 1u64..2000, 1u64..100, Just(4096), 100_000u64..300_000];
+        prop::collection::vec((bytes, 0u32..3), 0..60).prop_map(|list| {
+            let entry = |(index, (bytes, class))| Entry { index: index as u32, bytes, class };
+            list.into_iter().enumerate().map(entry).collect()
+        })
+    }
+
+    proptest! {
+        /// Whatever is packed, every byte of every entry is in one unit, once; no unit is too large or mixes classes; and no
+        /// two units of a class could have been one.
+        #[test]
+        fn every_byte_is_in_one_unit(entries in entries(), unit_bytes in 1u64..10_000) {
+            let units = pack(entries.iter().copied(), unit_bytes);
+            let limit = (unit_bytes / LINE_BYTES * LINE_BYTES).max(LINE_BYTES);
+            for entry in &entries {
+                let mut ranges: Vec<ByteRange> = units.iter().flat_map(|unit| &unit.pieces)
+                    .filter(|piece| piece.index == entry.index).map(|piece| piece.range).collect();
+                ranges.sort();
+                let ends = ranges.iter().fold(Some(0), |end, range| {
+                    end.filter(|end| *end == range.start && !range.is_empty()).map(|_| range.end)
+                });
+                prop_assert_eq!(ends, Some(entry.bytes));
+                prop_assert!(entry.bytes > limit || ranges.len() <= 1, "{:?} was split", entry);
+                prop_assert!(ranges.iter().all(|range| range.start % LINE_BYTES == 0));
+            }
+            for unit in &units {
+                prop_assert!(unit.bytes() <= limit && unit.bytes() > 0);
+                prop_assert!(unit.pieces.iter().all(|piece| entries[piece.index as usize].class == unit.class));
+            }
+            for class in 0..3 {
+                let merged: Vec<u64> = units.iter().filter(|unit| unit.class == class)
+                    .filter(|unit| entries[unit.pieces[0].index as usize].bytes * SMALL_PART < limit).map(Unit::bytes).collect();
+                prop_assert!(merged.windows(2).all(|pair| pair[0] + pair[1] > limit), "{:?}", merged);
+            }
+        }
+    }
+
+    /// A list of a model's gradients, cut as the documentation says.
+    #[test]
+    fn a_model() {
+        let sizes = [40, 100, 100, 2500, 100, 1000, 120, 4];
+        let entries = sizes.iter().enumerate().map(|(index, &bytes)| Entry { index: index as u32, bytes, class: 0 });
+        let units = pack(entries, 1000);
+        let cut: Vec<Vec<(u32, u64, u64)>> = units
+            .iter()
+            .map(|unit| unit.pieces.iter().map(|piece| (piece.index, piece.range.start, piece.range.end)).collect())
+            .collect();
+        let expected = [
+            vec![(3, 0, 896)],
+            vec![(3, 896, 1792)],
+            vec![(3, 1792, 2500)],
+            vec![(5, 0, 1000)],
+            vec![(6, 0, 120)],
+            vec![(0, 0, 40), (1, 0, 100), (2, 0, 100), (4, 0, 100), (7, 0, 4)],
+        ];
+        assert_eq!(cut, expected);
+    }
+}

@@ -1,0 +1,92 @@
+//! `Reducer`, as Python sees it.
+
+use crate::engine::{Group, Ticket, dtype_named, reduce_op};
+use crate::error;
+use penstock_engine::{Gradient, ReducerSpec};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::any::Any;
+
+/// All-reduces a model's gradients as soon as all ranks have them.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct Reducer(penstock_engine::Reducer);
+
+#[pymethods]
+impl Reducer {
+    /// `rounds` and `units` are groups of the same `world` ranks that nobody else uses; `gradients` are (elements, dtype), by
+    /// index, alike on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or "bfloat16".
+    #[new]
+    #[pyo3(signature = (*, rounds, units, world, gradients, op, unit_bytes, wire, timeout_s))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        rounds: &Group,
+        units: &Group,
+        world: u32,
+        gradients: Vec<(u64, String)>,
+        op: &str,
+        unit_bytes: u64,
+        wire: Option<&str>,
+        timeout_s: f64,
+    ) -> PyResult<Reducer> {
+        let gradients = gradients
+            .iter()
+            .map(|(elements, dtype)| Ok(Gradient { elements: *elements, dtype: dtype_named(dtype)? }))
+            .collect::<PyResult<_>>()?;
+        let spec = ReducerSpec {
+            rounds: rounds.0.clone(),
+            units: units.0.clone(),
+            world,
+            gradients,
+            op: reduce_op(op, 1.0)?,
+            unit_bytes,
+            wire: wire.map(dtype_named).transpose()?,
+            timeout: (timeout_s * 1e9) as u64,
+        };
+        penstock_engine::Reducer::new(spec).map(Reducer).map_err(|failure| error(py, &failure))
+    }
+
+    /// The gradient at `address` is ready, or `absent`: it lies in zeros then. Whatever keeps it valid goes into `keep`.
+    #[pyo3(signature = (index, address, *, absent=false, keep=None))]
+    fn submit(
+        &self,
+        py: Python<'_>,
+        index: u32,
+        address: usize,
+        absent: bool,
+        keep: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let keep = keep.map(|keep| Box::new(keep) as Box<dyn Any + Send>);
+        // SAFETY: the caller's contract; `keep` holds the tensor.
+        py.detach(|| unsafe { self.0.submit(index, address as *mut u8, absent, keep) })
+            .map_err(|failure| error(py, &failure))
+    }
+
+    /// The backward pass has ended. The ticket completes when all that was submitted is reduced.
+    fn flush(&self, py: Python<'_>) -> Ticket {
+        Ticket(py.detach(|| self.0.flush()))
+    }
+
+    /// Whether no rank had the gradient when it was last agreed on.
+    fn was_absent(&self, index: u32) -> bool {
+        self.0.was_absent(index)
+    }
+
+    /// Changes the size of units; between steps only, on all ranks at the same one.
+    fn set_unit_bytes(&self, py: Python<'_>, unit_bytes: u64) -> PyResult<()> {
+        self.0.set_unit_bytes(unit_bytes).map_err(|failure| error(py, &failure))
+    }
+
+    /// Counters, as a dict.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.0.stats();
+        let out = PyDict::new(py);
+        out.set_item("steps", stats.steps)?;
+        out.set_item("rounds", stats.rounds)?;
+        out.set_item("round_s", stats.round_ns as f64 / 1e9)?;
+        out.set_item("units", stats.units)?;
+        out.set_item("in_place_bytes", stats.in_place_bytes)?;
+        out.set_item("copied_bytes", stats.copied_bytes)?;
+        Ok(out)
+    }
+}
