@@ -4,6 +4,7 @@
 - ``stats``: what the engine of this process counts.
 - ``empty``: a tensor that the ranks of this host read directly.
 - ``GradientReducer``: averages a model's gradients while the backward pass makes them.
+- ``ddp_hook``: the same for a DistributedDataParallel model.
 
 `backend` translates torch's calls, `work` is what they return, `rendezvous` starts the engine and joins groups.
 """
@@ -15,7 +16,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["empty", "register", "stats"]
+    from penstock.torch.gradients import GradientReducer as GradientReducer
+    from penstock.torch.gradients import ddp_hook as ddp_hook
+
+__all__ = ["GradientReducer", "ddp_hook", "empty", "register", "stats"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, when it is asked for (PEP 562): torch calls `register`, which needs none of it."""
+    if name not in ("GradientReducer", "ddp_hook"):
+        raise AttributeError(f"module 'penstock.torch' has no attribute {name!r}")
+    from penstock.torch import gradients
+
+    return getattr(gradients, name)
 
 
 def register() -> None:

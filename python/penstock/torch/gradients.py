@@ -1,4 +1,4 @@
-"""Gradients, all-reduced while the backward pass makes them, for models without DistributedDataParallel.
+"""Gradients, all-reduced while the backward pass makes them.
 
 ```text
   autograd            a parameter's gradient is complete ──> hook ──> Reducer.submit       (does not block)
@@ -7,6 +7,10 @@
 ```
 No order is asked of autograd: the ranks agree on what is ready in rounds of their own (AIACC-Training, section V-A;
 `crates/penstock-engine/src/readiness.rs` says how), and units are cut from that, alike on all ranks.
+
+Under DistributedDataParallel (`ddp_hook`) the same happens beside DDP's buckets: DDP still collects gradients in them, but
+what it gets back was reduced gradient by gradient, from the moment on in which each was ready. *Why not reduce the buckets?*
+The last of DDP's buckets (25 MB) is full when the pass ends, and smaller ones can only be had when DDP is made.
 """
 
 from __future__ import annotations
@@ -24,7 +28,34 @@ from penstock import _core
 from penstock.errors import Config as ConfigError
 from penstock.torch import backend
 
-__all__ = ["GradientReducer"]
+__all__ = ["GradientReducer", "ddp_hook"]
+
+
+def ddp_hook(
+    model: torch.nn.parallel.DistributedDataParallel,
+    *,
+    unit_bytes: int = 4 << 20,
+    wire: torch.dtype | None = None,
+) -> GradientReducer:
+    """Reduce the gradients of a DDP model one by one as all ranks have them, instead of bucket by bucket.
+
+    Everything else is DDP's as before: ``no_sync``, unused parameters, buffers. The model must have been made with a group of
+    the penstock backend. With ``gradient_as_bucket_view=True`` (and gradients that are zeroed, not set to None) nothing is
+    copied; otherwise each gradient is copied into its bucket once, as in DDP without a hook.
+
+    Args:
+        model: not in the middle of a backward pass, and without another communication hook.
+        unit_bytes, wire: as for `GradientReducer`.
+
+    Returns:
+        the reducer, for `GradientReducer.stats` and `GradientReducer.set_unit_bytes`; the model keeps it alive.
+
+    Raises:
+        penstock.errors.Config: as `GradientReducer`.
+    """
+    reducer = _BucketReducer(model, unit_bytes=unit_bytes, wire=wire)
+    model.register_comm_hook(reducer, _bucket_is_full)
+    return reducer
 
 
 class GradientReducer:
@@ -92,7 +123,7 @@ class GradientReducer:
             timeout_s=self._backend.timeout_s,
         )
         self._enabled = True
-        self._pass: set[int] | None = None
+        self._pass: dict[int, torch.Tensor] | None = None
         # A hook must not keep alive what holds it: models come and go.
         this = weakref.ref(self)
         self._hooks = [
@@ -132,37 +163,42 @@ class GradientReducer:
         if not self._enabled:
             return
         if self._pass is None:
-            self._pass = set()
+            self._pass = {}
             # Called when the whole pass has ended, on the thread that called backward().
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         gradient = parameter.grad
         assert gradient is not None, "autograd has just accumulated it"
         if gradient.layout is not torch.strided:
             raise ConfigError(f"a gradient is {gradient.layout}: sparse gradients are not supported; make them dense")
-        if not gradient.is_contiguous():
-            parameter.grad = gradient = gradient.contiguous()
-        self._pass.add(index)
-        self._reducer.submit(index, gradient.data_ptr(), keep=gradient.untyped_storage())
+        self._submit(index, gradient)
+
+    def _submit(self, index: int, gradient: torch.Tensor, absent: bool = False) -> None:
+        assert self._pass is not None
+        self._pass[index] = gradient = gradient.contiguous()
+        self._reducer.submit(index, gradient.data_ptr(), absent=absent, keep=gradient.untyped_storage())
 
     def _finish(self) -> None:
-        done, self._pass = self._pass or set(), None
-        absent = {}
+        assert self._pass is not None
         for index, parameter in enumerate(self._parameters):
-            if index in done:
+            if index in self._pass:
                 continue
             # What an earlier pass left under no_sync counts; it is this pass's gradient.
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
             if parameter.grad is None:
-                absent[index] = gradient
+                self._submit(index, torch.zeros_like(parameter), absent=True)
             else:
-                parameter.grad = gradient
-            self._reducer.submit(
-                index, gradient.data_ptr(), absent=index in absent, keep=gradient.untyped_storage()
-            )
+                self._submit(index, parameter.grad)
         self._reducer.flush().wait()
-        for index, gradient in absent.items():
-            if not self._reducer.was_absent(index):
-                self._parameters[index].grad = gradient
+        gradients, self._pass = self._pass, None
+        self._deliver(gradients)
+
+    def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Everything is reduced, and lies in these tensors."""
+        for index, gradient in gradients.items():
+            parameter = self._parameters[index]
+            if parameter.grad is None:
+                parameter.grad = None if self._reducer.was_absent(index) else gradient
+            elif parameter.grad.data_ptr() != gradient.data_ptr():
+                parameter.grad.copy_(gradient)
 
     def _broadcast(self, tensors: Iterable[torch.Tensor], group: Any) -> None:
         root = 0 if group is None else dist.get_global_rank(group, 0)
@@ -170,6 +206,48 @@ class GradientReducer:
             works = [dist.broadcast(tensor.detach(), root, group=group, async_op=True) for tensor in tensors]
         for work in works:
             work.wait()
+
+
+class _BucketReducer(GradientReducer):
+    """Fills DDP's buckets with gradients that are reduced already."""
+
+    def __init__(self, model: torch.nn.parallel.DistributedDataParallel, **options: Any) -> None:
+        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise ConfigError(f"ddp_hook takes a DistributedDataParallel model, not {type(model).__name__}")
+        super().__init__(model, model.process_group, broadcast=False, **options)
+        self._model = weakref.ref(model)
+        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
+        self._full: list[tuple[dist.GradBucket, torch.futures.Future[torch.Tensor]]] = []
+
+    def bucket_is_full(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """DDP waits for the future after `_finish`, which was queued before."""
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._full.append((bucket, future))
+        return future
+
+    def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
+        model = self._model()
+        if model is not None and model.require_backward_grad_sync:
+            super()._ready(index, parameter)
+
+    def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
+        full, self._full = self._full, []
+        for bucket, future in full:
+            for parameter, place in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                # DDP has moved a gradient that was not in its bucket there after our hook: the copy was made while it
+                # was being reduced, and is replaced.
+                gradient = gradients[self._index[parameter]]
+                if gradient.data_ptr() != place.data_ptr():
+                    place.copy_(gradient)
+            future.set_result(bucket.buffer())
+
+
+def _bucket_is_full(this: _BucketReducer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return this.bucket_is_full(bucket)
+
+
+# DDP compares the annotations with types, and here they are texts.
+_bucket_is_full.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
 
 
 def _ready(this: weakref.ref[GradientReducer], index: int, parameter: torch.nn.Parameter) -> None:

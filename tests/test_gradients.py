@@ -1,0 +1,332 @@
+"""Proves that gradients which are reduced while the backward pass makes them end as the average over the ranks.
+
+The oracle is arithmetic in this process's own passes: the average of what each rank's autograd gives, or DDP itself.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ranks
+from backends import ALL, Backend
+from penstock.errors import Config as ConfigError
+from penstock.errors import Mismatch
+from penstock.torch import GradientReducer, ddp_hook
+
+MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_any_order(count: int, medium: Backend) -> None:
+    """Branches that each rank walks in another order in every step, and leaves out at times: the same averages everywhere."""
+    values = ranks.run(_any_order, count=count, env=medium.env, timeout_s=120)
+    assert all(value == values[0] for value in values)
+
+
+@pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16], ids=str)
+def test_half_the_bytes(wire: torch.dtype) -> None:
+    """On the wire as float16 and bfloat16: the average is as near as the dtype is, and the same bits on all ranks."""
+    values = ranks.run(_half, count=3, args=(wire,))
+    assert all(value == values[0] for value in values)
+
+
+@pytest.mark.parametrize("zeroed", [True, False], ids=["zeroed", "set to none"])
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_ddp_hook(views: bool, zeroed: bool) -> None:
+    """A DDP model with the hook learns what one without learns: unused parameters, no_sync, all ways to keep gradients."""
+    values = ranks.run(_beside_ddp, count=2, args=(views, zeroed), timeout_s=120)
+    assert all(value == values[0] for value in values)
+
+
+def test_accumulation() -> None:
+    """Passes under no_sync stay on the rank and are averaged with the next one outside."""
+    ranks.run(_accumulate, count=2)
+
+
+def test_parameters_of_rank_0() -> None:
+    """Ranks that begin with other parameters and buffers begin with those of rank 0, unless told not to."""
+    ranks.run(_begin, count=2)
+
+
+def test_models_come_and_go() -> None:
+    """A closed reducer leaves the model and the groups alone; another may follow, and two may live side by side."""
+    ranks.run(_come_and_go, count=2)
+
+
+def test_the_size_of_units() -> None:
+    """What one all-reduce carries is as said, may change between steps, and changes no result."""
+    ranks.run(_units, count=2)
+
+
+def test_other_models() -> None:
+    """Ranks whose models differ are told so in the first pass."""
+    for text in ranks.run(_differ, count=2):
+        assert "different gradients" in text or "Every rank must issue the same operations" in text, text
+
+
+def test_refusals() -> None:
+    """What cannot be done is refused when it is asked for, with what to do."""
+    with pytest.raises(ConfigError, match="there is no process group"):
+        GradientReducer(nn.Linear(1, 1))
+    ranks.run(_refused, count=2)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("hooked", ["ddp", "plain"])
+def test_a_rank_that_goes_away(hooked: str, how: signal.Signals) -> None:
+    """A rank that dies or stops in the middle of training: ``backward`` raises on the others within 5 s, and names it."""
+    with ranks.Ranks(_train_for_ever, count=3, args=(hooked,)) as job:
+        job.await_note("running", deadline_s=60)
+        since_s = job.signal(1, how)
+        outcomes = job.outcomes(timeout_s=20, ranks=[0, 2])
+    for outcome in outcomes:
+        assert outcome.raised is not None and "rank 1" in outcome.raised.text, str(outcome)
+        assert outcome.ended_s - since_s < 5, str(outcome)
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+
+class Branches(nn.Module):
+    """Layers that a pass uses in any order, or not at all."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        sizes = random.Random(seed).choices([1, 3, 20, 150], k=count)
+        self.layers = nn.ModuleList([nn.Linear(7, size) for size in sizes])
+
+    def forward(self, data: torch.Tensor, order: list[int]) -> torch.Tensor:
+        # One after the other in the graph, so that autograd walks them in that order, backwards.
+        total = data.new_zeros(())
+        for at in order:
+            total = (total + self.layers[at](data + 0 * total).square().mean()).clone()
+        return total
+
+
+def _any_order() -> list[float]:
+    dist.init_process_group("penstock")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = Branches(30, seed=5)
+    reducer = GradientReducer(model, unit_bytes=2048)
+    sums = []
+    for step in range(6):
+        orders = []
+        for other in range(world):
+            rng = random.Random(100 * step + other)
+            orders.append([at for at in rng.sample(range(30), 30) if rng.random() < 0.7])
+        data = [torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + other)) for other in range(world)]
+        want: dict[str, torch.Tensor] = {}
+        for other in range(world):
+            copy = Branches(30, seed=5)
+            copy(data[other], orders[other]).backward()
+            for name, parameter in copy.named_parameters():
+                if parameter.grad is not None:
+                    want[name] = want.get(name, torch.zeros_like(parameter)) + parameter.grad / world
+        model.zero_grad()
+        model(data[rank], orders[rank]).backward()
+        for name, parameter in model.named_parameters():
+            if name not in want:
+                assert parameter.grad is None, f"step {step}: {name} was used by no rank"
+                continue
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, want[name], msg=lambda text, name=name: f"{name}: {text}")
+        used = sorted(name for name, parameter in model.named_parameters() if parameter.grad is not None)
+        assert used == sorted(want)
+        sums.append(sum(float(one.grad.double().sum()) for one in model.parameters() if one.grad is not None))
+    counts = reducer.stats()
+    assert counts["steps"] == 6 and counts["rounds"] >= 6 and counts["units"] > 6, counts
+    dist.destroy_process_group()
+    return sums
+
+
+def _half(wire: torch.dtype) -> list[float]:
+    dist.init_process_group("penstock")
+    model = nn.Linear(300, 50)
+    reducer = GradientReducer(model, wire=wire)
+    data = torch.full((1, 300), 0.1 * (dist.get_rank() + 1))
+    model(data).sum().backward()
+    assert model.weight.grad is not None and model.bias.grad is not None
+    torch.testing.assert_close(model.weight.grad, torch.full((50, 300), 0.2), rtol=2e-2, atol=0)
+    assert not model.weight.grad.eq(torch.tensor(0.1).add(0.2).add(0.3).div(3)).all(), "it was not rounded"
+    assert model.bias.grad.eq(1).all()
+    assert reducer.stats()["in_place_bytes"] == 0
+    dist.destroy_process_group()
+    return [float(model.weight.grad[0, 0]), float(model.weight.grad[-1, -1])]
+
+
+class Sometimes(nn.Module):
+    """A perceptron with a layer that only some passes use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always = nn.Sequential(nn.Linear(20, 400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 1))
+        self.sometimes = nn.Linear(20, 1)
+
+    def forward(self, data: torch.Tensor, extra: bool) -> torch.Tensor:
+        result = self.always(data).sum()
+        return result + self.sometimes(data).sum() if extra else result
+
+
+def _beside_ddp(views: bool, zeroed: bool) -> float:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+    models = [
+        DistributedDataParallel(Sometimes(), find_unused_parameters=True, gradient_as_bucket_view=views)
+        for _ in range(2)
+    ]
+    reducer = ddp_hook(models[0], unit_bytes=1 << 16)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    for step in range(6):
+        data = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + rank))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=not zeroed)
+            if step == 4:
+                with model.no_sync():
+                    model(data, extra=False).backward()
+            model(data, extra=step in (2, 3) and rank == 1).backward()
+            optimizer.step()
+        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            torch.testing.assert_close(ours, theirs)
+    assert reducer.stats()["steps"] == 6 and reducer.stats()["units"] > 6 * 4
+    dist.destroy_process_group()
+    return sum(float(parameter.double().sum()) for parameter in models[0].parameters())
+
+
+def _accumulate() -> None:
+    dist.init_process_group("penstock")
+    model = nn.Linear(4, 1)
+    reducer = GradientReducer(model)
+    ones = torch.ones(1, 4)
+    scale = dist.get_rank() + 1.0  # 1 and 2
+    with reducer.no_sync():
+        model(scale * ones).sum().backward()
+        assert model.weight.grad is not None and model.weight.grad.eq(scale).all()
+    model(10 * scale * ones).sum().backward()
+    assert model.weight.grad.eq(1.5 * 11).all(), model.weight.grad
+    assert reducer.stats()["steps"] == 1
+    dist.destroy_process_group()
+
+
+def _begin() -> None:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+    for broadcast in (True, False):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model[1].running_mean.fill_(rank)
+        mine = float(model[0].weight.detach().sum())
+        GradientReducer(model, broadcast=broadcast)
+        sums: list[Any] = [None] * 2
+        dist.all_gather_object(sums, (mine, float(model[0].weight.detach().sum()), float(model[1].running_mean.sum())))
+        assert sums[0][0] != sums[1][0]
+        assert (sums[0][1:] == sums[1][1:]) == broadcast, sums
+        assert sums[0][1] == sums[0][0], "rank 0 keeps what it has"
+    dist.destroy_process_group()
+
+
+def _come_and_go() -> None:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    beside = GradientReducer(other)
+    for _ in range(3):
+        reducer = GradientReducer(model)
+        for one in (model, other):
+            one.zero_grad()
+            one(torch.full((1, 2), float(rank))).sum().backward()
+            assert one.weight.grad.eq(0.5).all()
+        reducer.close()
+        model.zero_grad()
+        model(torch.full((1, 2), float(rank))).sum().backward()
+        assert model.weight.grad.eq(rank).all(), "its hooks are gone"
+    assert beside.stats()["steps"] == 3
+    dist.destroy_process_group()
+    beside.close()
+
+
+def _units() -> None:
+    dist.init_process_group("penstock")
+    torch.manual_seed(1)
+    model = nn.Linear(1000, 100)  # 400,000 bytes and 400
+    reducer = GradientReducer(model, unit_bytes=1 << 20)
+    results = []
+    for unit_bytes, units in ((1 << 20, 1), (100_000, 6), (64, 6257), (1 << 30, 1)):
+        reducer.set_unit_bytes(unit_bytes)
+        before = reducer.stats()["units"]
+        model.zero_grad()
+        model(torch.randn(2, 1000, generator=torch.Generator().manual_seed(dist.get_rank()))).square().sum().backward()
+        results.append(model.weight.grad.clone())
+        assert abs(reducer.stats()["units"] - before - units) <= 1, (unit_bytes, reducer.stats()["units"] - before)
+    assert all(result.equal(results[0]) for result in results)
+    dist.destroy_process_group()
+
+
+def _differ() -> str:
+    dist.init_process_group("penstock")
+    model = nn.Linear(3, 4 if dist.get_rank() else 5)
+    GradientReducer(model, broadcast=False)
+    reducer = GradientReducer(model, broadcast=False)
+    try:
+        model(torch.ones(1, 3)).sum().backward()
+    except Mismatch as error:
+        assert reducer.stats()["units"] == 0
+        return str(error)
+    raise AssertionError("it went through")
+
+
+def _refused() -> None:
+    dist.init_process_group("gloo")
+    with pytest.raises(ConfigError, match="backend for CPU tensors is gloo"):
+        GradientReducer(nn.Linear(1, 1))
+    group = dist.new_group(backend="penstock")
+    with pytest.raises(ConfigError, match="no parameter that requires"):
+        GradientReducer([], group)
+    with pytest.raises(ConfigError, match="unit_bytes must be positive"):
+        GradientReducer(nn.Linear(1, 1), group, unit_bytes=0)
+    with pytest.raises(ConfigError, match="as float16 or bfloat16"):
+        GradientReducer(nn.Linear(1, 1), group, wire=torch.int8)
+    with pytest.raises(ConfigError, match="gradient 0 is float64"):
+        GradientReducer(nn.Linear(1, 1).double(), group, wire=torch.float16)
+    with pytest.raises(ConfigError, match="takes a DistributedDataParallel model"):
+        ddp_hook(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="lies on meta"):
+        GradientReducer(nn.Linear(1, 1, device="meta"), group)
+    sparse = nn.Embedding(3, 2, sparse=True)
+    GradientReducer(sparse, group)
+    with pytest.raises(ConfigError, match="sparse gradients are not supported"):
+        sparse(torch.tensor([1])).sum().backward()
+    dist.destroy_process_group()
+
+
+def _train_for_ever(hooked: str) -> None:
+    dist.init_process_group("penstock")
+    model: nn.Module = nn.Sequential(nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 500))
+    if hooked == "ddp":
+        model = DistributedDataParallel(model)
+        ddp_hook(model, unit_bytes=1 << 16)
+    else:
+        reducer = GradientReducer(model, unit_bytes=1 << 16)
+        assert reducer.stats()["steps"] == 0
+    until = time.monotonic() + 60
+    step = 0
+    while time.monotonic() < until:
+        model.zero_grad()
+        model(torch.randn(2, 500)).sum().backward()
+        step += 1
+        if step == 5:
+            ranks.note("running")
+    raise AssertionError(f"rank {os.environ['RANK']} has seen nothing")
