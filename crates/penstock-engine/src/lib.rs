@@ -13,6 +13,7 @@ mod operation;
 mod pages;
 mod readiness;
 mod reducer;
+mod reported;
 mod runtime;
 mod stats;
 mod ticket;

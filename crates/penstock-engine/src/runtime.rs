@@ -2,6 +2,7 @@
 
 use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
 use crate::pages::HugePages;
+use crate::reported::Reported;
 use crate::stats::{GroupStats, PeerStats, Stats};
 use crate::ticket::Ticket;
 use penstock_net::fds::Fd;
@@ -112,7 +113,7 @@ pub(crate) struct Runtime {
     /// Groups that were left or have failed: what still comes for them is dropped.
     closed: HashSet<GroupId>,
     /// What peers have reported of groups that this process has not joined yet.
-    reported: HashMap<GroupId, Failure>,
+    reported: Reported,
     /// What the streams' hand-shakes prove. A job outlives the group that brought it: groups share streams.
     jobs: HashMap<GroupId, Job>,
     /// What the user's memory is shared of, by address, with its number.
@@ -253,7 +254,7 @@ impl Runtime {
             thresholds,
             groups: HashMap::new(),
             closed: HashSet::new(),
-            reported: HashMap::new(),
+            reported: Reported::default(),
             jobs: HashMap::new(),
             regions: BTreeMap::new(),
             peers: Vec::new(),
@@ -313,7 +314,7 @@ impl Runtime {
             last_algorithm: String::new(),
         };
         self.groups.insert(spec.id, group);
-        match (self.reported.remove(&spec.id), refused) {
+        match (self.reported.take(spec.id), refused) {
             (Some(failure), _) => self.fail_group(peers, spec.id, failure, true),
             (None, Some(reason)) => {
                 self.fail_group(peers, spec.id, Failure::fatal(FailureKind::PeerLost, reason), true);
@@ -1132,9 +1133,9 @@ impl Handler for Runtime {
                 let failure = Failure::fatal(report.kind, message);
                 if self.groups.contains_key(&id) {
                     self.fail_group(peers, id, failure, true);
-                } else if !self.closed.contains(&id) && self.reported.len() < MAX_REPORTED {
+                } else if !self.closed.contains(&id) {
                     // It has joined and failed before we came.
-                    self.reported.entry(id).or_insert(failure);
+                    self.reported.remember(id, failure);
                 }
             }
             Event::Bye | Event::Stalled(_) | Event::Silent => {}
@@ -1416,7 +1417,5 @@ const PROBE: u32 = u32::MAX;
 const PROBE_AFTER: u64 = SECOND;
 /// How long the socket of a rank whose memory is gone may take to say why.
 const UNREADABLE_WITHIN: u64 = SECOND;
-/// Groups that have failed before this process joins them: it seldom comes later than a few.
-const MAX_REPORTED: usize = 1024;
 /// Messages of operations that are not posted: their bytes are bounded by credit, their number by this.
 const MAX_EARLY: usize = 1 << 20;

@@ -1,0 +1,77 @@
+//! Failures of groups that this process has not joined yet.
+
+use penstock_types::{Failure, GroupId};
+use std::collections::VecDeque;
+
+/// What peers have reported of groups that are not known here, oldest first.
+///
+/// Most are joined soon after. Others never are: of those we need not hear in time, so the oldest is forgotten when there
+/// are too many; a join of its group would then wait for its time-out. A peer's reports are not forgotten when it goes:
+/// a rank that fails a group often ends with it, and its report is what tells the reason to a rank that comes later.
+#[derive(Debug, Default)]
+pub(crate) struct Reported {
+    failures: VecDeque<(GroupId, Failure)>,
+}
+
+impl Reported {
+    /// Remembers the first report of a group.
+    pub(crate) fn remember(&mut self, group: GroupId, failure: Failure) {
+        if self.failures.iter().any(|(known, _)| *known == group) {
+            return;
+        }
+        if self.failures.len() == MAX_REPORTED {
+            self.failures.pop_front();
+        }
+        self.failures.push_back((group, failure));
+    }
+
+    /// This process joins the group: why it has failed already.
+    pub(crate) fn take(&mut self, group: GroupId) -> Option<Failure> {
+        let at = self.failures.iter().position(|(known, _)| *known == group)?;
+        self.failures.remove(at).map(|(_, failure)| failure)
+    }
+}
+
+/// A guess: a process seldom comes later than a few groups. With reports of full length (4 KiB) it is 4 MiB.
+const MAX_REPORTED: usize = 1024;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use penstock_types::FailureKind;
+
+    fn failure(text: String) -> Failure {
+        Failure::fatal(FailureKind::Closed, text)
+    }
+
+    /// Of a group's reports the first counts, and it is told once.
+    #[test]
+    fn the_first_report_of_a_group_counts() {
+        let mut reported = Reported::default();
+        reported.remember(GroupId(1), failure("first".into()));
+        reported.remember(GroupId(1), failure("second".into()));
+        assert_eq!(reported.take(GroupId(2)), None);
+        assert_eq!(reported.take(GroupId(1)), Some(failure("first".into())));
+        assert_eq!(reported.take(GroupId(1)), None);
+    }
+
+    /// Groups that are never joined do not keep new reports out: the limit holds, and beyond it the oldest goes.
+    #[test]
+    fn the_oldest_report_is_forgotten() {
+        let mut reported = Reported::default();
+        let limit = MAX_REPORTED as u64;
+        for group in 0..limit {
+            reported.remember(GroupId(group), failure(group.to_string()));
+        }
+        assert!(reported.failures.iter().any(|(group, _)| *group == GroupId(0)), "forgotten below the limit");
+        for group in limit..3 * limit {
+            reported.remember(GroupId(group), failure(group.to_string()));
+            assert_eq!(reported.failures.len(), MAX_REPORTED);
+        }
+        assert_eq!(reported.take(GroupId(2 * limit - 1)), None);
+        for group in 2 * limit..3 * limit {
+            assert_eq!(reported.take(GroupId(group)), Some(failure(group.to_string())));
+        }
+        assert!(reported.failures.is_empty());
+    }
+}
