@@ -812,6 +812,81 @@ mod tests {
         assert!(result.iter().zip(0..len).all(|(got, at)| u64::from(*got) == 1 + 2 * (at % 50) + 1 + 2));
     }
 
+    /// A frame that does not fit what is held of its message is refused, and what is held stays as it is: beside a message
+    /// that is whole, beside one that came by reference, and outside its message, be it by a byte.
+    #[test]
+    fn frames_that_do_not_fit_what_is_held() {
+        let expected = 100;
+        let frames = || Some(Held::Frames { bytes: vec![5; 100], got: 40 });
+        let remote = || Some(Held::Remote(Remote::Process { pid: 1, address: 2, landmark: 3, epoch: 4 }));
+        let slots: [fn() -> Option<Held>; 4] = [|| None, frames, || Some(Held::Bytes(vec![5; 100])), remote];
+        let [empty, begun, whole, referenced] = slots;
+        // The slot, the frame's offset and length, and the bytes held afterwards if it is taken.
+        let table = [
+            (empty, 0, 40, Some(40)),
+            (empty, 60, 40, Some(40)),
+            (empty, 61, 40, None),
+            (empty, 100, 1, None),
+            (empty, 101, 0, None),
+            (empty, u64::MAX, 1, None),
+            (empty, 0, 101, None),
+            (begun, 40, 59, Some(99)),
+            (begun, 41, 60, None),
+            (begun, u64::MAX, 60, None),
+            (whole, 0, 40, None),
+            (whole, 100, 0, None),
+            (referenced, 0, 40, None),
+        ];
+        for (slot, offset, length, taken) in table {
+            let (mut slot, before) = (slot(), slot());
+            let result = take_frame(&mut slot, offset, &vec![7; length], expected);
+            let context = format!("{offset}+{length} beside {before:?}");
+            let Some(taken) = taken else {
+                assert_eq!(result, Err(Misfit::Unknown), "{context}");
+                // A slot that was empty may have room now, and nothing in it.
+                let room = Held::Frames { bytes: vec![0; 100], got: 0 };
+                assert_eq!(format!("{slot:?}"), format!("{:?}", before.or(Some(room))), "{context}");
+                continue;
+            };
+            assert_eq!(result, Ok(()), "{context}");
+            let Some(Held::Frames { bytes, got }) = slot else { panic!("{slot:?}: {context}") };
+            assert_eq!(got, taken, "{context}");
+            let range = offset as usize..offset as usize + length;
+            assert!(bytes.iter().enumerate().all(|(at, byte)| (*byte == 7) == range.contains(&at)), "{context}");
+        }
+        let mut last = frames();
+        take_frame(&mut last, 40, &[7; 60], expected).expect("it fits");
+        assert!(
+            matches!(&last, Some(Held::Bytes(bytes)) if bytes[..40] == [5; 40] && bytes[40..] == [7; 60]),
+            "{last:?}"
+        );
+    }
+
+    /// A message that the plan does not have, or has with another length, is refused; the one that it has is taken.
+    #[test]
+    fn messages_that_the_plan_does_not_have() {
+        let length = |got| Misfit::Length { expected: 1000, got };
+        for (from, message, total, refused) in [
+            (0, 0, 999, Some(length(999))),
+            (0, 0, 1001, Some(length(1001))),
+            (0, 0, 0, Some(length(0))),
+            (0, 1, 1000, Some(Misfit::Unknown)),
+            (0, u32::MAX, 1000, Some(Misfit::Unknown)),
+            (1, 0, 1000, Some(Misfit::Unknown)),
+            (0, 0, 1000, None),
+        ] {
+            let (payload, mut result) = (vec![7; total as usize], vec![0; 1000]);
+            let (mut operation, mut effects) = (receive(&mut result), Vec::new());
+            operation.start(&mut effects);
+            let incoming = Incoming::Bytes { offset: 0, payload: &payload };
+            let taken = operation.on_message(from, message, total, incoming, &mut effects);
+            assert_eq!(taken.err(), refused, "{total} bytes as message {message} of rank {from}");
+            assert_eq!(operation.is_done(), refused.is_none());
+            drop(operation);
+            assert_eq!(result, vec![if refused.is_none() { 7 } else { 0 }; 1000]);
+        }
+    }
+
     /// A sender whose epoch has turned may have changed its bytes: the operation does not end before its word, and a word
     /// on anything else does not count.
     #[test]
