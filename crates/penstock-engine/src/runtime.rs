@@ -812,16 +812,25 @@ impl Runtime {
         self.closed.insert(id);
         self.early.retain(|(_, key), _| key.group != id);
         self.claims.retain(|(group, ..), _| *group != id);
-        // The loop lets go of the buffers before it does anything else: readers are revoked, half-written frames cut.
-        // Peers that read our memory at this moment will find that they cannot trust what they got.
-        peers.drop_group(id);
+        let ops = std::mem::take(&mut group.ops);
+        let tickets: Vec<_> = (ops.iter().map(|(op, active)| (*op, active.fingerprint, active.ticket.clone())))
+            .chain(group.held.drain().map(|(op, waiting)| (op, waiting.call.fingerprint, waiting.ticket)))
+            .collect();
+        // The loop lets go of the buffers before it does anything else: readers are revoked, half-written frames copied.
+        // Until then the operations keep them alive. Peers that read our memory at this moment will find that they cannot
+        // trust what they got.
+        let members = group.members.clone();
+        peers.drop_group(
+            id,
+            Box::new(move |peer, key, offset, len| {
+                let (to, op) = send_to(&members, peer, key)?;
+                ops.get(&op)?.operation.source(to, key.message, offset, len)
+            }),
+        );
         self.landmark.turn();
         for (_, region) in self.regions.values() {
             region.set_epoch(self.landmark.epoch());
         }
-        let tickets: Vec<_> = (group.ops.drain().map(|(op, active)| (op, active.fingerprint, active.ticket)))
-            .chain(group.held.drain().map(|(op, waiting)| (op, waiting.call.fingerprint, waiting.ticket)))
-            .collect();
         let joining = group.joining.take();
         if tell {
             let report = Report { kind: failure.kind, message: failure.message.clone() };
@@ -865,13 +874,7 @@ impl Runtime {
     }
 
     fn outgoing_op(&self, peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
-        let group = self.groups.get(&key.group)?;
-        let to = group.members.iter().position(|member| *member == Some(peer))? as u32;
-        let op = match key.channel {
-            0 => OpId::Collective(key.op.0),
-            channel => OpId::Send { to, channel, op: key.op.0 },
-        };
-        Some((to, op))
+        send_to(&self.groups.get(&key.group)?.members, peer, key)
     }
 
     fn active(&self, id: GroupId, op: OpId) -> Option<&Active> {
@@ -1343,6 +1346,16 @@ impl OpId {
             OpId::Send { channel, op, .. } | OpId::Recv { channel, op, .. } => (channel, op),
         }
     }
+}
+
+/// The rank of a peer in a group and the operation, as it is called here, of a message to it.
+fn send_to(members: &[Option<PeerId>], peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
+    let to = members.iter().position(|member| *member == Some(peer))? as u32;
+    let op = match key.channel {
+        0 => OpId::Collective(key.op.0),
+        channel => OpId::Send { to, channel, op: key.op.0 },
+    };
+    Some((to, op))
 }
 
 /// What ranks of one host have in common and others do not: the ranks that they share memory with, as a number (FNV-1a). Where

@@ -2,7 +2,7 @@
 
 use penstock_engine::fingerprint::{Fingerprint, Name};
 use penstock_engine::plan::{Collective, Splits};
-use penstock_engine::{Call, Config, Engine, Group, GroupSpec, Ticket};
+use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -10,21 +10,27 @@ use std::time::{Duration, Instant};
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Medium {
-    Tcp { streams: u16, checksum: bool },
+    Tcp {
+        streams: u16,
+        checksum: bool,
+    },
     Memory,
+    /// On one host, but no rank can read another's memory.
+    LocalSocket,
 }
 
-const MEDIA: [Medium; 4] = [
+const MEDIA: [Medium; 5] = [
     Medium::Tcp { streams: 1, checksum: false },
     Medium::Tcp { streams: 8, checksum: false },
     Medium::Tcp { streams: 3, checksum: true },
     Medium::Memory,
+    Medium::LocalSocket,
 ];
 
 fn config(rank: u32, medium: Medium) -> Config {
     let (streams, checksum) = match medium {
         Medium::Tcp { streams, checksum } => (streams, checksum),
-        Medium::Memory => (1, false),
+        Medium::Memory | Medium::LocalSocket => (1, false),
     };
     Config {
         rank,
@@ -33,7 +39,7 @@ fn config(rank: u32, medium: Medium) -> Config {
         addresses: vec!["127.0.0.1".parse().unwrap()],
         ports: 0..=0,
         streams,
-        shared_memory: medium == Medium::Memory,
+        shared_memory: matches!(medium, Medium::Memory | Medium::LocalSocket),
         checksum,
         dead_after: Duration::from_secs(4),
         socket_buffer_bytes: 0,
@@ -48,17 +54,27 @@ struct World {
 
 fn world(size: u32, medium: Medium) -> World {
     let engines: Vec<Engine> = (0..size).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
-    let (groups, tickets) = join(&engines, |_| b"secret".to_vec());
+    let (groups, tickets) = join(&engines, medium, |_| b"secret".to_vec());
     for ticket in tickets {
         wait(&ticket).expect("joined");
     }
     World { engines, groups }
 }
 
-fn join(engines: &[Engine], secret: impl Fn(u32) -> Vec<u8>) -> (Vec<Group>, Vec<Ticket>) {
+/// What the ranks tell each other of how to reach them.
+fn contacts(engines: &[Engine], medium: Medium) -> Vec<Contact> {
+    let contacts = engines.iter().map(|engine| engine.contact().clone());
+    match medium {
+        // Nothing can be read there: the first page is never mapped.
+        Medium::LocalSocket => contacts.map(|contact| Contact { landmark: 8, ..contact }).collect(),
+        Medium::Tcp { .. } | Medium::Memory => contacts.collect(),
+    }
+}
+
+fn join(engines: &[Engine], medium: Medium, secret: impl Fn(u32) -> Vec<u8>) -> (Vec<Group>, Vec<Ticket>) {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let id = GroupId(NEXT.fetch_add(1, Ordering::Relaxed));
-    let members: Vec<_> = engines.iter().map(|engine| engine.contact().clone()).collect();
+    let members = contacts(engines, medium);
     engines
         .iter()
         .enumerate()
@@ -470,7 +486,7 @@ fn a_peer_that_leaves() {
 fn wrong_secret() {
     for medium in MEDIA {
         let engines: Vec<Engine> = (0..2).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
-        let (_groups, tickets) = join(&engines, |rank| vec![rank as u8; 8]);
+        let (_groups, tickets) = join(&engines, medium, |rank| vec![rank as u8; 8]);
         let failures: Vec<_> = tickets.iter().filter_map(|ticket| ticket.wait(Some(Duration::from_secs(2)))).collect();
         let failure = failures.into_iter().find_map(Result::err).expect("one side at least knows");
         assert_eq!(failure.kind, FailureKind::Refused, "{medium:?}: {failure}");
@@ -483,7 +499,7 @@ fn wrong_secret() {
 fn a_group_that_fails_before_all_have_joined() {
     for medium in MEDIA {
         let world = world(2, medium);
-        let members: Vec<_> = world.engines.iter().map(|engine| engine.contact().clone()).collect();
+        let members = contacts(&world.engines, medium);
         let spec = |rank: usize| GroupSpec {
             id: GroupId(1 << 40),
             generation: Generation(1),
@@ -514,7 +530,7 @@ fn a_failed_group_does_not_hold_up_another() {
     for medium in MEDIA {
         let world = world(2, medium);
         for turn in 0..40 {
-            let (groups, tickets) = join(&world.engines, |_| b"secret".to_vec());
+            let (groups, tickets) = join(&world.engines, medium, |_| b"secret".to_vec());
             for ticket in tickets {
                 wait(&ticket).expect("joined");
             }

@@ -1,9 +1,13 @@
 //! An engine and a peer made by hand, over real sockets: what it says wrong is answered, and named in the failure.
 
-use penstock_engine::{Config, Contact, Engine, Group, GroupSpec, Ticket};
-use penstock_protocol::Header;
+use penstock_engine::fingerprint::{Fingerprint, Name};
+use penstock_engine::plan::Collective;
+use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
+use penstock_protocol::frame::Kind;
 use penstock_protocol::handshake::{Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
-use penstock_types::{Failure, FailureKind, Generation, GroupId};
+use penstock_protocol::peer::{Body, OpStatus, Outgoing, Payload, Peer, PeerConfig, seal, verify};
+use penstock_protocol::{Header, MessageKey};
+use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, OpSeq, Priority, ReduceOp, Time};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
@@ -29,7 +33,7 @@ fn a_connector_of_another_version_is_refused() {
     let ours = |lines: &[String]| lines.iter().filter(|line| line.contains("theirs is 2.0, ours 1.0")).count();
     until(|| ours(&LINES.0.lock().expect("no panic")) == 2);
     assert!(ticket.result().is_none(), "a stranger has ended the join");
-    let mut peer = connect(&engine);
+    let mut peer = connect(&engine, self::local);
     assert!(peer.read(&mut [0; 1024]).expect("frames") > 0);
 }
 
@@ -65,7 +69,7 @@ fn a_local_peer_that_breaks_the_protocol() {
     ] {
         let engine = engine();
         let (_group, ticket) = join(&engine, &contact(LARGEST, Vec::new()));
-        let mut peer = connect(&engine);
+        let mut peer = connect(&engine, local);
         peer.write_all(bytes).expect("the engine reads");
         if bytes.is_empty() {
             drop(peer);
@@ -73,6 +77,75 @@ fn a_local_peer_that_breaks_the_protocol() {
         let failure = wait(&ticket).expect_err("the peer is lost");
         assert_eq!(failure.kind, FailureKind::PeerLost, "{failure}");
         assert!(failure.message.contains(expected) && !failure.message.contains(other), "{failure}");
+    }
+}
+
+/// A group that fails while half a frame of its is written gives the tensor back at once, and the frame goes on with the
+/// bytes of before: the receiver, which may not know yet, finds nothing wrong in it. Other groups of the same two processes
+/// keep their connection, over TCP and over the local socket, where it is the only one.
+#[test]
+fn half_a_frame_of_a_failed_group() {
+    fn run(engine: &Engine, stream: impl Stream, medium: &str, first: &Group, joined: &Ticket) {
+        let mut peer = Hand::new(stream);
+        peer.join(JOB);
+        wait(joined).expect("joined");
+        let (second, joined) = join_as(engine, &contact(LARGEST, Vec::new()), OTHER);
+        peer.join(OTHER);
+        wait(&joined).expect("joined");
+
+        // More than a batch of frames, of which a socket that nobody reads takes a part.
+        let mut tensor: Vec<u32> = (0..1 << 18).map(|index| 1_000_003 + index).collect();
+        let kept = tensor.clone();
+        // SAFETY: the buffer outlives the wait below.
+        let lost = unsafe { first.start(call(Collective::Send { to: 1 }, &mut tensor)) };
+        let fingerprint = fingerprint(tensor.len()).0;
+        peer.machine.grant(MessageKey { group: JOB, channel: 1, op: OpSeq(0), message: 0 }, 1000, fingerprint);
+        peer.flush();
+        let sent = || engine.stats().expect("it runs").peers[0].streams[0].1.sent_bytes;
+        until(|| sent() > 100_000);
+        first.abort("a test");
+        assert_eq!(wait(&lost).expect_err("aborted").kind, FailureKind::Closed, "{medium}");
+        tensor.fill(0);
+
+        let mut bytes = 0;
+        loop {
+            let (header, payload) = peer.read();
+            match header.kind {
+                Kind::Data => {
+                    // Messages but the last are of one length.
+                    let at = (u64::from(header.key.message) * header.total + header.offset) as usize / 4;
+                    let expected: Vec<u8> =
+                        kept[at..][..payload.len() / 4].iter().flat_map(|n| n.to_le_bytes()).collect();
+                    assert!(payload == expected, "{medium}: a frame at {} is not what was sent", header.offset);
+                    bytes += payload.len();
+                }
+                Kind::Report => break,
+                _ => {}
+            }
+        }
+        assert!(bytes > 100_000 && bytes < 4 * kept.len(), "{medium}: {bytes} bytes have come");
+
+        let mut result = vec![0; 10];
+        // SAFETY: as above.
+        let ticket = unsafe { second.start(call(Collective::Recv { from: 1 }, &mut result)) };
+        peer.machine.send(Outgoing {
+            key: MessageKey { group: OTHER, channel: 1, op: OpSeq(0), message: 0 },
+            priority: Priority(0),
+            fingerprint: self::fingerprint(10).0,
+            body: Body::Owned([7; 40].into()),
+        });
+        peer.flush();
+        wait(&ticket).unwrap_or_else(|failure| panic!("{medium}: {failure}"));
+        assert_eq!(result, [u32::from_le_bytes([7; 4]); 10], "{medium}");
+    }
+
+    for medium in ["tcp", "local socket"] {
+        let engine = engine();
+        let (group, joined) = join(&engine, &contact(LARGEST, Vec::new()));
+        match medium {
+            "tcp" => run(&engine, connect(&engine, tcp), medium, &group, &joined),
+            _ => run(&engine, connect(&engine, local), medium, &group, &joined),
+        }
     }
 }
 
@@ -89,7 +162,8 @@ fn engine() -> Engine {
         shared_memory: true,
         checksum: false,
         dead_after: Duration::from_secs(4),
-        socket_buffer_bytes: 0,
+        // A socket that nobody reads shall take less than a batch of frames (256 KiB).
+        socket_buffer_bytes: 32 * 1024,
     })
     .expect("starts")
 }
@@ -99,8 +173,12 @@ fn contact(node: NodeKey, tcp: Vec<std::net::SocketAddr>) -> Contact {
 }
 
 fn join(engine: &Engine, peer: &Contact) -> (Group, Ticket) {
+    join_as(engine, peer, JOB)
+}
+
+fn join_as(engine: &Engine, peer: &Contact, id: GroupId) -> (Group, Ticket) {
     engine.join(GroupSpec {
-        id: JOB,
+        id,
         generation: Generation(1),
         rank: 0,
         members: vec![engine.contact().clone(), peer.clone()],
@@ -111,11 +189,11 @@ fn join(engine: &Engine, peer: &Contact) -> (Group, Ticket) {
 }
 
 fn wait(ticket: &Ticket) -> Result<(), Failure> {
-    ticket.wait(Some(Duration::from_secs(30))).expect("ends within 30 s")
+    ticket.wait(WITHIN).expect("ends within 30 s")
 }
 
 fn until(condition: impl Fn() -> bool) {
-    let end = Instant::now() + Duration::from_secs(30);
+    let end = Instant::now() + WITHIN.expect("a limit");
     while !condition() {
         assert!(Instant::now() < end, "it does not come true within 30 s");
         std::thread::yield_now();
@@ -126,13 +204,17 @@ trait Stream: Read + Write {}
 impl<S: Read + Write> Stream for S {}
 
 fn tcp(engine: &Engine) -> TcpStream {
-    TcpStream::connect(engine.contact().tcp[0]).expect("it listens")
+    let stream = TcpStream::connect(engine.contact().tcp[0]).expect("it listens");
+    stream.set_read_timeout(WITHIN).expect("a time-out");
+    stream
 }
 
 fn local(engine: &Engine) -> UnixStream {
     let name = Contact::local_name(&engine.contact().node);
     let address = SocketAddr::from_abstract_name(name.trim_start_matches('\0')).expect("a name");
-    UnixStream::connect_addr(&address).expect("it listens")
+    let stream = UnixStream::connect_addr(&address).expect("it listens");
+    stream.set_read_timeout(WITHIN).expect("a time-out");
+    stream
 }
 
 fn hello(engine: &Engine, version: (u8, u8)) -> Hello {
@@ -151,7 +233,8 @@ fn hello(engine: &Engine, version: (u8, u8)) -> Hello {
 
 fn shake_hands(stream: &mut dyn Stream, hello: &Hello) -> Result<u32, HandshakeError> {
     let mut connector = Connector::new(hello.clone(), SECRET);
-    let (mut bytes, mut rest) = ([0; 1024], Vec::new());
+    // One byte at a time: the first frames may come together with the WELCOME, and are not for us.
+    let (mut bytes, mut rest) = ([0; 1], Vec::new());
     loop {
         stream.write_all(&connector.poll_transmit()).expect("the engine reads");
         let count = stream.read(&mut bytes).expect("the engine answers");
@@ -163,12 +246,83 @@ fn shake_hands(stream: &mut dyn Stream, hello: &Hello) -> Result<u32, HandshakeE
 }
 
 /// The peer's stream, once the engine knows of the job.
-fn connect(engine: &Engine) -> UnixStream {
+fn connect<S: Stream>(engine: &Engine, open: impl Fn(&Engine) -> S) -> S {
     loop {
-        let mut stream = local(engine);
+        let mut stream = open(engine);
         match shake_hands(&mut stream, &hello(engine, (1, 0))) {
             Ok(_) => return stream,
             Err(error) => assert!(error.is_temporary(), "{error}"),
+        }
+    }
+}
+
+fn fingerprint(elements: usize) -> Fingerprint {
+    Fingerprint::new(Name::PointToPoint, None, DType::I32, None, elements as u64)
+}
+
+fn call(collective: Collective, tensor: &mut [u32]) -> Call {
+    Call {
+        collective,
+        fingerprint: fingerprint(tensor.len()),
+        dtype: DType::I32,
+        op: ReduceOp::Sum,
+        bytes: size_of_val(tensor) as u64,
+        splits: None,
+        input: tensor.as_ptr().cast(),
+        output: tensor.as_mut_ptr().cast(),
+        tag: 0,
+        priority: Priority(0),
+        hold: false,
+        timeout: 20_000_000_000,
+        keep: None,
+    }
+}
+
+/// The peer's end of a stream: the machine that the engine runs too, at one moment of time, and calls that block.
+struct Hand<S> {
+    stream: S,
+    machine: Peer,
+}
+
+impl<S: Stream> Hand<S> {
+    fn new(stream: S) -> Hand<S> {
+        let mut machine = Peer::new(PeerConfig { generation: Generation(1), ..PeerConfig::default() }, NOW);
+        machine.stream_up(0, NOW);
+        Hand { stream, machine }
+    }
+
+    /// Writes all that the machine has.
+    fn flush(&mut self) {
+        while let Some(frame) = self.machine.poll_frame(0, NOW) {
+            let Payload::Owned(bytes, range) = frame.payload else { panic!("nothing is sent from memory") };
+            let payload = &bytes[range];
+            self.stream.write_all(&[&seal(frame.header, payload)[..], payload].concat()).expect("the engine reads");
+        }
+    }
+
+    /// The next frame, whole and checked.
+    fn read(&mut self) -> (Header, Vec<u8>) {
+        self.flush();
+        let mut header = [0; Header::BYTES];
+        self.stream.read_exact(&mut header).expect("a header");
+        let header = Header::decode(&header).expect("a frame");
+        let mut payload = vec![0; header.length as usize];
+        self.stream.read_exact(&mut payload).expect("its payload");
+        self.machine.handle_header(0, &header, OpStatus::Active, NOW).expect("it may come");
+        verify(&header, &payload).expect("its checksum");
+        self.machine.handle_frame(0, &header, &payload, OpStatus::Active).expect("it may come");
+        (header, payload)
+    }
+
+    /// Takes part in the all-gather that ends a join: what the other says of hosts is true here as well.
+    fn join(&mut self, group: GroupId) {
+        loop {
+            let (Header { kind, key, fingerprint, .. }, payload) = self.read();
+            if kind == Kind::Data && key.group == group {
+                let body = Body::Owned(payload.into());
+                self.machine.send(Outgoing { key, priority: Priority(0), fingerprint, body });
+                return self.flush();
+            }
         }
     }
 }
@@ -191,6 +345,10 @@ impl log::Log for Lines {
 }
 
 const JOB: GroupId = GroupId(77);
+const OTHER: GroupId = GroupId(78);
+const NOW: Time = Time(0);
+/// Longer than anything here takes, on a machine that is busy.
+const WITHIN: Option<Duration> = Some(Duration::from_secs(30));
 const SECRET: &[u8] = b"secret";
 /// The one with the larger key connects.
 const LARGEST: NodeKey = [0xff; 16];

@@ -22,6 +22,10 @@ use std::time::Instant;
 /// Names a peer within this process.
 pub type PeerId = u32;
 
+/// Where `len` bytes at `offset` of an outgoing message to a peer lie, as [`Handler::source`] said it until the group failed.
+/// It keeps that memory alive.
+pub type Source = Box<dyn Fn(PeerId, &MessageKey, u64, usize) -> Option<*const u8> + Send>;
+
 /// What the event loop asks and tells. All calls come from the loop's thread.
 pub trait Handler {
     /// What is known of the operation of an incoming message.
@@ -148,7 +152,7 @@ pub struct Peers {
 
 enum Order {
     Connect(PeerId, GroupId, Vec<u8>),
-    DropGroup(GroupId),
+    DropGroup(GroupId, Source),
     Then(Box<dyn FnOnce() + Send>),
 }
 
@@ -207,14 +211,15 @@ impl Peers {
         self.orders.push(Order::Connect(peer, job, secret));
     }
 
-    /// Lets go of all memory of a group's operations, at once after the current frame.
+    /// Lets go of all memory of a group's operations, at once after the current frame. Frames that are being written are
+    /// copied from `source`, which is dropped then.
     ///
     /// What waits for that to have happened is given to [`Peers::after_drop`].
-    pub fn drop_group(&mut self, group: GroupId) {
+    pub fn drop_group(&mut self, group: GroupId, source: Source) {
         for machine in &mut self.machines {
             machine.forget_group(group);
         }
-        self.orders.push(Order::DropGroup(group));
+        self.orders.push(Order::DropGroup(group, source));
     }
 
     /// Runs `act` after the groups dropped so far have been let go of: no buffer of theirs is touched any more.
@@ -559,6 +564,8 @@ impl Driver {
                     match progress {
                         Some(Progress::Closed(ref reason)) => {
                             self.closed(handler, *token, socket, reason, now);
+                            // A group may have failed of it, and other streams may carry half a frame of its.
+                            self.follow_orders(handler, now);
                             lost_one = true;
                             return false;
                         }
@@ -656,27 +663,9 @@ impl Driver {
         while let Some(order) = (!self.peers.orders.is_empty()).then(|| self.peers.orders.remove(0)) {
             match order {
                 Order::Connect(peer, job, secret) => self.connect(handler, peer, job, secret, 0, now),
-                Order::DropGroup(group) => {
-                    if let Some(socket) = current.as_deref_mut() {
-                        socket.reader.revoke(|header| header.key.group == group);
-                    }
-                    let mut cut = Vec::new();
-                    for (token, socket) in &mut self.sockets {
-                        socket.reader.revoke(|header| header.key.group == group);
-                        // Half a frame of a failed operation must never be completed: the receiver could believe it.
-                        if socket.carries(group) {
-                            cut.push(*token);
-                        }
-                    }
-                    for token in cut {
-                        let socket = self.sockets.remove(&token).expect("listed above");
-                        self.closed(handler, token, socket, "cut in the middle of a frame of a failed group", now);
-                    }
-                    if let Some(socket) = current.as_deref_mut()
-                        && socket.carries(group)
-                    {
-                        // The reader's caller closes it: shut it down and let it find out.
-                        let _ = rustix::net::shutdown(&socket.fd, rustix::net::Shutdown::Both);
+                Order::DropGroup(group, source) => {
+                    for socket in self.sockets.values_mut().chain(current.as_deref_mut()) {
+                        socket.drop_group(group, &source);
                     }
                 }
                 Order::Then(act) => act(),

@@ -16,4 +16,4 @@ pub mod pages;
 mod socket;
 
 pub use contact::Contact;
-pub use driver::{Admission, Driver, Handler, Listen, PeerId, Peers, Settings, Wake};
+pub use driver::{Admission, Driver, Handler, Listen, PeerId, Peers, Settings, Source, Wake};

@@ -1,12 +1,12 @@
 //! One stream's socket: half-written frames, half-read frames.
 
-use crate::driver::{Handler, PeerId, Peers};
+use crate::driver::{Handler, PeerId, Peers, Source};
 use crate::fds::Fd;
 use penstock_protocol::frame::MAX_FRAME_BYTES;
 use penstock_protocol::handshake::{Acceptor, Connector};
 use penstock_protocol::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
 use penstock_protocol::{FrameError, Header, Kind, MessageKey};
-use penstock_types::Time;
+use penstock_types::{GroupId, Time};
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::{
@@ -16,6 +16,7 @@ use rustix::net::{
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::sync::Arc;
 
 /// A connection at any stage of its life.
 pub(crate) struct Socket {
@@ -93,9 +94,19 @@ impl Socket {
         matches!(self.stage, Stage::Up)
     }
 
-    /// Whether it holds a frame whose payload lies in the memory of this group's operations.
-    pub(crate) fn carries(&self, group: penstock_types::GroupId) -> bool {
-        self.writing.iter().any(|frame| frame.key.group == group && matches!(frame.payload, Payload::Memory))
+    /// Lets go of the memory of a failed group's operations.
+    ///
+    /// What is being read of theirs is dropped from here on. What is being written goes on from a copy: the receiver, which
+    /// counts the frames of a stream, gets each whole. It may believe them, if it does not know of the failure yet: they
+    /// are what they would be had the group not failed, since nobody has been told so far that the operation is over, so
+    /// nobody else has written to its memory. *Why not cut the stream?* It may be the only one between two processes, and
+    /// then their other groups would die of it. At most one batch is copied.
+    pub(crate) fn drop_group(&mut self, group: GroupId, source: &Source) {
+        self.reader.revoke(|header| header.key.group == group);
+        let Some(peer) = self.peer else { return };
+        for frame in self.writing.iter_mut().filter(|frame| frame.key.group == group) {
+            frame.copy(peer, source);
+        }
     }
 
     /// Writes what is left of the greeting.
@@ -226,8 +237,21 @@ impl Writing {
         writing
     }
 
-    /// The payload's bytes. When the operation has ended, the frame is a repeat of one that the receiver has taken and
-    /// will discard: zeros keep the stream in step without touching memory that is the user's again.
+    /// Copies a payload that lies in memory of an operation which is about to end without success. If `source` does not
+    /// know the operation, that ended in good order before: see [`Writing::payload`].
+    fn copy(&mut self, peer: PeerId, source: &Source) {
+        if let Payload::Memory = self.payload
+            && let Some(address) = source(peer, &self.key, self.offset, self.length)
+        {
+            // SAFETY: `source` keeps these bytes alive, and nothing in this thread writes to them meanwhile.
+            let bytes: Arc<[u8]> = unsafe { std::slice::from_raw_parts(address, self.length) }.into();
+            self.payload = Payload::Owned(bytes, 0..self.length);
+        }
+    }
+
+    /// The payload's bytes. When the operation has ended in good order, the frame is a repeat of one that the receiver has
+    /// taken and will discard: zeros keep the stream in step without touching memory that is the user's again. When it has
+    /// failed, the payload was copied before anything was written.
     fn payload<H: Handler>(&self, peer: PeerId, handler: &H) -> &[u8] {
         match &self.payload {
             Payload::Owned(bytes, range) => &bytes[range.clone()],
