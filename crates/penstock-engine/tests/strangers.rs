@@ -12,15 +12,14 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
-use std::sync::Mutex;
+use std::sync::{Mutex, Once};
 use std::time::{Duration, Instant};
 
 /// A stream whose HELLO has another major version is refused, over TCP and over the local socket: the text on both ends
 /// names both versions, and a peer of the right version still gets in.
 #[test]
 fn a_connector_of_another_version_is_refused() {
-    log::set_logger(&LINES).expect("the only test that reads the log");
-    log::set_max_level(log::LevelFilter::Warn);
+    read_log();
     let engine = engine();
     let (_group, ticket) = join(&engine, &contact(LARGEST, Vec::new()));
     let (mut tcp, mut local) = (tcp(&engine), local(&engine));
@@ -30,9 +29,46 @@ fn a_connector_of_another_version_is_refused() {
         assert_eq!(code, RefusalCode::Version as u8, "{reason}");
         assert!(reason.contains("theirs is 2.0, ours 1.0"), "{reason}");
     }
-    let ours = |lines: &[String]| lines.iter().filter(|line| line.contains("theirs is 2.0, ours 1.0")).count();
-    until(|| ours(&LINES.0.lock().expect("no panic")) == 2);
+    until(|| logged("theirs is 2.0, ours 1.0") == 2);
     assert!(ticket.result().is_none(), "a stranger has ended the join");
+    let mut peer = connect(&engine, self::local);
+    assert!(peer.read(&mut [0; 1024]).expect("frames") > 0);
+}
+
+/// An acceptor that the connector refuses, for its version or its secret, logs the reason that it is told, over TCP and over
+/// the local socket, but once. It ends nothing: the connector has proved nothing, and a peer that can still gets in.
+#[test]
+fn a_connector_that_refuses_is_heard() {
+    fn refuse(stream: &mut dyn Stream, engine: &Engine, secret: &[u8], version: u8) -> HandshakeError {
+        let mut connector = Connector::new(hello(engine, (1, 0)), secret);
+        stream.write_all(&connector.poll_transmit()).expect("the engine reads");
+        // CHALLENGE, its length, the version; then features, nonce and proof.
+        let mut challenge = [0; 73];
+        stream.read_exact(&mut challenge).expect("the engine answers");
+        challenge[3] = version;
+        let error = connector.handle_input(&challenge, &mut Vec::new()).expect_err("refused");
+        stream.write_all(&connector.poll_transmit()).expect("the engine reads");
+        // It closes its end when it has read that.
+        assert_eq!(stream.read(&mut [0]).expect("the end"), 0);
+        error
+    }
+
+    read_log();
+    let engine = engine();
+    let (_group, ticket) = join(&engine, &contact(LARGEST, Vec::new()));
+    // Answered after the join was begun.
+    engine.stats().expect("it runs");
+    let wrong = "refused: the job secret does not match; set the same PENSTOCK_SECRET";
+    let newer = "rank 1 (on test) failed: refused: protocol versions differ: theirs is 3.0, ours 1.0";
+    for (secret, version, found, expected) in
+        [(SECRET, 3, HandshakeError::Version { theirs: (3, 0) }, newer), (b"other", 1, HandshakeError::Secret, wrong)]
+    {
+        for stream in [&mut tcp(&engine) as &mut dyn Stream, &mut self::local(&engine)] {
+            assert_eq!(refuse(stream, &engine, secret, version), found);
+        }
+        assert_eq!(logged(expected), 1, "{expected}");
+    }
+    assert!(ticket.result().is_none(), "who has proved nothing has ended the join");
     let mut peer = connect(&engine, self::local);
     assert!(peer.read(&mut [0; 1024]).expect("frames") > 0);
 }
@@ -325,6 +361,17 @@ impl<S: Stream> Hand<S> {
             }
         }
     }
+}
+
+fn read_log() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| log::set_logger(&LINES).expect("the only logger"));
+    log::set_max_level(log::LevelFilter::Warn);
+}
+
+/// How many lines with this text were logged, by all tests.
+fn logged(text: &str) -> usize {
+    LINES.0.lock().expect("no panic").iter().filter(|line| line.contains(text)).count()
 }
 
 /// What is logged.

@@ -170,6 +170,7 @@ impl Link {
             down_since: None,
             refusals: 0,
             round: 0,
+            complaint: String::new(),
             first_port: first_port(),
         }
     }
@@ -272,6 +273,8 @@ struct Link {
     /// How often connecting was refused by the peer's host while no stream was up.
     refusals: u32,
     round: usize,
+    /// Why its hand-shakes fail, as logged last.
+    complaint: String,
     /// Local port of stream 0. The streams take neighbouring ports: networks choose a flow's path (or queue) by a hash of
     /// its ports that is nearly always linear (XOR, CRC, Toeplitz), so that neighbours spread evenly, where random ports
     /// collide like birthdays (8 flows on 16 paths use 6.5 of them).
@@ -989,13 +992,20 @@ impl Driver {
                         return Err(NOT_YET.to_owned());
                     }
                     // Once a stream has been up, a refusal of another one is trouble of that stream only.
-                    if let (Stage::Connector(_), Some(peer)) = (&socket.stage, socket.peer)
-                        && !self.links[peer as usize].was_up
+                    if let Some(peer) = socket.peer
+                        && let link = &mut self.links[peer as usize]
+                        && !link.was_up
                     {
-                        let who = self.links[peer as usize].contact.describe();
-                        let reason = format!("the hand-shake with {who} failed: {error}");
-                        self.links[peer as usize].finished = true;
-                        handler.refused(&mut self.peers, peer, &reason);
+                        let reason = format!("the hand-shake with {} failed: {error}", link.contact.describe());
+                        if matches!(socket.stage, Stage::Connector(_)) {
+                            link.finished = true;
+                            handler.refused(&mut self.peers, peer, &reason);
+                        } else if reason != link.complaint {
+                            // Whoever connects says who it is and proves it last, so what it says before ends no join. Its
+                            // streams all say the same.
+                            log::warn!("penstock: {reason}");
+                            link.complaint = reason;
+                        }
                     }
                     return Err(error.to_string());
                 }

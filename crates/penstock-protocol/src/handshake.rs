@@ -6,8 +6,10 @@
 //!            who I am, whom I want, stream, nonce  ->
 //!                                             <-  CHALLENGE  version, features, nonce, proof of the secret
 //!     PROOF  of the secret                     ->
-//!                                             <-  WELCOME          (or, at any time, REFUSAL code, text)
+//!                                             <-  WELCOME
 //! ```
+//! Either says REFUSAL (code, text) instead, and closes, when it will not go on.
+//!
 //! A proof is HMAC-SHA256(secret, role | HELLO | CHALLENGE without its proof), over the bytes as they were sent: both
 //! sides prove that they know the job's secret, bound to this very stream, and that they have heard the same. Until then nothing is parsed but these messages, of at most
 //! [`MAX_MESSAGE_BYTES`]. The bytes that follow are neither encrypted nor authenticated: the secret keeps strangers
@@ -69,16 +71,22 @@ impl Connector {
         std::mem::take(&mut self.outbox)
     }
 
-    /// Takes bytes from the wire. `Ok(Some(features))` once welcome; bytes behind the welcome are in `rest`.
+    /// Takes bytes from the wire. `Ok(Some(features))` once welcome; bytes behind the welcome are in `rest`. After an error
+    /// write the outbox, which may say why, then close.
     pub fn handle_input(&mut self, bytes: &[u8], rest: &mut Vec<u8>) -> Result<Option<u32>, HandshakeError> {
         self.inbox.bytes.extend_from_slice(bytes);
         while let Some((tag, body)) = self.inbox.next()? {
             match (tag, self.features) {
                 (Tag::Challenge, None) => {
-                    let challenge = Challenge::decode(&body)?;
+                    let challenge = Challenge::decode(&body).inspect_err(|error| {
+                        if matches!(error, HandshakeError::Version { .. }) {
+                            self.outbox.extend(refusal(RefusalCode::Version, &error.to_string()));
+                        }
+                    })?;
                     let hello = self.hello.encode();
                     let expected = proof(&self.secret, b"acceptor", &hello, challenge.proven(&body));
                     if !equal(&expected, &challenge.proof) {
+                        self.outbox.extend(refusal(RefusalCode::Secret, &HandshakeError::Secret.to_string()));
                         return Err(HandshakeError::Secret);
                     }
                     self.features = Some(challenge.features & self.hello.features);
@@ -173,11 +181,7 @@ impl Acceptor {
             AcceptorState::AwaitProof { hello, expected } => match self.inbox.next()? {
                 Some((Tag::Proof, body)) => {
                     if !equal(&expected, &body) {
-                        self.refuse(
-                            RefusalCode::Secret,
-                            "the job secret does not match; set the same PENSTOCK_SECRET (or PENSTOCK_SECRET_FILE) on \
-                             every rank",
-                        );
+                        self.refuse(RefusalCode::Secret, &HandshakeError::Secret.to_string());
                         return Err(HandshakeError::Secret);
                     }
                     self.outbox.extend(message(Tag::Welcome, &[]));
@@ -219,9 +223,7 @@ impl Acceptor {
 
     /// Tells the connector why not. Write the outbox, then close.
     pub fn refuse(&mut self, code: RefusalCode, reason: &str) {
-        let mut body = vec![code as u8];
-        body.extend(reason.bytes().take(MAX_MESSAGE_BYTES - 8));
-        self.outbox.extend(message(Tag::Refusal, &body));
+        self.outbox.extend(refusal(code, reason));
         self.state = AcceptorState::Finished;
     }
 }
@@ -361,6 +363,12 @@ fn known_version(version: [u8; 2]) -> Result<(u8, u8), HandshakeError> {
     if theirs.0 == VERSION_MAJOR { Ok(theirs) } else { Err(HandshakeError::Version { theirs }) }
 }
 
+fn refusal(code: RefusalCode, reason: &str) -> Vec<u8> {
+    let mut body = vec![code as u8];
+    body.extend(reason.bytes().take(MAX_MESSAGE_BYTES - 8));
+    message(Tag::Refusal, &body)
+}
+
 fn refused(body: &[u8]) -> HandshakeError {
     let (code, text) = body.split_first().map_or((0, &[][..]), |(code, text)| (*code, text));
     // The text comes from a stranger: printable characters only.
@@ -481,7 +489,15 @@ mod tests {
                 }
             }
             for piece in acceptor.poll_transmit().chunks(cut) {
-                features = features.or(connector.handle_input(piece, &mut rest)?);
+                match connector.handle_input(piece, &mut rest) {
+                    Ok(done) => features = features.or(done),
+                    Err(error) => {
+                        let told = acceptor.handle_input(&connector.poll_transmit(), &mut rest).expect_err("refused");
+                        let HandshakeError::Refused { reason, .. } = told else { panic!("not a refusal: {told}") };
+                        assert_eq!(reason, error.to_string());
+                        return Err(error);
+                    }
+                }
             }
             if let Some(features) = features {
                 return Ok((accepted, features));
@@ -500,7 +516,8 @@ mod tests {
         }
     }
 
-    /// Another secret is found by the connector first, which then says nothing that depends on its own.
+    /// Another secret is found by the connector first, which then says nothing that depends on its own, but tells the
+    /// acceptor why it goes.
     #[test]
     fn other_secret_is_refused() {
         assert_eq!(run(hello(), b"secret", b"other", 1000), Err(HandshakeError::Secret));
@@ -623,7 +640,16 @@ mod tests {
 
         let mut connector = Connector::new(hello(), b"secret");
         let challenge = message(Tag::Challenge, &[VERSION_MAJOR + 1, 4]);
+        connector.poll_transmit();
         assert_eq!(connector.handle_input(&challenge, &mut rest), Err(HandshakeError::Version { theirs }));
+
+        let mut acceptor = Acceptor::new([9; 32], 0);
+        acceptor.handle_input(&message(Tag::Hello, &hello().encode()), &mut rest).expect("hello");
+        acceptor.admit(b"secret");
+        let told = acceptor.handle_input(&connector.poll_transmit(), &mut rest).expect_err("refused");
+        let HandshakeError::Refused { code, reason } = told else { panic!("not a refusal: {told}") };
+        assert_eq!(code, RefusalCode::Version as u8);
+        assert!(reason.contains("theirs is 2.4, ours 1."), "{reason}");
     }
 
     /// A refusal says why at any time, in printable characters only, and only one kind is worth another attempt.
