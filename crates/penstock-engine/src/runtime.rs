@@ -1155,6 +1155,16 @@ impl Handler for Runtime {
         }
     }
 
+    fn cut_off(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
+        let message = format!("{} was cut off: {reason}.", self.peers[peer as usize].contact.describe());
+        let report = Report { kind: FailureKind::PeerLost, message };
+        for id in self.groups_of(peer) {
+            if self.groups[&id].failed.is_none() {
+                peers.machine(peer).report(id, &report);
+            }
+        }
+    }
+
     fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
         self.peers[peer as usize].lost = Some(reason.to_owned());
         // A later process of the same node key cannot be: keys are random. Forget the way to this one.

@@ -95,8 +95,8 @@ fn an_acceptor_of_another_version_is_named() {
     }
 }
 
-/// A peer on this host that sends what is no frame is cut off, and the failure says so; only one that closes its
-/// connection is taken for dead.
+/// A peer on this host that sends what is no frame is cut off, and the failure says so, here and in a last frame to the peer;
+/// only one that closes its connection is taken for dead.
 #[test]
 fn a_local_peer_that_breaks_the_protocol() {
     for (bytes, expected, other) in [
@@ -109,6 +109,17 @@ fn a_local_peer_that_breaks_the_protocol() {
         peer.write_all(bytes).expect("the engine reads");
         if bytes.is_empty() {
             drop(peer);
+        } else {
+            let (header, payload) = loop {
+                let (header, payload) = next_frame(&mut peer);
+                if header.kind == Kind::Report {
+                    break (header, payload);
+                }
+            };
+            assert_eq!(header.key.group, JOB);
+            let told = String::from_utf8(payload).expect("text");
+            assert!(told.contains("rank 1") && told.contains(expected), "{told}");
+            assert_eq!(peer.read(&mut [0]).expect("the end"), 0, "more after the last word");
         }
         let failure = wait(&ticket).expect_err("the peer is lost");
         assert_eq!(failure.kind, FailureKind::PeerLost, "{failure}");
@@ -314,6 +325,16 @@ fn call(collective: Collective, tensor: &mut [u32]) -> Call {
     }
 }
 
+fn next_frame(stream: &mut impl Stream) -> (Header, Vec<u8>) {
+    let mut header = [0; Header::BYTES];
+    stream.read_exact(&mut header).expect("a header");
+    let header = Header::decode(&header).expect("a frame");
+    let mut payload = vec![0; header.length as usize];
+    stream.read_exact(&mut payload).expect("its payload");
+    verify(&header, &payload).expect("its checksum");
+    (header, payload)
+}
+
 /// The peer's end of a stream: the machine that the engine runs too, at one moment of time, and calls that block.
 struct Hand<S> {
     stream: S,
@@ -339,13 +360,8 @@ impl<S: Stream> Hand<S> {
     /// The next frame, whole and checked.
     fn read(&mut self) -> (Header, Vec<u8>) {
         self.flush();
-        let mut header = [0; Header::BYTES];
-        self.stream.read_exact(&mut header).expect("a header");
-        let header = Header::decode(&header).expect("a frame");
-        let mut payload = vec![0; header.length as usize];
-        self.stream.read_exact(&mut payload).expect("its payload");
+        let (header, payload) = next_frame(&mut self.stream);
         self.machine.handle_header(0, &header, OpStatus::Active, NOW).expect("it may come");
-        verify(&header, &payload).expect("its checksum");
         self.machine.handle_frame(0, &header, &payload, OpStatus::Active).expect("it may come");
         (header, payload)
     }

@@ -61,6 +61,9 @@ pub trait Handler {
     fn event(&mut self, peers: &mut Peers, peer: PeerId, event: Event);
     /// A stream of the peer is up. `local`: on this host, in process `pid`.
     fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32);
+    /// The only connection to a peer is about to be closed, for a reason that the peer does not know: what it is told now
+    /// leaves before, as far as the socket takes it at once.
+    fn cut_off(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
     /// A peer cannot be reached any more.
     fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
     /// A peer has left in good order: it has taken what it wanted, and nothing more will come from it.
@@ -565,6 +568,11 @@ impl Driver {
                     }
                     let progress = socket.write_batch(&mut self.peers, handler, now);
                     match progress {
+                        Some(Progress::Closed(ref reason)) if socket.local && reason == GONE => {
+                            // Its last words may wait to be read, and behind them reading finds the end. Nothing more is
+                            // written.
+                            socket.watches_write = true;
+                        }
                         Some(Progress::Closed(ref reason)) => {
                             self.closed(handler, *token, socket, reason, now);
                             // A group may have failed of it, and other streams may carry half a frame of its.
@@ -1110,7 +1118,7 @@ impl Driver {
     }
 
     /// A socket is gone.
-    fn closed<H: Handler>(&mut self, handler: &mut H, token: u64, socket: Socket, reason: &str, now: Time) {
+    fn closed<H: Handler>(&mut self, handler: &mut H, token: u64, mut socket: Socket, reason: &str, now: Time) {
         if !socket.is_up() {
             self.pending_handshakes -= 1;
         }
@@ -1120,6 +1128,9 @@ impl Driver {
             log::log!(level, "penstock: refused a connection from {}: {reason}", socket.remote);
             return;
         };
+        if socket.is_up() && socket.local && reason != GONE {
+            self.say_why(handler, peer, &mut socket, reason, now);
+        }
         let (was_up, stream, local, attempt) = (socket.is_up(), socket.stream, socket.local, socket.attempt);
         let remote = socket.remote.clone();
         drop(socket);
@@ -1167,6 +1178,18 @@ impl Driver {
         // A local connection that was told to wait is tried again from the start.
         let stream = if local { FROM_THE_START } else { stream };
         self.retry(handler, peer, stream, attempt, &format!("{remote}: {reason}"), now);
+    }
+
+    /// Tells a peer why its only connection is about to be closed; it would have to believe that our process has died.
+    fn say_why<H: Handler>(&mut self, handler: &mut H, peer: PeerId, socket: &mut Socket, reason: &str, now: Time) {
+        let link = &self.links[peer as usize];
+        if link.finished || link.said_bye || handler.stopping() {
+            return;
+        }
+        // Half a frame of a group that has failed just now is copied before the rest of it is written.
+        self.follow_orders_with(handler, Some(socket), now);
+        handler.cut_off(&mut self.peers, peer, reason);
+        while socket.write_batch(&mut self.peers, handler, now) == Some(Progress::More) {}
     }
 
     /// Gives a peer up.
