@@ -89,7 +89,7 @@ def test_a_rank_that_goes_away(hooked: str, how: signal.Signals) -> None:
     with ranks.Ranks(_train_for_ever, count=3, args=(hooked,)) as job:
         job.await_note("running", deadline_s=60)
         since_s = job.signal(1, how)
-        outcomes = job.outcomes(timeout_s=20, ranks=[0, 2])
+        outcomes = job.outcomes(timeout_s=20, of=[0, 2])
     for outcome in outcomes:
         assert outcome.raised is not None and "rank 1" in outcome.raised.text, str(outcome)
         assert outcome.ended_s - since_s < 5, str(outcome)
@@ -126,7 +126,9 @@ def _any_order() -> list[float]:
         for other in range(world):
             rng = random.Random(100 * step + other)
             orders.append([at for at in rng.sample(range(30), 30) if rng.random() < 0.7])
-        data = [torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + other)) for other in range(world)]
+        data = [
+            torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + other)) for other in range(world)
+        ]
         want: dict[str, torch.Tensor] = {}
         for other in range(world):
             copy = Branches(30, seed=5)

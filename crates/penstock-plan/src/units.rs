@@ -117,10 +117,12 @@ mod tests {
                 let mut ranges: Vec<ByteRange> = units.iter().flat_map(|unit| &unit.pieces)
                     .filter(|piece| piece.index == entry.index).map(|piece| piece.range).collect();
                 ranges.sort();
-                let ends = ranges.iter().fold(Some(0), |end, range| {
-                    end.filter(|end| *end == range.start && !range.is_empty()).map(|_| range.end)
-                });
-                prop_assert_eq!(ends, Some(entry.bytes));
+                let mut end = 0;
+                for range in &ranges {
+                    prop_assert!(range.start == end && !range.is_empty(), "{:?}", ranges);
+                    end = range.end;
+                }
+                prop_assert_eq!(end, entry.bytes);
                 prop_assert!(entry.bytes > limit || ranges.len() <= 1, "{:?} was split", entry);
                 prop_assert!(ranges.iter().all(|range| range.start % LINE_BYTES == 0));
             }

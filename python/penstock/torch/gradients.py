@@ -60,6 +60,7 @@ def ddp_hook(
 
 class GradientReducer:
     """Averages the gradients of a model over the ranks of a group, from its construction on, in every backward pass.
+    The parameters keep it alive.
 
     When ``backward()`` returns, ``p.grad`` of every parameter is the average over the ranks, the same bits on all of them.
     A parameter that some rank did not use counts as zeros there; one that no rank used keeps the ``grad`` that it had.
@@ -124,10 +125,9 @@ class GradientReducer:
         )
         self._enabled = True
         self._pass: dict[int, torch.Tensor] | None = None
-        # A hook must not keep alive what holds it: models come and go.
-        this = weakref.ref(self)
+        # The parameters keep this object, so that nobody has to; Python collects both together.
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(_ready, this, index))
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
             for index, parameter in enumerate(self._parameters)
         ]
 
@@ -248,9 +248,3 @@ def _bucket_is_full(this: _BucketReducer, bucket: dist.GradBucket) -> torch.futu
 
 # DDP compares the annotations with types, and here they are texts.
 _bucket_is_full.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-
-
-def _ready(this: weakref.ref[GradientReducer], index: int, parameter: torch.nn.Parameter) -> None:
-    reducer = this()
-    if reducer is not None:
-        reducer._ready(index, parameter)
