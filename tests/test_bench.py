@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from penstock.bench import cli, figures, report
+from penstock.bench import cli, figures, report, training
 from penstock.bench.collectives import COLLECTIVES, PERIOD, Run
 from penstock.bench.launcher import BenchError
 from penstock.bench.mesh import Mesh
@@ -430,6 +430,62 @@ def test_figures_compare_with_their_targets() -> None:
     for figure in figures.FIGURES:
         labels = {*figure.backends, "equal split x8"}
         assert {target.label for target in figure.targets} <= labels
+
+
+# Training
+
+
+def test_the_bound_of_a_step() -> None:
+    """A gradient travels when it is made, at the link's rate, with what an all-reduce between hosts must carry."""
+    made = [(1.0, 100), (2.0, 100), (3.0, 800)]
+    assert training.bound(made, 2, 1e9) == pytest.approx(3 + 800 / 1e9)
+    assert training.bound(made, 2, 100.0) == pytest.approx(1 + 1000 / 100)  # the link is never idle
+    assert training.bound(made, 4, 100.0) == pytest.approx(1 + 1.5 * 1000 / 100)
+    assert training.bound([(1.0, 500), (9.0, 100)], 2, 100.0) == pytest.approx(9 + 100 / 100)
+
+
+def test_training_is_summarised_from_its_slowest_rank() -> None:
+    """Medians over steps, of the rank that has the longest; what came before the first turn does not count."""
+
+    def said(rank: int, way: str, turn: int, *seconds: float) -> dict[str, object]:
+        return {"rank": rank, "way": way, "turn": turn, "seconds": seconds, "stats": {"steps": 4, "rounds": 8}}
+
+    records = [
+        [
+            {"rank": 0, "ready": [[0.1, 1000], [0.2, 3000]]},
+            said(0, "compute", -1, 9.0),
+            said(0, "compute", 0, 0.3),
+            said(0, "ddp", 0, 1.0, 2.0),
+            said(0, "ddp", 1, 3.0),
+        ],
+        [
+            {"rank": 1, "ready": [[0.1, 1000], [0.25, 3000]]},
+            said(1, "compute", 0, 0.4),
+            said(1, "ddp", 0, 2.0, 4.0),
+            said(1, "ddp", 1, 6.0),
+        ],
+    ]
+    outcome = training.summarise(records, {"model": "cnn"}, 2, 2, 1e4)
+    assert (outcome.gradients, outcome.gradient_bytes, outcome.compute_s) == (2, 4000, 0.4)
+    assert [(way.name, way.step_s) for way in outcome.ways] == [("ddp", 4.0)]
+    assert outcome.bound_s == pytest.approx(0.25 + 0.3 + 0.4 - 0.25)
+    assert training.summarise(records, {"model": "cnn"}, 2, 1, None).bound_s is None
+
+
+def test_training_runs(tmp_path: pathlib.Path) -> None:
+    """Every way trains both models on loopback; an unknown way is refused with those that there are."""
+    few = ["--hosts", "1", "--ranks", "2", "--batch", "1", "--turns", "1", "--steps", "1"]
+    ways = [*training.WAYS, "hook-bfloat16", "reducer-float16"]
+    for model in ("cnn", "char-gpt"):
+        path = tmp_path / f"{model}.json"
+        run = _bench(["training", model, *few, "--ways", ",".join(ways), "--json", str(path)])
+        assert run.returncode == 0, run.stderr
+        (outcome,) = json.loads(path.read_text())["runs"]
+        assert [way["name"] for way in outcome["ways"]] == ways
+        assert all(way["step_s"] > 0 for way in outcome["ways"])
+        assert all(way["name"] in run.stdout for way in outcome["ways"])
+    run = _bench(["training", "cnn", *few, "--ways", "ddp,fast"])
+    assert run.returncode == 2 and "no way fast: there are ddp, gloo, hook" in run.stderr
 
 
 # Helpers

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from penstock.bench import machine, report
+from penstock.bench import machine, report, training
 from penstock.bench.collectives import COLLECTIVES
 from penstock.bench.figures import FIGURES
 from penstock.bench.figures import table as figures_table
@@ -37,6 +37,7 @@ def command() -> None:
     penstock bench all-reduce
     penstock bench all-reduce --sizes 64M --ranks 2 --backends penstock-tcp,gloo
     penstock bench all-reduce --hosts 2 --rate 1000 --flow 200 --sizes 64M
+    penstock bench training cnn
     penstock bench figures
     """
 
@@ -210,6 +211,66 @@ def figures(names: Sequence[str], rounds: int, timeout: float, json_path: str | 
     console.print("The figures of the training demo are those of `penstock demo`.", highlight=False)
     if json_path:
         report.write_json(json_path, description, documents, findings=[vars(finding) for finding in findings])
+
+
+@click.command()
+@click.argument("model", type=click.Choice(["char-gpt", "cnn"]))
+@click.option("--ways", default=",".join(training.WAYS), show_default=True, help="hook-bfloat16 and the like as well.")
+@click.option("--ranks", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--hosts", type=click.IntRange(1, 64), default=2, show_default=True, help="More than one needs root.")
+@click.option("--rate", type=float, default=1000.0, show_default=True, help="Testbed: Mbit/s of a link.")
+@click.option("--flow", default="200", show_default=True, help="Testbed: Mbit/s that one flow gets at most.")
+@click.option("--delay", type=float, default=0.0, help="Testbed: milliseconds from host to host, one way.")
+@click.option("--batch", type=click.IntRange(1), default=2, show_default=True, help="Samples a rank and step.")
+@click.option("--unit", default="1M", show_default=True, help="What one all-reduce of the hooks carries.")
+@click.option("--turns", type=click.IntRange(1), default=6, show_default=True, help="Turns of each way.")
+@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Steps in a turn.")
+@click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for all of it.")
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False), help="Write everything, every sample too, to this file."
+)
+def train(
+    model: str,
+    ways: str,
+    ranks: int,
+    hosts: int,
+    rate: float,
+    flow: str,
+    delay: float,
+    batch: int,
+    unit: str,
+    turns: int,
+    steps: int,
+    timeout: float,
+    json_path: str | None,
+) -> None:
+    """Measure training steps: DDP, gradient hooks and gloo beside what the link allows.
+
+    All ways train the same model on the same data by turns, in one run. See docs/gradients.md for the bound.
+    """
+    _check_folders(json_path)
+    names = ways.split(",")
+    known = {*training.WAYS, *(f"{way}-{wire}" for way in ("hook", "reducer") for wire in ("float16", "bfloat16"))}
+    if unknown := [name for name in names if name not in known]:
+        raise click.UsageError(f"no way {', '.join(unknown)}: there are {', '.join(sorted(known))}")
+    link = LinkSpec(rate_mbit=rate, flow_mbit=_parse_flow(flow), delay_ms=delay) if hosts > 1 else None
+    with reporting_errors():
+        print(f"training {model} on {link.describe() if link else 'one host'} ...", file=sys.stderr, flush=True)
+        with Testbed(hosts=hosts, link=link) if hosts > 1 else Loopback(hosts=1) as bed:
+            outcome = training.measure(
+                bed,
+                model=model,
+                ways=names,
+                ranks=ranks,
+                batch=batch,
+                turns=turns,
+                steps=steps,
+                unit_bytes=_parse_size(unit),
+                timeout_s=timeout,
+            )
+        result_console().print(outcome.table())
+        if json_path:
+            report.write_json(json_path, machine.describe(), [outcome.to_dict()])
 
 
 def _collective_command(name: str) -> click.Command:
@@ -472,3 +533,4 @@ LIMIT_FROM_BYTES = 256 << 10
 for _name in COLLECTIVES:
     command.add_command(_collective_command(_name))
 command.add_command(figures)
+command.add_command(train, "training")

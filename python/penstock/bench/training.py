@@ -1,0 +1,169 @@
+"""``penstock bench training``: steps of a model under DDP, with gradient hooks, and with gloo, beside what they could be.
+
+The bound of a step (docs/gradients.md): a gradient cannot travel before it is made, nor faster than the link. With
+communication off, gradient ``k`` is made ``t(k)`` seconds after the start of the step; it and all that are made later then
+have to pass the link. So no step ends before the largest of ``t(k) + bytes from k on / link``, and its optimizer comes after.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from penstock.bench.launcher import BenchError
+from penstock.testbed.cluster import Loopback, Testbed
+
+Bed = Testbed | Loopback
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one way of training did. Seconds are of the slowest rank: a median over its steps."""
+
+    name: str
+    step_s: float
+    samples: list[float]
+    stats: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run."""
+
+    model: str
+    ranks: int
+    hosts: int
+    gradients: int
+    gradient_bytes: int
+    bound_s: float | None
+    """None without a link, whose rate would bound it."""
+    compute_s: float
+    ways: list[Way]
+
+    def table(self) -> Table:
+        """One line a way."""
+        title = (
+            f"{self.model}: {self.gradients} gradients, {self.gradient_bytes / 1e6:.1f} MB, {self.ranks} ranks on "
+            f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
+        )
+        shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        shown.add_column("way")
+        for column in ("step ms", "of the bound", "times ddp", "rounds", "units"):
+            shown.add_column(column, justify="right", no_wrap=True)
+        base = next((way.step_s for way in self.ways if way.name == "ddp"), None)
+        shown.add_row("computing alone", f"{1e3 * self.compute_s:.1f}", "", "", "", "")
+        if self.bound_s is not None:
+            shown.add_row("the bound", f"{1e3 * self.bound_s:.1f}", "100 %", "", "", "")
+        for way in self.ways:
+            steps = way.stats.get("steps", 0)
+            shown.add_row(
+                way.name,
+                f"{1e3 * way.step_s:.1f}",
+                f"{self.bound_s / way.step_s:.0%}" if self.bound_s else "",
+                f"{base / way.step_s:.2f}x" if base else "",
+                *(f"{way.stats[key] / steps:.1f}" if steps else "" for key in ("rounds", "units")),
+            )
+        return shown
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, every sample too."""
+        return {**vars(self), "ways": [vars(way) for way in self.ways]}
+
+
+def measure(
+    bed: Bed,
+    *,
+    model: str,
+    ways: Sequence[str],
+    ranks: int,
+    batch: int,
+    turns: int,
+    steps: int,
+    unit_bytes: int,
+    timeout_s: float,
+) -> Outcome:
+    """Train on the hosts of ``bed``; every way does ``steps`` steps in each of ``turns`` turns.
+
+    Raises:
+        BenchError: a rank failed or hung, with the end of what it said.
+    """
+    options = {
+        "model": model,
+        "ways": list(ways),
+        "batch": batch,
+        "turns": turns,
+        "steps": steps,
+        "unit_bytes": unit_bytes,
+    }
+    command = [sys.executable, "-m", "penstock.bench.training_rank", json.dumps(options)]
+    try:
+        done = bed.run(command, ranks=ranks, timeout_s=timeout_s)
+    except TimeoutError as error:
+        raise BenchError(f"training {model}: {error}") from error
+    if done.returncode:
+        said = "\n  ".join(done.outputs[done.failed_rank or 0].strip().splitlines()[-20:])
+        raise BenchError(f"training {model}: rank {done.failed_rank} ended with {done.returncode}; it said:\n  {said}")
+    records = [_records(output) for output in done.outputs]
+    link = bed.link if isinstance(bed, Testbed) else None
+    payload = link.payload_mbit * 1e6 / 8 if link and link.payload_mbit else None
+    return summarise(records, options, ranks, bed.hosts, payload)
+
+
+def summarise(
+    records: Sequence[Sequence[dict[str, Any]]],
+    options: dict[str, Any],
+    ranks: int,
+    hosts: int,
+    payload_bytes_per_s: float | None,
+) -> Outcome:
+    """What the ranks said, in numbers. Pure."""
+    ready = [next(record["ready"] for record in each if "ready" in record) for each in records]
+    said: dict[str, list[dict[str, Any]]] = {}
+    for each in records:
+        for record in each:
+            if record.get("turn", -1) >= 0:
+                said.setdefault(record["way"], []).append(record)
+    ways = {}
+    for name, turns in said.items():
+        by_rank: dict[int, list[float]] = {}
+        for record in turns:
+            by_rank.setdefault(record["rank"], []).extend(record["seconds"])
+        slowest = max(by_rank.values(), key=statistics.median)
+        ways[name] = Way(name, statistics.median(slowest), slowest, turns[-1]["stats"])
+    compute_s = ways.pop("compute").step_s
+    bound_s = None
+    if payload_bytes_per_s and hosts > 1:
+        made_s = max(each[-1][0] for each in ready)
+        bound_s = max(bound(each, hosts, payload_bytes_per_s) for each in ready) + max(0.0, compute_s - made_s)
+    sizes = [size for _, size in ready[0]]
+    return Outcome(options["model"], ranks, hosts, len(sizes), sum(sizes), bound_s, compute_s, list(ways.values()))
+
+
+def bound(ready: Sequence[Sequence[float]], hosts: int, payload_bytes_per_s: float) -> float:
+    """Seconds before which no rank can have all gradients: ``ready`` holds (seconds, bytes), in the order of the seconds.
+
+    An all-reduce puts 2(h - 1)/h of its bytes on each host's link, each way, if ranks of one host reduce among themselves
+    first; no algorithm over host links needs less (Patarasuk and Yuan 2009).
+    """
+    left = sum(size for _, size in ready)
+    latest = 0.0
+    for seconds, size in ready:
+        latest = max(latest, seconds + 2 * (hosts - 1) / hosts * left / payload_bytes_per_s)
+        left -= size
+    return latest
+
+
+def _records(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith('{"rank": ')]
+
+
+WAYS = ("ddp", "hook", "reducer", "gloo")
+"""What runs when --ways names none: DDP over Penstock as it is, DDP with `penstock.torch.ddp_hook`, a model without DDP under
+`penstock.torch.GradientReducer`, DDP over gloo. "hook-bfloat16" and the like send half the bytes."""

@@ -1,0 +1,167 @@
+"""One rank of `penstock bench training`: trains a model in several ways by turns, and tells how long their steps took.
+
+All ways train their own copy of one model on the same data, in the same process, so that what disturbs the machine disturbs
+all of them. Standard output takes one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.torch import GradientReducer, ddp_hook
+
+
+@dataclass
+class Way:
+    """One way to train: a step, and what its reducer counts."""
+
+    step: Callable[[], None]
+    stats: Callable[[], dict[str, Any]] = dict
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    dist.init_process_group("penstock")
+    torch.manual_seed(dist.get_rank())
+    make, batch = MODELS[options["model"]]
+    data = batch(options["batch"])
+    ways = {name: _way(name, make, data, options) for name in options["ways"]}
+    compute = _way("compute", make, data, options)
+    ready = _ready_times(make, data)
+    _say(ready=ready, gradients=len(ready))
+    for turn in range(options["turns"] + 1):
+        for name, way in {"compute": compute, **ways}.items():
+            seconds = []
+            for _ in range(options["steps"]):
+                dist.barrier()
+                started = time.perf_counter()
+                way.step()
+                seconds.append(time.perf_counter() - started)
+            # The first turn makes connections, buckets and buffers.
+            _say(way=name, turn=turn - 1, seconds=seconds, stats=way.stats())
+    dist.destroy_process_group()
+
+
+def _way(name: str, make: Callable[[], nn.Module], data: Any, options: dict[str, Any]) -> Way:
+    torch.manual_seed(0)
+    model = make()
+    stats: Callable[[], dict[str, Any]] = dict
+    wire = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(name.partition("-")[2])
+    if name in ("ddp", "gloo") or name.startswith("hook"):
+        group = dist.new_group(backend="gloo") if name == "gloo" else None
+        model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+        if name.startswith("hook"):
+            stats = ddp_hook(model, unit_bytes=options["unit_bytes"], wire=wire).stats
+    elif name.startswith("reducer"):
+        stats = GradientReducer(model, unit_bytes=options["unit_bytes"], wire=wire).stats
+    elif name != "compute":
+        raise ValueError(f"no way {name!r}")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(*data).backward()
+        optimizer.step()
+
+    return Way(step, stats)
+
+
+def _ready_times(make: Callable[[], nn.Module], data: Any) -> list[list[float]]:
+    """For each gradient, in the order in which they are made without any communication: seconds from the start of the step,
+    bytes. The medians over some steps that all ranks take together."""
+    model = make()
+    times: dict[str, list[float]] = {name: [] for name, _ in model.named_parameters()}
+    started = 0.0
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: times[name].append(time.perf_counter() - started)
+        )
+    for _ in range(READY_STEPS):
+        model.zero_grad()
+        dist.barrier()
+        started = time.perf_counter()
+        model(*data).backward()
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    settled = [(sorted(each[1:])[len(each) // 2], sizes[name]) for name, each in times.items()]
+    return [list(pair) for pair in sorted(settled)]
+
+
+class _Loss(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, data: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.model(data), target)
+
+
+class _Residual(nn.Module):
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(out),
+            nn.ReLU(),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
+        self.short = nn.Conv2d(channels, out, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(data) + self.short(data))
+
+
+def _cnn() -> nn.Module:
+    """A residual network as for CIFAR (He et al. 2016, section 4.2), twice as wide: 115 gradients, 6.1 MB."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
+    for channels, out in ((32, 32), (32, 64), (64, 96)):
+        for block in range(6):
+            layers.append(_Residual(channels if block == 0 else out, out, 2 if block == 0 and channels != out else 1))
+    return _Loss(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10)))
+
+
+class _CharGPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from penstock.demo.char_gpt.model import CharGPT, GPTConfig
+
+        self.model = CharGPT(GPTConfig(vocabulary=65))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens, targets)[1]
+
+
+def _images(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(count, 3, 32, 32), torch.randint(10, (count,))
+
+
+def _texts(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(65, (count, 64)), torch.randint(65, (count, 64))
+
+
+def _say(**message: Any) -> None:
+    print(json.dumps({"rank": dist.get_rank(), **message}), flush=True)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "char-gpt": (_CharGPT, _texts),
+    "cnn": (_cnn, _images),
+}
+
+READY_STEPS = 12
+"""One to warm up, and enough others for a median: the machine's noise is in the tenths, not in the halves."""
+
+if __name__ == "__main__":
+    main()
