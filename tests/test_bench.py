@@ -450,20 +450,16 @@ def test_training_is_summarised_from_its_slowest_rank() -> None:
     def said(rank: int, way: str, turn: int, *seconds: float) -> dict[str, object]:
         return {"rank": rank, "way": way, "turn": turn, "seconds": seconds, "stats": {"steps": 4, "rounds": 8}}
 
+    first = [
+        said(0, "compute", -1, 9.0),
+        said(0, "compute", 0, 0.3),
+        said(0, "ddp", 0, 1.0, 2.0),
+        said(0, "ddp", 1, 3.0),
+    ]
+    second = [said(1, "compute", 0, 0.4), said(1, "ddp", 0, 2.0, 4.0), said(1, "ddp", 1, 6.0)]
     records = [
-        [
-            {"rank": 0, "ready": [[0.1, 1000], [0.2, 3000]]},
-            said(0, "compute", -1, 9.0),
-            said(0, "compute", 0, 0.3),
-            said(0, "ddp", 0, 1.0, 2.0),
-            said(0, "ddp", 1, 3.0),
-        ],
-        [
-            {"rank": 1, "ready": [[0.1, 1000], [0.25, 3000]]},
-            said(1, "compute", 0, 0.4),
-            said(1, "ddp", 0, 2.0, 4.0),
-            said(1, "ddp", 1, 6.0),
-        ],
+        [{"rank": 0, "ready": [[0.1, 1000], [0.2, 3000]]}, *first],
+        [{"rank": 1, "ready": [[0.1, 1000], [0.25, 3000]]}, *second],
     ]
     outcome = training.summarise(records, {"model": "cnn"}, 2, 2, 1e4)
     assert (outcome.gradients, outcome.gradient_bytes, outcome.compute_s) == (2, 4000, 0.4)
