@@ -6,6 +6,7 @@ objects (`tests/fake_cuda.py`): it shows that the code around the device is righ
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import threading
@@ -113,6 +114,30 @@ def test_collectives_on_fakes(medium: Backend) -> None:
 def test_completed_means_there_on_fakes() -> None:
     """`is_completed` holds back until the device has the result."""
     _run(_completed, ALL["penstock"], True)
+
+
+@pytest.mark.parametrize("asked", ["penstock", "cpu:penstock,cuda:penstock", "cpu:penstock,cuda:gloo"])
+def test_tensors_meant_for_another_backend(asked: str) -> None:
+    """Where torch drops the backend that CUDA tensors are to have, they are refused; nothing was sent. (Fakes.)"""
+    _run(_meant_for_another, ALL["penstock"], asked)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole group", "one device's"])
+def test_only_a_whole_group_refuses(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch's two base classes only the one that is the whole group can have taken another backend's place."""
+    from penstock.torch import backend
+
+    if not whole and issubclass(backend._CLASS, dist.ProcessGroup):
+        pytest.skip(f"torch {torch.__version__} offers whole groups only")
+    monkeypatch.setattr(backend, "_can_be_made", lambda base: not whole)
+    # Without a membership: the check needs none.
+    cls = backend._class()
+    group = cls.__new__(cls, 0, 1)
+    expected = {"cpu:penstock,cuda:nccl": whole, "cpu:penstock,cuda:penstock": False, "penstock": False}
+    for asked, refused in expected.items():
+        monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, asked)
+        with pytest.raises(ValueError, match=r"cuda:nccl.* 2\.14") if refused else contextlib.nullcontext():
+            group._check_cuda()
 
 
 def test_two_threads_wait_at_once(fakes: None) -> None:
@@ -426,6 +451,28 @@ def _free_early(how: str) -> None:
             torch.cuda.synchronize()
             for squatter in squatters:
                 same(squatter.cpu(), 7.0, "memory that was not the operation's any more was written to")
+    dist.destroy_process_group()
+
+
+def _meant_for_another(asked: str) -> None:
+    place = _place(True)
+    dist.init_process_group(asked, timeout=datetime.timedelta(seconds=60))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # A fake lies on the CPU, and there torch 2.14 and newer look for its backend: it is Penstock's in every case.
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    dropped = isinstance(backend, dist.ProcessGroup) and "gloo" in asked
+    tensor = place(torch.full((1000,), float(rank)))
+    if dropped:
+        with pytest.raises(ValueError, match=r"cuda:gloo.* 2\.14"):
+            backend.allreduce([tensor], dist.AllreduceOptions())
+        same(tensor.cpu(), float(rank))
+    else:
+        backend.allreduce([tensor], dist.AllreduceOptions()).wait()
+        same(tensor.cpu(), float(sum(range(world))))
+    # The group is as good as before.
+    tensor = torch.full((1000,), float(rank))
+    dist.all_reduce(tensor)
+    same(tensor, float(sum(range(world))))
     dist.destroy_process_group()
 
 
