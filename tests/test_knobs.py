@@ -1,0 +1,131 @@
+"""Proves that knobs of the environment which change nothing in a result reach the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import threading
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import ranks
+from backends import ALL
+
+TCP = ALL["penstock-tcp"]
+
+
+@pytest.mark.parametrize("checksum", ["1", "0"])
+def test_checksum(checksum: str) -> None:
+    """A byte changes on its way: with PENSTOCK_CHECKSUM=1 the frame comes again, with 0 nobody notices."""
+    values = ranks.run(_broadcast_past_a_vandal, count=2, env={**TCP.env, "PENSTOCK_CHECKSUM": checksum})
+    assert sum(damaged for damaged, _ in values) == 1
+    assert [wrong for _, wrong in values] == [0, 0 if checksum == "1" else 1]
+
+
+def test_peer_timeout() -> None:
+    """With PENSTOCK_PEER_TIMEOUT=1 a rank that is stopped is lost before the default of 4 s is over, not at once."""
+    with ranks.Ranks(_all_reduce_for_ever, count=2, env={**TCP.env, "PENSTOCK_PEER_TIMEOUT": "1"}) as job:
+        job.await_note("running", deadline_s=60)
+        stopped_s = job.signal(1, signal.SIGSTOP)
+        (survivor,) = job.outcomes(of=[0], timeout_s=30, grace_s=None)
+    assert survivor.raised is not None and survivor.raised.is_a("penstock.errors.PeerLost"), str(survivor)
+    assert 0.5 < survivor.ended_s - stopped_s < 4.0, survivor.raised.text
+
+
+def test_socket_buffer() -> None:
+    """PENSTOCK_SOCKET_BUFFER is what both ends of every stream have, to send and to receive."""
+    nbytes = 96 << 10
+    env = {**TCP.env, "PENSTOCK_SOCKET_BUFFER": str(nbytes), "PENSTOCK_STREAMS": "3"}
+    for buffers in ranks.run(_socket_buffers, count=2, env=env):
+        # The kernel doubles what it is asked for, for its own needs (socket(7)).
+        assert buffers == 3 * [(2 * nbytes, 2 * nbytes)]
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+
+def _broadcast_past_a_vandal() -> tuple[int, int]:
+    """How many bytes this rank's vandal has changed, and how many elements are wrong here after a broadcast."""
+    from penstock.torch import rendezvous
+
+    vandal, agree = _Vandal(), rendezvous._agree
+
+    def past_the_vandal(*args: object) -> object:
+        agreed, members = agree(*args)
+        # Whichever rank opens the streams of the pair meets its own vandal (penstock-net, contact.rs).
+        return agreed, [re.sub(r"127\.0\.0\.1:(\d+)", vandal.stand_before, member) for member in members]
+
+    rendezvous._agree = past_the_vandal
+    dist.init_process_group("penstock")
+    tensor = torch.full((1 << 16,), _MARK if dist.get_rank() == 0 else 0, dtype=torch.uint8)
+    dist.broadcast(tensor, 0)
+    dist.barrier()
+    dist.destroy_process_group()
+    return vandal.damaged, int(tensor.ne(_MARK).sum())
+
+
+def _all_reduce_for_ever() -> None:
+    dist.init_process_group("penstock")
+    tensor = torch.ones(1000)
+    while True:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        ranks.note("running")
+
+
+def _socket_buffers() -> list[tuple[int, int]]:
+    """SO_SNDBUF and SO_RCVBUF of this rank's streams."""
+    dist.init_process_group("penstock")
+    dist.all_reduce(torch.ones(1000))
+    store = int(os.environ["MASTER_PORT"])
+    buffers = []
+    for connection in psutil.Process().net_connections(kind="tcp"):
+        if connection.status == psutil.CONN_ESTABLISHED and connection.raddr.port != store:
+            with socket.socket(fileno=os.dup(connection.fd)) as stream:
+                options = (socket.SO_SNDBUF, socket.SO_RCVBUF)
+                buffers.append(tuple(stream.getsockopt(socket.SOL_SOCKET, option) for option in options))
+    dist.barrier()
+    dist.destroy_process_group()
+    return buffers
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+class _Vandal:
+    """Stands before a rank's door and hands on what passes, both ways, but for one byte in a run of `_MARK`."""
+
+    def __init__(self) -> None:
+        self.damaged = 0
+        self._lock = threading.Lock()
+
+    def stand_before(self, door: re.Match[str]) -> str:
+        server = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._serve, args=(server, int(door[1])), daemon=True).start()
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+    def _serve(self, server: socket.socket, port: int) -> None:
+        while True:
+            near, _ = server.accept()
+            far = socket.create_connection(("127.0.0.1", port))
+            for way in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=way, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(1 << 20)):
+                with self._lock:
+                    if not self.damaged and (at := data.find(bytes([_MARK]) * 100)) >= 0:
+                        data[at] ^= 1
+                        self.damaged += 1
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+# Longer runs of it than a header has bytes are a tensor's.
+_MARK = 0xA5
