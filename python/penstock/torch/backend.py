@@ -649,6 +649,7 @@ def _can_be_made(base: type) -> bool:
     return True
 
 
+# A guess: far more than the one element that is known to need it, and little enough that all together hold 4 MiB.
 _SMALL_BYTES = 4096
 # More than the buckets of one backward pass.
 _LATELY = 1024

@@ -307,4 +307,6 @@ def _announce(membership: Membership, settings: config.Settings, agreed: dict[st
 _FAILED = "failed"
 # Keys a read: a batch of 512 contacts is some 64 KiB.
 _BATCH = 512
+# How late a rank learns that another has given up: chosen for people, who take it for at once. A look costs the store
+# 26 us (measured, over loopback), so 512 ranks that wait take 3 % of a core.
 _SLICE_S = 0.5
