@@ -6,6 +6,7 @@ import collections
 import contextlib
 import json
 import pathlib
+import re
 import sys
 
 import psutil
@@ -40,6 +41,23 @@ def test_streams_take_turns(knob: str, interfaces: str, expected: dict[str, int]
     assert collections.Counter(ip for ip, port in remotes) == expected, remotes
     for value in values:
         assert len(value["sent_bytes"]) == 6 and all(value["sent_bytes"]), value
+
+
+ASKED = ["PENSTOCK_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
+
+
+@pytest.mark.parametrize("first", range(len(ASKED)), ids=ASKED)
+def test_the_first_variable_that_is_set_decides(first: int) -> None:
+    """What a later one names does not even have to exist; the log says which variable it was."""
+    env = {**TCP.env, "PENSTOCK_LOG": "info", **dict.fromkeys(ASKED[:first]), **dict.fromkeys(ASKED[first:], "nosuch0")}
+    with ranks.Ranks(count_streams, count=2, env={**env, ASKED[first]: "lo"}) as job:
+        outcomes = job.outcomes(timeout_s=60)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    assert {ip for outcome in outcomes for ip, _ in outcome.value["listening"]} <= {"127.0.0.1", "::1"}
+    assert any(re.search(rf"over lo .*\({ASKED[first]}\b", outcome.output) for outcome in outcomes), str(outcomes[0])
+    with ranks.Ranks(count_streams, count=2, env=env) as job:
+        for outcome in job.outcomes(timeout_s=60, grace_s=20):
+            assert outcome.raised is not None and ASKED[first] in outcome.raised.text, str(outcome)
 
 
 def test_two_addresses_of_two_hosts() -> None:
