@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from backends import BACKENDS, Backend
-from penstock.demo import cli, comparison, prediction, report
+from penstock.demo import cli, comparison, link_probe, prediction, report
 from penstock.demo.training import WARM_UP_STEPS, Phases, Step, Training
 from penstock.testbed import CompletedRun, FlowClass, LinkSpec, Testbed, TestbedUnavailable
 
@@ -191,6 +191,24 @@ def test_prediction_hides_what_fits_behind_the_backward_pass() -> None:
     slowed = prediction.predict_step(compute, buckets, ranks=2, bytes_per_s=1e6, slowdown_s_per_byte=4e-6)
     assert slowed.transfers == (prediction.Transfer(16, 16, 17), prediction.Transfer(34, 34, 37))
     assert (slowed.exposed_s, slowed.step_s) == (3, 42)
+
+
+def test_what_the_link_carries_is_read_from_exchanges() -> None:
+    """The slower host ends an exchange and the median one counts; processor time is spread over a host's bytes."""
+    seconds = [[1.0, 2.0, 9.0], [4.0, 1.0, 9.0]]
+    assert link_probe.carriage(seconds, processor_s=6.0, nbytes=8) == link_probe.Carriage(2.0, 0.25)
+
+
+@pytest.mark.parametrize(("processors", "step_s"), [(1, 51.0), (2, 47.0), (3, 43.0)])
+def test_sockets_slow_the_computation_where_no_processor_is_idle(
+    processors: int, step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worked out by hand: 40 s of computation, 3 s that it does not hide, and what the first bucket's 1 MB costs it."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    ends = [{"bucket_bytes": [1_000_000, 3_000_000]}] * 2
+    training = dataclasses.replace(trained(losses=[[3.0] * (WARM_UP_STEPS + 1)] * 2, compute_s=40.0), ends=ends)
+    assert cli.foresee(training, link_probe.Carriage(1e6, 8e-6)).step_s == pytest.approx(step_s)
+    assert cli.foresee(training, None) is None
 
 
 def test_the_link_is_probed_with_a_steps_bytes(root: pathlib.Path) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -74,9 +75,20 @@ def exchange(bed: Bed, flows: int, nbytes: int) -> Carriage:
         if isinstance(answer, OSError):
             raise answer
     seconds, ticks = zip(*answers, strict=True)
+    return carriage(seconds, ticks[0] / os.sysconf("SC_CLK_TCK"), nbytes)
+
+
+def carriage(seconds: Sequence[Sequence[float]], processor_s: float, nbytes: int) -> Carriage:
+    """What exchanges of ``nbytes`` each way came to. Pure.
+
+    Args:
+        seconds: of each host, how long each exchange took it; one is over when both have ended it.
+        processor_s: of all processors, for all of these exchanges.
+    """
+    exchanges = list(zip(*seconds, strict=True))
     return Carriage(
-        bytes_per_s=statistics.median(nbytes / max(both) for both in zip(*seconds, strict=True)),
-        processor_s_per_byte=ticks[0] / os.sysconf("SC_CLK_TCK") / (REPEATS * nbytes),
+        bytes_per_s=statistics.median(nbytes / max(both) for both in exchanges),
+        processor_s_per_byte=processor_s / (len(exchanges) * nbytes),
     )
 
 
