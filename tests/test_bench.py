@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -368,6 +369,7 @@ def test_sizes_ranks_and_variants_are_parsed() -> None:
     variant = cli.parse_variant("wide=penstock,PENSTOCK_SHM=0,PENSTOCK_STREAMS=16")
     assert (variant.label, variant.role, variant.limit) == ("wide", "torch:penstock", "sockets")
     assert variant.env == {"PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "16"}
+    assert cli.parse_variant("there=cpu:gloo").role == "torch:cpu:gloo"
     for parse, text in [
         (cli.parse_sizes, "1X"),
         (cli.parse_sizes, "4M..1K"),
@@ -376,9 +378,32 @@ def test_sizes_ranks_and_variants_are_parsed() -> None:
         (cli.parse_ranks, "two"),
         (cli.parse_variant, "penstock"),
         (cli.parse_variant, "a=penstock,X"),
+        (cli.parse_variant, "=penstock"),
+        (cli.parse_variant, "a=,X=1"),
     ]:
         with pytest.raises(click.BadParameter):
             parse(text)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("base", [*cli.BACKENDS.values(), *cli.ENGINES.values()], ids=lambda series: series.label)
+def test_a_variant_extends_what_the_bench_has(base: Series) -> None:
+    """Every name of --backends is one for --variant: the same role, its settings and more; the limit follows."""
+    assert cli.parse_variant(f"it={base.label}") == dataclasses.replace(base, label="it")
+    more = cli.parse_variant(f"it={base.label},PENSTOCK_STREAMS=4")
+    assert more == dataclasses.replace(base, label="it", env={**base.env, "PENSTOCK_STREAMS": "4"})
+    if base.role.endswith(":penstock"):
+        assert cli.parse_variant(f"it={base.label},PENSTOCK_SHM=0").limit == "sockets"
+        assert cli.parse_variant(f"it={base.label},PENSTOCK_SHM=1").limit == "copy"
+
+
+def test_a_variant_of_nothing_says_what_there_is() -> None:
+    """Before anything has started: the name, what the bench has and what torch has; and what a testbed cannot carry."""
+    done = _bench(["all-reduce", "--backends", "gloo", "--variant", "x=penstock-tpc,PENSTOCK_STREAMS=4"])
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    for part in ("no backend penstock-tpc", "penstock-tcp", "penstock-empty", "nccl"):
+        assert part in done.stderr, done.stderr
+    with pytest.raises(click.UsageError, match=r"x cannot run here: .* penstock-tcp"):
+        cli.choose("gloo", ["x=penstock-empty,PENSTOCK_STREAMS=4"], on_testbed=True)
 
 
 def test_quantile_is_a_measured_value() -> None:

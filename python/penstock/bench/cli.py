@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -74,19 +74,23 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def parse_variant(text: str) -> Series:
-    """``NAME=BACKEND[,KEY=VALUE...]``: a torch backend under a name of its own, with environment variables.
+    """``NAME=BACKEND[,KEY=VALUE...]``: a backend under a name of its own, with environment variables.
+
+    The backend is one of `KNOWN`, whose variables these extend, or one by torch's name for it.
 
     Raises click.BadParameter.
     """
-    name, equals, rest = text.partition("=")
-    backend, *pairs = rest.split(",")
-    if not name or not equals or not backend or not all("=" in pair for pair in pairs):
-        raise click.BadParameter(
-            f"{text}: give NAME=BACKEND[,KEY=VALUE...], such as 16-streams=penstock,PENSTOCK_STREAMS=16"
-        )
-    env = dict(pair.split("=", 1) for pair in pairs)
-    shared = backend == "penstock" and env.get("PENSTOCK_SHM") != "0"
-    return Series(name, f"torch:{backend}", env, limit="copy" if shared else "sockets")
+    name, backend, env = _variant_parts(text)
+    if backend in KNOWN:
+        base = KNOWN[backend]
+    else:
+        _check_torch_knows(text, backend)
+        base = Series(name, f"torch:{backend}", limit="sockets")
+    variant = replace(base, label=name, env={**base.env, **env})
+    if variant.role.endswith(":penstock"):
+        shared = variant.env.get("PENSTOCK_SHM") != "0"
+        variant = replace(variant, limit="copy" if shared else "sockets")
+    return variant
 
 
 def options(function: Function) -> Function:
@@ -101,14 +105,14 @@ def options(function: Function) -> Function:
         click.option(
             "--backends",
             default=None,
-            help=f"Of {', '.join([*BACKENDS, *ENGINES])}.  [default: all that are here, without engine-*]",
+            help=f"Of {', '.join(KNOWN)}.  [default: all that are here, without engine-*]",
         ),
         click.option(
             "--variant",
             "variants",
             multiple=True,
             metavar="NAME=BACKEND,KEY=VALUE",
-            help="One more backend, with settings of its own.",
+            help="One more backend: of these or by torch's name, with settings of its own.",
         ),
         click.option("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="float32", show_default=True),
         click.option(
@@ -371,14 +375,15 @@ def choose(backends: str | None, variants: Sequence[str], on_testbed: bool) -> t
     Raises click.UsageError.
     """
     asked = backends.split(",") if backends else list(BACKENDS)
-    known = {**BACKENDS, **ENGINES}
-    unknown = [name for name in asked if name not in known]
+    unknown = [name for name in asked if name not in KNOWN]
     if unknown:
-        raise click.UsageError(f"no backend {', '.join(unknown)}: there are {', '.join(known)}; --variant makes others")
+        raise click.UsageError(f"no backend {', '.join(unknown)}: there are {', '.join(KNOWN)}; --variant makes others")
     chosen, skipped = [], {}
-    for each in [known[name] for name in asked] + [parse_variant(text) for text in variants]:
+    candidates = [(name, KNOWN[name]) for name in asked]
+    candidates += [(_variant_parts(text)[1], parse_variant(text)) for text in variants]
+    for base, each in candidates:
         reason = unavailable(each, on_testbed)
-        if reason is None and on_testbed and each.label in NOT_OVER_LINKS:
+        if reason is None and on_testbed and base in NOT_OVER_LINKS:
             reason = "the testbed's hosts share no memory: over links it is penstock-tcp"
         if reason is None:
             chosen.append(each)
@@ -475,6 +480,29 @@ def _check_folders(*paths: str | None) -> None:
             raise click.BadParameter(f"{path}: there is no such folder")
 
 
+def _variant_parts(text: str) -> tuple[str, str, dict[str, str]]:
+    """The name, the backend and the environment variables of a variant. Raises click.BadParameter."""
+    name, _, rest = text.partition("=")
+    backend, *pairs = rest.split(",")
+    if not name or not backend or not all("=" in pair for pair in pairs):
+        raise click.BadParameter(
+            f"{text}: give NAME=BACKEND[,KEY=VALUE...], such as 16-streams=penstock-tcp,PENSTOCK_STREAMS=16"
+        )
+    return name, backend, dict(pair.split("=", 1) for pair in pairs)
+
+
+def _check_torch_knows(text: str, backend: str) -> None:
+    """Raises click.BadParameter where the ranks would fail, each with a traceback."""
+    import torch.distributed as dist
+
+    names = [name for name in dist.Backend.backend_list if name != "undefined"]
+    # torch also takes "cpu:gloo".
+    if backend.rpartition(":")[2].lower() not in names:
+        raise click.BadParameter(
+            f"{text}: no backend {backend}: the bench has {', '.join(KNOWN)}; torch has {', '.join(names)}"
+        )
+
+
 def _parse_size(text: str) -> int:
     number, unit = text.strip().rstrip("iB"), 1
     if number and number[-1].upper() in UNITS:
@@ -518,6 +546,9 @@ ENGINES = {
     )
 }
 """What --backends can name as well: the engine without torch, for all-reduce."""
+
+KNOWN = {**BACKENDS, **ENGINES}
+"""All that --backends can name, and --variant extend."""
 
 DEFAULT_FLOWS = {False: [1, 4, 8], True: [8, 16]}
 """Connections of the raw sockets, by whether they run on a testbed. On loopback the processor decides, and no one number
