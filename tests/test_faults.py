@@ -15,6 +15,7 @@ import pathlib
 import queue
 import random
 import re
+import select
 import signal
 import socket
 import struct
@@ -414,6 +415,12 @@ def test_fork_after_init(medium: Backend) -> None:
         assert "fork" in text, text
 
 
+def test_fork_while_a_group_is_joined() -> None:
+    """A child forked while another thread joins a group is told, too: it does not wait for a lock for ever."""
+    (text,) = ranks.run(_fork_while_joining, count=1)
+    assert "forked" in text, text
+
+
 @pytest.mark.parametrize("medium", MEDIA, ids=str)
 @pytest.mark.parametrize("how", ["tensor", "tensor and work", "memory"])
 def test_tensors_freed_early(how: str, medium: Backend) -> None:
@@ -760,6 +767,42 @@ def _fork_and_use() -> tuple[list[str], str]:
     same(tensor, float(size))
     dist.destroy_process_group()
     return kinds, text
+
+
+def _fork_while_joining() -> str:
+    from penstock.torch import rendezvous
+
+    _start()
+    held, enough = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with rendezvous._Engine._lock:
+            held.set()
+            enough.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            rendezvous.join(dist.HashStore(), 0, 1, datetime.timedelta(seconds=20), "the child's", 0)
+        except RuntimeError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    if not select.select([reading], [], [], 30)[0]:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    enough.set()
+    holder.join()
+    with open(reading) as answer_from_child:
+        text = answer_from_child.read()
+    dist.all_reduce(torch.ones(1000))
+    dist.destroy_process_group()
+    return text
 
 
 def _free_early(how: str) -> None:

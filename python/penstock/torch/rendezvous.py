@@ -179,6 +179,11 @@ class _Engine:
         if engine is not None and engine._pid == os.getpid():
             engine.core.stop()
 
+    @classmethod
+    def _renew_lock(cls) -> None:
+        """In a forked child: a thread that only the parent has may hold it for ever."""
+        cls._lock = threading.RLock()
+
 
 def _agree(
     store: Any, rank: int, world: int, timeout: timedelta, name: str, settings: config.Settings, engine: _Engine
@@ -310,3 +315,4 @@ _BATCH = 512
 # How late a rank learns that another has given up: chosen for people, who take it for at once. A look costs the store
 # 26 us (measured, over loopback), so 512 ranks that wait take 3 % of a core.
 _SLICE_S = 0.5
+os.register_at_fork(after_in_child=_Engine._renew_lock)
