@@ -16,7 +16,7 @@ import torch.distributed as dist
 import penstock
 import ranks
 from backends import ALL
-from penstock import config
+from penstock import config, doctor
 
 
 def test_info_shows_values_and_where_they_come_from() -> None:
@@ -60,6 +60,13 @@ def test_doctor_warns() -> None:
         assert f"! rank {rank}: only 2048 open files are allowed; raise it (ulimit -n 65536)" in ended.stdout
 
 
+def test_doctor_leaves_the_group_when_a_check_fails() -> None:
+    """The error comes out, on the other rank as one that names this rank, and neither has a process group left."""
+    (first, _, first_left), (second, text, second_left) = ranks.run(_check_that_fails, count=2)
+    assert first == "ZeroDivisionError" and second in ("PeerLost", "Closed") and "rank 0" in text, (second, text)
+    assert not first_left and not second_left
+
+
 @pytest.mark.parametrize("medium", ["penstock-tcp", "penstock"])
 def test_memory_is_bounded(medium: str) -> None:
     """With 4 peers and default settings the engine stays below the 64 MiB that are promised, whatever is in flight."""
@@ -68,6 +75,15 @@ def test_memory_is_bounded(medium: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
+
+
+def _check_that_fails() -> tuple[str, str, bool]:
+    """Rank 0 cannot exchange anything; what the doctor raised here, and whether there is still a process group."""
+    if os.environ["RANK"] == "0":
+        doctor._exchange = lambda *_: 1 / 0
+    with pytest.raises(Exception) as raised:
+        doctor._run(1000, 60.0)
+    return type(raised.value).__name__, str(raised.value), dist.is_initialized()
 
 
 def _flood() -> int:

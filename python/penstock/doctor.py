@@ -38,12 +38,23 @@ def command(mebibytes: int, timeout: float) -> None:
 
 
 def _run(size: int, timeout: float) -> bool:
+    import torch.distributed as dist
+
+    dist.init_process_group("penstock", timeout=timedelta(seconds=timeout))
+    try:
+        return _check(size)
+    finally:
+        # Also after an error: the other ranks then learn of it now, and not from their time-out.
+        dist.destroy_process_group()
+
+
+def _check(size: int) -> bool:
+    """Every pair of the group, and this machine's limits; rank 0 prints. Whether there is nothing to mend."""
     import torch
     import torch.distributed as dist
 
     from penstock.torch import stats
 
-    dist.init_process_group("penstock", timeout=timedelta(seconds=timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
     rates: dict[int, float] = {}
     block = torch.zeros(size, dtype=torch.uint8)
@@ -63,9 +74,7 @@ def _run(size: int, timeout: float) -> bool:
     dist.all_gather_object(everyone, own)
     if rank == 0:
         _print(everyone)
-    healthy = not any(one["limits"]["warnings"] for one in everyone)
-    dist.destroy_process_group()
-    return healthy
+    return not any(one["limits"]["warnings"] for one in everyone)
 
 
 def _exchange(dist: Any, torch: Any, block: Any, other: int) -> None:
