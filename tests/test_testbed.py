@@ -30,6 +30,7 @@ from penstock.testbed import (
     cluster,
     flow_class,
     keeper,
+    launch,
     link,
     relay,
 )
@@ -327,25 +328,18 @@ def test_the_first_failure_decides_and_the_others_may_say_what_they_noticed(bed:
     Its last words have no newline, and count all the same.
     """
     program = """
-import os, socket, sys, time
-address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+import sys
 if os.environ["RANK"] == "0":
     with socket.create_server(address) as server:
         server.settimeout(20)
         other = int(server.accept()[0].recv(10))
-    while os.path.exists(f"/proc/{other}"):  # until the launcher has seen it end
-        time.sleep(0.01)
+    wait_until(lambda: not os.path.exists(f"/proc/{other}"))  # the launcher has seen it end
     sys.stdout.write("noticed")
     sys.exit(4)
-while True:
-    try:
-        stream = socket.create_connection(address)
-    except ConnectionRefusedError:
-        continue
-    stream.sendall(str(os.getpid()).encode())
-    sys.exit(3)
+connect().sendall(str(os.getpid()).encode())
+sys.exit(3)
 """
-    done = bed.run(python(program), ranks=2, grace_s=20)
+    done = bed.run(python(PATIENCE + program), ranks=2, grace_s=20)
     assert (done.failed_rank, done.returncode, done.returncodes) == (1, 3, {0: 4, 1: 3})
     assert done.outputs == ["noticed", ""]
 
@@ -391,17 +385,18 @@ def test_a_program_that_does_not_exist_is_an_error_at_once(bed: Testbed) -> None
 
 
 @needs_namespaces
-def test_a_run_reports_its_own_traffic(bed: Testbed) -> None:
+def test_a_run_reports_its_own_traffic(bed: Testbed, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Counters and classes of a run start at zero, whatever crossed before, and tell the flows that were open."""
+    seen = tmp_path / "all connections were seen"
+    look = launch._Run._note_connections
+
+    def look_and_tell(run: launch._Run) -> None:
+        look(run)
+        if all(len(run.connections[host]) == 3 for host in range(2)):
+            seen.touch()
+
+    monkeypatch.setattr(launch._Run, "_note_connections", look_and_tell)
     program = """
-import os, socket, time
-address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-def connect():
-    while True:
-        try:
-            return socket.create_connection(address)
-        except ConnectionRefusedError:
-            time.sleep(0.01)
 if os.environ["RANK"] == "0":
     server = socket.create_server(address)
     streams = [server.accept()[0] for _ in range(3)]
@@ -412,10 +407,11 @@ else:
     streams = [connect() for _ in range(3)]
     for stream in streams:
         stream.sendall(bytes(500_000))
-    time.sleep(1.2)  # longer than the testbed looks away
+    wait_until(lambda: os.path.exists(os.environ["SEEN"]))
 """
     for _ in range(2):
-        done = bed.run(python(program), ranks=2)
+        seen.unlink(missing_ok=True)
+        done = bed.run(python(PATIENCE + program), ranks=2, env={"SEEN": str(seen)})
         assert done.returncode == 0, done.outputs
         assert 1_500_000 <= done.counters[1]["tx_bytes"] <= 1_700_000
         assert 1_500_000 <= sum(each.bytes for each in done.flows[1]) <= 1_700_000
@@ -659,6 +655,25 @@ def test_loopback_has_the_face_of_a_testbed() -> None:
 
 
 # Helpers
+
+PATIENCE = """
+import os, socket, threading, time
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+def connect():
+    streams = []
+    def attempt():
+        stream = socket.socket()
+        streams.append(stream)
+        return stream.connect_ex(address) == 0
+    wait_until(attempt)
+    return streams[-1]
+"""
+"""The beginning of a rank's program: conditions that no event announces, each with a deadline."""
 
 
 def python(program: str) -> list[str]:
