@@ -116,6 +116,13 @@ def test_completed_means_there_on_fakes() -> None:
     _run(_completed, ALL["penstock"], True)
 
 
+def test_what_is_copied_on_fakes() -> None:
+    """A broadcast copies from the root's device and to the others'; a reduce from all of them, and to the root's."""
+    root, other = ranks.run(_copies, count=2, env=_ONE_GPU)
+    assert root == {"broadcast": ["out"], "reduce": ["out", "back"], "all_reduce": ["out", "back"]}
+    assert other == {"broadcast": ["back"], "reduce": ["out"], "all_reduce": ["out", "back"]}
+
+
 @pytest.mark.parametrize("asked", ["penstock", "cpu:penstock,cuda:penstock", "cpu:penstock,cuda:gloo"])
 def test_tensors_meant_for_another_backend(asked: str) -> None:
     """Where torch drops the backend that CUDA tensors are to have, they are refused; nothing was sent. (Fakes.)"""
@@ -452,6 +459,28 @@ def _free_early(how: str) -> None:
             for squatter in squatters:
                 same(squatter.cpu(), 7.0, "memory that was not the operation's any more was written to")
     dist.destroy_process_group()
+
+
+def _copies() -> dict[str, list[str]]:
+    """The streams on which each operation with root 0 has copied its tensor."""
+    place = _place(True)
+    rank, _ = _start()
+    copies = {}
+    for name, program, result in [
+        ("broadcast", lambda tensor: dist.broadcast(tensor, 0), 1.0),
+        ("reduce", lambda tensor: dist.reduce(tensor, 0), 3.0 if rank == 0 else 2.0),
+        ("all_reduce", dist.all_reduce, 3.0),
+    ]:
+        tensor = place(torch.full((1000,), rank + 1.0))
+        program(tensor)
+        same(tensor.cpu(), result, name)
+        (side,) = dist.group.WORLD._get_backend(torch.device("cpu"))._sides.values()
+        names = {side.out: "out", side.back: "back"}
+        recorded = [entry for entry in fake_cuda.log.entries if entry[:2] == ("record_stream", tensor.data_ptr())]
+        copies[name] = [names[stream] for _, _, stream in recorded]
+        fake_cuda.log.entries.clear()
+    dist.destroy_process_group()
+    return copies
 
 
 def _meant_for_another(asked: str) -> None:

@@ -422,11 +422,14 @@ class _Collectives:
         staged = None
         if tensor is not None and tensor.device.type == "cuda":
             self._check_cuda()
-            # Where the tensor is both, a rank that only gives away gets nothing new back.
+            # Where the tensor is both, a rank that only gives away gets nothing new back, and one that only takes need
+            # not show what it has.
             own = rank == self._member.rank
-            gives = collective in _IN_PLACE and {"broadcast": own, "reduce": not own}.get(collective, False)
-            reads = [one for one in (output if collective in _IN_PLACE else input,) if one is not None]
-            writes = [one for one in (output,) if one is not None and not gives]
+            gives = {"broadcast": own, "reduce": not own}.get(collective, False)
+            takes = collective == "broadcast" and not own
+            source = output if collective in _IN_PLACE else input
+            reads = [] if source is None or takes else [source]
+            writes = [] if output is None or gives else [output]
             staged = Staged(self._side(tensor.device), reads, writes)
             input, output = (None if one is None else staged.twin(one) for one in (input, output))
         # The storages, not the tensors: `tensor.data = ...` would take the memory from under the engine.
