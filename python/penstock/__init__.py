@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock._core import __version__ as __version__
+    from penstock.flight import flight_record as flight_record
     from penstock.torch import empty as empty
     from penstock.torch import stats as stats
 
-__all__ = ["__version__", "empty", "stats"]
+__all__ = ["__version__", "empty", "flight_record", "stats"]
 
 
 def __getattr__(name: str) -> Any:
@@ -83,7 +84,12 @@ def _torch_will_autoload() -> bool:
 
 
 # Where each public name lives.
-_HOME = {"__version__": "penstock._core", "empty": "penstock.torch", "stats": "penstock.torch"}
+_HOME = {
+    "__version__": "penstock._core",
+    "empty": "penstock.torch",
+    "flight_record": "penstock.flight",
+    "stats": "penstock.torch",
+}
 
 _registered = False
 

@@ -44,6 +44,7 @@ VERBS = {
     "bench": "Measure collectives beside gloo: time and share of the limit.",
     "demo": "Train a character GPT with gloo, then with Penstock, and compare.",
     "doctor": "Check reachability, rate, MTU and limits between ranks.",
+    "flight": "Tell what the ranks were doing when something went wrong.",
     "info": "List versions and every setting: value, origin and meaning.",
     "testbed": "Emulate a cluster on this machine: hosts, link rates, loss, delay.",
 }

@@ -43,6 +43,7 @@ class Settings:
     secret_file: str
     peer_timeout: float
     socket_buffer: int
+    flight_recorder: str
     log: str
 
     def job_secret(self) -> bytes | None:
@@ -186,6 +187,13 @@ KNOBS = (
         "0",
         _bytes,
         "SO_SNDBUF and SO_RCVBUF in bytes; 0 leaves them to the kernel, which is right unless its limits are tiny.",
+    ),
+    Knob(
+        "PENSTOCK_FLIGHT_RECORDER",
+        "",
+        str,
+        "a folder: every rank writes its last operations there, as rank-N.json, when a group fails or on SIGUSR2, for "
+        "`penstock flight`. Empty: nothing is written. Costs nothing before that.",
     ),
     Knob("PENSTOCK_LOG", "warn", _level, "what is printed on standard error: error, warn, info or debug."),
 )

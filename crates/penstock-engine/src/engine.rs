@@ -1,5 +1,6 @@
 //! The engine as callers see it.
 
+use crate::recorder::Recorder;
 use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
 use crate::stats::Stats;
 use crate::ticket::Ticket;
@@ -10,6 +11,7 @@ use penstock_protocol::peer::PeerConfig;
 use penstock_types::{Failure, FailureKind, Generation, GroupId};
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
@@ -38,6 +40,8 @@ pub struct Config {
     pub dead_after: Duration,
     /// Bytes of the sockets' buffers; 0 leaves them to the kernel.
     pub socket_buffer_bytes: u32,
+    /// A folder for the flight record, written when a group fails of anything but being closed.
+    pub flight_recorder: Option<PathBuf>,
 }
 
 /// One process's engine: a thread, its listeners and streams.
@@ -96,9 +100,10 @@ impl Engine {
         let shared = Arc::new(Shared::default());
         let wake = driver.wake_handle();
         let (own, mark) = (shared.clone(), landmark.clone());
+        let recorder = Recorder::new(config.rank, config.host.clone(), config.flight_recorder.clone());
         let thread = std::thread::Builder::new()
             .name("penstock".into())
-            .spawn(move || driver.run(&mut Runtime::new(own, node, mark, Thresholds::default())))
+            .spawn(move || driver.run(&mut Runtime::new(own, node, mark, Thresholds::default(), recorder)))
             .map_err(|error| Failure::of_call(FailureKind::Config, format!("cannot start a thread: {error}.")))?;
         Ok(Engine {
             handle: Arc::new(Handle { shared, wake }),
@@ -148,9 +153,27 @@ impl Engine {
     /// # Errors
     /// `Closed`: the engine has stopped.
     pub fn stats(&self) -> Result<Stats, Failure> {
+        self.ask(Command::Stats)
+    }
+
+    /// The flight record, as JSON: the last operations of this process with what [`Engine::stats`] counts; blocks for one turn
+    /// of the engine's loop.
+    ///
+    /// # Errors
+    /// `Closed`: the engine has stopped.
+    pub fn record(&self) -> Result<String, Failure> {
+        self.ask(Command::Record)
+    }
+
+    /// Writes the flight record to [`Config::flight_recorder`], if there is one, soon.
+    pub fn write_record(&self) {
+        self.handle.command(Command::WriteRecord, &Ticket::default());
+    }
+
+    fn ask<T>(&self, question: impl FnOnce(mpsc::Sender<T>) -> Command) -> Result<T, Failure> {
         let (reply, answer) = mpsc::channel();
         let ticket = Ticket::default();
-        self.handle.command(Command::Stats(reply), &ticket);
+        self.handle.command(question(reply), &ticket);
         if let Some(Err(failure)) = ticket.result() {
             return Err(failure);
         }

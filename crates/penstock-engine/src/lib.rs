@@ -12,6 +12,7 @@ mod engine;
 mod operation;
 mod pages;
 mod readiness;
+mod recorder;
 mod reducer;
 mod reported;
 mod runtime;

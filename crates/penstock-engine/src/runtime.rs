@@ -2,6 +2,7 @@
 
 use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
 use crate::pages::HugePages;
+use crate::recorder::{Entry as Recorded, Record, Recorder};
 use crate::reported::Reported;
 use crate::stats::{GroupStats, PeerStats, Stats};
 use crate::ticket::Ticket;
@@ -39,6 +40,8 @@ pub(crate) enum Command {
     Share(u64, Region),
     Unshare(u64),
     Stats(mpsc::Sender<Stats>),
+    Record(mpsc::Sender<String>),
+    WriteRecord,
     Stop,
 }
 
@@ -128,6 +131,7 @@ pub(crate) struct Runtime {
     unreadable: Vec<(Time, GroupId, Failure)>,
     /// Operations with messages to read from other processes' memory, most urgent first. Some may be over.
     work: BTreeSet<(Priority, Time, GroupId, OpId)>,
+    recorder: Recorder,
     stopping: bool,
     effects: Vec<Effect>,
     finished: u64,
@@ -170,7 +174,7 @@ struct Job {
 
 struct Group {
     rank: u32,
-    name: String,
+    name: Arc<str>,
     /// The peer of every rank; `None` for this one.
     members: Vec<Option<PeerId>>,
     contacts: Vec<Contact>,
@@ -210,12 +214,14 @@ struct Waiting {
     ticket: Ticket,
     /// When it took its place: its time-out counts from then, also while it is held.
     since: Time,
+    recorded: Recorded,
 }
 
 struct Active {
     operation: Operation,
     ticket: Ticket,
     fingerprint: Fingerprint,
+    recorded: Recorded,
     priority: Priority,
     started: Time,
     timeout: u64,
@@ -244,7 +250,13 @@ enum Early {
 }
 
 impl Runtime {
-    pub(crate) fn new(shared: Arc<Shared>, node: NodeKey, landmark: Arc<Landmark>, thresholds: Thresholds) -> Runtime {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        node: NodeKey,
+        landmark: Arc<Landmark>,
+        thresholds: Thresholds,
+        recorder: Recorder,
+    ) -> Runtime {
         Runtime {
             shared,
             node,
@@ -263,6 +275,7 @@ impl Runtime {
             claims: HashMap::new(),
             unreadable: Vec::new(),
             work: BTreeSet::new(),
+            recorder,
             stopping: false,
             effects: Vec::new(),
             finished: 0,
@@ -299,7 +312,7 @@ impl Runtime {
         self.jobs.insert(spec.id, Job { generation: spec.generation, secret: spec.secret, nodes });
         let group = Group {
             rank: spec.rank,
-            name: spec.name,
+            name: spec.name.into(),
             topology: Topology::separate_hosts(members.len() as u32),
             members,
             contacts: spec.members,
@@ -425,7 +438,16 @@ impl Runtime {
             }
         };
         let hold = call.hold;
-        let waiting = Waiting { call, request, steps, ticket, since: now };
+        let recorded = self.recorder.issued(Record {
+            group: group.name.clone(),
+            seq: op.wire().1,
+            what: call.fingerprint,
+            bytes: call.bytes,
+            algorithm,
+            issued: now,
+            ended: None,
+        });
+        let waiting = Waiting { call, request, steps, ticket, since: now, recorded };
         if hold {
             group.held.insert(op, waiting);
         } else {
@@ -444,7 +466,7 @@ impl Runtime {
     }
 
     fn begin(&mut self, peers: &mut Peers, id: GroupId, op: OpId, waiting: Waiting, now: Time) {
-        let Waiting { call, request, steps, ticket, since } = waiting;
+        let Waiting { call, request, steps, ticket, since, recorded } = waiting;
         let group = self.groups.get_mut(&id).expect("the caller has looked it up");
         let world = group.members.len() as u32;
         let (mut input, mut output) = (call.input, call.output);
@@ -461,6 +483,7 @@ impl Runtime {
             operation: Operation::new(steps, memory),
             ticket,
             fingerprint: call.fingerprint,
+            recorded,
             priority: call.priority,
             started: since,
             timeout: call.timeout,
@@ -604,6 +627,7 @@ impl Runtime {
                 }
             }
             self.finished += 1;
+            self.recorder.ended(active.recorded, now, true);
             active.ticket.complete(Ok(()));
             if self.groups[&id].joining.is_some() {
                 self.joined(id);
@@ -813,6 +837,10 @@ impl Runtime {
         self.early.retain(|(_, key), _| key.group != id);
         self.claims.retain(|(group, ..), _| *group != id);
         let ops = std::mem::take(&mut group.ops);
+        let recorded = ops.values().map(|active| active.recorded);
+        for entry in recorded.chain(group.held.values().map(|waiting| waiting.recorded)) {
+            self.recorder.ended(entry, peers.now(), false);
+        }
         let tickets: Vec<_> = (ops.iter().map(|(op, active)| (*op, active.fingerprint, active.ticket.clone())))
             .chain(group.held.drain().map(|(op, waiting)| (op, waiting.call.fingerprint, waiting.ticket)))
             .collect();
@@ -831,6 +859,10 @@ impl Runtime {
         for (_, region) in self.regions.values() {
             region.set_epoch(self.landmark.epoch());
         }
+        if failure.kind != FailureKind::Closed {
+            self.recorder.write(&self.stats(peers), peers.now());
+        }
+        let group = self.groups.get_mut(&id).expect("looked up above");
         let joining = group.joining.take();
         if tell {
             let report = Report { kind: failure.kind, message: failure.message.clone() };
@@ -899,10 +931,10 @@ impl Runtime {
                 .groups
                 .values()
                 .map(|group| GroupStats {
-                    name: group.name.clone(),
+                    name: group.name.to_string(),
                     rank: group.rank,
                     world: group.members.len() as u32,
-                    issued: group.next_op,
+                    issued: group.next_op.saturating_sub(JOIN_OPS),
                     active: group.ops.len() as u64,
                     algorithm: group.last_algorithm.clone(),
                     failed: group.failed.as_ref().map(ToString::to_string),
@@ -1228,6 +1260,8 @@ impl Handler for Runtime {
                     }
                 }
                 Command::Stats(reply) => drop(reply.send(self.stats(peers))),
+                Command::Record(reply) => drop(reply.send(self.recorder.describe(&self.stats(peers), now))),
+                Command::WriteRecord => self.recorder.write(&self.stats(peers), now),
                 Command::Stop => self.stopping = true,
             }
         }
@@ -1271,7 +1305,10 @@ impl Handler for Runtime {
                 .map(|rank| {
                     let who = group.contacts[rank as usize].describe();
                     match active.issued.get(&rank) {
-                        Some(count) => format!("{who}, which has issued {count} operations so far"),
+                        Some(&count) => {
+                            let joining = if matches!(op, OpId::Collective(_)) { JOIN_OPS } else { 0 };
+                            format!("{who}, which has issued {} operations so far", count.saturating_sub(joining))
+                        }
                         None => who,
                     }
                 })
@@ -1434,6 +1471,8 @@ const MAX_DESCRIPTORS: usize = 64;
 /// Regions that are shared with a peer at a time; others are read as private memory. Well below the kernel's own limit on
 /// mappings (65530).
 const MAX_MAPPINGS: usize = 4096;
+/// Operations of a group's own, before the first of its users': so theirs are numbered from 1 on.
+const JOIN_OPS: u64 = 1;
 /// The message that a probe names when it does not doubt one.
 const PROBE: u32 = u32::MAX;
 /// An operation without progress asks the ranks it waits for after this long.

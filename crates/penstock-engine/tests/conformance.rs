@@ -43,6 +43,7 @@ fn config(rank: u32, medium: Medium) -> Config {
         checksum,
         dead_after: Duration::from_secs(4),
         socket_buffer_bytes: 0,
+        flight_recorder: None,
     }
 }
 
@@ -269,7 +270,7 @@ fn all_to_all() {
                 };
                 run(&world, |_| Collective::AllToAll, Name::AllToAll, 0, &inputs, &mut outputs, splits);
                 for to in 0..size {
-                    let mut expected = Vec::new();
+                    let mut expected: Vec<u32> = Vec::new();
                     for from in 0..size {
                         let start: usize = (0..to).map(|before| part(from, before)).sum();
                         expected.extend(&inputs[from as usize][start..start + part(from, to)]);

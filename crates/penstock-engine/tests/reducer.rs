@@ -143,6 +143,7 @@ impl Ranks {
             checksum: false,
             dead_after: Duration::from_secs(4),
             socket_buffer_bytes: 0,
+            flight_recorder: None,
         };
         let engines: Vec<Engine> =
             (0..world).map(|rank| Engine::start(&config(rank as u32)).expect("starts")).collect();

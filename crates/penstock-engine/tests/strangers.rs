@@ -211,6 +211,7 @@ fn engine() -> Engine {
         dead_after: Duration::from_secs(4),
         // A socket that nobody reads shall take less than a batch of frames (256 KiB).
         socket_buffer_bytes: 32 * 1024,
+        flight_recorder: None,
     })
     .expect("starts")
 }

@@ -19,7 +19,8 @@ pub(crate) struct Engine(penstock_engine::Engine);
 impl Engine {
     #[new]
     #[pyo3(signature = (
-        *, rank, host, generation, addresses, ports, streams, shared_memory, checksum, dead_after_s, socket_buffer_bytes
+        *, rank, host, generation, addresses, ports, streams, shared_memory, checksum, dead_after_s, socket_buffer_bytes,
+        flight_recorder
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -34,6 +35,7 @@ impl Engine {
         checksum: bool,
         dead_after_s: f64,
         socket_buffer_bytes: u32,
+        flight_recorder: Option<std::path::PathBuf>,
     ) -> PyResult<Engine> {
         let addresses = addresses
             .iter()
@@ -50,6 +52,7 @@ impl Engine {
             checksum,
             dead_after: Duration::from_secs_f64(dead_after_s),
             socket_buffer_bytes,
+            flight_recorder,
         };
         py.detach(|| penstock_engine::Engine::start(&config)).map(Engine).map_err(|failure| error(py, &failure))
     }
@@ -135,6 +138,16 @@ impl Engine {
         }
         out.set_item("peers", peers)?;
         Ok(out)
+    }
+
+    /// The flight record, as JSON.
+    fn record(&self, py: Python<'_>) -> PyResult<String> {
+        py.detach(|| self.0.record()).map_err(|failure| error(py, &failure))
+    }
+
+    /// Writes the flight record to its folder, if there is one, soon.
+    fn write_record(&self) {
+        self.0.write_record();
     }
 
     /// Share `length` bytes at `address` with the ranks of this host; `file` is a descriptor of the memory file that

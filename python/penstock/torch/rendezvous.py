@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock import _core, config
+from penstock import _core, config, flight
 from penstock.errors import Closed, PenstockError, Refused
 from penstock.errors import Config as ConfigError
 from penstock.errors import Timeout as TimeoutError_
@@ -113,10 +113,18 @@ def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_r
 
 def stats() -> dict[str, Any]:
     """See `penstock.torch.stats`."""
-    engine = _Engine.current
-    if engine is None:
+    return engine().core.stats()
+
+
+def engine() -> _Engine:
+    """This process's engine.
+
+    Raises:
+        penstock.errors.Closed: there is none.
+    """
+    if _Engine.current is None:
         raise Closed('no process group of the "penstock" backend exists in this process')
-    return engine.core.stats()
+    return _Engine.current
 
 
 class _Engine:
@@ -148,8 +156,11 @@ class _Engine:
             checksum=settings.checksum,
             dead_after_s=settings.peer_timeout,
             socket_buffer_bytes=settings.socket_buffer,
+            flight_recorder=settings.flight_recorder or None,
         )
         shared.use(self.core)
+        if settings.flight_recorder:
+            flight.watch(self.core)
         self._users = 0
         self._pid = os.getpid()
 

@@ -1,0 +1,133 @@
+"""The flight recorder: what each rank was doing when something went wrong, and ``penstock flight``, which reads it.
+
+The engine always keeps the last operations. Where PENSTOCK_FLIGHT_RECORDER names a folder, every rank writes them there when
+one of its groups fails, before anybody learns of the failure, and when it gets SIGUSR2. `flight_record` gives them at any
+time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["command", "describe", "flight_record", "watch"]
+
+
+def flight_record() -> dict[str, Any]:
+    """The last operations of this process, as far back as the engine remembers (1024).
+
+    Returns: a dict with ``rank``, ``host``, ``pid``, ``time`` (seconds since 1970), ``groups`` (each with ``name`` and why it
+        has ``failed``, or None), ``peers`` (with ``rank``, ``host``, ``address``, ``medium`` and why one is ``lost``), and
+        ``operations``, the oldest first, each with ``group``, ``number`` (of a collective: from 1 on), ``operation``, ``bytes``,
+        ``algorithm``, ``issued_s_ago``, and ``ended_s_ago`` and ``well``, which are None as long as it has not ended.
+
+    Raises:
+        penstock.errors.Closed: no process group of the penstock backend exists.
+    """
+    from penstock.torch import rendezvous
+
+    record: dict[str, Any] = json.loads(rendezvous.engine().core.record())
+    return record
+
+
+def watch(core: Any) -> None:
+    """Let SIGUSR2 write the engine's record to its folder, if nobody else handles that."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, lambda *_: core.write_record())
+
+
+def describe(records: Sequence[dict[str, Any]], last: int = 8) -> str:
+    """What the records of some ranks say together, for people: who waits for what, where ranks part, what each did last."""
+    lines = []
+    for each in sorted(records, key=lambda each: each["rank"]):
+        when = datetime.datetime.fromtimestamp(each["time"]).isoformat(sep=" ", timespec="milliseconds")
+        lines.append(f"rank {each['rank']} on {each['host']}, process {each['pid']}, at {when}")
+        for group in each["groups"]:
+            if group["failed"]:
+                lines.append(f"  group {group['name']} has failed: {group['failed']}")
+        for peer in each["peers"]:
+            if peer["lost"]:
+                lines.append(f"  lost: {peer['lost']}")
+        shown = [one for one in each["operations"] if one["ended_s_ago"] is None]
+        shown += [one for one in each["operations"][-last:] if one["ended_s_ago"] is not None]
+        for one in sorted(shown, key=lambda one: -one["issued_s_ago"]):
+            lines.append(f"  {_operation(one)}")
+    return "\n".join(lines + _differences(records)) + "\n"
+
+
+def _operation(one: dict[str, Any]) -> str:
+    end = (
+        "running"
+        if one["ended_s_ago"] is None
+        else f"{'done' if one['well'] else 'FAILED'} after {1e3 * (one['issued_s_ago'] - one['ended_s_ago']):.1f} ms"
+    )
+    return (
+        f"-{one['issued_s_ago']:.3f} s  {one['group']} #{one['number']} {one['operation']} ({one['algorithm']}): {end}"
+    )
+
+
+def _differences(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Where ranks issued different operations under one number, and how far each has come."""
+    lines: list[str] = []
+    collectives = [
+        {(one["group"], one["number"]): one["operation"] for one in each["operations"] if _is_collective(one)}
+        for each in records
+    ]
+    groups = sorted({group for each in collectives for group, _ in each})
+    for group in groups:
+        furthest = {
+            each["rank"]: max(number for name, number in of if name == group)
+            for each, of in zip(records, collectives, strict=True)
+            if any(name == group for name, _ in of)
+        }
+        if len(set(furthest.values())) > 1:
+            told = ", ".join(f"rank {rank} #{number}" for rank, number in sorted(furthest.items()))
+            lines.append(f"group {group}: ranks have come differently far: {told}")
+        for number in sorted({number for of in collectives for name, number in of if name == group}):
+            by_rank = {
+                each["rank"]: of[group, number]
+                for each, of in zip(records, collectives, strict=True)
+                if (group, number) in of
+            }
+            if len(set(by_rank.values())) > 1:
+                told = ", ".join(f"rank {rank} {operation}" for rank, operation in sorted(by_rank.items()))
+                lines.append(f"group {group} #{number}: ranks issued different operations: {told}")
+                break
+    return lines
+
+
+def _is_collective(one: dict[str, Any]) -> bool:
+    return not one["operation"].startswith("send/recv")
+
+
+@click.command(name="flight")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--last", type=click.IntRange(0), default=8, show_default=True, help="Operations a rank that have ended.")
+def command(folder: Path, last: int) -> None:
+    """Tell what the ranks were doing, from the records in FOLDER.
+
+    Set PENSTOCK_FLIGHT_RECORDER=FOLDER for all ranks (a folder that they share, or collect the files): each writes
+    rank-N.json there when one of its groups fails, or on SIGUSR2.
+    """
+    records = []
+    for path in sorted(folder.glob("rank-*.json")):
+        with contextlib.suppress(ValueError):
+            each = json.loads(path.read_text())
+            if isinstance(each, dict) and each.get("format") == FORMAT:
+                records.append(each)
+                continue
+        click.echo(f"{path} is no flight record; it is left out", err=True)
+    if not records:
+        raise click.ClickException(f"there is no flight record (rank-N.json) in {folder}")
+    click.echo(describe(records, last), nl=False)
+
+
+FORMAT = "penstock-flight/1"

@@ -1,0 +1,164 @@
+"""Proves that after a failure the records of the ranks are there, and say who waited for what."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import penstock
+import ranks
+from penstock.flight import describe
+
+
+def test_a_rank_that_dies(tmp_path: pathlib.Path) -> None:
+    """Ranks that lose another write what they were doing: the operation that failed, those before it, and who is lost."""
+    with ranks.Ranks(_reduce_for_ever, count=3, env={"PENSTOCK_FLIGHT_RECORDER": str(tmp_path)}) as job:
+        job.await_note("running", deadline_s=60)
+        job.signal(2, signal.SIGKILL)
+        outcomes = job.outcomes(timeout_s=20, of=[0, 1])
+    for outcome in outcomes:
+        assert f"the last operations of rank {outcome.rank} are in {tmp_path}" in outcome.output, str(outcome)
+        record = json.loads((tmp_path / f"rank-{outcome.rank}.json").read_text())
+        *before, last = record["operations"]
+        assert last["well"] is False and last["operation"] == "all_reduce(sum, 1000 x float32)"
+        assert all(one["well"] for one in before) and len(before) >= 20
+        assert [one["number"] for one in record["operations"]] == list(
+            range(last["number"] - len(before), last["number"] + 1)
+        )
+        assert record["groups"][0]["failed"] is not None
+    shown = _flight(tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "FAILED after" in shown.stdout and "rank 2" in shown.stdout and "lost:" in shown.stdout, shown.stdout
+
+
+def test_ranks_that_part(tmp_path: pathlib.Path) -> None:
+    """Where one rank issues another operation than the others, the records side by side name its number and both."""
+    with ranks.Ranks(_part, count=2, env={"PENSTOCK_FLIGHT_RECORDER": str(tmp_path)}) as job:
+        outcomes = job.outcomes(timeout_s=60)
+    assert all(outcome.raised is not None and outcome.raised.is_a("Mismatch") for outcome in outcomes)
+    shown = _flight(tmp_path).stdout
+    told = "#3: ranks issued different operations: rank 0 all_reduce(sum, 8 x float32), rank 1 all_reduce(max, 8 x float32)"
+    assert told in shown, shown
+
+
+def test_on_a_signal(tmp_path: pathlib.Path) -> None:
+    """SIGUSR2 makes a rank that hangs write what it waits for, and changes nothing else; without the knob nobody handles it."""
+    with ranks.Ranks(_hang, count=2, env={"PENSTOCK_FLIGHT_RECORDER": str(tmp_path)}) as job:
+        job.await_note("waiting", deadline_s=60, of=[0])
+        job.signal(0, signal.SIGUSR2)
+        path = tmp_path / "rank-0.json"
+        until = time.monotonic() + 20
+        while not path.exists():
+            assert time.monotonic() < until, "nothing was written within 20 s"
+            os.sched_yield()
+        (running,) = [one for one in json.loads(path.read_text())["operations"] if one["ended_s_ago"] is None]
+        assert running["operation"].startswith("barrier") and running["number"] == 1
+        (tmp_path / "go").touch()
+        assert all(outcome.ok for outcome in job.outcomes(timeout_s=30))
+    assert ranks.run(_who_handles, count=1) == [True]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
+    """The error is the same; a line says that the record could not be written, and why."""
+    (tmp_path / "file").touch()
+    with ranks.Ranks(_part, count=2, env={"PENSTOCK_FLIGHT_RECORDER": str(tmp_path / "file")}) as job:
+        outcomes = job.outcomes(timeout_s=60)
+    for outcome in outcomes:
+        assert outcome.raised is not None and outcome.raised.is_a("Mismatch")
+        assert f"the last operations of rank {outcome.rank} cannot be written to" in outcome.output
+
+
+def test_nothing_to_read(tmp_path: pathlib.Path) -> None:
+    """A folder without records, and files that are none, are told apart from records."""
+    shown = _flight(tmp_path)
+    assert shown.returncode == 1 and "there is no flight record (rank-N.json)" in shown.stderr
+    (tmp_path / "rank-0.json").write_text("[]")
+    shown = _flight(tmp_path)
+    assert shown.returncode == 1 and "rank-0.json is no flight record" in shown.stderr
+
+
+def test_how_far_ranks_have_come() -> None:
+    """Pure: ranks that have issued differently many operations, a running one, and no more of the past than asked for."""
+
+    def operation(number: int, ended: float | None) -> dict[str, Any]:
+        named = {"group": "0", "number": number, "operation": "barrier(0 x byte)", "algorithm": "ring", "bytes": 0}
+        return {**named, "issued_s_ago": 10.0 - number, "ended_s_ago": ended, "well": None if ended is None else True}
+
+    def record(rank: int, operations: list[dict[str, Any]]) -> dict[str, Any]:
+        groups, peers = [{"name": "0", "failed": None}], [{"lost": None}]
+        return {
+            "rank": rank,
+            "host": "h",
+            "pid": 1,
+            "time": 0.0,
+            "groups": groups,
+            "peers": peers,
+            "operations": operations,
+        }
+
+    done = [operation(number, 9.5 - number) for number in range(1, 6)]
+    text = describe([record(1, [*done[:4], operation(5, None)]), record(0, [*done, operation(6, None)])], last=2)
+    lines = text.splitlines()
+    assert (
+        lines[0].startswith("rank 0 on h") and "group 0: ranks have come differently far: rank 0 #6, rank 1 #5" in lines
+    )
+    assert sum("running" in line for line in lines) == 2
+    assert sum("done after 500.0 ms" in line for line in lines) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+
+def _reduce_for_ever() -> None:
+    dist.init_process_group("penstock")
+    tensor = torch.ones(1000)
+    for step in range(1_000_000):
+        dist.all_reduce(tensor)
+        if step == 20:
+            ranks.note("running")
+
+
+def _part() -> None:
+    dist.init_process_group("penstock")
+    dist.all_reduce(torch.ones(4))
+    dist.barrier()
+    dist.all_reduce(torch.ones(8), dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
+
+
+def _hang() -> None:
+    dist.init_process_group("penstock")
+    folder = pathlib.Path(os.environ["PENSTOCK_FLIGHT_RECORDER"])
+    if dist.get_rank() == 0:
+        work = dist.barrier(async_op=True)
+        ranks.note("waiting")
+        work.wait()
+    else:
+        until = time.monotonic() + 40
+        while not (folder / "go").exists():
+            assert time.monotonic() < until
+            os.sched_yield()
+        dist.barrier()
+    record = penstock.flight_record()
+    assert [one["well"] for one in record["operations"] if one["operation"].startswith("barrier")] == [True]
+    dist.destroy_process_group()
+
+
+def _who_handles() -> bool:
+    dist.init_process_group("penstock")
+    untouched = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    dist.destroy_process_group()
+    return untouched
+
+
+def _flight(folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", "flight", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
