@@ -42,10 +42,12 @@ class Verbs(click.Group):
 
 VERBS = {
     "bench": "Measure collectives beside gloo: time and share of the limit.",
+    "convert": "Turn a training script for one device into one for several ranks.",
     "demo": "Train a character GPT with gloo, then with Penstock, and compare.",
     "doctor": "Check reachability, rate, MTU and limits between ranks.",
     "flight": "Tell what the ranks were doing when something went wrong.",
     "info": "List versions and every setting: value, origin and meaning.",
+    "run": "Convert a training script in memory, and start it with torchrun.",
     "testbed": "Emulate a cluster on this machine: hosts, link rates, loss, delay.",
 }
 

@@ -1,0 +1,19 @@
+"""``penstock convert``: a training script for one device becomes one for several ranks.
+
+- `core`: source text in, changed text with edits and findings out. Pure.
+- `flow`: what a module's names stand for, and where values come from.
+- `training`: what trains in it: backward passes, loops, loaders, models.
+- `rules`: what is changed, and what is left alone and reported; by kind in `base`, `loaders`, `models`, `metrics`,
+  `steps` and `output`.
+- `edits`: changes to a tree, collected and then applied at once.
+- `helpers`: the functions that a converted script gets.
+- `cli`: the command line.
+
+``docs/convert.md`` has the table of what is recognised.
+"""
+
+from penstock.convert.base import Edit, Finding, Options, Refused
+from penstock.convert.cli import command
+from penstock.convert.core import Converted, convert
+
+__all__ = ["Converted", "Edit", "Finding", "Options", "Refused", "command", "convert"]

@@ -1,0 +1,194 @@
+"""The rules: what a conversion changes in a script, and what it leaves alone and reports.
+
+Each rule reads the module and what was found about its training, and asks `Edits` for changes. None writes text by
+hand, so formatting and comments stay. Where a rule cannot tell that a change is right, it reports a `Finding`. The
+rules of each kind are a class that builds on the one before, in the order in which they lean on each other: `base`,
+`loaders`, `models`, `metrics`, `steps`, `output`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from penstock.convert import helpers
+from penstock.convert.base import LIBRARIES, RANDOM, WRITERS
+from penstock.convert.flow import dotted
+from penstock.convert.output import OutputRules
+
+
+class Conversion(OutputRules):
+    """All rules on one module that trains on a single device."""
+
+    def run(self) -> cst.Module:
+        self.find_writers()
+        self.shard_loaders()
+        self.advance_epochs()
+        self.wrap_models()
+        self.unwrap_attributes()
+        self.average_metrics()
+        self.agree_on_ends()
+        self.scale_sums()
+        self.accumulate()
+        self.quieten()
+        self.choose_devices()
+        self.guard_files()
+        self.scale_learning_rates()
+        self.report_rest()
+        self.write_head()
+        return self.edits.apply(self.module.tree)
+
+    # --------------------------------------------------------------------------------------------------- what is left
+
+    def report_rest(self) -> None:
+        for loop in self.training.bare_loops:
+            drawn = any(
+                isinstance(node, cst.Call) and self.module.call_name(node).startswith(RANDOM)
+                for node in self._reached(loop)
+            )
+            if drawn:
+                why = "each rank draws batches of its own, so the global batch is that of the script times the ranks"
+                todo = "divide the size of a batch by WORLD_SIZE if it is to stay the same"
+            else:
+                why = "it runs over no DataLoader, so every rank sees the same samples and nothing is gained"
+                todo = "let each rank take its part of a batch, for instance batch[RANK::WORLD_SIZE]"
+            self.leave(loop, "a training loop without a DataLoader", why, todo)
+        for call in self.module.calls:
+            name = self.module.call_name(call)
+            if name.endswith(".LBFGS") and self.training.batch_loops:
+                why = "it searches along a line by a rank's own loss, and ranks may take different ways"
+                self.leave(
+                    call, "LBFGS", why, "return mean_over_ranks(loss) from the closure, or use another optimizer"
+                )
+            elif self._may_show(call):
+                why = "it stands in another file, and every rank calls it"
+                self.leave(call, f"`{name}`", why, "put it under `if RANK == 0:` if it prints, draws or writes")
+            elif name in ("builtins.input",):
+                self.leave(call, "input()", "only rank 0 may have a terminal", "take it from the command line")
+            elif name.startswith("torch.multiprocessing.") and name.rsplit(".", 1)[-1] in ("spawn", "Process"):
+                self.leave(call, f"`{name}`", "the script starts processes itself", "let torchrun start them all")
+
+    def _may_show(self, call: cst.Call) -> bool:
+        """Whether `call` is a statement of its own that by its name shows something, and comes from a user's file."""
+        name = self.module.call_name(call)
+        if (
+            not name
+            or name in WRITERS
+            or name.split(".")[0] in (*LIBRARIES, "builtins", "matplotlib", "logging", "tqdm")
+        ):
+            return False
+        shows = re.search(r"print|progress|plot|save|display|show|write", name.rsplit(".", 1)[-1].lower())
+        return shows is not None and isinstance(self.module.parent(call), cst.Expr)
+
+    def _reached(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+        """`node`, what is in it, and the functions of this module that it calls."""
+        found: list[cst.CSTNode] = []
+        todo, seen = [node], set()
+        while todo:
+            each = todo.pop()
+            if each in seen:
+                continue
+            seen.add(each)
+            for inner in self.module.descendants(each):
+                found.append(inner)
+                if isinstance(inner, cst.Call) and isinstance(self.module.callee(inner), cst.FunctionDef):
+                    made = self.module.callee(inner)
+                    assert made is not None
+                    todo.append(made)
+        return found
+
+    # --------------------------------------------------------------------------------------------------- head and end
+
+    def write_head(self) -> None:
+        """Imports and helpers after the script's own imports, the start where training code begins, the end after it."""
+        outermost = {id(chain[-1]): chain[-1] for chain in self.training.chains if chain}
+        for loop in outermost.values():
+            self.edits.before[loop].append(f"{self.name('seed_apart')}()\n")
+        guard = self._main_guard()
+        start = f"{self.names['join_ranks']}()\n"
+        end = "torch.distributed.destroy_process_group()\n"
+        used = helpers.close(self.used)
+        names = dict(self.names)
+        numpy = any(name.split(".")[0] == "numpy" for name in self.module.imported())
+        names["seed_numpy"] = "\n    numpy.random.seed(seed)" if numpy else ""
+        names["import_numpy"] = "\n    import numpy" if numpy else ""
+        divided = f', "batch_size": {names["per_rank_batch"]}(options.get("batch_size", 1))'
+        names["sharded_batch"] = divided if self.options.batch == "global" else ""
+        if self.options.batch == "per-rank" and "per_rank_batch" in used:
+            used.remove("per_rank_batch")
+        imports = {"import os", "import torch", "import torch.distributed", *self.imports}
+        logs = any(name.split(".")[0] == "logging" for name in self.module.imported())
+        imports |= {"import logging"} if logs else set()
+        imports |= {helpers.IMPORTS[name] for name in used if name in helpers.IMPORTS}
+        imports = {line for line in imports if not self._has_import(line)}
+        head = "".join(f"{line}\n" for line in sorted(imports, key=lambda line: (line.startswith("from"), line)))
+        head += helpers.write("constants", names) + "".join(helpers.write(name, names) for name in used)
+        if logs:
+            head += f"\n\nif {self.names['RANK']} != 0:\n    logging.disable(logging.WARNING)  # errors are told by every rank\n"
+        if guard is not None:
+            self.edits.starts[guard.body].append(start)
+            self.edits.ends[guard.body].append(end)
+        else:
+            head += f"\n\n{start}"
+            if any(self.module.function_of(each) is None for each in self.training.backwards) or self._runs_at_top():
+                self.edits.ends[self.module.tree].append(f"\n{end}")
+        last = self._last_import()
+        if last is None:
+            self.edits.starts[self.module.tree].append(head)
+        else:
+            self.edits.after[last].append(head)
+
+    def _has_import(self, line: str) -> bool:
+        """Whether the script has `line` before the place where the head is put."""
+        last = self._last_import()
+        body: list[cst.CSTNode] = list(self.module.tree.body)
+        for node in body[: body.index(last) + 1] if last is not None else []:
+            if isinstance(node, cst.SimpleStatementLine):
+                for small in node.body:
+                    if (isinstance(small, cst.Import) and line.startswith("import ")) and (
+                        any(dotted(each.name) == line[7:] and each.asname is None for each in small.names)
+                    ):
+                        return True
+        return False
+
+    def _last_import(self) -> cst.CSTNode | None:
+        last: cst.CSTNode | None = None
+        for index, node in enumerate(self.module.tree.body):
+            if isinstance(node, cst.SimpleStatementLine) and any(
+                isinstance(small, cst.Import | cst.ImportFrom) for small in node.body
+            ):
+                last = node
+            elif index == 0 and isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Expr):
+                last = node  # the docstring
+            elif isinstance(node, cst.FunctionDef | cst.ClassDef | cst.For | cst.While | cst.With | cst.If):
+                break
+        return last
+
+    def _main_guard(self) -> cst.If | None:
+        """The ``if __name__ == "__main__":`` of a script whose other top-level statements do no work of a rank."""
+        guard = None
+        for node in self.module.tree.body:
+            if isinstance(node, cst.If) and "__name__" in self.module.code(node.test):
+                guard = node
+            elif not isinstance(node, cst.FunctionDef | cst.ClassDef):
+                touched = any(
+                    each in self.edits.before or each in self.edits.after or each in self.edits.guards
+                    for each in self.module.descendants(node, into_functions=False)
+                )
+                calls = [
+                    each
+                    for each in self.module.descendants(node, into_functions=False)
+                    if isinstance(each, cst.Call) and (self.module.callee(each) is not None or each in self.sharded)
+                ]
+                if touched or calls:
+                    return None
+        return guard
+
+    def _runs_at_top(self) -> bool:
+        """Whether the module's own statements call a function that trains."""
+        return any(
+            self.module.function_of(site) is None and self.module.class_of(site) is None
+            for function in self.training.functions
+            for site in self.module.call_sites.get(function, [])
+        )

@@ -1,0 +1,869 @@
+"""Proves that `penstock convert` turns scripts of public projects into distributed ones with the same training.
+
+The first half takes small snippets through the pure core, one rule at a time, and what it must leave alone. The second
+half runs whole scripts (tests/scripts/SOURCES.md) on one rank as they are and on two ranks after conversion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+import types
+from typing import Any
+
+import click.testing
+import pytest
+
+import ranks
+from penstock.cli import main
+from penstock.convert.base import Options, Refused
+from penstock.convert.core import Converted, convert
+from penstock.run.cli import parse, torchrun_options
+from penstock.run.lines import compile_as, original_lines
+
+SCRIPTS = pathlib.Path(__file__).resolve().parent / "scripts"
+
+
+# --------------------------------------------------------------------------------------------- the core, rule by rule
+
+# A script with one of everything; tests take the parts that they are about from it, or bring their own.
+BASIC = """
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+dataset = make()
+loader = DataLoader(dataset, batch_size=32, shuffle=True)
+model = nn.Linear(4, 1)
+optimizer = optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(3):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+    print(epoch, loss.item())
+torch.save(model.state_dict(), "model.pt")
+"""
+
+
+def test_what_changes_in_a_plain_script() -> None:
+    """One script, all of its changed lines: the loader, the model, the epoch, the seed, print, metric and save."""
+    assert new_lines(BASIC) == [
+        "loader = DataLoader(dataset, batch_size=per_rank_batch(32), "
+        "sampler=DistributedSampler(dataset, shuffle=True, seed=shared_seed()))",
+        "model = DistributedDataParallel(model)",
+        "seed_apart()",
+        "    loader.sampler.set_epoch(epoch)",
+        "    rank_zero_print(epoch, mean_over_ranks(loss))",
+        "if RANK == 0:",
+        '    torch.save(unwrap(model).state_dict(), "model.pt")',
+        "torch.distributed.destroy_process_group()",
+    ]
+
+
+def test_comments_and_layout_stay() -> None:
+    """Every line that no rule touches is there as it was, with its comment and its odd spacing."""
+    source = BASIC.replace("dataset = make()", "dataset = make( 1,2 )   # odd   spacing")
+    source = source.replace("    for x, y in loader:", "    # all batches\n    for x, y in loader:  # once")
+    text = convert(source).text
+    for line in ("dataset = make( 1,2 )   # odd   spacing", "    # all batches", "    for x, y in loader:  # once"):
+        assert line in text.splitlines()
+
+
+@pytest.mark.parametrize("name", ["RANK", "unwrap", "per_rank_batch"])
+def test_names_of_the_script_are_not_taken(name: str) -> None:
+    """Where the script has a name that a helper would get, the helper gets another."""
+    text = convert(BASIC + f"{name} = 1\n").text
+    assert f"penstock_{name}" in text and f"\n{name} = 1\n" in text
+
+
+def test_the_head_stands_on_its_own() -> None:
+    """It imports what it uses, also what the script imports later or by parts, and rebinds no name of the script."""
+    imports = "from random import random\nfrom logging import getLogger\nimport numpy as np\n"
+    text = convert(imports + BASIC + "import os\n").text
+    head = text[: text.index("dataset = make()")]
+    assert "\nimport os\n" in head and "\nimport logging\n" in head and "\nimport random" not in head
+    assert "    import random\n    import numpy\n" in head and "logging.disable" in head
+
+
+@pytest.mark.parametrize(
+    ("imports", "call"),
+    [
+        ("import torch.utils.data as D", "D.DataLoader"),
+        ("from torch.utils.data import DataLoader as DL", "DL"),
+        ("from torch.utils import data", "data.DataLoader"),
+        ("import torch.utils.data", "torch.utils.data.DataLoader"),
+        ("from torch.utils.data.dataloader import DataLoader", "DataLoader"),
+    ],
+)
+def test_loaders_are_known_under_every_name(imports: str, call: str) -> None:
+    """What counts is what was imported, not what it is called."""
+    source = BASIC.replace("from torch.utils.data import DataLoader", imports).replace("= DataLoader(", f"= {call}(")
+    assert f"loader = {call}(dataset, batch_size=per_rank_batch(32), sampler=Dist" in convert(source).text
+
+
+def test_a_class_of_the_same_name_is_not_a_loader() -> None:
+    """A DataLoader of the script's own is left alone, and the loop over it is reported."""
+    source = BASIC.replace("from torch.utils.data import DataLoader", "class DataLoader:\n    pass")
+    converted = convert(source)
+    assert "DistributedSampler" not in converted.text
+    assert "without a DataLoader" in findings(converted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("dataset, 32, True",
+         "dataset, per_rank_batch(32), sampler=DistributedSampler(dataset, shuffle=True, seed=shared_seed())"),
+        ("dataset, batch_size=8", "dataset, batch_size=per_rank_batch(8), sampler=DistributedSampler(dataset, shuffle=False)"),
+        ("dataset, 8, False, None, None, 2",
+         "dataset, per_rank_batch(8), sampler=DistributedSampler(dataset, shuffle=False), batch_sampler=None, num_workers=2"),
+        ("dataset, batch_size=n, shuffle=args.shuffle",
+         "dataset, batch_size=per_rank_batch(n), sampler=DistributedSampler(dataset, shuffle=args.shuffle, seed=shared_seed())"),
+        ("dataset=dataset, shuffle=True, batch_size=8",
+         "dataset=dataset, sampler=DistributedSampler(dataset, shuffle=True, seed=shared_seed()), batch_size=per_rank_batch(8)"),
+        ("dataset, **options", "dataset, **sharded(dataset, options)"),
+        ("dataset, shuffle=True, **options", "dataset, **sharded(dataset, dict(shuffle=True, **options))"),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_loader(arguments: str, expected: str) -> None:
+    """Whether it shuffles is kept, whatever way it is said; the rest of its arguments stays."""
+    source = BASIC.replace("dataset, batch_size=32, shuffle=True", arguments)
+    text = convert(source).text
+    assert f"loader = DataLoader({expected})" in text
+
+
+def test_options_that_are_written_out_are_read() -> None:
+    """``**options`` with keys that do not matter leaves the rest of the call as it is."""
+    source = BASIC.replace("dataset = make()", "dataset = make()\noptions = {'num_workers': 1} if a else {}")
+    source = source.replace("shuffle=True)", "shuffle=True, **options)")
+    assert "shuffle=True, seed=shared_seed()), **options)" in convert(source).text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ("dataset, batch_size=8, sampler=SubsetRandomSampler(i)", "has a sampler already"),
+        ("dataset, batch_sampler=b", "a batch_sampler feeds training"),
+        ("Stream(), batch_size=8", "an IterableDataset feeds training"),
+        ("*everything", "whose dataset cannot be read"),
+        ("dataset, batch_size=None", "batch_size=None"),
+    ],
+)
+def test_loaders_that_are_left_alone(arguments: str, what: str) -> None:
+    """Where a rank's share cannot be told, the loader stays as it is and the report says why and what to do."""
+    source = BASIC.replace("dataset, batch_size=32, shuffle=True", arguments).replace(
+        "dataset = make()",
+        "from torch.utils.data import IterableDataset, SubsetRandomSampler\n"
+        "class Stream(IterableDataset):\n    pass\ndataset = make()",
+    )
+    converted = convert(source)
+    assert what in findings(converted)
+    if "None" not in arguments:
+        assert f"DataLoader({arguments})" in converted.text
+
+
+def test_evaluation_stays_whole() -> None:
+    """A loader that only evaluation runs over is not sharded, and its figures are not averaged."""
+    source = BASIC.replace(
+        "    print(epoch, loss.item())",
+        "    with torch.no_grad():\n"
+        "        for x, y in DataLoader(make(2), batch_size=8):\n"
+        "            total += nn.functional.mse_loss(model(x), y).item()\n",
+    )
+    text = convert(source).text
+    assert "DataLoader(make(2), batch_size=8)" in text
+    assert "mse_loss(model(x), y).item()" in text
+
+
+def test_loaders_and_models_pass_through_functions_and_classes() -> None:
+    """What is made in one function, handed to a class and used in its method is found; attributes are unwrapped."""
+    source = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+class Trainer:
+    def __init__(self, model, batches):
+        self.model = model.to("cuda:0")
+        self.batches = batches
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+
+    def fit(self):
+        for number in range(2):
+            self.epoch(number)
+        return self.model.state_dict()
+
+    def epoch(self, number):
+        for x in self.batches:
+            self.step(x)
+
+    def step(self, x):
+        loss = self.model(x).mean()
+        loss.backward()
+        self.optimizer.step()
+
+def get_loader(dataset, size):
+    return DataLoader(dataset, batch_size=size, shuffle=True)
+
+def main():
+    Trainer(nn.Linear(2, 2), get_loader(make(), 4)).fit()
+
+if __name__ == "__main__":
+    main()
+"""
+    assert new_lines(source) == [
+        '        self.model = model.to("cuda")',
+        "        self.model = DistributedDataParallel(self.model)",
+        "        seed_apart()",
+        "        return unwrap(self.model).state_dict()",
+        "        self.batches.sampler.set_epoch(number)",
+        "    return DataLoader(dataset, batch_size=per_rank_batch(size), "
+        "sampler=DistributedSampler(dataset, shuffle=True, seed=shared_seed()))",
+        "    join_ranks()",
+        "    torch.distributed.destroy_process_group()",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        ("for i, (x, y) in enumerate(tqdm(loader)):", "for i, (x, y) in enumerate(tqdm(loader, disable=RANK != 0)):"),
+        ("for (x, y), z in zip(loader, other):", "loader.sampler.set_epoch(epoch)"),
+        ("bar = tqdm(loader, leave=False)\n    for x, y in bar:", "tqdm(loader, leave=False, disable=RANK != 0)"),
+    ],
+)
+def test_loops_look_through_what_wraps_a_loader(loop: str, expected: str) -> None:
+    """enumerate, zip and progress bars hide no loader, and a progress bar is shown by rank 0 alone."""
+    text = convert("from tqdm import tqdm" + BASIC.replace("for x, y in loader:", loop)).text
+    assert "sampler=DistributedSampler" in text and "loader.sampler.set_epoch(epoch)" in text
+    assert expected in text
+
+
+def test_a_while_loop_that_draws_batches() -> None:
+    """``next(iter(...))`` in an endless loop trains on the loader; a new iterator is a new epoch."""
+    source = BASIC.replace(
+        "for epoch in range(3):\n    for x, y in loader:",
+        "batches = iter(loader)\nwhile step < 9:\n    if True:\n        try:\n            x, y = next(batches)\n"
+        "        except StopIteration:\n            batches = iter(loader)\n            x, y = next(batches)",
+    )
+    text = convert(source).text
+    assert "            loader.sampler.set_epoch(loader.sampler.epoch + 1)\n            batches = iter(loader)" in text
+
+
+def test_data_parallel_is_dropped() -> None:
+    """DataParallel has no place in a rank; with its statement an empty block would be left, so that says pass."""
+    source = BASIC.replace("optimizer =", "if many:\n    model = nn.DataParallel(model)\noptimizer =")
+    lines = new_lines(source)
+    assert "    pass" in lines and "model = DistributedDataParallel(model)" in lines
+    assert "nn.DataParallel" not in convert(source).text
+
+
+def test_several_models_and_optimizers() -> None:
+    """In a GAN both networks are wrapped, each after its own preparation, without broadcasts between forward passes."""
+    source = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+D, G = nn.Linear(2, 1), nn.Linear(3, 2)
+D = D.to(device)
+G.apply(initialise)
+d_optimizer = torch.optim.Adam(D.parameters())
+g_optimizer = torch.optim.Adam(G.parameters())
+teacher = nn.Linear(1, 1)
+for real in DataLoader(make(), batch_size=4):
+    fake = G(torch.randn(4, 3))
+    loss = D(real).mean() + D(fake.detach()).mean() + teacher(real).mean()
+    loss.backward()
+    d_optimizer.step()
+    (-D(fake).mean()).backward()
+    g_optimizer.step()
+"""
+    lines = new_lines(source)
+    assert "D = DistributedDataParallel(D, broadcast_buffers=False)" in lines
+    assert "G = DistributedDataParallel(G)" in lines
+    assert not any("teacher" in line for line in lines)
+
+
+def test_methods_that_bypass_the_wrapper_are_reported() -> None:
+    """A loss that a method of the model computes does not pass through the wrapper: the report says so."""
+    source = BASIC.replace("model(x), y)\n", "model(x), y) + model.penalty(x)\n")
+    converted = convert(source)
+    assert "unwrap(model).penalty(x)" in converted.text
+    assert "a method does not pass through the wrapper" in findings(converted)
+
+
+def test_a_layer_that_is_never_used() -> None:
+    """A module of the script with a layer that its forward does not mention is wrapped so that DDP expects that."""
+    module = (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 1)\n"
+        "        self.b = nn.Linear(4, 1)\n    def forward(self, x):\n        return self.a(x){}\nmodel = Net()"
+    )
+    unused = convert(BASIC.replace("model = nn.Linear(4, 1)", module.format("")))
+    used = convert(BASIC.replace("model = nn.Linear(4, 1)", module.format(" + self.b(x)")))
+    assert "DistributedDataParallel(model, find_unused_parameters=True)" in unused.text
+    assert "DistributedDataParallel(model)" in used.text
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("running += loss.item()", "running += mean_over_ranks(loss)"),
+        ("running += loss.detach().item() * len(x)", "running += mean_over_ranks(loss.detach()) * len(x) * WORLD_SIZE"),
+        ("running += float(loss)", "running += mean_over_ranks(loss)"),
+        ("right += (model(x) == y).sum().item()", "right += sum_over_ranks((model(x) == y).sum())"),
+        ("seen += y.size(0)", "seen += y.size(0) * WORLD_SIZE"),
+        ("seen += x.shape[0]", "seen += x.shape[0] * WORLD_SIZE"),
+        ("rows = torch.zeros(x.size(0))", "rows = torch.zeros(x.size(0))"),
+        ("biggest = y.max().item()", "biggest = y.max().item()"),
+        ("if epoch % 2 == 0: logs.append(loss.item())", "if epoch % 2 == 0: logs.append(mean_over_ranks(loss))"),
+    ],
+)
+def test_metrics_become_those_of_the_global_batch(metric: str, expected: str) -> None:
+    """Means are averaged, sums and sizes added up; what is neither, and what is no metric, stays."""
+    text = convert(BASIC.replace("        optimizer.step()", f"        optimizer.step()\n        {metric}")).text
+    assert f"        {expected}\n" in text
+
+
+def test_no_average_where_ranks_may_differ() -> None:
+    """Under a condition on the rank's own data a collective would hang: the figure stays the rank's, and is reported."""
+    metric = "        if y[0] > 0:\n            print(loss.item())"
+    converted = convert(BASIC.replace("        optimizer.step()", f"        optimizer.step()\n{metric}"))
+    assert "rank_zero_print(loss.item())" in converted.text
+    assert "is the figure of one rank" in findings(converted)
+
+
+@pytest.mark.parametrize(
+    ("loss", "scaled"),
+    [
+        ("nn.functional.mse_loss(model(x), y, reduction='sum')", True),
+        ("nn.MSELoss(reduction='sum')(model(x), y)", None),
+        ("((model(x) - y) ** 2).sum()", True),
+        ("((model(x) - y) ** 2).sum() / x.size(0)", False),
+        ("((model(x) - y) ** 2).mean() * 3", False),
+        ("criterion(model(x), y)", None),
+    ],
+)
+def test_sums_are_scaled_back(loss: str, scaled: bool | None) -> None:
+    """DDP averages gradients: a loss that is a sum over samples is scaled, a mean is not, the unknown is reported."""
+    converted = convert(BASIC.replace("nn.functional.mse_loss(model(x), y)", loss))
+    assert ("(loss * WORLD_SIZE).backward()" in converted.text) == bool(scaled)
+    assert ("a mean is taken for granted" in findings(converted)) == (scaled is None)
+
+
+def test_accumulation_exchanges_gradients_once() -> None:
+    """Backward passes before the one that an optimizer step follows are put under no_sync."""
+    source = BASIC.replace("for x, y in loader:", "for i, (x, y) in enumerate(loader):")
+    source = source.replace("        optimizer.step()", "        if (i + 1) % 4 == 0:\n            optimizer.step()")
+    text = convert(source).text
+    assert (
+        "        with contextlib.nullcontext() if (i + 1) % 4 == 0 else model.no_sync():\n"
+        "            loss = nn.functional.mse_loss(model(x), y)\n"
+        "            loss.backward()\n"
+        "        if (i + 1) % 4 == 0:\n"
+    ) in text
+    late = source.replace("        if (i + 1)", "        i = i + 0\n        if (i + 1)")
+    assert "no_sync" not in convert(late).text and "gradients accumulate" in findings(convert(late))
+
+
+def test_accumulation_in_an_inner_loop() -> None:
+    """``for micro in range(n)`` with the step after it exchanges gradients in its last round."""
+    source = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while step < 10:
+    for micro in range(4):
+        loss = model(torch.rand(8, 2)).mean()
+        (loss / 4).backward()
+    optimizer.step()
+"""
+    converted = convert(source)
+    assert "        with contextlib.nullcontext() if micro == 4 - 1 else model.no_sync():\n" in converted.text
+    assert "each rank draws batches of its own" in findings(converted)
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("os.makedirs(out)", "os.makedirs(out, exist_ok=True)"),
+        ("os.mkdir('a')", "os.makedirs('a', exist_ok=True)"),
+        ("writer = SummaryWriter('logs')", "writer = (SummaryWriter('logs') if RANK == 0 else Silent())"),
+        ("np.save('a', b)", "if RANK == 0:\n    np.save('a', b)"),
+        ("if done: torch.save(model, 'm')", "if done:\n    if RANK == 0:\n        torch.save(unwrap(model), 'm')"),
+        ("a = 1; torch.save(1, 'm')", "a = 1\nif RANK == 0:\n    torch.save(1, 'm')"),
+        ("with open('log', 'w') as f:\n    f.write('x')", "if RANK == 0:\n    with open('log', 'w') as f:\n        f.write('x')"),
+        ("with open('log') as f:\n    f.read()", "\nwith open('log') as f:\n    f.read()"),
+        ("copy.deepcopy(model)", "copy.deepcopy(unwrap(model))"),
+        ("state = torch.load('m')", "torch.distributed.barrier()  # what rank 0 saves is whole now\nstate = torch.load('m')"),
+        ("device = torch.device('cuda', 0)", "device = torch.device('cuda')"),
+        ("x.cuda(0)", "x.cuda()"),
+        ("wandb.init(project='p')", "wandb.init(project='p', mode=None if RANK == 0 else \"disabled\")"),
+        ("data = CIFAR10(download=True)", "with one_rank_first():\n    data = CIFAR10(download=True)"),
+    ],
+)  # fmt: skip
+def test_files_devices_and_logs(statement: str, expected: str) -> None:
+    """What writes is for rank 0, what races is made harmless, what names a device takes the rank's own."""
+    imports = (
+        "import copy, os, wandb\nimport numpy as np\nfrom torch.utils.tensorboard import SummaryWriter\n"
+        "from torchvision.datasets import CIFAR10\n"
+    )
+    assert f"{expected}\n" in convert(imports + BASIC + "pass\n" + statement + "\n").text
+
+
+def test_early_stopping_is_decided_by_rank_zero() -> None:
+    """A break on a measured figure is taken by all ranks or none; one that only counts is left as it is."""
+    source = BASIC.replace("    print(epoch, loss.item())", "    score = test()\n    if score > 1:\n        break")
+    source = "def test():\n    return 1\n" + source
+    assert "    if rank_zero_decides(score > 1):\n        break" in convert(source).text
+    counted = BASIC.replace("    print(epoch, loss.item())", "    if epoch > 1:\n        break")
+    assert "    if epoch > 1:\n        break" in convert(counted).text
+
+
+def test_leaving_a_loop_on_own_data_is_reported() -> None:
+    """``continue`` on a rank's own data would leave the others waiting in the backward pass."""
+    skip = "        if y.sum() > 3:\n            continue\n        loss.backward()"
+    converted = convert(BASIC.replace("        loss.backward()", skip))
+    assert "one rank may leave and the others wait" in findings(converted)
+
+
+def test_schedules() -> None:
+    """A schedule by a measured figure sees the same on all ranks; others are left alone."""
+    plateau = BASIC.replace("    print(epoch, loss.item())", "    scheduler.step(value)\n    other.step()").replace(
+        "for epoch",
+        "scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer)\nother = optim.lr_scheduler.StepLR(optimizer, 1)\nfor epoch",
+        1,
+    )
+    text = convert(plateau).text
+    assert "scheduler.step(mean_over_ranks(value))\n    other.step()\n" in text
+
+
+def test_options() -> None:
+    """--batch per-rank leaves batch sizes, --scale-lr multiplies learning rates."""
+    text = convert(BASIC, Options(batch="per-rank", scale_lr=True)).text
+    assert "batch_size=32, sampler=" in text and "lr=0.1 * WORLD_SIZE" in text and "per_rank_batch" not in text
+
+
+def test_a_batch_size_that_training_code_uses_is_divided_where_it_is_made() -> None:
+    """``x.view(batch_size, -1)`` in the loop must see the batch of a rank."""
+    source = BASIC.replace("batch_size=32", "batch_size=batch_size").replace(
+        "dataset = make()", "dataset = make()\nbatch_size = 32"
+    )
+    used = source.replace("model(x)", "model(x.view(batch_size, -1))")
+    assert "\nbatch_size = 32\n" in convert(source).text
+    assert "\nbatch_size = per_rank_batch(32)\n" in convert(used).text
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("print(1", "syntax"),
+        ("print(1)", "nothing"),
+        ("import torch\nmodel = torch.nn.Linear(1, 1)\nmodel.eval()\n", "nothing"),
+        ("import torch.distributed as dist\ndist.init_process_group('nccl')\n", "distributed"),
+        ("from torch.nn.parallel import DistributedDataParallel as DDP\nloss.backward()\n", "distributed"),
+        ("from accelerate import Accelerator\nloss.backward()\n", "distributed"),
+        ("import lightning as L\n", "distributed"),
+        ("import pytorch_lightning as pl\n", "distributed"),
+        ("import deepspeed\n", "distributed"),
+        ("import torch\ny = torch.ones(1, requires_grad=True)\nfor i in range(3):\n    (y * y).backward()\n", "model"),
+    ],
+)
+def test_what_is_refused(source: str, reason: str) -> None:
+    """No Python, nothing that trains, what is distributed already, and no model to wrap are four different answers."""
+    with pytest.raises(Refused) as refused:
+        convert(source)
+    assert refused.value.reason == reason
+
+
+def test_an_import_of_torch_distributed_alone_is_no_reason_to_refuse() -> None:
+    """Many scripts import more than they use."""
+    assert "join_ranks()" in convert("import torch.distributed as dist" + BASIC).text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import horovod.torch as hvd\nhvd.init()\n", "import penstock.horovod.torch as hvd\nhvd.init()\n"),
+        ("from horovod import torch as hvd\n", "from penstock.horovod import torch as hvd\n"),
+        ("from horovod.torch import DistributedOptimizer\n", "from penstock.horovod.torch import DistributedOptimizer\n"),
+        ("import horovod.torch\nhorovod.torch.init()\n", "import penstock.horovod.torch\npenstock.horovod.torch.init()\n"),
+    ],
+)  # fmt: skip
+def test_horovod_scripts_get_another_import(before: str, after: str) -> None:
+    """The import is changed, and nothing else, even where the script trains."""
+    rest = "loss.backward()  # as it was\n"
+    assert convert(before + rest).text == after + rest
+
+
+def test_horovod_for_other_frameworks_is_reported() -> None:
+    """horovod.tensorflow has no counterpart: it stays and is listed."""
+    converted = convert("import horovod.torch as hvd\nimport horovod.tensorflow as tf_hvd\n")
+    assert "import horovod.tensorflow" in converted.text and len(converted.findings) == 1
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("pytorch_*/**/main.py")), ids=lambda path: path.parts[-2])
+def test_what_was_converted_is_distributed(path: pathlib.Path) -> None:
+    """What comes out of a pinned script is valid, and is refused when it is converted again."""
+    compile(converted_text(path), str(path), "exec")
+    with pytest.raises(Refused) as again:
+        convert(converted_text(path))
+    assert again.value.reason == "distributed"
+
+
+# --------------------------------------------------------------------------------------------------- the command lines
+
+
+def test_convert_shows_a_diff_and_writes_nothing_by_itself(tmp_path: pathlib.Path) -> None:
+    """Without -o only the difference is shown; with it the file is written, and not over another one."""
+    script, output = tmp_path / "train.py", tmp_path / "train_dist.py"
+    script.write_text(BASIC)
+    shown = run_cli("convert", str(script))
+    assert shown.exit_code == 0
+    assert f"--- {script}" in shown.stdout and "+model = DistributedDataParallel(model)" in shown.stdout
+    assert script.read_text() == BASIC and not output.exists()
+    assert run_cli("convert", str(script), "-o", str(output)).exit_code == 0
+    assert output.read_text() == convert(BASIC).text
+    again = run_cli("convert", str(script), "-o", str(output))
+    assert again.exit_code == 1 and "--force" in again.stderr
+    assert run_cli("convert", str(script), "-o", str(output), "--force", "--quiet").exit_code == 0
+
+
+def test_the_page_shows_what_happens(root: pathlib.Path) -> None:
+    """The difference that docs/convert.md shows for its script is the one that it gets."""
+    page = (root / "docs" / "convert.md").read_text()
+    script, difference = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "diff"))
+    lines = convert(script).text.splitlines()
+    assert [line for line in difference.splitlines() if line[:1] == "+" and line[1:] not in lines] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("print(1", 1, "no Python"),
+        ("print(1)", 3, "nothing here trains"),
+        ("import deepspeed", 4, "distributed already"),
+        ("y.backward()", 5, "cannot be wrapped"),
+    ],
+)
+def test_exit_codes(tmp_path: pathlib.Path, text: str, code: int, said: str) -> None:
+    """Each reason for converting nothing has its code and says where."""
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    done = run_cli("convert", str(script))
+    assert done.exit_code == code and said in done.stderr and str(script) in done.stderr
+
+
+def test_findings_name_file_and_line(tmp_path: pathlib.Path) -> None:
+    """What was left alone stands on standard error as file:line: what: why; what to do."""
+    script = tmp_path / "train.py"
+    script.write_text(BASIC.replace("nn.functional.mse_loss(model(x), y)", "criterion(model(x), y)"))
+    done = run_cli("convert", str(script))
+    assert f"{script}:14: the loss `loss`: whether it is a mean" in done.stderr
+
+
+def test_run_takes_its_command_line_apart() -> None:
+    """Our options, torchrun's with their values, and the script's own are told apart by torchrun's own parser."""
+    wanted = parse(["--nnodes", "2", "--nproc", "3", "--rdzv-endpoint=a:1", "--keep", "train.py", "--nproc", "9", "-h"])
+    assert (wanted.nproc, wanted.keep, wanted.script) == (3, True, "train.py")
+    assert wanted.torchrun == ["--nnodes", "2", "--rdzv-endpoint=a:1"]
+    assert wanted.arguments == ["--nproc", "9", "-h"]
+    assert torchrun_options(wanted, gpus=8) == ["--nproc-per-node=3", "--nnodes", "2", "--rdzv-endpoint=a:1"]
+
+
+@pytest.mark.parametrize(("gpus", "ranks_expected"), [(0, 2), (1, 1), (8, 8)])
+def test_run_starts_one_rank_for_each_gpu(gpus: int, ranks_expected: int) -> None:
+    """Without a GPU there are two; torchrun's own option wins over both."""
+    assert torchrun_options(parse(["t.py"]), gpus) == ["--standalone", f"--nproc-per-node={ranks_expected}"]
+    assert torchrun_options(parse(["--nproc_per_node", "4", "t.py"]), gpus) == ["--standalone", "--nproc_per_node", "4"]
+
+
+def test_lines_of_a_converted_script_are_those_of_the_original() -> None:
+    """Kept lines map to themselves, changed ones to what they were, added ones to the line before them."""
+    before, after = "a\nb\nc\nd\n", "a\nnew\nb\nC\nC2\nd\n"
+    assert original_lines(before, after)[1:7] == [1, 1, 2, 3, 3, 4]
+    text = convert(BASIC).text
+    names = {code.co_name for code in compile_as(BASIC, text, "train.py").co_consts if isinstance(code, types.CodeType)}
+    assert "join_ranks" in names
+
+
+def test_run_trains_and_shows_where_it_fails(tmp_path: pathlib.Path) -> None:
+    """`penstock run` on two ranks prints once, and an error names the original file, line and text."""
+    script = tmp_path / "train.py"
+    source = BASIC.replace("make()", "torch.utils.data.TensorDataset(torch.ones(64, 4), torch.zeros(64, 1))")
+    script.write_text(
+        source.replace("import torch\n", "import sys\nimport torch\n", 1) + "raise ValueError(sys.argv[1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "run", "--nproc", "2", script, "on purpose"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1", "2"]
+    assert f'File "{script}", line 19' in done.stderr and "ValueError: on purpose" in done.stderr
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_run_refuses_as_convert_does(tmp_path: pathlib.Path) -> None:
+    """A script that does not train is not started."""
+    script = tmp_path / "train.py"
+    script.write_text("print('started')")
+    done = run_cli("run", str(script))
+    assert done.exit_code == 3 and "started" not in done.output
+
+
+def run_cli(*arguments: str) -> click.testing.Result:
+    return click.testing.CliRunner().invoke(main, list(arguments))
+
+
+def new_lines(source: str) -> list[str]:
+    """The lines that a conversion added or changed, without the head of imports and helpers."""
+    text = convert(source).text
+    head = text.index("# Added by `penstock convert`")
+    after = (
+        text.index("join_ranks()\n", head + text[head:].index("def join_ranks")) if "\njoin_ranks()\n" in text else 0
+    )
+    lines = (text[text.index("\njoin_ranks()\n") + 13 :] if after else _without_head(text)).splitlines()
+    old = source.splitlines()
+    return [line for line in lines if line and line not in old]
+
+
+def _without_head(text: str) -> str:
+    """The text from the first line of the script after its imports on."""
+    return text[text.index("class Trainer") :]
+
+
+def findings(converted: Converted) -> str:
+    return "\n".join(f"{each.line}: {each.what}: {each.why}; {each.todo}" for each in converted.findings)
+
+
+# ------------------------------------------------------------------------------------------- whole scripts, two ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """A pinned script, how to start it, and how near its two ranks come to one device.
+
+    Shuffling and dropout are off in all of them and noise is the same for every sample (`_tame`), because two ranks
+    draw other numbers than one. What then still differs is said in `why`.
+    """
+
+    path: str
+    arguments: str = ""
+    samples: int = 64
+    steps: int | None = None  # stop after so many backward passes; None: the script ends by itself
+    beside: str = ""  # a folder of stand-ins for modules of the project
+    noise: bool = True  # whether random tensors are made the same for every sample
+    relative: float = 1e-4  # of the loss, at every backward pass
+    last: float | None = None  # instead: the last loss of both runs is below this
+    module: str = ""  # the module that is converted, where it is not the script
+    why: str = "the order in which a sum is rounded"
+
+    @property
+    def id(self) -> str:
+        return self.path.removesuffix(".py").removesuffix("/main")
+
+
+PUBLIC = [
+    Script("pytorch_examples/mnist/main.py", "--epochs 2 --batch-size 16 --lr 0.1 --log-interval 1 --save-model"),
+    Script("pytorch_examples/vae/main.py", "--epochs 2 --batch-size 16 --log-interval 1"),
+    Script(
+        "pytorch_examples/mnist_rnn/main.py",
+        "--epochs 1 --batch-size 32 --log-interval 1",
+        samples=128,
+        relative=0.1,
+        why="batch normalisation looks at the samples of one rank",
+    ),
+    Script("pytorch_examples/super_resolution/main.py", "--upscale_factor 2 --batchSize 8 --threads 0",
+           beside="super_resolution"),
+    Script(
+        "pytorch_examples/dcgan/main.py",
+        "--dataset fake --batchSize 16 --ngf 8 --ndf 8 --workers 0 --niter 1 --manualSeed 1",
+        relative=0.25,
+        why="batch normalisation looks at the samples of one rank",
+    ),
+    Script("pytorch_examples/word_language_model/main.py",
+           "--data text --emsize 16 --nhid 16 --nlayers 1 --batch_size 4 --bptt 5 --epochs 2 --dropout 0"),
+    Script("pytorch_examples/time_sequence_prediction/train.py", "--steps 1"),
+    Script(
+        "pytorch_examples/regression/main.py",
+        noise=False,
+        last=1e-3,
+        why="each rank draws batches of its own; the script ends when the loss is below 0.001",
+    ),
+    Script("standins/mingpt_run.py", beside="../mingpt", module="mingpt/mingpt/trainer.py"),
+    Script("pytorch_cifar/main.py", "--lr 0.01", samples=256, steps=4, beside="pytorch_cifar"),
+    Script("pytorch_tutorial/feedforward_neural_network/main.py", samples=400, steps=8),
+    Script("pytorch_tutorial/bidirectional_recurrent_neural_network/main.py", samples=200, steps=4),
+    Script("pytorch_tutorial/language_model/main.py", steps=3),
+    Script("pytorch_tutorial/generative_adversarial_network/main.py", samples=200, steps=8),
+]  # fmt: skip
+
+OURS = [Script("ours/amp_accumulation.py")]
+
+
+@pytest.mark.parametrize("script", [*PUBLIC, *OURS], ids=lambda script: script.id)
+def test_two_ranks_train_as_one_device(script: Script, tmp_path: pathlib.Path) -> None:
+    """The loss of the converted script, averaged over two ranks, is that of the script as it was, step by step."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    for folder in (alone, together):
+        _furnish(folder)
+    text = converted_text(SCRIPTS / (script.module or script.path))
+    (one,) = ranks.run(_drive, count=1, args=(script, str(alone), None), timeout_s=120)
+    two = ranks.run(_drive, count=2, args=(script, str(together), text), timeout_s=120)
+    assert two[0]["weights"] == two[1]["weights"] and two[0]["weights"], "the ranks ended with different weights"
+    losses = [(a + b) / 2 for a, b in zip(two[0]["losses"], two[1]["losses"], strict=True)]
+    if script.last is not None:
+        assert one["losses"][-1] < script.last and losses[-1] < script.last
+    else:
+        assert losses == pytest.approx(one["losses"], rel=script.relative, abs=1e-6)
+    assert len(one["losses"]) >= 3, "the script took too few steps to show anything"
+    # What the script leaves behind, it leaves once: the same files, and none written by rank 1.
+    assert _files(together) == _files(alone)
+    for path in together.rglob("*.png"):
+        assert "rank 1" not in path.read_text()
+    assert "progress is shown" not in two[1]["output"]
+
+
+@functools.cache
+def converted_text(path: pathlib.Path) -> str:
+    """The converted text of a pinned script; converting takes seconds, and several tests want it."""
+    return convert(path.read_text()).text
+
+
+def _furnish(folder: pathlib.Path) -> None:
+    """What scripts expect to find in the folder that they run in."""
+    for name in ("results", "samples", "text", "data"):
+        (folder / name).mkdir(parents=True)
+    words = [f"word{(index * index) % 13}" for index in range(2000)]
+    text = "\n".join(" ".join(words[start : start + 10]) for start in range(0, len(words), 10))
+    for name in ("text/train.txt", "text/valid.txt", "text/test.txt", "data/train.txt"):
+        (folder / name).write_text(text + "\n")
+
+
+def _files(folder: pathlib.Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def _drive(script: Script, folder: str, converted: str | None) -> dict[str, Any]:
+    """Run `script`, or its converted text, as the main program of this rank; what it trained and printed."""
+    import contextlib
+    import io
+
+    import torch
+
+    os.chdir(folder)
+    os.environ["STANDIN_SAMPLES"] = str(script.samples)
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # time_sequence_prediction keeps its data as a NumPy array
+    path = SCRIPTS / script.path
+    sys.path[:0] = [str(path.parent), str(SCRIPTS / "standins" / script.beside), str(SCRIPTS / "standins")]
+    if "time_sequence" in script.path and not os.path.exists("traindata.pt"):
+        _write_waves("traindata.pt")
+    sys.argv = [str(path), *script.arguments.split()]
+    torch.set_num_threads(1)
+    losses, wrapped = _tame(script)
+    source = path.read_text()
+    text = converted if converted is not None and not script.module else source
+    if script.module:
+        _import_as("mingpt.trainer", SCRIPTS / script.module, converted)
+    module = types.ModuleType("__main__")
+    module.__file__ = str(path)
+    sys.modules["__main__"] = module
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            exec(compile_as(source, text, str(path)), module.__dict__)
+        except _Enough:
+            pass
+    weights = [parameter.detach().double().sum().item() for model in wrapped for parameter in model.parameters()]
+    return {"losses": losses, "weights": weights, "output": output.getvalue()}
+
+
+class _Enough(BaseException):
+    """The script has taken its steps."""
+
+
+def _tame(script: Script) -> tuple[list[float], list[Any]]:
+    """Take out what two ranks draw otherwise than one, and record losses and wrapped models."""
+    import itertools
+
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+
+    losses: list[float] = []
+    wrapped: list[Any] = []
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(0)
+    torch.seed = lambda: 0  # what converted scripts seed all ranks with
+    backward = torch.Tensor.backward
+
+    def recording(self: Any, *arguments: Any, **options: Any) -> None:
+        if script.steps is not None and len(losses) >= script.steps:
+            raise _Enough
+        losses.append(self.item())
+        backward(self, *arguments, **options)
+
+    def same(tensor: Any, *arguments: Any, **options: Any) -> Any:
+        return tensor
+
+    def in_order(self: Any) -> Any:
+        count = len(self.data_source)
+        if self.replacement:
+            return (index % count for index in itertools.count(rank, size))
+        return iter(range(count))
+
+    def no_workers(self: Any, *arguments: Any, **options: Any) -> None:
+        load(self, *arguments, **{**options, "num_workers": 0})
+
+    def no_shuffle(self: Any, *arguments: Any, **options: Any) -> None:
+        sample(self, *arguments, **{**options, "shuffle": False})
+
+    def remember(self: Any, *arguments: Any, **options: Any) -> None:
+        wrap(self, *arguments, **options)
+        wrapped.append(self.module)
+
+    load, sample, wrap = DataLoader.__init__, DistributedSampler.__init__, DistributedDataParallel.__init__
+    torch.Tensor.backward = recording  # type: ignore[method-assign]
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
+        setattr(torch.nn.functional, name, same)
+    RandomSampler.__iter__ = in_order  # type: ignore[method-assign]
+    DataLoader.__init__ = no_workers  # type: ignore[method-assign]
+    DistributedSampler.__init__ = no_shuffle  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = remember  # type: ignore[method-assign]
+    if script.noise:
+        randn = torch.randn
+
+        def alike(*shape: Any, **options: Any) -> Any:
+            sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+            one = randn(*sizes[1:], generator=torch.Generator().manual_seed(5)) if len(sizes) > 1 else torch.ones(())
+            return one.expand(*sizes).clone()
+
+        torch.randn = alike  # type: ignore[assignment]
+        torch.randn_like = lambda tensor: alike(*tensor.shape)  # type: ignore[assignment]
+    return losses, wrapped
+
+
+def _import_as(name: str, path: pathlib.Path, converted: str | None) -> None:
+    """Make the module `name` from the file `path`, or from its converted text."""
+    source = path.read_text()
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile_as(source, converted or source, str(path)), module.__dict__)
+
+
+def _write_waves(path: str) -> None:
+    import numpy as np
+    import torch
+
+    waves = np.sin((np.arange(24) + np.arange(6).reshape(-1, 1)) / 3.0)
+    temporary = f"{path}.{os.environ['RANK']}"
+    torch.save(waves, temporary)
+    os.replace(temporary, path)
