@@ -145,7 +145,7 @@ def test_unknown_verb_suggests_one() -> None:
     near, far = runner.invoke(cli.main, ["dmeo"]), runner.invoke(cli.main, ["xyzzy"])
     assert near.exit_code == far.exit_code == 2
     assert "Did you mean 'demo'?" in near.output
-    assert "bench, convert, demo, doctor, flight, info, run, testbed" in far.output
+    assert "bench, convert, demo, doctor, flight, info, run, testbed, tune" in far.output
 
 
 def test_one_version_everywhere(root: pathlib.Path) -> None:

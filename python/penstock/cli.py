@@ -49,6 +49,7 @@ VERBS = {
     "info": "List versions and every setting: value, origin and meaning.",
     "run": "Convert a training script in memory, and start it with torchrun.",
     "testbed": "Emulate a cluster on this machine: hosts, link rates, loss, delay.",
+    "tune": "Explain what the tuner tried, chose and remembers.",
 }
 
 

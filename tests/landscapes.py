@@ -1,0 +1,152 @@
+"""Landscapes for the tuner's tests: what a training step costs under each setting.
+
+*Recorded* ones rest on all-reduces that were measured on emulated links (recordings/landscapes.json says how). *Simulated* ones
+rest on a formula. In both, a step is a forward pass and a backward pass that readies the gradients' bytes evenly; a unit
+leaves when its last byte is ready and the unit before it is through; the step ends when the backward pass and the last
+unit do. Noise, outliers and the cost of changing a setting are drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.tune.space import Setting, Space
+
+MIB = 1 << 20
+DEFAULT = Setting(streams=16, unit_bytes=16 * MIB, algorithm="ring")
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """The noiseless seconds of a step under each setting of a space."""
+
+    name: str
+    space: Space
+    seconds: dict[Setting, float]
+
+    @property
+    def best(self) -> Setting:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    def regret(self, setting: Setting) -> float:
+        """How much longer than under the best setting a step takes: 0.05 for 5 %."""
+        return self.seconds[setting] / self.seconds[self.best] - 1
+
+
+class Job:
+    """A training job on a landscape: gives each step its noisy cost."""
+
+    def __init__(self, landscape: Landscape, seed: int, noise: float) -> None:
+        self.landscape = landscape
+        self.noise = noise
+        self._random = random.Random(seed)
+        self._setting: Setting | None = None
+
+    def step(self, setting: Setting) -> float:
+        """Seconds of a step. Noise is log-normal; one step in 50 takes 1.5 to 3 times as long, and so, up to twice, does
+        one after a change."""
+        cost = self.landscape.seconds[setting] * math.exp(self._random.gauss(0, self.noise))
+        if self._random.random() < 0.02:
+            cost *= self._random.uniform(1.5, 3)
+        if setting != self._setting:
+            cost *= self._random.uniform(1, 2)
+        self._setting = setting
+        return cost
+
+
+def recorded(link: str) -> Landscape:
+    """A step on a link of recordings/landscapes.json; unit sizes between the recorded ones are interpolated by ratio."""
+    document = json.loads((pathlib.Path(__file__).parent / "recordings" / "landscapes.json").read_text())
+    times: dict[tuple[int, str], dict[int, float]] = {}
+    for streams, nbytes, algorithm, median, *_ in document["links"][link]["rows"]:
+        times.setdefault((streams, algorithm), {})[nbytes] = median
+    space = Space.standard(DEFAULT, max_streams=32, algorithms=("ring", "halving-doubling"))
+
+    def unit_seconds(setting: Setting) -> float:
+        known = times[setting.streams, setting.algorithm]
+        below = max(size for size in known if size <= setting.unit_bytes)
+        above = min(size for size in known if size >= setting.unit_bytes)
+        share = 0.0 if below == above else math.log(setting.unit_bytes / below) / math.log(above / below)
+        return known[below] ** (1 - share) * known[above] ** share
+
+    return _landscape(f"recorded {link}", space, unit_seconds)
+
+
+def simulated(
+    name: str,
+    *,
+    link: float,
+    flow: float,
+    latency: float,
+    shared: float = 1.0,
+    cost_of_streams: float = 2e-4,
+    cost_of_conversion: float = 1e-10,
+    max_streams: int = 64,
+    gradient_bytes: int = 64 * MIB,
+    compute: tuple[float, float] = (0.2, 0.4),
+) -> Landscape:
+    """A step on a link that a formula describes: 16 ranks on 4 hosts.
+
+    Args:
+        link: bytes a second between hosts. flow: the most that one stream gets of them.
+        latency: seconds of a hop, and of a unit's start.
+        shared: how many rings of ranks cross a link where ranks are not ordered by host; hierarchical crosses it once.
+        cost_of_streams: seconds a unit and stream. cost_of_conversion: seconds a byte of compression.
+    """
+    space = Space.standard(DEFAULT, max_streams=max_streams, compressions=("bf16", "fp16"))
+
+    def unit_seconds(setting: Setting) -> float:
+        wire = setting.unit_bytes / (1 if setting.compression == "off" else 2)
+        # fp16 is converted with a check for overflow, which bf16 does not need.
+        conversion = {"off": 0.0, "bf16": 1.0, "fp16": 1.5}[setting.compression] * cost_of_conversion
+        hops, factor, sharing = {
+            "ring": (30, 1.9, shared),
+            "hierarchical": (10, 1.5 * 1.1, 1.0),
+            "halving-doubling": (8, 1.9 * 1.15, shared),
+        }[setting.algorithm]
+        rate = min(link, setting.streams * flow)
+        return (
+            hops * latency
+            + factor * sharing * wire / rate
+            + cost_of_streams * setting.streams
+            + conversion * setting.unit_bytes
+        )
+
+    return _landscape(f"simulated {name}", space, unit_seconds, gradient_bytes, compute)
+
+
+def _landscape(
+    name: str,
+    space: Space,
+    unit_seconds: Callable[[Setting], float],
+    gradient_bytes: int = 64 * MIB,
+    compute: tuple[float, float] = (0.2, 0.4),
+) -> Landscape:
+    forward, backward = compute
+    seconds = {}
+    for setting in map(space.setting, space.points()):
+        units = math.ceil(gradient_bytes / setting.unit_bytes)
+        each, end = unit_seconds(setting), 0.0
+        for unit in range(1, units + 1):
+            ready = backward * min(1.0, unit * setting.unit_bytes / gradient_bytes)
+            end = max(end, ready) + each
+        seconds[setting] = forward + max(backward, end)
+    return Landscape(name, space, seconds)
+
+
+RECORDED = {link: recorded(link) for link in ("capped", "plain", "uneven")}
+
+SIMULATED = {
+    landscape.name.removeprefix("simulated "): landscape
+    for landscape in (
+        simulated("capped", link=1.2e8, flow=2.5e7, latency=1e-4),
+        simulated("distant", link=1.2e9, flow=4e7, latency=5e-3),
+        simulated("scattered", link=1.2e9, flow=1.2e9, latency=5e-5, shared=4.0),
+        simulated("fast", link=1e10, flow=1e10, latency=2e-5, cost_of_conversion=1e-9),
+    )
+}
