@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 from backends import ALL, Backend
 from penstock.errors import Config as ConfigError
-from penstock.errors import Mismatch
+from penstock.errors import Mismatch, NotFinite
 from penstock.torch import GradientReducer, ddp_hook
 
 MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
@@ -67,6 +67,12 @@ def test_models_come_and_go() -> None:
 def test_the_size_of_units() -> None:
     """What one all-reduce carries is as said, may change between steps, and changes no result."""
     ranks.run(_units, count=2)
+
+
+def test_not_a_number() -> None:
+    """With PENSTOCK_CHECK=nan, what is not finite fails the step on all ranks and is named: parameter, rank, step."""
+    for text in ranks.run(_not_a_number, count=2, env={"PENSTOCK_CHECK": "nan"}):
+        assert "the gradient of 2.weight on rank 1 holds NaN or infinity in step 3" in text, text
 
 
 def test_other_models() -> None:
@@ -277,6 +283,22 @@ def _units() -> None:
     dist.destroy_process_group()
 
 
+def _not_a_number() -> str:
+    dist.init_process_group("penstock")
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1, bias=False))
+    GradientReducer(model)
+    for step in (1, 2, 3):
+        data = torch.ones(1, 3)
+        if step == 3 and dist.get_rank() == 1:
+            data[0, 0] = torch.nan
+        try:
+            model(data).sum().backward()
+        except NotFinite as error:
+            assert step == 3
+            return str(error)
+    raise AssertionError("it went through")
+
+
 def _differ() -> str:
     dist.init_process_group("penstock")
     model = nn.Linear(3, 4 if dist.get_rank() else 5)
@@ -301,7 +323,7 @@ def _refused() -> None:
         GradientReducer(nn.Linear(1, 1), group, unit_bytes=0)
     with pytest.raises(ConfigError, match="as float16 or bfloat16"):
         GradientReducer(nn.Linear(1, 1), group, wire=torch.int8)
-    with pytest.raises(ConfigError, match="gradient 0 is float64"):
+    with pytest.raises(ConfigError, match="bias is float64"):
         GradientReducer(nn.Linear(1, 1).double(), group, wire=torch.float16)
     with pytest.raises(ConfigError, match="takes a DistributedDataParallel model"):
         ddp_hook(nn.Linear(1, 1))  # type: ignore[arg-type]

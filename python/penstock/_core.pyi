@@ -82,11 +82,13 @@ class Reducer:
         *,
         rounds: Group,
         units: Group,
+        rank: int,
         world: int,
-        gradients: Sequence[tuple[int, str]],
+        gradients: Sequence[tuple[str, int, str]],
         op: str,
         unit_bytes: int,
         wire: str | None,
+        check_finite: bool,
         timeout_s: float,
     ) -> Reducer: ...
     def submit(self, index: int, address: int, *, absent: bool = False, keep: Any = None) -> None: ...

@@ -39,6 +39,7 @@ class Settings:
     shm: bool
     algorithm: str | None
     checksum: bool
+    check: str
     secret: str
     secret_file: str
     peer_timeout: float
@@ -108,6 +109,12 @@ def _algorithm(text: str) -> str | None:
     return None if text == "auto" else text
 
 
+def _check(text: str) -> str:
+    if text not in ("", "nan"):
+        raise ValueError("must be empty or nan")
+    return text
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0.5 <= value <= 3600:
@@ -167,6 +174,13 @@ KNOBS = (
         "0",
         _flag,
         "1: every frame carries a CRC32C; a damaged one is sent again. Costs about a tenth of a core at 10 Gbit/s.",
+    ),
+    Knob(
+        "PENSTOCK_CHECK",
+        "",
+        _check,
+        "nan: gradients that hooks reduce (docs/gradients.md) are looked through first; NaN or infinity fails the step on all "
+        "ranks and names parameter, rank and step. Costs one read of each. Empty: nothing is looked for.",
     ),
     Knob(
         "PENSTOCK_SECRET",

@@ -7,7 +7,7 @@ nothing of Penstock touches the operation's tensors any more.
 
 from __future__ import annotations
 
-__all__ = ["Bug", "Closed", "Config", "Mismatch", "PeerLost", "PenstockError", "Refused", "Timeout"]
+__all__ = ["Bug", "Closed", "Config", "Mismatch", "NotFinite", "PeerLost", "PenstockError", "Refused", "Timeout"]
 
 
 class PenstockError(RuntimeError):
@@ -34,6 +34,10 @@ class Refused(PenstockError, ConnectionError):
 
 class Config(PenstockError, ValueError):
     """A knob, an argument or the machine is not as needed; nothing was sent."""
+
+
+class NotFinite(PenstockError, FloatingPointError):
+    """A gradient holds NaN or infinity, and PENSTOCK_CHECK=nan asked to be told: the text names it, its rank and the step."""
 
 
 class Closed(PenstockError):

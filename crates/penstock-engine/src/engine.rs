@@ -246,7 +246,11 @@ impl Group {
 
     /// Fails all operations of the group, on all ranks.
     pub fn abort(&self, reason: &str) {
-        let failure = Failure::fatal(FailureKind::Closed, format!("aborted: {reason}."));
+        self.fail(Failure::fatal(FailureKind::Closed, format!("aborted: {reason}.")));
+    }
+
+    /// The same with a failure of any kind.
+    pub(crate) fn fail(&self, failure: Failure) {
         self.handle.command(Command::Abort(self.id, failure), &Ticket::default());
     }
 }

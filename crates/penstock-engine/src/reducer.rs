@@ -23,8 +23,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 /// What a gradient is, alike on all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gradient {
+    /// What errors call it.
+    pub name: String,
     /// Number of elements.
     pub elements: u64,
     /// Element type.
@@ -38,6 +40,8 @@ pub struct ReducerSpec {
     pub rounds: Group,
     /// The group that reduces. Nobody else uses it.
     pub units: Group,
+    /// This rank in either.
+    pub rank: u32,
     /// Ranks in either.
     pub world: u32,
     /// The gradients, by index.
@@ -49,6 +53,8 @@ pub struct ReducerSpec {
     /// Send float32 gradients as [`DType::F16`] or [`DType::BF16`]: each rank rounds its own once, and each sum is computed in
     /// float32 and rounded once. An average is divided by before it is rounded, so that a sum does not overflow.
     pub wire: Option<DType>,
+    /// Fail all ranks when a gradient that is submitted holds NaN or infinity, and name it. One read of it more.
+    pub check_finite: bool,
     /// Nanoseconds until an all-reduce fails.
     pub timeout: u64,
 }
@@ -78,10 +84,12 @@ pub struct Reducer(Arc<Inner>);
 struct Inner {
     rounds: Group,
     units: Group,
+    rank: u32,
     world: u32,
     gradients: Vec<Gradient>,
     op: ReduceOp,
     wire: Option<DType>,
+    check_finite: bool,
     timeout: u64,
     state: Mutex<State>,
 }
@@ -141,13 +149,10 @@ impl Reducer {
         if !matches!(spec.wire, None | Some(DType::F16 | DType::BF16)) {
             return config("gradients go over the wire as they are, or as float16 or bfloat16.".into());
         }
-        for (index, Gradient { dtype, .. }) in spec.gradients.iter().enumerate() {
+        for Gradient { name, dtype, .. } in &spec.gradients {
             if !spec.op.takes(*dtype) || (spec.wire.is_some() && *dtype != DType::F32) {
                 let way = spec.wire.map_or(String::new(), |wire| format!(" and sent as {wire}"));
-                return config(format!(
-                    "gradient {index} is {dtype}, which cannot be reduced with {}{way}.",
-                    spec.op.name()
-                ));
+                return config(format!("{name} is {dtype}, which cannot be reduced with {}{way}.", spec.op.name()));
             }
         }
         let entry = |(index, gradient): (usize, &Gradient)| Entry {
@@ -171,10 +176,12 @@ impl Reducer {
         Ok(Reducer(Arc::new(Inner {
             rounds: spec.rounds,
             units: spec.units,
+            rank: spec.rank,
             world: spec.world,
             gradients: spec.gradients,
             op: spec.op,
             wire: spec.wire,
+            check_finite: spec.check_finite,
             timeout: spec.timeout,
             state: Mutex::new(state),
         })))
@@ -196,16 +203,24 @@ impl Reducer {
         absent: bool,
         keep: Option<Box<dyn Any + Send>>,
     ) -> Result<(), Failure> {
+        let bug = |what: String| Err(Failure::of_call(FailureKind::Bug, what));
+        let Some(gradient) = self.0.gradients.get(index as usize) else {
+            return bug(format!("there is no gradient {index}."));
+        };
+        let bytes = gradient.elements as usize * gradient.dtype.size();
+        // SAFETY: the caller's promise.
+        if self.0.check_finite && !unsafe { penstock_kernels::is_finite(gradient.dtype, address, bytes) } {
+            self.fail(&self.not_finite(&gradient.name));
+        }
         let mut state = self.lock();
         if let Some(failure) = &state.failed {
             return Err(failure.clone());
         }
-        let bug = |what: &str| Err(Failure::of_call(FailureKind::Bug, format!("gradient {index} {what}.")));
-        if index as usize >= state.submitted.len() {
-            return bug("does not exist");
-        }
         if state.submitted[index as usize].is_some() || !state.readiness.submit(index, absent) {
-            return bug("is submitted while its last value is still being reduced; wait for the flush first");
+            return bug(format!(
+                "the gradient of {} is submitted while its last value is still being reduced; wait for the flush first.",
+                gradient.name
+            ));
         }
         state.submitted[index as usize] = Some(Submitted { address, left: 0, _keep: keep });
         drop(state);
@@ -460,7 +475,14 @@ impl Reducer {
         ticket.complete(result);
     }
 
-    /// The first failure is what the flush ends with. What still runs is aborted, so that it ends soon.
+    fn not_finite(&self, name: &str) -> Failure {
+        let (rank, step) = (self.0.rank, self.lock().stats.steps + 1);
+        let message =
+            format!("the gradient of {name} on rank {rank} holds NaN or infinity in step {step} (PENSTOCK_CHECK=nan).");
+        Failure::fatal(FailureKind::NotFinite, message)
+    }
+
+    /// The first failure is what the flush ends with. What still runs fails of it on all ranks, so that it ends soon.
     fn fail(&self, failure: &Failure) {
         let mut state = self.lock();
         if state.failed.is_some() {
@@ -468,9 +490,8 @@ impl Reducer {
         }
         state.failed = Some(failure.clone());
         drop(state);
-        let reason = failure.message.trim_end_matches('.');
-        self.0.rounds.abort(reason);
-        self.0.units.abort(reason);
+        self.0.rounds.fail(failure.clone());
+        self.0.units.fail(failure.clone());
     }
 }
 

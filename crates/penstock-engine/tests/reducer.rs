@@ -85,6 +85,43 @@ fn half_the_bytes() {
     }
 }
 
+/// NaN and infinity are found where they come from, before they are everybody's: all ranks fail, and name gradient, rank and step.
+#[test]
+fn not_a_number() {
+    for bad in [f32::NAN, f32::NEG_INFINITY] {
+        let ranks = Ranks::new(2, false, &[100, 5000, 3], |spec| spec.check_finite = true);
+        for step in 1..3 {
+            let mut gradients: Vec<[Vec<f32>; 3]> = vec![[vec![1.0; 100], vec![1.0; 5000], vec![1.0; 3]]; 2];
+            if step == 2 {
+                gradients[1][1][4321] = bad;
+            }
+            let tickets: Vec<Ticket> = ranks
+                .reducers
+                .iter()
+                .zip(&mut gradients)
+                .map(|(reducer, gradients)| {
+                    for (at, gradient) in gradients.iter_mut().enumerate() {
+                        // SAFETY: kept until the tickets have completed.
+                        let result = unsafe { reducer.submit(at as u32, gradient.as_mut_ptr().cast(), false, None) };
+                        assert!(result.is_ok() || step == 2, "{result:?}");
+                    }
+                    reducer.flush()
+                })
+                .collect();
+            for ticket in &tickets {
+                match wait(ticket) {
+                    Ok(()) => assert_eq!(step, 1),
+                    Err(failure) => {
+                        assert_eq!((failure.kind, step), (FailureKind::NotFinite, 2), "{failure}");
+                        let told = "the gradient of layer 1 on rank 1 holds NaN or infinity in step 2";
+                        assert!(failure.message.contains(told), "{failure}");
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// What is used wrongly is refused at once, and a failure reaches the flush of every rank.
 #[test]
 fn errors() {
@@ -95,7 +132,7 @@ fn errors() {
         |rank: usize, index| unsafe { ranks.reducers[rank].submit(index, gradient.as_mut_ptr().cast(), false, None) };
     submit(0, 0).expect("submitted");
     let twice = submit(0, 0).expect_err("pending");
-    assert!(twice.message.contains("gradient 0 is submitted while") && twice.group_lives, "{twice}");
+    assert!(twice.message.contains("the gradient of layer 0 is submitted while") && twice.group_lives, "{twice}");
     submit(0, 2).expect_err("there are two");
     ranks.reducers[0].set_unit_bytes(1).expect_err("one is pending");
     let waiting = ranks.reducers[0].flush();
@@ -165,11 +202,21 @@ impl Ranks {
         ReducerSpec {
             rounds,
             units,
+            rank: rank as u32,
             world: self.groups.len() as u32,
-            gradients: lengths.iter().map(|&length| Gradient { elements: length as u64, dtype: DType::F32 }).collect(),
+            gradients: lengths
+                .iter()
+                .enumerate()
+                .map(|(at, &length)| Gradient {
+                    name: format!("layer {at}"),
+                    elements: length as u64,
+                    dtype: DType::F32,
+                })
+                .collect(),
             op: ReduceOp::Sum,
             unit_bytes: 1 << 20,
             wire: None,
+            check_finite: false,
             timeout: 20_000_000_000,
         }
     }

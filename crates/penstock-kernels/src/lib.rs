@@ -35,6 +35,7 @@
 use penstock_types::{DType, ReduceOp};
 
 mod element;
+mod finite;
 mod operation;
 mod stream;
 
@@ -103,6 +104,30 @@ pub fn f32_to_bf16(dst: &mut [u16], src: &[f32]) {
 /// Widen bfloat16 exactly; NaN becomes `0x7fc00000`.
 pub fn bf16_to_f32(dst: &mut [f32], src: &[u16]) {
     Level::best().bf16_to_f32(dst, src);
+}
+
+/// Whether no element is NaN or infinite. Types other than the four floating-point ones always are finite.
+///
+/// # Panics
+/// If `bytes` is not a multiple of the element size.
+///
+/// # Safety
+/// `src` is readable for `bytes` bytes, any alignment, and nobody writes to it meanwhile.
+///
+/// # Cost
+/// One read of `bytes`. It stops at the end of the first block (4 KiB) that has one.
+#[must_use]
+pub unsafe fn is_finite(dtype: DType, src: *const u8, bytes: usize) -> bool {
+    assert!(bytes.is_multiple_of(dtype.size()), "{bytes} bytes are not a whole number of {dtype}");
+    // SAFETY: the caller's promise; bytes have no alignment.
+    let bytes = unsafe { std::slice::from_raw_parts(src, bytes) };
+    match dtype {
+        DType::F32 => finite::all(bytes, |element| u32::from_le_bytes(element) & 0x7f80_0000 != 0x7f80_0000),
+        DType::F64 => finite::all(bytes, |element| u64::from_le_bytes(element) >> 52 & 0x7ff != 0x7ff),
+        DType::F16 => finite::all(bytes, |element| u16::from_le_bytes(element) & 0x7c00 != 0x7c00),
+        DType::BF16 => finite::all(bytes, |element| u16::from_le_bytes(element) & 0x7f80 != 0x7f80),
+        _ => true,
+    }
 }
 
 /// The instruction set that [`reduce`] and the others use on this machine, for logs: `"avx512"`, `"avx2"` or

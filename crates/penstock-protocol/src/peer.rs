@@ -1031,7 +1031,7 @@ impl Peer {
 impl Report {
     fn decode(header: &Header, payload: &[u8]) -> Report {
         use FailureKind::*;
-        let kind = [Mismatch, PeerLost, Timeout, Refused, Config, Closed, Bug]
+        let kind = [Mismatch, PeerLost, Timeout, Refused, Config, Closed, Bug, NotFinite]
             .into_iter()
             .find(|kind| *kind as u32 == header.key.message)
             .unwrap_or(Bug);

@@ -13,34 +13,38 @@ pub(crate) struct Reducer(penstock_engine::Reducer);
 
 #[pymethods]
 impl Reducer {
-    /// `rounds` and `units` are groups of the same `world` ranks that nobody else uses; `gradients` are (elements, dtype), by
+    /// `rounds` and `units` are groups of the same `world` ranks that nobody else uses; `gradients` are (name, elements, dtype), by
     /// index, alike on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or "bfloat16".
     #[new]
-    #[pyo3(signature = (*, rounds, units, world, gradients, op, unit_bytes, wire, timeout_s))]
+    #[pyo3(signature = (*, rounds, units, rank, world, gradients, op, unit_bytes, wire, check_finite, timeout_s))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         rounds: &Group,
         units: &Group,
+        rank: u32,
         world: u32,
-        gradients: Vec<(u64, String)>,
+        gradients: Vec<(String, u64, String)>,
         op: &str,
         unit_bytes: u64,
         wire: Option<&str>,
+        check_finite: bool,
         timeout_s: f64,
     ) -> PyResult<Reducer> {
         let gradients = gradients
-            .iter()
-            .map(|(elements, dtype)| Ok(Gradient { elements: *elements, dtype: dtype_named(dtype)? }))
+            .into_iter()
+            .map(|(name, elements, dtype)| Ok(Gradient { name, elements, dtype: dtype_named(&dtype)? }))
             .collect::<PyResult<_>>()?;
         let spec = ReducerSpec {
             rounds: rounds.0.clone(),
             units: units.0.clone(),
+            rank,
             world,
             gradients,
             op: reduce_op(op, 1.0)?,
             unit_bytes,
             wire: wire.map(dtype_named).transpose()?,
+            check_finite,
             timeout: (timeout_s * 1e9) as u64,
         };
         penstock_engine::Reducer::new(spec).map(Reducer).map_err(|failure| error(py, &failure))

@@ -19,6 +19,8 @@ pub enum FailureKind {
     Closed,
     /// A defect of Penstock itself.
     Bug,
+    /// A gradient holds NaN or infinity, and the user asked to be told.
+    NotFinite,
 }
 
 impl FailureKind {
@@ -31,6 +33,7 @@ impl FailureKind {
             FailureKind::Timeout => "Timeout",
             FailureKind::Refused => "Refused",
             FailureKind::Config => "Config",
+            FailureKind::NotFinite => "NotFinite",
             FailureKind::Closed => "Closed",
             FailureKind::Bug => "Bug",
         }

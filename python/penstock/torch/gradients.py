@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock import _core
+from penstock import _core, config
 from penstock.errors import Config as ConfigError
 from penstock.torch import backend
 
@@ -81,6 +81,8 @@ class GradientReducer:
         penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters.
 
     Blocking: the constructor until all ranks have called it, ``backward`` until its gradients are reduced.
+    Checks: with PENSTOCK_CHECK=nan every gradient is looked through before it is reduced, and ``backward`` raises
+    `penstock.errors.NotFinite` on all ranks, naming the parameter, the rank and the step.
     Memory: small gradients are copied into units (at most ``unit_bytes`` more than are in flight); large ones are reduced
     where they lie.
     """
@@ -95,6 +97,7 @@ class GradientReducer:
         broadcast: bool = True,
     ) -> None:
         parameters = list(model.parameters() if isinstance(model, torch.nn.Module) else model)
+        names = {one: name for name, one in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
         # Autograd makes gradients from the last layer to the first, nearly.
         self._parameters = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
         if not self._parameters:
@@ -116,11 +119,16 @@ class GradientReducer:
         self._reducer = _core.Reducer(
             rounds=self._rounds.group,
             units=self._units.group,
+            rank=self._units.rank,
             world=self._units.world,
-            gradients=[(one.numel(), str(one.dtype).removeprefix("torch.")) for one in self._parameters],
+            gradients=[
+                (names.get(one, f"parameter {index}"), one.numel(), str(one.dtype).removeprefix("torch."))
+                for index, one in enumerate(self._parameters)
+            ],
             op="avg",
             unit_bytes=unit_bytes,
             wire=None if wire is None else str(wire).removeprefix("torch."),
+            check_finite=config.read().check == "nan",
             timeout_s=self._backend.timeout_s,
         )
         self._enabled = True
