@@ -201,7 +201,7 @@ def _blind(blind: tuple[int, ...]) -> list[float]:
     dist.all_reduce(torch.ones(1 << 20))
     (group,) = penstock.stats()["groups"]
     # Ranks 0 and 2 can read each other where rank 1 is blind: two hosts, as far as plans go.
-    hosts = {0: "1 hosts: direct", 1: "2 hosts: ring", 3: "3 hosts: ring"}[len(blind)]
+    hosts = {0: "1 hosts: direct", 1: "2 hosts: hierarchical", 3: "3 hosts: ring"}[len(blind)]
     assert hosts in group["algorithm"], group
     dist.destroy_process_group()
     return digests

@@ -103,7 +103,7 @@ def _ports(text: str) -> tuple[int, int]:
 
 
 def _algorithm(text: str) -> str | None:
-    names = ("auto", "ring", "halving-doubling", "recursive-doubling", "exchange", "direct")
+    names = ("auto", "ring", "halving-doubling", "recursive-doubling", "exchange", "direct", "hierarchical")
     if text not in names:
         raise ValueError(f"must be one of {', '.join(names)}")
     return None if text == "auto" else text

@@ -715,7 +715,7 @@ const BLOCK_BYTES: usize = 256 * 1024;
 mod tests {
     use super::*;
     use penstock_net::memory::Landmark;
-    use penstock_plan::{Algorithm, Collective, Request, steps};
+    use penstock_plan::{Algorithm, Collective, Request, Topology, steps};
 
     /// A receive of 100 KB from rank 0, whose memory is our own: the sender's bytes, the landmark, the operation.
     fn receive(result: &mut [u8]) -> Operation {
@@ -723,6 +723,7 @@ mod tests {
             collective: Collective::Recv { from: 0 },
             world: 2,
             rank: 1,
+            topology: Topology::one_host(2),
             bytes: result.len() as u64,
             element_bytes: 1,
             splits: None,
@@ -765,6 +766,7 @@ mod tests {
             collective: Collective::AllReduce,
             world,
             rank: 0,
+            topology: Topology::one_host(world),
             bytes: len,
             element_bytes: 1,
             splits: None,

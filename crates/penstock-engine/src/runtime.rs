@@ -377,7 +377,7 @@ impl Runtime {
         let group = self.groups.get_mut(&id).expect("its operation has just ended");
         let Some(Joining { ticket, hosts: Some(keys) }) = group.joining.take() else { return };
         let first = |key| keys.iter().position(|other| other == key).expect("it is one of them") as u32;
-        group.topology = Topology::new(keys.iter().map(first).collect());
+        group.topology = Topology::new(&keys.iter().map(first).collect::<Vec<u32>>());
         ticket.complete(Ok(()));
     }
 
@@ -397,12 +397,13 @@ impl Runtime {
             collective: call.collective,
             world,
             rank: group.rank,
+            topology: group.topology.clone(),
             bytes: call.bytes,
             element_bytes: call.dtype.size() as u32,
             splits: call.splits.clone(),
             segment_bytes: segment_bytes(call.collective, group.topology.medium(), world, call.bytes, &self.thresholds),
         };
-        let (mut algorithm, mut reason) = choose(&request, &group.topology, &self.thresholds);
+        let (mut algorithm, mut reason) = choose(&request, &self.thresholds);
         if call.collective == Collective::AllReduce
             && let Some(wanted) = group.algorithm
             && wanted != algorithm

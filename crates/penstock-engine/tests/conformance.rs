@@ -17,20 +17,24 @@ enum Medium {
     Memory,
     /// On one host, but no rank can read another's memory.
     LocalSocket,
+    /// Every other rank shares memory with its like; each of the rest counts as on a host of its own.
+    Mixed,
 }
 
-const MEDIA: [Medium; 5] = [
+const MEDIA: [Medium; 6] = [
     Medium::Tcp { streams: 1, checksum: false },
     Medium::Tcp { streams: 8, checksum: false },
     Medium::Tcp { streams: 3, checksum: true },
     Medium::Memory,
     Medium::LocalSocket,
+    Medium::Mixed,
 ];
 
 fn config(rank: u32, medium: Medium) -> Config {
     let (streams, checksum) = match medium {
         Medium::Tcp { streams, checksum } => (streams, checksum),
         Medium::Memory | Medium::LocalSocket => (1, false),
+        Medium::Mixed => (2, false),
     };
     Config {
         rank,
@@ -39,7 +43,11 @@ fn config(rank: u32, medium: Medium) -> Config {
         addresses: vec!["127.0.0.1".parse().unwrap()],
         ports: 0..=0,
         streams,
-        shared_memory: matches!(medium, Medium::Memory | Medium::LocalSocket),
+        shared_memory: match medium {
+            Medium::Tcp { .. } => false,
+            Medium::Memory | Medium::LocalSocket => true,
+            Medium::Mixed => rank.is_multiple_of(2),
+        },
         checksum,
         dead_after: Duration::from_secs(4),
         socket_buffer_bytes: 0,
@@ -68,7 +76,7 @@ fn contacts(engines: &[Engine], medium: Medium) -> Vec<Contact> {
     match medium {
         // Nothing can be read there: the first page is never mapped.
         Medium::LocalSocket => contacts.map(|contact| Contact { landmark: 8, ..contact }).collect(),
-        Medium::Tcp { .. } | Medium::Memory => contacts.collect(),
+        Medium::Tcp { .. } | Medium::Memory | Medium::Mixed => contacts.collect(),
     }
 }
 

@@ -1,8 +1,8 @@
 //! Ways to do a collective, and which of them fits where: [`choose`].
 
-use std::{fmt, str::FromStr};
+use std::{fmt, str::FromStr, sync::Arc};
 
-use crate::{Collective, Request};
+use crate::{Collective, Request, promise::latency};
 
 /// A way to do a collective. `docs/algorithms.md` describes each; the names here are those of environment knobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -20,6 +20,8 @@ pub enum Algorithm {
     Direct,
     /// A binomial tree.
     Tree,
+    /// All-reduce that reduces within each host, goes around a ring of hosts, and collects within each host.
+    Hierarchical,
     /// A barrier in log2(n) rounds of notifications over doubling distances.
     Dissemination,
 }
@@ -33,15 +35,18 @@ impl Algorithm {
         Algorithm::Exchange,
         Algorithm::Direct,
         Algorithm::Tree,
+        Algorithm::Hierarchical,
         Algorithm::Dissemination,
     ];
 
     /// The algorithms that [`crate::steps`] has for a collective.
     #[must_use]
     pub fn of(collective: Collective) -> &'static [Algorithm] {
-        use Algorithm::{Direct, Dissemination, Exchange, HalvingDoubling, RecursiveDoubling, Ring, Tree};
+        use Algorithm::{
+            Direct, Dissemination, Exchange, HalvingDoubling, Hierarchical, RecursiveDoubling, Ring, Tree,
+        };
         match collective {
-            Collective::AllReduce => &[Ring, HalvingDoubling, RecursiveDoubling, Exchange, Direct],
+            Collective::AllReduce => &[Ring, HalvingDoubling, RecursiveDoubling, Exchange, Direct, Hierarchical],
             Collective::ReduceScatter | Collective::AllGather => &[Ring, Direct],
             Collective::Broadcast { .. } | Collective::Reduce { .. } => &[Ring, Tree, Direct],
             Collective::Barrier => &[Dissemination],
@@ -63,13 +68,14 @@ impl Algorithm {
             Algorithm::Exchange => "exchange",
             Algorithm::Direct => "direct",
             Algorithm::Tree => "tree",
+            Algorithm::Hierarchical => "hierarchical",
             Algorithm::Dissemination => "dissemination",
         }
     }
 
-    /// Whether a rank reduces several messages in one step when it runs `collective` this way: the transport must then
-    /// hold each of them until all are there. Memory does that for nothing; on the wire it is bounded by
-    /// [`Thresholds::eager_limit_bytes`].
+    /// Whether a rank reduces messages of any other ranks in one step when it runs `collective` this way: the transport
+    /// must then hold each of them until all are there. Memory does that for nothing; on the wire it is bounded by
+    /// [`Thresholds::eager_limit_bytes`]. `hierarchical` holds messages of its own host only, so it is none of these.
     #[must_use]
     pub fn holds_messages(self, collective: Collective) -> bool {
         collective.reduces() && matches!(self, Algorithm::Exchange | Algorithm::Direct)
@@ -106,23 +112,32 @@ pub struct UnknownAlgorithm {
     pub name: String,
 }
 
-/// Which ranks of a group share a host.
+/// Which ranks of a group share a host: each pair of them reaches the other through memory, any other pair through a
+/// network. Equal where the same ranks are together; a copy is cheap.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Topology {
-    hosts: Vec<u32>,
+    /// The host of each rank. Hosts are numbered in the order of their lowest ranks.
+    hosts: Arc<[u32]>,
 }
 
 impl Topology {
     /// `hosts[r]` is any number that stands for the host of rank `r`.
     #[must_use]
-    pub fn new(hosts: Vec<u32>) -> Topology {
-        Topology { hosts }
+    pub fn new(hosts: &[u32]) -> Topology {
+        let mut known: Vec<u32> = Vec::new();
+        let number = |host: &u32| {
+            known.iter().position(|other| other == host).unwrap_or_else(|| {
+                known.push(*host);
+                known.len() - 1
+            }) as u32
+        };
+        Topology { hosts: hosts.iter().map(number).collect() }
     }
 
     /// `world` ranks on one host.
     #[must_use]
     pub fn one_host(world: u32) -> Topology {
-        Topology { hosts: vec![0; world as usize] }
+        Topology { hosts: vec![0; world as usize].into() }
     }
 
     /// `world` ranks, each on a host of its own.
@@ -143,20 +158,35 @@ impl Topology {
         self.hosts[a as usize] == self.hosts[b as usize]
     }
 
+    /// The host of a rank, as a number below [`Topology::host_count`].
+    #[must_use]
+    pub fn host(&self, rank: u32) -> u32 {
+        self.hosts[rank as usize]
+    }
+
+    /// The ranks of a host, in rank order.
+    #[must_use]
+    pub fn members(&self, host: u32) -> Vec<u32> {
+        (0..self.world()).filter(|&rank| self.hosts[rank as usize] == host).collect()
+    }
+
     /// What the group's messages go through. One pair of ranks on different hosts makes it the wire: an algorithm runs
     /// at the pace of its slowest pair.
     #[must_use]
     pub fn medium(&self) -> Medium {
-        if self.hosts.windows(2).all(|pair| pair[0] == pair[1]) { Medium::Memory } else { Medium::Wire }
+        if self.host_count() <= 1 { Medium::Memory } else { Medium::Wire }
+    }
+
+    /// Whether some ranks share a host and others do not.
+    #[must_use]
+    pub fn is_mixed(&self) -> bool {
+        (2..self.world()).contains(&self.host_count())
     }
 
     /// How many hosts there are.
     #[must_use]
     pub fn host_count(&self) -> u32 {
-        let mut hosts = self.hosts.clone();
-        hosts.sort_unstable();
-        hosts.dedup();
-        hosts.len() as u32
+        self.hosts.iter().max().map_or(0, |last| last + 1)
     }
 }
 
@@ -186,7 +216,8 @@ pub struct Thresholds {
     /// `log2(n)` whole copies cost more than the `log2(n)` rounds that halving-doubling adds.
     pub doubling_bytes: u64,
     /// `halving-doubling` is chosen from four ranks on while a ring's chunk, `bytes / n`, is at most this: such a ring
-    /// waits more than it sends. Default 16 KiB, a guess: 1 Gbit/s moves it in 130 us, about two hops.
+    /// waits more than it sends. Where ranks share hosts, only if it also has fewer hops than `hierarchical`. Default
+    /// 16 KiB, a guess: 1 Gbit/s moves it in 130 us, about two hops.
     pub latency_chunk_bytes: u64,
     /// `tree` is chosen for broadcast and reduce up to this; a pipelined chain above. Default 64 KiB, a guess.
     pub tree_bytes: u64,
@@ -218,14 +249,14 @@ impl Default for Thresholds {
     }
 }
 
-/// Chooses an algorithm and says why. Pure, and blind to [`Request::rank`] and [`Request::splits`]: all ranks of a group
-/// choose alike.
+/// Chooses an algorithm for a request, by its size and topology, and says why. Pure, and blind to [`Request::rank`] and
+/// [`Request::splits`]: all ranks of a group choose alike.
 ///
-/// Where some ranks share a host and others do not, the rules of the wire hold, and a ring runs in rank order: with the
-/// ranks of a host numbered one after the other, as torchrun does, each host's link carries the ring once.
+/// Where some ranks share a host and others do not, the rules of the wire hold, but for large all-reduces, which are
+/// hierarchical: of all algorithms that one puts the fewest bytes on a host's link.
 #[must_use]
-pub fn choose(request: &Request, topology: &Topology, thresholds: &Thresholds) -> (Algorithm, String) {
-    let Request { collective, world, bytes, .. } = *request;
+pub fn choose(request: &Request, thresholds: &Thresholds) -> (Algorithm, String) {
+    let Request { collective, world, ref topology, bytes, .. } = *request;
     let medium = topology.medium();
     let others = u64::from(world.max(1) - 1);
     let chunk = bytes.div_ceil(u64::from(world.max(1)));
@@ -247,6 +278,17 @@ pub fn choose(request: &Request, topology: &Topology, thresholds: &Thresholds) -
                 && bytes <= thresholds.doubling_bytes.min(thresholds.eager_limit_bytes) =>
         {
             (Algorithm::RecursiveDoubling, "small, many ranks: log2(n) rounds beat fewer bytes")
+        }
+        // Against a ring it has fewer hops and fewer bytes, so only the hops of halving-doubling are to be compared.
+        (Collective::AllReduce, Medium::Wire)
+            if topology.is_mixed()
+                && (chunk > thresholds.latency_chunk_bytes
+                    || latency(request, Algorithm::Hierarchical) <= latency(request, Algorithm::HalvingDoubling)) =>
+        {
+            (
+                Algorithm::Hierarchical,
+                "ranks share hosts: fewest bytes on the links, every rank of a host drives its link",
+            )
         }
         (Collective::AllReduce, Medium::Wire) if world >= 4 && chunk <= thresholds.latency_chunk_bytes => {
             (Algorithm::HalvingDoubling, "a ring's chunks would be small: 2 log2(n) rounds beat 2(n-1)")
@@ -321,12 +363,13 @@ mod tests {
             collective,
             world: topology.world(),
             rank: 0,
+            topology: topology.clone(),
             bytes,
             element_bytes: 4,
             splits: None,
             segment_bytes: 64 << 10,
         };
-        choose(&request, topology, &Thresholds::default()).0
+        choose(&request, &Thresholds::default()).0
     }
 
     /// What is read from a knob is what is printed in a log; anything else is refused with the list.
@@ -361,12 +404,40 @@ mod tests {
         assert_eq!(scatter((64 << 10) + 8), Algorithm::Ring);
     }
 
+    /// A topology says who is together, whatever the hosts are called.
+    #[test]
+    fn hosts_have_no_names() {
+        let topology = Topology::new(&[7, 3, 7, 9]);
+        assert_eq!(topology, Topology::new(&[1, 2, 1, 0]));
+        assert_ne!(topology, Topology::new(&[1, 2, 2, 0]));
+        assert_eq!((0..3).map(|host| topology.members(host)).collect::<Vec<_>>(), [vec![0, 2], vec![1], vec![3]]);
+        assert!(topology.share_host(0, 2) && !topology.share_host(0, 1));
+        assert_eq!((topology.host_count(), Topology::new(&[]).host_count()), (3, 0));
+        assert_eq!(Topology::separate_hosts(3), Topology::new(&[5, 4, 6]));
+    }
+
     /// One rank on another host takes the group out of memory.
     #[test]
     fn the_slowest_pair_decides() {
         let large = |topology: &Topology| chosen(Collective::AllReduce, 64 << 20, topology);
         assert_eq!(large(&Topology::one_host(4)), Algorithm::Direct);
-        assert_eq!(large(&Topology::new(vec![7, 7, 7, 3])), Algorithm::Ring);
+        assert_eq!(large(&Topology::new(&[7, 7, 7, 3])), Algorithm::Hierarchical);
+        assert_eq!(large(&Topology::separate_hosts(4)), Algorithm::Ring);
+    }
+
+    /// With few hosts, hierarchical from where one round does not do; with many, where its hops count no more. Only for
+    /// all-reduce, and only where ranks share hosts.
+    #[test]
+    fn hierarchical_from_both_sides() {
+        let in_pairs = |hosts: u32| Topology::new(&(0..2 * hosts).map(|rank| rank / 2).collect::<Vec<u32>>());
+        let all_reduce = |bytes, hosts| chosen(Collective::AllReduce, bytes, &in_pairs(hosts));
+        assert_eq!(all_reduce(21 << 10, 2), Algorithm::Exchange);
+        assert_eq!(all_reduce(22 << 10, 2), Algorithm::Hierarchical);
+        // 6 hops against 8, and 8 against 16.
+        assert_eq!(all_reduce(64 << 10, 4), Algorithm::HalvingDoubling);
+        assert_eq!(all_reduce(256 << 10, 8), Algorithm::HalvingDoubling);
+        assert_eq!(all_reduce((256 << 10) + 16, 8), Algorithm::Hierarchical);
+        assert_eq!(chosen(Collective::AllGather, 16 << 20, &in_pairs(2)), Algorithm::Ring);
     }
 
     /// Segments stay in their range, and are whole pages.

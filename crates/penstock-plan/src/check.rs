@@ -19,26 +19,24 @@ use std::collections::HashMap;
 
 pub use crate::instances::Place;
 use crate::{
-    Action, Algorithm, Buf, Collective, EAGER_LIMIT_BYTES, Medium, Operand, Order, PlanError, Request, Slice, Steps,
-    hops,
+    Action, Algorithm, Buf, Collective, EAGER_LIMIT_BYTES, Operand, Order, PlanError, Request, Slice, Steps, WireBytes,
+    crossing_bytes, hops,
     instances::{Area, Instance, expand},
     order, wire_bytes,
 };
 
-/// What the transport can hold.
+/// What the transport can hold. Between ranks that share a host, any message can wait until a reduction has all of its
+/// messages, because it is a reference; a message between hosts can if it is eager. Which is which says
+/// [`Request::topology`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rules {
-    /// In memory, any message can wait until a reduction has all of its messages. On the wire, eager ones only.
-    pub medium: Medium,
     /// Largest eager message.
     pub eager_limit_bytes: u64,
 }
 
-impl Rules {
-    /// With the default eager limit.
-    #[must_use]
-    pub fn of(medium: Medium) -> Rules {
-        Rules { medium, eager_limit_bytes: EAGER_LIMIT_BYTES }
+impl Default for Rules {
+    fn default() -> Rules {
+        Rules { eager_limit_bytes: EAGER_LIMIT_BYTES }
     }
 }
 
@@ -62,8 +60,8 @@ pub struct Report {
 /// Proves that every message has one sender and one receiver; that no schedule deadlocks; that no two instances that are
 /// not ordered touch the same byte, one of them writing; that inputs, and tensors of ranks other than the root of a
 /// reduce, are never written; that every byte of every result is what the collective says, each contribution reduced
-/// exactly once, in the order of [`order`] on every rank, and finished once; that bytes are those of [`wire_bytes`],
-/// and the latency at most [`hops`].
+/// exactly once, in the order of [`order`] on every rank, and finished once; that bytes are those of [`wire_bytes`]
+/// and [`crossing_bytes`], and the latency at most [`hops`].
 ///
 /// Cost: the square of the number of instances, in bits.
 ///
@@ -186,9 +184,9 @@ pub enum Violation {
         /// One past the last byte.
         end: u64,
     },
-    /// A reduction of several messages that the wire cannot hold.
+    /// A reduction of several messages, one of them from another host, that the transport cannot hold.
     #[error(
-        "{place} reduces several messages of up to {bytes} bytes in one step; only eager ones can wait for each other"
+        "{place} reduces several messages of up to {bytes} bytes in one step; from other hosts only eager ones can wait"
     )]
     Hold {
         /// Who reduces.
@@ -266,6 +264,18 @@ pub enum Violation {
         /// Bytes that it receives.
         received: u64,
     },
+    /// Bytes to and from other hosts that differ from [`crossing_bytes`].
+    #[error(
+        "rank {rank} sends {sent} bytes to other hosts and receives {received}, not what crossing_bytes() promises"
+    )]
+    Crossing {
+        /// Which rank.
+        rank: u32,
+        /// Bytes that it sends to other hosts.
+        sent: u64,
+        /// Bytes that it receives from other hosts.
+        received: u64,
+    },
     /// A longer chain of messages than [`hops`] allows.
     #[error("a chain of {hops} messages, longer than the {promised} that hops() promises")]
     Hops {
@@ -291,7 +301,13 @@ fn check_shape(instance: &Instance<'_>, request: &Request, plans: &[Steps], rule
                 Operand::Local(slice) => Some(slice),
                 Operand::Message { .. } => None,
             }));
-            if instance.takes.len() > 1 && rules.medium == Medium::Wire && dst.len > rules.eager_limit_bytes {
+            // One that comes from afar waits for the others of its step, wherever they come from.
+            let from_afar = |source: &Operand| match source {
+                Operand::Local(_) => false,
+                Operand::Message { from, .. } => !request.topology.share_host(*from, place.rank),
+            };
+            let held = instance.takes.len() > 1 && sources.iter().any(from_afar);
+            if held && dst.len > rules.eager_limit_bytes {
                 return Err(Violation::Hold { place, bytes: dst.len });
             }
         }
@@ -773,17 +789,26 @@ fn check_barrier(world: usize, instances: &[Instance<'_>], order: &[u32]) -> Res
 }
 
 fn check_wire_bytes(requests: &[Request], algorithm: Algorithm, instances: &[Instance<'_>]) -> Result<(), Violation> {
-    let mut moved = vec![(0u64, 0u64); requests.len()];
+    let mut moved = vec![WireBytes::default(); requests.len()];
+    let mut crossing = moved.clone();
     for instance in instances {
-        if let Action::Send { to, .. } = instance.action {
-            moved[instance.place.rank as usize].0 += instance.bytes;
-            moved[*to as usize].1 += instance.bytes;
+        let (Action::Send { to, .. }, from) = (instance.action, instance.place.rank) else { continue };
+        let add = |moved: &mut [WireBytes]| {
+            moved[from as usize].sent += instance.bytes;
+            moved[*to as usize].received += instance.bytes;
+        };
+        add(&mut moved);
+        if !requests[from as usize].topology.share_host(from, *to) {
+            add(&mut crossing);
         }
     }
-    for (request, (sent, received)) in requests.iter().zip(moved) {
-        let promised = wire_bytes(request, algorithm)?;
-        if (promised.sent, promised.received) != (sent, received) {
-            return Err(Violation::WireBytes { rank: request.rank, sent, received });
+    for (request, (moved, crossing)) in requests.iter().zip(moved.into_iter().zip(crossing)) {
+        let rank = request.rank;
+        if wire_bytes(request, algorithm)? != moved {
+            return Err(Violation::WireBytes { rank, sent: moved.sent, received: moved.received });
+        }
+        if crossing_bytes(request, algorithm)?.is_some_and(|promised| promised != crossing) {
+            return Err(Violation::Crossing { rank, sent: crossing.sent, received: crossing.received });
         }
     }
     Ok(())

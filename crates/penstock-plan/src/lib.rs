@@ -1,6 +1,6 @@
 //! Collectives as data.
 //!
-//! Everything here is a pure function of (world size, rank, sizes, algorithm): no clock, no socket, no thread.
+//! Everything here is a pure function of (world size, rank, topology, sizes, algorithm): no clock, no socket, no thread.
 //!
 //! ```text
 //!   Request ──> choose() ──> Algorithm ──> steps() ──> Steps      the engine runs them, execute() runs them in memory
@@ -34,6 +34,6 @@ pub use algorithm::{
 };
 pub use build::{SCRATCH_SEGMENTS, steps};
 pub use planner::Planner;
-pub use promise::{Order, WireBytes, hops, order, wire_bytes};
+pub use promise::{Order, WireBytes, crossing_bytes, hops, order, wire_bytes};
 pub use request::{Collective, PlanError, Request, Splits};
 pub use steps::{Action, Buf, Dep, Operand, Slice, Step, Steps};

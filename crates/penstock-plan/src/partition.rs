@@ -1,5 +1,7 @@
 //! How bytes and ranks are divided. Shared by the builders and by the promises that the checker holds them to.
 
+use crate::{Algorithm, Topology};
+
 /// A tensor cut into one chunk a rank.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Chunks {
@@ -40,6 +42,98 @@ impl Chunks {
     /// Length of the longest chunk.
     pub(crate) fn max(&self) -> u64 {
         self.at(0).1
+    }
+}
+
+/// All ranks, one after the other around a ring.
+#[derive(Clone, Debug)]
+pub(crate) struct Ring {
+    ranks: Vec<u32>,
+}
+
+impl Ring {
+    /// Host after host, in rank order within each: the ring enters and leaves every host once, wherever a launcher has
+    /// put the ranks. Where those of a host follow each other, as with torchrun, it is the rank order.
+    pub(crate) fn by_host(topology: &Topology) -> Ring {
+        Ring { ranks: (0..topology.host_count()).flat_map(|host| topology.members(host)).collect() }
+    }
+
+    /// The order in which a collective numbers the ranks, its root first: chains by host, trees and stars by rank.
+    pub(crate) fn from_root(root: u32, topology: &Topology, algorithm: Algorithm) -> Ring {
+        let mut ring = match algorithm {
+            Algorithm::Ring => Ring::by_host(topology),
+            _ => Ring { ranks: (0..topology.world()).collect() },
+        };
+        let first = ring.place(root) as usize;
+        ring.ranks.rotate_left(first);
+        ring
+    }
+
+    /// Where a rank is on the ring.
+    pub(crate) fn place(&self, rank: u32) -> u32 {
+        self.ranks.iter().position(|&other| other == rank).expect("every rank is on the ring") as u32
+    }
+
+    /// The rank at a place, which counts on from 0 after the last one.
+    pub(crate) fn rank(&self, place: u32) -> u32 {
+        self.ranks[place as usize % self.ranks.len()]
+    }
+}
+
+/// How a hierarchical all-reduce divides the tensor: into shares, each with an owner on every host that reduces it within
+/// the host and takes it around the ring of hosts; and each share into a chunk for every host.
+///
+/// ```text
+///   hosts of 3 and 2 ranks      share 0   share 1   share 2
+///   host 0: ranks 0, 1, 2       rank 0    rank 1    rank 2
+///   host 1: ranks 3, 4          rank 3    rank 3    rank 4      are the owners
+/// ```
+///
+/// With as many shares as the largest host has ranks, all ranks take part in what crosses the links wherever hosts are
+/// equal, and all of the largest host elsewhere.
+#[derive(Clone, Debug)]
+pub(crate) struct Hierarchy {
+    members: Vec<Vec<u32>>,
+    shares: u32,
+    bytes: u64,
+}
+
+impl Hierarchy {
+    pub(crate) fn of(topology: &Topology, bytes: u64) -> Hierarchy {
+        let members: Vec<Vec<u32>> = (0..topology.host_count()).map(|host| topology.members(host)).collect();
+        let counts = || members.iter().map(|members| members.len() as u32);
+        let shares = counts().max().unwrap_or(0).min(MAX_SHARES_OF_AN_OWNER * counts().min().unwrap_or(0));
+        Hierarchy { members, shares, bytes }
+    }
+
+    pub(crate) fn hosts(&self) -> u32 {
+        self.members.len() as u32
+    }
+
+    /// The ranks of a host, in rank order. Hosts count on from 0 after the last one.
+    pub(crate) fn members(&self, host: u32) -> &[u32] {
+        &self.members[host as usize % self.members.len()]
+    }
+
+    pub(crate) fn shares(&self) -> std::ops::Range<u32> {
+        0..self.shares
+    }
+
+    /// The rank of a host that owns a share. Where it has fewer ranks than there are shares, each owns shares that
+    /// follow each other; where it has more, owners are spread among them.
+    pub(crate) fn owner(&self, host: u32, share: u32) -> u32 {
+        let members = self.members(host);
+        members[share as usize * members.len() / self.shares as usize]
+    }
+
+    /// Start and length of a share, in bytes.
+    pub(crate) fn share(&self, share: u32) -> (u64, u64) {
+        Chunks::nearly_equal(self.bytes, self.shares).at(share)
+    }
+
+    /// The chunks of a share; they count from its start.
+    pub(crate) fn chunks(&self, share: u32) -> Chunks {
+        Chunks::nearly_equal(self.share(share).1, self.hosts())
     }
 }
 
@@ -95,7 +189,7 @@ impl Fold {
     }
 }
 
-/// A node's place in a tree over the ranks, numbered from the root on: parent, and children in rank order.
+/// A node's place in a tree over the ranks, numbered from the root on: parent, and children in that order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Relatives {
     pub(crate) parent: Option<u32>,
@@ -127,11 +221,14 @@ impl Relatives {
     }
 
     /// The same, in ranks of the group.
-    pub(crate) fn rooted_at(self, root: u32, world: u32) -> Relatives {
-        let rank = |v: u32| ((u64::from(v) + u64::from(root)) % u64::from(world)) as u32;
-        Relatives { parent: self.parent.map(rank), children: self.children.into_iter().map(rank).collect() }
+    pub(crate) fn named(self, rank: impl Fn(u32) -> u32) -> Relatives {
+        Relatives { parent: self.parent.map(&rank), children: self.children.into_iter().map(&rank).collect() }
     }
 }
+
+/// A rank owns at most about this many shares of a [`Hierarchy`], so that its plan stays short where a host of one rank meets
+/// a host of many. A guess: beyond it there are already four ranks that reduce for each one that cannot be helped.
+const MAX_SHARES_OF_AN_OWNER: u32 = 4;
 
 /// Chunks start at cache lines, so that no two ranks of a host write into one, and vector instructions find them
 /// aligned wherever the tensor is. Element sizes divide it.

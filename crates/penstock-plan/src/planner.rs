@@ -51,13 +51,14 @@ impl Planner {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Collective;
+    use crate::{Collective, Topology};
 
     fn request(bytes: u64) -> Request {
         Request {
             collective: Collective::AllReduce,
             world: 4,
             rank: 1,
+            topology: Topology::separate_hosts(4),
             bytes,
             element_bytes: 4,
             splits: None,
@@ -76,6 +77,19 @@ mod tests {
         planner.steps(&request(8192), Algorithm::Ring).unwrap();
         assert!(Arc::ptr_eq(&first, &planner.steps(&request(4096), Algorithm::Ring).unwrap()));
         assert!(!Arc::ptr_eq(&second, &planner.steps(&request(4096), Algorithm::Direct).unwrap()));
+    }
+
+    /// Groups of a process may have as many ranks on other hosts: each topology has its plan.
+    #[test]
+    fn remembers_topologies_apart() {
+        let mut planner = Planner::default();
+        let mut on = |hosts: &[u32]| {
+            let request = Request { topology: Topology::new(hosts), ..request(4096) };
+            planner.steps(&request, Algorithm::Hierarchical).unwrap()
+        };
+        let blocks = on(&[0, 0, 1, 1]);
+        assert_ne!(blocks, on(&[0, 1, 0, 1]));
+        assert!(Arc::ptr_eq(&blocks, &on(&[5, 5, 2, 2])));
     }
 
     /// A request without a plan is refused each time, and takes no place.

@@ -3,7 +3,7 @@
 
 use crate::{
     Algorithm, Collective, PlanError, Request,
-    partition::{Chunks, Fold, Relatives, Role},
+    partition::{Chunks, Fold, Hierarchy, Relatives, Ring, Role},
 };
 
 /// What one rank moves in an operation, headers not counted.
@@ -30,17 +30,26 @@ pub fn wire_bytes(request: &Request, algorithm: Algorithm) -> Result<WireBytes, 
     Ok(match collective {
         Collective::AllReduce => match algorithm {
             Algorithm::Ring => {
-                let chunk = |index: u32| Chunks::nearly_equal(bytes, n).at(index).1;
-                WireBytes {
-                    sent: 2 * bytes - chunk(r + 1) - chunk(r + 2),
-                    received: 2 * bytes - chunk(r) - chunk(r + 1),
-                }
+                lap_bytes(&Chunks::nearly_equal(bytes, n), bytes, Ring::by_host(&request.topology).place(r))
             }
             Algorithm::Direct => {
                 let own = Chunks::nearly_equal(bytes, n).at(r).1;
                 both(bytes - own + others * own)
             }
             Algorithm::Exchange => both(others * bytes),
+            Algorithm::Hierarchical => {
+                let division = Hierarchy::of(&request.topology, bytes);
+                let host = request.topology.host(r);
+                let neighbours = division.members(host).len() as u64 - 1;
+                let mut moved = crossing_bytes(request, algorithm)?.expect("it is promised");
+                for share in division.shares() {
+                    // An owner takes a share from every neighbour and returns it; the others see it once each way.
+                    let times = if division.owner(host, share) == r { neighbours } else { 1 };
+                    moved.sent += times * division.share(share).1;
+                    moved.received += times * division.share(share).1;
+                }
+                moved
+            }
             _ => match Fold::of(n).role(r) {
                 Role::Extra { .. } => both(bytes),
                 Role::Core { virtual_rank, extra } => {
@@ -52,11 +61,13 @@ pub fn wire_bytes(request: &Request, algorithm: Algorithm) -> Result<WireBytes, 
         },
         Collective::ReduceScatter | Collective::AllGather => both(others * (bytes / u64::from(n))),
         Collective::Broadcast { root } => {
-            let Relatives { parent, children } = relatives(n, (r + n - root) % n, algorithm);
+            let v = Ring::from_root(root, &request.topology, algorithm).place(r);
+            let Relatives { parent, children } = relatives(n, v, algorithm);
             WireBytes { sent: children.len() as u64 * bytes, received: if parent.is_some() { bytes } else { 0 } }
         }
         Collective::Reduce { root } => {
-            let Relatives { parent, children } = relatives(n, (r + n - root) % n, algorithm);
+            let v = Ring::from_root(root, &request.topology, algorithm).place(r);
+            let Relatives { parent, children } = relatives(n, v, algorithm);
             WireBytes { sent: if parent.is_some() { bytes } else { 0 }, received: children.len() as u64 * bytes }
         }
         Collective::Gather { root } if root == r => WireBytes { sent: 0, received: others * bytes },
@@ -74,6 +85,40 @@ pub fn wire_bytes(request: &Request, algorithm: Algorithm) -> Result<WireBytes, 
     })
 }
 
+/// The part of [`wire_bytes`] that goes to, and comes from, ranks on other hosts: what the host's link carries is the sum
+/// over its ranks. `None` for algorithms that promise nothing about hosts.
+///
+/// # Errors
+/// As [`wire_bytes`].
+pub fn crossing_bytes(request: &Request, algorithm: Algorithm) -> Result<Option<WireBytes>, PlanError> {
+    check_offered(request, algorithm)?;
+    let Request { collective, world: n, rank: r, ref topology, bytes, .. } = *request;
+    match (collective, algorithm) {
+        (Collective::AllReduce | Collective::ReduceScatter | Collective::AllGather, Algorithm::Ring) => {
+            let moved = wire_bytes(request, algorithm)?;
+            let ring = Ring::by_host(topology);
+            let place = ring.place(r);
+            let over = |other: u32, bytes: u64| if topology.share_host(r, other) { 0 } else { bytes };
+            Ok(Some(WireBytes {
+                sent: over(ring.rank(place + 1), moved.sent),
+                received: over(ring.rank(place + n - 1), moved.received),
+            }))
+        }
+        (Collective::AllReduce, Algorithm::Hierarchical) => {
+            let division = Hierarchy::of(topology, bytes);
+            let host = topology.host(r);
+            let mut moved = WireBytes::default();
+            for share in division.shares().filter(|&share| division.owner(host, share) == r) {
+                let lap = lap_bytes(&division.chunks(share), division.share(share).1, host);
+                moved.sent += lap.sent;
+                moved.received += lap.received;
+            }
+            Ok(Some(moved))
+        }
+        _ => Ok(None),
+    }
+}
+
 /// The longest chain of messages in which each waits for the one before: the latency term, in one-way trips. Exact
 /// where no chunk is empty, an upper bound otherwise.
 ///
@@ -81,9 +126,14 @@ pub fn wire_bytes(request: &Request, algorithm: Algorithm) -> Result<WireBytes, 
 /// As [`wire_bytes`].
 pub fn hops(request: &Request, algorithm: Algorithm) -> Result<u32, PlanError> {
     check_offered(request, algorithm)?;
+    Ok(latency(request, algorithm))
+}
+
+/// [`hops`] of what has a plan.
+pub(crate) fn latency(request: &Request, algorithm: Algorithm) -> u32 {
     let n = request.world;
     if n == 1 {
-        return Ok(0);
+        return 0;
     }
     let fold = Fold::of(n);
     let paired = n - fold.p;
@@ -91,16 +141,24 @@ pub fn hops(request: &Request, algorithm: Algorithm) -> Result<u32, PlanError> {
     // Exchanges over all rounds lead to the virtual rank with the opposite bits: unless more than half are paired, that
     // one has no extra rank to hand the result to.
     let into_pairs_or_out = into_pairs_and_out.min(if 2 * paired > fold.p { 2 } else { 1 });
-    Ok(match (request.collective, algorithm) {
+    match (request.collective, algorithm) {
         (Collective::AllReduce, Algorithm::Ring) => 2 * (n - 1),
         (Collective::AllReduce, Algorithm::HalvingDoubling) => 2 * fold.rounds() + into_pairs_and_out,
         (Collective::AllReduce, Algorithm::RecursiveDoubling) => fold.rounds() + into_pairs_or_out,
         (Collective::AllReduce, Algorithm::Direct) => 2,
+        (Collective::AllReduce, Algorithm::Hierarchical) => {
+            // A chunk starts at one host and comes last to the one two before it: a hop more in each that has neighbours.
+            let division = Hierarchy::of(&request.topology, request.bytes);
+            let hosts = division.hosts();
+            let within = |host: u32| u32::from(division.members(host).len() > 1);
+            let hops = (0..hosts).map(|host| within(host) + 2 * (hosts - 1) + within(host + 2 * (hosts - 1)));
+            hops.max().unwrap_or(0)
+        }
         (_, Algorithm::Ring) => n - 1,
         (_, Algorithm::Tree) => n.ilog2(),
         (_, Algorithm::Dissemination) => n.next_power_of_two().ilog2(),
         _ => 1,
-    })
+    }
 }
 
 /// In which order operands are reduced: a leaf is a rank's contribution, a node is one step.
@@ -129,15 +187,36 @@ pub fn order(request: &Request, algorithm: Algorithm) -> Result<Vec<(u64, u64, O
     };
     let whole = |order: Order| vec![(0, bytes, order)];
     let all_at_once = || Order::Reduce((0..n).map(Order::Rank).collect());
+    let ring = Ring::by_host(&request.topology);
     Ok(match (collective, algorithm) {
         (Collective::AllReduce, Algorithm::Ring) => {
             let chunks = Chunks::nearly_equal(bytes, n);
-            let order = |chunk: u32| from_left(&mut (chunk..chunk + n).map(|rank| rank % n));
+            let order = |chunk: u32| from_left(&mut (chunk..chunk + n).map(|place| ring.rank(place)));
             (0..n).map(|chunk| (chunks.at(chunk).0, chunks.at(chunk).1, order(chunk))).collect()
+        }
+        (Collective::AllReduce, Algorithm::Hierarchical) => {
+            let division = Hierarchy::of(&request.topology, bytes);
+            let hosts = division.hosts();
+            let within = |host: u32| match division.members(host) {
+                [rank] => Order::Rank(*rank),
+                ranks => Order::Reduce(ranks.iter().copied().map(Order::Rank).collect()),
+            };
+            let across = |chunk: u32| {
+                let sums = (chunk..chunk + hosts).map(within);
+                sums.reduce(|left, right| Order::Reduce(vec![left, right])).expect("a group has hosts")
+            };
+            let chunk = |share: u32, chunk: u32| {
+                let (start, len) = division.chunks(share).at(chunk);
+                (division.share(share).0 + start, len, across(chunk))
+            };
+            division.shares().flat_map(|share| (0..hosts).map(move |host| chunk(share, host))).collect()
         }
         (Collective::ReduceScatter, Algorithm::Ring) => {
             let chunk_bytes = bytes / u64::from(n);
-            let order = |chunk: u32| from_left(&mut (chunk + 1..=chunk + n).map(|rank| rank % n));
+            let order = |chunk: u32| {
+                let last = ring.place(chunk);
+                from_left(&mut (last + 1..=last + n).map(|place| ring.rank(place)))
+            };
             (0..n).map(|chunk| (u64::from(chunk) * chunk_bytes, chunk_bytes, order(chunk))).collect()
         }
         (_, Algorithm::HalvingDoubling | Algorithm::RecursiveDoubling) => {
@@ -156,17 +235,25 @@ pub fn order(request: &Request, algorithm: Algorithm) -> Result<Vec<(u64, u64, O
             whole(level.remove(0))
         }
         (Collective::Reduce { root }, Algorithm::Ring | Algorithm::Tree) => {
-            fn of_subtree(n: u32, root: u32, v: u32, algorithm: Algorithm) -> Order {
-                let own = Order::Rank((v + root) % n);
-                relatives(n, v, algorithm)
-                    .children
-                    .into_iter()
-                    .fold(own, |partial, child| Order::Reduce(vec![partial, of_subtree(n, root, child, algorithm)]))
+            fn of_subtree(n: u32, from_root: &Ring, v: u32, algorithm: Algorithm) -> Order {
+                let own = Order::Rank(from_root.rank(v));
+                relatives(n, v, algorithm).children.into_iter().fold(own, |partial, child| {
+                    Order::Reduce(vec![partial, of_subtree(n, from_root, child, algorithm)])
+                })
             }
-            whole(of_subtree(n, root, 0, algorithm))
+            whole(of_subtree(n, &Ring::from_root(root, &request.topology, algorithm), 0, algorithm))
         }
         _ => whole(all_at_once()),
     })
+}
+
+/// What the one at a place of a ring all-reduce of `bytes` moves: every chunk but one, twice.
+fn lap_bytes(chunks: &Chunks, bytes: u64, place: u32) -> WireBytes {
+    let chunk = |index: u32| chunks.at(index).1;
+    WireBytes {
+        sent: 2 * bytes - chunk(place + 1) - chunk(place + 2),
+        received: 2 * bytes - chunk(place) - chunk(place + 1),
+    }
 }
 
 /// One direction of a virtual rank's exchanges with the others.

@@ -1,6 +1,6 @@
 //! What is asked for: [`Request`], and what is wrong with it: [`PlanError`].
 
-use crate::Algorithm;
+use crate::{Algorithm, Topology};
 
 /// What the ranks of a group do together. A root is a rank of the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -107,6 +107,8 @@ pub struct Request {
     pub world: u32,
     /// This rank.
     pub rank: u32,
+    /// Which ranks share a host.
+    pub topology: Topology,
     /// How much, by the collective:
     ///
     /// | collective | `bytes` | input buffer | output buffer |
@@ -167,6 +169,9 @@ impl Request {
         let Request { collective, world, rank, bytes, element_bytes, .. } = *self;
         if rank >= world {
             return Err(PlanError::Rank { rank, world });
+        }
+        if self.topology.world() != world {
+            return Err(PlanError::Topology { hosts_of: self.topology.world(), world });
         }
         if let Some(named) = collective.named_rank() {
             if named >= world {
@@ -233,6 +238,14 @@ pub enum PlanError {
         /// Ranks in the group.
         world: u32,
     },
+    /// A topology of another number of ranks.
+    #[error("a topology of {hosts_of} ranks for a group of {world}")]
+    Topology {
+        /// Ranks in the topology.
+        hosts_of: u32,
+        /// Ranks in the group.
+        world: u32,
+    },
     /// A send to, or a receive from, the rank itself.
     #[error("{collective} on rank {rank} names rank {rank} itself; copy the tensor instead")]
     ToSelf {
@@ -290,15 +303,18 @@ mod tests {
     use super::*;
     use crate::steps;
 
-    const GOOD: Request = Request {
-        collective: Collective::AllReduce,
-        world: 4,
-        rank: 3,
-        bytes: 4096,
-        element_bytes: 4,
-        splits: None,
-        segment_bytes: 1024,
-    };
+    fn good() -> Request {
+        Request {
+            collective: Collective::AllReduce,
+            world: 4,
+            rank: 3,
+            topology: Topology::separate_hosts(4),
+            bytes: 4096,
+            element_bytes: 4,
+            splits: None,
+            segment_bytes: 1024,
+        }
+    }
 
     fn refusal(request: Request, algorithm: Algorithm) -> String {
         steps(&request, algorithm).expect_err("there is no such plan").to_string()
@@ -307,24 +323,25 @@ mod tests {
     /// Every contradiction is refused, in words that name it.
     #[test]
     fn contradictions_are_refused() {
-        assert!(steps(&GOOD, Algorithm::Ring).is_ok());
-        let not_for = refusal(GOOD, Algorithm::Tree);
+        assert!(steps(&good(), Algorithm::Ring).is_ok());
+        let not_for = refusal(good(), Algorithm::Tree);
         assert!(not_for.contains("tree") && not_for.contains("ring, halving-doubling"), "{not_for}");
-        assert!(refusal(Request { rank: 4, ..GOOD }, Algorithm::Ring).contains("rank 4"));
-        assert!(refusal(Request { world: 0, rank: 0, ..GOOD }, Algorithm::Ring).contains("rank 0"));
-        let broadcast = Request { collective: Collective::Broadcast { root: 9 }, ..GOOD };
+        assert!(refusal(Request { rank: 4, ..good() }, Algorithm::Ring).contains("rank 4"));
+        assert!(refusal(Request { topology: Topology::one_host(3), ..good() }, Algorithm::Ring).contains("3 ranks"));
+        assert!(refusal(Request { world: 0, rank: 0, ..good() }, Algorithm::Ring).contains("rank 0"));
+        let broadcast = Request { collective: Collective::Broadcast { root: 9 }, ..good() };
         assert!(refusal(broadcast, Algorithm::Tree).contains("rank 9"));
-        let to_self = Request { collective: Collective::Send { to: 3 }, ..GOOD };
+        let to_self = Request { collective: Collective::Send { to: 3 }, ..good() };
         assert!(refusal(to_self, Algorithm::Direct).contains("itself"));
-        assert!(refusal(Request { bytes: 4097, ..GOOD }, Algorithm::Ring).contains("4097"));
-        let uneven = Request { collective: Collective::ReduceScatter, bytes: 4100, ..GOOD };
+        assert!(refusal(Request { bytes: 4097, ..good() }, Algorithm::Ring).contains("4097"));
+        let uneven = Request { collective: Collective::ReduceScatter, bytes: 4100, ..good() };
         assert!(refusal(uneven, Algorithm::Ring).contains("multiple of 16"));
-        assert!(refusal(Request { element_bytes: 12, ..GOOD }, Algorithm::Ring).contains("12 bytes"));
-        assert!(refusal(Request { segment_bytes: 24, ..GOOD }, Algorithm::Ring).contains("24 bytes"));
-        assert!(refusal(Request { segment_bytes: 0, ..GOOD }, Algorithm::Ring).contains("0 bytes"));
-        let many = Request { bytes: 1 << 40, segment_bytes: 16, ..GOOD };
+        assert!(refusal(Request { element_bytes: 12, ..good() }, Algorithm::Ring).contains("12 bytes"));
+        assert!(refusal(Request { segment_bytes: 24, ..good() }, Algorithm::Ring).contains("24 bytes"));
+        assert!(refusal(Request { segment_bytes: 0, ..good() }, Algorithm::Ring).contains("0 bytes"));
+        let many = Request { bytes: 1 << 40, segment_bytes: 16, ..good() };
         assert!(refusal(many, Algorithm::Ring).contains("messages"));
-        assert!(refusal(Request { bytes: u64::MAX - 3, ..GOOD }, Algorithm::Ring).contains("64 bits"));
+        assert!(refusal(Request { bytes: u64::MAX - 3, ..good() }, Algorithm::Ring).contains("64 bits"));
     }
 
     /// Splits must be one a rank, agree on what the rank keeps, and belong to an all-to-all.
@@ -333,13 +350,13 @@ mod tests {
         let with = |input: &[u64], output: &[u64]| Request {
             collective: Collective::AllToAll,
             splits: Some(Splits { input: input.to_vec(), output: output.to_vec() }),
-            ..GOOD
+            ..good()
         };
         assert!(steps(&with(&[1, 2, 3, 4], &[9, 0, 0, 4]), Algorithm::Direct).is_ok());
         assert!(refusal(with(&[1, 2, 3], &[9, 0, 0, 4]), Algorithm::Direct).contains("each rank"));
         assert!(refusal(with(&[1, 2, 3, 5], &[9, 0, 0, 4]), Algorithm::Direct).contains("itself"));
         assert!(refusal(with(&[u64::MAX, 2, 3, 4], &[9, 0, 0, 4]), Algorithm::Direct).contains("64 bits"));
         let splits = with(&[1, 2, 3, 4], &[9, 0, 0, 4]).splits;
-        assert!(refusal(Request { splits, ..GOOD }, Algorithm::Ring).contains("only an all-to-all"));
+        assert!(refusal(Request { splits, ..good() }, Algorithm::Ring).contains("only an all-to-all"));
     }
 }

@@ -10,7 +10,7 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 
 use common::{Case, SEGMENT_BYTES};
-use penstock_plan::{Action, Algorithm, Buf, Collective, Dep, Operand, Slice, Step, Steps};
+use penstock_plan::{Action, Algorithm, Buf, Collective, Dep, Operand, Slice, Step, Steps, Topology};
 
 /// All single mistakes in all algorithms, in groups small enough to try each.
 #[test]
@@ -61,6 +61,14 @@ fn bases() -> Vec<Case> {
             bases.push(Case::new(Collective::AllReduce, algorithm, world, u64::from(world) * 2 * seg - 12, 4));
         }
     }
+    // Equal hosts by turns, a host of one, and three hosts of which one has an owner of two shares.
+    for (hosts, bytes) in
+        [(&[0, 1, 0, 1][..], 4 * 2 * seg - 12), (&[0, 1, 1], 4 * seg - 12), (&[0, 1, 2, 0], 6 * seg - 12)]
+    {
+        let topology = Topology::new(hosts);
+        bases.push(Case::on(&topology, Collective::AllReduce, Algorithm::Hierarchical, bytes, 4));
+    }
+    bases.push(Case::on(&Topology::new(&[0, 1, 0]), Collective::AllReduce, Algorithm::Ring, 6 * seg - 12, 4));
     for algorithm in [Algorithm::Ring, Algorithm::Direct] {
         bases.push(Case::new(Collective::ReduceScatter, algorithm, 4, 4 * (2 * seg - 12), 4));
         bases.push(Case::new(Collective::AllGather, algorithm, 3, 3 * (2 * seg - 12), 4));

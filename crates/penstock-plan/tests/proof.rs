@@ -2,11 +2,11 @@
 
 mod common;
 
-use common::{Case, SEGMENT_BYTES, cases};
+use common::{Case, SEGMENT_BYTES, cases, cases_on_hosts, topologies};
 use penstock_plan::{
-    Algorithm, Collective, Medium, Request, SCRATCH_SEGMENTS, Thresholds, Topology,
+    Algorithm, Collective, Request, SCRATCH_SEGMENTS, Thresholds, Topology,
     check::{Report, Rules, Violation, check},
-    choose, hops, segment_bytes, steps,
+    choose, crossing_bytes, hops, order, segment_bytes, steps,
 };
 use proptest::prelude::*;
 
@@ -26,6 +26,94 @@ fn small_tensors() {
                 prove(case);
             });
         }
+    }
+}
+
+/// Whatever ranks share hosts: right, from tensors of nothing to several segments in every chunk; what crosses hosts is
+/// what is promised, and so is the longest chain of messages.
+#[test]
+fn any_ranks_on_any_hosts() {
+    for world in WORLDS {
+        // There are at most ((n + 1) / 2)^2 chunks of shares.
+        let large = u64::from(world * world / 2 + 2 * world) * SEGMENT_BYTES - 20;
+        for (element_bytes, sizes) in [(4, [0, 4, 52, 388, large]), (1, [0, 1, 97, 331, 1000])] {
+            for case in cases_on_hosts(world, &sizes, element_bytes) {
+                let report = prove(&case);
+                let promised = hops(&case.requests[0], case.algorithm).unwrap();
+                assert!(
+                    case.requests[0].bytes < large || report.hops == promised,
+                    "{report:?}, not {promised}: {case:?}"
+                );
+            }
+        }
+    }
+}
+
+/// Each host's link carries `2(h-1)/h` of the tensor each way, for `h` hosts of any numbers of ranks, and no rank of equal
+/// hosts more than its part of that. A ring carries `2(n-1)/n`.
+#[test]
+fn links_carry_what_hosts_lack() {
+    for world in WORLDS {
+        for topology in topologies(world) {
+            // Divides into any number of shares, and these into any number of chunks: 720720 divides by 1 to 16.
+            let bytes = 64 * 720_720 * 720_720;
+            let hosts = topology.host_count();
+            let link = |algorithm: Algorithm, host: u32| {
+                let case = Case::on(&topology, Collective::AllReduce, algorithm, bytes, 4);
+                let moved = |rank: u32| crossing_bytes(&case.requests[rank as usize], algorithm).unwrap().unwrap();
+                let members = topology.members(host);
+                let equal = (0..hosts).all(|other| topology.members(other).len() == members.len());
+                let most = members.iter().map(|&rank| moved(rank).sent).max().unwrap();
+                let sent: u64 = members.iter().map(|&rank| moved(rank).sent).sum();
+                let received: u64 = members.iter().map(|&rank| moved(rank).received).sum();
+                assert_eq!(sent, received, "{topology:?}");
+                let spread = algorithm == Algorithm::Ring || !equal || most * members.len() as u64 == sent;
+                assert!(spread, "{most} of {sent} by one rank: {topology:?}");
+                sent
+            };
+            for host in 0..hosts {
+                let least = 2 * bytes / u64::from(hosts) * u64::from(hosts - 1);
+                assert_eq!(link(Algorithm::Hierarchical, host), least, "{topology:?}");
+                let ring = if hosts == 1 { 0 } else { 2 * bytes / u64::from(world) * u64::from(world - 1) };
+                assert_eq!(link(Algorithm::Ring, host), ring, "{topology:?}");
+            }
+        }
+    }
+}
+
+/// The hierarchical all-reduce adds in the order of the direct one on one host, and of the ring with one rank a host.
+#[test]
+fn hierarchies_of_one_level_add_in_known_orders() {
+    for world in 2..9 {
+        let orders = |topology: &Topology, algorithm| {
+            order(&Case::on(topology, Collective::AllReduce, algorithm, 4000, 4).requests[0], algorithm).unwrap()
+        };
+        let (together, apart) = (Topology::one_host(world), Topology::separate_hosts(world));
+        assert_eq!(orders(&apart, Algorithm::Hierarchical), orders(&apart, Algorithm::Ring));
+        let direct = &orders(&together, Algorithm::Direct)[0].2;
+        assert!(orders(&together, Algorithm::Hierarchical).iter().all(|(_, _, order)| order == direct));
+    }
+}
+
+/// The hierarchical plan holds messages within a host only: it needs no eager message, and is refused at any size where
+/// its ranks are not where it thinks they are.
+#[test]
+fn ranks_that_disagree_on_hosts_are_refused() {
+    let case = |hosts: &[u32]| {
+        Case::on(&Topology::new(hosts), Collective::AllReduce, Algorithm::Hierarchical, 40 * SEGMENT_BYTES, 4)
+    };
+    let blocks = case(&[0, 0, 0, 1, 1, 1]);
+    blocks.check(&blocks.plans()).unwrap();
+    let turns = case(&[0, 1, 0, 1, 0, 1]);
+    for elsewhere in [&turns, &case(&[0, 0, 1, 1, 1, 0]), &case(&[0, 1, 2, 3, 4, 5])] {
+        let outcome = elsewhere.check(&blocks.plans());
+        assert!(matches!(outcome, Err(Violation::Hold { .. })), "{outcome:?}");
+    }
+    for rank in 0..6 {
+        let mut plans = blocks.plans();
+        plans[rank] = turns.plans()[rank].clone();
+        let mixed = blocks.check(&plans);
+        assert!(mixed.is_err(), "rank {rank} runs the plan of another topology");
     }
 }
 
@@ -69,7 +157,7 @@ fn few_messages_wait_for_their_own_rank() {
         for case in cases(world, &[8 * SEGMENT_BYTES], 4) {
             let waits = matches!(
                 (case.requests[0].collective, case.algorithm),
-                (_, Algorithm::HalvingDoubling | Algorithm::RecursiveDoubling)
+                (_, Algorithm::HalvingDoubling | Algorithm::RecursiveDoubling | Algorithm::Hierarchical)
                     | (Collective::Reduce { .. }, Algorithm::Tree)
             );
             let late = prove(&case).late_grants;
@@ -78,7 +166,8 @@ fn few_messages_wait_for_their_own_rank() {
     }
 }
 
-/// On the wire, reductions of several messages pass up to the eager limit, and are refused one segment above it.
+/// Reductions of several messages, one of them from another host, pass up to the eager limit, and are refused one segment
+/// above it; those of messages within the host pass.
 #[test]
 fn the_wire_holds_eager_messages_only() {
     for (collective, algorithm) in [
@@ -87,26 +176,36 @@ fn the_wire_holds_eager_messages_only() {
         (Collective::Reduce { root: 0 }, Algorithm::Direct),
     ] {
         let parts = if collective == Collective::ReduceScatter { 3 } else { 1 };
-        let rules = Rules { medium: Medium::Wire, eager_limit_bytes: 4 * SEGMENT_BYTES };
-        let outcome = |message: u64| {
-            let case = Case::new(collective, algorithm, 3, message * parts, 4);
+        let rules = Rules { eager_limit_bytes: 4 * SEGMENT_BYTES };
+        let outcome = |topology: &Topology, message: u64| {
+            let case = Case::on(topology, collective, algorithm, message * parts, 4);
             check(&case.requests, algorithm, &case.plans(), &rules)
         };
-        outcome(4 * SEGMENT_BYTES).unwrap();
-        assert!(matches!(outcome(5 * SEGMENT_BYTES), Err(Violation::Hold { .. })), "{collective:?}");
+        // One rank elsewhere is enough.
+        for topology in [Topology::separate_hosts(3), Topology::new(&[0, 0, 1])] {
+            outcome(&topology, 4 * SEGMENT_BYTES).unwrap();
+            let longer = outcome(&topology, 5 * SEGMENT_BYTES);
+            assert!(matches!(longer, Err(Violation::Hold { .. })), "{collective:?} on {topology:?}");
+        }
+        outcome(&Topology::one_host(3), 5 * SEGMENT_BYTES).unwrap();
     }
 }
 
-/// A plan of 256 MiB for 16 ranks is as long as one of 256 KiB.
+/// A plan of 256 MiB for 16 ranks is as long as one of 256 KiB, on any hosts; it has a few steps for each other rank, but
+/// where one rank meets many on another host.
 #[test]
 fn plans_do_not_grow_with_bytes() {
-    for case in cases(16, &[256 << 10], 4) {
+    for case in cases(16, &[256 << 10], 4).into_iter().chain(cases_on_hosts(16, &[256 << 10], 4)) {
+        let topology = &case.requests[0].topology;
+        let ranks = || (0..topology.host_count()).map(|host| topology.members(host).len());
+        let is_even = ranks().max() == ranks().min() || case.algorithm != Algorithm::Hierarchical;
+        let most = if is_even { 5 * 16 } else { 16 * 16 };
         for request in &case.requests {
             let mut large = request.clone();
             large.bytes <<= 10;
             let (small, large) = (steps(request, case.algorithm).unwrap(), steps(&large, case.algorithm).unwrap());
             assert_eq!(small.steps.len(), large.steps.len(), "{request:?}");
-            assert!(large.steps.len() <= 4 * 16, "{} steps: {request:?}", large.steps.len());
+            assert!(large.steps.len() <= most, "{} steps: {request:?}", large.steps.len());
         }
     }
 }
@@ -139,17 +238,20 @@ proptest! {
     ) {
         let world = hosts.len() as u32;
         let bytes = (odd % (1 << exponent)).next_multiple_of(u64::from(world * element_bytes));
-        let (topology, thresholds) = (Topology::new(hosts), Thresholds::default());
+        let (topology, thresholds) = (Topology::new(&hosts), Thresholds::default());
         let segment_bytes = segment_bytes(collective, topology.medium(), world, bytes, &thresholds);
-        let request = |rank| Request { collective, world, rank, bytes, element_bytes, splits: None, segment_bytes };
+        let request = |rank| {
+            let topology = topology.clone();
+            Request { collective, world, rank, topology, bytes, element_bytes, splits: None, segment_bytes }
+        };
         let requests: Vec<Request> = (0..world).map(request).collect();
-        let (algorithm, reason) = choose(&requests[0], &topology, &thresholds);
+        let (algorithm, reason) = choose(&requests[0], &thresholds);
         prop_assert!(reason.contains(algorithm.name()));
         for request in &requests {
-            prop_assert_eq!(choose(request, &topology, &thresholds), (algorithm, reason.clone()));
+            prop_assert_eq!(choose(request, &thresholds), (algorithm, reason.clone()));
         }
         let plans: Vec<_> = requests.iter().map(|request| steps(request, algorithm).unwrap()).collect();
-        let checked = check(&requests, algorithm, &plans, &Rules::of(topology.medium()));
+        let checked = check(&requests, algorithm, &plans, &Rules::default());
         prop_assert!(checked.is_ok(), "{:?}: {}", algorithm, checked.unwrap_err());
     }
 

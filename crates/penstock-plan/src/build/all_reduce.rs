@@ -3,13 +3,13 @@
 use crate::{
     Buf, Dep, Operand, Slice,
     build::{Draft, StepIndex, all, same},
-    partition::{Chunks, Fold, Role},
+    partition::{Chunks, Fold, Hierarchy, Ring, Role},
 };
 
 /// Reduce-scatter around the ring, then all-gather around the ring.
 ///
 /// ```text
-///   n = 4, rank r; each line is a ring step, all ranks at once
+///   n = 4, the rank at place r of the ring; each line is a ring step, all ranks at once
 ///   send chunk r     to r+1,   receive chunk r-1 and reduce it into ours
 ///   send chunk r-1 ...         (what the line above made)
 ///   send chunk r-2             now chunk r+1 is complete here
@@ -27,22 +27,143 @@ use crate::{
 pub(super) fn ring(draft: &mut Draft<'_>) {
     let n = draft.world;
     let chunks = Chunks::nearly_equal(draft.bytes, n);
-    let (next, prev) = (draft.rank_at(1), draft.rank_at(n - 1));
-    let behind = |draft: &Draft<'_>, distance: u32| draft.chunk(Buf::Output, &chunks, draft.rank_at(n - distance));
-
-    let mut ready: StepIndex = None;
-    for step in 0..n - 1 {
+    let ring = Ring::by_host(&draft.request.topology);
+    let place = ring.place(draft.rank);
+    let (next, prev) = (ring.rank(place + 1), ring.rank(place + n - 1));
+    let slices = (0..n).map(|chunk| draft.chunk(Buf::Output, &chunks, chunk)).collect();
+    let mut lap = Lap { place, next, prev, slices, ready: vec![None; n as usize] };
+    for step in 0..2 * (n - 1) {
         let message = draft.messages(chunks.max());
-        let (mine, theirs) = (behind(draft, step), behind(draft, step + 1));
-        draft.send(next, message, mine, [same(ready)]);
-        let sources = vec![Operand::Message { from: prev, message }, Operand::Local(theirs)];
-        ready = draft.reduce(theirs, sources, step == n - 2, []);
+        lap.step(draft, step, message);
     }
-    for step in 0..n - 1 {
-        let message = draft.messages(chunks.max());
-        let (mine, theirs) = (behind(draft, (n - 1 + step) % n), behind(draft, step));
-        draft.send(next, message, mine, [same(ready)]);
-        ready = draft.recv(prev, message, theirs, []);
+}
+
+/// One rank's way through a ring all-reduce, of the whole tensor or of a part.
+struct Lap {
+    /// Where it is on the ring.
+    place: u32,
+    next: u32,
+    prev: u32,
+    /// The chunks, one for each place.
+    slices: Vec<Slice>,
+    /// By chunk: the step that made what is there now.
+    ready: Vec<StepIndex>,
+}
+
+impl Lap {
+    /// Ring step `step` of `2(n - 1)`: pass on the chunk that is `step` behind our place, and take the one before it.
+    fn step(&mut self, draft: &mut Draft<'_>, step: u32, message: u32) {
+        let n = self.slices.len() as u32;
+        let behind = |distance: u32| ((self.place + 2 * n - distance) % n) as usize;
+        let (mine, theirs) = (behind(step), behind(step + 1));
+        let place = self.slices[theirs];
+        draft.send(self.next, message, self.slices[mine], [same(self.ready[mine])]);
+        self.ready[theirs] = if step < n - 1 {
+            let sources = vec![Operand::Message { from: self.prev, message }, Operand::Local(place)];
+            draft.reduce(place, sources, step == n - 2, [same(self.ready[theirs])])
+        } else {
+            draft.recv(self.prev, message, place, [])
+        };
+    }
+}
+
+/// Reduces every share within each host, takes it around the ring of hosts, and collects it within each host.
+///
+/// ```text
+///   two hosts of two ranks; share 0 is that of ranks 0 and 2, share 1 that of 1 and 3
+///   within:   rank 0 reduces share 0 of ranks 0 and 1      rank 2 reduces share 0 of ranks 2 and 3
+///             rank 1 reduces share 1 of ranks 0 and 1      rank 3 reduces share 1 of ranks 2 and 3
+///   across:   ring of 0 and 2 for share 0, ring of 1 and 3 for share 1, both at once
+///   within:   ranks 0 and 1 collect share 1 and share 0    ranks 2 and 3 likewise
+/// ```
+///
+/// Segments flow through all three without a pause between them: what a ring step sends is reduced segment by segment,
+/// and every segment is collected as soon as it is final. The chunks that the ring wants first are reduced first.
+///
+/// Inside a host one step reduces what all its ranks have, in rank order, because there a message is a reference.
+/// The ring's reductions have one message each, which waits for the host's own sum, its other operand: a late grant,
+/// but sums within a host are made much faster than a link brings what they wait for.
+pub(super) fn hierarchical(draft: &mut Draft<'_>) {
+    let division = Hierarchy::of(&draft.request.topology, draft.bytes);
+    let (hosts, host) = (division.hosts(), draft.request.topology.host(draft.rank));
+    let mut shares: Vec<Share> = division.shares().map(|share| Share::new(draft, &division, host, share)).collect();
+    // Shares from ours on, so that not all ranks of a host turn to the same owner.
+    let first = shares.iter().position(|share| share.owner >= draft.rank).unwrap_or(0);
+    shares.rotate_left(first);
+    let (mut own, others): (Vec<Share>, Vec<Share>) = shares.into_iter().partition(|share| share.owner == draft.rank);
+    let members = division.members(host);
+    let neighbours: Vec<u32> = members.iter().copied().filter(|&member| member != draft.rank).collect();
+    // The chunks in the order in which the ring sends them, and then in the order in which it completes them.
+    let wanted = || (0..hosts).map(|distance| ((host + hosts - distance) % hosts) as usize);
+    let completed = || (0..hosts).map(|distance| ((host + 1 + hosts - distance) % hosts) as usize);
+
+    for chunk in wanted() {
+        for share in &others {
+            draft.send(share.owner, share.contributions[chunk], share.lap.slices[chunk], []);
+        }
+    }
+    if members.len() > 1 {
+        for chunk in wanted() {
+            for share in &mut own {
+                let place = share.lap.slices[chunk];
+                let sources = one_from_each(draft, members, place, share.contributions[chunk]);
+                share.lap.ready[chunk] = draft.reduce(place, sources, hosts == 1, []);
+            }
+        }
+    }
+    for step in 0..2 * (hosts - 1) {
+        for share in &mut own {
+            share.lap.step(draft, step, share.around[step as usize]);
+        }
+    }
+    for chunk in completed() {
+        for share in &own {
+            let (place, ready) = (share.lap.slices[chunk], share.lap.ready[chunk]);
+            for &neighbour in &neighbours {
+                draft.send(neighbour, share.results[chunk], place, [same(ready)]);
+            }
+        }
+    }
+    for chunk in completed() {
+        for share in &others {
+            draft.recv(share.owner, share.results[chunk], share.lap.slices[chunk], []);
+        }
+    }
+}
+
+/// What happens to one share of a [`hierarchical`] all-reduce, seen from a host.
+struct Share {
+    /// The rank of this host that reduces it.
+    owner: u32,
+    /// The owner's way around the ring of hosts.
+    lap: Lap,
+    /// Message numbers: of what goes to the owner, by chunk; of what it passes around, by ring step; of what it returns, by
+    /// chunk.
+    contributions: Vec<u32>,
+    around: Vec<u32>,
+    results: Vec<u32>,
+}
+
+impl Share {
+    fn new(draft: &mut Draft<'_>, division: &Hierarchy, host: u32, share: u32) -> Share {
+        let hosts = division.hosts();
+        let ((start, _), chunks) = (division.share(share), division.chunks(share));
+        let slice = |chunk: u32| draft.slice(Buf::Output, start + chunks.at(chunk).0, chunks.at(chunk).1);
+        let lap = Lap {
+            place: host,
+            next: division.owner(host + 1, share),
+            prev: division.owner(host + hosts - 1, share),
+            slices: (0..hosts).map(slice).collect(),
+            ready: vec![None; hosts as usize],
+        };
+        let mut numbers = |count: u32| (0..count).map(|_| draft.messages(chunks.max())).collect();
+        Share {
+            owner: division.owner(host, share),
+            lap,
+            contributions: numbers(hosts),
+            around: numbers(2 * (hosts - 1)),
+            results: numbers(hosts),
+        }
     }
 }
 
@@ -203,10 +324,15 @@ fn within((step, made): (StepIndex, Slice), touched: Slice) -> Option<Dep> {
 
 /// One operand from each rank, in rank order; `own` is ours.
 pub(super) fn in_rank_order(draft: &Draft<'_>, own: Slice, message: u32) -> Vec<Operand> {
-    let operand = |rank: u32| {
+    one_from_each(draft, &(0..draft.world).collect::<Vec<u32>>(), own, message)
+}
+
+/// One operand from each of these ranks, in their order.
+fn one_from_each(draft: &Draft<'_>, ranks: &[u32], own: Slice, message: u32) -> Vec<Operand> {
+    let operand = |&rank: &u32| {
         if rank == draft.rank { Operand::Local(own) } else { Operand::Message { from: rank, message } }
     };
-    (0..draft.world).map(operand).collect()
+    ranks.iter().map(operand).collect()
 }
 
 fn lower_first(message_is_lower: bool, from: u32, message: u32, own: Slice) -> Vec<Operand> {

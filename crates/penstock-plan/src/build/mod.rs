@@ -38,6 +38,7 @@ pub fn steps(request: &Request, algorithm: Algorithm) -> Result<Steps, PlanError
         (Collective::AllReduce, Algorithm::HalvingDoubling) => all_reduce::halving_doubling(&mut draft),
         (Collective::AllReduce, Algorithm::RecursiveDoubling) => all_reduce::recursive_doubling(&mut draft),
         (Collective::AllReduce, Algorithm::Exchange) => all_reduce::exchange(&mut draft),
+        (Collective::AllReduce, Algorithm::Hierarchical) => all_reduce::hierarchical(&mut draft),
         (Collective::AllReduce, _) => all_reduce::direct(&mut draft),
         (Collective::ReduceScatter, Algorithm::Ring) => shards::reduce_scatter_ring(&mut draft),
         (Collective::ReduceScatter, _) => shards::reduce_scatter_direct(&mut draft),

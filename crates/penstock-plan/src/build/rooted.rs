@@ -3,7 +3,7 @@
 use crate::{
     Algorithm, Buf, Operand,
     build::{Draft, SCRATCH_SEGMENTS, StepIndex, all_reduce::in_rank_order, lag, same},
-    partition::{Chunks, Relatives},
+    partition::{Chunks, Relatives, Ring},
 };
 
 /// From the root down a tree, a chain or a star: what arrives is passed on to every child, segment by segment, the child
@@ -94,11 +94,12 @@ pub(super) fn scatter(draft: &mut Draft<'_>, root: u32) {
 
 fn relatives(draft: &Draft<'_>, root: u32, algorithm: Algorithm) -> Relatives {
     let n = draft.world;
-    let v = draft.rank_at(n - root);
+    let order = Ring::from_root(root, &draft.request.topology, algorithm);
+    let v = order.place(draft.rank);
     let relatives = match algorithm {
         Algorithm::Tree => Relatives::in_tree(v, n),
         Algorithm::Ring => Relatives::in_chain(v, n),
         _ => Relatives::in_star(v, n),
     };
-    relatives.rooted_at(root, n)
+    relatives.named(|v| order.rank(v))
 }

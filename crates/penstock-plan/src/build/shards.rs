@@ -5,10 +5,11 @@
 use crate::{
     Buf, Operand, Slice,
     build::{Draft, SCRATCH_SEGMENTS, all_reduce::in_rank_order, lag, same},
-    partition::Chunks,
+    partition::{Chunks, Ring},
 };
 
-/// Chunk `c` starts at rank `c + 1` and goes around the ring; every rank on its way adds its own, rank `c` last.
+/// Chunk `c` starts at the rank after rank `c` and goes around the ring; every rank on its way adds its own, rank `c`
+/// last.
 ///
 /// Partial results pass through scratch, a bank for each ring step. A bank that holds only some of its segments lets
 /// the reduction of a segment wait until the send that reads its slot is done. Banks that ring steps shared would
@@ -22,8 +23,10 @@ pub(super) fn reduce_scatter_ring(draft: &mut Draft<'_>) {
         draft.copy(output, input, []);
         return;
     }
-    let (next, prev) = (draft.rank_at(1), draft.rank_at(n - 1));
-    let behind = |draft: &Draft<'_>, distance: u32| draft.chunk(Buf::Input, &chunks, draft.rank_at(n - distance));
+    let ring = Ring::by_host(&draft.request.topology);
+    let place = ring.place(draft.rank);
+    let (next, prev) = (ring.rank(place + 1), ring.rank(place + n - 1));
+    let behind = |draft: &Draft<'_>, distance: u32| draft.chunk(Buf::Input, &chunks, ring.rank(place + n - distance));
     let slots = (SCRATCH_SEGMENTS / n.saturating_sub(2).max(1)).max(1);
 
     let (mut partial, mut made) = (behind(draft, 1), None);
@@ -62,14 +65,16 @@ pub(super) fn reduce_scatter_direct(draft: &mut Draft<'_>) {
 pub(super) fn all_gather_ring(draft: &mut Draft<'_>) {
     let n = draft.world;
     let chunks = Chunks::equal(draft.bytes, n);
-    let (next, prev) = (draft.rank_at(1), draft.rank_at(n - 1));
+    let ring = Ring::by_host(&draft.request.topology);
+    let place = ring.place(draft.rank);
+    let (next, prev) = (ring.rank(place + 1), ring.rank(place + n - 1));
     let own = draft.slice(Buf::Input, 0, chunks.max());
 
     let (mut passing, mut got) = (own, None);
     for step in 0..n - 1 {
         let message = draft.messages(chunks.max());
         draft.send(next, message, passing, [same(got)]);
-        passing = draft.chunk(Buf::Output, &chunks, draft.rank_at(n - 1 - step));
+        passing = draft.chunk(Buf::Output, &chunks, ring.rank(place + n - 1 - step));
         got = draft.recv(prev, message, passing, []);
     }
     let place = draft.chunk(Buf::Output, &chunks, draft.rank);

@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test uses its part")]
 
 use penstock_plan::{
-    Algorithm, Collective, Medium, Request, Splits, Steps,
+    Algorithm, Collective, Request, Splits, Steps, Topology,
     check::{Report, Rules, Violation, check},
     steps,
 };
@@ -18,6 +18,8 @@ pub(crate) struct Case {
 }
 
 impl Case {
+    /// On the topology that asks the most of the transport: every rank on a host of its own, where the algorithm does not
+    /// hold messages.
     pub(crate) fn new(
         collective: Collective,
         algorithm: Algorithm,
@@ -25,10 +27,27 @@ impl Case {
         bytes: u64,
         element_bytes: u32,
     ) -> Case {
+        let topology = if algorithm.holds_messages(collective) {
+            Topology::one_host(world)
+        } else {
+            Topology::separate_hosts(world)
+        };
+        Case::on(&topology, collective, algorithm, bytes, element_bytes)
+    }
+
+    pub(crate) fn on(
+        topology: &Topology,
+        collective: Collective,
+        algorithm: Algorithm,
+        bytes: u64,
+        element_bytes: u32,
+    ) -> Case {
+        let world = topology.world();
         let request = |rank| Request {
             collective,
             world,
             rank,
+            topology: topology.clone(),
             bytes,
             element_bytes,
             splits: None,
@@ -62,19 +81,54 @@ impl Case {
         self.requests.iter().map(plan).collect()
     }
 
-    /// What this algorithm may ask of the transport: nothing that the wire cannot do, with no eager message at all,
-    /// unless it is one that holds messages.
-    pub(crate) fn rules(&self) -> Rules {
-        if self.algorithm.holds_messages(self.requests[0].collective) {
-            Rules::of(Medium::Memory)
-        } else {
-            Rules { medium: Medium::Wire, eager_limit_bytes: 0 }
+    /// Whether the plans are right with no eager message at all.
+    pub(crate) fn check(&self, plans: &[Steps]) -> Result<Report, Violation> {
+        check(&self.requests, self.algorithm, plans, &Rules { eager_limit_bytes: 0 })
+    }
+}
+
+/// Ways to put ranks on hosts: all together, each alone, in blocks, by turns, and uneven ones.
+pub(crate) fn topologies(world: u32) -> Vec<Topology> {
+    let mut topologies: Vec<Topology> = Vec::new();
+    let placements: [&dyn Fn(u32) -> u32; 10] = [
+        &|_| 0,
+        &|rank| rank,
+        &|rank| rank / 2,
+        &|rank| rank / 3,
+        &|rank| rank % 2,
+        &|rank| rank % 3,
+        &|rank| u32::from(rank == 0),
+        &|rank| rank.min(2),
+        &|rank| u32::from(rank % 5 == 2),
+        &|rank| rank * rank % 7,
+    ];
+    for host in placements {
+        let topology = Topology::new(&(0..world).map(host).collect::<Vec<u32>>());
+        if !topologies.contains(&topology) {
+            topologies.push(topology);
         }
     }
+    topologies
+}
 
-    pub(crate) fn check(&self, plans: &[Steps]) -> Result<Report, Violation> {
-        check(&self.requests, self.algorithm, plans, &self.rules())
+/// What depends on the topology, on every one of [`topologies`].
+pub(crate) fn cases_on_hosts(world: u32, sizes: &[u64], element_bytes: u32) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for topology in topologies(world) {
+        for &bytes in sizes {
+            let mut add = |collective, algorithm, parts: u32| {
+                let bytes = bytes.next_multiple_of(u64::from(parts * element_bytes));
+                cases.push(Case::on(&topology, collective, algorithm, bytes, element_bytes));
+            };
+            add(Collective::AllReduce, Algorithm::Hierarchical, 1);
+            add(Collective::AllReduce, Algorithm::Ring, 1);
+            add(Collective::ReduceScatter, Algorithm::Ring, world);
+            add(Collective::AllGather, Algorithm::Ring, world);
+            add(Collective::Broadcast { root: world / 2 }, Algorithm::Ring, 1);
+            add(Collective::Reduce { root: world / 2 }, Algorithm::Ring, 1);
+        }
     }
+    cases
 }
 
 /// Every collective with every algorithm and every root, for one group: `sizes` are of a tensor, rounded up to what
