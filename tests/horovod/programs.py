@@ -1,0 +1,767 @@
+"""What ranks run in tests/test_horovod.py. Each program checks its results itself; what it returns must be alike on all ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ranks
+
+
+def permuted_order() -> list[float]:
+    """Sixty operations of all kinds in another order on every rank, more than a round can announce."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    total = size * (size - 1) / 2
+    names = [f"{kind}{number}" for kind in ("sum", "mean", "max", "gather", "cast", "half") for number in range(10)]
+    random.Random(rank).shuffle(names)
+    handles = {}
+    for name in names:
+        value = torch.full((3, int(name[-1])), rank + int(name[-1]), dtype=torch.float32)
+        if name.startswith("sum"):
+            handles[name] = hvd.allreduce_async(value, name=name, op=hvd.Sum)
+        elif name.startswith("mean"):
+            handles[name] = hvd.allreduce_async(value, name=name)
+        elif name.startswith("max"):
+            handles[name] = hvd.allreduce_async(value.int(), name=name, op=hvd.Max)
+        elif name.startswith("half"):
+            handles[name] = hvd.allreduce_async_(value.half(), name=name, op=hvd.Sum, postscale_factor=0.5)
+        elif name.startswith("gather"):
+            handles[name] = hvd.allgather_async(value[: rank + 1], name=name)
+        else:
+            handles[name] = hvd.broadcast_async(value, size - 1, name=name)
+    results = {name: hvd.synchronize(handle) for name, handle in handles.items()}
+    for name, result in results.items():
+        number = int(name[-1])
+        if name.startswith("gather"):
+            expected = torch.cat([torch.full((other + 1, number), other + number) for other in range(size)])[
+                : result.shape[0]
+            ]
+            assert result.shape[0] == sum(min(other + 1, 3) for other in range(size))
+            expected = torch.cat(
+                [torch.full((min(other + 1, 3), number), float(other + number)) for other in range(size)]
+            )
+        else:
+            value = {
+                "sum": total + size * number,
+                "mean": (total + size * number) / size,
+                "max": size - 1 + number,
+                "half": (total + size * number) / 2,
+                "cast": size - 1 + number,
+            }[name[:-1]]
+            expected = torch.full((3, number), value, dtype=result.dtype)
+        assert torch.equal(result, expected), (name, result, expected)
+    return [float(results[name].double().sum()) for name in sorted(results)]
+
+
+def every_call() -> list[Any]:
+    """Each function of the API once, with values that show where they come from."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init(process_sets="dynamic")
+    rank, size = hvd.rank(), hvd.size()
+    total = size * (size - 1) // 2
+    own = torch.arange(4.0) + 10 * rank
+    summed = torch.arange(4.0) * size + 10 * total
+
+    assert torch.equal(hvd.allreduce(own, op=hvd.Sum), summed)
+    assert torch.allclose(hvd.allreduce(own), summed / size)
+    assert torch.equal(hvd.allreduce_(own.clone(), op=hvd.Sum), summed)
+    assert torch.equal(hvd.synchronize(hvd.allreduce_async_(own.clone(), op=hvd.Min)), torch.arange(4.0))
+    assert torch.equal(hvd.allreduce(own.long(), op=hvd.Average), torch.arange(4) + 10 * total // size)
+    assert torch.equal(hvd.allreduce(torch.full((2,), 2), op=hvd.Product), torch.full((2,), 2**size))
+    assert torch.equal(hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0), summed * 2)
+    for result in (
+        *hvd.grouped_allreduce([own, own], op=hvd.Sum),
+        *hvd.grouped_allreduce_([own.clone(), own.clone()], op=hvd.Sum),
+        *hvd.synchronize(hvd.grouped_allreduce_async([own, own], op=hvd.Sum)),
+        *hvd.synchronize(hvd.grouped_allreduce_async_([own.clone(), own.clone()], op=hvd.Sum)),
+    ):
+        assert torch.equal(result, summed)
+
+    rows = [torch.full((other, 2), other) for other in range(size)]
+    assert torch.equal(hvd.allgather(rows[rank]), torch.cat(rows))
+    for result in hvd.grouped_allgather([rows[rank], rows[rank]]):
+        assert torch.equal(result, torch.cat(rows))
+    assert torch.equal(hvd.synchronize(hvd.grouped_allgather_async([rows[rank]]))[0], torch.cat(rows))
+
+    root = size - 1
+    assert torch.equal(hvd.broadcast(own, root), torch.arange(4.0) + 10 * root)
+    assert torch.equal(hvd.broadcast_(own.clone(), root), torch.arange(4.0) + 10 * root)
+    assert torch.equal(hvd.synchronize(hvd.broadcast_async_(own.clone(), 0)), torch.arange(4.0))
+
+    sent = torch.repeat_interleave(torch.arange(size) + 100 * rank, 2)
+    assert hvd.alltoall(sent).tolist() == [rank + 100 * other for other in range(size) for _ in range(2)]
+    received, splits = hvd.alltoall(sent, splits=[2] * size)
+    assert splits.tolist() == [2] * size and received.numel() == 2 * size
+    assert hvd.synchronize(hvd.alltoall_async(torch.arange(size)))[0].tolist() == [rank] * size
+
+    matrix = torch.arange(size * 2 + 1).float().unsqueeze(1)
+    scattered = hvd.reducescatter(matrix, op=hvd.Sum)
+    sizes = [int(part) for part in hvd.allgather(torch.tensor([scattered.shape[0]]))]
+    assert sizes == [3] + [2] * (size - 1)
+    assert torch.equal(hvd.allgather(scattered), matrix * size)
+    assert torch.equal(hvd.allgather(hvd.reducescatter(matrix)), matrix)
+    assert torch.equal(hvd.allgather(hvd.grouped_reducescatter([matrix], op=hvd.Sum)[0]), matrix * size)
+    hvd.synchronize(hvd.grouped_reducescatter_async([matrix]))
+    hvd.synchronize(hvd.reducescatter_async(matrix))
+
+    sparse = torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,), check_invariants=True)
+    dense = hvd.sparse_allreduce_async(sparse, name="sparse", op=hvd.Sum)().to_dense()
+    assert dense.tolist() == [1.0] * size + [2.0 * size]
+
+    for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
+        result = hvd.allreduce(own, op=hvd.Sum, compression=compression)
+        assert result.dtype == torch.float32 and torch.allclose(result, summed)
+
+    assert hvd.broadcast_object({"rank": rank} if rank == root else None, root) == {"rank": root}
+    assert hvd.allgather_object(rank * "x") == [other * "x" for other in range(size)]
+
+    handle = hvd.allreduce_async(own, name="polled")
+    hvd.barrier()
+    deadline = time.monotonic() + 20
+    while not hvd.poll(handle):
+        assert time.monotonic() < deadline
+    hvd.synchronize(handle)
+    assert hvd.synchronize(handle) is None
+
+    if size > 1:
+        process_sets(own)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+
+    assert hvd.join() in range(size)
+    answers = [
+        *(hvd.size(), hvd.local_size(), hvd.cross_size(), hvd.cross_rank(), hvd.is_homogeneous()),
+        *(hvd.mpi_enabled(), hvd.mpi_built(), hvd.gloo_enabled(), hvd.gloo_built(), hvd.nccl_built()),
+        *(hvd.ddl_built(), hvd.ccl_built(), hvd.rocm_built(), hvd.is_initialized()),
+    ]
+    assert hvd.rank() == rank == hvd.local_rank()
+    with_error(ValueError, "MPI is not enabled", hvd.mpi_threads_supported)
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with_error(ValueError, "use hvd.init()", hvd.rank)
+    with_error(hvd.HorovodInternalError, "use hvd.init()", lambda: hvd.allreduce(own))
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+    return answers
+
+
+def process_sets(own: torch.Tensor) -> None:
+    """Some ranks among themselves, while the others are refused."""
+    import penstock.horovod.torch as hvd
+
+    rank, size = hvd.rank(), hvd.size()
+    evens = hvd.add_process_set(range(0, size, 2))
+    assert (evens.included(), evens.size()) == (rank % 2 == 0, (size + 1) // 2)
+    if evens.included():
+        assert evens.rank() == rank // 2
+        expected = float(sum(range(0, size, 2)))
+        assert hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum, process_set=evens) == expected
+        assert hvd.broadcast(torch.tensor(rank), 0, process_set=evens) == 0
+    else:
+        with_error(ValueError, "is not a member", lambda: hvd.allreduce(own, process_set=evens))
+    assert hvd.remove_process_set(evens) and not hvd.remove_process_set(evens)
+    with_error(ValueError, "does not exist", lambda: hvd.allreduce(own, process_set=evens))
+
+
+def mismatches() -> list[str]:
+    """What ranks do differently under one name fails on all of them with Horovod's words, and what follows works."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+    odd = rank % 2
+    tries = [
+        lambda: hvd.allreduce(torch.ones(3 + odd), name="a"),
+        lambda: hvd.allreduce(torch.ones(3, dtype=(torch.float32, torch.int32)[odd]), name="a"),
+        lambda: hvd.allreduce(torch.ones(3), name="a", op=(hvd.Sum, hvd.Max)[odd]),
+        lambda: hvd.allreduce(torch.ones(3), name="a", prescale_factor=1.0 + odd),
+        lambda: hvd.broadcast(torch.ones(3), root_rank=odd, name="a"),
+        lambda: hvd.allgather(torch.ones(2, 3 + odd), name="a"),
+        lambda: hvd.allgather(torch.ones((2,) * (1 + odd)), name="a"),
+        lambda: hvd.allgather(torch.ones(()), name="a"),
+        lambda: hvd.alltoall(torch.ones(6, 3 + odd), name="a"),
+        lambda: hvd.reducescatter(torch.ones(6 + odd), name="a"),
+    ]
+    texts = []
+    for one in tries:
+        try:
+            one()
+        except hvd.HorovodInternalError as error:
+            texts.append(str(error))
+        else:
+            raise AssertionError("it did not fail")
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+    return texts
+
+
+def with_error(kind: type[BaseException], text: str, call: Any) -> None:
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def wrong_arguments() -> None:
+    """What is wrong on one rank alone is refused there at once; nothing is sent, and what follows works."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    ones, size = torch.ones(4), hvd.size()
+    if hvd.rank() == 0:
+        with_error(ValueError, "contiguous", lambda: hvd.allreduce(torch.ones(4, 4).t()))
+        with_error(ValueError, "is not supported", lambda: hvd.allreduce(torch.ones(2, dtype=torch.bool)))
+        with_error(ValueError, "is not supported", lambda: hvd.allreduce(torch.ones(2).to_sparse()))
+        with_error(ValueError, "supersedes average", lambda: hvd.allreduce(ones, average=True, op=hvd.Sum))
+        with_error(ValueError, "invalid root rank", lambda: hvd.broadcast(ones, size))
+        with_error(ValueError, "32-bit integer", lambda: hvd.alltoall(ones, torch.ones(size)))
+        with_error(ValueError, "Number of entries", lambda: hvd.alltoall(ones, [1] * (size + 1)))
+        with_error(ValueError, "Sum of splits", lambda: hvd.alltoall(ones, [5] * size))
+        with_error(ValueError, "HOROVOD_DYNAMIC_PROCESS_SETS", lambda: hvd.add_process_set([0]))
+        with_error(ValueError, "was not created", lambda: hvd.poll(-1))
+        with_error(ValueError, "DYNAMIC", lambda: hvd.start_timeline("nowhere"))
+        with_error(ValueError, "invalid params", lambda: hvd.broadcast_parameters(3, 0))
+        model = torch.nn.Linear(1, 1)
+        lbfgs = torch.optim.LBFGS(model.parameters())
+        with_error(ValueError, "LBFGS", lambda: hvd.broadcast_optimizer_state(lbfgs, 0))
+        sgd = torch.optim.SGD(model.parameters())
+        for text, arguments in (
+            ("must be > 0", {"backward_passes_per_step": 0}),
+            ("op != Average", {"gradient_predivide_factor": 2.0, "op": hvd.Sum}),
+            ("non-negative integer", {"groups": 0}),
+            ("only appear once", {"groups": [[model.weight, model.weight]]}),
+            ("unique", {"named_parameters": [("a", model.weight), ("a", model.bias)]}),
+            ("were not named", {"named_parameters": [("a", model.weight)]}),
+            ("sequence of tuples", {"named_parameters": [model.weight]}),
+        ):
+            with_error(ValueError, text, lambda kw=arguments: hvd.DistributedOptimizer(sgd, **kw))
+    if hvd.rank() == 0 and size > 1:
+        # The others do not have it before the barrier, so it is pending.
+        hvd.allreduce_async(ones, name="twice")
+        with_error(ValueError, "same name", lambda: hvd.allreduce_async(ones, name="twice"))
+    hvd.barrier()
+    if hvd.rank() > 0:
+        hvd.allreduce_async(ones, name="twice")
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+
+
+def gradients() -> None:
+    """Gradients of operations are those of the mathematics: what a loss over all ranks' outputs gives."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    x = torch.ones(size * 2, requires_grad=True)
+    cases = [
+        (lambda: hvd.allreduce(x, op=hvd.Sum), torch.full((size * 2,), float(size))),
+        (lambda: hvd.allreduce(x), torch.ones(size * 2)),
+        (lambda: hvd.grouped_allreduce([x], op=hvd.Sum)[0], torch.full((size * 2,), float(size))),
+        (lambda: hvd.allgather(x), torch.ones(size * 2)),
+        (lambda: hvd.grouped_allgather([x])[0], torch.ones(size * 2)),
+        (lambda: hvd.broadcast(x, 0), torch.full((size * 2,), float(rank == 0))),
+        (lambda: hvd.alltoall(x), torch.ones(size * 2)),
+        (lambda: hvd.reducescatter(x, op=hvd.Sum), torch.full((size * 2,), float(size))),
+        (lambda: hvd.grouped_reducescatter([x])[0], torch.ones(size * 2)),
+    ]
+    for call, expected in cases:
+        x.grad = None
+        call().sum().backward()
+        assert torch.equal(x.grad, expected), (x.grad, expected)
+
+
+class Net(torch.nn.Module):
+    """Small, with a layer that is not always used and, if wanted, sparse gradients."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(12, 6, sparse=sparse)
+        self.first = torch.nn.Linear(6, 16)
+        self.side = torch.nn.Linear(16, 16)
+        self.last = torch.nn.Linear(16, 3)
+
+    def forward(self, words: torch.Tensor, side: bool = False) -> torch.Tensor:
+        hidden = torch.tanh(self.first(self.embedding(words).mean(1)))
+        return self.last(torch.tanh(self.side(hidden)) if side else hidden)
+
+
+def training(options: dict[str, Any], passes: int, steps: int = 4) -> list[float]:
+    """A distributed training takes the same way as one process that sees all batches."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    options = dict(options)
+    compression = options.pop("compression", "none")
+    sparse = options.pop("sparse", False)
+    op = {"Average": hvd.Average, "Sum": hvd.Sum}[options.pop("op", "Average")]
+    torch.manual_seed(rank)
+    model = Net(sparse)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    torch.manual_seed(0)
+    reference = Net(sparse)
+    assert torch.equal(reference.first.weight, model.first.weight)
+    options.setdefault("named_parameters", model.named_parameters())
+    if options.get("groups") == "lists":
+        options["groups"] = [[model.first.weight, model.first.bias], [model.last.weight]]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if sparse else 0.9),
+        compression=getattr(hvd.Compression, compression),
+        backward_passes_per_step=passes,
+        op=op,
+        **options,
+    )
+    assert isinstance(optimizer, torch.optim.SGD) and type(optimizer).__name__ == "SGD"
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.0 if sparse else 0.9)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        words = torch.randint(0, 12, (passes, size, 5, 4), generator=generator)
+        targets = torch.randint(0, 3, (passes, size, 5), generator=generator)
+        optimizer.zero_grad()
+        alone.zero_grad()
+        # A layer that only some ranks use, and in some steps none.
+        uses = [step % 2 == 0 and other % 2 == 0 for other in range(size)]
+        for one in range(passes):
+            loss = torch.nn.functional.cross_entropy(model(words[one, rank], uses[rank]), targets[one, rank])
+            loss.backward()
+            for other in range(size):
+                share = torch.nn.functional.cross_entropy(
+                    reference(words[one, other], uses[other]), targets[one, other]
+                )
+                (share if op == hvd.Sum else share / size).backward()
+        if step == 1:
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        for parameter in reference.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        alone.step()
+    tolerance = {"none": 1e-5, "fp16": 2e-3, "bf16": 2e-2}[compression]
+    for name, parameter in model.named_parameters():
+        expected = reference.get_parameter(name)
+        assert torch.allclose(parameter, expected, atol=tolerance, rtol=tolerance), (name, parameter - expected)
+    return [float(value) for parameter in model.parameters() for value in parameter.detach().double().flatten()]
+
+
+def passes_are_counted() -> None:
+    """Too many backward passes, and zero_grad before the step, are refused as Horovod refuses them."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(2, 1)
+    for options in ({}, {"groups": 1}):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        model(torch.ones(1, 2)).sum().backward()
+        with_error(AssertionError, "Increase backward_passes_per_step", model(torch.ones(1, 2)).sum().backward)
+        with_error(AssertionError, "prohibited", optimizer.zero_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.set_backward_passes_per_step(2)
+        model(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[2.0, 2.0]]
+        model = torch.nn.Linear(2, 1)
+    with_error(
+        AssertionError,
+        "Adasum",
+        lambda: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), op=hvd.Adasum).skip_synchronize(),
+    )
+
+
+def uneven_data(through_units: bool) -> list[Any]:
+    """Ranks with fewer batches join; the others go on, with zeros from them, and all end with the same model."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(3, 1) for _ in range(2)]
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5),
+            named_parameters=[(f"{index}.{name}", one) for name, one in model.named_parameters()],
+            **({} if through_units else {"groups": 1}),
+        )
+        for index, model in enumerate(models)
+    ]
+    # Rank 0 has no batch at all, and each rank one more than the last; the second model is trained on the last rank only.
+    for batch in range(rank):
+        for model, optimizer in list(zip(models, optimizers, strict=True))[: 2 if rank == size - 1 else 1]:
+            if optimizer is optimizers[1] and batch < size - 2:
+                continue
+            optimizer.zero_grad()
+            model(torch.full((1, 3), 1.0)).sum().backward()
+            optimizer.step()
+            present = sum(other > batch for other in range(size)) if model is models[0] else 1
+            assert torch.allclose(model.weight.grad, torch.full((1, 3), present / size))
+        average = hvd.allreduce(torch.tensor([6.0]))
+        assert torch.allclose(average, torch.tensor([6.0]) * sum(other > batch for other in range(size)) / size)
+    last = hvd.join()
+    assert last == size - 1
+    # Unnamed operations count alike again, and optimizers work again.
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+    for index, model in enumerate(models):
+        hvd.broadcast_parameters(model.state_dict(), size - 1)
+        optimizers[index].zero_grad()
+        model(torch.full((1, 3), float(rank))).sum().backward()
+        optimizers[index].step()
+    second = hvd.join()
+    weights = [value for model in models for value in model.weight.flatten().tolist()]
+    return [second, *weights]
+
+
+def joined_refuses() -> list[str]:
+    """While a rank has joined, what has no zeros fails on the others with Horovod's words."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    texts = []
+    if hvd.rank() > 0:
+        for call in (
+            lambda: hvd.allgather(torch.ones(2)),
+            lambda: hvd.broadcast(torch.ones(2), 1),
+            lambda: hvd.alltoall(torch.ones(6)),
+            lambda: hvd.reducescatter(torch.ones(6)),
+        ):
+            try:
+                call()
+            except hvd.HorovodInternalError as error:
+                texts.append(str(error))
+    hvd.join()
+    return hvd.broadcast_object(texts, root_rank=hvd.size() - 1)
+
+
+def optimizer_state() -> list[float]:
+    """State and options go from the root to all, types kept, whether other ranks have a state or not; parameters stay."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+    seen: list[float] = []
+    for make in (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1 * (rank + 1), momentum=0.9, weight_decay=0.5),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.1 * (rank + 1), betas=(0.5, 0.6 + rank / 10)),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1 * (rank + 1)),
+    ):
+        for distributed in (False, True):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(3, 2)
+            optimizer = make(model.parameters())
+            if rank == 0:
+                # As after loading a checkpoint: only the root has a state.
+                for _ in range(3):
+                    model(torch.ones(1, 3)).sum().backward()
+                    optimizer.step()
+            if distributed:
+                state = optimizer.state_dict()
+                optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+                optimizer.load_state_dict(state)
+            hvd.broadcast_parameters(model.state_dict(), 0)
+            before = model.weight.detach().clone()
+            hvd.broadcast_optimizer_state(optimizer, 0)
+            assert torch.equal(model.weight, before)
+            group = optimizer.param_groups[0]
+            assert group["lr"] == 0.1 and type(group["lr"]) is float
+            assert isinstance(group.get("betas", ()), tuple)
+            seen += [float(value) for value in model.weight.detach().flatten()]
+            for state in optimizer.state.values():
+                seen += [float(torch.as_tensor(value).double().sum()) for value in state.values()]
+    return seen
+
+
+def sync_batch_norm() -> None:
+    """Outputs, running statistics and gradients are those of one BatchNorm over all ranks' batches, of different sizes."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    for shape, momentum, affine in (((5,), 0.1, True), ((5, 4), None, True), ((5, 2, 3), 0.3, False)):
+        torch.manual_seed(0)
+        batches = [torch.randn(2 + other, *shape, dtype=torch.float64) * 3 + 100 for other in range(size)]
+        sync = hvd.SyncBatchNorm(5, momentum=momentum, affine=affine).double()
+        kind = {1: torch.nn.BatchNorm1d, 2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm2d}[len(shape)]
+        alone = kind(5, momentum=momentum, affine=affine).double()
+        for _ in range(2):
+            own = batches[rank].clone().requires_grad_()
+            whole = torch.cat(batches).requires_grad_()
+            output, expected = sync(own), alone(whole)
+            weights = torch.linspace(0, 1, expected.numel(), dtype=torch.float64).view_as(expected)
+            rows = [batch.shape[0] for batch in batches]
+            assert torch.allclose(output, expected.split(rows)[rank])
+            (output * weights.split(rows)[rank]).sum().backward()
+            (expected * weights).sum().backward()
+            assert torch.allclose(own.grad, whole.grad.split(rows)[rank], atol=1e-7)
+        assert torch.allclose(sync.running_mean, alone.running_mean)
+        assert torch.allclose(sync.running_var, alone.running_var)
+        assert sync.num_batches_tracked == alone.num_batches_tracked == 2
+        if affine:
+            assert torch.allclose(hvd.allreduce(sync.weight.grad, op=hvd.Sum), alone.weight.grad)
+            assert torch.allclose(hvd.allreduce(sync.bias.grad, op=hvd.Sum), alone.bias.grad)
+        sync.eval()
+        alone.eval()
+        assert torch.allclose(sync(batches[0]), alone(batches[0]))
+
+
+def adasum() -> list[float]:
+    """The published formula in a tree, orthogonal gradients summed, parallel ones averaged, for any number of ranks."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    seen: list[float] = []
+    for length in (1, 7, 1000):
+        for dtype in (torch.float64, torch.float32, torch.float16):
+            torch.manual_seed(length)
+            all_of_them = torch.randn(size, length, dtype=torch.float64)
+            result = hvd.allreduce(all_of_them[rank].to(dtype), op=hvd.Adasum)
+            expected = tree([one.to(dtype).double() for one in all_of_them])
+            tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3}[dtype]
+            assert result.dtype == dtype
+            assert torch.allclose(result.double(), expected, atol=tolerance, rtol=tolerance), (result, expected)
+            seen += result.double().tolist()
+    orthogonal = torch.zeros(size)
+    orthogonal[rank] = rank + 1
+    assert torch.allclose(hvd.allreduce(orthogonal, op=hvd.Adasum), torch.arange(1.0, size + 1))
+    if size & (size - 1) == 0:
+        assert torch.allclose(hvd.allreduce(torch.full((3,), rank + 1.0), op=hvd.Adasum), torch.tensor((size + 1) / 2))
+    assert hvd.allreduce(torch.zeros(3), op=hvd.Adasum).tolist() == [0.0] * 3
+    return seen
+
+
+def tree(vectors: list[torch.Tensor]) -> torch.Tensor:
+    """Adasum of all vectors as ranks compute it: those beyond a power of two first, then neighbours, then pairs of pairs."""
+    power = 1 << (len(vectors).bit_length() - 1)
+    level = [
+        pair(one, vectors[i + power]) if i + power < len(vectors) else one for i, one in enumerate(vectors[:power])
+    ]
+    while len(level) > 1:
+        level = [pair(left, right) for left, right in zip(level[::2], level[1::2], strict=True)]
+    return level[0]
+
+
+def pair(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    product = left @ right
+    return (1 - product / (2 * left @ left)) * left + (1 - product / (2 * right @ right)) * right
+
+
+def adasum_training() -> list[float]:
+    """With Adasum each step adds the combined changes; all ranks stay alike."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1, bias=False).double()
+    start = model.weight.detach().clone()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), op=hvd.Adasum
+    )
+    inputs = [torch.randn(4, dtype=torch.float64) for _ in range(size)]
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(inputs[rank]).sum().backward()
+        optimizer.step()
+    combined = tree([-0.1 * one for one in inputs]) if size > 1 else -0.1 * inputs[0]
+    assert torch.allclose(model.weight, start + 2 * combined)
+    return model.weight.flatten().tolist()
+
+
+def timeline(path: str) -> None:
+    """The timeline is JSON that says what was negotiated and executed."""
+    import json
+
+    os.environ["HOROVOD_TIMELINE"] = path
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    hvd.allreduce(torch.ones(3), name="shown")
+    hvd.shutdown()
+    if int(os.environ["RANK"]) == 0:
+        with open(path) as file:
+            events = json.load(file)
+        assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= {event.get("name") for event in events}
+        assert any(event.get("args", {}).get("name") == "allreduce.shown" for event in events)
+
+
+def stalled() -> None:
+    """A rank that does not come is named, with what it lacks, and the job ends if that is wanted."""
+    os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "1"
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "4"
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    if hvd.rank() == 0:
+        ranks.note("waits")
+        time.sleep(60)
+    with_error(hvd.HorovodInternalError, "shut down", lambda: hvd.allreduce(torch.ones(3), name="lonely"))
+
+
+def waits_for_death() -> str:
+    """Operations without end, until one fails."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(4, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    hvd.allreduce(torch.ones(1))
+    ranks.note("running")
+    try:
+        while True:
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            hvd.allreduce(torch.ones(1 << 14), name="many")
+    except hvd.HorovodInternalError as error:
+        ranks.note("failed", time.monotonic())
+        with_error(hvd.HorovodInternalError, "", lambda: hvd.allreduce(torch.ones(1)))
+        hvd.shutdown()
+        return str(error)
+
+
+def leaves_early() -> str:
+    """A rank that shuts down fails the operations that others wait for with it."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    hvd.allreduce(torch.ones(1))
+    if hvd.rank() == 0:
+        hvd.shutdown()
+        return "left"
+    with_error(hvd.HorovodInternalError, "Horovod has been shut down", lambda: hvd.allreduce(torch.ones(1)))
+    return "told"
+
+
+def elastic() -> list[Any]:
+    """After a failure all ranks go back to the last commit and go on; after news of hosts they go on from where they are."""
+    import penstock.horovod.torch as hvd
+    from penstock.horovod.common.elastic import HostUpdateResult, notification_manager
+
+    hvd.init()
+    rank = hvd.rank()
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    sampler = hvd.elastic.ElasticSampler(list(range(24)), shuffle=False)
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=rank, tried=[])
+    resets = []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+    log = []
+
+    @hvd.elastic.run
+    def train(state: Any, extra: str) -> str:
+        log.append(("called", state.batch, round(float(state.model.weight.sum()), 6)))
+        while state.batch < 6:
+            state.optimizer.zero_grad()
+            state.model(torch.full((1, 2), float(state.batch))).sum().backward()
+            state.optimizer.step()
+            state.batch += 1
+            if state.batch == 2 and len(resets) == 0:
+                state.commit()
+            if state.batch == 4 and len(resets) == 0:
+                # Under one name each rank wants something else: a failure on all of them.
+                hvd.allreduce(torch.ones(1 + rank), name="fails")
+            if state.batch == 5 and len(resets) == 1:
+                if rank == 0:
+                    notification_manager.handle_hosts_updated(update_res=HostUpdateResult.added)
+                state.commit()
+        return extra
+
+    assert train(state, extra="done") == "done"
+    assert [one[:2] for one in log] == [("called", 0), ("called", 2), ("called", 5)], log
+    assert resets == [hvd.size()] * 2
+    return [log, model.weight.flatten().tolist()]
+
+
+def beside_a_group_of_the_script(backend: str) -> float:
+    """A script that has made its own process group keeps it, whatever its backend, and both work at the same time."""
+    import penstock.horovod.torch as hvd
+
+    dist.init_process_group(backend)
+    hvd.init()
+    assert (hvd.rank(), hvd.size()) == (dist.get_rank(), dist.get_world_size())
+    tensor = torch.ones(4)
+    handle = hvd.allreduce_async(torch.ones(4), op=hvd.Sum)
+    dist.all_reduce(tensor)
+    assert torch.equal(hvd.synchronize(handle), tensor)
+    hvd.shutdown()
+    dist.all_reduce(tensor)
+    hvd.init()
+    hvd.barrier()
+    hvd.shutdown()
+    dist.destroy_process_group()
+    return tensor[0].item()
+
+
+def some_of_the_ranks() -> list[int]:
+    """``init(comm=[...])`` makes a job of some ranks; the others do not take part."""
+    import penstock.horovod.torch as hvd
+
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        with_error(ValueError, "is not in it", lambda: hvd.init(comm=[0, 2]))
+        return []
+    hvd.init(comm=[0, 2])
+    return hvd.allgather_object((hvd.rank(), rank))
+
+
+def static_process_sets() -> list[Any]:
+    """Process sets that ``init`` makes; a duplicate is refused."""
+    import penstock.horovod.torch as hvd
+
+    sets = [hvd.ProcessSet([0]), hvd.ProcessSet([2, 0])]
+    hvd.init(process_sets=sets)
+    answers = [str(one) for one in (hvd.global_process_set, *sets)]
+    if sets[1].included():
+        assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum, process_set=sets[1]) == 2
+        model = torch.nn.Linear(1, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=sets[1])
+        model(torch.full((1, 1), float(hvd.rank()))).sum().backward()
+        optimizer.step()
+        assert model.weight.grad.item() == 1.0
+    hvd.shutdown()
+    with_error(ValueError, "duplicate", lambda: hvd.init(process_sets=[hvd.ProcessSet([1]), hvd.ProcessSet([1])]))
+    return answers
+
+
+def started_by_mpirun() -> list[int]:
+    """Where mpirun says who this is, and nothing says where the job meets, ranks of one host find each other."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    return hvd.allgather_object(hvd.local_rank())
+
+
+def example(path: str, arguments: list[str], folder: str) -> str:
+    """Run a pinned example as a script, with stand-ins for data sets and models that would be downloaded."""
+    import contextlib
+    import io
+    import runpy
+
+    sys.path.insert(0, os.path.dirname(__file__))
+    import aliases
+    import torchvision_stand_in
+
+    aliases.install()
+    torchvision_stand_in.install()
+    os.environ["HOME"] = folder
+    os.chdir(folder)
+    sys.argv = [path, *arguments]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()

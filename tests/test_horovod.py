@@ -1,0 +1,440 @@
+"""Proves that `penstock.horovod.torch` does what Horovod documents: by programs of our own, by Horovod's own tests, and by its
+examples. Programs are in ``tests/horovod``; what is pinned there says where it is from in SOURCES.md."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import ranks
+from penstock.horovod import launch, negotiation, operations
+from penstock.horovod.controller import Knobs, stall_message
+from penstock.horovod.negotiation import Kind, Negotiation, Op, Request
+
+HERE = pathlib.Path(__file__).parent / "horovod"
+sys.path.insert(0, str(HERE))
+
+import programs  # noqa: E402
+import suite  # noqa: E402
+
+# ------------------------------------------------------------------------------------------------ the decision, without I/O
+
+
+def a_round(ranks_: list[Negotiation]) -> list[negotiation.Round]:
+    blocks = b"".join(one.block() for one in ranks_)
+    assert len(blocks) == negotiation.BLOCK_BYTES * len(ranks_)
+    return [one.handle_round(blocks) for one in ranks_]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_all_ranks_agree_in_one_order(world: int) -> None:
+    """Whatever the order and the moment of submissions, all ranks get the same operations in the same order, each once."""
+    for seed in range(20):
+        print("seed", seed)
+        chance = random.Random(seed)
+        names = [f"op{index}" for index in range(50)]
+        todo = [chance.sample(names, len(names)) for _ in range(world)]
+        negotiations = [Negotiation(rank, world) for rank in range(world)]
+        agreed: list[list[bytes]] = [[] for _ in range(world)]
+        while any(todo) or any(one.engaged for one in negotiations):
+            for own, left in zip(negotiations, todo, strict=True):
+                for _ in range(min(chance.randrange(20), len(left))):
+                    own.submit(left.pop(), Request(Kind.ALLREDUCE, dtype="float32", shape=(3,)))
+            for mine, outcome in zip(agreed, a_round(negotiations), strict=True):
+                assert all(one.error is None for one in outcome.agreed)
+                mine += [one.key for one in outcome.agreed]
+        assert all(mine == agreed[0] for mine in agreed)
+        assert len(set(agreed[0])) == len(agreed[0]) == len(names)
+
+
+def test_a_name_may_come_again_once_it_is_agreed_on() -> None:
+    """Pending names are known, agreed ones are free, and the next use of one is another operation."""
+    negotiations = [Negotiation(rank, 2) for rank in range(2)]
+    negotiations[0].submit("a", Request(Kind.BARRIER))
+    assert negotiations[0].has("a") and negotiations[0].fresh and not negotiations[1].engaged
+    (first, _) = a_round(negotiations)
+    assert first.agreed == [] and not first.quiet and negotiations[0].engaged and not negotiations[0].fresh
+    assert negotiations[0].waiting() == {"a": [0]}
+    (quiet, _) = a_round(negotiations)
+    assert quiet.quiet
+    negotiations[1].submit("a", Request(Kind.BARRIER))
+    (both, _) = a_round(negotiations)
+    assert len(both.agreed) == 1 and not any(one.engaged or one.has("a") for one in negotiations)
+
+
+def test_joined_ranks_count_for_reductions_until_all_have_joined() -> None:
+    """What the others reduce is agreed on without a joined rank; the last to join ends it for all."""
+    negotiations = [Negotiation(rank, 3) for rank in range(3)]
+    negotiations[2].join()
+    negotiations[0].submit("a", Request(Kind.ALLREDUCE, dtype="float32", shape=(5,)))
+    a_round(negotiations)
+    negotiations[1].submit("a", Request(Kind.ALLREDUCE, dtype="float32", shape=(5,)))
+    negotiations[1].submit("b", Request(Kind.ALLGATHER, dtype="float32", shape=(5,)))
+    negotiations[0].submit("b", Request(Kind.ALLGATHER, dtype="float32", shape=(5,)))
+    (outcome, _, at_joined) = a_round(negotiations)
+    reduced, gathered = outcome.agreed
+    assert reduced.error is None and reduced.requests[2] is None and at_joined.agreed[0].request.elements == 5
+    assert gathered.error is not None and "not supported with Join" in gathered.error
+    negotiations[0].join()
+    negotiations[1].join()
+    for one in a_round(negotiations):
+        assert one.last_joined == 1
+    assert not any(one.engaged for one in negotiations)
+
+
+def test_a_rank_that_stops_is_known_to_all() -> None:
+    """Its last round says so, also to ranks that wait for it."""
+    negotiations = [Negotiation(rank, 2) for rank in range(2)]
+    negotiations[0].submit("a", Request(Kind.BARRIER))
+    negotiations[1].stop()
+    assert [one.stopped for one in a_round(negotiations)] == [[1], [1]]
+
+
+def test_requests_survive_the_wire() -> None:
+    """All kinds, dtypes and numbers of dimensions are read as they were written; beyond eight the elements are kept."""
+    shapes = [(), (0,), (3, 0, 5), (1, 2, 3, 4, 5, 6, 7, 8), (2,) * 11]
+    for kind, dtype, shape in itertools.product(Kind, negotiation.DTYPES, shapes):
+        request = Request(kind, Op.MAX, dtype, shape, 7, False, 0.25, 1e300)
+        one = Negotiation(0, 1)
+        one.submit("x", request)
+        (outcome,) = one.handle_round(one.block()).agreed
+        assert outcome.request.elements == request.elements
+        if len(shape) <= 8:
+            assert outcome.request == request
+
+
+def test_fusion_keeps_to_alike_operations_and_the_threshold() -> None:
+    """Operations that reduce alike share a unit up to the threshold, look past others, and never grow beyond it."""
+    small = Request(Kind.ALLREDUCE, Op.SUM, "float32", (10,))
+    large = Request(Kind.ALLREDUCE, Op.SUM, "float32", (30,))
+    half = Request(Kind.ALLREDUCE, Op.SUM, "float16", (10,))
+    other = Request(Kind.ALLGATHER, dtype="float32", shape=(10,))
+    assert operations.fuse([small, half, small, other, half, large, small], 120) == [[0, 2], [1, 4], [3], [5], [6]]
+    assert operations.fuse([small, small], 0) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (0, 1, 0, 1, "none")),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"},
+            (3, 4, 1, 2, "torchrun"),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            (1, 2, 1, 2, "mpirun"),
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "3"}, (0, 3, None, None, "mpiexec")),
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "RANK": "0", "WORLD_SIZE": "1"}, (1, 2, None, None, "horovodrun")),
+    ],
+)
+def test_launchers_are_recognised(environ: dict[str, str], expected: tuple[Any, ...]) -> None:
+    """Each launcher's variables say where a process stands; Horovod's own win, and none means alone."""
+    found = launch.place(environ)
+    assert (found.rank, found.size, found.local_rank, found.local_size, found.launcher) == expected
+
+
+def test_the_meeting_point_is_found_or_asked_for() -> None:
+    """MASTER_ADDR and MASTER_PORT are taken; ranks of one host find one by themselves; else the error says what to set."""
+    local, spread = launch.Place(0, 2, 0, 2, None, "mpirun"), launch.Place(0, 2, 0, 1, None, "mpirun")
+    assert launch.meeting_point({"MASTER_ADDR": "h", "MASTER_PORT": "7"}, spread, 1) == ("h", 7)
+    assert launch.meeting_point({}, local, 4711) == launch.meeting_point({}, local, 4711)
+    assert 20000 <= launch.meeting_point({}, local, 4711)[1] < 30000
+    with pytest.raises(ValueError, match="set MASTER_ADDR"):
+        launch.meeting_point({}, spread, 1)
+    with pytest.raises(ValueError, match="is not a rank"):
+        launch.place({"RANK": "2", "WORLD_SIZE": "2"})
+    with pytest.raises(ValueError, match="is not a number"):
+        launch.place({"RANK": "x", "WORLD_SIZE": "2"})
+
+
+def test_knobs_are_horovods() -> None:
+    """Names and defaults of the environment variables."""
+    assert Knobs.read({}) == Knobs(64 << 20, 0.0, 60.0, 0.0)
+    environ = {
+        "HOROVOD_FUSION_THRESHOLD": "5",
+        "HOROVOD_CYCLE_TIME": "2",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "7",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9",
+    }
+    assert Knobs.read(environ) == Knobs(5, 0.002, 7.0, 9.0)
+    assert Knobs.read({**environ, "HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_warning_s == 0
+
+
+def test_the_stall_message_names_missing_ranks_by_operation() -> None:
+    """As Horovod's does: a line for each rank that lacks something, with at most six names."""
+    have = {"a": {0}, "b": {0, 1}, **{f"c{index}": {0, 1} for index in range(7)}}
+    text = stall_message(have, [4, 5, 6], 60, ends=False)
+    assert text.splitlines()[-2:] == ["5: [a]", "6: [a, b, c0, c1, c2, c3 ...]"]
+    assert "5!: [a]" in stall_message(have, [4, 5, 6], 60, ends=True)
+
+
+# ------------------------------------------------------------------------------------------------ programs on ranks
+
+
+def alike(values: list[Any]) -> None:
+    """All ranks have returned the same, to the bit."""
+    assert all(value == values[0] for value in values), values
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    "program",
+    [
+        programs.permuted_order,
+        programs.every_call,
+        programs.wrong_arguments,
+        programs.gradients,
+        programs.optimizer_state,
+        programs.sync_batch_norm,
+        programs.adasum,
+        programs.adasum_training,
+    ],
+)
+def test_program(program: Callable[[], object], count: int) -> None:
+    """The program's first line says what it proves; what it returns is the same on all ranks."""
+    alike(ranks.run(program, count=count))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_mismatches_are_errors_on_all_ranks(count: int) -> None:
+    """Each rank gets the same text, which says what two ranks wanted."""
+    texts = ranks.run(programs.mismatches, count=count)
+    alike(texts)
+    for text, expected in zip(
+        texts[0],
+        [
+            "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [3], but another rank sent a tensor of "
+            "shape [4].",
+            "Mismatched data types: One rank had type float32, but another rank had type int32.",
+            "Mismatched reduction operation: One rank sent reduction op 1, but another rank sent reduction op 4.",
+            "Mismatched prescale and/or postscale factors: One rank sent factors (1, 1), but another rank sent factors "
+            "(2, 1).",
+            "Mismatched BROADCAST root ranks: One rank specified root rank 0, but another rank specified root rank 1.",
+            "Mismatched ALLGATHER tensor shapes: One rank sent a tensor with dimension 1 equal to 3, but another rank "
+            "sent a tensor with dimension 1 equal to 4.",
+            "Mismatched ALLGATHER tensor shapes: One rank sent a tensor of rank 1, but another rank sent a tensor of "
+            "rank 2.",
+            "Process-set rank zero tried to ALLGATHER a rank-zero tensor.",
+            "Mismatched ALLTOALL tensor shapes: One rank sent a tensor with dimension 1 equal to 3, but another rank sent "
+            "a tensor with dimension 1 equal to 4.",
+            "Mismatched REDUCESCATTER tensor shapes: One rank sent a tensor of shape [6], but another rank sent a tensor "
+            "of shape [7].",
+        ],
+        strict=True,
+    ):
+        assert text == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({}, 1),
+        ({}, 3),
+        ({"op": "Sum"}, 1),
+        ({"compression": "fp16"}, 1),
+        ({"compression": "bf16"}, 2),
+        ({"gradient_predivide_factor": 2.0}, 1),
+        ({"gradient_predivide_factor": 2.0, "compression": "fp16"}, 2),
+        ({"groups": 2}, 1),
+        ({"groups": "lists"}, 2),
+        ({"named_parameters": None}, 1),
+        ({"sparse": True}, 1),
+        ({"sparse": True, "sparse_as_dense": True}, 1),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 3])
+def test_training_is_that_of_one_process(options: dict[str, Any], passes: int, count: int) -> None:
+    """Parameters after four steps are those of a process that sees all batches, and the same bits on all ranks."""
+    alike(ranks.run(programs.training, count=count, args=(options, passes)))
+
+
+def test_passes_are_counted() -> None:
+    """See the program."""
+    ranks.run(programs.passes_are_counted, count=2)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("through_units", [True, False])
+def test_join_with_uneven_data(count: int, through_units: bool) -> None:
+    """Through units, whose steps a joined rank has to haunt, and by names."""
+    alike(ranks.run(programs.uneven_data, count=count, args=(through_units,)))
+
+
+def test_join_refuses_what_has_no_zeros() -> None:
+    """Four operations, four texts, on the rank that is left."""
+    texts = ranks.run(programs.joined_refuses, count=2)[0]
+    kinds = ("Allgather", "Broadcast", "Alltoall", "Reducescatter")
+    assert [text.partition(" is not supported with Join")[0] for text in texts] == list(kinds)
+
+
+def test_process_sets_that_init_makes() -> None:
+    """Their numbers are in order, and a duplicate is refused."""
+    alike(answers := ranks.run(programs.static_process_sets, count=3))
+    assert answers[0] == [
+        "ProcessSet(process_set_id=0, ranks=[0, 1, 2], mpi_comm=None)",
+        "ProcessSet(process_set_id=1, ranks=[0], mpi_comm=None)",
+        "ProcessSet(process_set_id=2, ranks=[0, 2], mpi_comm=None)",
+    ]
+
+
+def test_init_with_some_of_the_ranks() -> None:
+    """They are numbered anew, and do not wait for the others."""
+    assert ranks.run(programs.some_of_the_ranks, count=3) == [[(0, 0), (1, 2)], [], [(0, 0), (1, 2)]]
+
+
+@pytest.mark.parametrize("backend", ["penstock", "gloo"])
+def test_beside_a_process_group_of_the_script(backend: str) -> None:
+    """Two all-reduces of two ranks' ones."""
+    assert ranks.run(programs.beside_a_group_of_the_script, count=2, args=(backend,)) == [4.0, 4.0]
+
+
+def test_started_by_mpirun() -> None:
+    """Open MPI's variables are enough on one host."""
+    unset = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"))
+    unset |= dict.fromkeys(("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"))
+    of_rank = {
+        rank: {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        }
+        for rank in range(2)
+    }
+    assert ranks.run(programs.started_by_mpirun, count=2, env=unset, env_of_rank=of_rank) == [[0, 1], [0, 1]]
+
+
+def test_timeline(tmp_path: pathlib.Path) -> None:
+    """See the program."""
+    ranks.run(programs.timeline, count=2, args=(str(tmp_path / "timeline.json"),))
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+def test_a_killed_rank_fails_the_others() -> None:
+    """HorovodInternalError on every survivor within ten seconds of a SIGKILL, and shutdown ends."""
+    with ranks.Ranks(programs.waits_for_death, count=3) as job:
+        job.await_note("running", deadline_s=30)
+        killed_s = job.signal(1, signal.SIGKILL)
+        outcomes = job.outcomes(timeout_s=30, of=[0, 2], grace_s=None)
+        for rank, outcome in zip((0, 2), outcomes, strict=True):
+            assert outcome.ok, outcome
+            (failed_s,) = job.await_note("failed", deadline_s=1, of=[rank])
+            assert failed_s - killed_s < 10
+
+
+def test_a_rank_that_leaves_fails_what_waits_for_it() -> None:
+    """Soon, and with Horovod's words."""
+    assert ranks.run(programs.leaves_early, count=3) == ["left", "told", "told"]
+
+
+def test_stalls_are_reported_and_ended() -> None:
+    """One of the waiting ranks names the one that is missing, and both fail."""
+    with ranks.Ranks(programs.stalled, count=3) as job:
+        job.await_note("waits", deadline_s=30, of=[0])
+        outcomes = job.outcomes(timeout_s=40, of=[1, 2])
+        assert all(outcome.ok for outcome in outcomes), outcomes
+        text = "".join(job.output(rank) for rank in (1, 2))
+    assert "Missing ranks:\n0: [allreduce.lonely]" in text
+    assert "waiting for remainder of ranks for more than 1 seconds" in text
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_elastic_restores_and_goes_on(count: int) -> None:
+    """The way of the program: from the start, from the commit, from where it was."""
+    alike(ranks.run(programs.elastic, count=count))
+
+
+# ------------------------------------------------------------------------------------------------ Horovod's own
+
+
+@pytest.mark.parametrize(
+    ("file", "count"),
+    [("parallel/test_torch.py", 2), ("parallel/test_adasum_pytorch.py", 2), ("single/test_torch_elastic.py", 1)],
+)
+def test_horovods_own(file: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every test passes, or skips itself for want of a GPU, or is on the list with its reason; the counts are printed."""
+    with ranks.Ranks(suite.run, count=count, args=(file,)) as job:
+        outcomes = job.outcomes(timeout_s=220)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    for outcome in outcomes:
+        failed = {name: why for name, (how, why, _) in outcome.value.items() if how == "failed"}
+        assert not failed, "\n".join(f"--- {name} on rank {outcome.rank}\n{why}" for name, why in failed.items())
+    results = outcomes[0].value
+    for name, (how, why, _) in results.items():
+        if how == "skipped":
+            assert name in suite.SKIPPED or suite.NEEDS_GPU.search(why), f"{name} is skipped: {why}"
+    assert set(suite.SKIPPED) & set(results) == {name for name in results if name in suite.SKIPPED}
+    counts = collections.Counter(how for how, _, _ in results.values())
+    with capsys.disabled():
+        print(f" {file}: {counts['passed']} passed, {counts['skipped']} skipped")
+
+
+SMALL = ["--batch-size", "32", "--no-cuda"]
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "expected"),
+    [
+        ("pytorch_mnist.py", [*SMALL, "--epochs", "2", "--lr", "0.05"], "Test set: Average loss"),
+        ("pytorch_mnist.py", [*SMALL, "--epochs", "1", "--use-adasum"], "Test set: Average loss"),
+        ("pytorch_mnist.py", [*SMALL, "--epochs", "1", "--fp16-allreduce"], "Test set: Average loss"),
+        (
+            "pytorch_synthetic_benchmark.py",
+            ["--batch-size", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "2"],
+            "Total img/sec on 2 CPU(s)",
+        ),
+        ("elastic/pytorch_mnist_elastic.py", [*SMALL, "--epochs", "1"], "Test set: Average loss"),
+        (
+            "elastic/pytorch_synthetic_benchmark_elastic.py",
+            ["--batch-size", "2", "--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "2"],
+            "Total img/sec on 2 CPU(s)",
+        ),
+    ],
+)
+def test_horovods_examples_run(file: str, arguments: list[str], expected: str, tmp_path: pathlib.Path) -> None:
+    """Unmodified, but for the name under which Horovod is imported and for data that need no download."""
+    path = str(HERE / "pinned" / "examples" / file)
+    printed = ranks.run(programs.example, count=2, args=(path, arguments, str(tmp_path)), timeout_s=120)
+    assert expected in printed[0], printed[0]
+
+
+def test_our_examples_run(root: pathlib.Path) -> None:
+    """Under torchrun, as docs/horovod.md says."""
+    for example in sorted((root / "examples").glob("horovod_*.py")):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node=2",
+                example,
+                "--steps",
+                "6",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        assert "loss" in done.stdout, done.stdout
