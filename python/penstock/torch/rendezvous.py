@@ -28,7 +28,7 @@ from penstock.errors import Config as ConfigError
 from penstock.errors import Timeout as TimeoutError_
 from penstock.torch import shared
 
-__all__ = ["Membership", "join", "stats"]
+__all__ = ["Membership", "join", "set_generation", "stats"]
 
 log = logging.getLogger("penstock")
 
@@ -127,6 +127,13 @@ def engine() -> _Engine:
     return _Engine.current
 
 
+def set_generation(generation: int | None) -> None:
+    """Count the job's lives from here on, instead of torchrun (None: torchrun again). For the next engine, so after the last
+    group has been destroyed; the same on all ranks. `penstock.elastic` rebuilds jobs whose workers each have a torchrun."""
+    global _generation
+    _generation = generation
+
+
 class _Engine:
     """This process's engine, counted by the groups that use it."""
 
@@ -142,9 +149,10 @@ class _Engine:
         _core.init_logging(settings.log)
         _print_log(settings.log)
         self.interfaces, self.why = _core.choose_interfaces(named, _master(store))
-        # torchrun counts its restarts; frames of an earlier life of the job are refused.
+        # Frames of an earlier life of the job are refused. torchrun counts its restarts, unless somebody else does.
         self.job_rank = job_rank
-        self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.generation = restarts if _generation is None else _generation
         self.core = _core.Engine(
             rank=job_rank,
             host=socket.gethostname(),
@@ -320,6 +328,7 @@ def _announce(membership: Membership, settings: config.Settings, agreed: dict[st
     )
 
 
+_generation: int | None = None
 _FAILED = "failed"
 # Keys a read: a batch of 512 contacts is some 64 KiB.
 _BATCH = 512

@@ -1,0 +1,185 @@
+"""What must survive a death: kept as it was after the last committed step, and moved between ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import Config as ConfigError
+
+__all__ = ["MembershipChanged", "State"]
+
+
+class MembershipChanged(BaseException):
+    """Leaves ``train`` from `State.commit` when a newcomer waits; `run` catches it. Nothing is lost: the step is committed.
+
+    It is no Exception, so that an ``except Exception`` around a step does not swallow it.
+    """
+
+
+class State:
+    """A training job's state. What it is made of becomes its attributes.
+
+    Args:
+        step: steps committed so far.
+        things: anything with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedules, an `ElasticSampler`
+            named ``sampler``), and plain values (numbers, texts, lists of them), which may be assigned to later. The model
+            is the bare module: wrap it in DistributedDataParallel inside ``train``, anew in every generation.
+
+    Memory: a second copy of all tensors. `commit` costs one copy of them in memory, and `run` a broadcast of them a rebuild.
+    """
+
+    def __init__(self, *, step: int = 0, **things: Any) -> None:
+        taken = [name for name in things if name.startswith("_") or hasattr(type(self), name)]
+        if taken:
+            raise ConfigError(f"State uses the name(s) {', '.join(taken)} itself; choose others")
+        self.step = step
+        self._objects = {name: thing for name, thing in things.items() if hasattr(thing, "load_state_dict")}
+        self._values = [name for name in things if name not in self._objects]
+        self._after_commit: Callable[[], None] | None = None
+        self._seed = torch.initial_seed()
+        self.__dict__.update(things)
+        self._saved: Any = None
+        self._save()
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not there comes here: the text says what is, and mypy learns that attributes are the user's.
+        raise AttributeError(f"this State has no {name!r}, only step, {', '.join([*self._objects, *self._values])}")
+
+    def commit(self) -> None:
+        """One step is done: count it, advance the sampler, and keep everything as it is now. To be called after
+        ``optimizer.step()`` on all ranks, and after whatever else belongs to the step (a schedule's step, for instance).
+
+        Inside `run` every ``check_every``-th call also asks, over the network, whether a newcomer waits.
+
+        Raises:
+            MembershipChanged: (inside `run`) one does; let it pass.
+            penstock.errors.PeerLost: (inside `run`) a rank is gone; let it pass too. The step is committed all the same.
+        """
+        self.step += 1
+        sampler = self._objects.get("sampler")
+        if sampler is not None and hasattr(sampler, "advance"):
+            sampler.advance()
+        self._save()
+        if self._after_commit is not None:
+            self._after_commit()
+
+    def restore(self) -> None:
+        """Go back to the last commit, and drop all gradients. Local, does not block."""
+        saved = _copied(self._saved, None)
+        for name, thing in self._objects.items():
+            if name not in saved["objects"]:
+                raise ConfigError(
+                    f"the state that arrived has no {name!r}, only {', '.join(saved['objects'])}: all workers must make "
+                    "their State of the same things"
+                )
+            thing.load_state_dict(saved["objects"][name])
+            if isinstance(thing, torch.nn.Module):
+                thing.zero_grad(set_to_none=True)
+        self.__dict__.update(saved["values"])
+        self.step = saved["step"]
+
+    def share(self, donor: int) -> None:
+        """Give all ranks of the default group the last commit of rank ``donor``. All call it; it blocks.
+
+        Its structure travels as a pickled object, so whoever is in the group is trusted; tensors travel as they are. Nothing
+        of this rank's state changes before all has arrived: an error leaves the last commit as it was.
+
+        Afterwards torch's random numbers follow from the donor's seed, the step and the rank: they differ between ranks.
+        """
+        tree = _broadcast(self._saved if dist.get_rank() == donor else None, donor)
+        self._saved = tree
+        self.restore()
+        self._seed = tree["seed"]
+        torch.manual_seed((self._seed + self.step * _STEPS + dist.get_rank()) % (1 << 63))
+
+    def snapshot(self) -> Any:
+        """The last commit, as a tree of dicts, lists, tensors and values. Not a copy: read it before the next commit."""
+        return self._saved
+
+    def adopt(self, tree: Any) -> None:
+        """Take what `snapshot` gave, here or elsewhere, for the last commit, and restore it."""
+        self._saved = tree
+        self.restore()
+        self._seed = tree["seed"]
+
+    def _save(self) -> None:
+        live = {
+            "step": self.step,
+            "seed": self._seed,
+            "values": {name: self.__dict__[name] for name in self._values},
+            "objects": {name: thing.state_dict() for name, thing in self._objects.items()},
+        }
+        self._saved = _copied(live, self._saved)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor in the structure that travels as an object."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: str
+
+
+def _broadcast(tree: Any, donor: int) -> Any:
+    tensors: list[torch.Tensor] = []
+    box = [_mapped(tree, lambda tensor: _taken(tensor, tensors)) if dist.get_rank() == donor else None]
+    dist.broadcast_object_list(box, src=donor, device=torch.device("cpu"))
+    if dist.get_rank() == donor:
+        arrived = tree
+    else:
+        arrived = _mapped(box[0], lambda place: _made(place, tensors))
+    for work in [dist.broadcast(tensor, src=donor, async_op=True) for tensor in tensors]:
+        work.wait()
+    return arrived
+
+
+def _taken(tensor: torch.Tensor, into: list[torch.Tensor]) -> _Place:
+    into.append(tensor)
+    return _Place(tensor.shape, tensor.dtype, tensor.device.type)
+
+
+def _made(place: _Place, into: list[torch.Tensor]) -> torch.Tensor:
+    into.append(torch.empty(place.shape, dtype=place.dtype, device=place.device))
+    return into[-1]
+
+
+def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """The tree with ``function`` of every tensor (or of what stands for one) in its place, from left to right."""
+    if isinstance(tree, (torch.Tensor, _Place)):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: _mapped(value, function) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_mapped(value, function) for value in tree)
+    return tree
+
+
+def _copied(tree: Any, into: Any) -> Any:
+    """A copy of the tree, written into the tensors of ``into`` where they fit: a step allocates nothing."""
+    if isinstance(tree, torch.Tensor):
+        tensor = tree.detach()
+        if isinstance(into, torch.Tensor) and _alike(tensor, into):
+            return into.copy_(tensor)
+        return tensor.clone(memory_format=torch.contiguous_format)
+    if isinstance(tree, dict):
+        old = into if isinstance(into, dict) else {}
+        return {key: _copied(value, old.get(key)) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        olds = into if type(into) is type(tree) and len(into) == len(tree) else [None] * len(tree)
+        return type(tree)(_copied(value, old) for value, old in zip(tree, olds, strict=True))
+    return copy.deepcopy(tree)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
+# A prime larger than any world, so that (step, rank) do not meet in one seed.
+_STEPS = 1_000_003

@@ -1,0 +1,564 @@
+"""Proves that a job outlives its workers: live, with a newcomer in a dead one's place, and from its last checkpoint.
+
+Workers are real processes that die of real signals. Each trains a small model on a known data set with the batches that an
+ElasticSampler deals out, and tells what it did, so that every story can be compared with one process that did it alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import logging
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+
+import ranks
+from penstock import elastic
+from penstock.elastic.membership import Report, Rules, decide
+from penstock.elastic.sampler import cut
+from penstock.torch import rendezvous
+
+SAMPLES, BATCH = 97, 4
+
+# Shorter than the defaults, so that tests are; the machine may be busy, so not as short as they could be.
+FAST = {"window_s": 3.0, "rebuild_timeout_s": 15.0, "wait_s": 40.0, "check_every": 2}
+# Nobody begins before three are there; the window is long, so that its end is not what lets the survivors go on.
+START_WITH_3 = {"max_ranks": 3, "window_s": 30.0}
+
+
+# ------------------------------------------------------------------------------------------------------ live: deaths
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_is_killed_in_an_all_reduce(store: str, victim: int) -> None:
+    """SIGKILL while the others wait in the step's all-reduce: both go on with the same bits, and repeat that step alone."""
+    with _workers(store, 3, Story(12, block=(1, victim, 6), options=START_WITH_3)) as job:
+        ranked = _by_rank(job, 3)
+        dying = ranked.pop(victim)
+        job.await_note("blocked", deadline_s=30, of=[dying])
+        job.signal(dying, signal.SIGKILL)
+        survivors = _ended_well(job, ranked)
+        assert "could not be built" not in job.output(ranked[0])
+    assert {one.digest for one in survivors} == {survivors[0].digest}
+    for one in survivors:
+        assert one.worlds == [(step, 3 if step < 6 else 2) for step in range(1, 13)]
+    _same_as_alone(survivors[0])
+
+
+def test_a_rank_is_killed_in_a_rebuild(store: str) -> None:
+    """One dies, and a second one when the survivors have agreed on a generation and are about to connect: the third tries
+    again without it, and trains to the end."""
+    story = Story(
+        12, block=(1, 2, 6), block_rebuild=(2, 1), options={**START_WITH_3, "window_s": 3, "rebuild_timeout_s": 3}
+    )
+    with _workers(store, 3, story) as job:
+        ranked = _by_rank(job, 3)
+        job.await_note("blocked", deadline_s=30, of=[ranked[2]])
+        job.signal(ranked[2], signal.SIGKILL)
+        job.await_note("rebuilds", deadline_s=30, of=[ranked[1]])
+        job.signal(ranked[1], signal.SIGKILL)
+        (last,) = _ended_well(job, [ranked[0]])
+        assert "generation 2 (2 ranks) could not be built" in job.output(ranked[0])
+    assert last.worlds == [(step, 3 if step < 6 else 1) for step in range(1, 13)]
+    _same_as_alone(last)
+
+
+def test_too_few_ranks_wait_and_then_say_what_to_do(store: str) -> None:
+    """Below min_ranks the survivors wait, and the error says how to go on; their state is that of the last commit."""
+    story = Story(12, block=(1, 1, 6), options={"min_ranks": 3, "max_ranks": 3, "wait_s": 8})
+    with _workers(store, 3, story) as job:
+        ranked = _by_rank(job, 3)
+        job.await_note("blocked", deadline_s=30, of=[ranked[1]])
+        job.signal(ranked[1], signal.SIGKILL)
+        for outcome in job.outcomes(of=[ranked[0], ranked[2]], timeout_s=60, grace_s=None):
+            assert outcome.raised is not None and outcome.raised.is_a("TooFew"), str(outcome)
+            assert outcome.raised.is_a("TimeoutError"), str(outcome)
+            for part in (
+                "min_ranks is 3",
+                "Start more workers with the same PENSTOCK_ELASTIC_STORE",
+                "committed 5 step",
+            ):
+                assert part in outcome.raised.text
+
+
+def test_the_store_dies() -> None:
+    """Training goes on without its store. The next death then ends the job, with an error that says why and what to do."""
+    with contextlib.ExitStack() as stack:
+        kept = _started(stack, [sys.executable, "-m", "penstock.elastic.store", "--port=0"], {})
+        assert kept.stdout is not None
+        address = kept.stdout.readline().strip().partition("=")[2]
+        # The world that ends it never comes.
+        story = Story(1, count_from_world=9, options={"min_ranks": 2, "max_ranks": 3, "window_s": 1})
+        job = stack.enter_context(_workers(address, 2, story))
+        ranked = _by_rank(job, 2)
+        job.await_note("step 5", deadline_s=30)
+        kept.kill()
+        kept.wait()
+        job.await_note("without the store", deadline_s=30, of=[ranked[0]])
+        job.signal(ranked[1], signal.SIGKILL)
+        (left,) = job.outcomes(of=[ranked[0]], timeout_s=60, grace_s=None)
+        assert left.raised is not None and left.raised.is_a("penstock.errors.Config"), str(left)
+        assert "the store of elastic job 'default' is gone" in left.raised.text
+        assert left.output.count("the elastic store does not answer") == 1
+
+
+def test_a_stopped_rank_is_left_behind_and_comes_back(store: str) -> None:
+    """SIGSTOP beyond the limit counts as a death. When it goes on, the stopped one learns it, and joins as a newcomer."""
+    story = Story(10, block=(1, 1, 6), count_from_world=3, count_from=3, rejoin=True, options=START_WITH_3)
+    with _workers(store, 3, story) as job:
+        ranked = _by_rank(job, 3)
+        job.await_note("blocked", deadline_s=30, of=[ranked[1]])
+        job.await_note("generation 2", deadline_s=30, of=[ranked[0], ranked[2]])
+        job.signal(ranked[1], signal.SIGCONT)
+        everybody = _ended_well(job, [0, 1, 2])
+        assert "went on without this worker" in job.output(ranked[1])
+    assert {one.digest for one in everybody} == {everybody[0].digest}
+    _same_as_alone(everybody[ranked[0]])
+
+
+# -------------------------------------------------------------------------------------------------- live: newcomers
+
+
+def test_everything_under_torchrun(root: pathlib.Path) -> None:
+    """As the documentation tells it: the store as a process, a torchrun for each worker. One worker is killed, and its torchrun
+    starts it again as a newcomer; all end with the same weights."""
+    with contextlib.ExitStack() as stack:
+        kept = _started(stack, [sys.executable, "-m", "penstock.elastic.store", "--port=0"], {})
+        assert kept.stdout is not None
+        name, _, address = kept.stdout.readline().strip().partition("=")
+        script = [str(root / "examples" / "elastic_live.py"), "--steps=600", "--min-ranks=2", "--max-ranks=2"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--standalone", "--max-restarts=1"]
+        jobs = [_started(stack, [*torchrun, *script], {name: address}) for _ in range(2)]
+        outputs = ["", ""]
+        readers = [threading.Thread(target=_read_and_kill, args=(index, jobs, outputs)) for index in (0, 1)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(100)
+        assert [job.wait(10) for job in jobs] == [0, 0], "\n".join(outputs)
+        ends = re.findall(r"ends after step (\d+), sum of weights (\S+)", "".join(outputs))
+        assert len(ends) == 2 and ends[0] == ends[1] and ends[0][0] == "600", "\n".join(outputs)
+        assert "generation 2: rank 0 of 2" in "".join(outputs), "the signal came too late"
+        kept.terminate()
+        assert kept.wait(10) == 0, "the store ends when it is told to"
+
+
+def test_a_newcomer_gets_everything_from_a_peer(store: str) -> None:
+    """2 ranks become 3 between two steps; model, optimizer, values and place in the epoch end the same on all."""
+    story = Story(steps=10, count_from_world=3, options={"min_ranks": 2, "max_ranks": 3})
+    with _workers(store, 2, story) as old:
+        old.await_note("step 3", deadline_s=60)
+        with _workers(store, 1, story) as new:
+            everybody = [*_ended_well(old, [0, 1]), *_ended_well(new, [0])]
+    assert {one.digest for one in everybody} == {everybody[0].digest}
+    assert [world for _, world in everybody[0].worlds][-10:] == [3] * 10
+    assert everybody[2].worlds == everybody[0].worlds[-10:], "the newcomer repeated or missed a step"
+    _same_as_alone(everybody[0])
+
+
+# ---------------------------------------------------------------------------------------------------------- restart
+
+
+def test_torchrun_restarts_and_goes_on_from_the_last_checkpoint(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A worker is killed under torchrun: the restarted ones go on from a checkpoint, and the losses are those of a run that
+    nothing happened to."""
+    # Far more steps than pass until the signal has arrived.
+    options = ["--steps=300", "--every=10", f"--checkpoints={tmp_path / 'checkpoints'}"]
+    disturbed = _printed(_torchrun(root, *options), kill_at="rank 1 step 15")
+    (tmp_path / "checkpoints").rename(tmp_path / "kept")
+    undisturbed = _printed(_torchrun(root, *options))
+    began = sorted(re.findall(r"rank (\d) restart 1: goes on after step (\d+)", disturbed))
+    assert [rank for rank, _ in began] == ["0", "1"] and began[0][1] == began[1][1]
+    assert 10 <= int(began[0][1]) < 300 and int(began[0][1]) % 10 == 0
+    # Of a step that was repeated the later loss counts.
+    assert _losses(disturbed) == _losses(undisturbed)
+    assert len(_losses(undisturbed)) == 2 * 300
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bytes changed, cut short, or an unfinished file beside it: the newest one that is whole is loaded; few are kept."""
+    checkpoints, state = elastic.Checkpoints(tmp_path, keep=3), _state(seed=1)
+    assert not checkpoints.load(state), "there is none yet"
+    for _ in range(5):
+        _loss(state.model, [0, 1, 2]).backward()
+        state.optimizer.step()
+        state.commit()
+        checkpoints.save(state)
+        if state.step == 3:
+            third = _digest(state)
+    kept = sorted(tmp_path.glob("*.pt"))
+    assert [path.name[:17] for path in kept] == [f"step-{step:012d}" for step in (3, 4, 5)]
+    (tmp_path / "unfinished").write_bytes(b"half a checkpoint")
+    damaged = bytearray(kept[2].read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    kept[2].write_bytes(damaged)
+    kept[1].write_bytes(kept[1].read_bytes()[:-100])
+    other = _state(seed=2)
+    assert checkpoints.load(other)
+    assert other.step == 3 and _digest(other) == third
+    assert caplog.text.count("do not fit its name") == 2
+
+
+def test_restore_goes_back_to_the_last_commit() -> None:
+    """Everything that a step has touched since then is as it was, and gradients are gone."""
+    state = _state(seed=1)
+    for _ in range(2):
+        _loss(state.model, [0, 1]).backward()
+        state.optimizer.step()
+        state.commit()
+    before = _digest(state)
+    _loss(state.model, [2, 3]).backward()
+    state.optimizer.step()
+    state.total = 5.0
+    state.restore()
+    assert state.total == 0.0 and all(parameter.grad is None for parameter in state.model.parameters())
+    state.step -= 1
+    state.sampler.position -= BATCH
+    state.commit()
+    assert _digest(state) == before
+
+
+# ------------------------------------------------------------------------------------------------------- pure parts
+
+
+@hypothesis.given(st.integers(1, 60), st.integers(1, 5), st.lists(st.integers(1, 7), min_size=1), st.integers())
+def test_every_index_is_in_one_step_of_an_epoch(length: int, batch_size: int, worlds: list[int], seed: int) -> None:
+    """Whatever worlds follow each other, steps that fail and are repeated included: every index exactly once an epoch."""
+    with pytest.MonkeyPatch.context() as patch:
+        place, dice = [0, 1], random.Random(seed)
+        patch.setattr("penstock.elastic.sampler._place", lambda: tuple(place))
+        samplers: list[elastic.ElasticSampler] = []
+        taken: list[int] = []
+        for world in itertools.cycle(worlds):
+            # Those who stay keep theirs; newcomers get a copy of what the first one knows.
+            known = samplers[0].state_dict() if samplers else None
+            samplers = [elastic.ElasticSampler(length, batch_size, shuffle=seed % 2 == 0) for _ in range(world)]
+            shares = []
+            for rank, sampler in enumerate(samplers):
+                place[:] = rank, world
+                if known is not None:
+                    sampler.load_state_dict(known)
+                steps = list(sampler)
+                assert len(steps) == len(sampler)
+                shares.append((steps[0] if sampler.weight else [], sampler.weight))
+            assert sum(weight for _, weight in shares) == pytest.approx(world)
+            if dice.random() < 0.3:
+                # The step fails: the same piece is dealt out again, to as many as there are then.
+                continue
+            taken += [index for indices, _ in shares for index in indices]
+            for rank, sampler in enumerate(samplers):
+                place[:] = rank, world
+                sampler.advance()
+            if samplers[0].epoch == 1:
+                break
+    assert sorted(taken) == list(range(length))
+
+
+RULES = Rules(min_ranks=2, max_ranks=3, window_s=10)
+A, B, C = (Report(member, 7) for member in (1, 2, 3))
+NEW = Report(9, -1)
+
+
+@pytest.mark.parametrize(
+    ("reports", "previous", "has_state", "waited_s", "members"),
+    [
+        pytest.param([A, B, C], (1, 2, 3), True, 0, [1, 2, 3], id="all are here: at once"),
+        pytest.param([C, A], (1, 2, 3), True, 9, [], id="one may still come"),
+        pytest.param([C, A], (1, 2, 3), True, 10, [1, 3], id="it did not come in time"),
+        pytest.param([Report(1, 7, lost=(2,)), C], (1, 2, 3), True, 0, [1, 3], id="it is known to be dead: at once"),
+        pytest.param([Report(1, 7, lost=(2,)), B, C], (1, 2, 3), True, 0, [1, 2, 3], id="taken for dead, but here"),
+        pytest.param([A, NEW], (1, 2), True, 10, [1, 9], id="a newcomer takes its place"),
+        pytest.param([A, B, C, NEW], (1, 2, 3), True, 0, [1, 2, 3], id="full: a newcomer waits in reserve"),
+        pytest.param([A], (1, 2), True, 99, [], id="below min_ranks"),
+        pytest.param([NEW, Report(8, -1)], (1, 2), True, 99, [], id="nobody has the state"),
+        pytest.param([NEW, Report(1, -1), C], (1, 3), True, 0, [1, 3, 9], id="one has it"),
+        pytest.param([A, B, Report(9, -1, pulse="unsure")], (1, 2), True, 0, [], id="does the newcomer live?"),
+        pytest.param([A, B, Report(9, -1, pulse="dead")], (1, 2), True, 0, [1, 2], id="it does not"),
+        pytest.param([Report(1, -1), Report(2, -1)], (), False, 9, [], id="the start: more may come"),
+        pytest.param([Report(1, -1), Report(2, -1)], (), False, 10, [1, 2], id="the start: enough"),
+        pytest.param([Report(1, -1), Report(2, -1), NEW], (), False, 0, [1, 2, 9], id="the start: full"),
+    ],
+)
+def test_who_is_in_a_generation(
+    reports: list[Report], previous: tuple[int, ...], has_state: bool, waited_s: float, members: list[int]
+) -> None:
+    """The decision, case by case; the members' order is their age."""
+    chosen, why = decide(reports, previous, has_state, waited_s, RULES)
+    assert [one.member for one in chosen] == members
+    assert why
+
+
+# --------------------------------------------------------------------------------------------------- in a worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Story:
+    """What workers are to do."""
+
+    steps: int
+    """How many, in all."""
+    block: tuple[int, int, int] | None = None
+    """(generation, rank, step): that rank waits there for its end, before the step's all-reduce."""
+    count_from_world: int = 0
+    """Count ``steps`` from when the world has this size."""
+    count_from: int = 0
+    """... and not before this generation of the job."""
+    block_rebuild: tuple[int, int] | None = None
+    """(generation, rank): that rank waits there for its end, before it connects."""
+    rejoin: bool = False
+    """Come back as a newcomer when left behind. Who is to ``block`` is stopped instead."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What a worker did."""
+
+    digest: str
+    """Of model, optimizer, values and sampler."""
+    worlds: list[tuple[int, int]]
+    """(step, world) of what it committed."""
+    losses: list[float]
+    """Mean over all samples of each of those steps."""
+    weights: list[float]
+    """Of the model, in the end."""
+    seed: int
+    """Where the model began."""
+
+
+def _work(story: Story) -> Told:
+    # Every worker begins elsewhere: what they share in the end, they got from each other.
+    state = _state(seed=os.getpid())
+    worlds: list[tuple[int, int]] = []
+    losses: list[float] = []
+    generations = itertools.count(1)
+    trouble = _Heard("the elastic store does not answer")
+    logging.getLogger("penstock.elastic").addHandler(trouble)
+
+    def train(state: elastic.State) -> None:
+        generation, rank, world = next(generations), dist.get_rank(), dist.get_world_size()
+        ranks.note(f"generation {generation}", (rank, world))
+        assert rendezvous._generation is not None
+        if world >= story.count_from_world and rendezvous._generation >= story.count_from and not state.last:
+            state.last = state.step + story.steps
+        while not state.last or state.step < state.last:
+            for indices in state.sampler:
+                known = trouble.heard
+                loss = _loss(state.model, indices) * state.sampler.weight
+                loss.backward()
+                if story.block == (generation, rank, state.step + 1):
+                    ranks.note("blocked")
+                    if story.rejoin:
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    else:
+                        threading.Event().wait()
+                mean = loss.detach().clone()
+                for tensor in [mean, *(parameter.grad for parameter in state.model.parameters())]:
+                    dist.all_reduce(tensor)
+                    tensor /= world
+                state.optimizer.step()
+                state.optimizer.zero_grad()
+                state.total += mean.item()
+                worlds.append((state.step + 1, world))
+                losses.append(mean.item())
+                state.commit()
+                ranks.note(f"step {state.step}")
+                if known:
+                    ranks.note("without the store")
+                if state.last and state.step >= state.last:
+                    break
+
+    if story.block_rebuild is not None:
+        _block_rebuild(*story.block_rebuild)
+    try:
+        elastic.run(train, state, **{**FAST, **story.options})
+    except elastic.LeftBehind as error:
+        if not story.rejoin:
+            raise
+        print(error, flush=True)
+        elastic.run(train, state, **{**FAST, **story.options})
+    return Told(_digest(state), worlds, losses, _weights(state), state.seed)
+
+
+class _Heard(logging.Handler):
+    """Whether something was logged."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.heard = text, False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard |= self.text in record.getMessage()
+
+
+def _block_rebuild(generation: int, rank: int) -> None:
+    init = dist.init_process_group
+
+    def blocking(*args: Any, **kwargs: Any) -> None:
+        if rendezvous._generation == generation and kwargs["rank"] == rank:
+            ranks.note("rebuilds")
+            threading.Event().wait()
+        init(*args, **kwargs)
+
+    dist.init_process_group = blocking
+
+
+def _state(seed: int) -> elastic.State:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    sampler = elastic.ElasticSampler(SAMPLES, BATCH, seed=3)
+    return elastic.State(model=model, optimizer=optimizer, sampler=sampler, total=0.0, last=0, seed=seed)
+
+
+def _loss(model: torch.nn.Module, indices: list[int]) -> torch.Tensor:
+    x = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(1))[indices]
+    return (model(x).squeeze(1) - x.sum(dim=1)).square().mean()
+
+
+def _weights(state: elastic.State) -> list[float]:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in state.model.parameters()]).tolist()
+
+
+def _digest(state: elastic.State) -> str:
+    digest = hashlib.sha256()
+    tree = state.snapshot()
+    for part in (tree["objects"]["model"], tree["objects"]["optimizer"], tree["objects"]["sampler"], tree["values"]):
+        digest.update(repr(_plain(part)).encode())
+    return digest.hexdigest()
+
+
+def _plain(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.tolist()
+    if isinstance(tree, dict):
+        return {key: _plain(value) for key, value in tree.items()}
+    return [_plain(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+# ------------------------------------------------------------------------------------------------- in the test process
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    """The address of a store that outlives the workers."""
+    kept = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    yield f"127.0.0.1:{kept.port}"
+
+
+@contextlib.contextmanager
+def _workers(store: str, count: int, story: Story, **env: str) -> Iterator[ranks.Ranks]:
+    env = {"PENSTOCK_ELASTIC_STORE": store, "PENSTOCK_LOG": "info", "PENSTOCK_PEER_TIMEOUT": "2", **env}
+    with ranks.Ranks(_work, count=count, args=(story,), env=env) as job:
+        yield job
+
+
+def _torchrun(root: pathlib.Path, *options: str) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    return [*torchrun, str(root / "examples" / "elastic_restart.py"), *options]
+
+
+def _printed(command: list[str], kill_at: str | None = None) -> str:
+    """What a job prints, without process numbers; the worker that says it is at ``kill_at`` is killed."""
+    text = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
+        try:
+            assert job.stdout is not None
+            for line in job.stdout:
+                # Two ranks may share a line.
+                for process, place in re.findall(r"process (\d+) (rank \d+ step \d+) ", line):
+                    if place == kill_at:
+                        os.kill(int(process), signal.SIGKILL)
+                        kill_at = None
+                text += re.sub(r"process \d+ ", "", line)
+            assert job.wait(60) == 0, text
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+    assert kill_at is None, text
+    return text
+
+
+def _losses(text: str) -> dict[str, str]:
+    """By rank and step; the last one that was told."""
+    return dict(re.findall(r"(rank \d+ step \d+) loss (\d+\.\d{6})", text))
+
+
+def _same_as_alone(told: Told) -> None:
+    """One process that computes every rank's part in turn, for the same worlds, comes to the same losses and weights."""
+    state = _state(told.seed)
+    position, losses = 0, []
+    for _, world in told.worlds:
+        state.optimizer.zero_grad()
+        order = state.sampler._order()
+        parts = cut(position, SAMPLES, world, BATCH)
+        loss = _loss(state.model, order[position : parts[-1][1]].tolist())
+        loss.backward()
+        state.optimizer.step()
+        losses.append(loss.item())
+        position = parts[-1][1] % SAMPLES
+        state.sampler.epoch += position == 0
+    # Sums in another order: float32 has 7 digits, and Adam's steps amplify what is lost.
+    assert losses == pytest.approx(told.losses, rel=1e-3, abs=1e-5)
+    assert _weights(state) == pytest.approx(told.weights, rel=1e-3, abs=1e-4)
+
+
+def _by_rank(job: ranks.Ranks, world: int) -> list[int]:
+    """Which worker has which rank in the first generation."""
+    places = job.await_note("generation 1", deadline_s=60)
+    return [places.index((rank, world)) for rank in range(world)]
+
+
+def _started(stack: contextlib.ExitStack, command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **env},
+        start_new_session=True,
+    )
+    stack.callback(_end, process)
+    return process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read_and_kill(index: int, jobs: list[subprocess.Popen[str]], outputs: list[str]) -> None:
+    """Take in what a job prints; the second one's worker is killed in its 50th step."""
+    killed = index == 0
+    stdout = jobs[index].stdout
+    assert stdout is not None
+    for line in stdout:
+        outputs[index] += line
+        place = re.search(r"process (\d+) step (\d+) ", line)
+        if not killed and place and int(place[2]) >= 50:
+            os.kill(int(place[1]), signal.SIGKILL)
+            killed = True
+
+
+def _ended_well(job: ranks.Ranks, of: list[int]) -> list[Told]:
+    outcomes = job.outcomes(of=of, timeout_s=60, grace_s=20)
+    if not all(outcome.ok for outcome in outcomes):
+        raise ranks.RanksFailed(outcomes)
+    return [outcome.value for outcome in outcomes]
