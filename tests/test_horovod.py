@@ -341,9 +341,10 @@ def test_a_killed_rank_fails_the_others() -> None:
             assert failed_s - killed_s < 10
 
 
-def test_a_rank_that_leaves_fails_what_waits_for_it() -> None:
+@pytest.mark.parametrize("in_a_step", [False, True])
+def test_a_rank_that_leaves_fails_what_waits_for_it(in_a_step: bool) -> None:
     """Soon, and with Horovod's words."""
-    assert ranks.run(programs.leaves_early, count=3) == ["left", "told", "told"]
+    assert ranks.run(programs.leaves_early, count=3, args=(in_a_step,)) == ["left", "told", "told"]
 
 
 def test_stalls_are_reported_and_ended() -> None:

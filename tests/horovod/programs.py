@@ -633,16 +633,27 @@ def waits_for_death() -> str:
         return str(error)
 
 
-def leaves_early() -> str:
-    """A rank that shuts down fails the operations that others wait for with it."""
+def leaves_early(in_a_step: bool) -> str:
+    """A rank that shuts down fails the operations, and the steps, in which others wait for it."""
     import penstock.horovod.torch as hvd
 
     hvd.init()
-    hvd.allreduce(torch.ones(1))
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    step()
     if hvd.rank() == 0:
         hvd.shutdown()
         return "left"
+    if in_a_step:
+        with_error(hvd.HorovodInternalError, "rank 0", step)
     with_error(hvd.HorovodInternalError, "Horovod has been shut down", lambda: hvd.allreduce(torch.ones(1)))
+    hvd.shutdown()
     return "told"
 
 

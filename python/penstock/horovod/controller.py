@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.errors import Closed
 from penstock.horovod import operations
 from penstock.horovod.common.exceptions import HorovodInternalError
 from penstock.horovod.group import Group
@@ -85,6 +86,7 @@ class Controller:
         self._failure: BaseException | None = None
         self._flights: list[Flight] = []
         self._unnamed: dict[str, int] = {}
+        self._stopped: list[int] = []
         self._rounds = 0
         self._warned_s = 0.0
         self._block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
@@ -160,9 +162,9 @@ class Controller:
             self._negotiation.stop()
             self._wake.notify()
 
-    def stop(self, patience_s: float) -> None:
+    def stop(self, patience_s: float) -> bool:
         """End the thread. Other ranks that are about to stop are waited for; those that are not learn of it when they next
-        have something to say. What is pending fails."""
+        have something to say. What is pending fails. Returns whether all ranks have stopped together."""
         self.stopping()
         self._thread.join(patience_s)
         if self._thread.is_alive():
@@ -175,7 +177,9 @@ class Controller:
                 self._flights[0].settle(until_s - time.monotonic())
                 self._flights = [flight for flight in self._flights if not flight.done()]
         self._fail(HorovodInternalError(SHUT_DOWN))
+        together = self._stopped == list(range(self.size))
         self.group.backend.forget_siblings([self._member])
+        return together
 
     # ------------------------------------------------------------------ the thread
 
@@ -187,10 +191,16 @@ class Controller:
                 outcome = self._round(block)
                 self._execute(outcome)
                 if outcome.stopped:
+                    self._stopped = outcome.stopped
                     raise HorovodInternalError(SHUT_DOWN)
                 pause_s = min(max(2 * pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S) if outcome.quiet else 0.0
                 if outcome.quiet:
                     self._check_stall(None)
+        except Closed as error:
+            # A rank has left, and did not wait for this one.
+            told = HorovodInternalError(f"{SHUT_DOWN} ({error})")
+            told.__cause__ = error
+            self._fail(told)
         except BaseException as error:
             self._fail(error)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +47,17 @@ class Job:
                 timeout=_TIMEOUT,
             )
             ranks = None
+        self.timeline = Timeline()
+        self._ranks_of: dict[int, list[int]] = {}
+        self._controllers: dict[int, Controller | None] = {}
+        self._tell: list[Callable[[str], None]] = []
+        try:
+            self._begin(where, ranks)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _begin(self, where: launch.Place, ranks: Sequence[int] | None) -> None:
         # The numbers that torch gives our ranks.
         self._global = list(range(dist.get_world_size())) if ranks is None else list(ranks)
         if dist.get_rank() not in self._global:
@@ -54,10 +65,7 @@ class Job:
         self.rank = self._global.index(dist.get_rank())
         self.size = len(self._global)
         self.knobs = Knobs.read()
-        self.timeline = Timeline()
         self.dynamic = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
-        self._ranks_of: dict[int, list[int]] = {}
-        self._controllers: dict[int, Controller | None] = {}
         # Where only some of torch's ranks take part, the others make no groups.
         self._alone = self.size < dist.get_world_size()
         self.add(list(range(self.size)))
@@ -122,6 +130,10 @@ class Job:
             raise ValueError(f"{what}: Rank {self.rank} is not a member of the provided process set.")
         return found
 
+    def tell_at_end(self, tell: Callable[[str], None]) -> None:
+        """Call this when the job ends here and not on all ranks."""
+        self._tell.append(tell)
+
     # ------------------------------------------------------------------ hosts
 
     def _find_hosts(self, where: launch.Place) -> None:
@@ -157,8 +169,11 @@ class Job:
         controllers = [controller for controller in self._controllers.values() if controller is not None]
         for controller in controllers:
             controller.stopping()
-        for controller in controllers:
-            controller.stop(_PATIENCE_S)
+        together = [controller.stop(_PATIENCE_S) for controller in controllers]
+        if not all(together):
+            # Who waits for this rank in a group that has no rounds is to know as well.
+            for tell in self._tell:
+                tell(f"rank {self.rank} has shut Horovod down")
         self._controllers = {}
         self._ranks_of = {}
         if self._own_world:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from penstock.horovod.negotiation import Kind, Request
 from penstock.horovod.operations import Entry
 
 __all__ = ["Ghosts", "Units"]
+
+log = logging.getLogger("penstock")
 
 
 class Units:
@@ -74,7 +77,7 @@ class Units:
     @property
     def made(self) -> bool:
         """Whether all ranks have made it in this life of the job, and can use it."""
-        return self._reducer is not None and self._job is job.current()
+        return self._reducer is not None and job.is_initialized() and self._job is job.current()
 
     def submit(self, parameter: torch.nn.Parameter) -> None:
         """This parameter's ``grad`` is complete: it is reduced in place, and not to be touched before `flush` has returned."""
@@ -98,6 +101,14 @@ class Units:
         """
         self._mark(absent=False)
         self._end()
+
+    def abandon(self) -> None:
+        """End a step that nobody will; other ranks do so as well, or have failed."""
+        if self._done and self.made:
+            try:
+                self.flush()
+            except RuntimeError as error:
+                log.debug("an abandoned step has failed: %s", error)
 
     def haunt(self) -> None:
         """Ghost steps, until all ranks make one at the same time. Blocks until then."""
@@ -167,6 +178,7 @@ class Units:
             own.forget_siblings(siblings)
             return None
         self._abort = rounds.group.abort
+        running.tell_at_end(rounds.group.abort)
         weakref.finalize(self, own.forget_siblings, siblings).atexit = False
         return _core.Reducer(
             rounds=rounds.group,

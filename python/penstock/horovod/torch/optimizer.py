@@ -454,7 +454,9 @@ class _Reduction:
             raise HorovodInternalError(str(error)) from error
 
     def forget(self) -> None:
-        """What was submitted belongs to an earlier life of the job."""
+        """What was submitted is not wanted any more."""
+        if self._units is not None:
+            self._units.abandon()
 
     def _usable(self) -> bool:
         assert self._units is not None, "the caller has looked"
