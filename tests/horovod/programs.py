@@ -340,8 +340,9 @@ def training(options: dict[str, Any], passes: int, steps: int = 4) -> list[float
                 (share if op == hvd.Sum else share / size).backward()
         if step == 1:
             optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            for one in (model, reference):
+                dense = [part for part in one.parameters() if part.grad is not None and not part.grad.is_sparse]
+                torch.nn.utils.clip_grad_norm_(dense, 0.1)
             with optimizer.skip_synchronize():
                 optimizer.step()
         else:
