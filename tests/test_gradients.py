@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,6 +53,11 @@ def test_ddp_hook(views: bool, zeroed: bool) -> None:
 def test_accumulation() -> None:
     """Passes under no_sync stay on the rank and are averaged with the next one outside."""
     ranks.run(_accumulate, count=2)
+
+
+def test_passes_that_end_early_or_nest() -> None:
+    """A pass that raises half-way on all ranks does not leave the next one without its averages; nested ones are averaged."""
+    ranks.run(_early_and_nested, count=2)
 
 
 def test_parameters_of_rank_0() -> None:
@@ -226,6 +232,40 @@ def _accumulate() -> None:
     model(10 * scale * ones).sum().backward()
     assert model.weight.grad.eq(1.5 * 11).all(), model.weight.grad
     assert reducer.stats()["steps"] == 1
+    dist.destroy_process_group()
+
+
+class _Raises(torch.autograd.Function):
+    """Passes on what it gets, and raises on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor) -> torch.Tensor:
+        return data.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("half-way")
+
+
+def _early_and_nested() -> None:
+    dist.init_process_group("penstock")
+    scale = dist.get_rank() + 1.0  # 1 and 2
+    first, last = nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)
+    # The last layer's gradient is a unit: it is agreed on and reduced although the pass does not come to its end.
+    reducer = GradientReducer([*first.parameters(), *last.parameters()], unit_bytes=1)
+    with pytest.raises(ArithmeticError, match="half-way"):
+        last(_Raises.apply(first(torch.ones(1, 3)))).sum().backward()
+    reducer._reducer.flush().wait()
+    for nested in (False, True):
+        for parameter in (first.weight, last.weight):
+            parameter.grad = None
+        data = (scale * torch.ones(1, 3)).requires_grad_()
+        inner = torch.utils.checkpoint.checkpoint(first, data, use_reentrant=True) if nested else first(data)
+        last(inner).sum().backward()
+        # What the inner layer gets back is the weight of the last one, the same on both ranks, times the data.
+        want = 1.5 * last.weight.detach().t().expand(3, 3)
+        torch.testing.assert_close(first.weight.grad, want)
+        torch.testing.assert_close(last.weight.grad, 1.5 * first.weight.detach().sum(1, keepdim=True).t())
     dist.destroy_process_group()
 
 

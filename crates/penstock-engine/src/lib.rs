@@ -8,6 +8,7 @@
 //! speed, and on the machines that matter one core moves more than the network does. A second thread is worth having
 //! where a host's link outruns a core; it is deliberately absent until a measurement asks for it.
 
+mod digest;
 mod engine;
 mod operation;
 mod pages;

@@ -18,6 +18,7 @@
 //! **A gradient that a rank does not produce** is *absent*: at the end of the pass it counts as ready, and as zeros. If it is
 //! absent everywhere, nobody reduces it, and it stays as it was.
 
+use crate::digest::digest;
 use penstock_plan::units::Entry;
 
 /// One rank's view of its gradients.
@@ -55,7 +56,9 @@ impl Readiness {
     pub(crate) fn new(entries: Vec<Entry>) -> Readiness {
         debug_assert!(entries.iter().enumerate().all(|(place, entry)| entry.index as usize == place));
         Readiness {
-            digest: digest(&entries),
+            digest: digest(
+                entries.iter().flat_map(|entry| [u64::from(entry.index), entry.bytes, u64::from(entry.class)]),
+            ),
             entries: entries.into_iter().map(|entry| (entry, State::Idle)).collect(),
             fresh_bytes: 0,
             pending: 0,
@@ -143,13 +146,6 @@ impl Readiness {
     fn bitmap_bytes(&self) -> usize {
         self.entries.len().div_ceil(8)
     }
-}
-
-/// A number for the list (FNV-1a): ranks whose models differ have different ones.
-fn digest(entries: &[Entry]) -> u64 {
-    let words = entries.iter().flat_map(|entry| [u64::from(entry.index), entry.bytes, u64::from(entry.class)]);
-    let bytes = words.flat_map(u64::to_le_bytes);
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The engine's thread: groups, operations, failures. It is the [`Handler`] of the event loop.
 
+use crate::digest::digest;
 use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
 use crate::pages::HugePages;
 use crate::recorder::{Entry as Recorded, Record, Recorder};
@@ -351,7 +352,9 @@ impl Runtime {
         let neighbours = group.members.iter().enumerate().filter(|(_, member)| {
             member.is_none_or(|peer| self.peers[peer as usize].local && peers.look(peer).config().references)
         });
-        let own = Box::new(host_key(neighbours.map(|(rank, _)| rank as u32)));
+        // Ranks of one host share memory with the same ranks. Where only some pairs of a host can, their lists differ, and it
+        // counts as several.
+        let own = Box::new(digest(neighbours.map(|(rank, _)| rank as u64)));
         let hosts = joining.hosts.insert(vec![0; world].into_boxed_slice());
         let call = Call {
             collective: Collective::AllGather,
@@ -1404,13 +1407,6 @@ fn send_to(members: &[Option<PeerId>], peer: PeerId, key: &MessageKey) -> Option
         channel => OpId::Send { to, channel, op: key.op.0 },
     };
     Some((to, op))
-}
-
-/// What ranks of one host have in common and others do not: the ranks that they share memory with, as a number (FNV-1a). Where
-/// some pairs of a host can and others cannot, ranks differ, and their host counts as several.
-fn host_key(ranks: impl Iterator<Item = u32>) -> u64 {
-    let bytes = ranks.flat_map(u32::to_le_bytes);
-    bytes.fold(0xcbf2_9ce4_8422_2325, |key, byte| (key ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// The region that has these bytes, and where in it they are.

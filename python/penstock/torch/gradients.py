@@ -64,7 +64,8 @@ class GradientReducer:
 
     When ``backward()`` returns, ``p.grad`` of every parameter is the average over the ranks, the same bits on all of them.
     A parameter that some rank did not use counts as zeros there; one that no rank used keeps the ``grad`` that it had.
-    Gradients are summed in the order of the ring, so a run repeats bit for bit.
+    With three ranks or more, runs may differ in the last bits: the order of a sum depends on where in its unit a gradient lies,
+    and that on which gradients were ready together.
 
     Args:
         model: a module, or an iterable of parameters. Those that require no gradient are left out. All ranks need the same,
@@ -133,6 +134,7 @@ class GradientReducer:
         )
         self._enabled = True
         self._pass: dict[int, torch.Tensor] | None = None
+        self._task = -1
         # The parameters keep this object, so that nobody has to; Python collects both together.
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
@@ -170,9 +172,13 @@ class GradientReducer:
     def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
         if not self._enabled:
             return
-        if self._pass is None:
-            self._pass = {}
-            # Called when the whole pass has ended, on the thread that called backward().
+        task = torch._C._current_graph_task_id()
+        if self._pass is None or task != self._task:
+            # Each pass needs a callback of its own, which autograd calls at its end on the thread that called backward(): one
+            # that raises never calls the one it has, and the next pass must not end without. Nested passes (reentrant
+            # checkpoints) end one by one; averaging what is averaged already changes nothing.
+            self._task = task
+            self._pass = self._pass or {}
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         gradient = parameter.grad
         assert gradient is not None, "autograd has just accumulated it"
@@ -186,7 +192,8 @@ class GradientReducer:
         self._reducer.submit(index, gradient.data_ptr(), absent=absent, keep=gradient.untyped_storage())
 
     def _finish(self) -> None:
-        assert self._pass is not None
+        if self._pass is None:
+            return  # a nested pass has done it
         for index, parameter in enumerate(self._parameters):
             if index in self._pass:
                 continue
