@@ -114,8 +114,9 @@ pub(crate) struct Runtime {
     planner: Planner,
     thresholds: Thresholds,
     groups: HashMap<GroupId, Group>,
-    /// Groups that were left or have failed: what still comes for them is dropped.
-    closed: HashSet<GroupId>,
+    /// Groups that were left or have failed: what still comes for them is dropped. Of those that were left in good order,
+    /// what peers that still wait for this rank must know.
+    closed: HashMap<GroupId, Option<Departed>>,
     /// What peers have reported of groups that this process has not joined yet.
     reported: Reported,
     /// What the streams' hand-shakes prove. A job outlives the group that brought it: groups share streams.
@@ -193,6 +194,42 @@ struct Group {
     last_algorithm: String,
 }
 
+/// How far this rank had come in a group that it has left.
+struct Departed {
+    members: Vec<Option<PeerId>>,
+    next_op: u64,
+    next_send: HashMap<(u32, u32), u64>,
+    next_recv: HashMap<(u32, u32), u64>,
+}
+
+impl From<Group> for Departed {
+    fn from(Group { members, next_op, next_send, next_recv, .. }: Group) -> Self {
+        Self { members, next_op, next_send, next_recv }
+    }
+}
+
+impl Departed {
+    /// Whether this rank took part in what a peer asks about: then the peer has, or will get, all that it needs.
+    fn has_issued(&self, peer: PeerId, key: &MessageKey) -> bool {
+        let Some(other) = self.members.iter().position(|member| *member == Some(peer)) else { return false };
+        let issued = match key.channel {
+            0 => self.next_op,
+            // A peer asks alike about what it sends and what it awaits.
+            channel => {
+                let of = |next: &HashMap<_, u64>| next.get(&(other as u32, channel)).copied().unwrap_or_default();
+                of(&self.next_send).max(of(&self.next_recv))
+            }
+        };
+        key.op.0 < issued
+    }
+
+    fn report(&self) -> Report {
+        let issued = self.next_op.saturating_sub(JOIN_OPS);
+        let message = format!("it has left the group (destroy_process_group) after {issued} collectives.");
+        Report { kind: FailureKind::Closed, message }
+    }
+}
+
 /// A join that has not ended.
 struct Joining {
     ticket: Ticket,
@@ -266,7 +303,7 @@ impl Runtime {
             planner: Planner::default(),
             thresholds,
             groups: HashMap::new(),
-            closed: HashSet::new(),
+            closed: HashMap::new(),
             reported: Reported::default(),
             jobs: HashMap::new(),
             regions: BTreeMap::new(),
@@ -837,7 +874,7 @@ impl Runtime {
         }
         let failure = Failure { group_lives: false, ..failure };
         group.failed = Some(failure.clone());
-        self.closed.insert(id);
+        self.closed.insert(id, None);
         self.early.retain(|(_, key), _| key.group != id);
         self.claims.retain(|(group, ..), _| *group != id);
         let ops = std::mem::take(&mut group.ops);
@@ -969,7 +1006,7 @@ impl Runtime {
 impl Handler for Runtime {
     fn status(&self, peer: PeerId, key: &MessageKey) -> OpStatus {
         let Some(group) = self.groups.get(&key.group) else {
-            return if self.closed.contains(&key.group) { OpStatus::Retired } else { OpStatus::Early };
+            return if self.closed.contains_key(&key.group) { OpStatus::Retired } else { OpStatus::Early };
         };
         if group.failed.is_some() {
             return OpStatus::Retired;
@@ -1115,7 +1152,12 @@ impl Handler for Runtime {
             Event::Granted(key, theirs) | Event::Probe(key, theirs) => {
                 let probe = matches!(event, Event::Probe(..));
                 let Some((other, op)) = self.outgoing_op(peer, &key) else {
-                    if !self.closed.contains(&key.group) {
+                    if let Some(departed) = self.closed.get(&key.group) {
+                        let never = departed.as_ref().filter(|departed| probe && !departed.has_issued(peer, &key));
+                        if let Some(departed) = never {
+                            peers.machine(peer).report(key.group, &departed.report());
+                        }
+                    } else {
                         let claims = self.claims.entry((key.group, key.channel, key.op)).or_default();
                         if !claims.contains(&(peer, theirs)) {
                             claims.push((peer, theirs));
@@ -1172,7 +1214,7 @@ impl Handler for Runtime {
                 let failure = Failure::fatal(report.kind, message);
                 if self.groups.contains_key(&id) {
                     self.fail_group(peers, id, failure, true);
-                } else if !self.closed.contains(&id) {
+                } else if !self.closed.contains_key(&id) {
                     // It has joined and failed before we came.
                     self.reported.remember(id, failure);
                 }
@@ -1244,8 +1286,8 @@ impl Handler for Runtime {
                         );
                         self.fail_group(peers, id, failure, true);
                     }
-                    self.groups.remove(&id);
-                    self.closed.insert(id);
+                    let left = self.groups.remove(&id);
+                    self.closed.entry(id).or_insert_with(|| left.map(Departed::from));
                     self.early.retain(|(_, key), _| key.group != id);
                     self.claims.retain(|(group, ..), _| *group != id);
                 }

@@ -532,6 +532,36 @@ fn a_group_that_fails_before_all_have_joined() {
     }
 }
 
+/// A rank that leaves one group of several says so when it is asked, which is long before the operation's time-out.
+#[test]
+fn a_rank_that_has_left_one_group_is_not_waited_for() {
+    for medium in MEDIA {
+        let world = world(2, medium);
+        let (groups, tickets) = join(&world.engines, medium, |_| b"secret".to_vec());
+        for ticket in tickets {
+            wait(&ticket).expect("joined");
+        }
+        // Both take part in the first; rank 0 does not come to the second.
+        let mut outputs: Vec<_> = (0..2).map(|rank| filled(rank, 700_003)).collect();
+        let mut alone = filled(1, 700_003);
+        let start = |group: &Group, output: &mut [u32]| {
+            // SAFETY: the buffers outlive the waits below.
+            unsafe { group.start(call(Collective::AllReduce, Name::AllReduce, 4 * 700_003, &[], output)) }
+        };
+        let both: Vec<_> = groups.iter().zip(&mut outputs).map(|(group, output)| start(group, output)).collect();
+        let second = start(&groups[1], &mut alone);
+        wait(&both[0]).expect("both were there");
+        groups[0].leave();
+        wait(&both[1]).unwrap_or_else(|error| panic!("{medium:?}: what rank 0 gave counts: {error}"));
+        let failure = wait(&second).expect_err("rank 0 has left");
+        assert!(failure.to_string().contains("has left the group"), "{medium:?}: {failure}");
+        // The engines, and other groups, live on.
+        let mut outputs = vec![vec![1]; 2];
+        run(&world, |_| Collective::AllReduce, Name::AllReduce, 4, &[vec![], vec![]], &mut outputs, |_| None);
+        groups[1].leave();
+    }
+}
+
 /// A group that fails takes its own buffers along and nobody else's: operations of other groups, which peers may be reading
 /// from memory at that moment, end in good order and in time.
 #[test]
