@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import json
 import math
 import os
@@ -19,8 +20,9 @@ import pytest
 
 from backends import BACKENDS, Backend
 from penstock.demo import cli, comparison, link_probe, prediction, report
-from penstock.demo.training import WARM_UP_STEPS, Phases, Step, Training
+from penstock.demo.training import WARM_UP_STEPS, Phases, Step, Training, Way
 from penstock.testbed import CompletedRun, FlowClass, LinkSpec, Testbed, TestbedUnavailable
+from penstock.torch import ddp_hook
 
 # ------------------------------------------------------------------------------------------------- the whole demo
 
@@ -38,9 +40,10 @@ ONE_OF_EACH = list({backend.name: backend for backend in reversed(BACKENDS)}.val
 
 @pytest.fixture(scope="module", params=ONE_OF_EACH, ids=str)
 def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """One quick demo, gloo and then the backend under test, on emulated hosts where these can be made."""
+    """One quick demo, on emulated hosts where these can be made: gloo, the backend under test, Penstock's hook."""
     page = tmp_path_factory.mktemp("demo") / "folder" / "report.html"
-    done = demo("--quick", f"--backends=gloo,{request.param.name}", f"--report={page}", env=request.param.env)
+    ways = ["gloo", request.param.name, *(["penstock+hook"] if request.param.name == "penstock" else [])]
+    done = demo("--quick", f"--backends={','.join(ways)}", f"--report={page}", env=request.param.env)
     return Ended(done.returncode, done.stdout, page.read_text() if page.exists() else "")
 
 
@@ -57,12 +60,13 @@ def emulated() -> bool:
 def test_demo_trains_twice_and_the_trainings_are_the_same(ended: Ended) -> None:
     """Gloo and the backend under test give the same losses and weights, to the bit, and the demo says so."""
     assert ended.code == 0, ended.output
-    assert re.search(r"The loss curves of gloo and .+ are bit-identical: all 20 steps, both ranks", ended.output)
-    losses = re.findall(r"^ +(?:final training|validation) loss +([\d.]+) +([\d.]+)", ended.output, re.MULTILINE)
-    assert len(losses) == 2, ended.output
-    for with_gloo, with_other in losses:
-        assert with_gloo == with_other
-        assert float(with_gloo) < math.log(65)  # there are 65 characters, so this is the loss of guessing
+    assert re.search(r"The loss curves of gloo(, .+)? and .+ are bit-identical: all 20 steps, both ranks", ended.output)
+    rows = re.findall(r"^ +(?:final training|validation) loss +([\d.]+(?: +[\d.]+)+)", ended.output, re.MULTILINE)
+    assert len(rows) == 2, ended.output
+    for row in rows:
+        losses = row.split()
+        assert len(losses) >= 2 and len(set(losses)) == 1
+        assert float(losses[0]) < math.log(65)  # there are 65 characters, so this is the loss of guessing
 
 
 def test_demo_uses_the_link_and_predicts(ended: Ended, emulated: bool) -> None:
@@ -70,11 +74,12 @@ def test_demo_uses_the_link_and_predicts(ended: Ended, emulated: bool) -> None:
     if not emulated:
         assert "On loopback (" in ended.output and "predicted" not in ended.output
         return
-    texts = re.search(r"sent per rank and step +([\d.]+) MB +([\d.]+) MB .+ must send ([\d.]+) MB", ended.output)
-    *sent, planned = map(float, texts.groups())
-    assert all(each >= comparison.CROSSED_SHARE * planned for each in sent)
-    predicted = re.search(r"predicted step time +([\d.]+) ms +([\d.]+) ms", ended.output)
-    assert all(float(each) > 0 for each in predicted.groups())
+    (row,) = re.findall(r"sent per rank and step .+", ended.output)
+    *sent, planned = map(float, re.findall(r"([\d.]+) MB", row))
+    assert len(sent) >= 2 and all(each >= comparison.CROSSED_SHARE * planned for each in sent)
+    (row,) = re.findall(r"predicted step time .+", ended.output)
+    predicted = [float(each) for each in re.findall(r"([\d.]+) ms", row)]
+    assert len(predicted) == len(sent) and all(each > 0 for each in predicted)
     assert re.search(r"Raw sockets carry [\d.]+ MB/s over 1 flow", ended.output)
 
 
@@ -207,8 +212,29 @@ def test_sockets_slow_the_computation_where_no_processor_is_idle(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     ends = [{"bucket_bytes": [1_000_000, 3_000_000]}] * 2
     training = dataclasses.replace(trained(losses=[[3.0] * (WARM_UP_STEPS + 1)] * 2, compute_s=40.0), ends=ends)
-    assert cli.foresee(training, link_probe.Carriage(1e6, 8e-6)).step_s == pytest.approx(step_s)
-    assert cli.foresee(training, None) is None
+    assert cli.foresee(training, Way("gloo"), link_probe.Carriage(1e6, 8e-6)).step_s == pytest.approx(step_s)
+    assert cli.foresee(training, Way("gloo"), None) is None
+
+
+def test_the_hook_is_foreseen_in_its_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its units are what ddp_hook makes by default, whatever DDP's buckets are."""
+    assert inspect.signature(ddp_hook).parameters["unit_bytes"].default == cli.UNIT_BYTES
+    assert prediction.units(10, 4) == [4, 4, 2] and prediction.units(8, 4) == [4, 4]
+    monkeypatch.setattr(cli, "UNIT_BYTES", 1_000_000)
+    ends = [{"bucket_bytes": [4_000_000]}] * 2
+    training = dataclasses.replace(trained(losses=[[3.0] * (WARM_UP_STEPS + 1)] * 2, compute_s=40.0), ends=ends)
+    fast = link_probe.Carriage(1e6, 0.0)
+    # Backward takes 20 s and the whole bucket 4 s after it; of four units three have left when it ends.
+    assert cli.foresee(training, Way("penstock"), fast).step_s == pytest.approx(44)
+    assert cli.foresee(training, Way("penstock", hook=True), fast).step_s == pytest.approx(41)
+
+
+def test_a_way_is_a_backend_or_the_hook_over_penstock() -> None:
+    """What is neither is refused before anything starts."""
+    assert [str(Way.parse(text)) for text in ("gloo", "penstock+hook")] == ["gloo", "penstock+hook"]
+    for wrong in ("gloo+hook", "+hook", "penstock+", "penstock+hooks"):
+        done = demo(f"--backends={wrong}")
+        assert done.returncode == 2 and "penstock+hook" in done.stdout, done.stdout
 
 
 def test_the_link_is_probed_with_a_steps_bytes(root: pathlib.Path) -> None:
@@ -287,7 +313,7 @@ def trained(
     ]
     return Training(
         label=label,
-        backend=label,
+        way=Way(label),
         ranks=2,
         facts={"gradient_bytes": 1_000_000},
         steps=[

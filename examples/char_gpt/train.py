@@ -3,8 +3,9 @@
     python examples/char_gpt/train.py
     torchrun --nproc-per-node 2 examples/char_gpt/train.py --backend gloo
     torchrun --nproc-per-node 2 examples/char_gpt/train.py --backend penstock
+    torchrun --nproc-per-node 2 examples/char_gpt/train.py --backend penstock --hook
 
-The backend is one word, and nothing else here knows about it. The same seed gives the same batches and the same
+The backend is one word, and nothing but ``--hook`` here knows about it. The same seed gives the same batches and the same
 start, so that two backends can be compared step by step; `penstock demo` does that with this script.
 """
 
@@ -53,6 +54,10 @@ def train(args: argparse.Namespace) -> None:
     # A copy whose steps are timed; what it learns is of no use to anybody.
     twin = measured_alone(copy.deepcopy(model)) if args.compute_every and world_size > 1 else None
     replica = DistributedDataParallel(model) if world_size > 1 else model
+    if args.hook and world_size > 1:
+        from penstock.torch import ddp_hook
+
+        ddp_hook(replica)  # Each gradient leaves as soon as all ranks have it, instead of with its bucket.
     optimizer, schedule = make_optimizer(replica, args)
     twin_optimizer = make_optimizer(twin, args)[0] if twin else None
 
@@ -199,6 +204,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--backend", default="gloo", help="torch.distributed backend, used when torchrun starts several ranks")
+    add("--hook", action="store_true", help="under DDP over penstock: penstock.torch.ddp_hook")
     add("--steps", type=int, default=200)
     add("--seed", type=int, default=1337)
     add("--batch", type=int, default=2, help="sequences a rank and step")

@@ -19,16 +19,19 @@ from penstock import config
 from penstock.bench import machine
 from penstock.demo.comparison import Comparison, disagreements, payload_rate, rows, summarise, verdict
 from penstock.demo.link_probe import Carriage, exchange
-from penstock.demo.prediction import Prediction, predict_step
+from penstock.demo.prediction import Prediction, predict_step, units
 from penstock.demo.report import write_report
-from penstock.demo.training import Bed, Training, TrainingFailed, train
+from penstock.demo.training import Bed, Training, TrainingFailed, Way, train
 from penstock.testbed import LinkSpec, Loopback, Testbed, TestbedUnavailable
 
 
 @click.command()
 @click.option("--steps", type=click.IntRange(min=10), help="Training steps.  [default: 200; with --quick: 20]")
 @click.option(
-    "--backends", default="gloo,penstock", show_default=True, help="In this order; the first is the baseline."
+    "--backends",
+    default="gloo,penstock,penstock+hook",
+    show_default=True,
+    help="In this order; the first is the baseline. +hook: with penstock.torch.ddp_hook.",
 )
 @click.option(
     "--report", type=click.Path(path_type=Path, dir_okay=False, writable=True), default="report.html", show_default=True
@@ -37,20 +40,23 @@ from penstock.testbed import LinkSpec, Loopback, Testbed, TestbedUnavailable
 @click.option("--no-testbed", is_flag=True, help="On loopback, even where hosts could be emulated.")
 @click.option("--quick", is_flag=True, help="A small model and few steps: does it work? Its figures mean nothing.")
 def command(steps: int | None, backends: str, report: Path, seed: int, no_testbed: bool, quick: bool) -> None:
-    """Train a character GPT with gloo, then with Penstock, and compare.
+    """Train a character GPT with gloo, with Penstock, and with Penstock's hook, and compare.
 
-    Both trainings start from the same weights and see the same text, on two hosts: emulated ones (a link of 1 Gbit/s on
+    All trainings start from the same weights and see the same text, on two hosts: emulated ones (a link of 1 Gbit/s on
     which one flow gets 200 Mbit/s) when you are root, else on loopback. Prints a table and writes a report. Takes about
-    three minutes on two cores. Ctrl-C stops it and leaves nothing behind.
+    three and a half minutes on two cores. Ctrl-C stops it and leaves nothing behind.
     """
     # Whoever ends the demo, it leaves through its context managers, which take the ranks and the hosts along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(highlight=False)
-    names = [name.strip() for name in backends.split(",") if name.strip()]
-    if not names:
+    try:
+        ways = [Way.parse(name.strip()) for name in backends.split(",") if name.strip()]
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--backends") from None
+    if not ways:
         raise click.BadParameter("name at least one", param_hint="--backends")
     try:
-        comparison = run(console, names, steps or (20 if quick else 200), seed, testbed=not no_testbed, quick=quick)
+        comparison = run(console, ways, steps or (20 if quick else 200), seed, testbed=not no_testbed, quick=quick)
     except TrainingFailed as failure:
         console.print("\n[bold red]A training failed.[/]")
         console.print(str(failure), markup=False, soft_wrap=True)
@@ -64,8 +70,8 @@ def command(steps: int | None, backends: str, report: Path, seed: int, no_testbe
     sys.exit(1 if comparison.problems else 0)
 
 
-def run(console: Console, backends: Sequence[str], steps: int, seed: int, *, testbed: bool, quick: bool) -> Comparison:
-    """Train once with each backend, in turn. Raises what `train` raises; all processes and hosts are gone then, too."""
+def run(console: Console, ways: Sequence[Way], steps: int, seed: int, *, testbed: bool, quick: bool) -> Comparison:
+    """Train once in each way, in turn. Raises what `train` raises; all processes and hosts are gone then, too."""
     options = {"steps": steps, "seed": seed, "compute-every": COMPUTE_EVERY, **(QUICK_MODEL if quick else {})}
     arguments = [f"--{name}={value}" for name, value in options.items()]
     about = machine.describe()
@@ -73,17 +79,17 @@ def run(console: Console, backends: Sequence[str], steps: int, seed: int, *, tes
     predictions: list[Prediction | None] = []
     with cluster(console, testbed) as bed:
         link = bed.link if isinstance(bed, Testbed) else None
-        carriages = probe(console, bed, backends, QUICK_PROBE_BYTES if quick else PROBE_BYTES) if link else {}
+        carriages = probe(console, bed, ways, QUICK_PROBE_BYTES if quick else PROBE_BYTES) if link else {}
         with progress_bar(console) as progress:
-            for label, backend in zip(labels(backends), backends, strict=True):
+            for label, way in zip(labels(ways), ways, strict=True):
                 if trainings:
                     # Before this training has begun: from the link, and from the computation of the first one.
-                    predictions.append(foresee(trainings[0], carriages.get(flows_of(backend))))
+                    predictions.append(foresee(trainings[0], way, carriages.get(flows_of(way))))
                 row = ProgressRow(progress, label, steps, link)
                 timeout_s = START_TIMEOUT_S + steps * STEP_TIMEOUT_S
-                trainings.append(train(bed, backend, label, arguments, row.show, timeout_s))
+                trainings.append(train(bed, way, label, arguments, row.show, timeout_s))
                 if not predictions:
-                    predictions.append(foresee(trainings[0], carriages.get(flows_of(backend))))
+                    predictions.append(foresee(trainings[0], way, carriages.get(flows_of(way))))
     return Comparison(
         results=tuple(summarise(*pair, link) for pair in zip(trainings, predictions, strict=True)),
         link=link,
@@ -117,9 +123,9 @@ def cluster(console: Console, testbed: bool) -> Iterator[Bed]:
         yield bed
 
 
-def probe(console: Console, bed: Bed, backends: Sequence[str], nbytes: int) -> dict[int, Carriage]:
+def probe(console: Console, bed: Bed, ways: Sequence[Way], nbytes: int) -> dict[int, Carriage]:
     """What raw sockets get over the link, by number of flows."""
-    counts = sorted({flows_of(name) for name in backends})
+    counts = sorted({flows_of(way) for way in ways})
     carriages = {flows: exchange(bed, flows, nbytes) for flows in counts}
     shown = ", ".join(
         f"{carriage.bytes_per_s / 1e6:.1f} MB/s over {flows} flow{'s'[: flows > 1]}"
@@ -129,27 +135,28 @@ def probe(console: Console, bed: Bed, backends: Sequence[str], nbytes: int) -> d
     return carriages
 
 
-def foresee(first: Training, carriage: Carriage | None) -> Prediction | None:
+def foresee(first: Training, way: Way, carriage: Carriage | None) -> Prediction | None:
     if carriage is None:
         return None
     # Each rank computes with one thread. Where a processor is left over, the sockets use that.
     processors = len(os.sched_getaffinity(0))
     slowdown_s_per_byte = carriage.processor_s_per_byte / processors if first.ranks >= processors else 0.0
     buckets = first.ends[0]["bucket_bytes"]
-    return predict_step(first.compute(), buckets, first.ranks, carriage.bytes_per_s, slowdown_s_per_byte)
+    pieces = units(sum(buckets), UNIT_BYTES) if way.hook else buckets
+    return predict_step(first.compute(), pieces, first.ranks, carriage.bytes_per_s, slowdown_s_per_byte)
 
 
-def flows_of(backend: str) -> int:
+def flows_of(way: Way) -> int:
     """How many connections of a pair of ranks carry a collective."""
-    if backend != "penstock":
+    if way.backend != "penstock":
         return 1  # Gloo opens one connection a pair (docs/demo.md), and so does MPI by default.
     return config.read().streams
 
 
-def labels(backends: Sequence[str]) -> list[str]:
-    """The backends' names, numbered where one comes again."""
-    seen = [backends[:i].count(name) + 1 for i, name in enumerate(backends)]
-    return [name if nth == 1 else f"{name} ({nth})" for name, nth in zip(backends, seen, strict=True)]
+def labels(ways: Sequence[Way]) -> list[str]:
+    """The ways' names, numbered where one comes again."""
+    seen = [ways[:i].count(way) + 1 for i, way in enumerate(ways)]
+    return [str(way) if nth == 1 else f"{way} ({nth})" for way, nth in zip(ways, seen, strict=True)]
 
 
 def progress_bar(console: Console) -> Progress:
@@ -216,6 +223,9 @@ QUICK_MODEL = {"layers": 2, "width": 96, "heads": 4, "eval-batches": 4}
 PROBE_BYTES = 10_827_264
 QUICK_PROBE_BYTES = 969_984
 """Each way and exchange: as much as the gradients of the example's model, and of the small one."""
+
+UNIT_BYTES = 4 << 20
+"""What one all-reduce carries under `penstock.torch.ddp_hook` by default."""
 
 RECENT_STEPS = 10
 

@@ -149,17 +149,18 @@ def bits(value: float) -> bytes:
 
 def verdict(comparison: Comparison) -> str:
     """One sentence on whether the trainings are the same."""
-    names = " and ".join(result.label for result in comparison.results)
+    *names, last = (result.label for result in comparison.results)
+    together = f"{', '.join(names)} and {last}" if names else last
     if comparison.disagreements:
         return (
-            f"The trainings with {names} are NOT the same: {comparison.disagreements[0]}. "
+            f"The trainings with {together} are NOT the same: {comparison.disagreements[0]}. "
             "With two ranks a sum has only one order, so one of the backends is wrong."
         )
     first = comparison.results[0].training
     if len(comparison.results) == 1:
         return "Both ranks end with the same weights, to the bit."
     return (
-        f"The loss curves of {names} are bit-identical: all {len(first.steps[0])} steps, both ranks; "
+        f"The loss curves of {together} are bit-identical: all {len(first.steps[0])} steps, both ranks; "
         "and so are the final weights."
     )
 

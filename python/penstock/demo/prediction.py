@@ -13,7 +13,7 @@ from penstock.demo.training import Phases
 
 @dataclass(frozen=True)
 class Transfer:
-    """One bucket of gradients on its way through the link; times in seconds since the step began."""
+    """One piece of the gradients on its way through the link; times in seconds since the step began."""
 
     ready_s: float
     begin_s: float
@@ -31,35 +31,41 @@ class Prediction:
 
 
 def predict_step(
-    compute: Phases, bucket_bytes: Sequence[int], ranks: int, bytes_per_s: float, slowdown_s_per_byte: float = 0
+    compute: Phases, piece_bytes: Sequence[int], ranks: int, bytes_per_s: float, slowdown_s_per_byte: float = 0
 ) -> Prediction:
     """Play one step of DDP against a link.
 
-    The backward pass fills the buckets in order, in proportion to their bytes; a full bucket queues for the link, which
+    The backward pass fills the pieces in order, in proportion to their bytes; a full one queues for the link, which
     carries one after the other; the optimizer starts when the last has arrived.
 
     Args:
         compute: the step without communication.
-        bucket_bytes: DDP's buckets in the order in which they fill.
-        ranks: each sends 2 (ranks - 1) / ranks of a bucket and receives as much (a bandwidth-optimal all-reduce).
+        piece_bytes: DDP's buckets, or the hook's units, in the order in which they fill.
+        ranks: each sends 2 (ranks - 1) / ranks of a piece and receives as much (a bandwidth-optimal all-reduce).
         bytes_per_s: what the link carries in each direction, both at once.
         slowdown_s_per_byte: by how much the computation takes longer for each byte that is carried meanwhile, where one
             machine's processors do both and none is idle.
 
     Cost that it leaves out: latency, headers, arithmetic.
     """
-    alone = _play(compute, bucket_bytes, ranks, bytes_per_s)
+    alone = _play(compute, piece_bytes, ranks, bytes_per_s)
     backward_end_s = compute.forward_s + compute.backward_s
     carried = sum(max(0.0, min(each.end_s, backward_end_s) - each.begin_s) for each in alone.transfers) * bytes_per_s
     slowed = replace(compute, backward_s=compute.backward_s + carried * slowdown_s_per_byte)
-    return _play(slowed, bucket_bytes, ranks, bytes_per_s)
+    return _play(slowed, piece_bytes, ranks, bytes_per_s)
 
 
-def _play(compute: Phases, bucket_bytes: Sequence[int], ranks: int, bytes_per_s: float) -> Prediction:
+def units(total_bytes: int, unit_bytes: int) -> list[int]:
+    """What the hook reduces together: full units, and the rest."""
+    full, rest = divmod(total_bytes, unit_bytes)
+    return [unit_bytes] * full + [rest] * (rest > 0)
+
+
+def _play(compute: Phases, piece_bytes: Sequence[int], ranks: int, bytes_per_s: float) -> Prediction:
     backward_end_s = compute.forward_s + compute.backward_s
-    total_bytes = sum(bucket_bytes)
+    total_bytes = sum(piece_bytes)
     filled, free_s, transfers = 0, 0.0, []
-    for nbytes in bucket_bytes:
+    for nbytes in piece_bytes:
         filled += nbytes
         ready_s = compute.forward_s + compute.backward_s * filled / total_bytes
         begin_s = max(ready_s, free_s)

@@ -17,6 +17,30 @@ Bed = Testbed | Loopback
 
 
 @dataclass(frozen=True)
+class Way:
+    """How gradients are reduced: what ``--backends`` names."""
+
+    backend: str  # for init_process_group
+    hook: bool = False  # penstock.torch.ddp_hook on top
+
+    @classmethod
+    def parse(cls, text: str) -> Way:
+        """``gloo``, ``penstock``, ``penstock+hook``. Raises: ValueError."""
+        backend, plus, front = text.partition("+")
+        if not backend or (plus and (backend, front) != ("penstock", "hook")):
+            raise ValueError(f"{text!r} is neither the name of a backend nor penstock+hook")
+        return cls(backend, hook=front == "hook")
+
+    def __str__(self) -> str:
+        return f"{self.backend}+hook" if self.hook else self.backend
+
+    @property
+    def arguments(self) -> list[str]:
+        """For `SCRIPT`."""
+        return ["--backend", self.backend, *(["--hook"] if self.hook else [])]
+
+
+@dataclass(frozen=True)
 class Phases:
     """Seconds of the three parts of a step. Under DDP, ``backward_s`` ends when all gradients are reduced."""
 
@@ -45,7 +69,7 @@ class Training:
     """All that is known of one training. `train` fills it; `on_step` sees it grow."""
 
     label: str
-    backend: str
+    way: Way
     ranks: int
     facts: dict[str, Any] = field(default_factory=dict)  # rank 0's "start" record: parameters, gradient_bytes, ...
     steps: list[list[Step]] = field(default_factory=list)  # by rank
@@ -87,20 +111,20 @@ class TrainingFailed(Exception):
 
 
 def train(
-    bed: Bed, backend: str, label: str, arguments: Sequence[str], on_step: Callable[[Training], None], timeout_s: float
+    bed: Bed, way: Way, label: str, arguments: Sequence[str], on_step: Callable[[Training], None], timeout_s: float
 ) -> Training:
     """Run the example as `RANKS` ranks, spread over the hosts, and return when it has ended.
 
     Args:
-        backend: the word for ``init_process_group``; whatever torch knows.
-        arguments: for `SCRIPT`, beyond the backend and the log.
+        way: a backend that torch knows, with or without Penstock's hook.
+        arguments: for `SCRIPT`, beyond the way and the log.
         on_step: called on this thread when rank 0 has finished a step, with all that has come in so far.
 
     Raises:
         TrainingFailed: with the end of the ranks' output, and how to run the same without the demo.
         KeyboardInterrupt: as it came; no rank is left.
     """
-    training = Training(label, backend, RANKS, steps=[[] for _ in range(RANKS)], ends=[{} for _ in range(RANKS)])
+    training = Training(label, way, RANKS, steps=[[] for _ in range(RANKS)], ends=[{} for _ in range(RANKS)])
     started = time.monotonic()
     sent_before = sent_bytes(bed)
     talk: list[list[str]] = [[] for _ in range(RANKS)]  # what ranks print beside their log
@@ -120,7 +144,7 @@ def train(
                 training.sent_bytes.append(sent_bytes(bed) - sent_before)
                 on_step(training)
 
-    command = [sys.executable, str(SCRIPT), "--backend", backend, "--log-file=-", *arguments]
+    command = [sys.executable, str(SCRIPT), *way.arguments, "--log-file=-", *arguments]
     try:
         training.completed = bed.run(command, ranks=RANKS, on_line=on_line, timeout_s=timeout_s)
     except TimeoutError as error:
@@ -172,8 +196,8 @@ def describe_failure(training: Training, talk: list[list[str]], arguments: Seque
         parts.append(f"--- the end of what rank {rank} printed:")
         parts += lines[-TAIL_LINES:] or ["(nothing)"]
     parts.append("--- to see it alone:")
-    parts.append(" ".join(["torchrun --nproc-per-node 2", str(SCRIPT), "--backend", training.backend, *arguments]))
-    if training.backend == "penstock":
+    parts.append(" ".join(["torchrun --nproc-per-node 2", str(SCRIPT), *training.way.arguments, *arguments]))
+    if training.way.backend == "penstock":
         parts.append(
             "`python -c 'import penstock.torch'` shows whether the backend loads, `penstock doctor` what ails it."
         )
