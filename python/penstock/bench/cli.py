@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from penstock.bench import machine, report, training
+from penstock.bench import machine, readiness, report, training
 from penstock.bench.collectives import COLLECTIVES
 from penstock.bench.figures import FIGURES
 from penstock.bench.figures import table as figures_table
@@ -273,6 +273,34 @@ def train(
                 timeout_s=timeout,
             )
         result_console().print(outcome.table())
+        if json_path:
+            report.write_json(json_path, machine.describe(), [outcome.to_dict()])
+
+
+@click.command()
+@click.option("--ranks", type=click.IntRange(2), default=8, show_default=True)
+@click.option("--hosts", type=click.IntRange(1, 64), default=2, show_default=True, help="More than one needs root.")
+@click.option("--tensors", type=click.IntRange(2), default=500, show_default=True, help="Gradients of the model.")
+@click.option("--width", type=click.IntRange(1), default=64, show_default=True, help="Of its layers.")
+@click.option("--batch", type=click.IntRange(1), default=256, show_default=True, help="Samples a rank and step.")
+@click.option("--unit", default="1M", show_default=True, help="What one all-reduce carries.")
+@click.option("--turns", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps in a turn.")
+@click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for all of it.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
+def ready(hosts: int, unit: str, timeout: float, json_path: str | None, **shape: int) -> None:
+    """Measure what agreeing on ready gradients costs, and whether any rank does more than others.
+
+    See docs/gradients.md. The hosts have links of 1 Gbit/s, of which one flow gets 200 Mbit/s.
+    """
+    _check_folders(json_path)
+    with reporting_errors():
+        print(f"readiness of {shape['tensors']} gradients ...", file=sys.stderr, flush=True)
+        link = LinkSpec(rate_mbit=1000, flow_mbit=200)
+        with Testbed(hosts=hosts, link=link) if hosts > 1 else Loopback(hosts=1) as bed:
+            outcome = readiness.measure(bed, unit_bytes=_parse_size(unit), timeout_s=timeout, **shape)
+        for line in outcome.lines():
+            result_console().print(line, highlight=False)
         if json_path:
             report.write_json(json_path, machine.describe(), [outcome.to_dict()])
 
@@ -565,3 +593,4 @@ for _name in COLLECTIVES:
     command.add_command(_collective_command(_name))
 command.add_command(figures)
 command.add_command(train, "training")
+command.add_command(ready, "readiness")

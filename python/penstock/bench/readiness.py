@@ -1,0 +1,118 @@
+"""``penstock bench readiness``: what it costs to agree on which gradients all ranks have, and who pays for it.
+
+A round begins for good when the last rank joins it, and is over when the last one has its answer. Ranks on one machine share a
+clock, so that both moments are known. Rounds run beside the backward pass: their seconds together are the most that a step can
+lose to them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.bench.launcher import BenchError
+from penstock.testbed.cluster import Loopback, Testbed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run. Seconds are medians."""
+
+    ranks: int
+    tensors: int
+    step_s: float
+    """Of the slowest rank."""
+    rounds: float
+    """A step."""
+    round_s: float
+    """From the last rank's joining to the last rank's answer."""
+    sent: list[int]
+    """Bytes by rank, for gradients of one element."""
+    received: list[int]
+
+    @property
+    def share(self) -> float:
+        """Of a step, if nothing of the rounds were hidden behind the backward pass."""
+        return self.rounds * self.round_s / self.step_s
+
+    @property
+    def imbalance(self) -> float:
+        """What the busiest rank sends or receives, over the mean."""
+        return max(max(each) / statistics.fmean(each) for each in (self.sent, self.received))
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return [
+            f"{self.ranks} ranks, {self.tensors} gradients: {1e3 * self.step_s:.1f} ms and {self.rounds:.1f} rounds a step",
+            f"a round ends {1e3 * self.round_s:.2f} ms after the last rank has joined it",
+            f"all rounds together: {self.share:.1%} of the step, if nothing of them is hidden",
+            f"the busiest rank sends or receives {self.imbalance:.2f} times the mean",
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self), "share": self.share, "imbalance": self.imbalance}
+
+
+def measure(
+    bed: Testbed | Loopback,
+    *,
+    ranks: int,
+    tensors: int,
+    width: int,
+    batch: int,
+    unit_bytes: int,
+    turns: int,
+    steps: int,
+    timeout_s: float,
+) -> Outcome:
+    """Train a chain of linear layers with ``tensors`` parameters on the hosts of ``bed``.
+
+    Raises:
+        BenchError: a rank failed or hung, with the end of what it said.
+    """
+    options = {
+        "tensors": tensors,
+        "width": width,
+        "batch": batch,
+        "unit_bytes": unit_bytes,
+        "turns": turns,
+        "steps": steps,
+    }
+    command = [sys.executable, "-m", "penstock.bench.readiness_rank", json.dumps(options)]
+    try:
+        done = bed.run(command, ranks=ranks, timeout_s=timeout_s)
+    except TimeoutError as error:
+        raise BenchError(f"readiness: {error}") from error
+    if done.returncode:
+        said = "\n  ".join(done.outputs[done.failed_rank or 0].strip().splitlines()[-20:])
+        raise BenchError(f"readiness: rank {done.failed_rank} ended with {done.returncode}; it said:\n  {said}")
+    records = [[json.loads(line) for line in out.splitlines() if line.startswith('{"rank": ')] for out in done.outputs]
+    return summarise(records, tensors)
+
+
+def summarise(records: Sequence[Sequence[dict[str, Any]]], tensors: int) -> Outcome:
+    """What the ranks said, in numbers. Pure."""
+    turns = [[record for record in each if record.get("turn", -1) >= 0] for each in records]
+    spans: dict[int, list[tuple[float, float]]] = {}
+    for of_rank in turns:
+        for number, joined, answered in (span for record in of_rank for span in record["rounds"]):
+            spans.setdefault(number, []).append((joined, answered))
+    whole = [each for each in spans.values() if len(each) == len(records)]
+    if not whole:
+        raise BenchError("readiness: there was no round that all ranks remember; take fewer steps a turn")
+    counts = [record["counts"] for record in turns[0]]
+    first = [each[0] for each in records]
+    return Outcome(
+        ranks=len(records),
+        tensors=tensors,
+        step_s=max(statistics.median(s for record in each for s in record["seconds"]) for each in turns),
+        rounds=sum(each["rounds"] for each in counts) / sum(each["steps"] for each in counts),
+        round_s=statistics.median(max(end for _, end in each) - max(begin for begin, _ in each) for each in whole),
+        sent=[each["sent"] for each in first],
+        received=[each["received"] for each in first],
+    )
