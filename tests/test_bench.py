@@ -24,7 +24,7 @@ from penstock.bench.launcher import BenchError
 from penstock.bench.mesh import Mesh
 from penstock.bench.pattern import DTYPES, Pattern, exact_limit
 from penstock.bench.session import Point, RankGroup, Series, Settings, launching, least_sent, measure, unavailable
-from penstock.bench.worker import Task, WrongResult
+from penstock.bench.task import Task, WrongResult
 from penstock.testbed.cluster import Loopback
 from penstock.testbed.cluster import unavailable as testbed_unavailable
 from penstock.testbed.link import LinkSpec

@@ -10,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import signal
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-__all__ = ["command", "describe", "flight_record", "watch"]
+__all__ = ["command", "describe", "flight_record"]
 
 
 def flight_record() -> dict[str, Any]:
@@ -32,16 +30,10 @@ def flight_record() -> dict[str, Any]:
     Raises:
         penstock.errors.Closed: no process group of the penstock backend exists.
     """
-    from penstock.torch import rendezvous
+    from penstock.torch import rendezvous  # imports torch
 
     record: dict[str, Any] = json.loads(rendezvous.engine().core.record())
     return record
-
-
-def watch(core: Any) -> None:
-    """Let SIGUSR2 write the engine's record to its folder, if nobody else handles that."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
-        signal.signal(signal.SIGUSR2, lambda *_: core.write_record())
 
 
 def describe(records: Sequence[dict[str, Any]], last: int = 8) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from penstock.bench.collectives import COLLECTIVES, ROOT, Layout
 from penstock.bench.machine import process_memory
 from penstock.bench.pattern import Pattern
-from penstock.bench.worker import Task
+from penstock.bench.task import Task
 
 
 class CollectiveRunner:

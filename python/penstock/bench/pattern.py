@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from penstock.bench.collectives import PERIOD, Run, largest_value
-from penstock.bench.worker import WrongResult
+from penstock.bench.task import WrongResult
 
 DTYPES = {
     "float32": torch.float32,

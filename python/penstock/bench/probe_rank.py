@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.bench.collectives import COLLECTIVES, MemoryShare
 from penstock.bench.mesh import Mesh
-from penstock.bench.worker import Task
+from penstock.bench.task import Task
 
 
 class SocketRunner:

@@ -28,7 +28,7 @@ from typing import Any
 from penstock.bench import machine
 from penstock.bench.collectives import COLLECTIVES, Collective
 from penstock.bench.launcher import BenchError, Launcher
-from penstock.bench.worker import Task
+from penstock.bench.task import Task
 from penstock.testbed.cluster import Bed, Testbed
 from penstock.testbed.link import CLASSES, FlowClass, flow_class
 

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock import _core, config, flight
+from penstock import _core, config
 from penstock.errors import Closed, PenstockError, Refused
 from penstock.errors import Config as ConfigError
 from penstock.errors import Timeout as TimeoutError_
@@ -168,7 +169,7 @@ class _Engine:
         )
         shared.use(self.core)
         if settings.flight_recorder:
-            flight.watch(self.core)
+            _write_on_signal(self.core)
         self._users = 0
         self._pid = os.getpid()
 
@@ -300,6 +301,12 @@ def _master(store: Any) -> str | None:
     if not host:
         return None
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _write_on_signal(core: _core.Engine) -> None:
+    """Let SIGUSR2 write the engine's record to its folder, if nobody else handles that."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, lambda *_: core.write_record())
 
 
 def _announce(membership: Membership, settings: config.Settings, agreed: dict[str, Any], members: list[str]) -> None:
