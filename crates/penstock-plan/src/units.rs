@@ -45,8 +45,8 @@ impl Unit {
 
 /// Packs entries into units of at most `unit_bytes`, which is taken down to whole cache lines, and at least one.
 ///
-/// An entry that is larger becomes nearly equal pieces, each a unit of its own, cut at whole cache lines. One that is at least
-/// a [`SMALL_PART`]th of a unit is a unit as it is. Smaller ones share a unit with their neighbours of the same class. Units
+/// An entry that is larger becomes nearly equal pieces, each a unit of its own, cut at whole cache lines. One of at least
+/// [`ALONE_BYTES`] is a unit as it is. Smaller ones share a unit with their neighbours of the same class. Units
 /// come in the order in which they are full; entries without bytes are in none.
 ///
 /// Costs one pass over the entries.
@@ -64,7 +64,7 @@ pub fn pack(entries: impl IntoIterator<Item = Entry>, unit_bytes: u64) -> Vec<Un
             units.extend(ranges.map(|range| Unit { class, pieces: vec![Piece { index, range }] }));
             continue;
         }
-        if bytes * SMALL_PART >= unit_bytes {
+        if bytes >= ALONE_BYTES {
             units.push(Unit { class, pieces: vec![Piece { index, range: ByteRange::new(0, bytes) }] });
             continue;
         }
@@ -87,9 +87,9 @@ pub fn pack(entries: impl IntoIterator<Item = Entry>, unit_bytes: u64) -> Vec<Un
     units
 }
 
-/// An operation costs some 100 us of the engine's time, as much as copying 1 MiB into a unit and back. So of units of 4 MiB,
-/// tensors from 512 KiB on go alone, and from where they lie.
-pub const SMALL_PART: u64 = 8;
+/// An operation costs some 100 us of the engine's time on each rank, as much as copying 1 MiB into a unit and back. Half of
+/// that, because the operation has other work to do while the copy keeps it waiting.
+pub const ALONE_BYTES: u64 = 512 << 10;
 /// Large entries are cut at whole cache lines, as chunks are; element sizes divide it.
 pub const LINE_BYTES: u64 = 64;
 
@@ -99,7 +99,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn entries() -> impl Strategy<Value = Vec<Entry>> {
-        let bytes = prop_oneof![Just(0), 1u64..2000, 1u64..100, Just(4096), 100_000u64..300_000];
+        let large = ALONE_BYTES - 2..ALONE_BYTES + 2;
+        let bytes = prop_oneof![Just(0), 1u64..2000, 1u64..100, Just(4096), 100_000u64..300_000, large];
         prop::collection::vec((bytes, 0u32..3), 0..60).prop_map(|list| {
             let entry = |(index, (bytes, class))| Entry { index: index as u32, bytes, class };
             list.into_iter().enumerate().map(entry).collect()
@@ -110,7 +111,7 @@ mod tests {
         /// Whatever is packed, every byte of every entry is in one unit, once; no unit is too large or mixes classes; and no
         /// two units of a class could have been one.
         #[test]
-        fn every_byte_is_in_one_unit(entries in entries(), unit_bytes in 1u64..10_000) {
+        fn every_byte_is_in_one_unit(entries in entries(), unit_bytes in prop_oneof![1u64..10_000, 1u64..4 << 20]) {
             let units = pack(entries.iter().copied(), unit_bytes);
             let limit = (unit_bytes / LINE_BYTES * LINE_BYTES).max(LINE_BYTES);
             for entry in &entries {
@@ -132,7 +133,10 @@ mod tests {
             }
             for class in 0..3 {
                 let merged: Vec<u64> = units.iter().filter(|unit| unit.class == class)
-                    .filter(|unit| entries[unit.pieces[0].index as usize].bytes * SMALL_PART < limit).map(Unit::bytes).collect();
+                    .filter(|unit| {
+                        let bytes = entries[unit.pieces[0].index as usize].bytes;
+                        bytes < ALONE_BYTES && bytes <= limit
+                    }).map(Unit::bytes).collect();
                 prop_assert!(merged.windows(2).all(|pair| pair[0] + pair[1] > limit), "{:?}", merged);
             }
         }
@@ -141,20 +145,22 @@ mod tests {
     /// A list of a model's gradients, cut as the documentation says.
     #[test]
     fn a_model() {
-        let sizes = [40, 100, 100, 2500, 100, 900, 120, 4];
+        let sizes = [40, 100, 100, 2500, 100, 900, 120, 4].map(|kib| kib << 10);
         let entries = sizes.iter().enumerate().map(|(index, &bytes)| Entry { index: index as u32, bytes, class: 0 });
-        let units = pack(entries, 1000);
+        let units = pack(entries, 1000 << 10);
         let cut: Vec<Vec<(u32, u64, u64)>> = units
             .iter()
-            .map(|unit| unit.pieces.iter().map(|piece| (piece.index, piece.range.start, piece.range.end)).collect())
+            .map(|unit| {
+                let range = |piece: &Piece| (piece.index, piece.range.start >> 10, piece.range.end >> 10);
+                unit.pieces.iter().map(range).collect()
+            })
             .collect();
         let expected = [
-            vec![(3, 0, 896)],
-            vec![(3, 896, 1792)],
-            vec![(3, 1792, 2500)],
+            vec![(3, 0, 833)],
+            vec![(3, 833, 1666)],
+            vec![(3, 1666, 2500)],
             vec![(5, 0, 900)],
-            vec![(6, 0, 120)],
-            vec![(0, 0, 40), (1, 0, 100), (2, 0, 100), (4, 0, 100), (7, 0, 4)],
+            vec![(0, 0, 40), (1, 0, 100), (2, 0, 100), (4, 0, 100), (6, 0, 120), (7, 0, 4)],
         ];
         assert_eq!(cut, expected);
     }
