@@ -233,6 +233,38 @@ def test_time_out(medium: Backend) -> None:
         assert late.raised is not None and late.raised.is_a("penstock.errors.PenstockError"), str(late)
 
 
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_a_wait_that_gives_up(medium: Backend) -> None:
+    """`wait(timeout)` raises Timeout, and what comes later does not touch the tensor; the other rank hears why."""
+    waiting, late = ranks.run(_give_up_waiting, count=2, env=medium.env)
+    assert waiting[0] == "Timeout" and "all_reduce" in waiting[1] and "given up waiting after 0.3 s" in waiting[1], (
+        waiting
+    )
+    assert "rank 0" in late[1] and "given up waiting" in late[1], late
+
+
+def test_a_pair_that_cannot_reach_each_other() -> None:
+    """All ranks learn which two, with an address, from init_process_group; `penstock doctor` says so without a traceback."""
+    from penstock import testbed
+
+    with contextlib.ExitStack() as stack:
+        try:
+            bed = stack.enter_context(testbed.Testbed(hosts=3))
+        except testbed.TestbedUnavailable as error:
+            pytest.skip(f"no testbed here: {error}")
+        block = ["ip", "route", "add", "blackhole", bed.address(2)]
+        bed.inside(1, lambda: subprocess.run(block, check=True))
+        done = bed.run([sys.executable, "-m", "penstock", "doctor", "--timeout=4"], ranks=3, timeout_s=60)
+    assert done.returncode != 0
+    pairs = [
+        rf"rank {one} has no connection after .+ rank {other} \({bed.address(other)}:\d+ "
+        for one, other in ((1, 2), (2, 1))
+    ]
+    for rank, said in enumerate(done.outputs):
+        assert any(re.search(pair, said) for pair in pairs), f"rank {rank}: {said}"
+        assert "Traceback" not in said, said
+
+
 # ------------------------------------------------------------------------------------------ deployments that are wrong
 
 
@@ -408,11 +440,16 @@ def test_stranger_at_the_door(medium: Backend, approach: str) -> None:
 
 @pytest.mark.parametrize("medium", MEDIA, ids=str)
 def test_fork_after_init(medium: Backend) -> None:
-    """A forked child that communicates gets an error that says so; its parent works on, before and after its end."""
-    values = ranks.run(_fork_and_use, count=2, env=medium.env)
-    for kinds, text in values:
-        assert "PenstockError" in kinds, f"{kinds}: {text}"
-        assert "fork" in text, text
+    """A forked child that communicates, or builds a group, gets an error that says so, and has none of the engine's
+    descriptors; its parent works on, before and after its end."""
+    for answers, inherited in ranks.run(_fork_and_use, count=2, env=medium.env):
+        assert len(answers) == 2
+        for kinds, text in answers:
+            assert "Closed" in kinds and "forked" in text, f"{kinds}: {text}"
+        engine = [what for what in inherited["parent"].values() if "anon_inode" in what]
+        assert engine and not [what for what in inherited["child"].values() if "anon_inode" in what], inherited
+        # Beside the engine's, torch's store has a connection or two, and those are not ours to close.
+        assert len(inherited["child"]) <= 2 < len(inherited["parent"]) - 2, inherited
 
 
 def test_fork_while_a_group_is_joined() -> None:
@@ -739,34 +776,70 @@ def _new_groups_for_ever() -> None:
             ranks.note("running")
 
 
-def _fork_and_use() -> tuple[list[str], str]:
+def _give_up_waiting() -> tuple[str, str]:
+    rank, _ = _start()
+    dist.barrier()
+    tensor = torch.ones(1 << 20)
+    if rank == 1:
+        _job_store().wait(["given up"], datetime.timedelta(seconds=60))
+    work = dist.all_reduce(tensor, async_op=True)
+    with pytest.raises(RuntimeError) as caught:
+        work.wait(*([datetime.timedelta(seconds=0.3)] if rank == 0 else []))
+    tensor.fill_(-7.0)
+    _job_store().set("given up" if rank == 0 else "failed, too", "")
+    if rank == 0:
+        _job_store().wait(["failed, too"], datetime.timedelta(seconds=60))
+    assert bool((tensor == -7.0).all()), "the engine wrote into a tensor whose wait had raised"
+    dist.destroy_process_group()
+    assert bool((tensor == -7.0).all())
+    return type(caught.value).__name__, str(caught.value)
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def _fork_and_use() -> tuple[list[tuple[list[str], str]], dict[str, dict[int, str]]]:
+    before = _descriptors()
     _, size = _start()
     tensor = torch.ones(1000)
     dist.all_reduce(tensor)
+
+    def new(now: dict[int, str]) -> dict[int, str]:
+        return {fd: what for fd, what in now.items() if before.get(fd) != what}
+
+    opened = new(_descriptors())
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         # Nothing but the answer may leave the child: no atexit, no stack of the test.
         try:
-            try:
-                dist.all_reduce(torch.ones(1000))
-                answer = [["nothing"], ""]
-            except BaseException as error:
-                answer = [[cls.__name__ for cls in type(error).__mro__], str(error)]
-            os.write(writing, json.dumps(answer).encode())
+            inherited = new(_descriptors())
+            answers = []
+            for use in (lambda: dist.all_reduce(torch.ones(1000)), dist.new_group):
+                try:
+                    use()
+                    answers.append([["nothing"], ""])
+                except BaseException as error:
+                    answers.append([[cls.__name__ for cls in type(error).__mro__], str(error)])
+            os.write(writing, json.dumps([answers, inherited]).encode())
         finally:
             os._exit(0)
     os.close(writing)
     for _ in range(50):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     with open(reading) as answer_from_child:
-        kinds, text = json.loads(answer_from_child.read())
+        answers, inherited = json.loads(answer_from_child.read())
     assert os.waitpid(child, 0)[1] == 0
     for _ in range(50):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     same(tensor, float(size))
     dist.destroy_process_group()
-    return kinds, text
+    return answers, {"parent": opened, "child": {fd: what for fd, what in inherited.items() if "pipe" not in what}}
 
 
 def _fork_while_joining() -> str:

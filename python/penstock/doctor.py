@@ -22,6 +22,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from penstock.errors import PenstockError
+
 __all__ = ["command"]
 
 
@@ -40,9 +42,17 @@ def command(mebibytes: int, timeout: float) -> None:
 def _run(size: int, timeout: float) -> bool:
     import torch.distributed as dist
 
-    dist.init_process_group("penstock", timeout=timedelta(seconds=timeout))
+    try:
+        dist.init_process_group("penstock", timeout=timedelta(seconds=timeout))
+    except (PenstockError, dist.DistError, ValueError) as error:
+        # What a rank cannot reach stands in its own error; every rank says its own.
+        click.echo(f"rank {os.environ['RANK']}: {str(error).splitlines()[0]}", err=True)
+        return False
     try:
         return _check(size)
+    except PenstockError as error:
+        click.echo(f"rank {os.environ['RANK']}: {error}", err=True)
+        return False
     finally:
         # Also after an error: the other ranks then learn of it now, and not from their time-out.
         dist.destroy_process_group()

@@ -249,20 +249,37 @@ impl Group {
         self.fail(Failure::fatal(FailureKind::Closed, format!("aborted: {reason}.")));
     }
 
+    /// Fails the group, on all ranks, because its caller waits no longer: for the end of [`Engine::join`], or of an
+    /// operation. A failed join says who is missing.
+    pub fn expire(&self, waited: Duration) {
+        self.handle.command(Command::Expire(self.id, waited.as_nanos() as u64), &Ticket::default());
+    }
+
     /// The same with a failure of any kind.
     pub(crate) fn fail(&self, failure: Failure) {
         self.handle.command(Command::Abort(self.id, failure), &Ticket::default());
     }
 }
 
+/// Fails in a process that was forked from one with an engine.
+///
+/// # Errors
+/// `Closed`.
+pub fn check_fork() -> Result<(), Failure> {
+    if !fds::forked() {
+        return Ok(());
+    }
+    Err(Failure::fatal(
+        FailureKind::Closed,
+        "this process was forked from one that uses Penstock, and the engine stays with the parent. Start a process that \
+         communicates with spawn or exec, and call init_process_group in it.",
+    ))
+}
+
 impl Handle {
     fn command(&self, command: Command, ticket: &Ticket) {
-        if fds::forked() {
-            ticket.complete(Err(Failure::fatal(
-                FailureKind::Closed,
-                "this process was forked from one that uses Penstock, and the engine stays with the parent. Start a \
-                 process that communicates with spawn or exec, and call init_process_group in it.",
-            )));
+        if let Err(failure) = check_fork() {
+            ticket.complete(Err(failure));
             return;
         }
         self.shared.commands.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(command);

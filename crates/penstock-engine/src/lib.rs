@@ -20,7 +20,7 @@ mod runtime;
 mod stats;
 mod ticket;
 
-pub use engine::{Config, Engine, Group};
+pub use engine::{Config, Engine, Group, check_fork};
 pub use penstock_kernels::simd_level;
 pub use penstock_net::{Contact, fds, interface, memory};
 pub use penstock_plan as plan;

@@ -38,6 +38,7 @@ pub(crate) enum Command {
     Release(GroupId, Ticket),
     Leave(GroupId),
     Abort(GroupId, Failure),
+    Expire(GroupId, u64),
     Share(u64, Region),
     Unshare(u64),
     Stats(mpsc::Sender<Stats>),
@@ -129,8 +130,8 @@ pub(crate) struct Runtime {
     early: HashMap<(PeerId, MessageKey), Early>,
     /// What peers believe of operations that are not posted yet.
     claims: HashMap<(GroupId, u32, OpSeq), Vec<(PeerId, u64)>>,
-    /// Groups with a member whose memory cannot be read, and when that alone is reason enough to fail.
-    unreadable: Vec<(Time, GroupId, Failure)>,
+    /// Groups that have a reason to fail, and until when somebody else may come up with a better one.
+    doomed: Vec<(Time, GroupId, Failure)>,
     /// Operations with messages to read from other processes' memory, most urgent first. Some may be over.
     work: BTreeSet<(Priority, Time, GroupId, OpId)>,
     recorder: Recorder,
@@ -311,7 +312,7 @@ impl Runtime {
             by_node: HashMap::new(),
             early: HashMap::new(),
             claims: HashMap::new(),
-            unreadable: Vec::new(),
+            doomed: Vec::new(),
             work: BTreeSet::new(),
             recorder,
             stopping: false,
@@ -372,6 +373,28 @@ impl Runtime {
             }
             (None, None) => self.check_linked(peers, spec.id, now),
         }
+    }
+
+    /// Why a join has not ended after `waited` nanoseconds: with whom there is no connection.
+    fn missing(&self, peers: &Peers, group: &Group, waited: u64) -> String {
+        let (rank, name, waited) = (group.rank, &group.name, seconds(waited));
+        let unlinked = group.members.iter().enumerate().filter_map(|(other, member)| {
+            let peer = member.filter(|peer| !self.peers[*peer as usize].linked)?;
+            let who = group.contacts[other].describe();
+            // Of two ranks one connects and the other waits.
+            Some(match peers.trouble(peer) {
+                Some(trouble) => format!("{who}: {trouble}"),
+                None => format!("{who}: no answer"),
+            })
+        });
+        let unlinked: Vec<String> = unlinked.collect();
+        format!(
+            "rank {rank} has no connection after {waited} with {} of the {} other members of group {name}: {}. Firewalls, \
+             PENSTOCK_INTERFACE and PENSTOCK_PORT_RANGE decide who reaches whom; `penstock doctor` looks at all pairs.",
+            unlinked.len(),
+            group.members.len() - 1,
+            unlinked.join("; ")
+        )
     }
 
     /// Goes on with a join once all members are linked: every rank says whom it shares a host with, since the choice of an
@@ -840,7 +863,7 @@ impl Runtime {
                 // tell.
                 let message = format!("the memory of {who} cannot be read any more ({error}).");
                 let by = peers.now().plus(UNREADABLE_WITHIN);
-                self.unreadable.push((by, id, Failure::fatal(FailureKind::PeerLost, message)));
+                self.doomed.push((by, id, Failure::fatal(FailureKind::PeerLost, message)));
                 return;
             }
         };
@@ -1292,6 +1315,20 @@ impl Handler for Runtime {
                     self.claims.retain(|(group, ..), _| *group != id);
                 }
                 Command::Abort(id, failure) => self.fail_group(peers, id, failure, true),
+                Command::Expire(id, waited) => {
+                    let Some(group) = self.groups.get(&id) else { continue };
+                    let (message, patience) = match &group.joining {
+                        // Who lacks a member knows more, and should be heard first.
+                        Some(joining) if joining.hosts.is_some() => (unconnected_others(group, waited), SECOND),
+                        Some(_) => (self.missing(peers, group, waited), 0),
+                        None => (format!("rank {} has given up waiting after {}.", group.rank, seconds(waited)), 0),
+                    };
+                    let failure = Failure::fatal(FailureKind::Timeout, message);
+                    match patience {
+                        0 => self.fail_group(peers, id, failure, true),
+                        _ => self.doomed.push((now.plus(patience), id, failure)),
+                    }
+                }
                 Command::Share(number, region) => {
                     region.set_epoch(self.landmark.epoch());
                     self.regions.insert(region.address(), (number, region));
@@ -1315,7 +1352,7 @@ impl Handler for Runtime {
 
     /// Looks for operations that are late.
     fn tick(&mut self, peers: &mut Peers, now: Time) -> Time {
-        for (_, id, failure) in self.unreadable.extract_if(.., |(by, ..)| *by <= now).collect::<Vec<_>>() {
+        for (_, id, failure) in self.doomed.extract_if(.., |(by, ..)| *by <= now).collect::<Vec<_>>() {
             self.fail_group(peers, id, failure, true);
         }
         let mut late = Vec::new();
@@ -1442,6 +1479,16 @@ impl OpId {
 }
 
 /// The rank of a peer in a group and the operation, as it is called here, of a message to it.
+/// Why a join has not ended although this rank is connected to everybody.
+fn unconnected_others(group: &Group, waited: u64) -> String {
+    let (rank, name, waited) = (group.rank, &group.name, seconds(waited));
+    format!("rank {rank} is connected to all members of group {name}, but after {waited} some are not to each other.")
+}
+
+fn seconds(nanoseconds: u64) -> String {
+    format!("{:.1} s", nanoseconds as f64 / SECOND as f64)
+}
+
 fn send_to(members: &[Option<PeerId>], peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
     let to = members.iter().position(|member| *member == Some(peer))? as u32;
     let op = match key.channel {

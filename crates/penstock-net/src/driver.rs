@@ -148,6 +148,8 @@ pub struct Peers {
     added: Vec<Contact>,
     dirty: Vec<PeerId>,
     is_dirty: Vec<bool>,
+    /// Why the last attempt to connect to each peer failed.
+    troubles: Vec<Option<String>>,
     orders: Vec<Order>,
     now: Time,
     buffer_bytes: usize,
@@ -184,6 +186,7 @@ impl Peers {
     pub fn add(&mut self, contact: Contact) -> PeerId {
         self.machines.push(Peer::new(PeerConfig::default(), self.now));
         self.is_dirty.push(false);
+        self.troubles.push(None);
         self.added.push(contact);
         self.machines.len() as PeerId - 1
     }
@@ -201,6 +204,12 @@ impl Peers {
     #[must_use]
     pub fn look(&self, peer: PeerId) -> &Peer {
         &self.machines[peer as usize]
+    }
+
+    /// Why the last attempt to connect to a peer failed, if one has.
+    #[must_use]
+    pub fn trouble(&self, peer: PeerId) -> Option<&str> {
+        self.troubles[peer as usize].as_deref()
     }
 
     /// The loop's time.
@@ -306,6 +315,7 @@ impl Driver {
                 added: Vec::new(),
                 dirty: Vec::new(),
                 is_dirty: Vec::new(),
+                troubles: Vec::new(),
                 orders: Vec::new(),
                 now: Time(0),
                 buffer_bytes: 0,
@@ -822,6 +832,7 @@ impl Driver {
         if link.finished || !link.connects {
             return;
         }
+        self.peers.troubles[peer as usize] = Some(reason.to_owned());
         let attempt = attempt + 1;
         if attempt > CONNECT_ATTEMPTS {
             log::warn!("penstock: gave up stream {stream} to {}: {reason}", link.contact.describe());

@@ -255,6 +255,11 @@ impl Group {
         self.0.leave();
     }
 
+    /// Fails the group on all ranks: after so many seconds, whoever waits for its join or an operation waits no longer.
+    fn expire(&self, waited_s: f64) {
+        self.0.expire(Duration::from_secs_f64(waited_s));
+    }
+
     /// Fails all operations of the group on all ranks.
     fn abort(&self, reason: &str) {
         self.0.abort(reason);

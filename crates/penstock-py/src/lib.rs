@@ -21,7 +21,7 @@ mod _core {
     use super::reducer::Reducer;
 
     #[pymodule_export]
-    use super::{choose_interfaces, init_logging, simd_level};
+    use super::{check_fork, choose_interfaces, init_logging, simd_level};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "Python spells it so")]
@@ -50,6 +50,12 @@ fn choose_interfaces(
 #[pyfunction]
 fn simd_level() -> &'static str {
     penstock_engine::simd_level()
+}
+
+/// Raises in a process that was forked from one with an engine: it cannot have one of its own.
+#[pyfunction]
+fn check_fork(py: Python<'_>) -> PyResult<()> {
+    penstock_engine::check_fork().map_err(|failure| error(py, &failure))
 }
 
 /// Prints the crates' log lines of `level` ("error", "warn", "info", "debug") and above on standard error. The first

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -100,10 +99,7 @@ class Flight:
     def settle(self, timeout_s: float) -> None:
         """Wait until everything has ended, well or not, or for so long."""
         for work in self._works:
-            try:
-                work.wait(timedelta(seconds=max(timeout_s, 0.001)))
-            except RuntimeError:
-                pass
+            work.settle(timeout_s)
 
     def wait(self) -> None:
         for work in self._works:

@@ -107,7 +107,7 @@ class _Collectives:
         return self._start("all_reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp)
 
     def allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> Work:
-        raise ConfigError("all_reduce of sparse tensors is not supported; make them dense first")
+        raise _refusal("all_reduce of sparse tensors is not supported; make them dense first")
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         return self._each(
@@ -288,7 +288,7 @@ class _Collectives:
         return self._work([ticket], tensors, source=src)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
-        raise ConfigError(
+        raise _refusal(
             "recv from any source is not supported: name the source rank (torch does not pass on which rank it was "
             "to backends written in Python)"
         )
@@ -368,7 +368,8 @@ class _Collectives:
         works, self._coalesced = self._coalesced or [], None
         tickets = [ticket for work in works for ticket in work.tickets]
         # A future makes its readers' streams wait for what lies on the devices of its value.
-        return Work(tickets, [output for work in works for output in work.outputs], parts=works)
+        outputs = [output for work in works for output in work.outputs]
+        return Work(self._member.group, tickets, outputs, parts=works)
 
     _start_coalescing = start_coalescing
     _end_coalescing = end_coalescing
@@ -404,7 +405,7 @@ class _Collectives:
             if checked is not None:
                 _check_tensor(collective, checked)
         if input is not None and output is not None and input.device != output.device:
-            raise ConfigError(
+            raise _refusal(
                 f"{collective}: the tensors are on {input.device} and {output.device}; they must be on one device"
             )
         dtype, count = "byte", 0
@@ -413,7 +414,7 @@ class _Collectives:
             count = tensor.numel()
             if dtype not in _DTYPES:
                 if reduce is not None:
-                    raise ConfigError(f"{collective}: {dtype} cannot be reduced, only moved. Nothing was sent.")
+                    raise _refusal(f"{collective}: {dtype} cannot be reduced, only moved.")
                 # A type that is only moved here, as bytes.
                 dtype, count = "byte", tensor.nbytes
         timeout = opts.timeout if opts is not None and _is_set(opts.timeout) else self._timeout
@@ -467,7 +468,7 @@ class _Collectives:
         finish: Callable[[], object] | None = None,
         source: int = -1,
     ) -> Work:
-        work = Work(tickets, outputs, finish, source)
+        work = Work(self._member.group, tickets, outputs, finish, source)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -485,17 +486,17 @@ class _Collectives:
     ) -> None:
         """A tensor a rank, like ``part``: all of them, or only the ``own``-th where they may differ."""
         if len(parts) != self._member.world:
-            raise ConfigError(f"{collective}: a list of {self._member.world} tensors is needed, not {len(parts)}")
+            raise _refusal(f"{collective}: a list of {self._member.world} tensors is needed, not {len(parts)}")
         for other in parts if own is None else [parts[own]]:
             if other.numel() != part.numel() or other.dtype != part.dtype:
-                raise ConfigError(
+                raise _refusal(
                     f"{collective}: the list's tensor must have {part.numel()} elements of {part.dtype}; it has "
                     f"{other.numel()} of {other.dtype}"
                 )
 
     def _check_whole(self, collective: str, *, whole: torch.Tensor, part: torch.Tensor) -> None:
         if whole.numel() != part.numel() * self._member.world or whole.dtype != part.dtype:
-            raise ConfigError(
+            raise _refusal(
                 f"{collective}: {whole.numel()} elements of {whole.dtype} are not {self._member.world} times "
                 f"{part.numel()} of {part.dtype}"
             )
@@ -505,10 +506,10 @@ class _Collectives:
         rows = tensor.shape[0] if tensor.dim() else 1
         if not sizes:
             if rows % world:
-                raise ConfigError(f"all_to_all: the {what} has {rows} rows, which {world} ranks cannot share equally")
+                raise _refusal(f"all_to_all: the {what} has {rows} rows, which {world} ranks cannot share equally")
             sizes = [rows // world] * world
         if len(sizes) != world or sum(sizes) != rows:
-            raise ConfigError(f"all_to_all: {what} splits {sizes} do not cut {rows} rows into {world} parts")
+            raise _refusal(f"all_to_all: {what} splits {sizes} do not cut {rows} rows into {world} parts")
         row = tensor.nbytes // rows if rows else 0
         return [size * row for size in sizes]
 
@@ -520,23 +521,30 @@ class _Collectives:
     alltoall_base = all_to_all_single
 
 
+def _refusal(text: str) -> ConfigError:
+    """An operation cannot be done as asked; its group has not noticed."""
+    error = ConfigError(f"{text.rstrip('.')}. Nothing was sent. The group is still usable.")
+    error.group_lives = True
+    return error
+
+
 def _check_tensor(collective: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
-        raise ConfigError(f"{collective}: a {tensor.layout} tensor; make it dense first")
+        raise _refusal(f"{collective}: a {tensor.layout} tensor; make it dense first")
     if not tensor.is_contiguous():
-        raise ConfigError(
+        raise _refusal(
             f"{collective}: tensors must be contiguous; this one has shape {tuple(tensor.shape)} and strides "
             f"{tensor.stride()}. Call .contiguous() first (and copy back what is written in place)."
         )
     if tensor.device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"{collective}: tensors on {tensor.device.type} are not supported; move them to the CPU")
+        raise _refusal(f"{collective}: tensors on {tensor.device.type} are not supported; move them to the CPU")
 
 
 def _reduction(reduce: Any, collective: str, tensor: torch.Tensor | None) -> tuple[str, float]:
     kind = reduce.op if hasattr(reduce, "op") else reduce
     name = _REDUCTIONS.get(str(kind).rpartition(".")[2])
     if name is None:
-        raise ConfigError(f"{collective}: unknown reduction {kind}")
+        raise _refusal(f"{collective}: unknown reduction {kind}")
     factor = 1.0
     if name == "premul_sum":
         given = getattr(reduce, "factor", None)
@@ -634,7 +642,7 @@ def _class() -> Any:
         def _check_cuda(self) -> None:
             asked = str(dist.distributed_c10d._world.pg_backend_config.get(self, ""))
             if "cuda:" in asked and "cuda:penstock" not in asked:
-                raise ConfigError(
+                raise _refusal(
                     f'this group was asked for as "{asked}", but torch {torch.__version__} lets a backend written in '
                     "Python only be the whole group, and has dropped the other one. Use torch 2.14 or newer for mixed "
                     'backends, or "penstock" alone, which stages CUDA tensors through the host.'

@@ -72,7 +72,9 @@ def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_r
         penstock.errors.Config: a knob is wrong, an interface or port cannot be had, the store cannot be reached.
         penstock.errors.Refused: secrets or versions differ.
         penstock.errors.Timeout: not all ranks came.
+        penstock.errors.Closed: this process is a fork of one that uses Penstock.
     """
+    _core.check_fork()  # Before the store: a forked child has its parent's connection to it.
     engine = group = None
     own = store
     try:
@@ -96,7 +98,7 @@ def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_r
             algorithm=agreed["algorithm"],
             name=name,
         )
-        _await_links(ticket, store, rank, timeout, name)
+        _await_links(group, ticket, store, timeout, name)
     except BaseException as error:
         _tell_failure(store, rank, error)
         if group is not None:
@@ -171,12 +173,11 @@ class _Engine:
         if settings.flight_recorder:
             _write_on_signal(self.core)
         self._users = 0
-        self._pid = os.getpid()
 
     @classmethod
     def acquire(cls, settings: config.Settings, store: Any, job_rank: int) -> _Engine:
         with cls._lock:
-            if cls.current is None or cls.current._pid != os.getpid():
+            if cls.current is None:
                 cls.current = cls(settings, store, job_rank)
                 atexit.register(cls._at_exit)
             cls.current._users += 1
@@ -196,7 +197,7 @@ class _Engine:
     def _at_exit(cls) -> None:
         # Scripts that end without destroy_process_group still say good-bye, so that no peer takes it for a crash.
         engine = cls.current
-        if engine is not None and engine._pid == os.getpid():
+        if engine is not None:
             engine.core.stop()
 
     @classmethod
@@ -264,14 +265,15 @@ def _secret(agreed: dict[str, Any], settings: config.Settings, rank: int) -> byt
     return own if own is not None else bytes.fromhex(agreed["secret"])
 
 
-def _await_links(ticket: _core.Ticket, store: Any, rank: int, timeout: timedelta, name: str) -> None:
+def _await_links(group: _core.Group, ticket: _core.Ticket, store: Any, timeout: timedelta, name: str) -> None:
     """Wait until all members are connected, or one of them has given up."""
-    waited = 0.0
+    waited_s = 0.0
     while not ticket.wait(_SLICE_S):
-        waited += _SLICE_S
+        waited_s += _SLICE_S
         _check_failed(store, name)
-        if waited > timeout.total_seconds():
-            raise TimeoutError_(f"rank {rank} could not connect to all members of group {name} in {timeout}")
+        if waited_s > timeout.total_seconds():
+            group.expire(waited_s)
+            ticket.wait()  # Raises, and says who is missing.
 
 
 def _tell_failure(store: Any, rank: int, error: BaseException) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -10,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from penstock.errors import Timeout
+from penstock.errors import PenstockError
 from penstock.torch.staging import StagedTicket
 
 __all__ = ["Ticket", "Work"]
@@ -24,6 +26,12 @@ class Ticket(Protocol):
     def on_done(self, callback: Callable[[], object]) -> None: ...
 
 
+class Expires(Protocol):
+    """The engine's group."""
+
+    def expire(self, waited_s: float) -> None: ...
+
+
 class Work(dist.Work):
     """The pending result of one call to the backend.
 
@@ -31,6 +39,7 @@ class Work(dist.Work):
     DDP asks for one a bucket, everybody else waits, and making it costs more than a small operation.
 
     Args:
+        group: what the operation fails with when a caller waits no longer.
         tickets: what must have ended; empty means that there was nothing to do.
         outputs: the tensors that hold the result, in the form that DDP expects of a future.
         finish: called once, after the tickets and before anybody sees the result, on the thread that asks first:
@@ -41,6 +50,7 @@ class Work(dist.Work):
 
     def __init__(
         self,
+        group: Expires,
         tickets: Sequence[Ticket],
         outputs: list[torch.Tensor],
         finish: Callable[[], object] | None = None,
@@ -48,6 +58,7 @@ class Work(dist.Work):
         parts: Sequence[Work] = (),
     ) -> None:
         super().__init__()
+        self._group = group
         self.tickets = tickets
         self.outputs = outputs
         self._finish = finish
@@ -63,17 +74,27 @@ class Work(dist.Work):
         """Block until the result is there, without the GIL; raise what the operation failed with.
 
         Args:
-            timeout: how long to wait here; None or zero waits for the operation's own time-out.
+            timeout: how long to wait here; None or zero waits for the operation's own time-out. After it the group fails on
+                all ranks: the operation must not touch tensors that its caller has given up waiting for.
 
         Raises:
             penstock.errors.PenstockError: the operation failed; its tensors are undefined and will not be touched.
         """
-        seconds = timeout.total_seconds() if timeout else None
+        if timeout and not self.settle(timeout.total_seconds()):
+            self._group.expire(timeout.total_seconds())
         for ticket in self.tickets:
-            if not ticket.wait(seconds):
-                raise Timeout(f"the operation is still running after {seconds} s; wait again, or abort the group")
+            ticket.wait()
         self._finished()
         self._complete_future()
+        return True
+
+    def settle(self, timeout_s: float) -> bool:
+        """Block until the operation has ended, well or not, for so long at the most. Whether it has. It runs on."""
+        until_s = time.monotonic() + timeout_s
+        for ticket in self.tickets:
+            with contextlib.suppress(PenstockError):
+                if not ticket.wait(max(0.0, until_s - time.monotonic())):
+                    return False
         return True
 
     def is_completed(self) -> bool:
