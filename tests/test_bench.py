@@ -496,7 +496,7 @@ def test_training_is_summarised_from_its_slowest_rank() -> None:
 def test_training_runs(tmp_path: pathlib.Path) -> None:
     """Every way trains both models on loopback; an unknown way is refused with those that there are."""
     few = ["--hosts", "1", "--ranks", "2", "--batch", "1", "--turns", "1", "--steps", "1"]
-    ways = [*training.WAYS, "hook-bfloat16", "reducer-float16"]
+    ways = [*training.WAYS, "hook-bfloat16", "reducer-float16-feedback"]
     for model in ("cnn", "char-gpt"):
         path = tmp_path / f"{model}.json"
         run = _bench(["training", model, *few, "--ways", ",".join(ways), "--json", str(path)])
@@ -540,6 +540,30 @@ def test_readiness_runs(tmp_path: pathlib.Path) -> None:
     (outcome,) = json.loads(path.read_text())["runs"]
     assert 0 < outcome["round_s"] < outcome["step_s"] * 100 and outcome["rounds"] >= 1
     assert outcome["imbalance"] < 2, "no master"
+
+
+def test_losses_are_compared(tmp_path: pathlib.Path) -> None:
+    """All ways begin with the same loss on the same text, learn, and are told beside the first; the CNN has no text."""
+    path = tmp_path / "losses.json"
+    few = ["--hosts", "1", "--ranks", "2", "--losses", "12", "--json", str(path)]
+    run = _bench(["training", "char-gpt", *few, "--ways", "hook,hook-float16,hook-bfloat16-feedback"])
+    assert run.returncode == 0, run.stderr
+    (lesson,) = json.loads(path.read_text())["runs"]
+    plain, half, kept = lesson["losses"].values()
+    assert len(plain) == len(half) == len(kept) == 12
+    assert plain[0] == half[0] == kept[0] and plain != half != kept
+    assert all(lesson["final"][way] < 0.95 * losses[0] for way, losses in lesson["losses"].items()), lesson
+    assert "against hook" in run.stdout and "hook-bfloat16-feedback" in run.stdout
+    run = _bench(["training", "cnn", *few])
+    assert run.returncode == 2 and "--losses trains char-gpt" in run.stderr
+
+
+def test_final_losses_are_means_of_the_last_tenth() -> None:
+    """A final loss is the mean over the last tenth of the steps, or the last one of a few."""
+    lesson = training.Lesson(
+        2, {"hook": [5.0] * 18 + [2.0, 4.0], "hook-float16": [5.0] * 19 + [3.3], "short": [7.0, 6.0]}
+    )
+    assert [lesson.final(way) for way in lesson.losses] == pytest.approx([3.0, 4.15, 6.0])
 
 
 # Helpers

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 import ranks
 from backends import ALL
+from penstock import config, info
+from penstock.errors import Config as ConfigError
 
 TCP = ALL["penstock-tcp"]
 
@@ -45,6 +47,19 @@ def test_socket_buffer() -> None:
     for buffers in ranks.run(_socket_buffers, count=2, env=env):
         # The kernel doubles what it is asked for, for its own needs (socket(7)).
         assert buffers == 3 * [(2 * nbytes, 2 * nbytes)]
+
+
+def test_checks() -> None:
+    """PENSTOCK_CHECK takes several checks at once; an unknown word is quoted beside those that there are; `info` lists them."""
+    assert config.read({}).check == frozenset()
+    assert config.read({"PENSTOCK_CHECK": "nan"}).check == {"nan"}
+    assert config.read({"PENSTOCK_CHECK": "slow,nan,mismatch"}).check == {"nan", "mismatch", "slow"}
+    for text, word in (("nan,fast", "'fast'"), ("nan,", "''"), ("NaN", "'NaN'"), ("nan slow", "'nan slow'")):
+        with pytest.raises(ConfigError) as error:
+            config.read({"PENSTOCK_CHECK": text})
+        assert f"there is no check {word}; name any of nan, mismatch, slow, with commas" in str(error.value)
+    (knob,) = (knob for knob in info.gather()["knobs"] if knob["name"] == "PENSTOCK_CHECK")
+    assert all(f"{check}: " in knob["meaning"] for check in config.CHECKS)
 
 
 # ------------------------------------------------------------------------------------------------------------ programs

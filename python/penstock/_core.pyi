@@ -3,7 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-__all__ = ["Engine", "Group", "Reducer", "Ticket", "__version__", "choose_interfaces", "init_logging", "simd_level"]
+__all__ = [
+    "Engine",
+    "Group",
+    "Reducer",
+    "Ticket",
+    "__version__",
+    "choose_interfaces",
+    "crc32c",
+    "init_logging",
+    "simd_level",
+]
 
 __version__: str
 
@@ -89,6 +99,7 @@ class Reducer:
         op: str,
         unit_bytes: int,
         wire: str | None,
+        error_feedback: bool = False,
         check_finite: bool,
         timeout_s: float,
     ) -> Reducer: ...
@@ -100,5 +111,6 @@ class Reducer:
 
 def check_fork() -> None: ...
 def choose_interfaces(named: Sequence[tuple[str, str]], master: str | None) -> tuple[list[tuple[str, str]], str]: ...
+def crc32c(address: int, length: int) -> int: ...
 def init_logging(level: str) -> None: ...
 def simd_level() -> str: ...

@@ -39,7 +39,7 @@ class Settings:
     shm: bool
     algorithm: str | None
     checksum: bool
-    check: str
+    check: frozenset[str]
     secret: str
     secret_file: str
     peer_timeout: float
@@ -109,10 +109,13 @@ def _algorithm(text: str) -> str | None:
     return None if text == "auto" else text
 
 
-def _check(text: str) -> str:
-    if text not in ("", "nan"):
-        raise ValueError("must be empty or nan")
-    return text
+def _check(text: str) -> frozenset[str]:
+    words = frozenset(text.split(",")) if text else frozenset()
+    if unknown := sorted(words - set(CHECKS)):
+        raise ValueError(
+            f"there is no check {', '.join(map(repr, unknown))}; name any of {', '.join(CHECKS)}, with commas"
+        )
+    return words
 
 
 def _seconds(text: str) -> float:
@@ -133,6 +136,9 @@ def _level(text: str) -> str:
         raise ValueError("must be error, warn, info or debug")
     return text
 
+
+CHECKS = ("nan", "mismatch", "slow")
+"""What PENSTOCK_CHECK takes."""
 
 KNOBS = (
     Knob(
@@ -179,8 +185,11 @@ KNOBS = (
         "PENSTOCK_CHECK",
         "",
         _check,
-        "nan: gradients that hooks reduce (docs/gradients.md) are looked through first; NaN or infinity fails the step on all "
-        "ranks and names parameter, rank and step. Costs one read of each. Empty: nothing is looked for.",
+        "what to look for in gradients that hooks reduce (docs/gradients.md), any of these with commas. nan: NaN or infinity "
+        "fails the step on all ranks and names parameter, rank and step; costs one read of each gradient. mismatch: ranks that "
+        "hold other parameters or averages fail before the update, and the first is named; costs one read of both. slow: a "
+        "warning names the rank that keeps the others waiting, and why; costs a small exchange a step. "
+        "The same on all ranks. Empty: nothing is looked for.",
     ),
     Knob(
         "PENSTOCK_SECRET",

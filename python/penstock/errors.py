@@ -7,7 +7,18 @@ nothing of Penstock touches the operation's tensors any more.
 
 from __future__ import annotations
 
-__all__ = ["Bug", "Closed", "Config", "Mismatch", "NotFinite", "PeerLost", "PenstockError", "Refused", "Timeout"]
+__all__ = [
+    "Bug",
+    "Closed",
+    "Config",
+    "Diverged",
+    "Mismatch",
+    "NotFinite",
+    "PeerLost",
+    "PenstockError",
+    "Refused",
+    "Timeout",
+]
 
 
 class PenstockError(RuntimeError):
@@ -18,6 +29,11 @@ class PenstockError(RuntimeError):
 
 class Mismatch(PenstockError):
     """Ranks issued different operations, sizes, dtypes or roots: mend the script."""
+
+
+class Diverged(Mismatch):
+    """Ranks hold other bits where they must hold the same, and PENSTOCK_CHECK=mismatch or `penstock.torch.check_alike` asked to
+    be told: the text names the first parameter and the ranks. The group can be used, for instance to broadcast what is right."""
 
 
 class PeerLost(PenstockError, ConnectionError):

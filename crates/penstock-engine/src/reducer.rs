@@ -53,6 +53,10 @@ pub struct ReducerSpec {
     /// Send float32 gradients as [`DType::F16`] or [`DType::BF16`]: each rank rounds its own once, and each sum is computed in
     /// float32 and rounded once. An average is divided by before it is rounded, so that a sum does not overflow.
     pub wire: Option<DType>,
+    /// Keep what rounding for the wire takes off each of this rank's gradients, and add it to the next one before that is
+    /// rounded (Seide et al. 2014, section 3; Karimireddy et al. 2019, algorithm 2). Takes four bytes an element, and means
+    /// nothing without `wire`. Hops round the sums as before, and that is not kept (docs/compression.md).
+    pub error_feedback: bool,
     /// Fail all ranks when a gradient that is submitted holds NaN or infinity, and name it. One read of it more.
     pub check_finite: bool,
     /// Nanoseconds until an all-reduce fails.
@@ -108,6 +112,9 @@ struct State {
     failed: Option<Failure>,
     /// Buffers for units that are copied, kept from step to step.
     spare: Vec<Vec<u8>>,
+    /// What rounding has taken off each gradient so far; empty without error feedback. A gradient is in one unit at a time,
+    /// which alone touches it.
+    residuals: Vec<Box<[f32]>>,
     stats: ReducerStats,
 }
 
@@ -131,10 +138,13 @@ impl std::fmt::Debug for Submitted {
 struct Carrier {
     unit: Unit,
     pieces: Vec<*mut u8>,
+    /// Where the residuals of the pieces lie; empty without error feedback.
+    residuals: Vec<*mut f32>,
     buffer: Option<Vec<u8>>,
 }
 
-// SAFETY: the pointers are of gradients that `Submitted` keeps alive until the unit is over.
+// SAFETY: the pointers are of gradients that `Submitted` keeps alive until the unit is over, and of residuals, which live as
+// long as the reducer and never move.
 unsafe impl Send for Carrier {}
 
 impl Reducer {
@@ -155,6 +165,11 @@ impl Reducer {
                 return config(format!("{name} is {dtype}, which cannot be reduced with {}{way}.", spec.op.name()));
             }
         }
+        if spec.error_feedback && spec.wire.is_none() {
+            return config("error feedback keeps what rounding for the wire takes off: name a wire dtype too.".into());
+        }
+        let residual = |gradient: &Gradient| vec![0f32; gradient.elements as usize].into_boxed_slice();
+        let residuals = if spec.error_feedback { spec.gradients.iter().map(residual).collect() } else { Vec::new() };
         let entry = |(index, gradient): (usize, &Gradient)| Entry {
             index: index as u32,
             bytes: gradient.elements * gradient.dtype.size() as u64,
@@ -171,6 +186,7 @@ impl Reducer {
             flushed: None,
             failed: None,
             spare: Vec::new(),
+            residuals,
             stats: ReducerStats::default(),
         };
         Ok(Reducer(Arc::new(Inner {
@@ -326,10 +342,14 @@ impl Reducer {
         }
         for unit in pack(ready, state.unit_bytes) {
             let mut pieces = Vec::with_capacity(unit.pieces.len());
+            let mut residuals = Vec::new();
             for piece in &unit.pieces {
                 let submitted = state.submitted[piece.index as usize].as_mut().expect("agreed on, so submitted here");
                 submitted.left += 1;
                 pieces.push(submitted.address.wrapping_add(piece.range.start as usize));
+                if let Some(residual) = state.residuals.get_mut(piece.index as usize) {
+                    residuals.push(residual[piece.range.start as usize / 4..].as_mut_ptr());
+                }
             }
             let in_place = self.0.wire.is_none() && is_one_piece(&unit, &pieces);
             let bytes = unit.bytes();
@@ -338,7 +358,7 @@ impl Reducer {
             *count += bytes;
             state.stats.units += 1;
             state.running += 1;
-            carriers.push(Carrier { unit, pieces, buffer });
+            carriers.push(Carrier { unit, pieces, residuals, buffer });
         }
         drop(state);
         for carrier in carriers {
@@ -409,7 +429,7 @@ impl Reducer {
         let bytes = carrier.unit.bytes() as usize;
         buffer.resize(if self.0.wire.is_some() { bytes / 2 } else { bytes }, 0);
         let mut at = buffer.as_mut_ptr();
-        for (piece, src) in carrier.unit.pieces.iter().zip(&carrier.pieces) {
+        for (at_piece, (piece, src)) in carrier.unit.pieces.iter().zip(&carrier.pieces).enumerate() {
             let len = piece.range.len() as usize;
             // SAFETY: the buffer holds all pieces one after the other; the caller vouches for them.
             at = unsafe {
@@ -420,7 +440,7 @@ impl Reducer {
                     }
                     Some(wire) => {
                         let factor = if self.0.op == ReduceOp::Avg { 1.0 / f64::from(self.0.world) } else { 1.0 };
-                        round(wire, at, *src, len, factor);
+                        round(wire, at, *src, len, factor, carrier.residuals.get(at_piece).copied());
                         at.add(len / 2)
                     }
                 }
@@ -501,18 +521,24 @@ fn is_one_piece(unit: &Unit, pieces: &[*mut u8]) -> bool {
     ends.zip(&pieces[1..]).all(|(end, next)| end == *next)
 }
 
-/// Rounds `bytes` bytes of float32, times a factor, to half as many bytes.
+/// Rounds `bytes` bytes of float32, times a factor, to half as many bytes. With a residual, that is added first, and what the
+/// rounding takes off is the next one: of what does not fit the wire (infinity, NaN) nothing is kept, or it would never leave.
 ///
 /// # Safety
-/// `src` holds and `dst` has room for them; `src` is aligned.
-unsafe fn round(wire: DType, dst: *mut u8, src: *const u8, bytes: usize, factor: f64) {
-    let mut scaled = [0f32; BLOCK];
+/// `src` and `residual` hold and `dst` has room for them; all but `dst` are aligned, and nobody else uses them.
+unsafe fn round(wire: DType, dst: *mut u8, src: *const u8, bytes: usize, factor: f64, residual: Option<*mut f32>) {
+    let narrow = match wire {
+        DType::F16 => penstock_kernels::f32_to_f16,
+        _ => penstock_kernels::f32_to_bf16,
+    };
+    let (mut scaled, mut widened) = ([0f32; BLOCK], [0f32; BLOCK]);
     let elements = bytes / 4;
     for start in (0..elements).step_by(BLOCK) {
         let count = BLOCK.min(elements - start);
+        let (scaled, widened) = (&mut scaled[..count], &mut widened[..count]);
         // SAFETY: the caller's promise. The buffer of a unit is allocated for more than two bytes at a time, and pieces before
         // this one were of whole elements: it is aligned to two.
-        let (src, dst) = unsafe {
+        let (dst, residual) = unsafe {
             penstock_kernels::premultiply(
                 DType::F32,
                 scaled.as_mut_ptr().cast(),
@@ -520,11 +546,19 @@ unsafe fn round(wire: DType, dst: *mut u8, src: *const u8, bytes: usize, factor:
                 4 * count,
                 factor,
             );
-            (&scaled[..count], std::slice::from_raw_parts_mut(dst.cast::<u16>().add(start), count))
+            let dst = std::slice::from_raw_parts_mut(dst.cast::<u16>().add(start), count);
+            (dst, residual.map(|residual| std::slice::from_raw_parts_mut(residual.add(start), count)))
         };
-        match wire {
-            DType::F16 => penstock_kernels::f32_to_f16(dst, src),
-            _ => penstock_kernels::f32_to_bf16(dst, src),
+        let Some(residual) = residual else {
+            narrow(dst, scaled);
+            continue;
+        };
+        scaled.iter_mut().zip(&*residual).for_each(|(value, kept)| *value += kept);
+        narrow(dst, scaled);
+        widen_slice(wire, widened, dst);
+        for ((kept, value), sent) in residual.iter_mut().zip(&*scaled).zip(&*widened) {
+            let lost = value - sent;
+            *kept = if lost.is_finite() { lost } else { 0.0 };
         }
     }
 }
@@ -541,6 +575,10 @@ unsafe fn widen(wire: DType, dst: *mut u8, src: *const u8, bytes: usize) {
             std::slice::from_raw_parts_mut(dst.cast::<f32>(), bytes / 4),
         )
     };
+    widen_slice(wire, dst, src);
+}
+
+fn widen_slice(wire: DType, dst: &mut [f32], src: &[u16]) {
     match wire {
         DType::F16 => penstock_kernels::f16_to_f32(dst, src),
         _ => penstock_kernels::bf16_to_f32(dst, src),

@@ -64,23 +64,65 @@ fn half_the_bytes() {
         });
         let mut gradients: Vec<[Vec<f32>; 3]> =
             (0..3).map(|rank| [vec![largest], vec![rank as f32; 70], vec![0.1 * (rank + 1) as f32; 5000]]).collect();
-        let tickets: Vec<Ticket> = ranks
-            .reducers
-            .iter()
-            .zip(&mut gradients)
-            .map(|(reducer, gradients)| {
-                for (at, gradient) in gradients.iter_mut().enumerate() {
-                    // SAFETY: kept until the tickets have completed.
-                    unsafe { reducer.submit(at as u32, gradient.as_mut_ptr().cast(), false, None) }.expect("submitted");
-                }
-                reducer.flush()
-            })
-            .collect();
+        let tickets = reduce(&ranks, &mut gradients);
         tickets.iter().for_each(|ticket| wait(ticket).expect("reduced"));
         assert!(gradients.windows(2).all(|pair| pair[0] == pair[1]));
         for (got, expected) in gradients[0].iter().flatten().zip([&[largest; 1][..], &[1.0; 70], &[0.2; 5000]].concat())
         {
             assert!((got - expected).abs() <= 2.0 * error * expected, "{wire}: {got} is not {expected}");
+        }
+    }
+}
+
+/// What 16 bits round away every time arrives all the same with error feedback: the sum over the steps is that of the gradients,
+/// to within what one step may keep. Without it, the same part is lost in each step. What overflows leaves nothing behind, and
+/// all ranks have the same bits throughout.
+#[test]
+fn error_feedback() {
+    // A tenth of float16's smallest number, which rounds to nothing; 1.001 and 1.003, which bfloat16 takes for 1; and lengths
+    // that are split into units, share one, and end in half a block.
+    for (wire, value, kept) in
+        [(DType::F16, 6e-9_f32, 6e-8_f32), (DType::BF16, 1.001, 4e-3), (DType::BF16, 1.003, 4e-3)]
+    {
+        for feedback in [false, true] {
+            let lengths = [3, 1500, 70, 30_000];
+            let ranks = Ranks::new(2, false, &lengths, |spec| {
+                (spec.op, spec.wire, spec.error_feedback) = (ReduceOp::Avg, Some(wire), feedback);
+                spec.unit_bytes = 16 << 10;
+            });
+            let mut sums = lengths.map(|length| vec![0f64; length]);
+            let steps = 200;
+            for step in 0..steps {
+                let mut gradients =
+                    [lengths.map(|length| vec![value; length]), lengths.map(|length| vec![value; length])];
+                if step == 3 {
+                    gradients[1][1][77] = f32::INFINITY;
+                    gradients[0][1][78] = f32::NAN;
+                }
+                let tickets: Vec<Ticket> = reduce(&ranks, &mut gradients);
+                tickets.iter().for_each(|ticket| wait(ticket).expect("reduced"));
+                let bits = |rank: usize| gradients[rank].iter().flatten().map(|value| value.to_bits());
+                assert!(bits(0).eq(bits(1)), "{wire}, step {step}");
+                if step > 3 {
+                    for (sum, got) in sums.iter_mut().flatten().zip(gradients[0].iter().flatten()) {
+                        *sum += f64::from(*got);
+                    }
+                }
+            }
+            let (truth, counted) = (f64::from(value), f64::from(steps - 4));
+            for (at, sum) in sums.iter().flatten().enumerate() {
+                let off = (sum - counted * truth).abs();
+                // Where one rank has lost what it kept, the ranks send different numbers, and hops round their sum.
+                if [3 + 77, 3 + 78].contains(&at) {
+                    assert!(
+                        off < 2.0 * f64::from(kept) + 0.01 * counted * truth || !feedback,
+                        "{wire}, element {at}: {sum} is off by {off}"
+                    );
+                    continue;
+                }
+                // Each rank keeps at most half a unit of the last place; two of them, before and after.
+                assert_eq!(off <= 2.0 * f64::from(kept), feedback, "{wire}, element {at}: {sum} is off by {off}");
+            }
         }
     }
 }
@@ -157,9 +199,24 @@ fn errors() {
         (spec.op, spec.wire, spec.gradients[0].dtype) = (op, wire, dtype);
         assert_eq!(Reducer::new(spec).expect_err("refused").kind, FailureKind::Config);
     }
+    let mut spec = ranks.spec(0, &[1]);
+    spec.error_feedback = true;
+    assert!(Reducer::new(spec).expect_err("refused").message.contains("name a wire dtype too"));
 }
 
 // ------------------------------------------------------------------------------------------------------------- helpers
+
+/// Every rank submits its gradients, in order. The caller keeps them until the tickets have completed.
+fn reduce<const N: usize>(ranks: &Ranks, gradients: &mut [[Vec<f32>; N]]) -> Vec<Ticket> {
+    let each = |(reducer, gradients): (&Reducer, &mut [Vec<f32>; N])| {
+        for (at, gradient) in gradients.iter_mut().enumerate() {
+            // SAFETY: the caller keeps it.
+            unsafe { reducer.submit(at as u32, gradient.as_mut_ptr().cast(), false, None) }.expect("submitted");
+        }
+        reducer.flush()
+    };
+    ranks.reducers.iter().zip(gradients).map(each).collect()
+}
 
 struct Ranks {
     groups: Vec<[penstock_engine::Group; 2]>,
@@ -216,6 +273,7 @@ impl Ranks {
             op: ReduceOp::Sum,
             unit_bytes: 1 << 20,
             wire: None,
+            error_feedback: false,
             check_finite: false,
             timeout: 20_000_000_000,
         }

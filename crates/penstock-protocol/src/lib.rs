@@ -15,5 +15,7 @@ pub mod peer;
 mod ranges;
 mod stream;
 
+/// The sum that guards headers and, where asked for, payloads.
+pub use ::crc32c::crc32c;
 pub use frame::{FrameError, Header, Kind, MessageKey, Reference};
 pub use stream::StreamStats;

@@ -21,7 +21,7 @@ mod _core {
     use super::reducer::Reducer;
 
     #[pymodule_export]
-    use super::{check_fork, choose_interfaces, init_logging, simd_level};
+    use super::{check_fork, choose_interfaces, crc32c, init_logging, simd_level};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "Python spells it so")]
@@ -44,6 +44,16 @@ fn choose_interfaces(
         }
         Err(message) => Err(error(py, &Failure::of_call(penstock_types::FailureKind::Config, message))),
     }
+}
+
+/// The CRC32C of the `length` bytes at `address`, which the caller keeps valid; it may be called by many threads at once.
+#[pyfunction]
+fn crc32c(py: Python<'_>, address: usize, length: usize) -> u32 {
+    if length == 0 {
+        return 0;
+    }
+    // SAFETY: the caller's contract.
+    py.detach(|| penstock_engine::crc32c(unsafe { std::slice::from_raw_parts(address as *const u8, length) }))
 }
 
 /// What the reductions of this processor run on: "avx512", "avx2" or "portable".

@@ -14,9 +14,9 @@ pub(crate) struct Reducer(penstock_engine::Reducer);
 #[pymethods]
 impl Reducer {
     /// `rounds` and `units` are groups of the same `world` ranks that nobody else uses; `gradients` are (name, elements, dtype), by
-    /// index, alike on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or "bfloat16".
+    /// index, alike on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or "bfloat16"; `error_feedback` needs one.
     #[new]
-    #[pyo3(signature = (*, rounds, units, rank, world, gradients, op, unit_bytes, wire, check_finite, timeout_s))]
+    #[pyo3(signature = (*, rounds, units, rank, world, gradients, op, unit_bytes, wire, error_feedback=false, check_finite, timeout_s))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -28,6 +28,7 @@ impl Reducer {
         op: &str,
         unit_bytes: u64,
         wire: Option<&str>,
+        error_feedback: bool,
         check_finite: bool,
         timeout_s: f64,
     ) -> PyResult<Reducer> {
@@ -44,6 +45,7 @@ impl Reducer {
             op: reduce_op(op, 1.0)?,
             unit_bytes,
             wire: wire.map(dtype_named).transpose()?,
+            error_feedback,
             check_finite,
             timeout: (timeout_s * 1e9) as u64,
         };

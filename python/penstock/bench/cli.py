@@ -219,7 +219,7 @@ def figures(names: Sequence[str], rounds: int, timeout: float, json_path: str | 
 
 @click.command()
 @click.argument("model", type=click.Choice(["char-gpt", "cnn"]))
-@click.option("--ways", default=",".join(training.WAYS), show_default=True, help="hook-bfloat16 and the like as well.")
+@click.option("--ways", default=",".join(training.WAYS), show_default=True, help="Also hook-float16 and the like.")
 @click.option("--ranks", type=click.IntRange(1), default=4, show_default=True)
 @click.option("--hosts", type=click.IntRange(1, 64), default=2, show_default=True, help="More than one needs root.")
 @click.option("--rate", type=float, default=1000.0, show_default=True, help="Testbed: Mbit/s of a link.")
@@ -229,6 +229,12 @@ def figures(names: Sequence[str], rounds: int, timeout: float, json_path: str | 
 @click.option("--unit", default="1M", show_default=True, help="What one all-reduce of the hooks carries.")
 @click.option("--turns", type=click.IntRange(1), default=6, show_default=True, help="Turns of each way.")
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Steps in a turn.")
+@click.option(
+    "--losses",
+    type=click.IntRange(1),
+    metavar="STEPS",
+    help="Instead of times: train char-gpt on the demo's text for STEPS steps and compare final losses.",
+)
 @click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for all of it.")
 @click.option(
     "--json", "json_path", type=click.Path(dir_okay=False), help="Write everything, every sample too, to this file."
@@ -245,33 +251,52 @@ def train(
     unit: str,
     turns: int,
     steps: int,
+    losses: int | None,
     timeout: float,
     json_path: str | None,
 ) -> None:
     """Measure training steps: DDP, gradient hooks and gloo beside what the link allows.
 
-    All ways train the same model on the same data by turns, in one run. See docs/gradients.md for the bound.
+    All ways train the same model on the same data by turns, in one run. See docs/gradients.md for the bound, and
+    docs/compression.md for ways that send fewer bytes:
+
+    \b
+    penstock bench training char-gpt --ways hook,hook-float16 --ranks 2 --rate 25 --flow 25 --batch 1
+    penstock bench training char-gpt --ways hook,hook-float16 --ranks 2 --hosts 1 --losses 200
     """
     _check_folders(json_path)
     names = ways.split(",")
-    known = {*training.WAYS, *(f"{way}-{wire}" for way in ("hook", "reducer") for wire in ("float16", "bfloat16"))}
-    if unknown := [name for name in names if name not in known]:
-        raise click.UsageError(f"no way {', '.join(unknown)}: there are {', '.join(sorted(known))}")
+    if unknown := [name for name in names if name not in training.KNOWN]:
+        raise click.UsageError(f"no way {', '.join(unknown)}: there are {', '.join(sorted(training.KNOWN))}")
+    if losses is not None and model != "char-gpt":
+        raise click.UsageError("--losses trains char-gpt: the cnn has no data here to learn from")
     link = LinkSpec(rate_mbit=rate, flow_mbit=_parse_flow(flow), delay_ms=delay) if hosts > 1 else None
     with reporting_errors():
         print(f"training {model} on {link.describe() if link else 'one host'} ...", file=sys.stderr, flush=True)
         with Testbed(hosts=hosts, link=link) if hosts > 1 else Loopback(hosts=1) as bed:
-            outcome = training.measure(
-                bed,
-                model=model,
-                ways=names,
-                ranks=ranks,
-                batch=batch,
-                turns=turns,
-                steps=steps,
-                unit_bytes=_parse_size(unit),
-                timeout_s=timeout,
-            )
+            outcome: training.Outcome | training.Lesson
+            if losses is not None:
+                outcome = training.learn(
+                    bed,
+                    ways=names,
+                    ranks=ranks,
+                    batch=batch,
+                    steps=losses,
+                    unit_bytes=_parse_size(unit),
+                    timeout_s=timeout,
+                )
+            else:
+                outcome = training.measure(
+                    bed,
+                    model=model,
+                    ways=names,
+                    ranks=ranks,
+                    batch=batch,
+                    turns=turns,
+                    steps=steps,
+                    unit_bytes=_parse_size(unit),
+                    timeout_s=timeout,
+                )
         result_console().print(outcome.table())
         if json_path:
             report.write_json(json_path, machine.describe(), [outcome.to_dict()])

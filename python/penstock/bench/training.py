@@ -55,9 +55,9 @@ class Outcome:
         )
         shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
         shown.add_column("way")
-        for column in ("step ms", "of the bound", "times ddp", "rounds", "units"):
+        base = next((way for way in self.ways if way.name == "ddp"), self.ways[0])
+        for column in ("step ms", "of the bound", f"times {base.name}", "rounds", "units"):
             shown.add_column(column, justify="right", no_wrap=True)
-        base = next((way.step_s for way in self.ways if way.name == "ddp"), None)
         shown.add_row("computing alone", f"{1e3 * self.compute_s:.1f}", "", "", "", "")
         if self.bound_s is not None:
             shown.add_row("the bound", f"{1e3 * self.bound_s:.1f}", "100 %", "", "", "")
@@ -67,7 +67,7 @@ class Outcome:
                 way.name,
                 f"{1e3 * way.step_s:.1f}",
                 f"{self.bound_s / way.step_s:.0%}" if self.bound_s else "",
-                f"{base / way.step_s:.2f}x" if base else "",
+                f"{base.step_s / way.step_s:.2f}x",
                 *(f"{way.stats[key] / steps:.1f}" if steps else "" for key in ("rounds", "units")),
             )
         return shown
@@ -75,6 +75,54 @@ class Outcome:
     def to_dict(self) -> dict[str, Any]:
         """For JSON, every sample too."""
         return {**vars(self), "ways": [vars(way) for way in self.ways]}
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What several ways have learned from the same batches."""
+
+    ranks: int
+    losses: dict[str, list[float]]
+    """By way, each step's loss: the mean over the ranks."""
+
+    def final(self, way: str) -> float:
+        """The mean over the last tenth of the steps."""
+        losses = self.losses[way]
+        return statistics.fmean(losses[-max(1, len(losses) // 10) :])
+
+    def table(self) -> Table:
+        """One line a way, beside the first one."""
+        steps = max(len(losses) for losses in self.losses.values())
+        title = f"char-gpt, {self.ranks} ranks, {steps} steps on the demo's text"
+        shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        first = next(iter(self.losses))
+        shown.add_column("way")
+        for column in ("first loss", "final loss", f"against {first}"):
+            shown.add_column(column, justify="right", no_wrap=True)
+        for way, losses in self.losses.items():
+            apart = self.final(way) / self.final(first) - 1
+            shown.add_row(way, f"{losses[0]:.4f}", f"{self.final(way):.4f}", f"{apart:+.2%}" if way != first else "")
+        return shown
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self), "final": {way: self.final(way) for way in self.losses}}
+
+
+def learn(
+    bed: Bed, *, ways: Sequence[str], ranks: int, batch: int, steps: int, unit_bytes: int, timeout_s: float
+) -> Lesson:
+    """Train the demo's model on its text in several ways, all from the same start with the same batches.
+
+    Raises:
+        BenchError: as `measure`.
+    """
+    options = {"losses": steps, "ways": list(ways), "batch": batch, "unit_bytes": unit_bytes}
+    said = [record for each in _run(bed, "char-gpt", options, ranks, timeout_s) for record in each]
+    by_way = {way: [one["losses"] for one in said if one["way"] == way] for way in ways}
+    return Lesson(
+        ranks, {way: [statistics.fmean(step) for step in zip(*of, strict=True)] for way, of in by_way.items()}
+    )
 
 
 def measure(
@@ -102,15 +150,7 @@ def measure(
         "steps": steps,
         "unit_bytes": unit_bytes,
     }
-    command = [sys.executable, "-m", "penstock.bench.training_rank", json.dumps(options)]
-    try:
-        done = bed.run(command, ranks=ranks, timeout_s=timeout_s)
-    except TimeoutError as error:
-        raise BenchError(f"training {model}: {error}") from error
-    if done.returncode:
-        said = "\n  ".join(done.outputs[done.failed_rank or 0].strip().splitlines()[-20:])
-        raise BenchError(f"training {model}: rank {done.failed_rank} ended with {done.returncode}; it said:\n  {said}")
-    records = [_records(output) for output in done.outputs]
+    records = _run(bed, model, options, ranks, timeout_s)
     link = bed.link if isinstance(bed, Testbed) else None
     payload = link.payload_mbit * 1e6 / 8 if link and link.payload_mbit else None
     return summarise(records, options, ranks, bed.hosts, payload)
@@ -160,10 +200,34 @@ def bound(ready: Sequence[Sequence[float]], hosts: int, payload_bytes_per_s: flo
     return latest
 
 
+def _run(bed: Bed, model: str, options: dict[str, Any], ranks: int, timeout_s: float) -> list[list[dict[str, Any]]]:
+    """What each rank of a run said."""
+    command = [sys.executable, "-m", "penstock.bench.training_rank", json.dumps(options)]
+    try:
+        done = bed.run(command, ranks=ranks, timeout_s=timeout_s)
+    except TimeoutError as error:
+        raise BenchError(f"training {model}: {error}") from error
+    if done.returncode:
+        said = "\n  ".join(done.outputs[done.failed_rank or 0].strip().splitlines()[-20:])
+        raise BenchError(f"training {model}: rank {done.failed_rank} ended with {done.returncode}; it said:\n  {said}")
+    return [_records(output) for output in done.outputs]
+
+
 def _records(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines() if line.startswith('{"rank": ')]
 
 
 WAYS = ("ddp", "hook", "reducer", "gloo")
 """What runs when --ways names none: DDP over Penstock as it is, DDP with `penstock.torch.ddp_hook`, a model without DDP under
-`penstock.torch.GradientReducer`, DDP over gloo. "hook-bfloat16" and the like send half the bytes."""
+`penstock.torch.GradientReducer`, DDP over gloo."""
+
+KNOWN = (
+    *WAYS,
+    *(
+        f"{way}-{wire}{feedback}"
+        for way in ("hook", "reducer")
+        for wire in ("float16", "bfloat16")
+        for feedback in ("", "-feedback")
+    ),
+)
+"""All that --ways takes: with a dtype half the bytes are sent, with feedback what rounding takes off is kept."""

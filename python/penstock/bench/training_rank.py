@@ -23,15 +23,19 @@ from penstock.torch import GradientReducer, ddp_hook
 
 @dataclass
 class Way:
-    """One way to train: a step, and what its reducer counts."""
+    """One way to train: a step on the given data or the usual ones, which returns its loss, and what its reducer counts."""
 
-    step: Callable[[], None]
+    step: Callable[..., torch.Tensor]
     stats: Callable[[], dict[str, Any]] = dict
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
     dist.init_process_group("penstock")
+    if "losses" in options:
+        _learn(options)
+        dist.destroy_process_group()
+        return
     torch.manual_seed(dist.get_rank())
     make, batch = MODELS[options["model"]]
     data = batch(options["batch"])
@@ -52,26 +56,61 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _way(name: str, make: Callable[[], nn.Module], data: Any, options: dict[str, Any]) -> Way:
+def _learn(options: dict[str, Any]) -> None:
+    """Train the demo's model on its text in all ways, step by step, and tell the losses."""
+    from penstock.demo.char_gpt.data import CharData, random_batch
+
+    text = CharData.load()
+    batches = torch.Generator().manual_seed(dist.get_rank())
+    ways = {name: _way(name, _CharGPT, None, options, _adam) for name in options["ways"]}
+    losses: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(options["losses"]):
+        data = random_batch(text.train, options["batch"], CONTEXT, batches)
+        for name, way in ways.items():
+            losses[name].append(way.step(data).item())
+    for name in ways:
+        _say(way=name, losses=losses[name])
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    """As the demo has it, without a schedule."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+
+
+def _way(
+    name: str,
+    make: Callable[[], nn.Module],
+    usual: Any,
+    options: dict[str, Any],
+    optimize: Callable[[nn.Module], torch.optim.Optimizer] = _sgd,
+) -> Way:
     torch.manual_seed(0)
     model = make()
     stats: Callable[[], dict[str, Any]] = dict
-    wire = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(name.partition("-")[2])
-    if name in ("ddp", "gloo") or name.startswith("hook"):
-        group = dist.new_group(backend="gloo") if name == "gloo" else None
+    kind, *more = name.split("-")
+    wire = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get("".join(more[:1]))
+    knobs = {"unit_bytes": options["unit_bytes"], "wire": wire, "error_feedback": "feedback" in more}
+    if kind in ("ddp", "gloo", "hook"):
+        group = dist.new_group(backend="gloo") if kind == "gloo" else None
         model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-        if name.startswith("hook"):
-            stats = ddp_hook(model, unit_bytes=options["unit_bytes"], wire=wire).stats
-    elif name.startswith("reducer"):
-        stats = GradientReducer(model, unit_bytes=options["unit_bytes"], wire=wire).stats
-    elif name != "compute":
+        if kind == "hook":
+            stats = ddp_hook(model, **knobs).stats
+    elif kind == "reducer":
+        stats = GradientReducer(model, **knobs).stats
+    elif kind != "compute":
         raise ValueError(f"no way {name!r}")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = optimize(model)
 
-    def step() -> None:
+    def step(data: Any = usual) -> torch.Tensor:
         optimizer.zero_grad()
-        model(*data).backward()
+        loss: torch.Tensor = model(*data)
+        loss.backward()
         optimizer.step()
+        return loss.detach()
 
     return Way(step, stats)
 
@@ -148,7 +187,7 @@ def _images(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _texts(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randint(65, (count, 64)), torch.randint(65, (count, 64))
+    return torch.randint(65, (count, CONTEXT)), torch.randint(65, (count, CONTEXT))
 
 
 def _say(**message: Any) -> None:
@@ -160,6 +199,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "cnn": (_cnn, _images),
 }
 
+CONTEXT = 64
+"""Characters a sequence, as in the demo."""
 READY_STEPS = 12
 """One to warm up, and enough others for a median: the machine's noise is in the tenths, not in the halves."""
 

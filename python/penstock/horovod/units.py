@@ -192,7 +192,7 @@ class Units:
             op="avg" if self._average else "sum",
             unit_bytes=_UNIT_BYTES,
             wire=None if self._wire is None else str(self._wire).removeprefix("torch."),
-            check_finite=config.read().check == "nan",
+            check_finite="nan" in config.read().check,
             timeout_s=NEVER_S,
         )
 

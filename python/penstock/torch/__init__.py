@@ -5,30 +5,35 @@
 - ``empty``: a tensor that the ranks of this host read directly.
 - ``GradientReducer``: averages a model's gradients while the backward pass makes them.
 - ``ddp_hook``: the same for a DistributedDataParallel model.
+- ``check_alike``: raises where ranks hold other parameters.
+- ``in_turn``: makes torch's PowerSGD hook safe on models of several buckets.
 
 `backend` translates torch's calls, `work` is what they return, `rendezvous` starts the engine and joins groups.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
+    from penstock.torch.checks import check_alike as check_alike
     from penstock.torch.gradients import GradientReducer as GradientReducer
     from penstock.torch.gradients import ddp_hook as ddp_hook
+    from penstock.torch.hooks import in_turn as in_turn
 
-__all__ = ["GradientReducer", "ddp_hook", "empty", "register", "stats"]
+__all__ = ["GradientReducer", "check_alike", "ddp_hook", "empty", "in_turn", "register", "stats"]
+
+_LAZY = {"GradientReducer": "gradients", "ddp_hook": "gradients", "check_alike": "checks", "in_turn": "hooks"}
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for, when it is asked for (PEP 562): torch calls `register`, which needs none of it."""
-    if name not in ("GradientReducer", "ddp_hook"):
+    if name not in _LAZY:
         raise AttributeError(f"module 'penstock.torch' has no attribute {name!r}")
-    from penstock.torch import gradients
-
-    return getattr(gradients, name)
+    return getattr(importlib.import_module(f"penstock.torch.{_LAZY[name]}"), name)
 
 
 def register() -> None:

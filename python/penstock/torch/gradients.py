@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from penstock import _core, config
 from penstock.errors import Config as ConfigError
-from penstock.torch import backend
+from penstock.torch import backend, checks
 
 __all__ = ["GradientReducer", "ddp_hook"]
 
@@ -36,6 +36,7 @@ def ddp_hook(
     *,
     unit_bytes: int = 4 << 20,
     wire: torch.dtype | None = None,
+    error_feedback: bool = False,
 ) -> GradientReducer:
     """Reduce the gradients of a DDP model one by one as all ranks have them, instead of bucket by bucket.
 
@@ -45,7 +46,7 @@ def ddp_hook(
 
     Args:
         model: not in the middle of a backward pass, and without another communication hook.
-        unit_bytes, wire: as for `GradientReducer`.
+        unit_bytes, wire, error_feedback: as for `GradientReducer`.
 
     Returns:
         the reducer, for `GradientReducer.stats` and `GradientReducer.set_unit_bytes`; the model keeps it alive.
@@ -53,7 +54,7 @@ def ddp_hook(
     Raises:
         penstock.errors.Config: as `GradientReducer`.
     """
-    reducer = _BucketReducer(model, unit_bytes=unit_bytes, wire=wire)
+    reducer = _BucketReducer(model, unit_bytes=unit_bytes, wire=wire, error_feedback=error_feedback)
     model.register_comm_hook(reducer, _bucket_is_full)
     return reducer
 
@@ -74,6 +75,10 @@ class GradientReducer:
         unit_bytes: what one all-reduce carries. Smaller gradients share a unit, larger ones are split.
         wire: ``torch.float16`` or ``torch.bfloat16`` send float32 gradients in half the bytes: every rank rounds its own
             once, divided by the number of ranks; sums are computed in float32 and rounded once a hop.
+        error_feedback: with ``wire``: keep what that rounding takes off a gradient here, and add it to the next one, so that
+            what is too small for 16 bits arrives some steps later instead of never (Seide et al. 2014; Karimireddy et al.
+            2019). Four bytes a parameter. What was kept is this object's: it begins with zeros, is no part of a checkpoint,
+            and ends with the reducer, as it does when a step fails (docs/compression.md).
         broadcast: give all ranks the parameters (and a module's buffers) of rank 0 now, as DDP does.
 
     Raises:
@@ -82,8 +87,10 @@ class GradientReducer:
         penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters.
 
     Blocking: the constructor until all ranks have called it, ``backward`` until its gradients are reduced.
-    Checks: with PENSTOCK_CHECK=nan every gradient is looked through before it is reduced, and ``backward`` raises
-    `penstock.errors.NotFinite` on all ranks, naming the parameter, the rank and the step.
+    Checks (PENSTOCK_CHECK, docs/gradients.md): with ``nan`` every gradient is looked through before it is reduced, and
+    ``backward`` raises `penstock.errors.NotFinite` on all ranks, naming the parameter, the rank and the step. With ``mismatch``
+    it raises `penstock.errors.Diverged` where ranks hold other parameters or averages. With ``slow`` the log names the rank
+    that keeps the others waiting.
     Memory: small gradients are copied into units (at most ``unit_bytes`` more than are in flight); large ones are reduced
     where they lie.
     """
@@ -95,6 +102,7 @@ class GradientReducer:
         *,
         unit_bytes: int = 4 << 20,
         wire: torch.dtype | None = None,
+        error_feedback: bool = False,
         broadcast: bool = True,
     ) -> None:
         parameters = list(model.parameters() if isinstance(model, torch.nn.Module) else model)
@@ -117,19 +125,28 @@ class GradientReducer:
             self._broadcast(tensors, group)
         self._rounds = self._backend.sibling("rounds")
         self._units = self._backend.sibling("units")
+        asked = config.read().check
+        self._names = [names.get(one, f"parameter {index}") for index, one in enumerate(self._parameters)]
+        self._gather = checks.gatherer(self._units, self._backend.timeout_s)
+        self._is_compared = "mismatch" in asked
+        self._slow: checks.SlowCheck | None = None
+        if "slow" in asked:
+            everybody = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+            self._slow = checks.SlowCheck(self._gather, self._units.rank, everybody)
         self._reducer = _core.Reducer(
             rounds=self._rounds.group,
             units=self._units.group,
             rank=self._units.rank,
             world=self._units.world,
             gradients=[
-                (names.get(one, f"parameter {index}"), one.numel(), str(one.dtype).removeprefix("torch."))
-                for index, one in enumerate(self._parameters)
+                (name, one.numel(), str(one.dtype).removeprefix("torch."))
+                for name, one in zip(self._names, self._parameters, strict=True)
             ],
             op="avg",
             unit_bytes=unit_bytes,
             wire=None if wire is None else str(wire).removeprefix("torch."),
-            check_finite=config.read().check == "nan",
+            error_feedback=error_feedback,
+            check_finite="nan" in asked,
             timeout_s=self._backend.timeout_s,
         )
         self._enabled = True
@@ -153,8 +170,9 @@ class GradientReducer:
     def stats(self) -> dict[str, Any]:
         """Counts since the construction: ``steps``, ``rounds`` and the seconds from their starts to their ends (``round_s``,
         mostly waiting for the slowest rank), ``units``, and the bytes of gradients that were reduced where they lie
-        (``in_place_bytes``) or copied into units (``copied_bytes``)."""
-        return self._reducer.stats()
+        (``in_place_bytes``) or copied into units (``copied_bytes``). With PENSTOCK_CHECK=slow also ``slow``: what each rank
+        did in the last steps, and who keeps the others waiting (`penstock.torch.checks.SlowCheck.stats`)."""
+        return self._reducer.stats() | ({"slow": self._slow.stats()} if self._slow else {})
 
     def set_unit_bytes(self, unit_bytes: int) -> None:
         """Change what one all-reduce carries, between two steps, on all ranks at the same ones."""
@@ -189,6 +207,8 @@ class GradientReducer:
     def _submit(self, index: int, gradient: torch.Tensor, absent: bool = False) -> None:
         assert self._pass is not None
         self._pass[index] = gradient = gradient.contiguous()
+        if self._slow and not absent:
+            self._slow.gradient()
         self._reducer.submit(index, gradient.data_ptr(), absent=absent, keep=gradient.untyped_storage())
 
     def _finish(self) -> None:
@@ -204,7 +224,13 @@ class GradientReducer:
                 self._submit(index, parameter.grad)
         self._reducer.flush().wait()
         gradients, self._pass = self._pass, None
+        if self._slow:
+            self._slow.passed(self._reducer.stats()["round_s"])
         self._deliver(gradients)
+        if self._is_compared:
+            rows = zip(self._names, self._parameters, (gradients[at] for at in range(len(self._names))), strict=True)
+            when = f"in step {self._reducer.stats()['steps']} (PENSTOCK_CHECK=mismatch)"
+            checks.compare(self._gather, list(rows)[::-1], when)
 
     def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
         """Everything is reduced, and lies in these tensors."""
