@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 
 import click
+import click.testing
 import psutil
 import pytest
 import torch
@@ -383,6 +384,24 @@ def test_sizes_ranks_and_variants_are_parsed() -> None:
     ]:
         with pytest.raises(click.BadParameter):
             parse(text)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["all-reduce", "--flow", "200"], "--flow is of an emulated link"),
+        (["all-reduce", "--rate", "100"], "--rate is of an emulated link"),
+        (["broadcast", "--loss", "0.1"], "--loss is of an emulated link"),
+        (["training", "cnn", "--hosts", "1", "--delay", "3"], "--delay is of an emulated link"),
+        (["all-reduce", "--limit-flows", "abc"], "numbers of connections"),
+        (["all-reduce", "--limit-flows", "0"], "numbers of connections"),
+        (["all-reduce", "--plot", "x.bmp"], "x.bmp: plots are"),
+    ],
+)
+def test_options_that_cannot_count_are_refused(arguments: list[str], words: str) -> None:
+    """Before anything runs."""
+    ended = click.testing.CliRunner().invoke(cli.command, arguments)
+    assert ended.exit_code == 2 and words in ended.output, ended.output
 
 
 @pytest.mark.parametrize("base", [*cli.BACKENDS.values(), *cli.ENGINES.values()], ids=lambda series: series.label)

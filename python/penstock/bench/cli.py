@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -270,6 +271,7 @@ def train(
         raise click.UsageError(f"no way {', '.join(unknown)}: there are {', '.join(sorted(training.KNOWN))}")
     if losses is not None and model != "char-gpt":
         raise click.UsageError("--losses trains char-gpt: the cnn has no data here to learn from")
+    _check_link_is_there(hosts > 1, "--hosts 2")
     link = LinkSpec(rate_mbit=rate, flow_mbit=_parse_flow(flow), delay_ms=delay) if hosts > 1 else None
     with reporting_errors():
         print(f"training {model} on {link.describe() if link else 'one host'} ...", file=sys.stderr, flush=True)
@@ -362,6 +364,8 @@ def run_collective(
 ) -> None:
     """One collective over sizes and ranks, from the command line's strings to what is printed and written."""
     _check_folders(json_path, plot_path)
+    _check_plot(plot_path)
+    _check_link_is_there(hosts is not None, "--hosts 2")
     settings = Settings(
         collective,
         [0] if collective == "barrier" else parse_sizes(sizes),
@@ -375,7 +379,7 @@ def run_collective(
     with reporting_errors():
         link = LinkSpec(rate_mbit=rate, flow_mbit=_parse_flow(flow), delay_ms=delay, loss=loss) if hosts else None
         chosen, skipped = choose(backends, variants, link is not None)
-        flows = [int(part) for part in limit_flows.split(",")] if limit_flows else DEFAULT_FLOWS[link is not None]
+        flows = _parse_counts(limit_flows) if limit_flows else DEFAULT_FLOWS[link is not None]
         bounds = limits(chosen, link is not None, flows) if limit and collective != "barrier" else []
         description = machine.describe()
         console = result_console()
@@ -531,6 +535,28 @@ def _check_folders(*paths: str | None) -> None:
     for path in paths:
         if path and not Path(path).absolute().parent.is_dir():
             raise click.BadParameter(f"{path}: there is no such folder")
+
+
+def _check_plot(path: str | None) -> None:
+    """Raises click.BadParameter."""
+    if path and Path(path).suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise click.BadParameter(f"{path}: plots are .svg, .pdf or .png files")
+
+
+def _check_link_is_there(is_there: bool, how: str) -> None:
+    """Options of a link that nobody makes must not look as if they counted. Raises click.UsageError."""
+    context = click.get_current_context()
+    names = [name for name in ("rate", "flow", "delay", "loss") if name in context.params]
+    given = [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if given and not is_there:
+        raise click.UsageError(f"--{given[0]} is of an emulated link, and there is none: add {how}, or leave it out")
+
+
+def _parse_counts(text: str) -> list[int]:
+    counts = [int(part) if part.isdigit() else 0 for part in text.split(",")]
+    if min(counts) < 1:
+        raise click.BadParameter(f"--limit-flows {text}: give numbers of connections such as 1,8")
+    return counts
 
 
 def _variant_parts(text: str) -> tuple[str, str, dict[str, str]]:
