@@ -19,20 +19,24 @@ server, which dies with the test process. A rank that overruns its time prints t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import dataclasses
 import faulthandler
 import functools
 import importlib.util
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
+import runpy
 import signal
 import sys
 import tempfile
 import time
 import traceback
+import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -270,6 +274,27 @@ def note(text: str, value: Any = None) -> None:
     """Tell the test process that this rank has come to the point named `text`."""
     assert _to_parent is not None, "note() is for functions that run on a rank"
     _to_parent.send(("note", text, value))
+
+
+def losses_of_example(path: str) -> tuple[float, float] | None:
+    """Run an example script in this process as ``torchrun`` would: on rank 0 alone, and then on all ranks.
+
+    Returns, on rank 0: the last loss that each run printed.
+    """
+
+    def printed() -> str:
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), unittest.mock.patch.object(sys, "argv", [path]):
+            runpy.run_path(path, run_name="__main__")
+        return text.getvalue().rpartition("loss")[2]
+
+    if os.environ["RANK"] != "0":
+        printed()
+        return None
+    with unittest.mock.patch.dict(os.environ):
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+        alone = float(printed())
+    return alone, float(printed())
 
 
 def _rank_main(

@@ -45,6 +45,8 @@ class Settings:
     peer_timeout: float
     socket_buffer: int
     flight_recorder: str
+    elastic_store: str
+    elastic_job: str
     log: str
 
     def job_secret(self) -> bytes | None:
@@ -217,6 +219,19 @@ KNOBS = (
         str,
         "a folder: every rank writes its last operations there, as rank-N.json, when a group fails or on SIGUSR2, for "
         "`penstock flight`. Empty: nothing is written. Costs nothing before that.",
+    ),
+    Knob(
+        "PENSTOCK_ELASTIC_STORE",
+        "",
+        str,
+        "HOST:PORT of the store that the workers of an elastic job agree through (docs/elastic.md), the same on all of them: "
+        "what `python -m penstock.elastic.store` prints. Empty: `penstock.elastic.run` must be given one.",
+    ),
+    Knob(
+        "PENSTOCK_ELASTIC_JOB",
+        "default",
+        lambda text: text or "default",
+        "the elastic job's name, which tells jobs on one store apart; the same on all its workers.",
     ),
     Knob("PENSTOCK_LOG", "warn", _level, "what is printed on standard error: error, warn, info or debug."),
 )

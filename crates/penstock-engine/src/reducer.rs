@@ -226,7 +226,7 @@ impl Reducer {
         let bytes = gradient.elements as usize * gradient.dtype.size();
         // SAFETY: the caller's promise.
         if self.0.check_finite && !unsafe { penstock_kernels::is_finite(gradient.dtype, address, bytes) } {
-            self.fail(&self.not_finite(&gradient.name));
+            self.fail(&self.not_finite(&gradient.name, ""));
         }
         let mut state = self.lock();
         if let Some(failure) = &state.failed {
@@ -441,6 +441,10 @@ impl Reducer {
                     Some(wire) => {
                         let factor = if self.0.op == ReduceOp::Avg { 1.0 / f64::from(self.0.world) } else { 1.0 };
                         round(wire, at, *src, len, factor, carrier.residuals.get(at_piece).copied());
+                        if self.0.check_finite && !penstock_kernels::is_finite(wire, at, len / 2) {
+                            let name = &self.0.gradients[piece.index as usize].name;
+                            self.fail(&self.not_finite(name, &format!(" as {wire}, which goes over the wire")));
+                        }
                         at.add(len / 2)
                     }
                 }
@@ -495,10 +499,11 @@ impl Reducer {
         ticket.complete(result);
     }
 
-    fn not_finite(&self, name: &str) -> Failure {
+    fn not_finite(&self, name: &str, form: &str) -> Failure {
         let (rank, step) = (self.0.rank, self.lock().stats.steps + 1);
-        let message =
-            format!("the gradient of {name} on rank {rank} holds NaN or infinity in step {step} (PENSTOCK_CHECK=nan).");
+        let message = format!(
+            "the gradient of {name} on rank {rank} holds NaN or infinity in step {step}{form} (PENSTOCK_CHECK=nan)."
+        );
         Failure::fatal(FailureKind::NotFinite, message)
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -80,11 +79,12 @@ def run(
     if check_every < 1:
         raise ConfigError(f"check_every must be 1 or more, not {check_every}")
     rules = Rules(min_ranks, max_ranks, window_s, wait_s)
-    rendezvous._print_log(config.read().log)
-    job = job or os.environ.get("PENSTOCK_ELASTIC_JOB") or "default"
+    settings = config.read()
+    rendezvous._print_log(settings.log)
+    job = job or settings.elastic_job
     worker = _Worker(train, state, timeout, timedelta(seconds=rebuild_timeout_s), check_every)
     try:
-        worker.lobby = Lobby(connect() if store is None else store, job, rules)
+        worker.lobby = Lobby(connect(settings.elastic_store) if store is None else store, job, rules)
         worker.lobby.report(-1)
         while not worker.live_one_generation():
             # What held the old group, and hooks on the parameters with it, must be gone before the next one is made.

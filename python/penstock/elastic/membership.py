@@ -19,8 +19,9 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -134,7 +135,8 @@ class Lobby:
     """This worker's part in the agreement. All of it blocks on the store, for moments, where nothing else is said."""
 
     def __init__(self, store: Any, job: str, rules: Rules) -> None:
-        self.store = dist.PrefixStore(f"penstock/elastic/{job}", store)
+        self._kept = dist.PrefixStore(f"penstock/elastic/{job}", store)
+        self.store = _Answering(self._kept)
         self.job = job
         self.rules = rules
         self.member = self.store.add("members", 1)
@@ -150,7 +152,7 @@ class Lobby:
 
     def group_store(self) -> Any:
         """For the process group of this generation alone."""
-        return dist.PrefixStore(f"{self.generation}/group", self.store)
+        return dist.PrefixStore(f"{self.generation}/group", self._kept)
 
     def report(self, step: int, lost_ranks: Iterable[int] = ()) -> None:
         """Say that this worker wants to be in the next generation. Before the old group is destroyed: who then sees this
@@ -276,6 +278,45 @@ class Lobby:
         )
 
 
+class _Answering:
+    """A store whose calls end. torch's own waits for an answer without a limit, where packets are lost silently.
+
+    What has not answered for `_ANSWER_S` raises `dist.DistNetworkError`, and so does everything after it, at once.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._silent: dist.DistNetworkError | None = None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            if self._silent is not None:
+                raise self._silent
+            results: list[Any] = []
+            errors: list[Exception] = []
+
+            def ask() -> None:
+                try:
+                    results.append(method(*args))
+                except Exception as error:
+                    errors.append(error)
+
+            # One that gets no answer stays behind; it must not keep the process from ending.
+            asking = threading.Thread(target=ask, name="penstock-elastic", daemon=True)
+            asking.start()
+            asking.join(_ANSWER_S)
+            if asking.is_alive():
+                self._silent = dist.DistNetworkError(f"it has not answered for {_ANSWER_S:g} s")
+                raise self._silent
+            if errors:
+                raise errors[0]
+            return results[0]
+
+        return call
+
+
 class _Watch:
     """Reads the reports for one generation, and watches whose beat goes on."""
 
@@ -313,13 +354,12 @@ class _Watch:
         return "alive" if self._moves[slot] or report.member in self._previous else "unsure"
 
 
-def connect(address: str | None = None) -> Any:
-    """Connect to the store at "host:port"; by default to what PENSTOCK_ELASTIC_STORE says.
+def connect(given: str) -> Any:
+    """Connect to the store at "host:port".
 
     Raises:
         penstock.errors.Config: there is no address, or nothing answers there within 30 s.
     """
-    given = address or os.environ.get("PENSTOCK_ELASTIC_STORE", "")
     host, _, port = given.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(
@@ -352,3 +392,5 @@ _POLL_S = 0.2
 _SILENT_S = 5.0
 # Workers and their store are often started together; importing torch takes a store some seconds.
 _CONNECT_S = 30.0
+# A guess: an answer takes a store less than a millisecond, and a network that loses everything for so long is cut.
+_ANSWER_S = 30.0
