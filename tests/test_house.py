@@ -16,7 +16,7 @@ import click.testing
 import pytest
 
 import penstock
-from penstock import cli
+from penstock import cli, config
 
 # --------------------------------------------------------------------------------------------- rooms and directions
 
@@ -115,6 +115,16 @@ def test_python_lock_pins_everything_but_torch(root: pathlib.Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- the command line
+
+
+def test_every_variable_is_a_knob(root: pathlib.Path) -> None:
+    """What the code calls PENSTOCK_... is listed by `penstock info`, but for the marks that the testbed leaves."""
+    named = {
+        name
+        for path in (root / "python").rglob("*.py")
+        for name in re.findall(r"\bPENSTOCK_[A-Z][A-Z_]*[A-Z]\b", path.read_text())
+    }
+    assert named - {knob.name for knob in config.KNOBS} == {"PENSTOCK_TESTBED", "PENSTOCK_TESTBED_RUN"}
 
 
 def test_help_lists_the_verbs_and_imports_no_torch() -> None:
