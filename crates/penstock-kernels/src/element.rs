@@ -1,10 +1,13 @@
 //! How elements in memory become accumulators, and accumulators elements.
 
+use std::marker::PhantomData;
+
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{
-    __m256i, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_cvtph_ps, _mm256_cvtps_ph,
-    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_storeu_ps, _mm256_storeu_si256, _mm512_cvtph_ps, _mm512_cvtps_ph,
-    _mm512_loadu_ps, _mm512_storeu_ps,
+    __m256i, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_cvtph_ps, _mm256_cvtps_epi32,
+    _mm256_cvtps_ph, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_packs_epi32, _mm256_permute4x64_epi64,
+    _mm256_storeu_ps, _mm256_storeu_si256, _mm512_cvtepi32_epi16, _mm512_cvtph_ps, _mm512_cvtps_epi32, _mm512_cvtps_ph,
+    _mm512_loadu_ps, _mm512_storeu_ps, _mm512_storeu_si512,
 };
 
 /// A type of element: `Bits` in memory, `Accumulator` in registers.
@@ -43,6 +46,40 @@ pub(crate) struct Avx512F16;
 /// A bool, as a byte that is 0 or 1.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Truth(pub(crate) u8);
+
+/// A type whose bytes lie in memory the other way round.
+pub(crate) struct Swapped<T>(PhantomData<T>);
+/// f32 to store where no NaN can be, as it is.
+pub(crate) struct Number;
+/// An integer that counts units: `T` in memory, its bytes swapped if `SWAP`, and in registers the f32 nearest to it.
+pub(crate) struct Counts<T, R, const SWAP: bool>(PhantomData<(T, R)>);
+
+/// How [`Counts`] of type `T` come from f32.
+pub(crate) trait Round<T> {
+    /// Rounds to nearest even.
+    ///
+    /// # Safety
+    /// The values are in range of `T`, none is NaN, and the caller is compiled for the instruction set that this type
+    /// belongs to, if any.
+    unsafe fn round<const N: usize>(values: [f32; N]) -> [T; N];
+}
+
+/// An integer type of [`Counts`].
+pub(crate) trait Count: Copy + Default {
+    fn to_f32(self) -> f32;
+
+    fn swap_bytes(self) -> Self;
+}
+
+/// By an adder: the last place of an f32 in 2^23..2^24 is 1. (`f32::round_ties_even` would be a function call for every
+/// element where the processor has no such instruction.)
+pub(crate) struct PortableRound;
+/// By the conversion of AVX, which rounds.
+#[cfg(target_arch = "x86_64")]
+pub(crate) struct Avx2Round;
+/// By the conversion of AVX-512F, which rounds.
+#[cfg(target_arch = "x86_64")]
+pub(crate) struct Avx512Round;
 
 /// `f` of every element. (`array::map` is not inlined where arrays are long, and then nothing is vectorised.)
 #[inline(always)]
@@ -95,6 +132,170 @@ impl Element for Truth {
     #[inline(always)]
     unsafe fn narrow<const N: usize>(values: [Truth; N]) -> [u8; N] {
         map(values, |truth| truth.0)
+    }
+}
+
+macro_rules! swapped {
+    ($($type:ty as $bits:ty: $from:expr, $to:expr;)*) => {$(
+        impl Element for Swapped<$type> {
+            type Bits = $bits;
+            type Accumulator = $type;
+
+            #[inline(always)]
+            unsafe fn widen<const N: usize>(bits: [$bits; N]) -> [$type; N] {
+                map(bits, |bits| $from(bits.swap_bytes()))
+            }
+
+            #[inline(always)]
+            unsafe fn narrow<const N: usize>(values: [$type; N]) -> [$bits; N] {
+                // SAFETY: as for this function.
+                let values = unsafe { <$type as Element>::narrow(values) };
+                map(values, |value| $to(value).swap_bytes())
+            }
+        }
+    )*};
+}
+
+swapped! {
+    f32 as u32: f32::from_bits, f32::to_bits;
+    i32 as i32: i32::from, i32::from;
+    i16 as i16: i16::from, i16::from;
+}
+
+impl Element for Number {
+    type Bits = f32;
+    type Accumulator = f32;
+
+    #[inline(always)]
+    unsafe fn widen<const N: usize>(bits: [f32; N]) -> [f32; N] {
+        bits
+    }
+
+    #[inline(always)]
+    unsafe fn narrow<const N: usize>(values: [f32; N]) -> [f32; N] {
+        values
+    }
+}
+
+impl<T: Count, R: Round<T>, const SWAP: bool> Element for Counts<T, R, SWAP> {
+    type Bits = T;
+    type Accumulator = f32;
+
+    #[inline(always)]
+    unsafe fn widen<const N: usize>(bits: [T; N]) -> [f32; N] {
+        map(bits, |count| if SWAP { count.swap_bytes() } else { count }.to_f32())
+    }
+
+    /// # Safety
+    /// Also: the values are in range of `T`, and none is NaN.
+    #[inline(always)]
+    unsafe fn narrow<const N: usize>(values: [f32; N]) -> [T; N] {
+        // SAFETY: as for this function.
+        let counts = unsafe { R::round(values) };
+        if SWAP { map(counts, T::swap_bytes) } else { counts }
+    }
+}
+
+macro_rules! counts {
+    ($($integer:ty),*) => {$(
+        impl Count for $integer {
+            #[inline(always)]
+            fn to_f32(self) -> f32 {
+                self as f32
+            }
+
+            #[inline(always)]
+            fn swap_bytes(self) -> $integer {
+                self.swap_bytes()
+            }
+        }
+
+        impl Round<$integer> for PortableRound {
+            #[inline(always)]
+            unsafe fn round<const N: usize>(values: [f32; N]) -> [$integer; N] {
+                let integers_from = 8_388_608.0_f32; // 2^23
+                map(values, |value| {
+                    let signed = f32::from_bits(integers_from.to_bits() | value.to_bits() & 1 << 31);
+                    let rounded = if value.abs() < integers_from { value + signed - signed } else { value };
+                    // SAFETY: the caller's promise; the bounds are integers, so that rounding does not cross them. By
+                    // way of i32, because that is what vectors are converted to.
+                    (unsafe { rounded.to_int_unchecked::<i32>() }) as $integer
+                })
+            }
+        }
+    )*};
+}
+
+counts!(i16, i32);
+
+#[cfg(target_arch = "x86_64")]
+impl Round<i32> for Avx2Round {
+    #[inline(always)]
+    unsafe fn round<const N: usize>(values: [f32; N]) -> [i32; N] {
+        const { assert!(N.is_multiple_of(8)) };
+        let mut counts = [0; N];
+        for i in (0..N).step_by(8) {
+            // SAFETY: both arrays have elements `i..i + 8`; the caller is compiled for AVX2.
+            unsafe {
+                let vector = _mm256_cvtps_epi32(_mm256_loadu_ps(values.as_ptr().add(i)));
+                _mm256_storeu_si256(counts.as_mut_ptr().add(i).cast(), vector);
+            }
+        }
+        counts
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Round<i16> for Avx2Round {
+    #[inline(always)]
+    unsafe fn round<const N: usize>(values: [f32; N]) -> [i16; N] {
+        const { assert!(N.is_multiple_of(16)) };
+        let mut counts = [0; N];
+        for i in (0..N).step_by(16) {
+            // SAFETY: both arrays have elements `i..i + 16`; the caller is compiled for AVX2.
+            unsafe {
+                let lower = _mm256_cvtps_epi32(_mm256_loadu_ps(values.as_ptr().add(i)));
+                let upper = _mm256_cvtps_epi32(_mm256_loadu_ps(values.as_ptr().add(i + 8)));
+                // Packing works within halves of the register: the middle quarters then change places.
+                let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(lower, upper));
+                _mm256_storeu_si256(counts.as_mut_ptr().add(i).cast(), packed);
+            }
+        }
+        counts
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Round<i32> for Avx512Round {
+    #[inline(always)]
+    unsafe fn round<const N: usize>(values: [f32; N]) -> [i32; N] {
+        const { assert!(N.is_multiple_of(16)) };
+        let mut counts = [0; N];
+        for i in (0..N).step_by(16) {
+            // SAFETY: both arrays have elements `i..i + 16`; the caller is compiled for AVX-512F.
+            unsafe {
+                let vector = _mm512_cvtps_epi32(_mm512_loadu_ps(values.as_ptr().add(i)));
+                _mm512_storeu_si512(counts.as_mut_ptr().add(i).cast(), vector);
+            }
+        }
+        counts
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Round<i16> for Avx512Round {
+    #[inline(always)]
+    unsafe fn round<const N: usize>(values: [f32; N]) -> [i16; N] {
+        const { assert!(N.is_multiple_of(16)) };
+        let mut counts = [0; N];
+        for i in (0..N).step_by(16) {
+            // SAFETY: both arrays have elements `i..i + 16`; the caller is compiled for AVX-512F.
+            unsafe {
+                let vector = _mm512_cvtps_epi32(_mm512_loadu_ps(values.as_ptr().add(i)));
+                _mm256_storeu_si256(counts.as_mut_ptr().add(i).cast(), _mm512_cvtepi32_epi16(vector));
+            }
+        }
+        counts
     }
 }
 

@@ -1,4 +1,4 @@
-//! Arithmetic on the bytes of tensors: reduce, scale, convert. No allocation, no I/O, no threads, no state.
+//! Arithmetic on the bytes of tensors: reduce, scale, convert, quantise. No allocation, no I/O, no threads, no state.
 //!
 //! Operands are raw pointers of any alignment, because they are tensors that users own and frames that lie anywhere in
 //! a receive buffer. One loop (`stream.rs`) serves everything: it carries 128 bytes of accumulators in registers, loads
@@ -18,10 +18,13 @@
 //! - this holds in the default floating-point environment. A thread that flushes denormals to zero
 //!   (`torch.set_flush_denormal`) flushes them here too.
 //!
+//! **Floats as integers.** [`FixedPoint`] says how blocks of floats travel where their sum must not depend on the order in
+//! which they arrive: `docs/quantisation.md` has the format and the proof that no sum overflows.
+//!
 //! # Why not ...?
 //! - **intrinsics for everything?** The compiler turns arrays of 128 bytes into the vector code that we would have
-//!   written; for float16 alone it has no words (F16C), so only that is written by hand. Checked by reading the
-//!   assembly and by the rates that `examples/kernel_rates.rs` prints.
+//!   written; for float16 (F16C) and for rounding to integers it has no words, so only those are written by hand.
+//!   Checked by reading the assembly and by the rates that `examples/kernel_rates.rs` prints.
 //! - **`std::simd`, or the `wide` and `pulp` crates?** The first is unstable; the others would replace the part that
 //!   the compiler already does, and leave us the conversions.
 //! - **the `half` crate?** Its slice conversions are good; but a reduction that converts slices walks memory three
@@ -37,13 +40,18 @@ use penstock_types::{DType, ReduceOp};
 mod element;
 mod finite;
 mod operation;
+mod quantise;
 mod stream;
 
 use element::{Bf16, Bf16Pairs, Element, Truth};
 use operation::{And, Apply, Divide, Keep, Max, Min, Or, Product, Scale, Sum, Xor};
+use stream::InstructionSet;
 #[cfg(target_arch = "x86_64")]
 use stream::{Avx2, Avx512};
-use stream::{InstructionSet, Portable};
+
+pub use quantise::{
+    Block, ByteOrder, Exponent, FixedPoint, MOST_WORKERS, add_integers, block_exponent, sum_f32, swap_bytes,
+};
 
 /// `dst[i] = sources[0][i] op sources[1][i] op ...`, in that order, over `bytes` bytes, then `finish`.
 ///
@@ -168,22 +176,24 @@ macro_rules! on {
     ($level:expr, $set:ident => $body:expr) => {
         match $level.0 {
             #[cfg(target_arch = "x86_64")]
-            Set::Avx512 => {
-                type $set = Avx512;
+            $crate::Set::Avx512 => {
+                type $set = $crate::stream::Avx512;
                 $body
             }
             #[cfg(target_arch = "x86_64")]
-            Set::Avx2 => {
-                type $set = Avx2;
+            $crate::Set::Avx2 => {
+                type $set = $crate::stream::Avx2;
                 $body
             }
-            Set::Portable => {
-                type $set = Portable;
+            $crate::Set::Portable => {
+                type $set = $crate::stream::Portable;
                 $body
             }
         }
     };
 }
+
+use on;
 
 impl Level {
     /// The widest level of this machine.

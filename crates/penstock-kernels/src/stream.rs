@@ -2,14 +2,17 @@
 
 use crate::Operands;
 #[cfg(target_arch = "x86_64")]
-use crate::element::{Avx2F16, Avx512F16};
-use crate::element::{Element, PortableF16};
+use crate::element::{Avx2F16, Avx2Round, Avx512F16, Avx512Round};
+use crate::element::{Element, PortableF16, PortableRound, Round};
 use crate::operation::{Apply, Last};
 
 /// The loop, compiled for some vector instructions.
 pub(crate) trait InstructionSet {
     /// float16 as these instructions convert it.
     type F16: Element<Accumulator = f32>;
+
+    /// Rounding to an integer, as these instructions do it.
+    type Round: Round<i16> + Round<i32>;
 
     /// `dst = last(sources[0] O sources[1] O ...)`, elementwise; read as `S`, stored as `D`, `N` elements at a time.
     ///
@@ -22,6 +25,19 @@ pub(crate) trait InstructionSet {
         D: Element<Accumulator = S::Accumulator>,
         O: Apply<S::Accumulator>,
         L: Last<S::Accumulator>;
+
+    /// Anything else.
+    ///
+    /// # Safety
+    /// The machine has the instructions.
+    unsafe fn run<K: Kernel>(kernel: K) -> K::Output;
+}
+
+/// A loop that is not a [`stream`]: it leaves a single value. To be `inline(always)`, with all that it calls.
+pub(crate) trait Kernel {
+    type Output;
+
+    fn run(self) -> Self::Output;
 }
 
 /// The instructions that the whole program is compiled for: SSE2 on x86-64, NEON on AArch64.
@@ -29,6 +45,7 @@ pub(crate) struct Portable;
 
 impl InstructionSet for Portable {
     type F16 = PortableF16;
+    type Round = PortableRound;
 
     // Else all its instances would be inlined into one huge function.
     #[inline(never)]
@@ -42,10 +59,15 @@ impl InstructionSet for Portable {
         // SAFETY: the caller's promise is the same.
         unsafe { stream::<S, D, O, L, N>(operands, last) }
     }
+
+    #[inline(never)]
+    unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
+        kernel.run()
+    }
 }
 
 macro_rules! x86_instruction_set {
-    ($(#[$doc:meta])* $name:ident, $features:literal, [$($feature:tt),*], $f16:ty) => {
+    ($(#[$doc:meta])* $name:ident, $features:literal, [$($feature:tt),*], $f16:ty, $round:ty) => {
         $(#[$doc])*
         #[cfg(target_arch = "x86_64")]
         pub(crate) struct $name;
@@ -61,6 +83,7 @@ macro_rules! x86_instruction_set {
         #[cfg(target_arch = "x86_64")]
         impl InstructionSet for $name {
             type F16 = $f16;
+            type Round = $round;
 
             #[target_feature(enable = $features)]
             unsafe fn stream<S, D, O, L, const N: usize>(operands: Operands, last: L)
@@ -73,13 +96,18 @@ macro_rules! x86_instruction_set {
                 // SAFETY: the caller's promise is the same.
                 unsafe { stream::<S, D, O, L, N>(operands, last) }
             }
+
+            #[target_feature(enable = $features)]
+            unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
+                kernel.run()
+            }
         }
     };
 }
 
 x86_instruction_set! {
     /// 256-bit vectors and the conversions of float16 (Haswell 2013, Zen 2017, and later).
-    Avx2, "avx2,f16c", ["avx2", "f16c"], Avx2F16
+    Avx2, "avx2,f16c", ["avx2", "f16c"], Avx2F16, Avx2Round
 }
 
 x86_instruction_set! {
@@ -87,7 +115,8 @@ x86_instruction_set! {
     Avx512,
     "avx512f,avx512bw,avx512dq,avx512vl",
     ["avx512f", "avx512bw", "avx512dq", "avx512vl"],
-    Avx512F16
+    Avx512F16,
+    Avx512Round
 }
 
 /// The body of [`InstructionSet::stream`], which is inlined into each of them and vectorised there: that is why

@@ -1,7 +1,9 @@
-"""``penstock testbed up | run | down | show``."""
+"""``penstock testbed up | run | down | show | links``."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import signal
 import sys
 from collections.abc import Callable
@@ -11,9 +13,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from penstock.testbed import cluster
+from penstock.testbed import cluster, topology
 from penstock.testbed.cluster import Bed, Loopback, Testbed, TestbedUnavailable
 from penstock.testbed.link import FlowClass, LinkSpec
+from penstock.testbed.topology import LinkTraffic
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,13 +28,18 @@ def command() -> None:
     Hosts are network namespaces, so what runs on them is real, and so is their TCP. Needs root. Example:
 
     penstock testbed run -n 2 --hosts 2 --rate 1000 --flow 200 -- python train.py
+
+    With --racks the hosts are dealt to racks, each with a switch and a place for an aggregator (a0, a1, ...), and servers
+    (s0, ...) are on the switch between them:
+
+    penstock testbed up --hosts 4 --racks 2 --servers 1
     """
 
 
 def link_options(function: Function) -> Function:
     """The options that describe hosts and links, the same for every command that makes them."""
     options = [
-        click.option("--hosts", type=click.IntRange(1, cluster.MOST_HOSTS), default=2, show_default=True),
+        click.option("--hosts", type=click.IntRange(1, topology.MOST_NODES), default=2, show_default=True),
         click.option("--rate", type=float, default=1000.0, show_default=True, help="Mbit/s of a link; 0: no limit."),
         click.option("--flow", default="", help="Mbit/s that one flow gets at most; several, by turns: 60,300."),
         click.option("--loss", type=float, default=0.0, help="Share of packets lost, such as 0.001."),
@@ -41,6 +49,23 @@ def link_options(function: Function) -> Function:
             "--offloads/--no-offloads",
             default=None,
             help="Whether packets of 64 KiB cross links whole, to save CPU time.  [default: yes, unless --loss]",
+        ),
+        click.option("--racks", type=click.IntRange(0), default=0, help="Switches that the hosts are dealt to."),
+        click.option("--servers", type=click.IntRange(0), default=0, help="With racks: nodes on the core switch."),
+        click.option(
+            "--core-aggregator", is_flag=True, help="With racks: an aggregator's node on the core switch too."
+        ),
+        click.option(
+            "--uplink-rate",
+            type=float,
+            default=None,
+            help="With racks: Mbit/s between rack and core.  [default: --rate]",
+        ),
+        click.option(
+            "--loss-at",
+            multiple=True,
+            metavar="LINK=SHARE",
+            help="With racks: packets lost on one link, such as h1=0.05, or r0=0.01 between rack 0 and core. Repeatable.",
         ),
     ]
     for option in reversed(options):
@@ -53,10 +78,10 @@ def link_options(function: Function) -> Function:
 @link_options
 def up(name: str, **options: Any) -> None:
     """Make a testbed that stays until `down`."""
-    hosts, link = _read_options(options)
+    shape, link = _read_options(options)
     try:
         cluster.state_path(name)
-        with Testbed(hosts=hosts, link=link, name=name) as bed:
+        with Testbed(link=link, name=name, **shape) as bed:
             bed.keep()
             _print_hosts(bed)
     except FileExistsError:
@@ -66,8 +91,11 @@ def up(name: str, **options: Any) -> None:
 
 
 @command.command(context_settings={"ignore_unknown_options": True})
-@click.option("-n", "--ranks", type=click.IntRange(1), default=None, help="Ranks in all.  [default: one a host]")
+@click.option(
+    "-n", "--ranks", type=click.IntRange(1), default=None, help="Ranks in all.  [default: one a host or node]"
+)
 @click.option("--name", default=None, help="Run on the testbed that is up under this name, and take its links.")
+@click.option("--on", default=None, help="The nodes to run on, such as a0 or a0,s0.  [default: all hosts]")
 @click.option(
     "--launcher",
     type=click.Choice(["direct", "torchrun"]),
@@ -82,6 +110,7 @@ def up(name: str, **options: Any) -> None:
 def run(
     ranks: int | None,
     name: str | None,
+    on: str | None,
     launcher: str,
     timeout: float | None,
     quiet: bool,
@@ -93,19 +122,23 @@ def run(
     The testbed is made for this run, unless --name is given. Each line of output is preceded by its rank. The exit
     code is that of the first rank to fail (128 + signal, if it was killed).
     """
-    hosts, link = _read_options(options)
+    shape, link = _read_options(options)
+    nodes = None if on is None else [each.strip() for each in on.split(",")]
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with _open_bed(name, hosts, link) as bed:
+        with _open_bed(name, shape, link, needs_nodes=nodes is not None) as bed:
             done = bed.run(
                 argv,
-                ranks=ranks or bed.hosts,
+                ranks=ranks or len(nodes or range(bed.hosts)),
+                on=nodes,
                 launcher=launcher,
                 timeout_s=timeout,
                 on_line=_print_line,
             )
             if not quiet:
                 _print_traffic(done.counters, done.flows, done.wall_s)
+                if isinstance(bed, Testbed) and bed.topology.racks:
+                    Console(stderr=True).print(_table_of_links(bed, done.links))
                 click.echo(f"{done.wall_s:.1f} s, processors {done.cpu_share:.0%} busy", err=True)
     except (TestbedUnavailable, LookupError, ValueError, FileNotFoundError) as error:
         _fail(str(error))
@@ -147,7 +180,27 @@ def show(name: str | None) -> None:
             _fail(str(error))
 
 
-def _read_options(options: dict[str, Any]) -> tuple[int, LinkSpec]:
+@command.command()
+@click.option("--name", default="default", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="One object a line.")
+def links(name: str, as_json: bool) -> None:
+    """Print what crossed each link of a testbed that is up.
+
+    "up" is away from the hosts: from a node to its switch, from a rack to the core.
+    """
+    try:
+        with Testbed.attach(name) as bed:
+            crossed = bed.links()
+            if as_json:
+                for each in crossed:
+                    click.echo(json.dumps(dataclasses.asdict(each)))
+            else:
+                Console().print(_table_of_links(bed, crossed))
+    except (LookupError, PermissionError) as error:
+        _fail(str(error))
+
+
+def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], LinkSpec]:
     try:
         caps = [float(each) for each in options["flow"].split(",") if each.strip()]
         link = LinkSpec(
@@ -158,21 +211,33 @@ def _read_options(options: dict[str, Any]) -> tuple[int, LinkSpec]:
             mtu=options["mtu"],
             offloads=options["offloads"],
         )
+        pairs = [each.partition("=") for each in options["loss_at"]]
+        shape = {
+            "hosts": options["hosts"],
+            "racks": options["racks"],
+            "servers": options["servers"],
+            "core_aggregator": options["core_aggregator"],
+            "uplink_mbit": options["uplink_rate"],
+            "losses": {name: float(share) for name, _, share in pairs},
+        }
+        topology.Topology(**shape)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
-    return options["hosts"], link
+    return shape, link
 
 
-def _open_bed(name: str | None, hosts: int, link: LinkSpec) -> Bed:
+def _open_bed(name: str | None, shape: dict[str, Any], link: LinkSpec, *, needs_nodes: bool) -> Bed:
     if name is not None:
         return Testbed.attach(name)
     try:
-        return Testbed(hosts=hosts, link=link)
+        return Testbed(link=link, **shape)
     except TestbedUnavailable as error:
+        if shape["racks"] or needs_nodes:
+            raise
         click.echo(
             f"No testbed: {error}\nThe ranks run on loopback instead, without any of the link's limits.", err=True
         )
-        return Loopback(hosts=hosts)
+        return Loopback(hosts=shape["hosts"])
 
 
 def _print_line(rank: int, line: str) -> None:
@@ -182,8 +247,13 @@ def _print_line(rank: int, line: str) -> None:
 def _print_hosts(bed: Testbed) -> None:
     name = f"testbed '{bed.name}': " if bed.name else ""
     click.echo(f"{name}{bed.hosts} hosts, {bed.link.describe()}")
-    for host in range(bed.hosts):
-        click.echo(f"  host {host}  {bed.address(host)}  {bed.address(host, 6)}")
+    for node, switch in bed.topology.links.items():
+        if node not in bed.topology.nodes:
+            click.echo(f"  {node}  to {switch}")
+        elif bed.topology.racks:
+            click.echo(f"  {node}  {bed.address(node)}  {bed.address(node, 6)}  on {switch}")
+        else:
+            click.echo(f"  host {bed.topology.number(node)}  {bed.address(node)}  {bed.address(node, 6)}")
 
 
 def _print_traffic(
@@ -202,9 +272,26 @@ def _print_traffic(
     table = Table("class", "cap Mbit/s", *[f"host {host} sent MB (flows)" for host in flows])
     for index, sent in enumerate(zip(*flows.values(), strict=True)):
         if any(each.bytes or each.flows for each in sent):
-            cells = [f"{each.bytes / 1e6:.3f} ({each.flows})" for each in sent]
+            # Connections come and go between two looks; their bytes are counted all the same.
+            cells = [f"{each.bytes / 1e6:.3f} ({each.flows or '?' if each.bytes else 0})" for each in sent]
             table.add_row(str(index), f"{sent[0].cap_mbit:g}", *cells)
     console.print(table)
+
+
+def _table_of_links(bed: Testbed, crossed: list[LinkTraffic]) -> Table:
+    table = Table("link", "to", "Mbit/s", "lost", "up MB (packets)", "down MB (packets)", "dropped")
+    for each in crossed:
+        spec = bed.topology.link(each.name, bed.link)
+        table.add_row(
+            each.name,
+            each.upper,
+            "no limit" if spec.rate_mbit is None else f"{spec.rate_mbit:g}",
+            f"{spec.loss:.3%}" if spec.loss else "",
+            f"{each.up_bytes / 1e6:.3f} ({each.up_packets})",
+            f"{each.down_bytes / 1e6:.3f} ({each.down_packets})",
+            str(each.dropped),
+        )
+    return table
 
 
 def _describe_code(code: int) -> str:

@@ -19,12 +19,14 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.testbed import keeper, launch, link, namespace, relay
 from penstock.testbed.link import FlowClass, LinkSpec
+from penstock.testbed.topology import CORE, LinkTraffic, Topology
 
 Self = TypeVar("Self", bound="Bed")
 
@@ -57,12 +59,12 @@ class Bed:
         return launch.run(self, command, ranks=ranks, **options)
 
     def popen(
-        self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+        self, host: int | str, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
         """Start a process on a host and return at once.
 
         Args:
-            host: 0 to ``hosts`` - 1.
+            host: 0 to ``hosts`` - 1, or a node's name (`Topology`).
             argv: program and arguments; the file system is the machine's own, whatever the host.
             env: added to this process's environment.
             options: as for subprocess.Popen; the process leads a session of its own unless you say otherwise.
@@ -82,9 +84,13 @@ class Bed:
             "TP_SOCKET_IFNAME": self.interface,
         }
 
-    def address(self, host: int, family: int = 4) -> str:
-        """The address of a host, IPv4 or (``family=6``) IPv6."""
+    def address(self, host: int | str, family: int = 4) -> str:
+        """The address of a host or of another node, IPv4 or (``family=6``) IPv6."""
         raise NotImplementedError
+
+    def links(self) -> list[LinkTraffic]:
+        """What crossed each link so far; nothing where there are no links."""
+        return []
 
     def counters(self) -> dict[int, dict[str, int]]:
         """``{host: {tx_bytes, tx_packets, tx_dropped, rx_bytes, rx_packets, rx_dropped}}`` of each host's interface."""
@@ -98,7 +104,12 @@ class Bed:
         """Ports (here, there) of the TCP connections that are open between this host and another."""
         return set()
 
-    def inside(self, host: int, function: Callable[[], Any]) -> Any:
+    def remembered(self) -> dict[int, set[tuple[int, int]]]:
+        """By host, ports (here, there) of the TCP connections to other hosts that are open, or that have ended and of which the
+        kernel of one of the two still knows (for a minute)."""
+        return {host: set() for host in range(self.hosts)}
+
+    def inside(self, host: int | str, function: Callable[[], Any]) -> Any:
         """Call ``function`` on a thread that is on ``host``; return what it returns. Sockets made there stay there."""
         raise NotImplementedError
 
@@ -139,15 +150,17 @@ class Bed:
 
 
 class Testbed(Bed):
-    """N hosts joined by a switch, all on this machine.
+    """N hosts joined by a switch, or by a tree of switches with places for aggregators and servers, all on this machine.
 
     Args:
-        hosts: 1 to `MOST_HOSTS`.
-        link: what each host's link to the switch is like.
+        hosts: 1 to `topology.MOST_NODES`.
+        link: what each link of a host or another node is like, and but for the rate those between switches.
         name: what `keep` publishes it as, and what messages call it.
+        topology: as for `Topology`, such as ``racks=2, servers=1``; without any, all hosts are on one switch.
 
     Raises:
-        TestbedUnavailable: not root, a tool is missing, or the kernel lacks something. Nothing is left behind.
+        TestbedUnavailable: not root, a tool is missing, or the kernel lacks something (a delay with racks needs netem).
+            Nothing is left behind.
         ValueError: arguments that make no sense.
 
     Cost: about 0.1 s to make and to close two hosts. Every host shares the machine's processors: link rates that
@@ -157,14 +170,17 @@ class Testbed(Bed):
     __test__ = False
     interface = "eth0"
 
-    def __init__(self, *, hosts: int = 2, link: LinkSpec | None = None, name: str | None = None) -> None:
-        if not 1 <= hosts <= MOST_HOSTS:
-            raise ValueError(f"hosts={hosts}: give 1 to {MOST_HOSTS}")
+    def __init__(
+        self, *, hosts: int = 2, link: LinkSpec | None = None, name: str | None = None, **topology: Any
+    ) -> None:
+        self.topology = Topology(hosts=hosts, **topology)
         super().__init__(hosts=hosts)
         self.link = link or LinkSpec()
+        if self.topology.losses and self.link.offloads is None:
+            self.link = dataclasses.replace(self.link, offloads=False)
         self.name = name
         self._prepare()
-        check_available(self.link)
+        check_available(self.link, self.topology)
         try:
             self._build()
         except OSError as error:
@@ -184,7 +200,8 @@ class Testbed(Bed):
         """
         state = read_state(name)
         bed = cls.__new__(cls)
-        Bed.__init__(bed, hosts=state["hosts"])
+        bed.topology = Topology(**state["topology"])
+        Bed.__init__(bed, hosts=bed.topology.hosts)
         bed.link, bed.name = LinkSpec(**state["link"]), name
         bed._prepare()
         try:
@@ -207,7 +224,7 @@ class Testbed(Bed):
         state = {
             "keeper": self._keeper.pid,
             "started": _start_time(self._keeper.pid),
-            "hosts": self.hosts,
+            "topology": self.topology.to_dict(),
             "link": self.link.to_dict(),
             "namespaces": self._namespaces,
         }
@@ -220,9 +237,30 @@ class Testbed(Bed):
         self._stack.pop_all()
         self._stack.callback(self._release)
 
-    def address(self, host: int, family: int = 4) -> str:
-        self._check_host(host)
-        return f"10.77.0.{host + 1}" if family == 4 else f"fd77::{host + 1:x}"
+    def address(self, host: int | str, family: int = 4) -> str:
+        return self.topology.address(host, family)
+
+    def links(self) -> list[LinkTraffic]:
+        """What crossed each link so far, by the counters of its lower end's interface: first the nodes', then the racks'.
+
+        Cost: a run of ``tc`` for each node and switch, 3 ms.
+        """
+        dropped = {held: self._dropped_by_queues(held) for held in self._namespaces}
+        found = []
+        for name, upper in self.topology.links.items():
+            held, device = self._lower_end(name)
+            counted = namespace.inside(held, functools.partial(_interface_counters, device))
+            traffic = LinkTraffic(
+                name=name,
+                upper=upper,
+                up_bytes=counted["tx_bytes"],
+                up_packets=counted["tx_packets"],
+                down_bytes=counted["rx_bytes"],
+                down_packets=counted["rx_packets"],
+                dropped=dropped[held].get(device, 0) + dropped[self._held(upper)].get(name, 0),
+            )
+            found.append(traffic)
+        return found
 
     def flows(self) -> dict[int, list[FlowClass]]:
         """What each host sent so far, by class of flows; empty lists where ``flow_mbit`` is None.
@@ -238,34 +276,55 @@ class Testbed(Bed):
         return result
 
     def connections(self, host: int) -> set[tuple[int, int]]:
-        return self.inside(host, lambda: _connections(self.address(host), self.address(host, 6)))
+        return {(here, there) for here, _, there, state in self._sockets(host) if state == _ESTABLISHED}
 
-    def drop_link(self, host: int) -> None:
-        """Silently lose every packet from and to ``host``, as a pulled cable behind a switch would. Twice is once.
+    def remembered(self) -> dict[int, set[tuple[int, int]]]:
+        hosts = {_kernel_hex(self.address(host, family)): host for host in range(self.hosts) for family in (4, 6)}
+        found: dict[int, set[tuple[int, int]]] = {host: set() for host in hosts.values()}
+        for host in found:
+            for here, other, there, state in self._sockets(host):
+                if state not in _NOT_CONNECTED and other in hosts:
+                    found[host].add((here, there))
+                    found[hosts[other]].add((there, here))
+        return found
 
-        Nothing on any host hears of it: interfaces stay up and neighbours stay known (the entries are permanent), so
-        that only a protocol's own timeouts can tell. Packets under way are lost as well.
+    def _sockets(self, host: int) -> list[tuple[int, str, int, str]]:
+        return self.inside(host, lambda: _sockets(self.address(host), self.address(host, 6)))
+
+    def drop_link(self, link: int | str) -> None:
+        """Silently lose every packet from and to a host, as a pulled cable behind a switch would. Twice is once.
+
+        With racks it is any link, by name (`Topology`): ``drop_link("r0")`` cuts a rack off. Nothing on any node hears
+        of it: interfaces stay up and neighbours stay known (the entries are permanent), so that only a protocol's own
+        timeouts can tell. Packets under way are lost as well.
         """
-        self._check_host(host)
-        self._down.add(host)
+        self._down.add(self._link_name(link))
         self._apply_rules()
 
-    def restore_link(self, host: int) -> None:
+    def restore_link(self, link: int | str) -> None:
         """Undo `drop_link`."""
-        self._check_host(host)
-        self._down.discard(host)
+        self._down.discard(self._link_name(link))
         self._apply_rules()
 
-    def inside(self, host: int, function: Callable[[], Any]) -> Any:
-        self._check_host(host)
-        return namespace.inside(self._namespaces[host], function)
+    def set_loss(self, link: int | str, loss: float) -> None:
+        """From now on lose this share of the packets that cross a link, in each direction. Only with racks, and with
+        offloads on what is lost is 64 KiB at a time.
+
+        Raises: ValueError, which names the links, or says what a share is.
+        """
+        losses = {**self.topology.losses, self._link_name(link): loss}
+        self.topology = dataclasses.replace(self.topology, losses=losses)
+        self._apply_rules()
+
+    def inside(self, host: int | str, function: Callable[[], Any]) -> Any:
+        return namespace.inside(self._namespaces[self.topology.number(host)], function)
 
     # How it is made
 
     def _prepare(self) -> None:
-        self._down: set[int] = set()
+        self._down: set[str] = set()
         self._namespaces: list[int] = []
-        """Descriptors: one for each host, and last the switch."""
+        """Descriptors: one for each node, and then for each switch, the core's last."""
         self._stack.callback(self._release)
 
     def _release(self) -> None:
@@ -273,75 +332,156 @@ class Testbed(Bed):
             os.close(self._namespaces.pop())
 
     def _build(self) -> None:
-        for _ in range(self.hosts + 1):
+        nodes = self.topology.nodes
+        for _ in (*nodes, *self.topology.switches):
             self._namespaces.append(namespace.create())
         self._start_keeper(self._namespaces)
-        *hosts, switch = self._namespaces
         netem = self.link.delay_ms > 0 and self._kernel_has_netem()
         carrier = None
         if self.link.delay_ms > 0 and not netem:
+            if self.topology.racks:
+                raise TestbedUnavailable(
+                    "a delay with racks needs netem, which this kernel lacks: leave the delay away"
+                )
             carrier = self._start_relay()
         else:
-            self._wire_switch(hosts, switch, netem=netem)
+            self._wire_switches(netem=netem)
         device = self.interface
-        for host, held in enumerate(hosts):
+        for node, held in zip(nodes, self._namespaces, strict=False):
             lines = [
                 "link set lo up",
-                f"link set {device} address {_mac(host)} mtu {self.link.mtu}",
-                f"addr add {self.address(host)}/24 dev {device}",
-                f"addr add {self.address(host, 6)}/64 dev {device} nodad",
+                f"link set {device} address {self.topology.mac(node)} mtu {self.link.mtu}",
+                f"addr add {self.address(node)}/{self.topology.prefix} dev {device}",
+                f"addr add {self.address(node, 6)}/64 dev {device} nodad",
                 f"link set {device} up",
             ]
-            for other in range(self.hosts):
-                if other != host:
-                    neighbour = f"lladdr {_mac(other)} nud permanent dev {device}"
+            if not self.link.uses_offloads:
+                # What ethtool's three switches leave alone: UDP that the application hands over to be cut.
+                lines.append(f"link set {device} gso_max_segs 1")
+            for other in nodes:
+                if other != node:
+                    neighbour = f"lladdr {self.topology.mac(other)} nud permanent dev {device}"
                     lines += [f"neigh add {self.address(other, family)} {neighbour}" for family in (4, 6)]
             self._ip(held, lines)
             self._tc(held, link.host_commands(self.link, device))
             if not self.link.uses_offloads:
                 namespace.inside(held, lambda: _switch_offloads_off(device))
-        if self.link.loss:
+        if self.link.loss or self.topology.losses:
             self._apply_rules()
-        if carrier is not None:
+        if carrier is None:
+            self._await_ports()
+        else:
             assert carrier.stdout is not None and carrier.stderr is not None
             with carrier.stdout, carrier.stderr:
                 if not carrier.stdout.readline():
                     error_text = carrier.stderr.read().decode().strip()
                     raise TestbedUnavailable(f"the relay that makes delays did not start: {error_text}")
 
-    def _wire_switch(self, hosts: list[int], switch: int, *, netem: bool) -> None:
-        """A bridge, and a pair of veth devices for each host."""
-        namespace.inside(switch, _forget_iptables)
-        lines = ["link set lo up", "link add switch type bridge", "link set switch up"]
-        for host, held in enumerate(hosts):
-            port = f"port{host} mtu {self.link.mtu}"
-            lines += [
-                f"link add {port} type veth peer name {self.interface} netns /proc/self/fd/{held}",
-                f"link set {port} master switch up",
+    def _wire_switches(self, *, netem: bool) -> None:
+        """A bridge for each switch, and a pair of veth devices for each link: the port on the upper switch has the link's
+        name, its lower end is `_lower_end`.
+
+        With racks every bridge knows from the start which port leads to which node: one that has to learn it sends the
+        first packets to all ports, and the counters of all links would show them.
+        """
+        topology = self.topology
+        for switch in topology.switches:
+            held = self._held(switch)
+            namespace.inside(held, _make_quiet)
+            self._ip(held, ["link set lo up", "link add switch type bridge", "link set switch up"])
+        # With two hosts, what one receives the other's link has limited already.
+        limited = topology.racks > 0 or self.hosts > 2
+        for name, upper in topology.links.items():
+            lower, device = self._lower_end(name)
+            spec = topology.link(name, self.link)
+            lines = [
+                f"link add {name} mtu {spec.mtu} type veth peer name {device} netns /proc/self/fd/{lower}",
+                f"link set {name} master switch up",
             ]
-        self._ip(switch, lines)
-        for host in range(self.hosts):
-            self._tc(switch, link.port_commands(self.link, f"port{host}", hosts=self.hosts, netem=netem))
+            self._ip(self._held(upper), lines)
+            between_switches = name not in topology.nodes
+            # The delay of a path is that of its last link, of which there is one.
+            self._tc(
+                self._held(upper), link.port_commands(spec, name, limited=limited, netem=netem and not between_switches)
+            )
+            if between_switches:
+                self._ip(lower, [f"link set {device} mtu {spec.mtu} master switch up"])
+                self._tc(lower, link.port_commands(spec, device, limited=True, netem=False))
+        if topology.racks:
+            for switch in topology.switches:
+                self._bridge(
+                    self._held(switch),
+                    [
+                        f"fdb replace {topology.mac(node)} dev {self._port_towards(switch, node)} master static"
+                        for node in topology.nodes
+                    ],
+                )
+
+    def _await_ports(self) -> None:
+        """Wait until all switches forward on all ports: they hear of a link that is up a while later, on a busy machine."""
+        deadline = time.monotonic() + PORTS_UP_S
+        for switch in self.topology.switches:
+            held = self._held(switch)
+            while "bridge_slave state disabled" in self._tool(held, ["ip", "-d", "link", "show", "master", "switch"]):
+                if time.monotonic() > deadline:
+                    raise TestbedUnavailable(f"the ports of switch {switch} are not up after {PORTS_UP_S:g} s")
+                time.sleep(0.001)
+
+    def _port_towards(self, switch: str, node: str) -> str:
+        """The device of ``switch`` that leads to ``node``."""
+        upper = self.topology.links[node]
+        if upper == switch:
+            return node
+        return upper if switch == CORE else UPLINK
+
+    def _lower_end(self, name: str) -> tuple[int, str]:
+        """A link's lower end: the namespace and the device."""
+        if name in self.topology.nodes:
+            return self._namespaces[self.topology.number(name)], self.interface
+        return self._held(name), UPLINK
+
+    def _held(self, switch: str) -> int:
+        """A switch's namespace."""
+        return self._namespaces[len(self.topology.nodes) + self.topology.switches.index(switch)]
+
+    def _link_name(self, name: int | str) -> str:
+        if isinstance(name, int):
+            return self.topology.nodes[self.topology.number(name)]
+        if name not in self.topology.links:
+            raise ValueError(f"there is no link {name}, but {', '.join(self.topology.links)}")
+        return name
 
     def _apply_rules(self) -> None:
-        """Loss and dropped links: rules on what reaches a host, before anything on the host sees it.
+        """Loss and dropped links: rules on what reaches a device, before anything behind it sees it.
 
-        A rule on what leaves a host would make its sends fail with EPERM, which is not silent. A host's rules are
+        A rule on what leaves a host would make its sends fail with EPERM, which is not silent. A namespace's rules are
         replaced as one transaction.
         """
-        gone = ", ".join(_mac(host) for host in sorted(self._down))
-        for host, held in enumerate(self._namespaces[:-1]):
-            rules = ["drop"] if host in self._down else [f"ether saddr {{ {gone} }} drop"] if gone else []
-            if self.link.loss:
-                rules.append(f"numgen random mod 1000000 < {round(self.link.loss * 1_000_000)} drop")
-            lines = [
-                "add table netdev testbed",
-                "delete table netdev testbed",
-                "add table netdev testbed",
-                f"add chain netdev testbed arriving {{ type filter hook ingress device {self.interface} priority 0; }}",
-                *[f"add rule netdev testbed arriving {rule}" for rule in rules],
-            ]
+        for held, devices in (self._rules_of_links() if self.topology.racks else self._rules_of_hosts()).items():
+            lines = ["add table netdev testbed", "delete table netdev testbed", "add table netdev testbed"]
+            for device, rules in devices.items():
+                hook = f"type filter hook ingress device {device} priority 0;"
+                lines.append(f"add chain netdev testbed {device} {{ {hook} }}")
+                lines += [f"add rule netdev testbed {device} {rule}" for rule in rules]
             self._tool(held, ["nft", "-f", "-"], "\n".join(lines) + "\n")
+
+    def _rules_of_hosts(self) -> dict[int, dict[str, list[str]]]:
+        """On one switch, where the relay may be in its place, all rules are on the hosts."""
+        found = {}
+        gone = ", ".join(self.topology.mac(node) for node in sorted(self._down))
+        for node, held in zip(self.topology.nodes, self._namespaces, strict=False):
+            rules = ["drop"] if node in self._down else [f"ether saddr {{ {gone} }} drop"] if gone else []
+            found[held] = {self.interface: rules + _loss_rules(self.link.loss)}
+        return found
+
+    def _rules_of_links(self) -> dict[int, dict[str, list[str]]]:
+        """With racks, both ends of a link have its rules."""
+        found: dict[int, dict[str, list[str]]] = {held: {} for held in self._namespaces}
+        for name, upper in self.topology.links.items():
+            lower, device = self._lower_end(name)
+            rules = ["drop"] if name in self._down else _loss_rules(self.topology.link(name, self.link).loss)
+            found[lower][device] = found[self._held(upper)][name] = rules
+        return found
 
     def _kernel_has_netem(self) -> bool:
         """Try it, on the loopback device of the still empty switch."""
@@ -358,7 +498,7 @@ class Testbed(Bed):
         """
         taps: list[int] = []
         try:
-            for held in self._namespaces[:-1]:
+            for held in self._namespaces[: self.hosts]:
                 open_tap = functools.partial(relay.open_tap, self.interface, offloads=self.link.uses_offloads)
                 taps.append(namespace.inside(held, open_tap))
             # With two hosts, what one receives the other's link has limited already.
@@ -404,12 +544,20 @@ class Testbed(Bed):
             for total in [sent[link.FIRST_MINOR + index]]
         ]
 
+    def _dropped_by_queues(self, held: int) -> dict[str, int]:
+        """Packets that a full queue dropped, by device. A queue's root counts those of its leaves."""
+        queues = json.loads(self._tool(held, ["tc", "-json", "-s", "qdisc", "show"]) or "[]")
+        return {each["dev"]: each["drops"] for each in queues if each.get("root")}
+
     def _ip(self, held: int, lines: Sequence[str]) -> None:
         self._tool(held, ["ip", "-batch", "-"], "\n".join(lines))
 
     def _tc(self, held: int, lines: Sequence[str]) -> None:
         if lines:
             self._tool(held, ["tc", "-batch", "-"], "\n".join(lines))
+
+    def _bridge(self, held: int, lines: Sequence[str]) -> None:
+        self._tool(held, ["bridge", "-batch", "-"], "\n".join(lines))
 
     def _tool(self, held: int, command: Sequence[str], text: str = "") -> str:
         """Run one of the system's tools in a namespace and return what it prints."""
@@ -422,10 +570,6 @@ class Testbed(Bed):
                 f"It was given:\n{text}\nA kernel that lacks one of {KERNEL_NEEDS} fails like this."
             )
         return done.stdout
-
-    def _check_host(self, host: int) -> None:
-        if not 0 <= host < self.hosts:
-            raise ValueError(f"host {host}: there are hosts 0 to {self.hosts - 1}")
 
 
 class Loopback(Bed):
@@ -441,26 +585,30 @@ class Loopback(Bed):
         super().__init__(hosts=hosts)
         self._start_keeper([])
 
-    def address(self, host: int, family: int = 4) -> str:
+    def address(self, host: int | str, family: int = 4) -> str:
         return "127.0.0.1" if family == 4 else "::1"
 
-    def inside(self, host: int, function: Callable[[], Any]) -> Any:
+    def inside(self, host: int | str, function: Callable[[], Any]) -> Any:
         return namespace.inside(None, function)
 
 
-def check_available(spec: LinkSpec) -> None:
+def check_available(spec: LinkSpec, topology: Topology | None = None) -> None:
     """Raise TestbedUnavailable when the rights or the tools for such a testbed are missing. Makes nothing."""
     if not sys.platform.startswith("linux"):
         raise TestbedUnavailable("emulated clusters need Linux: they are made of network namespaces")
     if os.geteuid() != 0:
         raise TestbedUnavailable("making network namespaces needs root: run the same command with sudo")
-    needed = ["ip", "tc"] + (["nft"] if spec.loss else [])
+    needed = ["ip", "tc"]
+    if spec.loss or (topology is not None and topology.losses):
+        needed.append("nft")
+    if topology is not None and topology.racks:
+        needed.append("bridge")
     for tool in needed:
         find_tool(tool)
 
 
 def find_tool(tool: str) -> str:
-    """The path of ``ip``, ``tc`` or ``nft``. Raises: TestbedUnavailable, which says what to install."""
+    """The path of ``ip``, ``tc``, ``bridge`` or ``nft``. Raises: TestbedUnavailable, which says what to install."""
     path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_DIRECTORIES]))
     if path is None:
         raise TestbedUnavailable(f"the command `{tool}` is missing: install {PACKAGES[tool]}")
@@ -522,10 +670,10 @@ def state_path(name: str) -> Path:
     return STATE_DIRECTORY / f"{name}.json"
 
 
-def _connections(*addresses: str) -> set[tuple[int, int]]:
-    """Ports (here, there) of the calling thread's established connections from ``addresses`` to others."""
+def _sockets(*addresses: str) -> list[tuple[int, str, int, str]]:
+    """The calling thread's TCP sockets between ``addresses`` and others: port here, address and port there, state."""
     own = {_kernel_hex(address) for address in addresses}
-    found = set()
+    found = []
     for table in ("tcp", "tcp6"):
         with open(f"/proc/thread-self/net/{table}") as file:
             next(file)
@@ -534,9 +682,14 @@ def _connections(*addresses: str) -> set[tuple[int, int]]:
                 (address, port), (other, other_port) = here.split(":"), there.split(":")
                 # A socket that speaks both families lists IPv4 addresses in IPv6's clothes.
                 address, other = (each.removeprefix(_V4_IN_V6) for each in (address, other))
-                if state == "01" and address in own and other not in own:
-                    found.add((int(port, 16), int(other_port, 16)))
+                if address in own and other not in own:
+                    found.append((int(port, 16), other, int(other_port, 16), state))
     return found
+
+
+_ESTABLISHED = "01"
+_NOT_CONNECTED = ("02", "03", "07", "0A", "0C")
+"""SYN_SENT, SYN_RECV, CLOSE, LISTEN, NEW_SYN_RECV (include/net/tcp_states.h). The others have been connected."""
 
 
 def _kernel_hex(address: str) -> str:
@@ -564,8 +717,11 @@ def _interface_counters(interface: str) -> dict[str, int]:
     raise LookupError(f"there is no interface {interface} here")
 
 
-def _forget_iptables() -> None:
-    """Where br_netfilter is loaded, every frame that crosses a bridge visits iptables first. There is nothing here."""
+def _make_quiet() -> None:
+    """What a switch's namespace would do besides switching: its ports would look for IPv6 routers, on all links; and where
+    br_netfilter is loaded, every frame that crosses a bridge visits iptables first, where there is nothing."""
+    with contextlib.suppress(FileNotFoundError):
+        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
     for family in ("iptables", "ip6tables", "arptables"):
         try:
             Path(f"/proc/sys/net/bridge/bridge-nf-call-{family}").write_text("0")
@@ -593,15 +749,18 @@ def _start_time(process: int) -> str:
     return fields[19]
 
 
-def _mac(host: int) -> str:
-    return f"02:00:00:00:00:{host + 1:02x}"
+def _loss_rules(loss: float) -> list[str]:
+    return [f"numgen random mod 1000000 < {round(loss * 1_000_000)} drop"] if loss else []
 
 
 MARK = "PENSTOCK_TESTBED"
 """Environment variable of every process in a testbed; its value is the testbed's."""
 
-MOST_HOSTS = 64
-"""A guess at where one machine's hosts stop being of use. The addresses would do for 254."""
+PORTS_UP_S = 10.0
+"""A guess, far above the milliseconds that it takes."""
+
+UPLINK = "uplink"
+"""The device of a rack's switch that leads to the core's."""
 
 STATE_DIRECTORY = Path("/run/penstock/testbed")
 
@@ -610,6 +769,7 @@ SYSTEM_DIRECTORIES = ["/usr/sbin", "/sbin"]
 
 PACKAGES = {
     "ip": "iproute2 (Debian, Ubuntu, Alpine, Arch) or iproute (Fedora)",
+    "bridge": "iproute2 (it has this name everywhere but on Fedora: iproute)",
     "tc": "iproute2 (Debian, Ubuntu, Alpine, Arch) or iproute-tc (Fedora)",
     "nft": "nftables (it has this name everywhere)",
 }

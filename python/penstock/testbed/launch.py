@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import os
 import secrets
 import select
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from penstock.testbed import keeper, link, rank
 from penstock.testbed.link import FlowClass
+from penstock.testbed.topology import LinkTraffic, blocks
 
 if TYPE_CHECKING:
     from penstock.testbed.cluster import Bed
@@ -40,7 +40,9 @@ class CompletedRun:
     counters: dict[int, dict[str, int]]
     """As `Bed.counters`, for the time of the run."""
     flows: dict[int, list[FlowClass]]
-    """As `Bed.flows`, for the time of the run; ``flows`` counts connections that were seen, twice a second."""
+    """As `Bed.flows`, for the time of the run; ``flows`` counts the connections that were seen, twice a second and at its end."""
+    links: list[LinkTraffic] = dataclasses.field(default_factory=list)
+    """As `Bed.links`, for the time of the run."""
 
 
 def run(
@@ -48,6 +50,7 @@ def run(
     command: Sequence[str],
     *,
     ranks: int,
+    on: Sequence[int | str] | None = None,
     env: Mapping[str, str] | None = None,
     launcher: Literal["direct", "torchrun"] = "direct",
     on_line: Callable[[int, str], None] | None = None,
@@ -62,6 +65,7 @@ def run(
     and OMP_NUM_THREADS, when unset, as the processors of this machine divided by all ranks.
 
     Args:
+        on: the nodes to deal the ranks to, such as ``["a0", "s0"]``; None for all hosts. Rank 0's is the master's.
         env: added to the environment of every rank.
         launcher: "direct" starts the ranks itself. "torchrun" starts one torchrun a host, which starts the host's
             ranks: the same environment as on a real cluster, for 3 s more of processor time a host.
@@ -79,9 +83,9 @@ def run(
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: give at least 1")
-    before = bed.counters(), bed.flows(), _processor_ticks()
+    before = bed.counters(), bed.flows(), _processor_ticks(), bed.links()
     started = time.monotonic()
-    the_run = _Run(bed, ranks, on_line)
+    the_run = _Run(bed, ranks, list(range(bed.hosts)) if on is None else list(on), on_line)
     try:
         the_run.start(list(command), dict(env or {}), launcher)
         the_run.wait(timeout_s, grace_s)
@@ -106,19 +110,24 @@ def run(
             for host, counters in bed.counters().items()
         },
         flows=_flows_since(before[1], bed.flows(), the_run.connections),
+        links=[now.since(then) for now, then in zip(bed.links(), before[3], strict=True)],
     )
 
 
 class _Run:
     """One run. All that happens arrives through one selector: output, ends of processes, and the clock."""
 
-    def __init__(self, bed: Bed, ranks: int, on_line: Callable[[int, str], None] | None) -> None:
+    def __init__(
+        self, bed: Bed, ranks: int, nodes: list[int | str], on_line: Callable[[int, str], None] | None
+    ) -> None:
         self.codes: dict[int, int] = {}  # of ranks, in the order in which they ended
         self.other_codes: list[int] = []  # of torchruns
         self.outputs: dict[int, list[str]] = collections.defaultdict(list)
         self.connections: dict[int, set[tuple[int, int]]] = collections.defaultdict(set)
+        self._earlier = bed.remembered()
         self._bed = bed
         self._ranks = ranks
+        self._nodes = nodes
         self._on_line = on_line
         self._id = secrets.token_hex(8)
         self._alive: dict[int, tuple[subprocess.Popen[bytes], int]] = {}  # by pidfd: process, rank or -1 - host
@@ -132,17 +141,19 @@ class _Run:
 
     def start(self, command: list[str], env: dict[str, str], launcher: str) -> None:
         bed, ranks = self._bed, self._ranks
-        blocks = _blocks(ranks, bed.hosts)
-        master_port = bed.inside(0, lambda: _free_port(bed.address(0)))
+        nodes = self._nodes
+        dealt = blocks(ranks, len(nodes))
+        master = bed.address(nodes[0])
+        master_port = bed.inside(nodes[0], lambda: _free_port(master))
         # On a real cluster each host has its own processors. Here all share these.
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // ranks))
         common = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **env, RUN_MARK: self._id}
         if launcher == "torchrun":
-            self._start_torchrun(command, common, blocks, master_port)
+            self._start_torchrun(command, common, dealt, master_port)
             return
         if launcher != "direct":
             raise ValueError(f"launcher='{launcher}': 'direct' or 'torchrun'")
-        for host, block in enumerate(blocks):
+        for host, block in enumerate(dealt):
             for local_rank, global_rank in enumerate(block):
                 own = {
                     "RANK": global_rank,
@@ -150,13 +161,13 @@ class _Run:
                     "LOCAL_RANK": local_rank,
                     "LOCAL_WORLD_SIZE": len(block),
                     "GROUP_RANK": host,
-                    "GROUP_WORLD_SIZE": len(blocks),
-                    "MASTER_ADDR": bed.address(0),
+                    "GROUP_WORLD_SIZE": len(dealt),
+                    "MASTER_ADDR": master,
                     "MASTER_PORT": master_port,
                 }
                 self._spawn(host, global_rank, command, {**common, **{key: str(value) for key, value in own.items()}})
 
-    def _start_torchrun(self, command: list[str], env: dict[str, str], blocks: list[range], port: int) -> None:
+    def _start_torchrun(self, command: list[str], env: dict[str, str], dealt: list[range], port: int) -> None:
         """One torchrun a host. Between it and each rank stands `rank`, which brings us the output and the exit code."""
         pipes = [os.pipe() for _ in range(self._ranks + 1)]
         for index, (read_end, write_end) in enumerate(pipes):
@@ -167,14 +178,14 @@ class _Run:
                 self._reports = read_end
                 self._listen(read_end, 0)
         reports, *outputs = [f"/proc/{os.getpid()}/fd/{write_end}" for _, write_end in [pipes[-1], *pipes[:-1]]]
-        for host, block in enumerate(blocks):
+        for host, block in enumerate(dealt):
             options = {
-                "nnodes": len(blocks),
+                "nnodes": len(dealt),
                 "nproc-per-node": len(block),
                 "node-rank": host,
-                "master-addr": self._bed.address(0),
+                "master-addr": self._bed.address(self._nodes[0]),
                 "master-port": port,
-                "local-addr": self._bed.address(host),
+                "local-addr": self._bed.address(self._nodes[host]),
             }
             argv = [sys.executable, "-m", "torch.distributed.run"]
             argv += [f"--{key}={value}" for key, value in options.items()]
@@ -184,7 +195,9 @@ class _Run:
     def _spawn(self, host: int, who: int, argv: list[str], env: dict[str, str]) -> None:
         read_end, write_end = os.pipe()
         try:
-            process = self._bed.popen(host, argv, env, stdin=subprocess.DEVNULL, stdout=write_end, stderr=write_end)
+            process = self._bed.popen(
+                self._nodes[host], argv, env, stdin=subprocess.DEVNULL, stdout=write_end, stderr=write_end
+            )
         except BaseException:
             os.close(read_end)
             raise
@@ -232,6 +245,7 @@ class _Run:
     def end(self) -> None:
         """Kill what is left, read what is left to read, and free everything."""
         keeper.sweep(f"{RUN_MARK}={self._id}".encode(), set())
+        self._note_connections()
         for process, _ in self._alive.values():
             process.wait()
         for descriptor in list(self._streams):
@@ -296,8 +310,8 @@ class _Run:
                 pass
 
     def _note_connections(self) -> None:
-        for host in range(self._bed.hosts):
-            self.connections[host] |= self._bed.connections(host)
+        for host, seen in self._bed.remembered().items():
+            self.connections[host] |= seen - self._earlier[host]
 
     def _describe_timeout(self, timeout_s: float | None) -> str:
         tails = []
@@ -305,13 +319,6 @@ class _Run:
             last = "".join(self.outputs[who])[-400:].rstrip()
             tails.append(f"rank {who} still ran; the end of its output:\n{last or '(none)'}")
         return "\n".join([f"the run did not end within {timeout_s:g} s", *tails])
-
-
-def _blocks(ranks: int, hosts: int) -> list[range]:
-    """Ranks of each host that has any, in blocks."""
-    each, more = divmod(ranks, hosts)
-    starts = [host * each + min(host, more) for host in range(hosts + 1)]
-    return [range(start, stop) for start, stop in itertools.pairwise(starts) if stop > start]
 
 
 def _free_port(address: str) -> int:

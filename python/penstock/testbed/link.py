@@ -136,16 +136,16 @@ def host_commands(spec: LinkSpec, device: str) -> list[str]:
     return lines
 
 
-def port_commands(spec: LinkSpec, device: str, *, hosts: int, netem: bool) -> list[str]:
-    """``tc -batch`` lines for what the switch sends to a host: the link's rate, a switch's buffer, and the delay.
+def port_commands(spec: LinkSpec, device: str, *, limited: bool, netem: bool) -> list[str]:
+    """``tc -batch`` lines for what a switch's port sends: the link's rate, a switch's buffer, and the delay.
 
     Args:
-        hosts: how many there are. Two need no rate here: what one receives, the other's link has limited already, and
-            a second queue would cost a timer for each packet.
+        limited: whether the rate and the buffer are wanted. Two hosts on one switch need none here: what one receives,
+            the other's link has limited already, and a second queue would cost a timer for each packet.
         netem: whether the kernel's own delay is to be used here. It sits under the rate, where a packet waits until
             it is both due and its turn.
     """
-    if spec.rate_mbit is None or hosts <= 2:
+    if spec.rate_mbit is None or not limited:
         return [f"qdisc add dev {device} root handle 2: {_netem(spec)}"] if netem else []
     rate_kbit = round(spec.rate_mbit * 1000)
     buffer_bytes = max(LEAST_BUFFER_BYTES, round(spec.rate_mbit * 1e6 / 8 * BUFFER_S))

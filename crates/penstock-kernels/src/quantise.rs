@@ -1,0 +1,548 @@
+//! Floats as integers with a power-of-two unit per block, so that sums come out the same in every order.
+//!
+//! `docs/quantisation.md` has the format, the proof that nothing overflows, and the error bounds.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use penstock_types::DType;
+
+use crate::element::{Bf16, Count, Counts, Number, Round, Swapped};
+use crate::operation::{Keep, Last, Sum};
+use crate::stream::{InstructionSet, Kernel};
+use crate::{Level, Operands, on};
+
+/// The exponent of the block `src`: the least `e` such that every magnitude is below 2^e.
+///
+/// # Panics
+/// If `dtype` is not float32, float16 or bfloat16, or `src` is not a whole number of elements.
+///
+/// # Cost
+/// One read of `src`, any alignment.
+#[must_use]
+pub fn block_exponent(dtype: DType, src: &[u8]) -> Exponent {
+    Level::best().block_exponent(dtype, src)
+}
+
+/// `slot[i] += payload[i]`, wrapping; whether any element overflowed, which honest workers' payloads cannot (the sum of
+/// as many as [`FixedPoint::new`] was told fits).
+///
+/// # Arguments
+/// - `integer`: the type of both sides, int16 or int32.
+/// - `slot`: in the machine's byte order.
+/// - `payload`: in `order`.
+///
+/// # Panics
+/// If `integer` is another type, or the lengths differ or are not a whole number of elements. Nothing was written. So do
+/// [`swap_bytes`] and [`sum_f32`], each for its types.
+///
+/// # Cost
+/// Two reads and one write of `slot`, any alignment.
+#[must_use = "an overflow says that somebody sent what the protocol does not allow"]
+pub fn add_integers(integer: DType, slot: &mut [u8], payload: &[u8], order: ByteOrder) -> bool {
+    Level::best().add_integers(integer, slot, payload, order)
+}
+
+/// Copy 2-byte or 4-byte elements between the machine's byte order and big-endian, in either direction.
+pub fn swap_bytes(integer: DType, dst: &mut [u8], src: &[u8]) {
+    Level::best().swap_bytes(integer, dst, src);
+}
+
+/// `dst = sources[0] + sources[1] + ...` in float32, in that order: the sum of a block that travels as floats. All are in
+/// `order`. The order of the sources decides the bits, so a slot that keeps its workers' payloads and adds them by rank
+/// repeats exactly.
+///
+/// # Panics
+/// Also without sources.
+pub fn sum_f32(dst: &mut [u8], sources: &[&[u8]], order: ByteOrder) {
+    Level::best().sum_f32(dst, sources, order);
+}
+
+/// How bytes of an element lie in a payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ByteOrder {
+    /// As in the machine's memory.
+    Native,
+    /// The network's, and the only one that a programmable switch adds.
+    Big,
+}
+
+/// The exponent of a block, or what stands in for one. The maximum over workers is the exponent of their sum's block: the
+/// two codes lie at the ends of `i16`, so that a plain signed maximum combines any two.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Exponent(i16);
+
+impl Exponent {
+    /// Every element is 0 (of either sign).
+    pub const ZERO: Exponent = Exponent(i16::MIN);
+    /// Some element is infinite or NaN: integers cannot carry the block, it travels as float32.
+    pub const NONFINITE: Exponent = Exponent(i16::MAX);
+    /// Of a block whose largest magnitude is float32's smallest denormal, 2^-149.
+    pub const MIN: Exponent = Exponent(-148);
+    /// Of a block with a magnitude of 2^127 or more.
+    pub const MAX: Exponent = Exponent(128);
+
+    /// From the wire: one of the two codes, or [`Exponent::MIN`] to [`Exponent::MAX`]. None for anything else, which no
+    /// worker sends.
+    #[must_use]
+    pub fn from_code(code: i16) -> Option<Exponent> {
+        let exponent = Exponent(code);
+        let is_finite = (Exponent::MIN..=Exponent::MAX).contains(&exponent);
+        (is_finite || exponent == Exponent::ZERO || exponent == Exponent::NONFINITE).then_some(exponent)
+    }
+
+    /// For the wire.
+    #[must_use]
+    pub fn code(self) -> i16 {
+        self.0
+    }
+}
+
+impl fmt::Debug for Exponent {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match *self {
+            Exponent::ZERO => f.write_str("ZERO"),
+            Exponent::NONFINITE => f.write_str("NONFINITE"),
+            Exponent(power) => write!(f, "2^{power}"),
+        }
+    }
+}
+
+/// How the blocks of a job travel: which integers, and how many of their bits one worker may use.
+///
+/// A worker's integers reach at most [`FixedPoint::largest`], and `workers` times that fits the integer: no sum of at most
+/// so many payloads overflows, in any order, halfway or at the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FixedPoint {
+    dtype: DType,
+    integer: DType,
+    /// The block's unit is 2^(exponent - bits).
+    bits: i32,
+    largest: u32,
+}
+
+impl FixedPoint {
+    /// The narrowest integer in which the largest elements of a block keep every bit: float32 travels as int32; float16 as
+    /// int16 for up to 16 workers, bfloat16 for up to 128, and beyond that both as int32.
+    ///
+    /// # Panics
+    /// If `dtype` is not float32, float16 or bfloat16, or `workers` is not 1 to [`MOST_WORKERS`].
+    #[must_use]
+    pub fn new(dtype: DType, workers: u32) -> FixedPoint {
+        let significands = (1 << significand_bits(dtype)) - 1;
+        let narrow = dtype != DType::F32 && u64::from(workers) * significands <= i16::MAX as u64;
+        FixedPoint::with_integer(dtype, workers, if narrow { DType::I16 } else { DType::I32 })
+    }
+
+    /// With int16 or int32 as the caller likes. int16 halves the traffic of float32, and its error bound is 2^16 times as
+    /// wide.
+    ///
+    /// # Panics
+    /// As [`FixedPoint::new`], and if `integer` is another type or cannot hold `workers` ones.
+    #[must_use]
+    pub fn with_integer(dtype: DType, workers: u32, integer: DType) -> FixedPoint {
+        let significand_bits = significand_bits(dtype);
+        assert!((1..=MOST_WORKERS).contains(&workers), "{workers} workers: 1 to {MOST_WORKERS} can share a block");
+        let share = match integer {
+            DType::I16 => i16::MAX as u32 / workers,
+            DType::I32 => i32::MAX as u32 / workers,
+            _ => panic!("a block travels as int16 or int32, not as {integer}"),
+        };
+        assert!(share > 0, "{integer} cannot hold a sum of {workers} workers");
+        // The largest magnitude below 2^e, times 2^(bits - e), rounds to this: from as many bits as the significand has
+        // on, it is an integer itself; with fewer it rounds up to the power.
+        let largest_at =
+            |bits: u32| (1_u32 << bits) - if bits < significand_bits { 0 } else { 1 << (bits - significand_bits) };
+        let bits = (0..=31).rev().find(|&bits| largest_at(bits) <= share).expect("largest_at(0) is 1");
+        FixedPoint { dtype, integer, bits: bits as i32, largest: largest_at(bits) }
+    }
+
+    /// The type of tensors: what is quantised, and what results are.
+    #[must_use]
+    pub fn dtype(self) -> DType {
+        self.dtype
+    }
+
+    /// The type of payloads and slots: int16 or int32.
+    #[must_use]
+    pub fn integer(self) -> DType {
+        self.integer
+    }
+
+    /// The largest magnitude that [`Block::quantise`] writes.
+    #[must_use]
+    pub fn largest(self) -> u32 {
+        self.largest
+    }
+
+    /// A block of this format whose exponent is `exponent`, the maximum over all workers. None for
+    /// [`Exponent::NONFINITE`]: such a block travels as float32.
+    #[must_use]
+    pub fn at(self, exponent: Exponent) -> Option<Block> {
+        (exponent != Exponent::NONFINITE).then_some(Block { format: self, exponent })
+    }
+}
+
+/// A block that travels as integers, times a unit of 2^k.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Block {
+    format: FixedPoint,
+    exponent: Exponent,
+}
+
+impl Block {
+    /// The format that it is a block of.
+    #[must_use]
+    pub fn format(self) -> FixedPoint {
+        self.format
+    }
+
+    /// What one count is worth, exactly; 0 for a block of zeros.
+    #[must_use]
+    pub fn unit(self) -> f64 {
+        if self.exponent == Exponent::ZERO { 0.0 } else { 2_f64.powi(self.unit_exponent()) }
+    }
+
+    /// Write `src / unit`, rounded to nearest even, as integers in `order`.
+    ///
+    /// The distance of `unit * dst[i]` from `src[i]` is at most `unit / 2`, also where `src[i]` is denormal; either zero
+    /// becomes 0. The block's exponent must be that of `src` or larger. If it is not, nothing overflows all the same:
+    /// what lies beyond [`FixedPoint::largest`] becomes that, of its sign, and a NaN becomes it with a plus.
+    ///
+    /// # Panics
+    /// If `src` is not a whole number of elements, or `dst` holds another number of them.
+    ///
+    /// # Cost
+    /// One read of `src` and one write of `dst`, any alignment.
+    pub fn quantise(self, dst: &mut [u8], src: &[u8], order: ByteOrder) {
+        Level::best().quantise(self, dst, src, order);
+    }
+
+    /// Write `sums * unit` as floats; `sums` are in `order`.
+    ///
+    /// Rounded to float32, nearest even (a result that is denormal is rounded twice, and its second error is at most
+    /// 2^-150), and for float16 and bfloat16 from there to them. Beyond their range results are infinite. So a sum of
+    /// `n` workers lies within `n * unit / 2` of the exact one before that rounding.
+    ///
+    /// # Panics
+    /// As [`Block::quantise`].
+    pub fn dequantise(self, dst: &mut [u8], sums: &[u8], order: ByteOrder) {
+        Level::best().dequantise(self, dst, sums, order);
+    }
+
+    fn unit_exponent(self) -> i32 {
+        i32::from(self.exponent.0) - self.format.bits
+    }
+
+    /// The unit (`sign` 1) or its inverse (-1) as two factors, because one may lie beyond float32's exponents: counts of
+    /// the smallest denormals are their 2^179 fold.
+    ///
+    /// Of a value times one and then the other, the first product is exact, or the last is too small to matter: times the
+    /// inverse it becomes 0 in any case; times the unit, an integer and 2^-126 make a normal number.
+    fn factors(self, sign: i32) -> (f32, f32) {
+        if self.exponent == Exponent::ZERO {
+            return (0.0, 0.0);
+        }
+        let power = self.unit_exponent() * sign;
+        let first = power.clamp(-126, 127);
+        (power_of_two(first), power_of_two(power - first))
+    }
+}
+
+impl Level {
+    /// [`block_exponent`] on this level.
+    #[must_use]
+    pub fn block_exponent(self, dtype: DType, src: &[u8]) -> Exponent {
+        let significand_bits = significand_bits(dtype);
+        elements_of(dtype, src.len());
+        // SAFETY: `self` vouches for the instruction set.
+        let magnitude = unsafe {
+            match dtype {
+                DType::F32 => on!(self, I => I::run(Largest::<i32>(src, PhantomData))),
+                _ => on!(self, I => I::run(Largest::<i16>(src, PhantomData))),
+            }
+        };
+        // Infinity as bits, and the power of two that the last place of a denormal stands for.
+        let (infinity, last_place) = match dtype {
+            DType::F32 => (0x7f80_0000, -149),
+            DType::F16 => (0x7c00, -24),
+            _ => (0x7f80, -133),
+        };
+        let fraction_bits = significand_bits - 1;
+        // The field is 1 for the power above the denormals.
+        let field = magnitude >> fraction_bits;
+        let places = if field == 0 { u32::BITS - magnitude.leading_zeros() } else { field + fraction_bits };
+        match magnitude {
+            0 => Exponent::ZERO,
+            _ if magnitude >= infinity => Exponent::NONFINITE,
+            _ => Exponent((last_place + places as i32) as i16),
+        }
+    }
+
+    /// [`Block::quantise`] on this level.
+    pub fn quantise(self, block: Block, dst: &mut [u8], src: &[u8], order: ByteOrder) {
+        let FixedPoint { dtype, integer, .. } = block.format;
+        let elements = elements_of(dtype, src.len());
+        assert_eq!(dst.len(), elements * integer.size(), "bytes of {elements} {integer}");
+        let operands = Operands { dst: dst.as_mut_ptr(), sources: &[src.as_ptr()], elements };
+        // SAFETY: `self` vouches for the instruction set, and both slices hold `elements` elements.
+        unsafe {
+            on!(self, I => match (integer, order.swaps()) {
+                (DType::I16, false) => to_counts::<I, i16, false>(block, operands),
+                (DType::I16, true) => to_counts::<I, i16, true>(block, operands),
+                (_, false) => to_counts::<I, i32, false>(block, operands),
+                (_, true) => to_counts::<I, i32, true>(block, operands),
+            });
+        }
+    }
+
+    /// [`Block::dequantise`] on this level.
+    pub fn dequantise(self, block: Block, dst: &mut [u8], sums: &[u8], order: ByteOrder) {
+        let FixedPoint { dtype, integer, .. } = block.format;
+        let elements = elements_of(integer, sums.len());
+        assert_eq!(dst.len(), elements * dtype.size(), "bytes of {elements} {dtype}");
+        let operands = Operands { dst: dst.as_mut_ptr(), sources: &[sums.as_ptr()], elements };
+        // SAFETY: as above.
+        unsafe {
+            on!(self, I => match (integer, order.swaps()) {
+                (DType::I16, false) => to_values::<I, i16, false>(block, operands),
+                (DType::I16, true) => to_values::<I, i16, true>(block, operands),
+                (_, false) => to_values::<I, i32, false>(block, operands),
+                (_, true) => to_values::<I, i32, true>(block, operands),
+            });
+        }
+    }
+
+    /// [`add_integers`] on this level.
+    #[must_use = "an overflow says that somebody sent what the protocol does not allow"]
+    pub fn add_integers(self, integer: DType, slot: &mut [u8], payload: &[u8], order: ByteOrder) -> bool {
+        elements_of(integer, payload.len());
+        assert_eq!(slot.len(), payload.len(), "a slot is as long as its payloads");
+        // SAFETY: `self` vouches for the instruction set.
+        unsafe {
+            on!(self, I => match (integer, order.swaps()) {
+                (DType::I16, false) => I::run(AddInto::<i16, false>(slot, payload, PhantomData)),
+                (DType::I16, true) => I::run(AddInto::<i16, true>(slot, payload, PhantomData)),
+                (DType::I32, false) => I::run(AddInto::<i32, false>(slot, payload, PhantomData)),
+                (DType::I32, true) => I::run(AddInto::<i32, true>(slot, payload, PhantomData)),
+                _ => panic!("a slot holds int16 or int32, not {integer}"),
+            })
+        }
+    }
+
+    /// [`swap_bytes`] on this level.
+    pub fn swap_bytes(self, integer: DType, dst: &mut [u8], src: &[u8]) {
+        let elements = elements_of(integer, src.len());
+        assert_eq!(dst.len(), src.len(), "bytes of {elements} {integer}");
+        let operands = Operands { dst: dst.as_mut_ptr(), sources: &[src.as_ptr()], elements };
+        // SAFETY: `self` vouches for the instruction set, and both slices hold `elements` elements.
+        unsafe {
+            match integer.size() {
+                2 => on!(self, I => I::stream::<Swapped<i16>, i16, Sum, Keep, 64>(operands, Keep)),
+                4 => on!(self, I => I::stream::<Swapped<i32>, i32, Sum, Keep, 32>(operands, Keep)),
+                _ => panic!("{integer} has neither 2 nor 4 bytes"),
+            }
+        }
+    }
+
+    /// [`sum_f32`] on this level.
+    pub fn sum_f32(self, dst: &mut [u8], sources: &[&[u8]], order: ByteOrder) {
+        let elements = elements_of(DType::F32, dst.len());
+        assert!(!sources.is_empty(), "a sum needs a source");
+        assert!(sources.iter().all(|source| source.len() == dst.len()), "sources are as long as their sum");
+        let dst = dst.as_mut_ptr();
+        let sum = |sources: &[*const u8]| {
+            let operands = Operands { dst, sources, elements };
+            // SAFETY: `self` vouches for the instruction set, and `dst` and all sources hold `elements` elements.
+            unsafe {
+                on!(self, I => match order.swaps() {
+                    false => I::stream::<f32, f32, Sum, Keep, 32>(operands, Keep),
+                    true => I::stream::<Swapped<f32>, Swapped<f32>, Sum, Keep, 32>(operands, Keep),
+                });
+            }
+        };
+        // Some sources at a time, each time to the sum so far, is the same order, and needs no allocation.
+        let mut pointers = [std::ptr::null(); SOURCES_AT_ONCE];
+        let mut filled = 0;
+        for source in sources {
+            if filled == SOURCES_AT_ONCE {
+                sum(&pointers);
+                (pointers[0], filled) = (dst.cast_const(), 1);
+            }
+            pointers[filled] = source.as_ptr();
+            filled += 1;
+        }
+        sum(&pointers[..filled]);
+    }
+}
+
+impl ByteOrder {
+    fn swaps(self) -> bool {
+        self == ByteOrder::Big && cfg!(target_endian = "little")
+    }
+}
+
+/// How many workers can share a block: a guess at more than anybody will have, with 14 bits left to each in an int32.
+pub const MOST_WORKERS: u32 = 1 << 16;
+
+/// 512 bytes of pointers. More workers cost one more read and write of the sum for each so many.
+const SOURCES_AT_ONCE: usize = 64;
+
+fn significand_bits(dtype: DType) -> u32 {
+    match dtype {
+        DType::F32 => 24,
+        DType::F16 => 11,
+        DType::BF16 => 8,
+        _ => panic!("float32, float16 and bfloat16 are quantised, {dtype} is not"),
+    }
+}
+
+fn elements_of(dtype: DType, bytes: usize) -> usize {
+    assert!(bytes.is_multiple_of(dtype.size()), "{bytes} bytes are not a whole number of {dtype}");
+    bytes / dtype.size()
+}
+
+fn power_of_two(exponent: i32) -> f32 {
+    debug_assert!((-126..=127).contains(&exponent));
+    f32::from_bits(((exponent + 127) as u32) << 23)
+}
+
+// Safety, of the functions below: the machine has the instruction set `I`, and the operands are as their type says.
+
+unsafe fn to_counts<I: InstructionSet<Round: Round<T>>, T: Count, const SWAP: bool>(block: Block, operands: Operands) {
+    let (first, second) = block.factors(-1);
+    let last = ToCounts { first, second, largest: block.format.largest as f32 };
+    // SAFETY: as for this function; `ToCounts` leaves what fits a `T`.
+    unsafe {
+        match block.format.dtype {
+            DType::F32 => I::stream::<f32, Counts<T, I::Round, SWAP>, Sum, _, 32>(operands, last),
+            DType::F16 => I::stream::<I::F16, Counts<T, I::Round, SWAP>, Sum, _, 32>(operands, last),
+            _ => I::stream::<Bf16, Counts<T, I::Round, SWAP>, Sum, _, 32>(operands, last),
+        }
+    }
+}
+
+unsafe fn to_values<I: InstructionSet<Round: Round<T>>, T: Count, const SWAP: bool>(block: Block, operands: Operands) {
+    let (first, second) = block.factors(1);
+    let last = ToValues { first, second };
+    // SAFETY: as for this function.
+    unsafe {
+        match block.format.dtype {
+            DType::F32 => I::stream::<Counts<T, I::Round, SWAP>, Number, Sum, _, 32>(operands, last),
+            DType::F16 => I::stream::<Counts<T, I::Round, SWAP>, I::F16, Sum, _, 32>(operands, last),
+            _ => I::stream::<Counts<T, I::Round, SWAP>, Bf16, Sum, _, 32>(operands, last),
+        }
+    }
+}
+
+/// Scale, and keep within what a worker may send. A NaN fails the first comparison.
+#[derive(Clone, Copy)]
+struct ToCounts {
+    first: f32,
+    second: f32,
+    largest: f32,
+}
+
+impl Last<f32> for ToCounts {
+    #[inline(always)]
+    fn apply(self, value: f32) -> f32 {
+        let scaled = value * self.first * self.second;
+        let below = if scaled < self.largest { scaled } else { self.largest };
+        if below > -self.largest { below } else { -self.largest }
+    }
+}
+
+/// Scale.
+#[derive(Clone, Copy)]
+struct ToValues {
+    first: f32,
+    second: f32,
+}
+
+impl Last<f32> for ToValues {
+    #[inline(always)]
+    fn apply(self, value: f32) -> f32 {
+        value * self.first * self.second
+    }
+}
+
+/// The largest magnitude of floats, as their bits without the sign, which order like the magnitudes and put what is not
+/// finite last.
+struct Largest<'a, T>(&'a [u8], PhantomData<T>);
+
+/// Adds a payload (the second) to a slot, wrapping; whether an element overflowed.
+struct AddInto<'a, T, const SWAP: bool>(&'a mut [u8], &'a [u8], PhantomData<T>);
+
+// A closure that is called twice need not be inlined, and then is compiled for the baseline: hence `round`.
+macro_rules! kernels {
+    ($($integer:ty, $lanes:literal;)*) => {$(
+        impl Kernel for Largest<'_, $integer> {
+            type Output = u32;
+
+            #[inline(always)]
+            fn run(self) -> u32 {
+                // A plain loop is what the compiler makes the best of here. Signed, since a baseline x86-64 has no maximum
+                // of unsigned words.
+                let (elements, _) = self.0.as_chunks();
+                let magnitudes = elements.iter().map(|&bytes| <$integer>::from_ne_bytes(bytes) & <$integer>::MAX);
+                magnitudes.fold(0, |largest, each| if each > largest { each } else { largest }) as u32
+            }
+        }
+
+        impl<const SWAP: bool> Kernel for AddInto<'_, $integer, SWAP> {
+            type Output = bool;
+
+            #[inline(always)]
+            fn run(self) -> bool {
+                let mut overflow = [0; $lanes];
+                let mut slots = self.0.chunks_exact_mut(size_of_val(&overflow));
+                let payloads = self.1.chunks_exact(size_of_val(&overflow));
+                let rest = payloads.remainder();
+                for (slot, payload) in slots.by_ref().zip(payloads) {
+                    Self::round(slot, payload, &mut overflow);
+                }
+                Self::round(slots.into_remainder(), rest, &mut overflow);
+                overflow.into_iter().fold(0, |any, each| any | each) < 0
+            }
+        }
+
+        impl<const SWAP: bool> AddInto<'_, $integer, SWAP> {
+            #[inline(always)]
+            fn round(slot: &mut [u8], payload: &[u8], overflow: &mut [$integer; $lanes]) {
+                let mut sums: [$integer; $lanes] = load(slot);
+                let terms: [$integer; $lanes] = load(payload);
+                for i in 0..$lanes {
+                    let term = if SWAP { terms[i].swap_bytes() } else { terms[i] };
+                    let total = sums[i].wrapping_add(term);
+                    // The sign bit is set where both operands have the sign that the total has not.
+                    overflow[i] |= (sums[i] ^ total) & (term ^ total);
+                    sums[i] = total;
+                }
+                store(slot, &sums);
+            }
+        }
+    )*};
+}
+
+kernels! {
+    i16, 64;
+    i32, 32;
+}
+
+/// As many elements as there are, which may be fewer; zeros follow.
+#[inline(always)]
+fn load<T: Count, const N: usize>(bytes: &[u8]) -> [T; N] {
+    let mut elements = [T::default(); N];
+    let size = bytes.len().min(size_of_val(&elements));
+    // SAFETY: both sides have `size` bytes, and a `Count` is an integer, which any bytes are.
+    unsafe { elements.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), size) };
+    elements
+}
+
+/// As many elements as there is room for.
+#[inline(always)]
+fn store<T: Count, const N: usize>(bytes: &mut [u8], elements: &[T; N]) {
+    let size = bytes.len().min(size_of_val(elements));
+    // SAFETY: as for `load`.
+    unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(elements.as_ptr().cast(), size) };
+}
