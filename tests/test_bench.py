@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from penstock.bench import cli, figures, readiness, report, training
+from penstock.bench import cli, figures, readiness, report, training, tuner
 from penstock.bench.collectives import COLLECTIVES, PERIOD, Run
 from penstock.bench.launcher import BenchError
 from penstock.bench.mesh import Mesh
@@ -29,6 +29,7 @@ from penstock.bench.task import Task, WrongResult
 from penstock.testbed.cluster import Loopback
 from penstock.testbed.cluster import unavailable as testbed_unavailable
 from penstock.testbed.link import LinkSpec
+from penstock.tune import Setting, Tuner
 
 GLOO = cli.BACKENDS["gloo"]
 HERE = [each for each in cli.BACKENDS.values() if unavailable(each, on_testbed=False) is None]
@@ -583,6 +584,38 @@ def test_final_losses_are_means_of_the_last_tenth() -> None:
         2, {"hook": [5.0] * 18 + [2.0, 4.0], "hook-float16": [5.0] * 19 + [3.3], "short": [7.0, 6.0]}
     )
     assert [lesson.final(way) for way in lesson.losses] == pytest.approx([3.0, 4.15, 6.0])
+
+
+def test_the_tuner_is_compared_turn_by_turn() -> None:
+    """Medians of ratios within a turn, so that what slows the machine down for a while slows down both sides of each."""
+    setting = Setting(1, 1 << 20, "auto")
+    pinned = Tuner.pinned(setting).record()
+    tunings = [
+        {"phase": name, "setting": setting.to_json(), "start": setting.to_json(), "steps": 7, "record": pinned}
+        for name in ("neighbour", "default", "remembered")
+    ]
+    grid = {"phase": "grid", "best": setting.to_json(), "settings": [{}, {}], "size": 9}
+    turns = [
+        {"phase": "turn", "seconds": {"grid": [s], "default": [1.1 * s], "remembered": [0.9 * s], "untuned": [4 * s]}}
+        for s in (1.0, 100.0, 2.0)
+    ]
+    outcome = tuner.summarise([*tunings, grid, *turns], "a link")
+    assert outcome.default.behind == pytest.approx(0.1) and outcome.remembered.behind == pytest.approx(-0.1)
+    assert (outcome.grid, outcome.space, outcome.best_s, outcome.untuned_s) == (2, 9, 2.0, 8.0)
+
+
+def test_the_tuner_is_measured(tmp_path: pathlib.Path) -> None:
+    """On loopback, small: both tunings end within their budgets, the second begins at a neighbour's, all settings of the grid
+    are measured, and the table has what the file has."""
+    path = tmp_path / "tuner.json"
+    few = ["--hosts", "1", "--ranks", "2", "--layers", "2", "--budget", "24", "--stride", "4", "--grid-steps", "1"]
+    run = _bench(["tuner", *few, "--pairs", "2", "--pair-steps", "1", "--json", str(path)])
+    assert run.returncode == 0, run.stderr
+    (outcome,) = json.loads(path.read_text())["runs"]
+    assert outcome["grid"] == 2 * 2 and outcome["space"] == 5 * 5
+    assert outcome["default"]["steps"] <= 24 and outcome["remembered"]["steps"] <= 24
+    assert len(outcome["turns"]) == 2 and set(outcome["turns"][0]) == {"grid", "default", "remembered", "untuned"}
+    assert "neighbour" in run.stdout and f"{outcome['best']['streams']} streams" in run.stdout
 
 
 # Helpers

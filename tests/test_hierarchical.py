@@ -63,7 +63,7 @@ def test_links_carry_what_the_plan_promises(bed: Testbed, placement: str, algori
             # Headers and acknowledgements take up to 7 %; the tail may be sent twice, and more of it on a busy machine. A
             # ring's bytes are 1.5 times those of the hierarchical plan.
             assert least <= carried <= 1.3 * least, (host, direction, carried / least)
-    chosen = f"{world} ranks on {hosts} hosts: hierarchical" if algorithm == "auto" else "ring (PENSTOCK_ALGORITHM)"
+    chosen = f"{world} ranks on {hosts} hosts: hierarchical" if algorithm == "auto" else "ring (PENSTOCK_ALGORITHM"
     assert chosen in reports[0]["algorithm"], reports[0]
 
 

@@ -40,6 +40,8 @@ class Settings:
     algorithm: str | None
     checksum: bool
     check: frozenset[str]
+    tune: bool | str
+    tune_record: str
     secret: str
     secret_file: str
     peer_timeout: float
@@ -120,6 +122,12 @@ def _check(text: str) -> frozenset[str]:
     return words
 
 
+def _tune(text: str) -> bool | str:
+    if not text:
+        raise ValueError("must be 0, 1 or a tuner's record")
+    return text if text not in ("0", "1") else text == "1"
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0.5 <= value <= 3600:
@@ -192,6 +200,20 @@ KNOBS = (
         "hold other parameters or averages fail before the update, and the first is named; costs one read of both. slow: a "
         "warning names the rank that keeps the others waiting, and why; costs a small exchange a step. "
         "The same on all ranks. Empty: nothing is looked for.",
+    ),
+    Knob(
+        "PENSTOCK_TUNE",
+        "0",
+        _tune,
+        "what gradient hooks do where the script does not say (docs/tune.md); rank 0's value counts. 1: find the fastest "
+        "streams, unit size and algorithm during the first 100 steps, some of which are slower for it, and keep watch. A "
+        "tuner's record (a file): what it chose. 0: the defaults.",
+    ),
+    Knob(
+        "PENSTOCK_TUNE_RECORD",
+        "",
+        str,
+        "a file that rank 0 writes when it has tuned, for `penstock tune --show` and for PENSTOCK_TUNE. Empty: none is written.",
     ),
     Knob(
         "PENSTOCK_SECRET",

@@ -6,7 +6,7 @@ use crate::stats::Stats;
 use crate::ticket::Ticket;
 use penstock_net::memory::{Landmark, Region};
 use penstock_net::{Contact, Driver, Listen, Settings, Wake, fds};
-use penstock_plan::Thresholds;
+use penstock_plan::{Algorithm, Thresholds};
 use penstock_protocol::peer::PeerConfig;
 use penstock_types::{Failure, FailureKind, Generation, GroupId};
 use std::net::IpAddr;
@@ -153,7 +153,7 @@ impl Engine {
     /// # Errors
     /// `Closed`: the engine has stopped.
     pub fn stats(&self) -> Result<Stats, Failure> {
-        self.ask(Command::Stats)
+        self.handle.ask(Command::Stats)
     }
 
     /// The flight record, as JSON: the last operations of this process with what [`Engine::stats`] counts; blocks for one turn
@@ -162,24 +162,12 @@ impl Engine {
     /// # Errors
     /// `Closed`: the engine has stopped.
     pub fn record(&self) -> Result<String, Failure> {
-        self.ask(Command::Record)
+        self.handle.ask(Command::Record)
     }
 
     /// Writes the flight record to [`Config::flight_recorder`], if there is one, soon.
     pub fn write_record(&self) {
         self.handle.command(Command::WriteRecord, &Ticket::default());
-    }
-
-    fn ask<T>(&self, question: impl FnOnce(mpsc::Sender<T>) -> Command) -> Result<T, Failure> {
-        let (reply, answer) = mpsc::channel();
-        let ticket = Ticket::default();
-        self.handle.command(question(reply), &ticket);
-        if let Some(Err(failure)) = ticket.result() {
-            return Err(failure);
-        }
-        answer
-            .recv_timeout(Duration::from_secs(5))
-            .map_err(|_| Failure::fatal(FailureKind::Closed, "the engine has stopped."))
     }
 
     /// Tells the peers, lets them take what is left, and ends the thread. Blocks for up to 2.5 s.
@@ -239,6 +227,22 @@ impl Group {
         self.handle.command(Command::Release(self.id, ticket.clone()), ticket);
     }
 
+    /// From the next operation on, all-reduces use this algorithm where it fits (`None`: the one that the planner chooses), and
+    /// what this process sends to the group's other ranks leaves on so many streams, if as many are open. All ranks must
+    /// change the algorithm between the same two operations; streams are each sender's own affair, and those of other groups
+    /// with these ranks as well.
+    pub fn retune(&self, algorithm: Option<Algorithm>, streams: usize) {
+        self.handle.command(Command::Retune(self.id, algorithm, streams), &Ticket::default());
+    }
+
+    /// The host of each rank, as the group has found out in its join; blocks for one turn of the engine's loop.
+    ///
+    /// # Errors
+    /// `Closed`: the engine has stopped.
+    pub fn hosts(&self) -> Result<Vec<u32>, Failure> {
+        self.handle.ask(|reply| Command::Hosts(self.id, reply))
+    }
+
     /// Leaves the group; operations that still run fail.
     pub fn leave(&self) {
         self.handle.command(Command::Leave(self.id), &Ticket::default());
@@ -284,5 +288,17 @@ impl Handle {
         }
         self.shared.commands.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(command);
         self.wake.wake();
+    }
+
+    fn ask<T>(&self, question: impl FnOnce(mpsc::Sender<T>) -> Command) -> Result<T, Failure> {
+        let (reply, answer) = mpsc::channel();
+        let ticket = Ticket::default();
+        self.command(question(reply), &ticket);
+        if let Some(Err(failure)) = ticket.result() {
+            return Err(failure);
+        }
+        answer
+            .recv_timeout(Duration::from_secs(5))
+            .map_err(|_| Failure::fatal(FailureKind::Closed, "the engine has stopped."))
     }
 }

@@ -25,7 +25,7 @@ pub use penstock_kernels::simd_level;
 pub use penstock_net::{Contact, fds, interface, memory};
 pub use penstock_plan as plan;
 pub use penstock_protocol::{crc32c, fingerprint};
-pub use reducer::{Gradient, Reducer, ReducerSpec, ReducerStats};
+pub use reducer::{Gradient, Reducer, ReducerSpec, ReducerStats, Way};
 pub use runtime::{Call, GroupSpec};
 pub use stats::{GroupStats, PeerStats, Stats};
 pub use ticket::Ticket;

@@ -14,8 +14,8 @@
 
 use crate::readiness::{Agreed, Readiness};
 use crate::{Call, Group, Ticket};
-use penstock_plan::Collective;
 use penstock_plan::units::{Entry, Unit, pack};
+use penstock_plan::{Algorithm, Collective};
 use penstock_protocol::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp};
 use std::any::Any;
@@ -63,6 +63,19 @@ pub struct ReducerSpec {
     pub timeout: u64,
 }
 
+/// How gradients travel. It may change between steps, on all ranks at the same one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Way {
+    /// As [`ReducerSpec::unit_bytes`].
+    pub unit_bytes: u64,
+    /// As [`ReducerSpec::wire`].
+    pub wire: Option<DType>,
+    /// How units are all-reduced; `None` leaves it to the planner.
+    pub algorithm: Option<Algorithm>,
+    /// Streams to send on to each rank, of those that are open; see [`Group::retune`].
+    pub streams: usize,
+}
+
 /// What a reducer has done so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReducerStats {
@@ -92,7 +105,6 @@ struct Inner {
     world: u32,
     gradients: Vec<Gradient>,
     op: ReduceOp,
-    wire: Option<DType>,
     check_finite: bool,
     timeout: u64,
     state: Mutex<State>,
@@ -102,6 +114,7 @@ struct Inner {
 struct State {
     readiness: Readiness,
     unit_bytes: u64,
+    wire: Option<DType>,
     submitted: Vec<Option<Submitted>>,
     /// Whether a gradient was absent on all ranks when it was last agreed on.
     absent: Vec<bool>,
@@ -156,15 +169,7 @@ impl Reducer {
         if !matches!(spec.op, ReduceOp::Sum | ReduceOp::Avg) {
             return config(format!("gradients are summed or averaged, not reduced with {}.", spec.op.name()));
         }
-        if !matches!(spec.wire, None | Some(DType::F16 | DType::BF16)) {
-            return config("gradients go over the wire as they are, or as float16 or bfloat16.".into());
-        }
-        for Gradient { name, dtype, .. } in &spec.gradients {
-            if !spec.op.takes(*dtype) || (spec.wire.is_some() && *dtype != DType::F32) {
-                let way = spec.wire.map_or(String::new(), |wire| format!(" and sent as {wire}"));
-                return config(format!("{name} is {dtype}, which cannot be reduced with {}{way}.", spec.op.name()));
-            }
-        }
+        check_wire(spec.wire, spec.op, &spec.gradients)?;
         if spec.error_feedback && spec.wire.is_none() {
             return config("error feedback keeps what rounding for the wire takes off: name a wire dtype too.".into());
         }
@@ -180,6 +185,7 @@ impl Reducer {
         let state = State {
             readiness: Readiness::new(entries),
             unit_bytes: spec.unit_bytes,
+            wire: spec.wire,
             submitted: (0..count).map(|_| None).collect(),
             absent: vec![false; count],
             running: 0,
@@ -196,7 +202,6 @@ impl Reducer {
             world: spec.world,
             gradients: spec.gradients,
             op: spec.op,
-            wire: spec.wire,
             check_finite: spec.check_finite,
             timeout: spec.timeout,
             state: Mutex::new(state),
@@ -262,23 +267,46 @@ impl Reducer {
         self.lock().absent.get(index as usize).copied().unwrap_or(false)
     }
 
-    /// Changes the size of units from the next step on; all ranks at the same step.
+    /// Changes how gradients travel, from the next step on; all ranks at the same step.
     ///
     /// # Errors
-    /// `Bug`: something is pending or running.
-    pub fn set_unit_bytes(&self, unit_bytes: u64) -> Result<(), Failure> {
-        let mut state = self.lock();
-        if state.running > 0 || state.readiness.pending() > 0 {
-            return Err(Failure::of_call(FailureKind::Bug, "the size of units changes between steps only."));
+    /// `Bug`: something is pending or running; nothing has changed. `Config`: a wire dtype that does not fit the gradients, or
+    /// an algorithm that all-reduces do not have.
+    pub fn set_way(&self, way: &Way) -> Result<(), Failure> {
+        check_wire(way.wire, self.0.op, &self.0.gradients)?;
+        if let Some(algorithm) = way.algorithm.filter(|one| !Algorithm::of(Collective::AllReduce).contains(one)) {
+            return Err(Failure::of_call(FailureKind::Config, format!("there is no all-reduce called {algorithm}.")));
         }
-        state.unit_bytes = unit_bytes;
+        let mut state = self.lock_idle()?;
+        (state.unit_bytes, state.wire) = (way.unit_bytes, way.wire);
+        // With the lock held: what starts later is behind it in the engine's queue.
+        self.0.units.retune(way.algorithm, way.streams);
         Ok(())
+    }
+
+    /// The state, if it is between two steps: a unit that is re-cut while it is under way would corrupt gradients.
+    fn lock_idle(&self) -> Result<MutexGuard<'_, State>, Failure> {
+        let state = self.lock();
+        let (running, pending) = (state.running, state.readiness.pending());
+        if running > 0 || pending > 0 {
+            let message = format!(
+                "how gradients travel changes between two steps only, and {running} exchanges are running and {pending} \
+                 gradients pending; call it after backward() has returned. Nothing has changed."
+            );
+            return Err(Failure::of_call(FailureKind::Bug, message));
+        }
+        Ok(state)
     }
 
     /// Counts since the reducer was made.
     #[must_use]
     pub fn stats(&self) -> ReducerStats {
         self.lock().stats
+    }
+
+    /// Changes only while no unit is under way.
+    fn wire(&self) -> Option<DType> {
+        self.lock().wire
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -351,7 +379,7 @@ impl Reducer {
                     residuals.push(residual[piece.range.start as usize / 4..].as_mut_ptr());
                 }
             }
-            let in_place = self.0.wire.is_none() && is_one_piece(&unit, &pieces);
+            let in_place = state.wire.is_none() && is_one_piece(&unit, &pieces);
             let bytes = unit.bytes();
             let buffer = (!in_place).then(|| state.spare.pop().unwrap_or_default());
             let count = if in_place { &mut state.stats.in_place_bytes } else { &mut state.stats.copied_bytes };
@@ -368,7 +396,7 @@ impl Reducer {
 
     fn reduce(&self, mut carrier: Carrier) {
         let dtype = self.0.gradients[carrier.unit.pieces[0].index as usize].dtype;
-        let (dtype, op) = match self.0.wire {
+        let (dtype, op) = match self.wire() {
             Some(wire) => (wire, ReduceOp::Sum),
             None => (dtype, self.0.op),
         };
@@ -426,14 +454,14 @@ impl Reducer {
     /// The pieces are valid, and nobody writes to them.
     unsafe fn load(&self, carrier: &mut Carrier) {
         let Some(buffer) = &mut carrier.buffer else { return };
-        let bytes = carrier.unit.bytes() as usize;
-        buffer.resize(if self.0.wire.is_some() { bytes / 2 } else { bytes }, 0);
+        let (bytes, wire) = (carrier.unit.bytes() as usize, self.wire());
+        buffer.resize(if wire.is_some() { bytes / 2 } else { bytes }, 0);
         let mut at = buffer.as_mut_ptr();
         for (at_piece, (piece, src)) in carrier.unit.pieces.iter().zip(&carrier.pieces).enumerate() {
             let len = piece.range.len() as usize;
             // SAFETY: the buffer holds all pieces one after the other; the caller vouches for them.
             at = unsafe {
-                match self.0.wire {
+                match wire {
                     None => {
                         at.copy_from_nonoverlapping(*src, len);
                         at.add(len)
@@ -458,12 +486,13 @@ impl Reducer {
     /// The pieces are valid, and nobody uses them.
     unsafe fn store(&self, carrier: &Carrier) {
         let Some(buffer) = &carrier.buffer else { return };
+        let wire = self.wire();
         let mut at = buffer.as_ptr();
         for (piece, dst) in carrier.unit.pieces.iter().zip(&carrier.pieces) {
             let len = piece.range.len() as usize;
             // SAFETY: as in `load`.
             at = unsafe {
-                match self.0.wire {
+                match wire {
                     None => {
                         dst.copy_from_nonoverlapping(at, len);
                         at.add(len)
@@ -518,6 +547,20 @@ impl Reducer {
         self.0.rounds.fail(failure.clone());
         self.0.units.fail(failure.clone());
     }
+}
+
+fn check_wire(wire: Option<DType>, op: ReduceOp, gradients: &[Gradient]) -> Result<(), Failure> {
+    let config = |message: String| Err(Failure::of_call(FailureKind::Config, message));
+    if !matches!(wire, None | Some(DType::F16 | DType::BF16)) {
+        return config("gradients go over the wire as they are, or as float16 or bfloat16.".into());
+    }
+    for Gradient { name, dtype, .. } in gradients {
+        if !op.takes(*dtype) || (wire.is_some() && *dtype != DType::F32) {
+            let way = wire.map_or(String::new(), |wire| format!(" and sent as {wire}"));
+            return config(format!("{name} is {dtype}, which cannot be reduced with {}{way}.", op.name()));
+        }
+    }
+    Ok(())
 }
 
 /// Whether the pieces of a unit follow each other in memory.

@@ -37,6 +37,9 @@ pub(crate) enum Command {
     Start(GroupId, Call, Ticket),
     Release(GroupId, Ticket),
     Leave(GroupId),
+    /// The all-reduce algorithm of a group from its next operation on, and the streams to use to each of its ranks.
+    Retune(GroupId, Option<Algorithm>, usize),
+    Hosts(GroupId, mpsc::Sender<Vec<u32>>),
     Abort(GroupId, Failure),
     Expire(GroupId, u64),
     Share(u64, Region),
@@ -472,7 +475,7 @@ impl Runtime {
             && wanted != algorithm
             && fits(wanted, call.bytes, group.topology.medium(), &self.thresholds)
         {
-            reason = format!("{wanted} (PENSTOCK_ALGORITHM) instead of {algorithm}");
+            reason = format!("{wanted} (PENSTOCK_ALGORITHM or the tuner) instead of {algorithm}");
             algorithm = wanted;
         }
         let steps = match self.planner.steps(&request, algorithm) {
@@ -1313,6 +1316,17 @@ impl Handler for Runtime {
                     self.closed.entry(id).or_insert_with(|| left.map(Departed::from));
                     self.early.retain(|(_, key), _| key.group != id);
                     self.claims.retain(|(group, ..), _| *group != id);
+                }
+                Command::Retune(id, algorithm, streams) => {
+                    let Some(group) = self.groups.get_mut(&id) else { continue };
+                    group.algorithm = algorithm;
+                    for peer in group.members.iter().flatten() {
+                        peers.machine(*peer).use_streams(streams);
+                    }
+                }
+                Command::Hosts(id, reply) => {
+                    let hosts = |group: &Group| group.topology.hosts().to_vec();
+                    drop(reply.send(self.groups.get(&id).map(hosts).unwrap_or_default()));
                 }
                 Command::Abort(id, failure) => self.fail_group(peers, id, failure, true),
                 Command::Expire(id, waited) => {

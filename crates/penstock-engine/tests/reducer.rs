@@ -1,7 +1,8 @@
 //! Gradients, reduced by real engines as they become ready.
 
 use fastrand::Rng;
-use penstock_engine::{Config, Engine, Gradient, GroupSpec, Reducer, ReducerSpec, Ticket};
+use penstock_engine::plan::Algorithm;
+use penstock_engine::{Config, Engine, Gradient, GroupSpec, Reducer, ReducerSpec, Ticket, Way};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, ReduceOp};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -164,6 +165,64 @@ fn not_a_number() {
     }
 }
 
+/// From step to step gradients travel another way, on all ranks at once: in other units, by another algorithm, over other streams,
+/// in another dtype. Every step's result is the sum, and what was asked for is what happened.
+#[test]
+fn another_way_in_every_step() {
+    let lengths = [70_000, 3, 20_000];
+    let ranks = Ranks::new(4, false, &lengths, |_| {});
+    let (f16, ring, halving) = (Some(DType::F16), Some(Algorithm::Ring), Some(Algorithm::HalvingDoubling));
+    let ways = [
+        (1 << 20, None, None, 3),
+        (1 << 16, None, halving, 1),
+        (1 << 16, f16, ring, 2),
+        (1 << 18, f16, halving, 64),
+        (1 << 20, None, ring, 1),
+    ];
+    let sent = |rank: usize| -> Vec<u64> {
+        let peers = ranks.engines[rank].stats().expect("it runs").peers;
+        (0..3).map(|at| peers.iter().map(|peer| peer.streams[at].1.sent_bytes).sum()).collect()
+    };
+    for (step, (unit_bytes, wire, algorithm, streams)) in ways.into_iter().enumerate() {
+        let before: Vec<_> = (0..4).map(|rank| (ranks.reducers[rank].stats().units, sent(rank))).collect();
+        for reducer in &ranks.reducers {
+            reducer.set_way(&Way { unit_bytes, wire, algorithm, streams }).expect("between two steps");
+        }
+        // Up to 2000 in all, which float16 holds exactly.
+        let value = |rank: usize, index: usize| ((rank * 100 + index + step) % 500) as f32;
+        let gradient = |rank: usize, length: usize| (0..length).map(|index| value(rank, index)).collect();
+        let mut gradients: Vec<Vec<Vec<f32>>> =
+            (0..4).map(|rank| lengths.iter().map(|&length| gradient(rank, length)).collect()).collect();
+        let mut tickets = Vec::new();
+        for (reducer, gradients) in ranks.reducers.iter().zip(&mut gradients) {
+            for (at, gradient) in gradients.iter_mut().enumerate() {
+                // SAFETY: kept until the tickets have completed.
+                unsafe { reducer.submit(at as u32, gradient.as_mut_ptr().cast(), false, None) }.expect("submitted");
+            }
+            tickets.push(reducer.flush());
+        }
+        tickets.iter().for_each(|ticket| wait(ticket).expect("reduced"));
+        for (rank, gradients) in gradients.iter().enumerate() {
+            for (index, got) in gradients.iter().flat_map(|gradient| gradient.iter().enumerate()) {
+                let sum: f32 = (0..4).map(|other| value(other, index)).sum();
+                assert_eq!(*got, sum, "step {step}, rank {rank}, element {index}");
+            }
+            let total = lengths.iter().sum::<usize>() as u64 * 4;
+            let units = ranks.reducers[rank].stats().units - before[rank].0;
+            assert!((total / unit_bytes..=total / unit_bytes + 4).contains(&units), "step {step}: {units} units");
+            let stats = ranks.engines[rank].stats().expect("it runs");
+            let group = stats.groups.iter().find(|group| group.name == "units").expect("it is there");
+            if let Some(algorithm) = algorithm {
+                assert!(group.algorithm.contains(algorithm.name()), "step {step}: {}", group.algorithm);
+            }
+            for (at, (sent, before)) in sent(rank).iter().zip(&before[rank].1).enumerate() {
+                assert!(at < streams || sent - before < 1000, "step {step}: {sent} on stream {at}");
+            }
+        }
+    }
+    assert_eq!(ranks.groups[2][1].hosts().expect("it runs"), [0, 1, 2, 3]);
+}
+
 /// What is used wrongly is refused at once, and a failure reaches the flush of every rank.
 #[test]
 fn errors() {
@@ -176,7 +235,9 @@ fn errors() {
     let twice = submit(0, 0).expect_err("pending");
     assert!(twice.message.contains("the gradient of layer 0 is submitted while") && twice.group_lives, "{twice}");
     submit(0, 2).expect_err("there are two");
-    ranks.reducers[0].set_unit_bytes(1).expect_err("one is pending");
+    let early = ranks.reducers[0].set_way(&Way { unit_bytes: 1, wire: None, algorithm: None, streams: 1 });
+    let early = early.expect_err("one is pending");
+    assert!(early.message.contains("between two steps only") && early.group_lives, "{early}");
     let waiting = ranks.reducers[0].flush();
     // The other rank has another model.
     let other = Reducer::new(ranks.spec(1, &[20, 10])).expect("made");
@@ -221,7 +282,7 @@ fn reduce<const N: usize>(ranks: &Ranks, gradients: &mut [[Vec<f32>; N]]) -> Vec
 struct Ranks {
     groups: Vec<[penstock_engine::Group; 2]>,
     reducers: Vec<Reducer>,
-    _engines: Vec<Engine>,
+    engines: Vec<Engine>,
 }
 
 impl Ranks {
@@ -241,9 +302,9 @@ impl Ranks {
         };
         let engines: Vec<Engine> =
             (0..world).map(|rank| Engine::start(&config(rank as u32)).expect("starts")).collect();
-        let (rounds, units) = (join(&engines), join(&engines));
+        let (rounds, units) = (join(&engines, "rounds"), join(&engines, "units"));
         let groups: Vec<_> = rounds.into_iter().zip(units).map(|(rounds, units)| [rounds, units]).collect();
-        let mut ranks = Ranks { groups, reducers: Vec::new(), _engines: engines };
+        let mut ranks = Ranks { groups, reducers: Vec::new(), engines };
         ranks.reducers = (0..world)
             .map(|rank| {
                 let mut spec = ranks.spec(rank, lengths);
@@ -280,7 +341,7 @@ impl Ranks {
     }
 }
 
-fn join(engines: &[Engine]) -> Vec<penstock_engine::Group> {
+fn join(engines: &[Engine], name: &str) -> Vec<penstock_engine::Group> {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let id = GroupId(NEXT.fetch_add(1, Ordering::Relaxed));
     let members: Vec<_> = engines.iter().map(|engine| engine.contact().clone()).collect();
@@ -293,7 +354,7 @@ fn join(engines: &[Engine]) -> Vec<penstock_engine::Group> {
                 members: members.clone(),
                 secret: b"secret".to_vec(),
                 algorithm: None,
-                name: "test".into(),
+                name: name.into(),
             })
         })
         .collect();

@@ -146,6 +146,12 @@ impl Topology {
         Topology { hosts: (0..world).collect() }
     }
 
+    /// The host of each rank; hosts are numbered in the order of their lowest ranks.
+    #[must_use]
+    pub fn hosts(&self) -> &[u32] {
+        &self.hosts
+    }
+
     /// Ranks in the group.
     #[must_use]
     pub fn world(&self) -> u32 {

@@ -207,6 +207,10 @@ pub struct Peer {
     config: PeerConfig,
     /// In order, so that the same calls give the same frames.
     streams: BTreeMap<StreamId, Stream<FrameId>>,
+    /// Of those that are up, the first so many carry what is sent; ...
+    most_used: usize,
+    /// ... they are those up to this one.
+    last_used: StreamId,
     /// Messages not yet acknowledged, by order of issue.
     outgoing: HashMap<u64, Message>,
     by_key: BTreeMap<MessageKey, u64>,
@@ -244,6 +248,8 @@ impl Peer {
         debug_assert!(config.eager_bytes <= u64::from(MAX_FRAME_BYTES), "an eager message is one frame");
         Peer {
             streams: BTreeMap::new(),
+            most_used: usize::MAX,
+            last_used: StreamId::MAX,
             outgoing: HashMap::new(),
             by_key: BTreeMap::new(),
             ready: BTreeSet::new(),
@@ -286,12 +292,14 @@ impl Peer {
         // A new connection may replace one that was not known to be gone.
         self.stream_down(stream);
         self.streams.insert(stream, Stream::new(now));
+        self.choose_used();
         self.heard_at(now, 0);
     }
 
     /// A stream is gone: what it had in flight goes to the others.
     pub fn stream_down(&mut self, stream: StreamId) {
         let Some(lost) = self.streams.remove(&stream) else { return };
+        self.choose_used();
         for in_flight in lost.in_flight.into_iter().rev() {
             match in_flight.frame {
                 FrameId::Control(id) => {
@@ -318,6 +326,18 @@ impl Peer {
         }
         // The last word on credit may have been lost with it.
         self.credit.owes_update = true;
+    }
+
+    /// Send messages on so many streams only: of those that are up, the first. The others stay open, say that they live, and
+    /// take in what the peer sends on them, which decides for itself. What is in flight stays where it is, so this may be
+    /// called at any time; at least one stream is used.
+    pub fn use_streams(&mut self, most: usize) {
+        self.most_used = most.max(1);
+        self.choose_used();
+    }
+
+    fn choose_used(&mut self) {
+        self.last_used = self.streams.keys().nth(self.most_used - 1).copied().unwrap_or(StreamId::MAX);
     }
 
     /// How many streams are up.
@@ -512,7 +532,8 @@ impl Peer {
     }
 
     fn next_frame(&mut self, id: StreamId, now: Time) -> Option<Outbound> {
-        let streams = self.streams.len() as u64;
+        let streams = self.streams.len().min(self.most_used) as u64;
+        let is_used = id <= self.last_used;
         let stream = self.streams.get_mut(&id)?;
         // Neither failures nor signs of life wait for room in the window.
         if self.control_queue.front().is_some_and(|first| self.controls[first].header.kind == Kind::Report) {
@@ -521,7 +542,7 @@ impl Peer {
         if let Some(asked) = stream.owes_reply.take() {
             return Some(bare(Kind::HeartbeatReply, asked));
         }
-        if stream.unacked_bytes < stream.window(self.config.unacked_limit_bytes) {
+        if is_used && stream.unacked_bytes < stream.window(self.config.unacked_limit_bytes) {
             if let Some(control) = self.control_queue.pop_front() {
                 return Some(self.control_frame(id, control, now));
             }

@@ -2,7 +2,7 @@
 
 use crate::{callbacks, error};
 use penstock_engine::fingerprint::{Fingerprint, Name};
-use penstock_engine::plan::{Algorithm, Collective, Splits};
+use penstock_engine::plan::{Algorithm, Collective, Splits, UnknownAlgorithm};
 use penstock_engine::{Call, Config, Contact, GroupSpec};
 use penstock_types::{DType, Generation, GroupId, Priority, ReduceOp};
 use pyo3::exceptions::PyValueError;
@@ -77,9 +77,7 @@ impl Engine {
     ) -> PyResult<(Group, Ticket)> {
         let members =
             members.iter().map(|text| Contact::decode(text).map_err(PyValueError::new_err)).collect::<PyResult<_>>()?;
-        let algorithm = algorithm
-            .map(|name| name.parse::<Algorithm>().map_err(|error| PyValueError::new_err(error.to_string())))
-            .transpose()?;
+        let algorithm = algorithm.map(algorithm_named).transpose()?;
         let (group, ticket) = self.0.join(GroupSpec {
             id: GroupId(id),
             generation: Generation(generation),
@@ -250,6 +248,11 @@ impl Group {
         self.0.release(&ticket.0);
     }
 
+    /// The host of each rank, numbered in the order of their lowest ranks.
+    fn hosts(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        py.detach(|| self.0.hosts()).map_err(|failure| error(py, &failure))
+    }
+
     /// Leaves the group; operations that still run fail.
     fn leave(&self) {
         self.0.leave();
@@ -309,6 +312,10 @@ impl Ticket {
 
 pub(crate) fn dtype_named(name: &str) -> PyResult<DType> {
     DType::from_name(name).ok_or_else(|| PyValueError::new_err(format!("unknown dtype {name:?}")))
+}
+
+pub(crate) fn algorithm_named(name: &str) -> PyResult<Algorithm> {
+    name.parse().map_err(|error: UnknownAlgorithm| PyValueError::new_err(error.to_string()))
 }
 
 pub(crate) fn reduce_op(name: &str, factor: f64) -> PyResult<ReduceOp> {

@@ -1,8 +1,8 @@
 //! `Reducer`, as Python sees it.
 
-use crate::engine::{Group, Ticket, dtype_named, reduce_op};
+use crate::engine::{Group, Ticket, algorithm_named, dtype_named, reduce_op};
 use crate::error;
-use penstock_engine::{Gradient, ReducerSpec};
+use penstock_engine::{Gradient, ReducerSpec, Way};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::any::Any;
@@ -78,9 +78,23 @@ impl Reducer {
         self.0.was_absent(index)
     }
 
-    /// Changes the size of units; between steps only, on all ranks at the same one.
-    fn set_unit_bytes(&self, py: Python<'_>, unit_bytes: u64) -> PyResult<()> {
-        self.0.set_unit_bytes(unit_bytes).map_err(|failure| error(py, &failure))
+    /// Changes how gradients travel; between steps only, on all ranks at the same one. `algorithm` None: the planner chooses.
+    #[pyo3(signature = (*, unit_bytes, wire, algorithm, streams))]
+    fn set_way(
+        &self,
+        py: Python<'_>,
+        unit_bytes: u64,
+        wire: Option<&str>,
+        algorithm: Option<&str>,
+        streams: usize,
+    ) -> PyResult<()> {
+        let way = Way {
+            unit_bytes,
+            wire: wire.map(dtype_named).transpose()?,
+            algorithm: algorithm.map(algorithm_named).transpose()?,
+            streams,
+        };
+        self.0.set_way(&way).map_err(|failure| error(py, &failure))
     }
 
     /// Counters, as a dict.

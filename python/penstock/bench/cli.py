@@ -16,7 +16,7 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from penstock.bench import machine, readiness, report, training
+from penstock.bench import machine, readiness, report, training, tuner
 from penstock.bench.collectives import COLLECTIVES
 from penstock.bench.figures import FIGURES
 from penstock.bench.figures import table as figures_table
@@ -39,6 +39,7 @@ def command() -> None:
     penstock bench all-reduce --sizes 64M --ranks 2 --backends penstock-tcp,gloo
     penstock bench all-reduce --hosts 2 --rate 1000 --flow 200 --sizes 64M
     penstock bench training cnn
+    penstock bench tuner
     penstock bench figures
     """
 
@@ -330,6 +331,52 @@ def ready(hosts: int, unit: str, timeout: float, json_path: str | None, **shape:
             result_console().print(line, highlight=False)
         if json_path:
             report.write_json(json_path, machine.describe(), [outcome.to_dict()])
+
+
+@click.command()
+@click.option(
+    "--link", "links", multiple=True, type=click.Choice(list(tuner.LINKS)), help="One or more.  [default: all]"
+)
+@click.option("--model", type=click.Choice(["linear", "char-gpt", "cnn"]), default="linear", show_default=True)
+@click.option("--layers", type=click.IntRange(2), default=12, show_default=True, help="Of linear; 1 MiB each.")
+@click.option("--batch", type=click.IntRange(1), default=2, show_default=True, help="Samples a rank and step.")
+@click.option("--ranks", type=click.IntRange(2), default=4, show_default=True)
+@click.option("--hosts", type=click.IntRange(1, 64), default=4, show_default=True, help="More than one needs root.")
+@click.option("--budget", type=click.IntRange(8), default=100, show_default=True, help="Steps to tune in.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the tuner.")
+@click.option(
+    "--stride",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="The grid has every so many values of an axis.",
+)
+@click.option("--grid-steps", type=click.IntRange(1), default=3, show_default=True, help="Steps a setting of the grid.")
+@click.option(
+    "--pairs", type=click.IntRange(1), default=20, show_default=True, help="Turns of the choices and the best."
+)
+@click.option("--pair-steps", type=click.IntRange(1), default=3, show_default=True, help="Steps in a turn.")
+@click.option("--timeout", type=float, default=1800.0, show_default=True, help="Seconds for a link.")
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False), help="Write everything, every sample too, to this file."
+)
+def tune(links: Sequence[str], ranks: int, hosts: int, timeout: float, json_path: str | None, **options: Any) -> None:
+    """Hold what the tuner chooses against the best of a grid, on different links.
+
+    A model is tuned from the default, and from what a like model was tuned to; then the grid is measured, and at last the
+    choices and the grid's best by turns. See docs/tune.md.
+    """
+    _check_folders(json_path)
+    outcomes = []
+    console = result_console()
+    with reporting_errors():
+        for name in (links or tuner.LINKS) if hosts > 1 else ["loopback"]:
+            print(f"tuning on {name} ...", file=sys.stderr, flush=True)
+            with Testbed(hosts=hosts, link=tuner.LINKS[name]) if hosts > 1 else Loopback(hosts=1) as bed:
+                outcomes.append(tuner.measure(bed, options, ranks=ranks, timeout_s=timeout))
+            if json_path:
+                report.write_json(json_path, machine.describe(), [outcome.to_dict() for outcome in outcomes])
+        console.print(tuner.table(outcomes))
 
 
 def _collective_command(name: str) -> click.Command:
@@ -645,3 +692,4 @@ for _name in COLLECTIVES:
 command.add_command(figures)
 command.add_command(train, "training")
 command.add_command(ready, "readiness")
+command.add_command(tune, "tuner")

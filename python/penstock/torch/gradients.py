@@ -16,6 +16,7 @@ The last of DDP's buckets (25 MB) is full when the pass ends, and smaller ones c
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,8 @@ import torch.distributed as dist
 
 from penstock import _core, config
 from penstock.errors import Config as ConfigError
-from penstock.torch import backend, checks
+from penstock.torch import backend, checks, tuning
+from penstock.tune import Setting, Tuner
 
 __all__ = ["GradientReducer", "ddp_hook"]
 
@@ -37,6 +39,7 @@ def ddp_hook(
     unit_bytes: int = 4 << 20,
     wire: torch.dtype | None = None,
     error_feedback: bool = False,
+    tune: tuning.Tune = None,
 ) -> GradientReducer:
     """Reduce the gradients of a DDP model one by one as all ranks have them, instead of bucket by bucket.
 
@@ -46,15 +49,15 @@ def ddp_hook(
 
     Args:
         model: not in the middle of a backward pass, and without another communication hook.
-        unit_bytes, wire, error_feedback: as for `GradientReducer`.
+        unit_bytes, wire, error_feedback, tune: as for `GradientReducer`.
 
     Returns:
-        the reducer, for `GradientReducer.stats` and `GradientReducer.set_unit_bytes`; the model keeps it alive.
+        the reducer, for `GradientReducer.stats` and the like; the model keeps it alive.
 
     Raises:
         penstock.errors.Config: as `GradientReducer`.
     """
-    reducer = _BucketReducer(model, unit_bytes=unit_bytes, wire=wire, error_feedback=error_feedback)
+    reducer = _BucketReducer(model, unit_bytes=unit_bytes, wire=wire, error_feedback=error_feedback, tune=tune)
     model.register_comm_hook(reducer, _bucket_is_full)
     return reducer
 
@@ -80,10 +83,14 @@ class GradientReducer:
             2019). Four bytes a parameter. What was kept is this object's: it begins with zeros, is no part of a checkpoint,
             and ends with the reducer, as it does when a step fails (docs/compression.md).
         broadcast: give all ranks the parameters (and a module's buffers) of rank 0 now, as DDP does.
+        tune: find out how gradients travel best, during the first steps of training (docs/tune.md). True, or
+            `penstock.tune.Options`; a `penstock.tune.Setting`, or a tuner's record or its file, to pin a choice; False. None:
+            what the knob PENSTOCK_TUNE says. Rank 0's counts for all. With ``wire`` the tuner may still send gradients as they
+            are.
 
     Raises:
         penstock.errors.Config: the group is not of the penstock backend; a parameter is sparse, on another device than CPU,
-            or of a dtype that cannot be averaged.
+            or of a dtype that cannot be averaged; ``tune`` makes no sense.
         penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters.
 
     Blocking: the constructor until all ranks have called it, ``backward`` until its gradients are reduced.
@@ -104,6 +111,7 @@ class GradientReducer:
         wire: torch.dtype | None = None,
         error_feedback: bool = False,
         broadcast: bool = True,
+        tune: tuning.Tune = None,
     ) -> None:
         parameters = list(model.parameters() if isinstance(model, torch.nn.Module) else model)
         names = {one: name for name, one in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
@@ -120,6 +128,7 @@ class GradientReducer:
         if unit_bytes <= 0:
             raise ConfigError(f"unit_bytes must be positive, not {unit_bytes}")
         self._backend = backend.of(group)
+        plan = tuning.agree(tune, group)
         if broadcast:
             tensors = [*parameters, *(model.buffers() if isinstance(model, torch.nn.Module) else [])]
             self._broadcast(tensors, group)
@@ -133,6 +142,7 @@ class GradientReducer:
         if "slow" in asked:
             everybody = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
             self._slow = checks.SlowCheck(self._gather, self._units.rank, everybody)
+        wire_name = None if wire is None else str(wire).removeprefix("torch.")
         self._reducer = _core.Reducer(
             rounds=self._rounds.group,
             units=self._units.group,
@@ -144,11 +154,31 @@ class GradientReducer:
             ],
             op="avg",
             unit_bytes=unit_bytes,
-            wire=None if wire is None else str(wire).removeprefix("torch."),
+            wire=wire_name,
             error_feedback=error_feedback,
             check_finite="nan" in asked,
             timeout_s=self._backend.timeout_s,
         )
+        self._setting = Setting(
+            streams=plan["streams"],
+            unit_bytes=unit_bytes,
+            algorithm=plan["algorithm"] or tuning.AUTO,
+            compression=next(name for name, dtype in tuning.WIRES.items() if dtype == wire_name),
+        )
+        self._groups = [self._rounds, self._units]
+        self._tuning: tuning.Tuning | None = None
+        if "options" in plan or "setting" in plan:
+            self._groups.append(self._backend.sibling("tuning"))
+            self._tuning = tuning.Tuning(
+                plan,
+                self._reducer,
+                self._units,
+                self._groups[-1],
+                group,
+                default=self._setting,
+                model=model if isinstance(model, torch.nn.Module) else self._parameters,
+                timeout_s=self._backend.timeout_s,
+            )
         self._enabled = True
         self._pass: dict[int, torch.Tensor] | None = None
         self._task = -1
@@ -174,16 +204,48 @@ class GradientReducer:
         did in the last steps, and who keeps the others waiting (`penstock.torch.checks.SlowCheck.stats`)."""
         return self._reducer.stats() | ({"slow": self._slow.stats()} if self._slow else {})
 
+    @property
+    def setting(self) -> Setting:
+        """How gradients travel at present. Algorithm ``auto``: the planner chooses, by size and hosts."""
+        return self._setting if self._tuning is None else self._tuning.setting
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """What tries settings, or holds one (`penstock.tune.Tuner`): ``tuner.explain()`` says what was tried and why it chose,
+        ``tuner.record()`` is all of it. None without ``tune``."""
+        return None if self._tuning is None else self._tuning.tuner
+
+    def apply(self, setting: Setting) -> None:
+        """Change how gradients travel, between two steps, on all ranks at the same ones. Streams are those to each rank, for
+        whatever this process sends there; more than are open count as all of them. Does not block.
+
+        Raises:
+            penstock.errors.Bug: a pass is under way. Nothing has changed.
+            penstock.errors.Config: something that the gradients or the group cannot have; a tuner is in charge.
+        """
+        if self._tuning is not None:
+            raise ConfigError("a tuner is in charge of this; make the reducer without tune")
+        tuning.apply(self._reducer, setting)
+        self._setting = setting
+
     def set_unit_bytes(self, unit_bytes: int) -> None:
-        """Change what one all-reduce carries, between two steps, on all ranks at the same ones."""
-        self._reducer.set_unit_bytes(unit_bytes)
+        """`apply` of the setting with another unit size."""
+        self.apply(dataclasses.replace(self.setting, unit_bytes=unit_bytes))
+
+    def exclude_pause(self) -> None:
+        """Tell the tuner that the time since the last step was not all training: call it after an evaluation, a checkpoint or
+        any other pause, on any rank. The step that is under way is then not timed, on no rank. Costs nothing."""
+        if self._tuning is not None:
+            self._tuning.exclude_pause()
 
     def close(self) -> None:
         """Take the hooks off the model and leave the groups. `destroy_process_group` does the latter as well."""
+        if self._tuning is not None:
+            self._tuning.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._backend.forget_siblings([self._rounds, self._units])
+        self._backend.forget_siblings(self._groups)
 
     # ------------------------------------------------------------------ one backward pass
 
@@ -196,6 +258,8 @@ class GradientReducer:
             # that raises never calls the one it has, and the next pass must not end without. Nested passes (reentrant
             # checkpoints) end one by one; averaging what is averaged already changes nothing.
             self._task = task
+            if self._pass is None and self._tuning is not None:
+                self._tuning.begin()
             self._pass = self._pass or {}
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         gradient = parameter.grad
@@ -231,6 +295,8 @@ class GradientReducer:
             rows = zip(self._names, self._parameters, (gradients[at] for at in range(len(self._names))), strict=True)
             when = f"in step {self._reducer.stats()['steps']} (PENSTOCK_CHECK=mismatch)"
             checks.compare(self._gather, list(rows)[::-1], when)
+        if self._tuning is not None:
+            self._tuning.end()
 
     def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
         """Everything is reduced, and lies in these tensors."""

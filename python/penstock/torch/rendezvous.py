@@ -8,6 +8,7 @@ reads all of it and connects.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -44,9 +45,15 @@ class Membership:
     name: str
     engine: _Engine
     store: Any
+    last: _core.Ticket | None = None
+    """An operation that nobody may come to wait for, and that all ranks start."""
 
     def leave(self) -> None:
         """Leave the group; the engine stops with the last one. Blocks until peers have taken what is left."""
+        if self.last is not None:
+            # Left while it runs, the group would fail, and slower ranks would be told so.
+            with contextlib.suppress(PenstockError):
+                self.last.wait(_LAST_S)
         self.group.leave()
         self.engine.release()
 
@@ -344,4 +351,6 @@ _BATCH = 512
 # How late a rank learns that another has given up: chosen for people, who take it for at once. A look costs the store
 # 26 us (measured, over loopback), so 512 ranks that wait take 3 % of a core.
 _SLICE_S = 0.5
+# How far behind the slowest rank may be at the end of its job for this to be orderly.
+_LAST_S = 5.0
 os.register_at_fork(after_in_child=_Engine._renew_lock)

@@ -96,9 +96,13 @@ class Session:
         self.chosen: Setting | None = None
         """The outcome; None until the budget is spent or nothing is left to try."""
         self.why = ""
+        self._digest = 0
         self._samples: dict[Setting, list[float]] = {}
+        # Some take long to import; a tuner that holds one setting needs none.
+        nothing = space.size == 1 or options.budget < LEAST_BUDGET
         self._searchers: dict[str, Searcher] = {
-            name: makers[name](space, options.seed + index, start) for index, name in enumerate(options.searchers)
+            name: makers[name](space, options.seed + index, start)
+            for index, name in enumerate(() if nothing else options.searchers)
         }
         self._bandit = AucBandit(options.searchers, c=options.c, window=options.window)
         # A short session has no steps to spare for the default: whoever asks for one knows where to start.
@@ -108,7 +112,7 @@ class Session:
             self._fixed.append(("default", space.default))
         self._champions: list[Setting] = []
         self._visits: list[Setting] = []
-        if space.size == 1 or options.budget < LEAST_BUDGET:
+        if nothing:
             self._choose(start, "there was nothing to choose from" if space.size == 1 else "the budget is too small")
         else:
             self._begin(*self._next_trial(), drop=1 if self._short else LEAD_IN_STEPS)
@@ -139,8 +143,7 @@ class Session:
 
     def fingerprint(self) -> int:
         """A number from 0 to 2**32 - 1 that differs, but for bad luck, where two ranks have decided differently."""
-        text = json.dumps([trial.setting.to_json() for trial in self.trials] + [self.setting.to_json()])
-        return zlib.crc32(text.encode())
+        return zlib.crc32(f"{self.setting}".encode(), self._digest)
 
     def ranking(self) -> list[tuple[Setting, float, int]]:
         """(setting, median seconds, steps that it was measured in), the fastest first."""
@@ -206,6 +209,8 @@ class Session:
 
     def _begin(self, setting: Setting, by: str, score: float | None, *, drop: int) -> None:
         self.trials.append(Trial(setting, by, score))
+        # Of all trials so far: every step asks for the fingerprint.
+        self._digest = zlib.crc32(f"{setting}".encode(), self._digest)
         self._drop_left = drop
 
     def _next_trial(self) -> Any:

@@ -20,7 +20,7 @@ class Setting:
     unit_bytes: int
     """Bytes of gradients that are merged into, or split down to, one all-reduce."""
     algorithm: str
-    """ring, hierarchical or halving-doubling (docs/algorithms.md)."""
+    """ring, hierarchical or halving-doubling (docs/algorithms.md); auto: by the size of each unit."""
     compression: str = "off"
     """off, bf16 or fp16: the dtype on the wire."""
 
@@ -90,6 +90,7 @@ class Space:
         default: Setting,
         *,
         max_streams: int = 64,
+        most_unit_bytes: int | None = None,
         algorithms: Sequence[str] = ("ring", "hierarchical", "halving-doubling"),
         compressions: Sequence[str] = (),
         pinned: Mapping[str, Any] | None = None,
@@ -99,6 +100,7 @@ class Space:
         Args:
             default: the setting without tuning.
             max_streams: what was opened when the group was made; fewer can be used, more cannot.
+            most_unit_bytes: all there is to reduce; larger units than the first that holds it are left out.
             algorithms: those that this group can run.
             compressions: bf16 and fp16 where the user allows that gradients lose digits; off is always there.
             pinned: fields of Setting that the user has decided, with their values.
@@ -107,9 +109,11 @@ class Space:
         """
         if default.streams > max_streams:
             raise ValueError(f"the default of {default.streams} streams is more than the {max_streams} that are open")
+        enough = UNIT_BYTES[-1] if most_unit_bytes is None else max(UNIT_BYTES[0], 2 * most_unit_bytes - 1)
+        sizes = tuple(count for count in UNIT_BYTES if count <= enough)
         axes = [
             Axis("streams", tuple(count for count in STREAMS if count <= max_streams), ordered=True),
-            Axis("unit_bytes", UNIT_BYTES, ordered=True),
+            Axis("unit_bytes", sizes, ordered=True),
             Axis("algorithm", tuple(algorithms), ordered=False),
             Axis("compression", tuple(dict.fromkeys(["off", *compressions])), ordered=False),
         ]

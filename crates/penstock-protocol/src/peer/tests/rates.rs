@@ -253,3 +253,56 @@ fn windows_do_not_creep() {
     // 40 Mbit/s for 35 ms, and two frames.
     assert!(most < 330_000, "{most}");
 }
+
+/// A node that is told to use so many streams sends on the first of those that are up, at their rates, and the other node
+/// decides for itself; what is not used stays, however long, and can be used again at any time.
+#[test]
+fn messages_use_as_many_streams_as_told() {
+    let mut world = pair(&streams(&[100.0; 8], 100_000), f64::INFINITY);
+    world.follow = true;
+    for most in [8, 3, 1, 5, 100] {
+        let used = most.min(8);
+        world.peer(0, 1).use_streams(most);
+        for both_ways in [false, true] {
+            world.pulled.clear();
+            seconds(&mut world, 4 * MIB, both_ways);
+            world.run_for(120 * SECOND);
+            world.pulled.clear();
+            let carried = share(32 * MIB, seconds(&mut world, 32 * MIB, both_ways), 100.0 * used as f64);
+            assert!((0.95..=1.0).contains(&carried), "{carried} of {used} streams, both ways {both_ways}");
+            let on: BTreeSet<usize> = world.pulled.iter().filter(|(key, ..)| key.op.0 > 0).map(|p| p.2).collect();
+            let seen = if both_ways { 8 } else { used };
+            assert_eq!(on, (0..seen).collect(), "{most} streams, both ways {both_ways}");
+        }
+    }
+    assert_eq!(world.log.iter().filter(|(.., event)| !is_of_a_message(event)).count(), 0, "{:?}", world.log);
+    assert_eq!(world.losses, 0);
+}
+
+/// When one of the used streams closes or falls silent, the next one takes its place, and everything arrives.
+#[test]
+fn a_lost_stream_is_replaced_by_one_that_was_not_used() {
+    for (most, closes) in [(1, true), (1, false), (2, true), (2, false)] {
+        let mut world = pair(&streams(&[100.0; 4], 100_000), f64::INFINITY);
+        world.follow = true;
+        world.peer(0, 1).use_streams(most);
+        seconds(&mut world, 4 * MIB, false);
+        post(&mut world, 8 * MIB, false, 0);
+        let at = world.now.plus(20 * MILLISECOND);
+        if closes {
+            world.plan(at, Action::Close { pair: 0, stream: 0, side: 0, skew: MILLISECOND, after: 0 });
+        } else {
+            world.plan(at, Action::Rate { pair: 0, stream: 0, mbit_per_s: 0.0 });
+            world.plan(at.plus(5 * SECOND), Action::Rate { pair: 0, stream: 0, mbit_per_s: 100.0 });
+        }
+        world.run(30 * SECOND, World::idle);
+        let on: BTreeSet<usize> = world.pulled.iter().map(|pulled| pulled.2).collect();
+        assert!(!on.contains(&(most + 1)), "{on:?}");
+        // Two streams help each other out at once, and give up a silent one no sooner than one does.
+        assert_eq!(on.contains(&most), most == 1 || closes, "{on:?}, {most} streams, closes {closes}");
+    }
+}
+
+fn is_of_a_message(event: &Event) -> bool {
+    matches!(event, Event::Sent(_) | Event::Granted(..) | Event::Probe(..) | Event::Issued(..))
+}
