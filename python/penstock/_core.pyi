@@ -9,10 +9,12 @@ __all__ = [
     "Reducer",
     "Ticket",
     "__version__",
+    "check_fork",
     "choose_interfaces",
     "crc32c",
     "init_logging",
     "simd_level",
+    "simulate_aggregation",
 ]
 
 __version__: str
@@ -115,3 +117,17 @@ def choose_interfaces(named: Sequence[tuple[str, str]], master: str | None) -> t
 def crc32c(address: int, length: int) -> int: ...
 def init_logging(level: str) -> None: ...
 def simd_level() -> str: ...
+def simulate_aggregation(
+    seed: int,
+    *,
+    jobs: int | None = None,
+    workers: int | None = None,
+    shape: str | None = None,
+    blocks: int | None = None,
+    window: int | None = None,
+    floats: bool | None = None,
+    loss: float | None = None,
+    duplicate: float | None = None,
+    faults: bool = True,
+    trace: bool = False,
+) -> dict[str, Any]: ...

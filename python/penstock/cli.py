@@ -48,6 +48,7 @@ VERBS = {
     "flight": "Tell what the ranks were doing when something went wrong.",
     "info": "List versions and every setting: value, origin and meaning.",
     "run": "Convert a training script in memory, and start it with torchrun.",
+    "simulate": "Run the shipped protocol in virtual time, with seeded faults.",
     "testbed": "Emulate a cluster on this machine: hosts, link rates, loss, delay.",
     "tune": "Explain what the tuner tried, chose and remembers.",
 }

@@ -7,7 +7,9 @@
 //! - [`handshake`]: how two nodes come to trust a stream.
 //! - [`peer`]: everything between two nodes: which frame goes on which stream next, credit, acks, duplicates, loss.
 //! - [`fingerprint`]: what a rank believes an operation to be.
+//! - [`aggregation`]: sums that form on their way: workers, aggregators, servers.
 
+pub mod aggregation;
 pub mod fingerprint;
 pub mod frame;
 pub mod handshake;

@@ -7,6 +7,7 @@
 mod callbacks;
 mod engine;
 mod reducer;
+mod simulate;
 
 use penstock_types::Failure;
 use pyo3::prelude::*;
@@ -19,6 +20,9 @@ mod _core {
 
     #[pymodule_export]
     use super::reducer::Reducer;
+
+    #[pymodule_export]
+    use super::simulate::simulate_aggregation;
 
     #[pymodule_export]
     use super::{check_fork, choose_interfaces, crc32c, init_logging, simd_level};

@@ -1,0 +1,511 @@
+//! The aggregator: a slot table and a heart table for every job.
+//!
+//! ```text
+//!   slot of SeqNum mod W            push of SeqNum s, from a child whose workers are w
+//!   tag    have       sum           s newer than tag   have := w, sum := block      (R1)
+//!   ┌─────┬──────────┬───────┐      s older            dropped                      (R2)
+//!   │ s-W │ 1111     │ kept  │      s = tag, w in have dropped; if all are in, the sum goes up again  (R3, R4)
+//!   └─────┴──────────┴───────┘      s = tag, else      have |= w, sum += block; if all are in, the sum goes up
+//! ```
+//! One packet in, at most one packet out (to one address, or the same bytes to all children); no clock and no queue, so
+//! that a switch can do the same. Everything here may be lost at any time: workers send again until the *server* has
+//! committed.
+
+use super::packet::{FLAG_FULL, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, decode};
+use super::rules::{Refusal, Rule, Rules};
+use super::{Arithmetic, Key, Link, Serial};
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// What an aggregator may use, all jobs together.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Jobs.
+    pub jobs: usize,
+    /// Slots; a job takes as many as its window.
+    pub slots: usize,
+    /// Bytes of sums and kept blocks.
+    pub memory_bytes: usize,
+}
+
+/// A job, as one aggregator sees it.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// Its number.
+    pub job: u32,
+    /// Which of its lives.
+    pub epoch: u16,
+    /// None on a trusted network.
+    pub key: Option<Key>,
+    /// Slots, a power of two: so many SeqNums may be in flight. The same for all nodes of the job.
+    pub window: u32,
+    /// The longest block, at most [`MAX_PAYLOAD_BYTES`].
+    pub block_bytes: usize,
+    /// Also add floats: keeps a block of every child in each slot, so that they are added in order. Costs
+    /// `children.len() + 1` times the memory.
+    pub floats: bool,
+    /// Where sums go: another aggregator or the server.
+    pub parent: Link,
+    /// Whose blocks are added, in the order of addition.
+    pub children: Vec<Child>,
+}
+
+/// A child of an aggregator: a worker, or another aggregator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Child {
+    /// Its address.
+    pub link: Link,
+    /// The worker, or all those below the aggregator, as a bitmap.
+    pub workers: u64,
+}
+
+impl Job {
+    fn blocks_a_slot(&self) -> usize {
+        if self.floats { self.children.len() + 1 } else { 1 }
+    }
+
+    fn memory_bytes(&self) -> usize {
+        (self.window as usize).saturating_mul(self.blocks_a_slot()).saturating_mul(self.block_bytes)
+    }
+
+    fn check(&self) -> Result<(), Admission> {
+        // 2^32 is a multiple of the window, or SeqNum mod W would jump where SeqNums wrap around.
+        if !self.window.is_power_of_two() || self.window > MAX_WINDOW {
+            return Err(Admission::Window(self.window));
+        }
+        if self.block_bytes == 0 || self.block_bytes > MAX_PAYLOAD_BYTES {
+            return Err(Admission::Block(self.block_bytes));
+        }
+        let mut seen = 0;
+        for child in &self.children {
+            if child.workers == 0 || child.workers & seen != 0 {
+                return Err(Admission::Children);
+            }
+            seen |= child.workers;
+        }
+        if seen == 0 { Err(Admission::Children) } else { Ok(()) }
+    }
+}
+
+/// Why a job is not admitted. The aggregator is as it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admission {
+    /// Not a power of two, or more than 2^16.
+    Window(u32),
+    /// No block is that long.
+    Block(usize),
+    /// No children, or a worker below two of them.
+    Children,
+    /// A newer epoch of the job is here.
+    Epoch(u16),
+    /// As many jobs as there may be.
+    Jobs(usize),
+    /// More slots than are free.
+    Slots {
+        /// What the job needs.
+        needed: usize,
+        /// What is free.
+        free: usize,
+    },
+    /// More memory than is free.
+    Memory {
+        /// What the job needs, in bytes.
+        needed: usize,
+        /// What is free.
+        free: usize,
+    },
+}
+
+impl fmt::Display for Admission {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Admission::Window(window) => {
+                write!(f, "a window of {window}: it must be a power of two, at most {MAX_WINDOW}")
+            }
+            Admission::Block(bytes) => write!(f, "blocks of {bytes} bytes: 1 to {MAX_PAYLOAD_BYTES} are possible"),
+            Admission::Children => write!(f, "an aggregator without children, or with a worker below two of them"),
+            Admission::Epoch(epoch) => write!(f, "epoch {epoch} of this job is newer and already here"),
+            Admission::Jobs(jobs) => write!(f, "all {jobs} places for jobs are taken"),
+            Admission::Slots { needed, free } => {
+                write!(f, "{needed} slots are needed, {free} are free: use a smaller window")
+            }
+            Admission::Memory { needed, free } => {
+                write!(f, "{needed} bytes are needed, {free} are free: use a smaller window or smaller blocks")
+            }
+        }
+    }
+}
+
+impl std::error::Error for Admission {}
+
+/// What happened to a job's packets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct JobCounters {
+    /// Blocks that were added.
+    pub added: u64,
+    /// Sums that went up for the first time.
+    pub completed: u64,
+    /// Sums that went up again.
+    pub repeated: u64,
+    /// Packets from above that went to all children.
+    pub relayed: u64,
+    /// Slots that a newer SeqNum took before their sum was complete.
+    pub abandoned: u64,
+    /// By [`Refusal::index`].
+    pub refused: [u64; Refusal::COUNT],
+}
+
+/// What to do about a packet.
+#[derive(Debug)]
+pub enum Action<'a> {
+    /// Nothing.
+    Nothing,
+    /// Send this header, and this block behind it.
+    Send {
+        /// To whom.
+        to: Link,
+        /// The header.
+        header: [u8; HEADER_BYTES],
+        /// The block; valid until the next call.
+        payload: &'a [u8],
+    },
+    /// Send the packet that was just handled, byte for byte, to all of these.
+    Relay {
+        /// The children.
+        to: &'a [Link],
+    },
+}
+
+/// A node that adds what its children push. One for all jobs; nothing of one job reaches another.
+#[derive(Clone, Debug)]
+pub struct Aggregator {
+    limits: Limits,
+    jobs: BTreeMap<u32, Table>,
+    /// Packets that belong to no job here, by [`Refusal::index`].
+    strangers: [u64; Refusal::COUNT],
+    rules: Rules,
+}
+
+/// A job's slots and heart table.
+#[derive(Clone, Debug)]
+struct Table {
+    job: Job,
+    all: u64,
+    children: Vec<Link>,
+    slots: Vec<Slot>,
+    /// For each slot the sum; with floats then a block of every child.
+    memory: Vec<u8>,
+    /// For each child the newest Ack and Credit.
+    heart: Vec<Option<(Serial, Serial)>>,
+    counters: JobCounters,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Slot {
+    tag: Option<Serial>,
+    have: u64,
+    format: Format,
+    exponent: i16,
+    length: u16,
+}
+
+const EMPTY: Slot = Slot { tag: None, have: 0, format: Format::None, exponent: 0, length: 0 };
+/// With blocks of 8,896 bytes, half a gigabyte in flight; a guess at what nobody needs.
+const MAX_WINDOW: u32 = 1 << 16;
+
+impl Aggregator {
+    /// An aggregator without jobs.
+    #[must_use]
+    pub fn new(limits: Limits) -> Aggregator {
+        Aggregator { limits, jobs: BTreeMap::new(), strangers: [0; Refusal::COUNT], rules: Rules::default() }
+    }
+
+    /// Admits a job, or its next epoch, which forgets the one before. Reserves all memory that the job will ever use.
+    pub fn open(&mut self, job: Job) -> Result<(), Admission> {
+        job.check()?;
+        let before = self.jobs.get(&job.job);
+        if let Some(table) = before {
+            if (job.epoch.wrapping_sub(table.job.epoch) as i16) < 0 {
+                return Err(Admission::Epoch(table.job.epoch));
+            }
+        } else if self.jobs.len() >= self.limits.jobs {
+            return Err(Admission::Jobs(self.limits.jobs));
+        }
+        let others = || self.jobs.values().filter(|table| table.job.job != job.job);
+        let free = self.limits.slots - others().map(|table| table.slots.len()).sum::<usize>();
+        let needed = job.window as usize;
+        if needed > free {
+            return Err(Admission::Slots { needed, free });
+        }
+        let free = self.limits.memory_bytes - others().map(|table| table.memory.len()).sum::<usize>();
+        let needed = job.memory_bytes();
+        if needed > free {
+            return Err(Admission::Memory { needed, free });
+        }
+        let table = Table {
+            all: job.children.iter().fold(0, |all, child| all | child.workers),
+            children: job.children.iter().map(|child| child.link).collect(),
+            slots: vec![EMPTY; job.window as usize],
+            memory: vec![0; needed],
+            heart: vec![None; job.children.len()],
+            counters: JobCounters::default(),
+            job,
+        };
+        self.jobs.insert(table.job.job, table);
+        Ok(())
+    }
+
+    /// Forgets a job; its slots are free.
+    pub fn close(&mut self, job: u32) {
+        self.jobs.remove(&job);
+    }
+
+    /// What happened to a job's packets since its epoch was opened.
+    #[must_use]
+    pub fn counters(&self, job: u32) -> Option<&JobCounters> {
+        self.jobs.get(&job).map(|table| &table.counters)
+    }
+
+    /// Packets that belong to no job here, by [`Refusal::index`].
+    #[must_use]
+    pub fn strangers(&self) -> &[u64; Refusal::COUNT] {
+        &self.strangers
+    }
+
+    /// Slots of a job that hold an incomplete sum.
+    #[must_use]
+    pub fn waiting_slots(&self, job: u32) -> usize {
+        self.jobs
+            .get(&job)
+            .map_or(0, |table| table.slots.iter().filter(|slot| slot.have != 0 && slot.have != table.all).count())
+    }
+
+    /// Takes a datagram that came from `from`. Whatever it holds, at worst it has no effect and is counted.
+    pub fn handle_packet(
+        &mut self,
+        from: Link,
+        bytes: &[u8],
+        arithmetic: &impl Arithmetic,
+    ) -> Result<Action<'_>, Refusal> {
+        let mut stranger = |refusal: Refusal| {
+            self.strangers[refusal.index()] += 1;
+            refusal
+        };
+        let packet = decode(bytes).map_err(|error| stranger(error.into()))?;
+        let Some(table) = self.jobs.get_mut(&packet.header.job) else {
+            return Err(stranger(Refusal::Job));
+        };
+        table.handle(from, &packet, arithmetic, self.rules)
+    }
+}
+
+impl Table {
+    fn handle(
+        &mut self,
+        from: Link,
+        packet: &Packet<'_>,
+        arithmetic: &impl Arithmetic,
+        rules: Rules,
+    ) -> Result<Action<'_>, Refusal> {
+        // Everything that reads or writes the table comes after the key.
+        match self.decide(from, packet, arithmetic, rules) {
+            Ok(Decision::Nothing) => Ok(Action::Nothing),
+            Ok(Decision::Relay) => {
+                self.counters.relayed += 1;
+                Ok(Action::Relay { to: &self.children })
+            }
+            Ok(Decision::Heartbeat) => {
+                let header = self.upward(Kind::HeartbeatUp, Serial(0), Format::None, 0, rules);
+                let header = header.encode(&[], self.job.key.as_ref());
+                Ok(Action::Send { to: self.job.parent, header, payload: &[] })
+            }
+            Ok(Decision::Sum { index, seq }) => {
+                let slot = self.slots[index];
+                let header = self.upward(Kind::Push, seq, slot.format, slot.exponent, rules);
+                let start = index * self.job.blocks_a_slot() * self.job.block_bytes;
+                let payload = &self.memory[start..start + usize::from(slot.length)];
+                Ok(Action::Send { to: self.job.parent, header: header.encode(payload, self.job.key.as_ref()), payload })
+            }
+            Err(refusal) => {
+                self.counters.refused[refusal.index()] += 1;
+                Err(refusal)
+            }
+        }
+    }
+
+    fn decide(
+        &mut self,
+        from: Link,
+        packet: &Packet<'_>,
+        arithmetic: &impl Arithmetic,
+        rules: Rules,
+    ) -> Result<Decision, Refusal> {
+        let header = &packet.header;
+        packet.verify(self.job.key.as_ref())?;
+        if rules.hold(Rule::Epoch) && header.epoch != self.job.epoch {
+            return Err(Refusal::Epoch);
+        }
+        match header.kind {
+            Kind::Result | Kind::HeartbeatDown if from == self.job.parent => Ok(Decision::Relay),
+            Kind::Result | Kind::HeartbeatDown => Err(Refusal::Sender),
+            Kind::Request => Err(Refusal::Kind),
+            Kind::Push => {
+                let child = self.child(from, header.workers)?;
+                self.hear(child, header, rules);
+                self.push(child, packet, arithmetic, rules)
+            }
+            Kind::HeartbeatUp => {
+                let child = self.child(from, header.workers)?;
+                let before = self.heard(rules);
+                self.hear(child, header, rules);
+                let now = self.heard(rules);
+                // What is new goes up at once. The first child's heartbeat goes up always: it makes up for a loss.
+                Ok(if now.is_some() && (now != before || child == 0) { Decision::Heartbeat } else { Decision::Nothing })
+            }
+        }
+    }
+
+    /// The rules of the slot.
+    fn push(
+        &mut self,
+        child: usize,
+        packet: &Packet<'_>,
+        arithmetic: &impl Arithmetic,
+        rules: Rules,
+    ) -> Result<Decision, Refusal> {
+        let Packet { header, payload, .. } = packet;
+        if header.flags & FLAG_FULL != 0 || (header.format.is_float() && !self.job.floats) {
+            return Err(Refusal::Format);
+        }
+        if payload.len() > self.job.block_bytes {
+            return Err(Refusal::Length);
+        }
+        let index = (header.seq.0 & (self.job.window - 1)) as usize;
+        let slot = &mut self.slots[index];
+        let ahead = match slot.tag {
+            None => 1,
+            Some(tag) if rules.hold(Rule::Serial) => header.seq.ahead_of(tag),
+            Some(tag) => header.seq.0.cmp(&tag.0) as i32,
+        };
+        if ahead < 0 && rules.hold(Rule::Stale) {
+            return Err(Refusal::Stale);
+        }
+        if ahead > 0 && (rules.hold(Rule::Reset) || slot.tag.is_none()) {
+            if slot.have != 0 && slot.have != self.all {
+                self.counters.abandoned += 1;
+            }
+            *slot = Slot {
+                tag: Some(header.seq),
+                have: 0,
+                format: header.format,
+                exponent: header.exponent,
+                length: payload.len() as u16,
+            };
+        }
+        if slot.have & header.workers != 0 && rules.hold(Rule::Duplicate) {
+            self.counters.refused[Refusal::Duplicate.index()] += 1;
+            if slot.have == self.all && rules.hold(Rule::Keep) {
+                self.counters.repeated += 1;
+                return Ok(Decision::Sum { index, seq: header.seq });
+            }
+            return Ok(Decision::Nothing);
+        }
+        if slot.format != header.format || slot.exponent != header.exponent {
+            return Err(Refusal::Format);
+        }
+        if usize::from(slot.length) != payload.len() {
+            return Err(Refusal::Length);
+        }
+        let block_bytes = self.job.block_bytes;
+        let blocks_a_slot = self.job.blocks_a_slot();
+        let start = index * blocks_a_slot * block_bytes;
+        let memory = &mut self.memory[start..start + blocks_a_slot * block_bytes];
+        let (sum, blocks) = memory.split_at_mut(block_bytes);
+        let sum = &mut sum[..payload.len()];
+        let first = slot.have == 0;
+        slot.have |= header.workers;
+        let complete = slot.have == self.all;
+        self.counters.added += 1;
+        if header.format.is_float() {
+            blocks[child * block_bytes..][..payload.len()].copy_from_slice(payload);
+            if complete {
+                let mut blocks = blocks.chunks_exact(block_bytes).map(|block| &block[..payload.len()]);
+                sum.copy_from_slice(blocks.next().expect("a job has children"));
+                blocks.for_each(|block| arithmetic.add(header.format, sum, block));
+            }
+        } else if first {
+            // Overwriting clears what an earlier SeqNum left.
+            sum.copy_from_slice(payload);
+        } else {
+            arithmetic.add(header.format, sum, payload);
+        }
+        if !complete {
+            return Ok(Decision::Nothing);
+        }
+        self.counters.completed += 1;
+        Ok(Decision::Sum { index, seq: header.seq })
+    }
+
+    /// The child that lives at `from` and speaks for just these workers.
+    fn child(&self, from: Link, workers: u64) -> Result<usize, Refusal> {
+        self.job.children.iter().position(|child| child.link == from && child.workers == workers).ok_or(Refusal::Sender)
+    }
+
+    /// Keeps the newest of what a child said: heartbeats overtake each other.
+    fn hear(&mut self, child: usize, header: &Header, rules: Rules) {
+        let newest = |before: Serial, now: Serial| {
+            if rules.hold(Rule::Serial) { before.newest(now) } else { Serial(before.0.max(now.0)) }
+        };
+        let entry = &mut self.heart[child];
+        *entry = Some(match *entry {
+            None => (header.ack, header.credit),
+            Some((ack, credit)) => (newest(ack, header.ack), newest(credit, header.credit)),
+        });
+    }
+
+    /// The minimum over all children; None while one has not been heard since this table was opened.
+    fn heard(&self, rules: Rules) -> Option<(Serial, Serial)> {
+        if rules.hold(Rule::Heart) && self.heart.iter().any(Option::is_none) {
+            return None;
+        }
+        let oldest = |a: Serial, b: Serial| if rules.hold(Rule::Serial) { a.oldest(b) } else { Serial(a.0.min(b.0)) };
+        self.heart.iter().flatten().copied().reduce(|a, b| (oldest(a.0, b.0), oldest(a.1, b.1)))
+    }
+
+    fn upward(&self, kind: Kind, seq: Serial, format: Format, exponent: i16, rules: Rules) -> Header {
+        // A complete sum has a push of every child behind it, each with Ack and Credit.
+        let (ack, credit) = self.heard(rules).expect("all children were heard");
+        let (job, epoch) = (self.job.job, self.job.epoch);
+        Header { kind, job, epoch, format, flags: 0, seq, ack, credit, exponent, workers: self.all }
+    }
+}
+
+/// What a packet leads to, before anything is borrowed.
+enum Decision {
+    Nothing,
+    Relay,
+    Heartbeat,
+    Sum { index: usize, seq: Serial },
+}
+
+#[cfg(test)]
+impl Aggregator {
+    pub(crate) fn with_rules(limits: Limits, rules: Rules) -> Aggregator {
+        Aggregator { rules, ..Aggregator::new(limits) }
+    }
+
+    /// All that decides what it will do.
+    pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
+        use std::hash::Hash;
+        for (job, table) in &self.jobs {
+            (job, table.job.epoch, &table.slots, &table.heart).hash(state);
+            // What lies in a slot that nobody has written does not matter.
+            let blocks = table.memory.chunks_exact(table.job.blocks_a_slot() * table.job.block_bytes);
+            blocks.zip(&table.slots).filter(|(_, slot)| slot.have != 0).for_each(|(memory, _)| memory.hash(state));
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "aggregator_tests.rs"]
+mod tests;

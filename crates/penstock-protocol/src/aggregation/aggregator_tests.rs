@@ -1,0 +1,236 @@
+use super::super::packet::FLAG_LOST;
+use super::super::{PacketError, WireArithmetic};
+use super::*;
+use proptest::prelude::*;
+
+const ABOVE: Link = Link(9);
+
+fn job(window: u32, children: usize) -> Job {
+    let children = (0..children).map(|i| Child { link: Link(i as u32), workers: 1 << i }).collect();
+    Job { job: 5, epoch: 3, key: None, window, block_bytes: 8, floats: false, parent: ABOVE, children }
+}
+
+fn limits() -> Limits {
+    Limits { jobs: 4, slots: 64, memory_bytes: 4096 }
+}
+
+fn header(kind: Kind, worker: u32, seq: u32) -> Header {
+    let format = if kind.has_block() { Format::I32 } else { Format::None };
+    let (ack, credit) = (Serial(0), Serial(3));
+    Header {
+        kind,
+        job: 5,
+        epoch: 3,
+        format,
+        flags: 0,
+        seq: Serial(seq),
+        ack,
+        credit,
+        exponent: 0,
+        workers: 1 << worker,
+    }
+}
+
+fn push(worker: u32, seq: u32, value: i32) -> Vec<u8> {
+    let block = value.to_be_bytes();
+    [&header(Kind::Push, worker, seq).encode(&block, None)[..], &block].concat()
+}
+
+/// What goes up: its SeqNum, whom it speaks for, its sum.
+fn handle(aggregator: &mut Aggregator, from: u32, bytes: &[u8]) -> Result<Option<(u32, u64, i32)>, Refusal> {
+    Ok(match aggregator.handle_packet(Link(from), bytes, &WireArithmetic)? {
+        Action::Send { to, header, payload } => {
+            assert_eq!(to, ABOVE);
+            let packet = [&header[..], payload].concat();
+            let header = decode(&packet).unwrap().header;
+            Some((header.seq.0, header.workers, i32::from_be_bytes(payload.try_into().unwrap())))
+        }
+        Action::Nothing => None,
+        Action::Relay { .. } => panic!("nothing came from above"),
+    })
+}
+
+/// The life of a slot: two blocks make a sum, doubles do not count, a complete sum goes up again for each, the next round takes the
+/// slot, the round before is refused.
+#[test]
+fn a_slot() {
+    let mut node = Aggregator::new(limits());
+    node.open(job(2, 2)).unwrap();
+    let mut step = |from, seq, value| handle(&mut node, from, &push(from, seq, value));
+    assert_eq!(step(0, 0, 5), Ok(None));
+    assert_eq!(step(0, 0, 5), Ok(None), "a double");
+    assert_eq!(step(1, 0, 7), Ok(Some((0, 3, 12))));
+    assert_eq!(step(0, 0, 5), Ok(Some((0, 3, 12))), "again");
+    assert_eq!(step(1, 2, 100), Ok(None), "the next round");
+    assert_eq!(step(0, 0, 5), Err(Refusal::Stale));
+    assert_eq!(step(0, 2, -1), Ok(Some((2, 3, 99))), "nothing of the round before");
+    let counters = *node.counters(5).unwrap();
+    assert_eq!((counters.added, counters.completed, counters.repeated, counters.abandoned), (4, 2, 1, 0));
+    assert_eq!(counters.refused[Refusal::Duplicate.index()], 2);
+    assert_eq!(counters.refused[Refusal::Stale.index()], 1);
+}
+
+/// SeqNums wrap around: 0 is newer than 2^32 - 2.
+#[test]
+fn wrap_around() {
+    let mut node = Aggregator::new(limits());
+    node.open(job(2, 1)).unwrap();
+    for seq in [u32::MAX - 1, u32::MAX, 0, 1] {
+        assert_eq!(handle(&mut node, 0, &push(0, seq, 1)), Ok(Some((seq, 1, 1))));
+    }
+    assert_eq!(handle(&mut node, 0, &push(0, u32::MAX, 1)), Err(Refusal::Stale));
+}
+
+/// The heart table: nothing goes up before all were heard; then the minimum; a late old heartbeat takes nothing back.
+#[test]
+fn the_heart_table() {
+    let mut node = Aggregator::new(limits());
+    node.open(job(4, 3)).unwrap();
+    let mut beat = |worker: u32, ack: u32| {
+        let header =
+            Header { ack: Serial(ack), credit: Serial(ack.wrapping_add(3)), ..header(Kind::HeartbeatUp, worker, 0) };
+        match node.handle_packet(Link(worker), &header.encode(&[], None), &WireArithmetic).unwrap() {
+            Action::Send { header, .. } => {
+                let header = decode(&header).unwrap().header;
+                assert_eq!((header.kind, header.workers), (Kind::HeartbeatUp, 7));
+                Some((header.ack.0, header.credit.0))
+            }
+            _ => None,
+        }
+    };
+    assert_eq!(beat(0, u32::MAX), None);
+    assert_eq!(beat(1, 2), None);
+    assert_eq!(beat(2, 1), Some((u32::MAX, 2)), "across the wrap-around");
+    assert_eq!(beat(1, 3), None, "the minimum is as it was");
+    assert_eq!(beat(0, 2), Some((1, 4)));
+    assert_eq!(beat(0, u32::MAX), Some((1, 4)), "an old one; the first child's goes up always");
+    assert_eq!(beat(2, 5), Some((2, 5)));
+}
+
+/// What comes from above goes to all children as it is; from elsewhere it is refused.
+#[test]
+fn relay() {
+    let mut node = Aggregator::new(limits());
+    node.open(job(2, 3)).unwrap();
+    let result = [&header(Kind::Result, 0, 1).encode(&[0; 4], None)[..], &[0; 4]].concat();
+    match node.handle_packet(ABOVE, &result, &WireArithmetic).unwrap() {
+        Action::Relay { to } => assert_eq!(to, [Link(0), Link(1), Link(2)]),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(node.handle_packet(Link(1), &result, &WireArithmetic).unwrap_err(), Refusal::Sender);
+}
+
+/// Everything that does not belong here is counted and leaves the slots as they are.
+#[test]
+fn strangers() {
+    let key = Key([3; 16]);
+    let mut node = Aggregator::new(limits());
+    node.open(Job { key: Some(key), ..job(2, 2) }).unwrap();
+    let sealed =
+        |header: Header, payload: &[u8], key: Option<&Key>| [&header.encode(payload, key)[..], payload].concat();
+    let good = header(Kind::Push, 0, 0);
+    let digest = |node: &Aggregator| {
+        let mut state = siphasher::sip::SipHasher13::new();
+        node.digest(&mut state);
+        std::hash::Hasher::finish(&state)
+    };
+    let before = digest(&node);
+    let four = [1u8; 4];
+    let cases = [
+        (0, sealed(good, &four, Some(&Key([4; 16]))), Refusal::Key),
+        (0, sealed(good, &four, None), Refusal::Key),
+        (0, sealed(Header { job: 6, ..good }, &four, Some(&key)), Refusal::Job),
+        (0, sealed(Header { epoch: 2, ..good }, &four, Some(&key)), Refusal::Epoch),
+        (1, sealed(good, &four, Some(&key)), Refusal::Sender),
+        (7, sealed(good, &four, Some(&key)), Refusal::Sender),
+        (0, sealed(Header { workers: 3, ..good }, &four, Some(&key)), Refusal::Sender),
+        (0, sealed(Header { workers: 1 << 40, ..good }, &four, Some(&key)), Refusal::Sender),
+        (0, sealed(Header { kind: Kind::Request, format: Format::None, ..good }, &[], Some(&key)), Refusal::Kind),
+        (0, four.to_vec(), Refusal::Malformed(PacketError::Truncated { bytes: 4 })),
+    ];
+    for (from, bytes, refusal) in &cases {
+        assert_eq!(node.handle_packet(Link(*from), bytes, &WireArithmetic).unwrap_err(), *refusal);
+        assert_eq!(digest(&node), before, "{refusal}");
+    }
+    // These are the worker's own, so they may move the heart table, but no slot.
+    for (header, payload, refusal) in [
+        (good, &[1u8; 12][..], Refusal::Length),
+        (Header { flags: FLAG_FULL, format: Format::F32, ..good }, &four, Refusal::Format),
+        (Header { format: Format::F32, flags: FLAG_LOST, ..good }, &four, Refusal::Format),
+    ] {
+        let bytes = sealed(header, payload, Some(&key));
+        assert_eq!(node.handle_packet(Link(0), &bytes, &WireArithmetic).unwrap_err(), refusal);
+        assert_eq!(node.waiting_slots(5), 0);
+    }
+    // In one slot all blocks are alike.
+    assert!(node.handle_packet(Link(0), &sealed(good, &four, Some(&key)), &WireArithmetic).is_ok());
+    for (header, payload, refusal) in [
+        (Header { exponent: 1, ..good }, &four[..], Refusal::Format),
+        (Header { format: Format::I16, ..good }, &four, Refusal::Format),
+        (good, &[1u8; 8], Refusal::Length),
+    ] {
+        let bytes = sealed(Header { workers: 2, ..header }, payload, Some(&key));
+        assert_eq!(node.handle_packet(Link(1), &bytes, &WireArithmetic).unwrap_err(), refusal);
+    }
+    assert_eq!(node.counters(5).unwrap().added, 1);
+    assert_eq!(node.strangers().iter().sum::<u64>(), 2, "another job's, and what is no packet");
+}
+
+/// Jobs are admitted within the limits, and one job's slots are nothing to another.
+#[test]
+fn admission() {
+    let mut node = Aggregator::new(Limits { jobs: 2, slots: 8, memory_bytes: 64 });
+    let mut open = |job| node.open(job);
+    assert_eq!(open(Job { window: 3, ..job(2, 2) }), Err(Admission::Window(3)));
+    assert_eq!(open(Job { window: 0, ..job(2, 2) }), Err(Admission::Window(0)));
+    assert_eq!(open(Job { block_bytes: 8897, ..job(2, 2) }), Err(Admission::Block(8897)));
+    assert_eq!(open(job(2, 0)), Err(Admission::Children));
+    let twice = vec![Child { link: Link(0), workers: 3 }, Child { link: Link(1), workers: 2 }];
+    assert_eq!(open(Job { children: twice, ..job(2, 2) }), Err(Admission::Children));
+    assert_eq!(open(job(16, 2)), Err(Admission::Slots { needed: 16, free: 8 }));
+    assert_eq!(open(Job { floats: true, ..job(4, 2) }), Err(Admission::Memory { needed: 96, free: 64 }));
+    assert_eq!(open(job(4, 2)), Ok(()));
+    assert_eq!(open(Job { job: 6, ..job(8, 2) }), Err(Admission::Slots { needed: 8, free: 4 }));
+    assert_eq!(open(Job { job: 6, ..job(4, 2) }), Ok(()));
+    assert_eq!(open(Job { job: 7, ..job(1, 2) }), Err(Admission::Jobs(2)));
+    assert_eq!(open(Job { epoch: 2, ..job(4, 2) }), Err(Admission::Epoch(3)));
+    assert_eq!(open(Job { epoch: 4, ..job(4, 1) }), Ok(()), "the next epoch replaces the one before");
+    node.close(6);
+    assert_eq!(node.open(Job { job: 7, ..job(4, 2) }), Ok(()));
+}
+
+proptest! {
+    /// Any sequence of packets, sensible or not, from anywhere: no panic, and a sum that goes up is the sum of the
+    /// blocks of that SeqNum, because workers send the same block under one SeqNum.
+    #[test]
+    fn sequences(steps in proptest::collection::vec(
+        (0u32..4, 0u32..4, 0u32..9, 0u8..12, proptest::collection::vec(any::<u8>(), 0..70)), 0..200,
+    )) {
+        let mut node = Aggregator::new(limits());
+        node.open(job(2, 3)).unwrap();
+        let block = |worker: u32, seq: u32| (1 + worker as i32) * 1000 + seq as i32;
+        for (from, worker, seq, what, noise) in steps {
+            let bytes = match what {
+                0..=7 => push(worker, seq, block(worker, seq)),
+                8 => header(Kind::HeartbeatUp, worker, 0).encode(&[], None).to_vec(),
+                9 => header(Kind::HeartbeatDown, worker, 0).encode(&[], None).to_vec(),
+                10 => {
+                    let mut bytes = push(worker, seq, 0);
+                    let at = seq as usize % bytes.len();
+                    // Not SeqNum or block: without a key those cannot be told from a worker's own.
+                    bytes[if (12..16).contains(&at) { 0 } else { at }] ^= 0x80;
+                    bytes
+                }
+                _ => noise,
+            };
+            let from = if what < 8 && from < 3 { worker } else { from };
+            if let Ok(Action::Send { header, payload, .. }) = node.handle_packet(Link(from), &bytes, &WireArithmetic)
+                && !payload.is_empty()
+            {
+                let header = decode(&[&header[..], payload].concat()).unwrap().header;
+                let sum: i32 = (0..3).map(|worker| block(worker, header.seq.0)).sum();
+                prop_assert_eq!(payload, sum.to_be_bytes());
+            }
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! In-network aggregation: what N workers push is added on the way, committed by a server, and returned to all.
+//!
+//! `docs/aggregation.md` draws the packet, states the rules and says why each is there. The machines:
+//!
+//! - [`Worker`]: pushes blocks within Credit, sends again, asks for results that it misses.
+//! - [`Aggregator`]: a slot table; one packet in, at most one packet out (to several); no timers; may lose everything.
+//! - [`Server`]: the end of the path and the only commit point.
+//!
+//! [`simulate`] runs all three under a virtual clock with seeded faults; `model.rs` walks every interleaving of a small
+//! system, and shows that each rule is needed.
+
+mod aggregator;
+mod arithmetic;
+mod key;
+#[cfg(test)]
+mod model;
+mod packet;
+mod rules;
+mod serial;
+mod server;
+pub mod simulate;
+mod tree;
+mod worker;
+
+pub use aggregator::{Action, Admission, Aggregator, Child, Job, JobCounters, Limits};
+pub use arithmetic::{Arithmetic, WireArithmetic};
+pub use key::Key;
+pub use packet::{
+    EXPONENT_NONFINITE, EXPONENT_ZERO, FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES,
+    Packet, PacketError, decode,
+};
+pub use rules::Refusal;
+pub use serial::Serial;
+pub use server::{Server, ServerConfig, Transmit};
+pub use tree::{Node, Tree, TreeError};
+pub use worker::{Outbound, Received, Route, Timing, Worker, WorkerConfig};
+
+/// The driver's number for an address: where a packet came from, or where one goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Link(pub u32);

@@ -1,0 +1,437 @@
+//! The packet: 48 bytes of header, then a block. Drawn in `docs/aggregation.md`, and here:
+//!
+//! ```text
+//!        0         2      3      4                  8        10     11     12
+//!        +---------+------+------+------------------+--------+------+------+------------------+
+//!   0    |  magic  | vers.| kind |       job        | epoch  |format|flags |     SeqNum       |
+//!        +---------+------+------+------------------+--------+------+------+------------------+
+//!  16    |       Ack             |      Credit      |exponent|    length   |     digest       |
+//!        +-----------------------+------------------+--------+-------------+------------------+
+//!  32    |                  workers                 |                   MAC                   |
+//!        +------------------------------------------+-----------------------------------------+ 48
+//! ```
+//! All numbers are big-endian, also those of the payload. Nothing here allocates.
+
+use super::key::Key;
+use super::serial::Serial;
+use std::fmt;
+
+/// What a packet means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    /// A block, or a sum of blocks, on its way up.
+    Push = 1,
+    /// A committed sum on its way down.
+    Result = 2,
+    /// What results workers have, on its way up.
+    HeartbeatUp = 3,
+    /// What blocks the server has, on its way down.
+    HeartbeatDown = 4,
+    /// A worker asks the server for a result.
+    Request = 5,
+}
+
+impl Kind {
+    fn from_byte(byte: u8) -> Option<Kind> {
+        use Kind::*;
+        [Push, Result, HeartbeatUp, HeartbeatDown, Request].into_iter().find(|kind| *kind as u8 == byte)
+    }
+
+    /// Whether it carries a block.
+    #[must_use]
+    pub fn has_block(self) -> bool {
+        matches!(self, Kind::Push | Kind::Result)
+    }
+
+    /// Whether workers send it.
+    #[must_use]
+    pub fn is_upward(self) -> bool {
+        matches!(self, Kind::Push | Kind::HeartbeatUp | Kind::Request)
+    }
+}
+
+/// What a block's elements are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Format {
+    /// No block.
+    None = 0,
+    /// 32-bit integers, added modulo 2^32.
+    I32 = 1,
+    /// 16-bit integers, added modulo 2^16.
+    I16 = 2,
+    /// Exponents of other blocks, 16-bit integers, combined by maximum.
+    Exponents = 3,
+    /// Floats as the tensor has them.
+    F32 = 4,
+    /// Floats as the tensor has them.
+    F16 = 5,
+    /// Floats as the tensor has them.
+    Bf16 = 6,
+}
+
+impl Format {
+    fn from_byte(byte: u8) -> Option<Format> {
+        use Format::*;
+        [None, I32, I16, Exponents, F32, F16, Bf16].into_iter().find(|format| *format as u8 == byte)
+    }
+
+    /// Bytes of an element; 0 of none.
+    #[must_use]
+    pub fn element_bytes(self) -> usize {
+        match self {
+            Format::None => 0,
+            Format::I32 | Format::F32 => 4,
+            Format::I16 | Format::Exponents | Format::F16 | Format::Bf16 => 2,
+        }
+    }
+
+    /// Whether the order of additions matters.
+    #[must_use]
+    pub fn is_float(self) -> bool {
+        matches!(self, Format::F32 | Format::F16 | Format::Bf16)
+    }
+}
+
+/// The header of a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Header {
+    /// What it means.
+    pub kind: Kind,
+    /// Whose it is.
+    pub job: u32,
+    /// Which life of the job.
+    pub epoch: u16,
+    /// What the block's elements are.
+    pub format: Format,
+    /// Bit set of `FLAG_*`.
+    pub flags: u8,
+    /// Which block; 0 in heartbeats.
+    pub seq: Serial,
+    /// Next expected: of results when it goes up, of blocks when it goes down.
+    pub ack: Serial,
+    /// Highest that may be sent.
+    pub credit: Serial,
+    /// The block's exponent.
+    pub exponent: i16,
+    /// Upwards: whom it speaks for. Downwards: who should send straight to the server.
+    pub workers: u64,
+}
+
+impl Header {
+    /// The bytes on the wire, sealed over `payload` under `key`. The payload is at most [`MAX_PAYLOAD_BYTES`].
+    #[must_use]
+    pub fn encode(&self, payload: &[u8], key: Option<&Key>) -> [u8; HEADER_BYTES] {
+        debug_assert!(payload.len() <= MAX_PAYLOAD_BYTES);
+        let mut out = [0u8; HEADER_BYTES];
+        out[0..2].copy_from_slice(&MAGIC.to_be_bytes());
+        out[2] = VERSION;
+        out[3] = self.kind as u8;
+        out[4..8].copy_from_slice(&self.job.to_be_bytes());
+        out[8..10].copy_from_slice(&self.epoch.to_be_bytes());
+        out[10] = self.format as u8;
+        out[11] = self.flags;
+        out[12..16].copy_from_slice(&self.seq.0.to_be_bytes());
+        out[16..20].copy_from_slice(&self.ack.0.to_be_bytes());
+        out[20..24].copy_from_slice(&self.credit.0.to_be_bytes());
+        out[24..26].copy_from_slice(&self.exponent.to_be_bytes());
+        out[26..28].copy_from_slice(&(payload.len() as u16).to_be_bytes());
+        out[32..40].copy_from_slice(&self.workers.to_be_bytes());
+        if let Some(key) = key {
+            out[28..32].copy_from_slice(&crc32c::crc32c(payload).to_be_bytes());
+            let code = key.code(&out[..CODED_BYTES]);
+            out[40..48].copy_from_slice(&code.to_be_bytes());
+        }
+        out
+    }
+}
+
+/// A received packet whose form is right; [`Packet::verify`] says whether it is the job's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packet<'a> {
+    /// Its header.
+    pub header: Header,
+    /// Its block; empty where there is none.
+    pub payload: &'a [u8],
+    coded: &'a [u8],
+    digest: u32,
+    code: u64,
+}
+
+impl Packet<'_> {
+    /// Checks MAC and digest; without a key both must be 0, so that two nodes of which only one has a key never talk.
+    pub fn verify(&self, key: Option<&Key>) -> Result<(), PacketError> {
+        let good = match key {
+            Some(key) => key.code(self.coded) == self.code && crc32c::crc32c(self.payload) == self.digest,
+            None => self.code == 0 && self.digest == 0,
+        };
+        if good { Ok(()) } else { Err(PacketError::Key) }
+    }
+}
+
+/// Reads a datagram, believing nothing.
+pub fn decode(bytes: &[u8]) -> Result<Packet<'_>, PacketError> {
+    if bytes.len() < HEADER_BYTES {
+        return Err(PacketError::Truncated { bytes: bytes.len() });
+    }
+    let u16_at = |at: usize| u16::from_be_bytes([bytes[at], bytes[at + 1]]);
+    let u32_at = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
+    let u64_at = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
+    if u16_at(0) != MAGIC {
+        return Err(PacketError::Magic);
+    }
+    if bytes[2] != VERSION {
+        return Err(PacketError::Version(bytes[2]));
+    }
+    let kind = Kind::from_byte(bytes[3]).ok_or(PacketError::Kind(bytes[3]))?;
+    let format = Format::from_byte(bytes[10]).ok_or(PacketError::Format(bytes[10]))?;
+    let payload = &bytes[HEADER_BYTES..];
+    let length = usize::from(u16_at(26));
+    if length != payload.len() || length > MAX_PAYLOAD_BYTES {
+        return Err(PacketError::Length { claimed: length, bytes: payload.len() });
+    }
+    if kind.has_block() == (format == Format::None) {
+        return Err(PacketError::Block(kind));
+    }
+    let whole = match format.element_bytes() {
+        0 => length == 0,
+        element => length > 0 && length.is_multiple_of(element),
+    };
+    if !whole {
+        return Err(PacketError::Elements { format, length });
+    }
+    let header = Header {
+        kind,
+        job: u32_at(4),
+        epoch: u16_at(8),
+        format,
+        flags: bytes[11],
+        seq: Serial(u32_at(12)),
+        ack: Serial(u32_at(16)),
+        credit: Serial(u32_at(20)),
+        exponent: u16_at(24) as i16,
+        workers: u64_at(32),
+    };
+    let allowed = match kind {
+        Kind::Push => FLAG_LOST | FLAG_FULL,
+        Kind::Result => FLAG_FULL,
+        Kind::HeartbeatUp | Kind::Request => FLAG_LOST,
+        Kind::HeartbeatDown => 0,
+    };
+    if header.flags & !allowed != 0 {
+        return Err(PacketError::Flags { kind, flags: header.flags });
+    }
+    if kind.is_upward() && header.workers == 0 {
+        return Err(PacketError::Workers);
+    }
+    Ok(Packet { header, payload, coded: &bytes[..CODED_BYTES], digest: u32_at(28), code: u64_at(40) })
+}
+
+/// Why bytes are not a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PacketError {
+    /// Shorter than a header.
+    Truncated {
+        /// What came.
+        bytes: usize,
+    },
+    /// Not our magic.
+    Magic,
+    /// Another version.
+    Version(u8),
+    /// An unknown kind.
+    Kind(u8),
+    /// An unknown format.
+    Format(u8),
+    /// Flags that this kind may not carry.
+    Flags {
+        /// The packet's kind.
+        kind: Kind,
+        /// Its flags.
+        flags: u8,
+    },
+    /// The datagram is not as long as it claims, or longer than a block may be.
+    Length {
+        /// What the header says.
+        claimed: usize,
+        /// What came after it.
+        bytes: usize,
+    },
+    /// A block where none belongs, or none where one does.
+    Block(Kind),
+    /// Not a whole number of elements.
+    Elements {
+        /// The block's format.
+        format: Format,
+        /// Its bytes.
+        length: usize,
+    },
+    /// A packet that speaks for nobody.
+    Workers,
+    /// MAC or digest do not hold.
+    Key,
+}
+
+impl fmt::Display for PacketError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PacketError::Truncated { bytes } => {
+                write!(f, "a datagram of {bytes} bytes; a header has {HEADER_BYTES}")
+            }
+            PacketError::Magic => write!(f, "a datagram that is not Penstock's"),
+            PacketError::Version(version) => write!(f, "a packet of version {version}; this is {VERSION}"),
+            PacketError::Kind(kind) => write!(f, "a packet of unknown kind {kind}"),
+            PacketError::Format(format) => write!(f, "a block of unknown format {format}"),
+            PacketError::Flags { kind, flags } => write!(f, "a {kind:?} packet with flags {flags:#x}"),
+            PacketError::Length { claimed, bytes } => {
+                write!(f, "a packet of {bytes} bytes that claims {claimed}; at most {MAX_PAYLOAD_BYTES} are allowed")
+            }
+            PacketError::Block(kind) => write!(f, "a {kind:?} packet with a block where none belongs, or without one"),
+            PacketError::Elements { format, length } => {
+                write!(f, "{length} bytes, which are not elements of {format:?}")
+            }
+            PacketError::Workers => write!(f, "a packet that speaks for no worker"),
+            PacketError::Key => write!(f, "a packet under another key, or damaged"),
+        }
+    }
+}
+
+impl std::error::Error for PacketError {}
+
+/// Bytes of a header.
+pub const HEADER_BYTES: usize = 48;
+/// The largest block: a multiple of 64 bytes that fits, with this header, UDP and IPv6, an MTU of 9000.
+pub const MAX_PAYLOAD_BYTES: usize = 8896;
+/// The sender does not hear the aggregator above it.
+pub const FLAG_LOST: u8 = 1;
+/// Elements as the tensor has them; for the server alone, aggregators that only add integers drop it.
+pub const FLAG_FULL: u8 = 2;
+/// The exponent of a block of zeros: the smallest, so that a maximum passes over it.
+pub const EXPONENT_ZERO: i16 = i16::MIN;
+/// The exponent of a block with Inf or NaN: the largest, so that a maximum keeps it.
+pub const EXPONENT_NONFINITE: i16 = i16::MAX;
+const MAGIC: u16 = 0x5041;
+const VERSION: u8 = 1;
+/// What the MAC covers.
+const CODED_BYTES: usize = 40;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn header() -> Header {
+        Header {
+            kind: Kind::Push,
+            job: 0x0102_0304,
+            epoch: 0x0506,
+            format: Format::I32,
+            flags: FLAG_LOST,
+            seq: Serial(0x0708_090a),
+            ack: Serial(0x0b0c_0d0e),
+            credit: Serial(0x0f10_1112),
+            exponent: -2,
+            workers: 0x1314_1516_1718_191a,
+        }
+    }
+
+    fn bytes(header: &Header, payload: &[u8], key: Option<&Key>) -> Vec<u8> {
+        [&header.encode(payload, key)[..], payload].concat()
+    }
+
+    /// Every field lies where the document draws it.
+    #[test]
+    fn layout() {
+        let packet = bytes(&header(), &[0xaa; 8], None);
+        let head = "5041 01 01 01020304 0506 01 01 0708090a 0b0c0d0e 0f101112 fffe 0008 00000000 131415161718191a";
+        let head: String = head.replace(' ', "") + &"00".repeat(8) + &"aa".repeat(8);
+        assert_eq!(packet.iter().map(|byte| format!("{byte:02x}")).collect::<String>(), head);
+    }
+
+    /// A packet survives the wire, with a key and without; only the same key opens it.
+    #[test]
+    fn round_trip() {
+        let (key, other) = (Key([1; 16]), Key([2; 16]));
+        let sealed = bytes(&header(), &[7; 12], Some(&key));
+        let packet = decode(&sealed).unwrap();
+        assert_eq!((packet.header, packet.payload), (header(), &[7u8; 12][..]));
+        assert_eq!(packet.verify(Some(&key)), Ok(()));
+        assert_eq!(packet.verify(Some(&other)), Err(PacketError::Key));
+        assert_eq!(packet.verify(None), Err(PacketError::Key));
+        let open = bytes(&header(), &[7; 12], None);
+        assert_eq!(decode(&open).unwrap().verify(None), Ok(()));
+        assert_eq!(decode(&open).unwrap().verify(Some(&key)), Err(PacketError::Key));
+    }
+
+    /// Under a key no single flipped bit goes unnoticed, in header or block.
+    #[test]
+    fn every_flipped_bit_is_noticed() {
+        let key = Key([9; 16]);
+        let good = bytes(&header(), &[5; 16], Some(&key));
+        for bit in 0..good.len() * 8 {
+            let mut bad = good.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            let noticed = decode(&bad).map_or_else(Err, |packet| packet.verify(Some(&key)));
+            assert!(noticed.is_err(), "bit {bit} flipped unnoticed");
+        }
+    }
+
+    /// Each way to be malformed has its reason.
+    #[test]
+    fn reasons() {
+        let good = bytes(&header(), &[0; 8], None);
+        let with = |at: usize, byte: u8| {
+            let mut bad = good.clone();
+            bad[at] = byte;
+            decode(&bad).unwrap_err()
+        };
+        assert_eq!(decode(&good[..47]), Err(PacketError::Truncated { bytes: 47 }));
+        assert_eq!(decode(&good[..52]), Err(PacketError::Length { claimed: 8, bytes: 4 }));
+        assert_eq!(decode(&[&good[..], &[0]].concat()), Err(PacketError::Length { claimed: 8, bytes: 9 }));
+        assert_eq!(with(0, 0), PacketError::Magic);
+        assert_eq!(with(2, 2), PacketError::Version(2));
+        assert_eq!(with(3, 0), PacketError::Kind(0));
+        assert_eq!(with(3, 6), PacketError::Kind(6));
+        assert_eq!(with(3, 3), PacketError::Block(Kind::HeartbeatUp));
+        assert_eq!(with(10, 7), PacketError::Format(7));
+        assert_eq!(with(10, 0), PacketError::Block(Kind::Push));
+        assert_eq!(with(11, 4), PacketError::Flags { kind: Kind::Push, flags: 4 });
+        let odd = bytes(&header(), &[0; 6], None);
+        assert_eq!(decode(&odd), Err(PacketError::Elements { format: Format::I32, length: 6 }));
+        let empty = bytes(&header(), &[], None);
+        assert_eq!(decode(&empty), Err(PacketError::Elements { format: Format::I32, length: 0 }));
+        let nobody = bytes(&Header { workers: 0, ..header() }, &[0; 8], None);
+        assert_eq!(decode(&nobody), Err(PacketError::Workers));
+        let mut long = bytes(&header(), &[0; MAX_PAYLOAD_BYTES], None);
+        assert!(decode(&long).is_ok());
+        long.extend([0; 4]);
+        long[26..28].copy_from_slice(&(MAX_PAYLOAD_BYTES as u16 + 4).to_be_bytes());
+        assert!(matches!(decode(&long), Err(PacketError::Length { .. })));
+    }
+
+    proptest! {
+        /// Arbitrary bytes never panic the decoder, not even with the right start; what it accepts it would write the
+        /// same way.
+        #[test]
+        fn garbage_is_refused_calmly(
+            mut bytes in proptest::collection::vec(any::<u8>(), 0..96),
+            kind in 0u8..7, format in 0u8..8, flags in 0u8..5,
+        ) {
+            let _ = decode(&bytes);
+            if bytes.len() >= HEADER_BYTES {
+                bytes[0..3].copy_from_slice(&[0x50, 0x41, 1]);
+                (bytes[3], bytes[10], bytes[11]) = (kind, format, flags);
+                let length = bytes.len() - HEADER_BYTES;
+                bytes[26..28].copy_from_slice(&(length as u16).to_be_bytes());
+                bytes[28..32].fill(0);
+                bytes[40..48].fill(0);
+                if let Ok(packet) = decode(&bytes) {
+                    let again = [&packet.header.encode(packet.payload, None)[..], packet.payload].concat();
+                    prop_assert_eq!(&again, &bytes);
+                    prop_assert_eq!(packet.verify(None), Ok(()));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! The rules of `docs/aggregation.md` by name, and the reasons why a packet has no effect.
+
+use super::packet::PacketError;
+use std::fmt;
+
+/// A rule without which sums go wrong or the system stands still; the model check removes each in turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(not(test), allow(dead_code, reason = "only tests build rule sets, and name rules that only tests remove"))]
+pub(crate) enum Rule {
+    /// R1. A newer SeqNum takes the slot: it resets the bitmap and overwrites the sum.
+    Reset,
+    /// R2. An older SeqNum than the slot's never touches it.
+    Stale,
+    /// R3. A worker whose bit is set is not added again.
+    Duplicate,
+    /// R4. A complete slot keeps its sum, and forwards it again for every duplicate.
+    Keep,
+    /// R5. Ack and Credit are forwarded as the minimum over *all* children; one never heard from holds them back.
+    Heart,
+    /// R6. Packets of another epoch have no effect.
+    Epoch,
+    /// R7. Numbers are compared on a circle.
+    Serial,
+    /// R8. The server takes a block only between Ack and Credit, and only until it is committed.
+    Once,
+    /// R9. At the server, what is contained in what is there is dropped, and what contains it takes its place.
+    Overlap,
+    /// R10. The server commits when every worker is in.
+    Whole,
+    /// R11. Credit stays within a window of the slowest worker's Ack.
+    Window,
+    /// R12. A result is kept until all workers have it, and sent to whoever asks.
+    Answer,
+    /// R13. When one worker passes an aggregator by, all below it do.
+    Bypass,
+    /// R14. A worker pushes nothing beyond Credit.
+    Credit,
+    /// R15. A worker sends again what is not committed.
+    Resend,
+    /// R16. Only the server commits.
+    Commit,
+    /// R17. A worker asks for a result that it misses.
+    Request,
+    /// R18. A worker takes each result once.
+    Deliver,
+    /// R19. Floats are added in the order of the tree.
+    Order,
+}
+
+/// Which rules hold: all, except in tests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Rules {
+    #[cfg(test)]
+    pub(crate) without: Option<Rule>,
+}
+
+impl Rules {
+    /// Whether a rule is in force.
+    #[cfg(test)]
+    pub(crate) fn hold(self, rule: Rule) -> bool {
+        self.without != Some(rule)
+    }
+
+    /// Whether a rule is in force: always.
+    #[cfg(not(test))]
+    #[inline(always)]
+    pub(crate) fn hold(self, _rule: Rule) -> bool {
+        true
+    }
+}
+
+/// Why a packet had no effect on sums. Nothing is wrong with the receiver; each is counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Refusal {
+    /// The bytes are not a packet.
+    Malformed(PacketError),
+    /// No such job here.
+    Job,
+    /// Another epoch of the job.
+    Epoch,
+    /// The MAC or the digest does not hold: another job's key, or damage.
+    Key,
+    /// A worker or a set of workers that does not live behind this address.
+    Sender,
+    /// Elements that this node does not add, or that do not fit those of the others in the slot.
+    Format,
+    /// A block longer than the job's, or not as long as the others in the slot.
+    Length,
+    /// Older than what the slot holds, or long committed.
+    Stale,
+    /// Already in the sum.
+    Duplicate,
+    /// Beyond the window.
+    Credit,
+    /// An Ack for what was not sent.
+    Ack,
+    /// A kind that this node has no use for.
+    Kind,
+}
+
+impl Refusal {
+    /// How many there are; [`Refusal::index`] is below.
+    pub const COUNT: usize = 12;
+
+    /// Names, by index; for counters.
+    pub const NAMES: [&str; Refusal::COUNT] = [
+        "malformed",
+        "job",
+        "epoch",
+        "key",
+        "sender",
+        "format",
+        "length",
+        "stale",
+        "duplicate",
+        "credit",
+        "ack",
+        "kind",
+    ];
+
+    /// Its place in an array of counters.
+    #[must_use]
+    pub fn index(self) -> usize {
+        match self {
+            Refusal::Malformed(_) => 0,
+            Refusal::Job => 1,
+            Refusal::Epoch => 2,
+            Refusal::Key => 3,
+            Refusal::Sender => 4,
+            Refusal::Format => 5,
+            Refusal::Length => 6,
+            Refusal::Stale => 7,
+            Refusal::Duplicate => 8,
+            Refusal::Credit => 9,
+            Refusal::Ack => 10,
+            Refusal::Kind => 11,
+        }
+    }
+}
+
+impl From<PacketError> for Refusal {
+    fn from(error: PacketError) -> Refusal {
+        if error == PacketError::Key { Refusal::Key } else { Refusal::Malformed(error) }
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Refusal::Malformed(error) => write!(f, "{error}"),
+            Refusal::Job => write!(f, "a packet of a job that is not admitted here"),
+            Refusal::Epoch => write!(f, "a packet of another epoch of its job"),
+            Refusal::Key => write!(f, "a packet under another key, or damaged"),
+            Refusal::Sender => write!(f, "a packet for workers that do not live behind its address"),
+            Refusal::Format => write!(f, "a block whose format or exponent does not fit"),
+            Refusal::Length => write!(f, "a block whose length does not fit"),
+            Refusal::Stale => write!(f, "a block that is long done"),
+            Refusal::Duplicate => write!(f, "a block that is already in the sum"),
+            Refusal::Credit => write!(f, "a block beyond the window"),
+            Refusal::Ack => write!(f, "an Ack for what was never sent"),
+            Refusal::Kind => write!(f, "a packet of a kind that has no business here"),
+        }
+    }
+}
+
+impl std::error::Error for Refusal {}

@@ -1,0 +1,536 @@
+//! The server: takes sums and single blocks, commits, returns results to all.
+//!
+//! A slot keeps its parts (sums of whole aggregators, blocks of single workers) apart until every worker is in, and then
+//! adds them in the order of the tree. The sets of workers that a tree can send are nested or disjoint, so a part is
+//! either new, or inside one that is there (dropped), or contains some (which it replaces). That is why a worker may go
+//! around an aggregator at any time without being counted twice, and why the result has the same bits as without.
+//!
+//! ```text
+//!             Ack                      Credit = (slowest worker's Ack) + W - 1
+//!   committed  │  committed or collecting │  refused
+//!   ───────────┴──────────────────────────┴──────────
+//!   kept from the slowest worker's Ack on: whoever asks gets it again
+//! ```
+
+use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, decode};
+use super::rules::{Refusal, Rule, Rules};
+use super::tree::{Node, Tree};
+use super::{Arithmetic, Key, Link, Serial};
+use penstock_types::{MILLISECOND, Time};
+use std::collections::VecDeque;
+
+/// What a server is told of a job.
+#[derive(Clone, Debug)]
+pub struct ServerConfig {
+    /// Its number.
+    pub job: u32,
+    /// Which of its lives.
+    pub epoch: u16,
+    /// None on a trusted network.
+    pub key: Option<Key>,
+    /// SeqNums in flight, a power of two; the same for all nodes of the job.
+    pub window: u32,
+    /// The longest block.
+    pub block_bytes: usize,
+    /// The first SeqNum of the epoch.
+    pub start: Serial,
+    /// Who sends to whom.
+    pub tree: Tree,
+    /// Each worker's own address, by number.
+    pub workers: Vec<Link>,
+    /// How often Ack and Credit are told while blocks are in flight. A loss of the last packets of a burst is noticed so
+    /// much later.
+    pub heartbeat_every: u64,
+    /// ... and while none are. Workers take an aggregator for dead when they hear nothing through it for
+    /// [`super::Timing::path_dead_after`], a few times this.
+    pub idle_every: u64,
+}
+
+impl ServerConfig {
+    /// 2 ms: many round trips of a local network, few packets. 100 ms: path death is noticed within a third of a second.
+    pub const HEARTBEAT_EVERY: u64 = 2 * MILLISECOND;
+    /// See [`ServerConfig::HEARTBEAT_EVERY`].
+    pub const IDLE_EVERY: u64 = 100 * MILLISECOND;
+}
+
+/// The end of a job's path. Memory: `window * (workers + 1) * block_bytes`, reserved at once.
+#[derive(Clone, Debug)]
+pub struct Server {
+    config: ServerConfig,
+    all: u64,
+    ack: Serial,
+    /// For each worker: the next result that it expects, and the highest that it can take.
+    heard: Vec<(Serial, Serial)>,
+    /// Workers that do not hear the aggregator above them.
+    lost: u64,
+    slots: Vec<Slot>,
+    /// For each slot a block of every worker; a sum lies at its lowest worker's place.
+    parts: Vec<u8>,
+    results: Vec<u8>,
+    scratch: Vec<Vec<u8>>,
+    /// Slots with something to send, each once.
+    queue: VecDeque<usize>,
+    /// Who is still to hear the heartbeat that is due.
+    heartbeat_to: Vec<Link>,
+    heartbeat_at: Time,
+    /// By [`Refusal::index`].
+    refused: [u64; Refusal::COUNT],
+    rules: Rules,
+}
+
+#[derive(Clone, Debug)]
+struct Slot {
+    tag: Option<Serial>,
+    /// Sets of workers, in the order of arrival; disjoint.
+    parts: Vec<u64>,
+    committed: bool,
+    format: Format,
+    flags: u8,
+    exponent: i16,
+    length: usize,
+    /// Children or workers who are still to get the result for the first time, last first.
+    announce: Vec<Link>,
+    /// Workers who asked for it.
+    wanted: u64,
+    queued: bool,
+}
+
+/// A packet to send: this header, and this block behind it.
+#[derive(Debug)]
+pub struct Transmit<'a> {
+    /// To whom.
+    pub to: Link,
+    /// The header.
+    pub header: [u8; HEADER_BYTES],
+    /// The block; valid until the next call.
+    pub payload: &'a [u8],
+}
+
+impl Server {
+    /// A server for one epoch of a job.
+    ///
+    /// # Panics
+    /// When the configuration is none: a bad tree, a window that is not a power of two, addresses that do not fit.
+    #[must_use]
+    pub fn new(now: Time, config: ServerConfig) -> Server {
+        config.tree.check().expect("a tree");
+        assert!(config.window.is_power_of_two(), "a window of {}", config.window);
+        assert!((1..=MAX_PAYLOAD_BYTES).contains(&config.block_bytes), "blocks of {} bytes", config.block_bytes);
+        let (all, workers) = (config.tree.workers(), config.workers.len());
+        assert!(workers <= 64 && 64 - all.leading_zeros() as usize <= workers, "an address for every worker");
+        let window = config.window as usize;
+        let slot = Slot {
+            tag: None,
+            parts: Vec::new(),
+            committed: false,
+            format: Format::None,
+            flags: 0,
+            exponent: 0,
+            length: 0,
+            announce: Vec::new(),
+            wanted: 0,
+            queued: false,
+        };
+        Server {
+            all,
+            ack: config.start,
+            heard: vec![(config.start, config.start.plus(config.window - 1)); workers],
+            lost: 0,
+            slots: vec![slot; window],
+            parts: vec![0; window * workers * config.block_bytes],
+            results: vec![0; window * config.block_bytes],
+            scratch: vec![vec![0; config.block_bytes]; config.tree.depth()],
+            queue: VecDeque::new(),
+            heartbeat_to: Vec::new(),
+            heartbeat_at: now.plus(config.idle_every),
+            refused: [0; Refusal::COUNT],
+            rules: Rules::default(),
+            config,
+        }
+    }
+
+    /// The next block that is not committed.
+    #[must_use]
+    pub fn ack(&self) -> Serial {
+        self.ack
+    }
+
+    /// The highest block that may be pushed.
+    #[must_use]
+    pub fn credit(&self) -> Serial {
+        if !self.rules.hold(Rule::Window) {
+            return self.ack.plus(self.config.window - 1);
+        }
+        self.slowest().1
+    }
+
+    /// The workers that pass aggregators by: all below a child of the server of whom one has lost its path (R13).
+    #[must_use]
+    pub fn direct(&self) -> u64 {
+        if !self.rules.hold(Rule::Bypass) {
+            return self.lost;
+        }
+        let sets = self.config.tree.children.iter().map(Node::workers);
+        sets.filter(|set| set & self.lost != 0).fold(0, |all, set| all | set)
+    }
+
+    /// Workers whose block of this SeqNum is missing; none where it is committed or not in the window.
+    #[must_use]
+    pub fn missing(&self, seq: Serial) -> u64 {
+        let slot = &self.slots[self.index(seq)];
+        let in_window = !self.ack.is_newer_than(seq) && !seq.is_newer_than(self.credit());
+        match slot.tag {
+            _ if !in_window => 0,
+            Some(tag) if tag == seq && slot.committed => 0,
+            Some(tag) if tag == seq => self.all & !slot.parts.iter().fold(0, |have, part| have | part),
+            _ => self.all,
+        }
+    }
+
+    /// Packets without effect, by [`Refusal::index`].
+    #[must_use]
+    pub fn refused(&self) -> &[u64; Refusal::COUNT] {
+        &self.refused
+    }
+
+    /// Takes a datagram that came from `from`. Returns the SeqNum that it committed, if it did.
+    pub fn handle_packet(
+        &mut self,
+        now: Time,
+        from: Link,
+        bytes: &[u8],
+        arithmetic: &impl Arithmetic,
+    ) -> Result<Option<Serial>, Refusal> {
+        let outcome =
+            decode(bytes).map_err(Refusal::from).and_then(|packet| self.handle(now, from, &packet, arithmetic));
+        if let Err(refusal) = outcome {
+            self.refused[refusal.index()] += 1;
+        }
+        outcome
+    }
+
+    /// When [`Server::handle_timeout`] is due.
+    #[must_use]
+    pub fn poll_timeout(&self) -> Time {
+        self.heartbeat_at
+    }
+
+    /// Tells Ack and Credit to all when it is time.
+    pub fn handle_timeout(&mut self, now: Time) {
+        if now < self.heartbeat_at {
+            return;
+        }
+        self.heartbeat();
+        let busy = self.slowest().0 != self.ack || self.slots.iter().any(|slot| slot.tag.is_some() && !slot.committed);
+        self.heartbeat_at = now.plus(if busy { self.config.heartbeat_every } else { self.config.idle_every });
+    }
+
+    /// The next packet to send.
+    pub fn poll_transmit(&mut self) -> Option<Transmit<'_>> {
+        if let Some(to) = self.heartbeat_to.pop() {
+            let header = self.downward(Kind::HeartbeatDown, Serial(0)).encode(&[], self.config.key.as_ref());
+            return Some(Transmit { to, header, payload: &[] });
+        }
+        loop {
+            let index = *self.queue.front()?;
+            let slot = &mut self.slots[index];
+            let to = if let Some(link) = slot.announce.pop() {
+                link
+            } else if slot.wanted != 0 {
+                let worker = slot.wanted.trailing_zeros();
+                slot.wanted &= slot.wanted - 1;
+                self.config.workers[worker as usize]
+            } else {
+                slot.queued = false;
+                self.queue.pop_front();
+                continue;
+            };
+            let Slot { format, flags, exponent, length, .. } = *slot;
+            let seq = slot.tag.expect("a slot with something to send has a tag");
+            let header = Header { format, flags, exponent, ..self.downward(Kind::Result, seq) };
+            let payload = &self.results[index * self.config.block_bytes..][..length];
+            return Some(Transmit { to, header: header.encode(payload, self.config.key.as_ref()), payload });
+        }
+    }
+
+    fn handle(
+        &mut self,
+        now: Time,
+        from: Link,
+        packet: &Packet<'_>,
+        arithmetic: &impl Arithmetic,
+    ) -> Result<Option<Serial>, Refusal> {
+        let header = &packet.header;
+        if header.job != self.config.job {
+            return Err(Refusal::Job);
+        }
+        packet.verify(self.config.key.as_ref())?;
+        if self.rules.hold(Rule::Epoch) && header.epoch != self.config.epoch {
+            return Err(Refusal::Epoch);
+        }
+        if !header.kind.is_upward() {
+            return Err(Refusal::Kind);
+        }
+        let single = self.sender(from, header.workers)?;
+        self.hear(header)?;
+        if let Some(worker) = single {
+            self.note_path(now, worker, header.flags & FLAG_LOST != 0);
+        }
+        match header.kind {
+            Kind::Push => {
+                // There is something to tell soon.
+                self.heartbeat_at = self.heartbeat_at.min(now.plus(self.config.heartbeat_every));
+                self.push(packet, arithmetic)
+            }
+            Kind::Request => {
+                self.request(header.seq, single.ok_or(Refusal::Sender)?)?;
+                Ok(None)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Checks that these workers live behind `from`; says whether it is a single worker's own address.
+    fn sender(&self, from: Link, workers: u64) -> Result<Option<u32>, Refusal> {
+        if workers.is_power_of_two() && workers & self.all != 0 {
+            let worker = workers.trailing_zeros();
+            if self.config.workers[worker as usize] == from {
+                return Ok(Some(worker));
+            }
+        }
+        let behind = |node: &Node| match node {
+            Node::Aggregator { link, .. } => *link == from && node.workers() == workers,
+            Node::Worker(_) => false,
+        };
+        if self.config.tree.children.iter().any(behind) { Ok(None) } else { Err(Refusal::Sender) }
+    }
+
+    /// Notes what results workers have. Numbers only grow: heartbeats overtake each other.
+    fn hear(&mut self, header: &Header) -> Result<(), Refusal> {
+        if self.is_newer(header.ack, self.ack) {
+            return Err(Refusal::Ack);
+        }
+        let most = header.ack.plus(self.config.window - 1);
+        for worker in bits(header.workers) {
+            let (ack, credit) = self.heard[worker];
+            let newest = |a, b| if self.is_newer(b, a) { b } else { a };
+            // No more than a window, whatever the packet says.
+            let told = if self.is_newer(header.credit, most) { most } else { header.credit };
+            self.heard[worker] = (newest(ack, header.ack), newest(credit, told));
+        }
+        Ok(())
+    }
+
+    fn note_path(&mut self, now: Time, worker: u32, lost: bool) {
+        let before = self.direct();
+        self.lost = self.lost & !(1 << worker) | u64::from(lost) << worker;
+        // A worker straight below the server has no path to lose.
+        self.lost &= !self.config.tree.children.iter().fold(0, |own, node| match node {
+            Node::Worker(worker) => own | 1 << worker,
+            Node::Aggregator { .. } => own,
+        });
+        if self.direct() != before {
+            self.heartbeat();
+            self.heartbeat_at = now.plus(self.config.heartbeat_every);
+        }
+    }
+
+    fn push(&mut self, packet: &Packet<'_>, arithmetic: &impl Arithmetic) -> Result<Option<Serial>, Refusal> {
+        let Packet { header, payload, .. } = packet;
+        let (seq, set) = (header.seq, header.workers);
+        let index = self.index(seq);
+        if self.rules.hold(Rule::Once) {
+            if self.is_newer(self.ack, seq) {
+                return Err(Refusal::Stale);
+            }
+            if self.is_newer(seq, self.credit()) {
+                return Err(Refusal::Credit);
+            }
+            if self.slots[index].tag == Some(seq) && self.slots[index].committed {
+                return Err(Refusal::Stale);
+            }
+        }
+        if payload.len() > self.config.block_bytes {
+            return Err(Refusal::Length);
+        }
+        let (overlap, whole) = (self.rules.hold(Rule::Overlap), self.rules.hold(Rule::Whole));
+        let slot = &mut self.slots[index];
+        if slot.tag != Some(seq) || slot.committed {
+            // All have the result that was here: Credit says so.
+            slot.tag = Some(seq);
+            slot.parts.clear();
+            slot.announce.clear();
+            (slot.committed, slot.wanted) = (false, 0);
+            (slot.format, slot.flags) = (header.format, header.flags & FLAG_FULL);
+            (slot.exponent, slot.length) = (header.exponent, payload.len());
+        }
+        if (slot.format, slot.flags, slot.exponent) != (header.format, header.flags & FLAG_FULL, header.exponent) {
+            return Err(Refusal::Format);
+        }
+        if slot.length != payload.len() {
+            return Err(Refusal::Length);
+        }
+        if overlap {
+            if slot.parts.iter().any(|part| set & !part == 0) {
+                return Err(Refusal::Duplicate);
+            }
+            slot.parts.retain(|part| part & !set != 0);
+        }
+        slot.parts.push(set);
+        let workers = self.config.workers.len();
+        let place = (index * workers + set.trailing_zeros() as usize) * self.config.block_bytes;
+        let have = slot.parts.iter().fold(0, |have, part| have | part);
+        if !overlap && slot.parts.len() > 1 && slot.parts[..slot.parts.len() - 1].iter().any(|part| part & set != 0) {
+            // What a server without this rule would do: add whatever comes.
+            arithmetic.add(header.format, &mut self.parts[place..place + payload.len()], payload);
+        } else {
+            self.parts[place..place + payload.len()].copy_from_slice(payload);
+        }
+        if whole && have != self.all {
+            return Ok(None);
+        }
+        self.commit(index, arithmetic);
+        Ok(Some(seq))
+    }
+
+    fn commit(&mut self, index: usize, arithmetic: &impl Arithmetic) {
+        let (block, workers) = (self.config.block_bytes, self.config.workers.len());
+        let slot = &mut self.slots[index];
+        let parts = &self.parts[index * workers * block..][..workers * block];
+        let at = |set: u64| &parts[set.trailing_zeros() as usize * block..][..slot.length];
+        let sum = &mut self.results[index * block..][..slot.length];
+        if self.rules.hold(Rule::Order) && self.rules.hold(Rule::Overlap) && self.rules.hold(Rule::Whole) {
+            let part = |set: u64| slot.parts.contains(&set).then(|| at(set));
+            self.config.tree.sum(arithmetic, slot.format, &part, &mut self.scratch, sum);
+        } else {
+            let (first, rest) = slot.parts.split_first().expect("a part was just added");
+            sum.copy_from_slice(at(*first));
+            rest.iter().for_each(|set| arithmetic.add(slot.format, sum, at(*set)));
+        }
+        slot.committed = true;
+        let seq = slot.tag.expect("a slot with parts has a tag");
+        let direct = self.direct();
+        let slot = &mut self.slots[index];
+        for node in self.config.tree.children.iter().rev() {
+            match node {
+                Node::Aggregator { link, .. } if node.workers() & direct != node.workers() => slot.announce.push(*link),
+                _ => {}
+            }
+            let single = if matches!(node, Node::Worker(_)) { node.workers() } else { node.workers() & direct };
+            slot.announce.extend(bits(single).map(|worker| self.config.workers[worker]));
+        }
+        self.send(seq);
+        while self.slots[self.index(self.ack)].is_committed(self.ack) {
+            self.ack = self.ack.plus(1);
+        }
+    }
+
+    fn request(&mut self, seq: Serial, worker: u32) -> Result<(), Refusal> {
+        let index = self.index(seq);
+        let slot = &mut self.slots[index];
+        if !slot.is_committed(seq) || !self.rules.hold(Rule::Answer) {
+            return Err(Refusal::Stale);
+        }
+        slot.wanted |= 1 << worker;
+        self.send(seq);
+        Ok(())
+    }
+
+    fn send(&mut self, seq: Serial) {
+        let index = self.index(seq);
+        if !std::mem::replace(&mut self.slots[index].queued, true) {
+            self.queue.push_back(index);
+        }
+    }
+
+    /// Ack and Credit to everybody: through every child, and straight to those who pass it by.
+    fn heartbeat(&mut self) {
+        let direct = self.direct();
+        self.heartbeat_to.clear();
+        for node in &self.config.tree.children {
+            match node {
+                Node::Aggregator { link, .. } => self.heartbeat_to.push(*link),
+                Node::Worker(worker) => self.heartbeat_to.push(self.config.workers[usize::from(*worker)]),
+            }
+        }
+        self.heartbeat_to.extend(bits(direct).map(|worker| self.config.workers[worker]));
+    }
+
+    fn downward(&self, kind: Kind, seq: Serial) -> Header {
+        Header {
+            kind,
+            job: self.config.job,
+            epoch: self.config.epoch,
+            format: Format::None,
+            flags: 0,
+            seq,
+            ack: self.ack,
+            credit: self.credit(),
+            exponent: 0,
+            workers: self.direct(),
+        }
+    }
+
+    /// What all workers have and can take.
+    fn slowest(&self) -> (Serial, Serial) {
+        let oldest = |a, b| if self.is_newer(b, a) { a } else { b };
+        let each = bits(self.all).map(|worker| self.heard[worker]);
+        each.reduce(|a, b| (oldest(a.0, b.0), oldest(a.1, b.1))).expect("a tree has workers")
+    }
+
+    fn index(&self, seq: Serial) -> usize {
+        (seq.0 & (self.config.window - 1)) as usize
+    }
+
+    fn is_newer(&self, a: Serial, b: Serial) -> bool {
+        if self.rules.hold(Rule::Serial) { a.is_newer_than(b) } else { a.0 > b.0 }
+    }
+}
+
+impl Slot {
+    fn is_committed(&self, seq: Serial) -> bool {
+        self.tag == Some(seq) && self.committed
+    }
+}
+
+/// The numbers of the set bits.
+fn bits(mut set: u64) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let lowest = (set != 0).then(|| set.trailing_zeros() as usize);
+        set &= set.wrapping_sub(1);
+        lowest
+    })
+}
+
+#[cfg(test)]
+impl Server {
+    pub(crate) fn with_rules(now: Time, config: ServerConfig, rules: Rules) -> Server {
+        Server { rules, ..Server::new(now, config) }
+    }
+
+    pub(crate) fn heartbeat_now(&mut self) {
+        self.heartbeat();
+    }
+
+    /// All that decides what it will do, but for time and what waits to be sent.
+    pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
+        use std::hash::Hash;
+        (self.config.epoch, self.ack, &self.heard, self.lost).hash(state);
+        let block = self.config.block_bytes;
+        for (index, slot) in self.slots.iter().enumerate() {
+            (slot.tag, slot.committed, &slot.parts).hash(state);
+            if slot.committed {
+                self.results[index * block..][..slot.length].hash(state);
+            } else {
+                for part in &slot.parts {
+                    let place = (index * self.config.workers.len() + part.trailing_zeros() as usize) * block;
+                    self.parts[place..][..slot.length].hash(state);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;

@@ -1,0 +1,139 @@
+use super::super::WireArithmetic;
+use super::*;
+
+const RACK: Link = Link(10);
+
+/// Worker 2 straight below the server, workers 0 and 1 below an aggregator.
+fn config(format_bytes: usize) -> ServerConfig {
+    let rack = Node::Aggregator { link: RACK, children: vec![Node::Worker(0), Node::Worker(1)] };
+    ServerConfig {
+        job: 5,
+        epoch: 3,
+        key: None,
+        window: 2,
+        block_bytes: format_bytes,
+        start: Serial(0),
+        tree: Tree { children: vec![rack, Node::Worker(2)] },
+        workers: vec![Link(0), Link(1), Link(2)],
+        heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
+        idle_every: ServerConfig::IDLE_EVERY,
+    }
+}
+
+fn header(kind: Kind, workers: u64, seq: u32, ack: u32) -> Header {
+    let format = if kind == Kind::Push { Format::F32 } else { Format::None };
+    let (ack, credit) = (Serial(ack), Serial(ack + 1));
+    Header { kind, job: 5, epoch: 3, format, flags: 0, seq: Serial(seq), ack, credit, exponent: 0, workers }
+}
+
+fn push(server: &mut Server, from: Link, workers: u64, seq: u32, value: f32) -> Result<Option<Serial>, Refusal> {
+    let block = value.to_be_bytes();
+    let packet = [&header(Kind::Push, workers, seq, 0).encode(&block, None)[..], &block].concat();
+    server.handle_packet(Time(0), from, &packet, &WireArithmetic)
+}
+
+fn sent(server: &mut Server) -> Vec<(Link, Header, Vec<u8>)> {
+    let mut all = Vec::new();
+    while let Some(Transmit { to, header, payload }) = server.poll_transmit() {
+        let packet = [&header[..], payload].concat();
+        all.push((to, decode(&packet).unwrap().header, payload.to_vec()));
+    }
+    all
+}
+
+const VALUES: [f32; 3] = [1e8, 1.25, -1e8];
+
+/// However the parts come (sums, single blocks, both, twice, in whatever order), the sum is that of the tree, committed
+/// once. Without R19 the bits depend on the order of arrival.
+#[test]
+fn every_mixture_and_order() {
+    let pair = VALUES[0] + VALUES[1];
+    let expected = (pair + VALUES[2]).to_bits();
+    let parts = [(RACK, 3, pair), (Link(0), 1, VALUES[0]), (Link(1), 2, VALUES[1]), (Link(2), 4, VALUES[2])];
+    let mut results_without_order = std::collections::BTreeSet::new();
+    for order in 0..4usize.pow(5) {
+        for without in [None, Some(Rule::Order)] {
+            let mut server = Server::with_rules(Time(0), config(4), Rules { without });
+            let mut commits = 0;
+            for i in 0..5 {
+                let (from, workers, value) = parts[order / 4usize.pow(i) % 4];
+                commits += usize::from(matches!(push(&mut server, from, workers, 0, value), Ok(Some(_))));
+            }
+            assert!(commits <= 1);
+            let results: Vec<_> =
+                sent(&mut server).into_iter().filter(|(_, header, _)| header.kind == Kind::Result).collect();
+            assert_eq!(results.len(), commits * 2, "one through the aggregator, one straight");
+            for (_, _, block) in results {
+                let bits = u32::from_be_bytes(block.try_into().unwrap());
+                match without {
+                    None => assert_eq!(bits, expected, "order {order}"),
+                    Some(_) => drop(results_without_order.insert(bits)),
+                }
+            }
+        }
+    }
+    assert!(results_without_order.len() > 1, "nothing breaks without R19");
+}
+
+/// Credit follows the slowest worker, and what all have is forgotten; until then whoever asks gets it.
+#[test]
+fn credit_and_requests() {
+    let mut server = Server::new(Time(0), config(4));
+    let ask = |server: &mut Server, worker: u32, seq: u32| {
+        let packet = header(Kind::Request, 1 << worker, seq, 0).encode(&[], None);
+        server.handle_packet(Time(0), Link(worker), &packet, &WireArithmetic)
+    };
+    assert_eq!(ask(&mut server, 1, 0), Err(Refusal::Stale), "not committed yet");
+    assert_eq!(push(&mut server, Link(2), 4, 2, 1.0), Err(Refusal::Credit));
+    for seq in [1, 0] {
+        assert_eq!(push(&mut server, RACK, 3, seq, 1.0), Ok(None));
+        assert_eq!(server.missing(Serial(seq)), 4);
+        assert_eq!(push(&mut server, Link(2), 4, seq, 2.0), Ok(Some(Serial(seq))));
+        assert_eq!(push(&mut server, Link(2), 4, seq, 2.0), Err(Refusal::Stale));
+    }
+    assert_eq!((server.ack(), server.credit()), (Serial(2), Serial(1)));
+    assert_eq!(sent(&mut server).len(), 4);
+    assert_eq!(ask(&mut server, 1, 0), Ok(None));
+    assert_eq!(ask(&mut server, 1, 0), Ok(None), "once more before it left: answered once");
+    let answers = sent(&mut server);
+    assert_eq!(answers.len(), 1);
+    assert_eq!((answers[0].0, answers[0].1.seq, &answers[0].2[..]), (Link(1), Serial(0), &3f32.to_be_bytes()[..]));
+    let hear = |server: &mut Server, from: Link, workers: u64, ack: u32| {
+        let packet = header(Kind::HeartbeatUp, workers, 0, ack).encode(&[], None);
+        server.handle_packet(Time(0), from, &packet, &WireArithmetic)
+    };
+    assert_eq!(hear(&mut server, RACK, 3, 2), Ok(None));
+    assert_eq!(server.credit(), Serial(1), "worker 2 lacks both");
+    assert_eq!(hear(&mut server, Link(2), 4, 1), Ok(None));
+    assert_eq!(server.credit(), Serial(2));
+    assert_eq!(hear(&mut server, Link(2), 4, 0), Ok(None));
+    assert_eq!(server.credit(), Serial(2), "nothing is taken back");
+    assert_eq!(hear(&mut server, Link(2), 4, 3), Err(Refusal::Ack), "an Ack for what was never committed");
+    assert_eq!(hear(&mut server, Link(2), 3, 1), Err(Refusal::Sender));
+    assert_eq!(hear(&mut server, RACK, 1, 1), Err(Refusal::Sender), "an aggregator speaks for all below it");
+}
+
+/// One worker that lost its path takes its whole rack with it, both get results straight, and back again.
+#[test]
+fn bypass() {
+    let mut server = Server::new(Time(0), config(4));
+    let beat = |server: &mut Server, worker: u32, flags: u8| {
+        let packet = Header { flags, ..header(Kind::HeartbeatUp, 1 << worker, 0, 0) }.encode(&[], None);
+        server.handle_packet(Time(0), Link(worker), &packet, &WireArithmetic).unwrap();
+    };
+    assert_eq!(server.direct(), 0);
+    beat(&mut server, 0, FLAG_LOST);
+    assert_eq!(server.direct(), 0b11);
+    let heartbeats = sent(&mut server);
+    let mut to: Vec<Link> = heartbeats.iter().map(|(to, ..)| *to).collect();
+    to.sort();
+    assert_eq!(to, [Link(0), Link(1), Link(2), RACK], "at once, and also through the aggregator: it may be back");
+    assert!(heartbeats.iter().all(|(_, header, _)| header.workers == 0b11));
+    for worker in 0..3 {
+        push(&mut server, Link(worker), 1 << worker, 0, VALUES[worker as usize]).unwrap();
+    }
+    // `push` carries no LOST flag: worker 0 hears its aggregator again.
+    assert_eq!(server.direct(), 0);
+    beat(&mut server, 2, FLAG_LOST);
+    assert_eq!(server.direct(), 0, "there is nothing to pass by");
+}

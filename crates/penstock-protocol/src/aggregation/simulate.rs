@@ -1,0 +1,671 @@
+//! Whole jobs in virtual time: the shipped machines, seeded faults, every result checked bit by bit.
+//!
+//! A seed draws a [`Scenario`] (workers, tree, window, loss, delays, faults); the same scenario runs the same way on
+//! every machine. Faults are bound to packets ("when the n-th packet arrives, aggregator 1 restarts"), so that they can be
+//! put at every packet of a run. The simulator plays what is not in the machines: drivers with their tensors, and a
+//! control plane that opens the next epoch without a worker that died.
+
+use super::packet::{FLAG_FULL, Format, Kind, decode};
+use super::*;
+use cluster::Random;
+use penstock_types::{MILLISECOND, SECOND, Time};
+use std::collections::{BTreeMap, VecDeque};
+
+mod cluster;
+
+/// Who sends to whom.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shape {
+    /// Workers straight to the server.
+    Direct,
+    /// One aggregator for all.
+    Star,
+    /// Two racks with an aggregator each, straight to the server.
+    Racks,
+    /// Two racks below a core aggregator.
+    Core,
+}
+
+/// Something that goes wrong when the n-th packet arrives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// An aggregator loses everything and is back after some milliseconds.
+    Restart {
+        /// Which.
+        aggregator: usize,
+        /// How long packets to it are lost, in nanoseconds.
+        down: u64,
+    },
+    /// An aggregator is gone for good.
+    Die {
+        /// Which.
+        aggregator: usize,
+    },
+    /// What a worker and the aggregator above it send each other is lost from now on.
+    Cut {
+        /// The job's index.
+        job: usize,
+        /// The worker's number.
+        worker: usize,
+    },
+    /// A worker is gone; a while later the job's next epoch begins without it.
+    Kill {
+        /// The job's index.
+        job: usize,
+        /// The worker's number.
+        worker: usize,
+    },
+}
+
+/// A run, all of it.
+#[derive(Clone, Debug)]
+pub struct Scenario {
+    /// Decides everything that is not fixed below.
+    pub seed: u64,
+    /// Jobs; they share the aggregators.
+    pub jobs: usize,
+    /// Workers a job, 1 to 64.
+    pub workers: usize,
+    /// Who sends to whom.
+    pub shape: Shape,
+    /// Blocks a worker pushes in each epoch.
+    pub blocks: u32,
+    /// SeqNums in flight, a power of two.
+    pub window: u32,
+    /// Blocks are floats, added in the order of the tree, instead of integers.
+    pub floats: bool,
+    /// Packets carry a MAC; damaged copies of packets then arrive as well.
+    pub keyed: bool,
+    /// Probability that a packet is lost.
+    pub loss: f64,
+    /// Probability that it arrives twice.
+    pub duplicate: f64,
+    /// Shortest time on the way, in nanoseconds.
+    pub delay: u64,
+    /// What may come on top; packets overtake each other.
+    pub jitter: u64,
+    /// How patient workers are; the server's heartbeats follow it.
+    pub timing: Timing,
+    /// What goes wrong, by number of the arriving packet.
+    pub faults: Vec<(u64, Fault)>,
+    /// Whether to keep the last lines of what happened.
+    pub trace: bool,
+}
+
+/// What a run came to.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// What was wrong, if anything: a wrong, doubled or missing result.
+    pub failure: Option<String>,
+    /// Packets that were sent.
+    pub packets: u64,
+    /// Those that were lost.
+    pub lost: u64,
+    /// Packets that arrived (their numbers are what faults are bound to).
+    pub arrived: u64,
+    /// Results that workers got, all checked.
+    pub results: u64,
+    /// How long it took in virtual time, in nanoseconds.
+    pub time: u64,
+    /// The last lines of what happened.
+    pub trace: Vec<String>,
+}
+
+/// What a caller fixes instead of the seed.
+#[derive(Clone, Debug, Default)]
+pub struct Fixed {
+    /// [`Scenario::jobs`], 1 to 16.
+    pub jobs: Option<usize>,
+    /// [`Scenario::workers`], 1 to 64.
+    pub workers: Option<usize>,
+    /// [`Scenario::shape`].
+    pub shape: Option<Shape>,
+    /// [`Scenario::blocks`], 1 to 100,000.
+    pub blocks: Option<u32>,
+    /// [`Scenario::window`], a power of two up to 1024.
+    pub window: Option<u32>,
+    /// [`Scenario::floats`].
+    pub floats: Option<bool>,
+    /// [`Scenario::loss`], at most 0.5.
+    pub loss: Option<f64>,
+    /// [`Scenario::duplicate`], at most 0.5.
+    pub duplicate: Option<f64>,
+    /// No restarts, deaths and cuts.
+    pub no_faults: bool,
+}
+
+impl Fixed {
+    /// What is out of bounds, in words.
+    pub fn check(&self) -> Result<(), String> {
+        let within = |name: &str, value: Option<u64>, most: u64| match value {
+            Some(value) if !(1..=most).contains(&value) => Err(format!("{name} is {value}; 1 to {most} are possible")),
+            _ => Ok(()),
+        };
+        within("jobs", self.jobs.map(|n| n as u64), 16)?;
+        within("workers", self.workers.map(|n| n as u64), 64)?;
+        within("blocks", self.blocks.map(u64::from), 100_000)?;
+        within("window", self.window.map(u64::from), 1024)?;
+        if let Some(window) = self.window.filter(|window| !window.is_power_of_two()) {
+            return Err(format!("window is {window}; it must be a power of two"));
+        }
+        for (name, value) in [("loss", self.loss), ("duplicate", self.duplicate)] {
+            if let Some(value) = value.filter(|value| !(0.0..=0.5).contains(value)) {
+                return Err(format!("{name} is {value}; 0 to 0.5 are possible"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Scenario {
+    /// The scenario of a seed.
+    #[must_use]
+    pub fn draw(seed: u64) -> Scenario {
+        Scenario::draw_with(seed, &Fixed::default())
+    }
+
+    /// The scenario of a seed, but for what is fixed.
+    #[must_use]
+    pub fn draw_with(seed: u64, fixed: &Fixed) -> Scenario {
+        let mut random = Random(seed ^ 0x5ca1_ab1e);
+        let shape = random.pick(&[Shape::Direct, Shape::Star, Shape::Star, Shape::Racks, Shape::Core]);
+        let workers = 2 + random.below(7) as usize;
+        let jobs = random.pick(&[1, 1, 2, 3]);
+        let mut scenario = Scenario {
+            seed,
+            jobs,
+            workers,
+            shape,
+            blocks: 4 + random.below(29) as u32,
+            window: random.pick(&[1, 2, 4, 8, 16]),
+            floats: random.below(3) == 0,
+            keyed: random.below(2) == 0,
+            loss: random.pick(&[0.0, 0.01, 0.05, 0.2]),
+            duplicate: random.pick(&[0.0, 0.02, 0.2]),
+            delay: random.pick(&[10, 100, 1000]) * 1000,
+            jitter: random.pick(&[0, 50, 5000]) * 1000,
+            timing: IMPATIENT,
+            faults: Vec::new(),
+            trace: false,
+        };
+        scenario.jobs = fixed.jobs.unwrap_or(jobs);
+        scenario.workers = fixed.workers.unwrap_or(workers);
+        scenario.shape = fixed.shape.unwrap_or(shape);
+        scenario.blocks = fixed.blocks.unwrap_or(scenario.blocks);
+        scenario.window = fixed.window.unwrap_or(scenario.window);
+        scenario.floats = fixed.floats.unwrap_or(scenario.floats);
+        scenario.loss = fixed.loss.unwrap_or(scenario.loss);
+        scenario.duplicate = fixed.duplicate.unwrap_or(scenario.duplicate);
+        // About so many packets a fault-free run has.
+        let span = u64::from(scenario.blocks) * (scenario.workers * scenario.jobs * 3) as u64;
+        let faults = if fixed.no_faults { 0 } else { random.below(4) };
+        for _ in 0..faults {
+            let fault = scenario.draw_fault(&mut random);
+            scenario.faults.push((random.below(span), fault));
+        }
+        scenario
+    }
+
+    fn draw_fault(&self, random: &mut Random) -> Fault {
+        let (job, worker) = (random.below(self.jobs as u64) as usize, random.below(self.workers as u64) as usize);
+        let aggregator = random.below(self.aggregators().max(1) as u64) as usize;
+        match random.below(5) {
+            0 if self.workers > 2 => Fault::Kill { job, worker },
+            1 if self.aggregators() > 0 => Fault::Die { aggregator },
+            2 if self.aggregators() > 0 => Fault::Cut { job, worker },
+            _ => Fault::Restart { aggregator, down: random.below(20) * MILLISECOND },
+        }
+    }
+
+    fn aggregators(&self) -> usize {
+        match self.shape {
+            Shape::Direct => 0,
+            Shape::Star => 1,
+            Shape::Racks => 2,
+            Shape::Core => 3,
+        }
+    }
+
+    /// Runs it.
+    #[must_use]
+    pub fn run(&self) -> Outcome {
+        let mut world = World::new(self);
+        let failure = world.run().err();
+        let World { packets, lost, arrived, results, now, trace, .. } = world;
+        Outcome { failure, packets, lost, arrived, results, time: now.0, trace: trace.into() }
+    }
+}
+
+/// A job's state that is nobody's machine.
+struct Epoch {
+    number: u16,
+    start: Serial,
+    alive: u64,
+    tree: Tree,
+}
+
+struct Driver {
+    machine: Worker,
+    epoch: u16,
+    start: Serial,
+    got: Vec<bool>,
+    /// No block is posted before.
+    begins: Time,
+    posted: u32,
+}
+
+enum Event {
+    Arrive {
+        to: Link,
+        from: Link,
+        bytes: Vec<u8>,
+    },
+    Wake {
+        node: Link,
+    },
+    /// A node goes over to the job's newest epoch.
+    Open {
+        job: usize,
+        node: Link,
+    },
+    /// An aggregator is back, with nothing.
+    Back {
+        aggregator: usize,
+    },
+}
+
+struct World<'a> {
+    scenario: &'a Scenario,
+    random: Random,
+    now: Time,
+    events: BTreeMap<(Time, u64), Event>,
+    serial: u64,
+    aggregators: Vec<Aggregator>,
+    /// Until when packets to an aggregator are lost.
+    down_until: Vec<Time>,
+    /// What each aggregator should have open, by job.
+    opened: Vec<Vec<u16>>,
+    epochs: Vec<Vec<Epoch>>,
+    servers: Vec<Server>,
+    server_epochs: Vec<u16>,
+    drivers: Vec<Vec<Option<Driver>>>,
+    wakes: BTreeMap<Link, Time>,
+    cut: Vec<(Link, Link)>,
+    faults: Vec<(u64, Fault)>,
+    packets: u64,
+    lost: u64,
+    arrived: u64,
+    results: u64,
+    trace: VecDeque<String>,
+}
+
+impl<'a> World<'a> {
+    fn new(scenario: &'a Scenario) -> World<'a> {
+        let mut random = Random(scenario.seed);
+        let all = if scenario.workers == 64 { u64::MAX } else { (1 << scenario.workers) - 1 };
+        let epochs: Vec<Vec<Epoch>> = (0..scenario.jobs).map(|_| vec![scenario.epoch(0, all, &mut random)]).collect();
+        let mut world = World {
+            aggregators: vec![scenario.aggregator(); scenario.aggregators()],
+            down_until: vec![Time(0); scenario.aggregators()],
+            opened: vec![vec![0; scenario.jobs]; scenario.aggregators()],
+            servers: (0..scenario.jobs).map(|job| scenario.server(Time(0), job, &epochs[job][0])).collect(),
+            server_epochs: vec![0; scenario.jobs],
+            drivers: (0..scenario.jobs).map(|_| (0..scenario.workers).map(|_| None).collect()).collect(),
+            epochs,
+            scenario,
+            random,
+            now: Time(0),
+            events: BTreeMap::new(),
+            serial: 0,
+            wakes: BTreeMap::new(),
+            cut: Vec::new(),
+            faults: scenario.faults.clone(),
+            packets: 0,
+            lost: 0,
+            arrived: 0,
+            results: 0,
+            trace: VecDeque::new(),
+        };
+        world.faults.sort_by_key(|(at, _)| *at);
+        for job in 0..scenario.jobs {
+            (0..scenario.aggregators()).for_each(|aggregator| world.open_aggregator(aggregator, job));
+            (0..scenario.workers).for_each(|worker| world.open_worker(job, worker));
+        }
+        world
+    }
+
+    fn run(&mut self) -> Result<(), String> {
+        for job in 0..self.scenario.jobs {
+            self.drain_server(job);
+            (0..self.scenario.workers).for_each(|worker| self.drain_worker(job, worker));
+        }
+        while !self.is_complete() {
+            let Some(((at, _), event)) = self.events.pop_first() else {
+                return Err("nothing is left to happen".into());
+            };
+            if at > Time(LIMIT) {
+                return Err(format!("stuck: {} results after {} s of virtual time", self.results, LIMIT / SECOND));
+            }
+            self.now = at;
+            self.step(event)?;
+        }
+        Ok(())
+    }
+
+    fn is_complete(&self) -> bool {
+        (0..self.scenario.jobs).all(|job| {
+            let newest = self.epochs[job].last().expect("one at least");
+            self.drivers[job].iter().flatten().all(|driver| {
+                driver.epoch == newest.number && driver.machine.received() == driver.start.plus(self.scenario.blocks)
+            })
+        })
+    }
+
+    fn step(&mut self, event: Event) -> Result<(), String> {
+        match event {
+            Event::Wake { node } => {
+                self.wakes.remove(&node);
+                if let Some((job, worker)) = self.scenario.place(node) {
+                    match worker {
+                        None => {
+                            self.servers[job].handle_timeout(self.now);
+                            self.drain_server(job);
+                        }
+                        Some(worker) => {
+                            if let Some(driver) = &mut self.drivers[job][worker] {
+                                driver.machine.handle_timeout(self.now);
+                            }
+                            self.drain_worker(job, worker);
+                        }
+                    }
+                }
+                Ok(())
+            }
+            Event::Open { job, node } => {
+                // Of two epochs that follow each other fast, the second is opened at once, and once: a server that began
+                // it again would have forgotten what it committed.
+                let epoch = self.epochs[job].last().expect("one at least");
+                match self.scenario.place(node) {
+                    None => self.open_aggregator(node.0 as usize, job),
+                    Some((_, None)) if self.server_epochs[job] != epoch.number => {
+                        self.servers[job] = self.scenario.server(self.now, job, epoch);
+                        self.server_epochs[job] = epoch.number;
+                        self.drain_server(job);
+                    }
+                    Some((_, Some(worker))) => {
+                        // It may have died in the meantime.
+                        if self.drivers[job][worker].as_ref().is_some_and(|driver| driver.epoch != epoch.number) {
+                            self.open_worker(job, worker);
+                            self.drain_worker(job, worker);
+                        }
+                    }
+                    Some((_, None)) => {}
+                }
+                self.note(|| format!("{node:?} is in the newest epoch of job {job}"));
+                Ok(())
+            }
+            Event::Back { aggregator } => {
+                for job in 0..self.scenario.jobs {
+                    let epoch = usize::from(self.opened[aggregator][job]);
+                    self.open_epoch(aggregator, job, epoch);
+                }
+                Ok(())
+            }
+            Event::Arrive { to, from, bytes } => {
+                self.arrived += 1;
+                while self.faults.first().is_some_and(|(at, _)| *at < self.arrived) {
+                    let (_, fault) = self.faults.remove(0);
+                    self.note(|| format!("{fault:?}"));
+                    self.fail(fault);
+                }
+                self.arrive(to, from, &bytes)
+            }
+        }
+    }
+
+    fn arrive(&mut self, to: Link, from: Link, bytes: &[u8]) -> Result<(), String> {
+        if self.cut.contains(&(to, from)) || self.cut.contains(&(from, to)) {
+            return Ok(());
+        }
+        match self.scenario.place(to) {
+            None => {
+                let number = to.0 as usize;
+                if self.now < self.down_until[number] {
+                    return Ok(());
+                }
+                let sent: Vec<(Link, Vec<u8>)> =
+                    match self.aggregators[number].handle_packet(from, bytes, &WireArithmetic) {
+                        Ok(Action::Send { to, header, payload }) => vec![(to, [&header[..], payload].concat())],
+                        Ok(Action::Relay { to }) => to.iter().map(|to| (*to, bytes.to_vec())).collect(),
+                        Ok(Action::Nothing) | Err(_) => Vec::new(),
+                    };
+                sent.into_iter().for_each(|(next, bytes)| self.send(next, to, bytes));
+            }
+            Some((job, None)) => {
+                let _ = self.servers[job].handle_packet(self.now, from, bytes, &WireArithmetic);
+                self.drain_server(job);
+            }
+            Some((job, Some(worker))) => {
+                let Some(driver) = &mut self.drivers[job][worker] else {
+                    return Ok(());
+                };
+                if let Ok(Received::Result { seq, format, exponent, payload }) =
+                    driver.machine.handle_packet(self.now, from, bytes)
+                {
+                    let block = seq.ahead_of(driver.start) as u32;
+                    let epoch = &self.epochs[job][usize::from(driver.epoch)];
+                    if std::mem::replace(&mut driver.got[block as usize], true) {
+                        return Err(format!("worker {worker} of job {job} got the result of block {block} twice"));
+                    }
+                    let expected = self.scenario.expected(job, epoch, block);
+                    if (format, exponent, payload) != (expected.0, expected.1, &expected.2[..]) {
+                        return Err(format!(
+                            "worker {worker} of job {job} got for block {block} of epoch {}: {format:?} {exponent} \
+                             {payload:02x?} instead of {expected:02x?}",
+                            epoch.number
+                        ));
+                    }
+                    self.results += 1;
+                }
+                self.drain_worker(job, worker);
+            }
+        }
+        Ok(())
+    }
+
+    fn fail(&mut self, fault: Fault) {
+        match fault {
+            Fault::Restart { aggregator, down } if aggregator < self.aggregators.len() => {
+                self.aggregators[aggregator] = self.scenario.aggregator();
+                let back = self.now.plus(down);
+                self.down_until[aggregator] = self.down_until[aggregator].max(back);
+                self.at(back, Event::Back { aggregator });
+            }
+            Fault::Die { aggregator } if aggregator < self.aggregators.len() => {
+                self.down_until[aggregator] = Time(u64::MAX);
+            }
+            Fault::Cut { job, worker } => {
+                if let Some(above) = self.scenario.parent(job, worker, self.epochs[job].last().expect("one at least")) {
+                    self.cut.push((self.scenario.worker_link(job, worker), above));
+                }
+            }
+            Fault::Kill { job, worker } => {
+                let before = self.epochs[job].last().expect("one at least");
+                let alive = before.alive & !(1 << worker);
+                if alive == 0 || alive == before.alive {
+                    return;
+                }
+                let next = self.scenario.epoch(before.number + 1, alive, &mut self.random);
+                self.epochs[job].push(next);
+                self.drivers[job][worker] = None;
+                // Someone notices, and tells every node; they hear of it one by one.
+                let mut nodes: Vec<Link> = (0..self.aggregators.len()).map(|number| Link(number as u32)).collect();
+                nodes.push(self.scenario.server_link(job));
+                nodes.extend((0..self.scenario.workers).map(|worker| self.scenario.worker_link(job, worker)));
+                for node in nodes {
+                    let at = self.now.plus(10 * MILLISECOND + self.random.below(20 * MILLISECOND));
+                    self.at(at, Event::Open { job, node });
+                }
+            }
+            Fault::Restart { .. } | Fault::Die { .. } => {}
+        }
+    }
+
+    fn open_aggregator(&mut self, aggregator: usize, job: usize) {
+        let newest = self.epochs[job].len() - 1;
+        self.opened[aggregator][job] = newest as u16;
+        self.open_epoch(aggregator, job, newest);
+    }
+
+    fn open_epoch(&mut self, aggregator: usize, job: usize, epoch: usize) {
+        match self.scenario.job(aggregator, job, &self.epochs[job][epoch]) {
+            Some(config) => self.aggregators[aggregator].open(config).expect("there is room"),
+            None => self.aggregators[aggregator].close(job as u32),
+        }
+    }
+
+    fn open_worker(&mut self, job: usize, worker: usize) {
+        let epoch = self.epochs[job].last().expect("one at least");
+        let begins = self.now.plus(self.random.below(3) * self.random.below(2 * MILLISECOND));
+        let server = self.scenario.server_link(job);
+        let config = WorkerConfig {
+            job: job as u32,
+            epoch: epoch.number,
+            key: self.scenario.key(job, epoch),
+            worker: worker as u8,
+            window: self.scenario.window,
+            start: epoch.start,
+            parent: self.scenario.parent(job, worker, epoch).unwrap_or(server),
+            server,
+            timing: self.scenario.timing,
+        };
+        self.drivers[job][worker] = Some(Driver {
+            machine: Worker::new(self.now, config),
+            epoch: epoch.number,
+            start: epoch.start,
+            got: vec![false; self.scenario.blocks as usize],
+            begins,
+            posted: 0,
+        });
+        self.at(begins, Event::Wake { node: self.scenario.worker_link(job, worker) });
+    }
+
+    fn drain_worker(&mut self, job: usize, worker: usize) {
+        let Some(driver) = &mut self.drivers[job][worker] else {
+            return;
+        };
+        let epoch = &self.epochs[job][usize::from(driver.epoch)];
+        while self.now >= driver.begins && driver.posted < self.scenario.blocks {
+            let full = self.scenario.is_full(job, driver.posted);
+            if driver.machine.post(if full { Route::Full } else { Route::Tree }).is_none() {
+                break;
+            }
+            driver.posted += 1;
+        }
+        let mut sent = Vec::new();
+        while let Some(Outbound { to, header }) = driver.machine.poll_transmit(self.now) {
+            let bytes = if header.kind == Kind::Push {
+                let block = header.seq.ahead_of(driver.start) as u32;
+                let (format, exponent, bytes) = self.scenario.block(job, epoch, worker, block);
+                [&driver.machine.seal(&header, format, exponent, &bytes)[..], &bytes].concat()
+            } else {
+                driver.machine.seal(&header, Format::None, 0, &[]).to_vec()
+            };
+            sent.push((to, bytes));
+        }
+        let (node, wake) = (self.scenario.worker_link(job, worker), driver.machine.poll_timeout());
+        sent.into_iter().for_each(|(to, bytes)| self.send(to, node, bytes));
+        self.wake(node, wake);
+    }
+
+    fn drain_server(&mut self, job: usize) {
+        let mut sent = Vec::new();
+        while let Some(Transmit { to, header, payload }) = self.servers[job].poll_transmit() {
+            sent.push((to, [&header[..], payload].concat()));
+        }
+        let node = self.scenario.server_link(job);
+        sent.into_iter().for_each(|(to, bytes)| self.send(to, node, bytes));
+        self.wake(node, self.servers[job].poll_timeout());
+    }
+
+    fn send(&mut self, to: Link, from: Link, bytes: Vec<u8>) {
+        self.packets += 1;
+        let lost = self.random.chance(self.scenario.loss);
+        let copies = if lost { 0 } else { 1 + usize::from(self.random.chance(self.scenario.duplicate)) };
+        self.lost += u64::from(lost);
+        if self.scenario.trace {
+            let header = decode(&bytes).map(|packet| packet.header);
+            let line = match header {
+                Ok(h) => format!(
+                    "{from:?} -> {to:?} {:?} job {} epoch {} seq {} ack {} credit {} workers {:b}{}{}",
+                    h.kind,
+                    h.job,
+                    h.epoch,
+                    h.seq,
+                    h.ack,
+                    h.credit,
+                    h.workers,
+                    if h.flags & FLAG_FULL != 0 { " full" } else { "" },
+                    ["  LOST", "", "  TWICE"][copies],
+                ),
+                Err(error) => format!("{from:?} -> {to:?} {error}"),
+            };
+            self.note(|| line);
+        }
+        for _ in 0..copies {
+            let at = self.now.plus(self.scenario.delay + self.random.below(self.scenario.jitter + 1));
+            self.at(at, Event::Arrive { to, from, bytes: bytes.clone() });
+        }
+        if self.scenario.keyed && self.random.below(64) == 0 {
+            // Damage, or a stranger: somewhere a bit is flipped.
+            let mut bytes = bytes;
+            let bit = self.random.below(bytes.len() as u64 * 8) as usize;
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            let at = self.now.plus(self.scenario.delay);
+            self.at(at, Event::Arrive { to, from, bytes });
+        }
+    }
+
+    fn wake(&mut self, node: Link, at: Time) {
+        let at = at.max(Time(self.now.0 + 1));
+        if self.wakes.get(&node).is_none_or(|planned| at < *planned) {
+            self.wakes.insert(node, at);
+            self.at(at, Event::Wake { node });
+        }
+    }
+
+    fn at(&mut self, at: Time, event: Event) {
+        self.serial += 1;
+        self.events.insert((at, self.serial), event);
+    }
+
+    fn note(&mut self, line: impl FnOnce() -> String) {
+        if self.scenario.trace {
+            if self.trace.len() == TRACE_LINES {
+                self.trace.pop_front();
+            }
+            let line = format!("{:>10.3} ms  {}", self.now.0 as f64 / MILLISECOND as f64, line());
+            self.trace.push_back(line);
+        }
+    }
+}
+
+/// [`Timing`] in which dead paths are noticed sooner, so that many runs fit into a second; round trips of 0.04 to 25 ms.
+pub const IMPATIENT: Timing = Timing {
+    rto_first: 20 * MILLISECOND,
+    rto_min: 2 * MILLISECOND,
+    rto_max: 100 * MILLISECOND,
+    heartbeat_every: 5 * MILLISECOND,
+    idle_every: 15 * MILLISECOND,
+    path_dead_after: 60 * MILLISECOND,
+    stall_after: 150 * MILLISECOND,
+    server_dead_after: SECOND,
+};
+/// Virtual time after which a run counts as stuck: twice the longest distrust of a path.
+const LIMIT: u64 = 120 * SECOND;
+/// What of a run's story is kept.
+const TRACE_LINES: usize = 2000;
+
+#[cfg(test)]
+#[path = "simulate_tests.rs"]
+mod tests;

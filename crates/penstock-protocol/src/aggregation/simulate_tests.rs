@@ -1,0 +1,126 @@
+use super::*;
+
+fn check(scenario: &Scenario) -> Outcome {
+    let outcome = scenario.run();
+    if let Some(failure) = &outcome.failure {
+        let told = Scenario { trace: true, ..scenario.clone() }.run();
+        let last = &told.trace[told.trace.len().saturating_sub(60)..];
+        panic!("seed {}: {failure}\n{scenario:?}\n{}", scenario.seed, last.join("\n"));
+    }
+    outcome
+}
+
+/// Thousands of jobs with loss, doubling, overtaking, restarts, dead aggregators, cut links and killed workers: every
+/// result of every worker is the undisturbed sum, bit by bit, once.
+#[test]
+fn seeds() {
+    let count = 2000;
+    let outcomes: Vec<Outcome> = (0..count).map(|seed| check(&Scenario::draw(seed))).collect();
+    let total = |of: fn(&Outcome) -> u64| outcomes.iter().map(of).sum::<u64>();
+    println!(
+        "{count} runs, {} packets, {} lost, {} results",
+        total(|o| o.packets),
+        total(|o| o.lost),
+        total(|o| o.results)
+    );
+    assert!(total(|o| o.lost) > 0 && total(|o| o.results) > count * 8);
+}
+
+/// A small job in which nothing goes wrong, for faults to be put into.
+fn quiet(shape: Shape, workers: usize) -> Scenario {
+    Scenario {
+        seed: 7,
+        jobs: 1,
+        workers,
+        shape,
+        blocks: 6,
+        window: 2,
+        floats: false,
+        keyed: false,
+        loss: 0.0,
+        duplicate: 0.0,
+        delay: 100_000,
+        jitter: 50_000,
+        timing: IMPATIENT,
+        faults: Vec::new(),
+        trace: false,
+    }
+}
+
+/// A worker dies, an aggregator restarts, dies for good, or loses a link, at every single packet of a run, in every
+/// shape, with integers and with floats.
+#[test]
+fn faults_at_every_packet() {
+    let mut runs = 0;
+    for (shape, aggregators) in [(Shape::Star, 1), (Shape::Racks, 2), (Shape::Core, 3)] {
+        for floats in [false, true] {
+            let scenario = Scenario { floats, ..quiet(shape, 3) };
+            let mut faults = vec![Fault::Kill { job: 0, worker: 1 }, Fault::Cut { job: 0, worker: 2 }];
+            for aggregator in 0..aggregators {
+                faults.extend([Fault::Restart { aggregator, down: 3 * MILLISECOND }, Fault::Die { aggregator }]);
+            }
+            for at in 0..check(&scenario).arrived {
+                for fault in &faults {
+                    check(&Scenario { faults: vec![(at, *fault)], ..scenario.clone() });
+                    runs += 1;
+                }
+            }
+        }
+    }
+    println!("{runs} runs");
+    assert!(runs > 2000);
+}
+
+/// Without faults a worker sends each block once and gets each result once, however many there are: what in-network
+/// aggregation is for. Heartbeats and requests are small.
+#[test]
+fn each_block_travels_once() {
+    for workers in [2, 8, 64] {
+        let scenario = Scenario { blocks: 200, window: 64, jitter: 0, trace: true, ..quiet(Shape::Star, workers) };
+        let outcome = check(&scenario);
+        assert_eq!(outcome.results, 200 * workers as u64);
+        // A push of every worker, a sum, a result, and one to every worker.
+        let data = 200 * (2 * workers as u64 + 2);
+        assert!(outcome.packets >= data, "{workers} workers: {} packets", outcome.packets);
+        assert!(outcome.packets < data + data / 4, "{workers} workers: {} packets for {data} blocks", outcome.packets);
+    }
+}
+
+/// An aggregator that dies is passed by within a second, and the numbers stay the same (`check` compares them).
+#[test]
+fn an_aggregator_dies() {
+    let scenario = Scenario {
+        blocks: 100,
+        floats: true,
+        timing: Timing::default(),
+        faults: vec![(40, Fault::Die { aggregator: 0 })],
+        ..quiet(Shape::Racks, 4)
+    };
+    let outcome = check(&scenario);
+    assert!(outcome.time < SECOND, "{} ms", outcome.time / MILLISECOND);
+}
+
+/// The simulator finds what it is there to find: a doubled push that a machine counts twice would show, because every
+/// worker's block differs from every other's.
+#[test]
+fn a_wrong_sum_would_show() {
+    let scenario = quiet(Shape::Star, 3);
+    let mut world = World::new(&scenario);
+    world.epochs[0][0].alive = 0b111;
+    let epoch = &world.epochs[0][0];
+    let blocks: Vec<Vec<u8>> = (0..3).map(|worker| scenario.block(0, epoch, worker, 1).2).collect();
+    assert!(blocks[0] != blocks[1] && blocks[1] != blocks[2]);
+    // The checker is asked for the sum of another tree.
+    world.epochs[0][0].tree = Tree { children: vec![Node::Worker(0), Node::Worker(1)] };
+    let failure = world.run().unwrap_err();
+    assert!(failure.contains("instead of"), "{failure}");
+}
+
+/// The same seed is the same run, packet by packet.
+#[test]
+fn a_seed_repeats() {
+    let scenario = Scenario { trace: true, ..Scenario::draw(11) };
+    let (one, two) = (scenario.run(), scenario.run());
+    assert!(one.packets > 50 && !one.trace.is_empty());
+    assert_eq!((one.packets, one.time, one.trace), (two.packets, two.time, two.trace));
+}

@@ -1,0 +1,199 @@
+//! Who sends to whom, and hence in which order floats are added.
+
+use super::Link;
+use super::arithmetic::Arithmetic;
+use super::packet::Format;
+use std::fmt;
+
+/// A child of the server or of an aggregator.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Node {
+    /// A worker, by its number in the job.
+    Worker(u8),
+    /// An aggregator.
+    Aggregator {
+        /// Its address, as the server's driver numbers it.
+        link: Link,
+        /// Whose pushes it adds, in the order of addition.
+        children: Vec<Node>,
+    },
+}
+
+impl Node {
+    /// The workers at or below it, as a bitmap.
+    #[must_use]
+    pub fn workers(&self) -> u64 {
+        match self {
+            Node::Worker(worker) => 1 << worker,
+            Node::Aggregator { children, .. } => children.iter().fold(0, |all, child| all | child.workers()),
+        }
+    }
+
+    fn depth(&self) -> usize {
+        match self {
+            Node::Worker(_) => 0,
+            Node::Aggregator { children, .. } => 1 + children.iter().map(Node::depth).max().unwrap_or(0),
+        }
+    }
+}
+
+/// A job's tree, as the server sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Tree {
+    /// The server's children, in the order of addition.
+    pub children: Vec<Node>,
+}
+
+impl Tree {
+    /// Workers `0..count`, straight below the server.
+    #[must_use]
+    pub fn flat(count: u8) -> Tree {
+        Tree { children: (0..count).map(Node::Worker).collect() }
+    }
+
+    /// All workers, as a bitmap.
+    #[must_use]
+    pub fn workers(&self) -> u64 {
+        self.children.iter().fold(0, |all, child| all | child.workers())
+    }
+
+    /// Each of at least one and at most 64 workers occurs once, and no aggregator is childless.
+    pub fn check(&self) -> Result<(), TreeError> {
+        fn walk(nodes: &[Node], seen: &mut u64) -> Result<(), TreeError> {
+            if nodes.is_empty() {
+                return Err(TreeError::Childless);
+            }
+            for node in nodes {
+                match node {
+                    Node::Worker(worker) if *worker >= 64 => return Err(TreeError::Worker(*worker)),
+                    Node::Worker(worker) if *seen >> worker & 1 == 1 => return Err(TreeError::Twice(*worker)),
+                    Node::Worker(worker) => *seen |= 1 << worker,
+                    Node::Aggregator { children, .. } => walk(children, seen)?,
+                }
+            }
+            Ok(())
+        }
+        walk(&self.children, &mut 0)
+    }
+
+    /// How many blocks of scratch [`Tree::sum`] needs.
+    pub(crate) fn depth(&self) -> usize {
+        self.children.iter().map(Node::depth).max().unwrap_or(0)
+    }
+
+    /// Adds parts in the order of the tree, as its aggregators would have: within each aggregator first, children from
+    /// left to right. `part` gives the block of a set of workers, if it came as one. Every worker is in some part.
+    pub(crate) fn sum<'a>(
+        &self,
+        arithmetic: &impl Arithmetic,
+        format: Format,
+        part: &impl Fn(u64) -> Option<&'a [u8]>,
+        scratch: &mut [Vec<u8>],
+        sum: &mut [u8],
+    ) {
+        sum_children(&self.children, arithmetic, format, part, scratch, sum);
+    }
+}
+
+fn sum_children<'a>(
+    nodes: &[Node],
+    arithmetic: &impl Arithmetic,
+    format: Format,
+    part: &impl Fn(u64) -> Option<&'a [u8]>,
+    scratch: &mut [Vec<u8>],
+    sum: &mut [u8],
+) {
+    for (i, node) in nodes.iter().enumerate() {
+        match (part(node.workers()), node) {
+            (Some(block), _) if i == 0 => sum.copy_from_slice(block),
+            (Some(block), _) => arithmetic.add(format, sum, block),
+            (None, Node::Aggregator { children, .. }) if i == 0 => {
+                sum_children(children, arithmetic, format, part, scratch, sum);
+            }
+            (None, Node::Aggregator { children, .. }) => {
+                let (mine, rest) = scratch.split_first_mut().expect("as many as the tree is deep");
+                let mine = &mut mine[..sum.len()];
+                sum_children(children, arithmetic, format, part, rest, mine);
+                arithmetic.add(format, sum, mine);
+            }
+            (None, Node::Worker(worker)) => unreachable!("worker {worker} is in no part, yet all are there"),
+        }
+    }
+}
+
+/// Why a tree is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TreeError {
+    /// A worker's number is 64 or more.
+    Worker(u8),
+    /// A worker occurs twice.
+    Twice(u8),
+    /// A node that should have children has none.
+    Childless,
+}
+
+impl fmt::Display for TreeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            TreeError::Worker(worker) => write!(f, "worker {worker} does not fit a bitmap of 64 workers"),
+            TreeError::Twice(worker) => write!(f, "worker {worker} stands twice in the tree"),
+            TreeError::Childless => write!(f, "a server or an aggregator without children"),
+        }
+    }
+}
+
+impl std::error::Error for TreeError {}
+
+#[cfg(test)]
+mod tests {
+    use super::super::WireArithmetic;
+    use super::*;
+
+    fn rack(link: u32, children: Vec<Node>) -> Node {
+        Node::Aggregator { link: Link(link), children }
+    }
+
+    /// Floats come out the same whether aggregators added them or the server has to, in whatever mixture.
+    #[test]
+    fn the_same_bits_for_every_mixture() {
+        let w = Node::Worker;
+        let tree = Tree { children: vec![w(4), rack(1, vec![rack(2, vec![w(0), w(1)]), rack(3, vec![w(2), w(3)])])] };
+        assert_eq!(tree.check(), Ok(()));
+        let values = [1e8f32, 1.25, -1e8, 3.5, 0.1];
+        let pair = |a: usize, b: usize| values[a] + values[b];
+        let all = pair(0, 1) + pair(2, 3);
+        let expected = values[4] + all;
+        let left_to_right = values.iter().sum::<f32>();
+        assert_ne!(expected.to_bits(), left_to_right.to_bits(), "values for which the order matters");
+        let parts: [(u64, f32); 8] = [
+            (1, values[0]),
+            (2, values[1]),
+            (4, values[2]),
+            (8, values[3]),
+            (16, values[4]),
+            (3, pair(0, 1)),
+            (12, pair(2, 3)),
+            (15, all),
+        ];
+        for mixture in [&[0, 1, 2, 3, 4][..], &[5, 2, 3, 4], &[0, 1, 6, 4], &[5, 6, 4], &[7, 4]] {
+            let bytes: Vec<(u64, [u8; 4])> = mixture.iter().map(|i| (parts[*i].0, parts[*i].1.to_be_bytes())).collect();
+            let find = |set: u64| bytes.iter().find(|(of, _)| *of == set).map(|(_, block)| &block[..]);
+            let mut scratch = vec![vec![0; 4]; tree.depth()];
+            let mut sum = [0u8; 4];
+            tree.sum(&WireArithmetic, Format::F32, &find, &mut scratch, &mut sum);
+            assert_eq!(f32::from_be_bytes(sum).to_bits(), expected.to_bits(), "{mixture:?}");
+        }
+    }
+
+    /// Trees that are none say why.
+    #[test]
+    fn bad_trees() {
+        assert_eq!(Tree::flat(0).check(), Err(TreeError::Childless));
+        assert_eq!(Tree { children: vec![rack(0, vec![])] }.check(), Err(TreeError::Childless));
+        assert_eq!(Tree { children: vec![Node::Worker(64)] }.check(), Err(TreeError::Worker(64)));
+        let twice = Tree { children: vec![Node::Worker(1), rack(0, vec![Node::Worker(1)])] };
+        assert_eq!(twice.check(), Err(TreeError::Twice(1)));
+        assert_eq!(Tree::flat(64).check(), Ok(()));
+        assert_eq!(Tree::flat(64).workers(), u64::MAX);
+    }
+}

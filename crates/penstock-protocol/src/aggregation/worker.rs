@@ -1,0 +1,588 @@
+//! The worker: pushes blocks within Credit, sends again what is not committed, asks for results that it misses.
+//!
+//! ```text
+//!    received            next          posted        received + 2 W
+//!   ─────┴─────────────────┴──────────────┴────────────────┴─────
+//!    done │ sent, no result │ waits for    │ no room: `post` says
+//!         │ (or out of turn)│ Credit       │ None
+//! ```
+//! It holds no bytes: the driver fills in block `seq` when it is told to send it, and takes results from the packet. *What* is
+//! sent again is decided by the rules, *when* by time-outs, which the model check lets fire at any moment.
+
+use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, decode};
+use super::rules::{Refusal, Rule, Rules};
+use super::{Key, Link, Serial};
+use penstock_types::{MILLISECOND, SECOND, Time};
+use std::collections::VecDeque;
+
+/// What a worker is told.
+#[derive(Clone, Debug)]
+pub struct WorkerConfig {
+    /// The job's number.
+    pub job: u32,
+    /// Which of its lives.
+    pub epoch: u16,
+    /// None on a trusted network.
+    pub key: Option<Key>,
+    /// Its number in the job, below 64.
+    pub worker: u8,
+    /// SeqNums in flight, a power of two; the same for all nodes of the job.
+    pub window: u32,
+    /// The first SeqNum of the epoch.
+    pub start: Serial,
+    /// Where it pushes to: an aggregator, or the server itself.
+    pub parent: Link,
+    /// The server.
+    pub server: Link,
+    /// When it loses patience.
+    pub timing: Timing,
+}
+
+/// When a worker sends again and when it gives up on a path, in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+pub struct Timing {
+    /// Time-out before a round trip was measured.
+    pub rto_first: u64,
+    /// Lower bound of the time-out. Too low: blocks are sent twice whenever a worker is late.
+    pub rto_min: u64,
+    /// Upper bound, also of its doubling.
+    pub rto_max: u64,
+    /// How often results are acknowledged while blocks are in flight.
+    pub heartbeat_every: u64,
+    /// ... and while none are.
+    pub idle_every: u64,
+    /// An aggregator through which nothing came for so long is passed by. A few times the server's idle interval.
+    pub path_dead_after: u64,
+    /// So long without progress while blocks are in flight, and the aggregator is passed by although it is heard: what
+    /// goes up through it may be lost. Costs bandwidth when a worker was only late; doubles each time, up to a minute.
+    pub stall_after: u64,
+    /// A server that is silent for so long is lost ([`Worker::server_is_lost`]).
+    pub server_dead_after: u64,
+}
+
+impl Default for Timing {
+    /// Bounds for a local network: round trips of 0.1 to 10 ms. Guesses, to be measured with the daemon.
+    fn default() -> Timing {
+        Timing {
+            rto_first: 20 * MILLISECOND,
+            rto_min: 2 * MILLISECOND,
+            rto_max: 250 * MILLISECOND,
+            heartbeat_every: 2 * MILLISECOND,
+            idle_every: 100 * MILLISECOND,
+            path_dead_after: 350 * MILLISECOND,
+            stall_after: SECOND,
+            server_dead_after: 4 * SECOND,
+        }
+    }
+}
+
+/// Which way a block goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Route {
+    /// Through the aggregators, if there are any.
+    Tree,
+    /// Straight to the server, in the tensor's own format: blocks that are not finite.
+    Full,
+}
+
+/// A packet to send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outbound {
+    /// To whom.
+    pub to: Link,
+    /// Its header. A push lacks the block `header.seq`, with its format and exponent: see [`Worker::seal`].
+    pub header: Header,
+}
+
+/// What a packet brought.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Received<'a> {
+    /// Nothing for the driver.
+    Control,
+    /// The result of a block, for the first and only time.
+    Result {
+        /// Which.
+        seq: Serial,
+        /// Its elements.
+        format: Format,
+        /// Its exponent.
+        exponent: i16,
+        /// Its bytes.
+        payload: &'a [u8],
+    },
+}
+
+/// One worker's side of one epoch of a job.
+#[derive(Clone, Debug)]
+pub struct Worker {
+    config: WorkerConfig,
+    /// The lowest block without a result.
+    received: Serial,
+    /// The next block that was never sent.
+    next: Serial,
+    /// The next block that the driver will post.
+    posted: Serial,
+    /// What the server has.
+    ack: Serial,
+    credit: Serial,
+    /// The server wants our blocks straight.
+    direct: bool,
+    /// The aggregator above us is not heard, or not trusted.
+    lost: bool,
+    entries: Vec<Entry>,
+    /// Blocks to send again or to ask for, each once.
+    due: VecDeque<usize>,
+    heartbeat_due: bool,
+    /// The Ack that was last told to somebody.
+    reported: Serial,
+    clock: Clock,
+    rules: Rules,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum State {
+    Free,
+    Posted,
+    Sent,
+    Done,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    state: State,
+    route: Route,
+    due_push: bool,
+    due_request: bool,
+    queued: bool,
+    sent_at: Time,
+    deadline: Time,
+    /// Position in the order of all transmissions.
+    order: u64,
+    repeated: bool,
+}
+
+/// Everything about time.
+#[derive(Clone, Debug)]
+struct Clock {
+    /// Smoothed round trip and its variation (RFC 6298); None before the first.
+    round_trip: Option<(u64, u64)>,
+    backoff: u32,
+    progress: bool,
+    progress_at: Time,
+    orders: u64,
+    scan_at: Option<Time>,
+    heartbeat_at: Time,
+    parent_heard: Time,
+    server_heard: Time,
+    distrust_until: Time,
+    stalls: u32,
+}
+
+impl Worker {
+    /// A worker whose driver has posted nothing yet.
+    #[must_use]
+    pub fn new(now: Time, config: WorkerConfig) -> Worker {
+        assert!(config.window.is_power_of_two(), "a window of {}", config.window);
+        assert!(config.worker < 64, "worker {} does not fit a bitmap of 64", config.worker);
+        let entry = Entry {
+            state: State::Free,
+            route: Route::Tree,
+            due_push: false,
+            due_request: false,
+            queued: false,
+            sent_at: now,
+            deadline: now,
+            order: 0,
+            repeated: false,
+        };
+        Worker {
+            received: config.start,
+            next: config.start,
+            posted: config.start,
+            ack: config.start,
+            credit: config.start.plus(config.window - 1),
+            direct: false,
+            lost: false,
+            entries: vec![entry; 2 * config.window as usize],
+            due: VecDeque::new(),
+            heartbeat_due: false,
+            reported: config.start,
+            clock: Clock {
+                round_trip: None,
+                backoff: 0,
+                progress: false,
+                progress_at: now,
+                orders: 0,
+                scan_at: None,
+                heartbeat_at: now.plus(config.timing.idle_every),
+                parent_heard: now,
+                server_heard: now,
+                distrust_until: Time(0),
+                stalls: 0,
+            },
+            rules: Rules::default(),
+            config,
+        }
+    }
+
+    /// The driver has the next block. None when two windows of blocks wait for results already: enough that none is
+    /// missing when Credit comes. The bytes must stay as they are until the result is there.
+    pub fn post(&mut self, route: Route) -> Option<Serial> {
+        if self.posted.ahead_of(self.received) >= self.entries.len() as i32 {
+            return None;
+        }
+        let seq = self.posted;
+        let index = self.index(seq);
+        self.entries[index].state = State::Posted;
+        self.entries[index].route = route;
+        self.posted = seq.plus(1);
+        Some(seq)
+    }
+
+    /// The lowest block without a result: everything before it is done.
+    #[must_use]
+    pub fn received(&self) -> Serial {
+        self.received
+    }
+
+    /// Whether the server has not been heard for [`Timing::server_dead_after`]: the epoch is over.
+    #[must_use]
+    pub fn server_is_lost(&self, now: Time) -> bool {
+        now.since(self.clock.server_heard) > self.config.timing.server_dead_after
+    }
+
+    /// Whether blocks go straight to the server, because an aggregator is passed by.
+    #[must_use]
+    pub fn is_direct(&self) -> bool {
+        self.direct
+    }
+
+    /// Takes a datagram that came from `from`.
+    pub fn handle_packet<'a>(&mut self, now: Time, from: Link, bytes: &'a [u8]) -> Result<Received<'a>, Refusal> {
+        let packet = decode(bytes)?;
+        let header = packet.header;
+        if header.job != self.config.job {
+            return Err(Refusal::Job);
+        }
+        packet.verify(self.config.key.as_ref())?;
+        if self.rules.hold(Rule::Epoch) && header.epoch != self.config.epoch {
+            return Err(Refusal::Epoch);
+        }
+        if header.kind.is_upward() {
+            return Err(Refusal::Kind);
+        }
+        if from != self.config.parent && from != self.config.server {
+            return Err(Refusal::Sender);
+        }
+        // The server has nothing that we did not send.
+        if self.is_newer(header.ack, self.next) {
+            return Err(Refusal::Ack);
+        }
+        if from == self.config.parent {
+            self.clock.parent_heard = now;
+        }
+        self.clock.server_heard = now;
+        self.hear(now, &header);
+        if header.kind == Kind::HeartbeatDown {
+            return Ok(Received::Control);
+        }
+        self.take(now, header.seq)?;
+        let Header { seq, format, exponent, .. } = header;
+        Ok(Received::Result { seq, format, exponent, payload: packet.payload })
+    }
+
+    /// When [`Worker::handle_timeout`] is due.
+    #[must_use]
+    pub fn poll_timeout(&self) -> Time {
+        self.clock.scan_at.map_or(self.clock.heartbeat_at, |scan| scan.min(self.clock.heartbeat_at))
+    }
+
+    /// Sends again what is late, and tells which results are here.
+    pub fn handle_timeout(&mut self, now: Time) {
+        if self.clock.scan_at.is_some_and(|at| at <= now) {
+            self.scan(now);
+        }
+        if self.clock.heartbeat_at <= now {
+            self.judge_path(now);
+            self.heartbeat_due = true;
+            let busy = self.posted != self.received || self.reported != self.received || self.lost != self.direct;
+            let Timing { heartbeat_every, idle_every, .. } = self.config.timing;
+            self.clock.heartbeat_at = now.plus(if busy { heartbeat_every } else { idle_every });
+        }
+    }
+
+    /// The next packet to send.
+    pub fn poll_transmit(&mut self, now: Time) -> Option<Outbound> {
+        while let Some(index) = self.due.front().copied() {
+            let seq = self.received.plus((index as u32).wrapping_sub(self.received.0) % self.entries.len() as u32);
+            let entry = &mut self.entries[index];
+            if std::mem::take(&mut entry.due_push) {
+                return Some(self.send(now, seq));
+            }
+            if std::mem::take(&mut entry.due_request) {
+                return Some(Outbound { to: self.config.server, header: self.upward(Kind::Request, seq) });
+            }
+            entry.queued = false;
+            self.due.pop_front();
+        }
+        let granted = !self.is_newer(self.next, self.credit) || !self.rules.hold(Rule::Credit);
+        if self.next != self.posted && granted {
+            if self.next == self.received {
+                self.clock.progress_at = now;
+                self.clock.heartbeat_at = self.clock.heartbeat_at.min(now.plus(self.config.timing.heartbeat_every));
+            }
+            let seq = self.next;
+            self.next = seq.plus(1);
+            return Some(self.send(now, seq));
+        }
+        if std::mem::take(&mut self.heartbeat_due) {
+            let to = if self.direct || self.lost { self.config.server } else { self.config.parent };
+            self.reported = self.received;
+            return Some(Outbound { to, header: self.upward(Kind::HeartbeatUp, Serial(0)) });
+        }
+        None
+    }
+
+    /// The bytes of an outbound header: over the block for a push, else over nothing (format None).
+    #[must_use]
+    pub fn seal(&self, header: &Header, format: Format, exponent: i16, payload: &[u8]) -> [u8; HEADER_BYTES] {
+        Header { format, exponent, ..*header }.encode(payload, self.config.key.as_ref())
+    }
+
+    /// Ack, Credit and who is to pass aggregators by, from any packet that comes down.
+    fn hear(&mut self, now: Time, header: &Header) {
+        let is_old = self.is_newer(self.ack, header.ack) || self.is_newer(self.credit, header.credit);
+        if self.is_newer(header.credit, self.credit) {
+            self.credit = header.credit;
+        }
+        if self.is_newer(header.ack, self.ack) {
+            let before = std::mem::replace(&mut self.ack, header.ack);
+            self.made_progress(now);
+            // What is committed and not here after the time that packets overtake each other was lost.
+            let patience = self.stagger();
+            self.hurry(before, header.ack, now.plus(patience), |_| true);
+        }
+        if !is_old {
+            let direct = self.config.parent != self.config.server && header.workers >> self.config.worker & 1 == 1;
+            if direct && !self.direct {
+                // What went up through the aggregator may be lost with it.
+                self.hurry(self.received, self.next, now.plus(self.stagger()), |_| true);
+            }
+            self.direct = direct;
+        }
+    }
+
+    /// Marks a result as received.
+    fn take(&mut self, now: Time, seq: Serial) -> Result<(), Refusal> {
+        let index = self.index(seq);
+        if self.rules.hold(Rule::Deliver) {
+            if self.is_newer(self.received, seq) {
+                return Err(Refusal::Stale);
+            }
+            if !self.is_newer(self.next, seq) {
+                return Err(Refusal::Credit);
+            }
+            if self.entries[index].state == State::Done {
+                return Err(Refusal::Duplicate);
+            }
+        }
+        let Entry { repeated, sent_at, order, .. } = self.entries[index];
+        let entry = &mut self.entries[index];
+        (entry.state, entry.due_push, entry.due_request) = (State::Done, false, false);
+        self.made_progress(now);
+        if !repeated {
+            self.measure(now.since(sent_at));
+        }
+        if seq != self.received {
+            // Something sent well before it is not back: QUIC's packet threshold (RFC 9002, section 6.1.1).
+            let until = seq;
+            self.hurry(self.received, until, now.plus(self.stagger()), |entry| entry.order + REORDERED <= order);
+        }
+        while self.received != self.next && self.entries[self.index(self.received)].state == State::Done {
+            let index = self.index(self.received);
+            self.entries[index].state = State::Free;
+            self.received = self.received.plus(1);
+        }
+        if self.received.ahead_of(self.reported) >= (self.config.window / 4).max(1) as i32 {
+            self.heartbeat_due = true;
+        }
+        Ok(())
+    }
+
+    /// What a time-out of a block leads to.
+    pub(super) fn expire(&mut self, seq: Serial) {
+        let (committed, index) = (self.is_newer(self.ack, seq), self.index(seq));
+        let entry = &mut self.entries[index];
+        if entry.state != State::Sent {
+            return;
+        }
+        // Whether it is the block or its result that was lost cannot be told unless Ack has passed it, so ask as well.
+        entry.due_push = !committed && self.rules.hold(Rule::Resend);
+        entry.due_request = self.rules.hold(Rule::Request);
+        if !std::mem::replace(&mut entry.queued, true) {
+            self.due.push_back(index);
+        }
+    }
+
+    fn scan(&mut self, now: Time) {
+        let mut soonest: Option<Time> = None;
+        let mut expired = false;
+        let later = now.plus(self.timeout());
+        let mut seq = self.received;
+        while seq != self.next {
+            let index = self.index(seq);
+            if self.entries[index].state == State::Sent {
+                if self.entries[index].deadline <= now {
+                    self.expire(seq);
+                    expired = true;
+                    self.entries[index].deadline = later;
+                }
+                let deadline = self.entries[index].deadline;
+                soonest = Some(soonest.map_or(deadline, |soonest| soonest.min(deadline)));
+            }
+            seq = seq.plus(1);
+        }
+        if expired {
+            let progress = std::mem::take(&mut self.clock.progress);
+            self.clock.backoff = if progress { 0 } else { (self.clock.backoff + 1).min(MAX_BACKOFF) };
+        }
+        self.clock.scan_at = soonest;
+    }
+
+    /// Decides whether the aggregator above can be relied upon.
+    fn judge_path(&mut self, now: Time) {
+        if self.config.parent == self.config.server {
+            return;
+        }
+        let Timing { path_dead_after, stall_after, .. } = self.config.timing;
+        let stalled = self.next != self.received && now.since(self.clock.progress_at) > stall_after;
+        if stalled && !self.direct && now >= self.clock.distrust_until {
+            self.clock.distrust_until = now.plus((stall_after << self.clock.stalls).min(MAX_DISTRUST));
+            self.clock.stalls = (self.clock.stalls + 1).min(MAX_BACKOFF);
+        }
+        self.lost = now.since(self.clock.parent_heard) > path_dead_after || now < self.clock.distrust_until;
+    }
+
+    fn send(&mut self, now: Time, seq: Serial) -> Outbound {
+        let header = self.upward(Kind::Push, seq);
+        self.reported = self.received;
+        let deadline = now.plus(self.timeout()).plus(self.stagger());
+        let (order, index) = (self.clock.orders, self.index(seq));
+        self.clock.orders += 1;
+        self.clock.scan_at = Some(self.clock.scan_at.map_or(deadline, |at| at.min(deadline)));
+        let entry = &mut self.entries[index];
+        entry.repeated = entry.state != State::Posted;
+        (entry.state, entry.sent_at, entry.deadline, entry.order) = (State::Sent, now, deadline, order);
+        let straight = self.direct || entry.route == Route::Full;
+        let to = if straight { self.config.server } else { self.config.parent };
+        Outbound { to, header }
+    }
+
+    fn upward(&self, kind: Kind, seq: Serial) -> Header {
+        let full = kind == Kind::Push && self.entries[self.index(seq)].route == Route::Full;
+        let mut flags = if full { FLAG_FULL } else { 0 };
+        if self.lost {
+            flags |= FLAG_LOST;
+        }
+        Header {
+            kind,
+            job: self.config.job,
+            epoch: self.config.epoch,
+            format: Format::None,
+            flags,
+            seq,
+            ack: self.received,
+            credit: self.received.plus(self.config.window - 1),
+            exponent: 0,
+            workers: 1 << self.config.worker,
+        }
+    }
+
+    /// Brings deadlines of sent blocks in `from..to` forward.
+    fn hurry(&mut self, from: Serial, to: Serial, deadline: Time, which: impl Fn(&Entry) -> bool) {
+        let mut seq = self.received.newest(from);
+        while to.is_newer_than(seq) {
+            let index = self.index(seq);
+            let entry = &mut self.entries[index];
+            if entry.state == State::Sent && which(entry) && entry.deadline > deadline {
+                entry.deadline = deadline;
+                self.clock.scan_at = Some(self.clock.scan_at.map_or(deadline, |at| at.min(deadline)));
+            }
+            seq = seq.plus(1);
+        }
+    }
+
+    fn made_progress(&mut self, now: Time) {
+        self.clock.progress = true;
+        self.clock.progress_at = now;
+    }
+
+    /// RFC 6298, section 2.
+    fn measure(&mut self, sample: u64) {
+        let sample = sample.min(self.config.timing.rto_max);
+        self.clock.round_trip = Some(match self.clock.round_trip {
+            None => (sample, sample / 2),
+            Some((mean, variation)) => ((7 * mean + sample) / 8, (3 * variation + mean.abs_diff(sample)) / 4),
+        });
+    }
+
+    fn timeout(&self) -> u64 {
+        let Timing { rto_first, rto_min, rto_max, .. } = self.config.timing;
+        let rto = self.clock.round_trip.map_or(rto_first, |(mean, variation)| mean + 4 * variation);
+        (rto.clamp(rto_min, rto_max) << self.clock.backoff).min(rto_max)
+    }
+
+    /// Workers wait for different times, so that the first one's resend can spare the others theirs: a quarter of a
+    /// round trip apart.
+    fn stagger(&self) -> u64 {
+        let round_trip = self.clock.round_trip.map_or(self.config.timing.rto_min, |(mean, _)| mean);
+        round_trip / 4 * (1 + u64::from(self.config.worker))
+    }
+
+    fn index(&self, seq: Serial) -> usize {
+        seq.0 as usize & (self.entries.len() - 1)
+    }
+
+    fn is_newer(&self, a: Serial, b: Serial) -> bool {
+        if self.rules.hold(Rule::Serial) { a.is_newer_than(b) } else { a.0 > b.0 }
+    }
+}
+
+/// As in QUIC: packets that overtake by three were not reordered, those before are lost.
+const REORDERED: u64 = 3;
+/// Doublings of the time-out: 64 times.
+const MAX_BACKOFF: u32 = 6;
+/// An aggregator that stalled is tried again after a minute at the latest.
+const MAX_DISTRUST: u64 = 60 * SECOND;
+
+#[cfg(test)]
+impl Worker {
+    pub(crate) fn with_rules(now: Time, config: WorkerConfig, rules: Rules) -> Worker {
+        Worker { rules, ..Worker::new(now, config) }
+    }
+
+    pub(crate) fn outstanding(&self) -> Vec<Serial> {
+        let sent = |seq: &Serial| self.entries[self.index(*seq)].state == State::Sent;
+        (0..2 * self.config.window).map(|i| self.received.plus(i)).filter(sent).collect()
+    }
+
+    pub(crate) fn heartbeat_now(&mut self) {
+        self.heartbeat_due = true;
+    }
+
+    pub(crate) fn set_lost(&mut self, lost: bool) {
+        self.lost = lost;
+    }
+
+    /// All that decides what it will do, but for time.
+    pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
+        use std::hash::Hash;
+        (self.config.epoch, self.received, self.next, self.posted, self.ack, self.credit).hash(state);
+        (self.direct, self.lost).hash(state);
+        self.entries.iter().for_each(|entry| (entry.state, entry.route).hash(state));
+    }
+}
+
+#[cfg(test)]
+#[path = "worker_tests.rs"]
+mod tests;

@@ -1,0 +1,159 @@
+use super::*;
+
+const PARENT: Link = Link(1);
+const SERVER: Link = Link(2);
+
+fn worker(window: u32) -> Worker {
+    let config = WorkerConfig {
+        job: 5,
+        epoch: 3,
+        key: None,
+        worker: 1,
+        window,
+        start: Serial(u32::MAX - 1),
+        parent: PARENT,
+        server: SERVER,
+        timing: Timing::default(),
+    };
+    Worker::new(Time(0), config)
+}
+
+/// SeqNums counted from the start.
+fn seq(n: u32) -> Serial {
+    Serial(u32::MAX - 1).plus(n)
+}
+
+fn down(kind: Kind, n: u32, ack: u32, credit: u32, workers: u64) -> Vec<u8> {
+    let format = if kind == Kind::Result { Format::I32 } else { Format::None };
+    let (ack, credit) = (seq(ack), seq(credit));
+    let header = Header { kind, job: 5, epoch: 3, format, flags: 0, seq: seq(n), ack, credit, exponent: 0, workers };
+    let block: &[u8] = if kind == Kind::Result { &[0, 0, 0, 1] } else { &[] };
+    [&header.encode(block, None)[..], block].concat()
+}
+
+fn sent(worker: &mut Worker, now: Time) -> Vec<(Link, Kind, Serial)> {
+    std::iter::from_fn(|| worker.poll_transmit(now)).map(|out| (out.to, out.header.kind, out.header.seq)).collect()
+}
+
+/// Lets time pass until something is sent.
+fn wait(worker: &mut Worker, until: Time) -> (Time, Vec<(Link, Kind, Serial)>) {
+    loop {
+        let now = worker.poll_timeout();
+        if now > until {
+            return (until, Vec::new());
+        }
+        worker.handle_timeout(now);
+        let packets: Vec<_> = sent(worker, now).into_iter().filter(|(_, kind, _)| *kind != Kind::HeartbeatUp).collect();
+        if !packets.is_empty() {
+            return (now, packets);
+        }
+    }
+}
+
+/// A window leaves at once, no more; results move the window when Credit says so; each is delivered once.
+#[test]
+fn window_and_credit() {
+    let mut worker = worker(2);
+    for n in 0..4 {
+        assert_eq!(worker.post(Route::Tree), Some(seq(n)));
+    }
+    assert_eq!(worker.post(Route::Tree), None, "two windows are posted");
+    let push = |n| (PARENT, Kind::Push, seq(n));
+    assert_eq!(sent(&mut worker, Time(0)), [push(0), push(1)]);
+    let now = Time(MILLISECOND);
+    let second = down(Kind::Result, 1, 0, 1, 0);
+    assert!(matches!(worker.handle_packet(now, PARENT, &second), Ok(Received::Result { .. })));
+    assert_eq!(worker.handle_packet(now, PARENT, &second), Err(Refusal::Duplicate));
+    assert_eq!(worker.received(), seq(0));
+    assert!(matches!(worker.handle_packet(now, SERVER, &down(Kind::Result, 0, 2, 1, 0)), Ok(Received::Result { .. })));
+    assert_eq!(worker.received(), seq(2));
+    assert_eq!(worker.handle_packet(now, PARENT, &second), Err(Refusal::Stale));
+    let pushes =
+        |packets: Vec<(Link, Kind, Serial)>| packets.into_iter().filter(|p| p.1 == Kind::Push).collect::<Vec<_>>();
+    assert_eq!(pushes(sent(&mut worker, now)), [], "no Credit yet");
+    assert_eq!(worker.handle_packet(now, PARENT, &down(Kind::HeartbeatDown, 0, 2, 2, 0)), Ok(Received::Control));
+    assert_eq!(pushes(sent(&mut worker, now)), [push(2)]);
+    assert_eq!(worker.handle_packet(now, PARENT, &down(Kind::HeartbeatDown, 0, 0, 1, 0)), Ok(Received::Control));
+    assert_eq!(worker.handle_packet(now, PARENT, &down(Kind::Result, 3, 2, 2, 0)), Err(Refusal::Credit), "never sent");
+    assert_eq!(worker.handle_packet(now, PARENT, &down(Kind::HeartbeatDown, 0, 4, 5, 0)), Err(Refusal::Ack));
+    assert_eq!(worker.handle_packet(now, Link(7), &second), Err(Refusal::Sender));
+}
+
+/// What is late is sent again and asked for, after milliseconds, with doubling patience; what the server has is only
+/// asked for.
+#[test]
+fn time_outs() {
+    let mut worker = worker(2);
+    worker.post(Route::Tree);
+    sent(&mut worker, Time(0));
+    let again = [(PARENT, Kind::Push, seq(0)), (SERVER, Kind::Request, seq(0))];
+    let (first, packets) = wait(&mut worker, Time(SECOND));
+    assert_eq!(packets, again);
+    assert!((20 * MILLISECOND..30 * MILLISECOND).contains(&first.0), "{first:?}");
+    let (second, packets) = wait(&mut worker, Time(SECOND));
+    assert_eq!(packets, again);
+    assert!(second.since(first) >= 40 * MILLISECOND, "{second:?}");
+    assert!(worker.handle_packet(second, PARENT, &down(Kind::HeartbeatDown, 0, 1, 1, 0)).is_ok());
+    let (third, packets) = wait(&mut worker, Time(SECOND));
+    assert_eq!(packets, [(SERVER, Kind::Request, seq(0))]);
+    assert!(third.since(second) < 5 * MILLISECOND, "a result that is missed is asked for soon: {third:?}");
+}
+
+/// A block that three later ones overtake is sent again at once, without a time-out.
+#[test]
+fn overtaken() {
+    let mut worker = worker(8);
+    (0..8).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
+    sent(&mut worker, Time(0));
+    let now = Time(MILLISECOND);
+    for n in 1..=3 {
+        worker.handle_packet(now, PARENT, &down(Kind::Result, n, 0, 7, 0)).unwrap();
+    }
+    let (at, packets) = wait(&mut worker, Time(SECOND));
+    assert_eq!(packets, [(PARENT, Kind::Push, seq(0)), (SERVER, Kind::Request, seq(0))]);
+    assert!(at.since(now) < 2 * MILLISECOND, "{at:?}");
+}
+
+/// An aggregator that falls silent is reported to the server, which decides; blocks then go straight, and back.
+#[test]
+fn a_lost_path() {
+    let mut worker = worker(2);
+    worker.post(Route::Tree);
+    sent(&mut worker, Time(0));
+    let mut now;
+    let lost = loop {
+        now = worker.poll_timeout();
+        worker.handle_timeout(now);
+        let out: Vec<Outbound> = std::iter::from_fn(|| worker.poll_transmit(now)).collect();
+        assert!(out.iter().all(|out| out.header.kind != Kind::Push || out.to == PARENT), "the server has not said so");
+        if let Some(beat) = out.iter().find(|out| out.header.kind == Kind::HeartbeatUp && out.to == SERVER) {
+            break beat.header.flags;
+        }
+    };
+    assert_eq!(lost, FLAG_LOST);
+    assert!((350 * MILLISECOND..400 * MILLISECOND).contains(&now.0), "{now:?}");
+    worker.handle_packet(now, SERVER, &down(Kind::HeartbeatDown, 0, 0, 1, 0b10)).unwrap();
+    assert!(worker.is_direct());
+    let (_, packets) = wait(&mut worker, Time(SECOND));
+    assert_eq!(packets, [(SERVER, Kind::Push, seq(0)), (SERVER, Kind::Request, seq(0))]);
+    // The aggregator is back: it relays a heartbeat, and the server takes the worker's word for it.
+    worker.handle_packet(now, PARENT, &down(Kind::HeartbeatDown, 0, 0, 1, 0b10)).unwrap();
+    now = worker.poll_timeout().plus(2 * MILLISECOND);
+    worker.handle_timeout(now);
+    let beat =
+        std::iter::from_fn(|| worker.poll_transmit(now)).find(|out| out.header.kind == Kind::HeartbeatUp).unwrap();
+    assert_eq!((beat.to, beat.header.flags), (SERVER, 0));
+    worker.handle_packet(now, SERVER, &down(Kind::HeartbeatDown, 0, 0, 1, 0)).unwrap();
+    assert!(!worker.is_direct());
+    assert!(!worker.server_is_lost(now));
+    assert!(worker.server_is_lost(now.plus(5 * SECOND)));
+}
+
+/// Blocks that are not finite go straight to the server, and say so.
+#[test]
+fn full_blocks() {
+    let mut worker = worker(2);
+    worker.post(Route::Full);
+    let out = worker.poll_transmit(Time(0)).unwrap();
+    assert_eq!((out.to, out.header.flags), (SERVER, FLAG_FULL));
+}
