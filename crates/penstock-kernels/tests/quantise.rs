@@ -316,9 +316,10 @@ proptest! {
             let exact: i128 = inputs.iter().map(|values| {
                 let (mantissa, power) = split(values[i]);
                 let shift = power - unit_exponent + 60;
-                if shift >= 0 { i128::from(mantissa) << shift } else {
+                // Zero's power says nothing.
+                if mantissa == 0 { 0 } else if shift >= 0 { i128::from(mantissa) << shift } else {
                     // Bits below 2^-60 of a unit: at most 40 of them, and dropping them moves the sum by less than 2^-54.
-                    i128::from(mantissa) >> -shift
+                    i128::from(mantissa) >> (-shift).min(127)
                 }
             }).sum();
             let error = (exact - (i128::from(sum) << 60)).abs();
@@ -387,6 +388,9 @@ fn unit_exponent(format: FixedPoint, exponent: Exponent) -> i32 {
 
 fn rounded(value: f64, unit_exponent: i32) -> i64 {
     let (mantissa, power) = split(value);
+    if mantissa == 0 {
+        return 0; // Its power says nothing.
+    }
     let magnitude = u128::from(mantissa.unsigned_abs());
     let shift = unit_exponent - power;
     let count = if shift <= 0 {
