@@ -76,7 +76,9 @@ def test_demo_uses_the_link_and_predicts(ended: Ended, emulated: bool) -> None:
         return
     (row,) = re.findall(r"sent per rank and step .+", ended.output)
     *sent, planned = map(float, re.findall(r"([\d.]+) MB", row))
-    assert len(sent) >= 2 and all(each >= comparison.CROSSED_SHARE * planned for each in sent)
+    # What is shown leaves the first steps out, and a reading there may come late; the check of the whole is the demo's own.
+    assert len(sent) >= 2 and all(each >= 0.8 * planned for each in sent)
+    assert "Problem:" not in ended.output, ended.output
     (row,) = re.findall(r"predicted step time .+", ended.output)
     predicted = [float(each) for each in re.findall(r"([\d.]+) ms", row)]
     assert len(predicted) == len(sent) and all(each > 0 for each in predicted)
