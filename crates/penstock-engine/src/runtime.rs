@@ -1330,7 +1330,8 @@ impl Handler for Runtime {
                 }
                 Command::Abort(id, failure) => self.fail_group(peers, id, failure, true),
                 Command::Expire(id, waited) => {
-                    let Some(group) = self.groups.get(&id) else { continue };
+                    // What has ended while its caller gave up has ended well.
+                    let Some(group) = self.groups.get(&id).filter(|group| group.is_busy()) else { continue };
                     let (message, patience) = match &group.joining {
                         // Who lacks a member knows more, and should be heard first.
                         Some(joining) if joining.hosts.is_some() => (unconnected_others(group, waited), SECOND),

@@ -88,7 +88,7 @@ pub fn pack(entries: impl IntoIterator<Item = Entry>, unit_bytes: u64) -> Vec<Un
 }
 
 /// An operation costs some 100 us of the engine's time on each rank, as much as copying 1 MiB into a unit and back. Half of
-/// that, because the operation has other work to do while the copy keeps it waiting.
+/// that is a guess: the copy also keeps the engine from other work.
 pub const ALONE_BYTES: u64 = 512 << 10;
 /// Large entries are cut at whole cache lines, as chunks are; element sizes divide it.
 pub const LINE_BYTES: u64 = 64;

@@ -7,14 +7,13 @@ lose to them.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.bench.launcher import BenchError
+from penstock.bench.program import run_program
 from penstock.testbed.cluster import Loopback, Testbed
 
 
@@ -83,15 +82,7 @@ def measure(
         "turns": turns,
         "steps": steps,
     }
-    command = [sys.executable, "-m", "penstock.bench.readiness_rank", json.dumps(options)]
-    try:
-        done = bed.run(command, ranks=ranks, timeout_s=timeout_s)
-    except TimeoutError as error:
-        raise BenchError(f"readiness: {error}") from error
-    if done.returncode:
-        said = "\n  ".join(done.outputs[done.failed_rank or 0].strip().splitlines()[-20:])
-        raise BenchError(f"readiness: rank {done.failed_rank} ended with {done.returncode}; it said:\n  {said}")
-    records = [[json.loads(line) for line in out.splitlines() if line.startswith('{"rank": ')] for out in done.outputs]
+    records = run_program(bed, "readiness_rank", options, what="readiness", ranks=ranks, timeout_s=timeout_s)
     return summarise(records, tensors)
 
 

@@ -7,9 +7,7 @@ have to pass the link. So no step ends before the largest of ``t(k) + bytes from
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from penstock.bench.launcher import BenchError
+from penstock.bench.program import run_program
 from penstock.testbed.cluster import Loopback, Testbed
 
 Bed = Testbed | Loopback
@@ -202,19 +200,8 @@ def bound(ready: Sequence[Sequence[float]], hosts: int, payload_bytes_per_s: flo
 
 def _run(bed: Bed, model: str, options: dict[str, Any], ranks: int, timeout_s: float) -> list[list[dict[str, Any]]]:
     """What each rank of a run said."""
-    command = [sys.executable, "-m", "penstock.bench.training_rank", json.dumps(options)]
-    try:
-        done = bed.run(command, ranks=ranks, timeout_s=timeout_s)
-    except TimeoutError as error:
-        raise BenchError(f"training {model}: {error}") from error
-    if done.returncode:
-        said = "\n  ".join(done.outputs[done.failed_rank or 0].strip().splitlines()[-20:])
-        raise BenchError(f"training {model}: rank {done.failed_rank} ended with {done.returncode}; it said:\n  {said}")
-    return [_records(output) for output in done.outputs]
-
-
-def _records(output: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in output.splitlines() if line.startswith('{"rank": ')]
+    what = f"training {model}"
+    return run_program(bed, "training_rank", options, what=what, ranks=ranks, timeout_s=timeout_s)
 
 
 WAYS = ("ddp", "hook", "reducer", "gloo")

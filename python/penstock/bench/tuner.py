@@ -7,9 +7,7 @@ best is the lowest of many noisy medians, so what it was when it won says little
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from penstock.bench.launcher import BenchError
+from penstock.bench.program import run_program
 from penstock.testbed.cluster import Loopback, Testbed
 from penstock.testbed.link import LinkSpec
 from penstock.tune import Setting, verify
@@ -100,17 +98,9 @@ def measure(bed: Bed, options: dict[str, Any], *, ranks: int, timeout_s: float) 
     Raises:
         BenchError: a rank failed or hung, with the end of what it said.
     """
-    command = [sys.executable, "-m", "penstock.bench.tuner_rank", json.dumps(options)]
-    try:
-        # Loopback stands for hosts that share no memory.
-        done = bed.run(command, ranks=ranks, timeout_s=timeout_s, env={"PENSTOCK_SHM": "0"})
-    except TimeoutError as error:
-        raise BenchError(f"tuning: {error}") from error
-    if done.returncode:
-        said = "\n  ".join(done.outputs[done.failed_rank or 0].strip().splitlines()[-20:])
-        raise BenchError(f"tuning: rank {done.failed_rank} ended with {done.returncode}; it said:\n  {said}")
-    said_lines = done.outputs[0].splitlines()
-    records = [json.loads(line) for line in said_lines if line.startswith('{"phase": ')]
+    # Loopback stands for hosts that share no memory.
+    env = {"PENSTOCK_SHM": "0"}
+    records, *_ = run_program(bed, "tuner_rank", options, what="tuning", ranks=ranks, timeout_s=timeout_s, env=env)
     return summarise(records, bed.link.describe() if isinstance(bed, Testbed) else "loopback")
 
 

@@ -26,8 +26,7 @@ pub use aggregator::{Action, Admission, Aggregator, Child, Job, JobCounters, Lim
 pub use arithmetic::{Arithmetic, WireArithmetic};
 pub use key::Key;
 pub use packet::{
-    EXPONENT_NONFINITE, EXPONENT_ZERO, FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES,
-    Packet, PacketError, decode,
+    FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, PacketError, decode,
 };
 pub use rules::Refusal;
 pub use serial::Serial;

@@ -307,10 +307,6 @@ pub const MAX_PAYLOAD_BYTES: usize = 8896;
 pub const FLAG_LOST: u8 = 1;
 /// Elements as the tensor has them; for the server alone, aggregators that only add integers drop it.
 pub const FLAG_FULL: u8 = 2;
-/// The exponent of a block of zeros: the smallest, so that a maximum passes over it.
-pub const EXPONENT_ZERO: i16 = i16::MIN;
-/// The exponent of a block with Inf or NaN: the largest, so that a maximum keeps it.
-pub const EXPONENT_NONFINITE: i16 = i16::MAX;
 const MAGIC: u16 = 0x5041;
 const VERSION: u8 = 1;
 /// What the MAC covers.

@@ -1,0 +1,37 @@
+"""Runs one program as all ranks of a bed, and collects what they say: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.bench.launcher import BenchError
+from penstock.testbed.cluster import Loopback, Testbed
+
+
+def run_program(
+    bed: Testbed | Loopback,
+    module: str,
+    options: Mapping[str, Any],
+    *,
+    what: str,
+    ranks: int,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+) -> list[list[dict[str, Any]]]:
+    """Run ``python -m penstock.bench.<module> OPTIONS`` on every rank; return the objects that each printed, by rank.
+
+    Raises:
+        BenchError: a rank failed or hung; ``what`` did, and the end of what the rank said.
+    """
+    command = [sys.executable, "-m", f"penstock.bench.{module}", json.dumps(options)]
+    try:
+        done = bed.run(command, ranks=ranks, timeout_s=timeout_s, env=env)
+    except TimeoutError as error:
+        raise BenchError(f"{what}: {error}") from error
+    if done.returncode:
+        said = "\n  ".join(done.outputs[done.failed_rank or 0].strip().splitlines()[-20:])
+        raise BenchError(f"{what}: rank {done.failed_rank} ended with {done.returncode}; it said:\n  {said}")
+    return [[json.loads(line) for line in output.splitlines() if line.startswith('{"')] for output in done.outputs]
