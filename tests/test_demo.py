@@ -42,7 +42,7 @@ ONE_OF_EACH = list({backend.name: backend for backend in reversed(BACKENDS)}.val
 def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """One quick demo, on emulated hosts where these can be made: gloo, the backend under test, Penstock's hook."""
     page = tmp_path_factory.mktemp("demo") / "folder" / "report.html"
-    ways = ["gloo", request.param.name, *(["penstock+hook"] if request.param.name == "penstock" else [])]
+    ways = ["gloo", request.param.name, *(["penstock+tuner"] if request.param.name == "penstock" else [])]
     done = demo("--quick", f"--backends={','.join(ways)}", f"--report={page}", env=request.param.env)
     return Ended(done.returncode, done.stdout, page.read_text() if page.exists() else "")
 
@@ -228,12 +228,13 @@ def test_the_hook_is_foreseen_in_its_units(monkeypatch: pytest.MonkeyPatch) -> N
     fast = link_probe.Carriage(1e6, 0.0)
     # Backward takes 20 s and the whole bucket 4 s after it; of four units three have left when it ends.
     assert cli.foresee(training, Way("penstock"), fast).step_s == pytest.approx(44)
-    assert cli.foresee(training, Way("penstock", hook=True), fast).step_s == pytest.approx(41)
+    assert cli.foresee(training, Way("penstock", "hook"), fast).step_s == pytest.approx(41)
 
 
 def test_a_way_is_a_backend_or_the_hook_over_penstock() -> None:
     """What is neither is refused before anything starts."""
-    assert [str(Way.parse(text)) for text in ("gloo", "penstock+hook")] == ["gloo", "penstock+hook"]
+    fine = ["gloo", "penstock", "penstock+hook", "penstock+tuner"]
+    assert [str(Way.parse(text)) for text in fine] == fine
     for wrong in ("gloo+hook", "+hook", "penstock+", "penstock+hooks"):
         done = demo(f"--backends={wrong}")
         assert done.returncode == 2 and "penstock+hook" in done.stdout, done.stdout
@@ -283,6 +284,16 @@ def test_summary_leaves_out_the_warm_up_and_takes_medians() -> None:
     assert result.sent_bytes_per_s == pytest.approx(2_000_000 * steps / (steps - 1 + 7))
     assert result.link_share == pytest.approx(result.sent_bytes_per_s / 119.55e6, rel=1e-3)
     assert result.flow_classes == 2
+
+
+def test_steps_in_which_the_tuner_tries_are_left_out() -> None:
+    """If it came to an end: its choice is what is shown. Else all steps but the warm-up are."""
+    training = trained(losses=[[3.0] * 20] * 2, seconds=[5.0] * 12 + [1.0] * 8)
+    tried = [dataclasses.replace(step, tuning=step.number <= 12) for step in training.steps[0]]
+    settled = dataclasses.replace(training, steps=[tried, tried])
+    assert settled.settled_from == 12 and comparison.summarise(settled, None, None).step_s == 1.0
+    never = [dataclasses.replace(step, tuning=True) for step in training.steps[0]]
+    assert dataclasses.replace(training, steps=[never, never]).settled_from == WARM_UP_STEPS
 
 
 def test_a_training_that_bypassed_the_link_is_a_problem() -> None:

@@ -3,7 +3,7 @@
     python examples/char_gpt/train.py
     torchrun --nproc-per-node 2 examples/char_gpt/train.py --backend gloo
     torchrun --nproc-per-node 2 examples/char_gpt/train.py --backend penstock
-    torchrun --nproc-per-node 2 examples/char_gpt/train.py --backend penstock --hook
+    torchrun --nproc-per-node 2 examples/char_gpt/train.py --backend penstock --hook --tune
 
 The backend is one word, and nothing but ``--hook`` here knows about it. The same seed gives the same batches and the same
 start, so that two backends can be compared step by step; `penstock demo` does that with this script.
@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -54,10 +54,12 @@ def train(args: argparse.Namespace) -> None:
     # A copy whose steps are timed; what it learns is of no use to anybody.
     twin = measured_alone(copy.deepcopy(model)) if args.compute_every and world_size > 1 else None
     replica = DistributedDataParallel(model) if world_size > 1 else model
+    reducer = None
     if args.hook and world_size > 1:
         from penstock.torch import ddp_hook
 
-        ddp_hook(replica)  # Each gradient leaves as soon as all ranks have it, instead of with its bucket.
+        # Each gradient leaves as soon as all ranks have it, instead of with its bucket.
+        reducer = ddp_hook(replica, tune=args.tune)
     optimizer, schedule = make_optimizer(replica, args)
     twin_optimizer = make_optimizer(twin, args)[0] if twin else None
 
@@ -79,12 +81,15 @@ def train(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     for step in range(1, args.steps + 1):
         tokens_BT, targets_BT = random_batch(data.train, args.batch, args.context, batches)
+        tuning = reducer is not None and reducer.tuner is not None and reducer.tuner.state.value == "tuning"
         loss, seconds = train_step(replica, optimizer, tokens_BT, targets_BT)
         schedule.step()
         compute = None
         if twin and step % args.compute_every == 0:
             dist.barrier()  # Both ranks compute at the same time, as they do in a real step.
             _, compute = train_step(twin, twin_optimizer, tokens_BT, targets_BT)
+            if reducer:
+                reducer.exclude_pause()  # The tuner must not take this for a slow step.
         log.write(
             event="step",
             step=step,
@@ -93,6 +98,7 @@ def train(args: argparse.Namespace) -> None:
             step_seconds=sum(seconds.values()),
             **seconds,
             compute=compute,
+            tuning=tuning,
             elapsed_seconds=time.perf_counter() - began,
         )
         if rank == 0 and (step % args.print_every == 0 or step == args.steps):
@@ -100,7 +106,7 @@ def train(args: argparse.Namespace) -> None:
             print(f"step {step:5d}   loss {loss:.4f}   {1e3 * sum(seconds.values()):7.1f} ms   {rate:,.0f} tokens/s")
 
     validation_loss = evaluate(model, data.validation, args)
-    log.write(event="end", validation_loss=validation_loss, weights_sha256=digest(model), **buckets(replica))
+    log.write(event="end", validation_loss=validation_loss, weights_sha256=digest(model), **buckets(replica), **chosen(reducer))
     if rank == 0:
         print(f"validation loss {validation_loss:.4f}")
 
@@ -182,6 +188,11 @@ def buckets(replica: nn.Module) -> dict[str, list[int]]:
     return {"bucket_bytes": [int(size) for size in str(sizes).split(",") if size.strip()]}
 
 
+def chosen(reducer: Any) -> dict[str, Any]:
+    """How the hook sends gradients in the end, if there is one."""
+    return {"setting": reducer.setting.to_json()} if reducer else {}
+
+
 class Log:
     """One JSON object a line, flushed at once so that a reader can follow. See ``--log-file`` for ``path``."""
 
@@ -205,6 +216,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--backend", default="gloo", help="torch.distributed backend, used when torchrun starts several ranks")
     add("--hook", action="store_true", help="under DDP over penstock: penstock.torch.ddp_hook")
+    add("--tune", action="store_true", help="with --hook: find out how gradients travel best, in the first 100 steps")
     add("--steps", type=int, default=200)
     add("--seed", type=int, default=1337)
     add("--batch", type=int, default=2, help="sequences a rank and step")

@@ -29,9 +29,9 @@ from penstock.testbed import LinkSpec, Loopback, Testbed, TestbedUnavailable
 @click.option("--steps", type=click.IntRange(min=10), help="Training steps.  [default: 200; with --quick: 20]")
 @click.option(
     "--backends",
-    default="gloo,penstock,penstock+hook",
+    default="gloo,penstock,penstock+tuner",
     show_default=True,
-    help="In this order; the first is the baseline. +hook: with penstock.torch.ddp_hook.",
+    help="In this order; the first is the baseline. +hook: with penstock.torch.ddp_hook; +tuner: that with tune=True.",
 )
 @click.option(
     "--report", type=click.Path(path_type=Path, dir_okay=False, writable=True), default="report.html", show_default=True
@@ -40,7 +40,7 @@ from penstock.testbed import LinkSpec, Loopback, Testbed, TestbedUnavailable
 @click.option("--no-testbed", is_flag=True, help="On loopback, even where hosts could be emulated.")
 @click.option("--quick", is_flag=True, help="A small model and few steps: does it work? Its figures mean nothing.")
 def command(steps: int | None, backends: str, report: Path, seed: int, no_testbed: bool, quick: bool) -> None:
-    """Train a character GPT with gloo, with Penstock, and with Penstock's hook, and compare.
+    """Train a character GPT with gloo, with Penstock, and with Penstock's hook and tuner, and compare.
 
     All trainings start from the same weights and see the same text, on two hosts: emulated ones (a link of 1 Gbit/s on
     which one flow gets 200 Mbit/s) when you are root, else on loopback. Prints a table and writes a report. Takes about
@@ -142,7 +142,7 @@ def foresee(first: Training, way: Way, carriage: Carriage | None) -> Prediction 
     processors = len(os.sched_getaffinity(0))
     slowdown_s_per_byte = carriage.processor_s_per_byte / processors if first.ranks >= processors else 0.0
     buckets = first.ends[0]["bucket_bytes"]
-    pieces = units(sum(buckets), UNIT_BYTES) if way.hook else buckets
+    pieces = units(sum(buckets), UNIT_BYTES) if way.front else buckets
     return predict_step(first.compute(), pieces, first.ranks, carriage.bytes_per_s, slowdown_s_per_byte)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.demo.prediction import Prediction, wire_bytes
-from penstock.demo.training import WARM_UP_STEPS, Phases, Training
+from penstock.demo.training import Phases, Training
 from penstock.testbed import LinkSpec
 
 
@@ -76,7 +76,7 @@ class Row:
 def summarise(training: Training, prediction: Prediction | None, link: LinkSpec | None) -> Result:
     seconds = training.step_seconds()
     step_s = statistics.median(seconds)
-    sent = training.sent_bytes[-1] - training.sent_bytes[WARM_UP_STEPS - 1]
+    sent = training.sent_bytes[-1] - training.sent_bytes[training.settled_from - 1]
     payload = payload_rate(link)
     return Result(
         training=training,
@@ -201,6 +201,9 @@ def rows(comparison: Comparison) -> list[Row]:
         table.append(Row("  share of the link", texts, f"TCP can carry {payload / 1e6:.1f} MB/s on it"))
         texts = [str(r.flow_classes) for r in results]
         table.append(Row("  flow classes used", texts, "of 16, each with its own cap"))
+    if any("setting" in r.training.ends[0] for r in results):
+        texts = [setting_text(r.training.ends[0].get("setting")) for r in results]
+        table.append(Row("streams × unit", texts, "of the hook, in the end"))
     table += [
         Row("processors busy", [cpu_text(r) for r in results], "whole machine, start of the ranks included"),
         Row(
@@ -211,6 +214,11 @@ def rows(comparison: Comparison) -> list[Row]:
         Row("validation loss", [f"{r.validation_loss:.4f}" for r in results], "nats, on text not trained on"),
     ]
     return table
+
+
+def setting_text(setting: dict[str, Any] | None) -> str:
+    """A hook's setting, or a dash."""
+    return f"{setting['streams']} × {setting['unit_bytes'] / 2**20:g} MiB" if setting else "–"
 
 
 def milliseconds(seconds: float) -> str:

@@ -15,29 +15,32 @@ from penstock.testbed import CompletedRun, Loopback, Testbed
 
 Bed = Testbed | Loopback
 
+FRONTS = {"": [], "hook": ["--hook"], "tuner": ["--hook", "--tune"]}
+"""What may stand behind "penstock+", and the script's arguments for it: penstock.torch.ddp_hook, and the same with a tuner."""
+
 
 @dataclass(frozen=True)
 class Way:
     """How gradients are reduced: what ``--backends`` names."""
 
     backend: str  # for init_process_group
-    hook: bool = False  # penstock.torch.ddp_hook on top
+    front: str = ""  # of FRONTS: what reduces gradients under DDP
 
     @classmethod
     def parse(cls, text: str) -> Way:
-        """``gloo``, ``penstock``, ``penstock+hook``. Raises: ValueError."""
+        """``gloo``, ``penstock``, ``penstock+hook``, ``penstock+tuner``. Raises: ValueError."""
         backend, plus, front = text.partition("+")
-        if not backend or (plus and (backend, front) != ("penstock", "hook")):
-            raise ValueError(f"{text!r} is neither the name of a backend nor penstock+hook")
-        return cls(backend, hook=front == "hook")
+        if not backend or (plus and (backend != "penstock" or front not in FRONTS or not front)):
+            raise ValueError(f"{text!r} is neither the name of a backend nor penstock+hook or penstock+tuner")
+        return cls(backend, front)
 
     def __str__(self) -> str:
-        return f"{self.backend}+hook" if self.hook else self.backend
+        return f"{self.backend}+{self.front}" if self.front else self.backend
 
     @property
     def arguments(self) -> list[str]:
         """For `SCRIPT`."""
-        return ["--backend", self.backend, *(["--hook"] if self.hook else [])]
+        return ["--backend", self.backend, *FRONTS[self.front]]
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Step:
     tokens: int  # of all ranks together
     phases: Phases
     compute: Phases | None  # the same work without sending a gradient, timed after some of the steps
+    tuning: bool = False  # the tuner was trying settings
 
 
 @dataclass
@@ -83,8 +87,15 @@ class Training:
         return [statistics.fmean(step.loss for step in steps) for steps in zip(*self.steps, strict=True)]
 
     def settled(self, rank: int = 0) -> list[Step]:
-        """A rank's steps without the first ones, in which connections, buckets and buffers come into being."""
-        return self.steps[rank][WARM_UP_STEPS:]
+        """A rank's steps without the first ones, in which connections, buckets and buffers come into being, and without those in
+        which the tuner tried settings, if it came to an end."""
+        return self.steps[rank][self.settled_from :]
+
+    @property
+    def settled_from(self) -> int:
+        """How many steps come before the settled ones."""
+        tried = max((step.number for step in self.steps[0] if step.tuning), default=0)
+        return WARM_UP_STEPS if tried == len(self.steps[0]) else max(WARM_UP_STEPS, tried)
 
     def step_seconds(self) -> list[float]:
         return [step.phases.total_s for step in self.settled()]
@@ -180,6 +191,7 @@ def step_of(record: dict[str, Any]) -> Step:
         record["tokens"],
         phases_of(record),
         phases_of(record["compute"]) if record["compute"] else None,
+        record["tuning"],
     )
 
 
