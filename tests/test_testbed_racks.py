@@ -73,6 +73,8 @@ def test_without_racks_all_is_as_it_was() -> None:
         ({"hosts": 2, "racks": 3}, "racks=3"),
         ({"hosts": 2, "servers": 1}, "servers=1: only with racks"),
         ({"hosts": 2, "losses": {"h0": 0.1}}, "losses={'h0': 0.1}: only with racks"),
+        ({"hosts": 2, "racks": 1, "rates": {"a1": 10}}, "no link a1, but h0, h1, a0, r0"),
+        ({"hosts": 2, "racks": 1, "rates": {"a0": -1}}, "Mbit/s, or 0 for no limit"),
         ({"hosts": 2, "racks": 1, "losses": {"h2": 0.1}}, "no link h2, but h0, h1, a0, r0"),
         ({"hosts": 2, "racks": 1, "losses": {"h1": 1.0}}, "0 <= loss < 1"),
     ],
@@ -327,7 +329,7 @@ def test_the_command_makes_a_tree_runs_on_its_nodes_and_prints_its_links() -> No
     """up, show, run --on, links, links --json, down."""
     name = f"racks-{os.getpid()}"
     options = ["--hosts", "4", "--racks", "2", "--servers", "1", "--rate", "100", "--uplink-rate", "50"]
-    up = invoke("up", "--name", name, *options, "--loss-at", "h1=0.25", "--mtu", "9000")
+    up = invoke("up", "--name", name, *options, "--rate-at", "a0=400", "--loss-at", "h1=0.25", "--mtu", "9000")
     try:
         assert "a1  10.77.1.2  fd77::1:2  on r1" in up and "r0  to core" in up
         assert up in invoke("show", "--name", name)
@@ -335,6 +337,7 @@ def test_the_command_makes_a_tree_runs_on_its_nodes_and_prints_its_links() -> No
         assert "[0] 0 2 0 0 10.77.1.1\n" in output and "[1] 1 2 0 1 10.77.1.1\n" in output
         assert "no node s1" in invoke("run", "--name", name, "--on", "s1", "--", "true", code=1)
         table = invoke("links", "--name", name)
+        assert re.search(r"a0 +│ r0 +│ 400 ", table)
         assert re.search(r"h1 +│ r0 +│ 100 +│ 25\.000%", table) and re.search(r"r1 +│ core +│ 50 ", table)
         lines = [json.loads(line) for line in invoke("links", "--name", name, "--json").splitlines()]
         assert [each["name"] for each in lines] == ["h0", "h1", "h2", "h3", "a0", "a1", "s0", "r0", "r1"]

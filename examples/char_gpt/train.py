@@ -106,7 +106,13 @@ def train(args: argparse.Namespace) -> None:
             print(f"step {step:5d}   loss {loss:.4f}   {1e3 * sum(seconds.values()):7.1f} ms   {rate:,.0f} tokens/s")
 
     validation_loss = evaluate(model, data.validation, args)
-    log.write(event="end", validation_loss=validation_loss, weights_sha256=digest(model), **buckets(replica), **chosen(reducer))
+    log.write(
+        event="end",
+        validation_loss=validation_loss,
+        weights_sha256=digest(model),
+        **buckets(replica),
+        **chosen(reducer),
+    )
     if rank == 0:
         print(f"validation loss {validation_loss:.4f}")
 

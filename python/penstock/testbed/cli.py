@@ -62,6 +62,12 @@ def link_options(function: Function) -> Function:
             help="With racks: Mbit/s between rack and core.  [default: --rate]",
         ),
         click.option(
+            "--rate-at",
+            multiple=True,
+            metavar="LINK=MBIT",
+            help="With racks: the rate of one link, such as a0=4000 for an aggregator's. Repeatable.",
+        ),
+        click.option(
             "--loss-at",
             multiple=True,
             metavar="LINK=SHARE",
@@ -211,14 +217,16 @@ def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], LinkSpec]:
             mtu=options["mtu"],
             offloads=options["offloads"],
         )
-        pairs = [each.partition("=") for each in options["loss_at"]]
+        rates = [each.partition("=") for each in options["rate_at"]]
+        losses = [each.partition("=") for each in options["loss_at"]]
         shape = {
             "hosts": options["hosts"],
             "racks": options["racks"],
             "servers": options["servers"],
             "core_aggregator": options["core_aggregator"],
             "uplink_mbit": options["uplink_rate"],
-            "losses": {name: float(share) for name, _, share in pairs},
+            "rates": {name: float(rate) for name, _, rate in rates},
+            "losses": {name: float(share) for name, _, share in losses},
         }
         topology.Topology(**shape)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 from penstock.testbed.link import LinkSpec
@@ -30,6 +31,7 @@ class Topology:
         servers: places on the core switch.
         core_aggregator: whether the core switch has an aggregator's place too.
         uplink_mbit: rate of the links between racks and core in Mbit/s; None for that of the other links, 0 for no limit.
+        rates: Mbit/s by link, where it is neither that of all links nor of those between racks and core; 0 for no limit.
         losses: share of packets lost by link, where it is not that of all links.
     """
 
@@ -38,6 +40,7 @@ class Topology:
     servers: int = 0
     core_aggregator: bool = False
     uplink_mbit: float | None = None
+    rates: dict[str, float] = dataclasses.field(default_factory=dict)
     losses: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,14 +50,18 @@ class Topology:
             raise ValueError(f"racks={self.racks}: at most one a host, of which there are {self.hosts}")
         if not 0 <= self.servers <= MOST_NODES:
             raise ValueError(f"servers={self.servers}: give 0 to {MOST_NODES}")
-        for argument in ("servers", "core_aggregator", "uplink_mbit", "losses"):
+        for argument in ("servers", "core_aggregator", "uplink_mbit", "rates", "losses"):
             if self.racks == 0 and getattr(self, argument):
                 raise ValueError(f"{argument}={getattr(self, argument)}: only with racks=1 or more")
-        for name, loss in self.losses.items():
-            if name not in self.links:
-                raise ValueError(f"losses={self.losses}: there is no link {name}, but {', '.join(self.links)}")
-            if not 0 <= loss < 1:
-                raise ValueError(f"losses={self.losses}: a share of packets, 0 <= loss < 1")
+        for argument in ("rates", "losses"):
+            for name, value in getattr(self, argument).items():
+                given = f"{argument}={getattr(self, argument)}"
+                if name not in self.links:
+                    raise ValueError(f"{given}: there is no link {name}, but {', '.join(self.links)}")
+                if argument == "rates" and not 0 <= value < math.inf:
+                    raise ValueError(f"{given}: Mbit/s, or 0 for no limit")
+                if argument == "losses" and not 0 <= value < 1:
+                    raise ValueError(f"{given}: a share of packets, 0 <= loss < 1")
 
     @property
     def nodes(self) -> list[str]:
@@ -110,6 +117,8 @@ class Topology:
         if name not in self.nodes:
             rate_mbit = spec.rate_mbit if self.uplink_mbit is None else self.uplink_mbit or None
             flow_mbit = None
+        if name in self.rates:
+            rate_mbit = self.rates[name] or None
         return dataclasses.replace(spec, rate_mbit=rate_mbit, flow_mbit=flow_mbit, loss=loss)
 
     def to_dict(self) -> dict[str, Any]:
