@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import pathlib
 
@@ -23,6 +24,10 @@ def pytest_configure() -> None:
         if name.startswith("PENSTOCK_") or name in _LAUNCHER or name.endswith("_SOCKET_IFNAME"):
             del os.environ[name]
     os.environ["MPLBACKEND"] = "Agg"
+    # Every rank and every command is a new process, and half of what it needs to start is to compile our modules, where
+    # PYTHONDONTWRITEBYTECODE is set: once, here.
+    for folder in ("python", "tests"):
+        compileall.compile_dir(ROOT / folder, quiet=2)
 
 
 # What torchrun exports to a rank.

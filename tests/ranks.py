@@ -38,7 +38,12 @@ import time
 import traceback
 import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from penstock.testbed import namespace
+
+if TYPE_CHECKING:
+    from penstock.testbed import Testbed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +114,8 @@ class Ranks:
         function: importable by name in the ranks; its value must be picklable.
         env: environment variables for all ranks; a value of None unsets one.
         env_of_rank: the same, for one rank alone, by rank.
+        bed: emulated hosts, on which the ranks run in turn; the store is on the first rank's.
+        placement: the host of each rank, where not in turn.
     """
 
     def __init__(
@@ -119,12 +126,18 @@ class Ranks:
         args: tuple[Any, ...] = (),
         env: Mapping[str, str | None] | None = None,
         env_of_rank: Mapping[int, Mapping[str, str | None]] | None = None,
+        bed: Testbed | None = None,
+        placement: Sequence[int] | None = None,
     ) -> None:
-        from torch.distributed import TCPStore
-
         _start_fork_server()
+        hosts = [rank % bed.hosts for rank in range(count)] if bed and placement is None else placement
         # The store lives here, as torchrun's lives in its agent: no race for a port, and it survives any rank.
-        self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        if bed is None or hosts is None:
+            address, surroundings, networks = "127.0.0.1", {}, None
+            self.store = _store(address)
+        else:
+            address, surroundings, networks = bed.address(hosts[0]), bed.environment(), bed.namespaces
+            self.store = bed.inside(hosts[0], lambda: _store(address))
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._connections: list[multiprocessing.connection.Connection] = []
         self._processes: list[Any] = []
@@ -134,12 +147,16 @@ class Ranks:
         for rank in range(count):
             ours, theirs = context.Pipe()
             environment = {
-                **_torchrun_environment(rank, count, self.store.port),
+                **_torchrun_environment(rank, count, address, self.store.port),
+                **surroundings,
                 **(env or {}),
                 **((env_of_rank or {}).get(rank, {})),
             }
+            network = f"/proc/{os.getpid()}/fd/{networks[hosts[rank]]}" if hosts and networks else None
             process = context.Process(
-                target=_rank_main, args=(theirs, function, args, environment, str(self._log(rank))), name=f"rank{rank}"
+                target=_rank_main,
+                args=(theirs, function, args, environment, str(self._log(rank)), network),
+                name=f"rank{rank}",
             )
             process.start()
             theirs.close()
@@ -303,10 +320,17 @@ def _rank_main(
     args: tuple[Any, ...],
     environment: Mapping[str, str | None],
     log: str,
+    network: str | None,
 ) -> None:
     global _to_parent
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if network is not None:
+        # While there is one thread: those to come are on this host, too.
+        with open(network) as held:
+            if libc.setns(held.fileno(), namespace.CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"setns to {network}")
     log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
@@ -344,7 +368,13 @@ _to_parent: multiprocessing.connection.Connection | None = None
 # Helpers and constants.
 
 
-def _torchrun_environment(rank: int, count: int, store_port: int) -> dict[str, str]:
+def _store(address: str) -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore(address, 0, None, True, wait_for_workers=False)
+
+
+def _torchrun_environment(rank: int, count: int, store_address: str, store_port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -352,7 +382,7 @@ def _torchrun_environment(rank: int, count: int, store_port: int) -> dict[str, s
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": store_address,
         "MASTER_PORT": str(store_port),
         "TORCHELASTIC_RUN_ID": "tests",
         "TORCHELASTIC_RESTART_COUNT": "0",

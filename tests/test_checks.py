@@ -7,6 +7,7 @@ reach them.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from typing import Any
@@ -82,6 +83,25 @@ def test_a_slow_rank() -> None:
     # Twice in two windows, on one rank.
     assert [len(warnings) for _, warnings in told] == [2, 0, 0]
     assert told[0][1][0].startswith(f"PENSTOCK_CHECK=slow: in the last {WINDOW} steps rank 1 was last in "), told[0][1]
+
+
+def test_a_rank_with_twice_the_work() -> None:
+    """The thresholds in a real run: where all compute, and rank 1 twice as long, it is named."""
+    for stats, _ in ranks.run(_train_unevenly, count=2, args=("twice",), env={"PENSTOCK_CHECK": "slow"}):
+        slow = stats["slow"]
+        assert (slow["straggler"], slow["kind"]) == (1, "computes longer"), slow
+        assert slow["ranks"][0]["cpu_s"] > 0.8 * WORK_S and slow["ranks"][1]["cpu_s"] > 0.8 * 2 * WORK_S, slow
+
+
+def test_ranks_with_the_same_work() -> None:
+    """... and where all compute for as long, nobody is. Whom a machine that others use gives less of its processors is starved,
+    and may be told so; that it has more to do, nobody is told."""
+    busy = os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
+    for stats, warnings in ranks.run(_train_unevenly, count=2, args=("alike",), env={"PENSTOCK_CHECK": "slow"}):
+        slow = stats["slow"]
+        assert all(one["cpu_s"] > 0.8 * WORK_S for one in slow["ranks"]), slow
+        assert slow["kind"] != "computes longer", slow
+        assert busy or (slow["straggler"] is None and not warnings), slow
 
 
 def test_nobody_is_slow() -> None:
@@ -228,6 +248,9 @@ class _Work(torch.autograd.Function):
         return gradient, None
 
 
+WORK_S = 0.02
+
+
 def _train_unevenly(how: str) -> tuple[dict[str, Any], list[str]]:
     warnings: list[str] = []
     handler = logging.Handler()
@@ -238,9 +261,13 @@ def _train_unevenly(how: str) -> tuple[dict[str, Any], list[str]]:
     model = nn.Linear(10, 10)
     reducer = GradientReducer(model)
     for step in range(2 * WINDOW + 1):
-        slow = 1 if how == "rank 1" else step % world
-        data = _Work.apply(model(torch.ones(1, 10)), 0.03 if rank == slow else 0.0)
-        data.sum().backward()
+        seconds = {
+            "rank 1": 0.03 * (rank == 1),
+            "turns": 0.03 * (rank == step % world),
+            "twice": WORK_S * (1 + (rank == 1)),
+            "alike": WORK_S,
+        }[how]
+        _Work.apply(model(torch.ones(1, 10)), seconds).sum().backward()
     stats = reducer.stats()
     dist.destroy_process_group()
     return stats, [warning for warning in warnings if "PENSTOCK_CHECK=slow" in warning]

@@ -50,7 +50,7 @@ def test_error_feedback_needs_a_wire_dtype() -> None:
     ranks.run(_feedback_alone, count=1)
 
 
-@pytest.mark.parametrize(("count", "start"), [(2, "warm"), (2, "cold"), (2, "batched"), (4, "warm"), (4, "cold")])
+@pytest.mark.parametrize(("count", "start"), [(2, "warm"), (2, "cold"), (2, "batched"), (4, "warm")])
 def test_power_sgd(count: int, start: str) -> None:
     """torch's PowerSGD over several buckets: near the uncompressed loss with a seventh of the bytes, with and without warm start,
     with and without an epsilon (torch orthogonalises in two ways), and under torch's float16 wrapper; all ranks end alike."""

@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import xml.etree.ElementTree
 from collections.abc import Iterator, Mapping
 
 import pytest
+from click.testing import CliRunner
 
+import ranks
 from backends import BACKENDS, Backend
 from penstock.demo import cli, comparison, link_probe, prediction, report
 from penstock.demo.training import WARM_UP_STEPS, Phases, Step, Training, Way
@@ -117,10 +120,12 @@ def test_demo_on_loopback_says_so_and_predicts_nothing(backend: Backend, tmp_pat
 def test_demo_shows_what_a_failing_backend_said(tmp_path: pathlib.Path) -> None:
     """The rank's own words reach the user, with a command that shows the same without the demo; no report is left."""
     page = tmp_path / "report.html"
-    done = demo("--quick", "--no-testbed", "--backends=no_such_backend", f"--report={page}")
+    options = ("--quick", "--no-testbed", "--backends=penstock", f"--report={page}")
+    done = demo(*options, env={"PENSTOCK_INTERFACE": "no_such_interface"})
     assert done.returncode == 1
-    assert "A training failed." in done.stdout and "Traceback" in done.stdout and "no_such_backend" in done.stdout
-    assert re.search(r"torchrun --nproc-per-node 2 .+train.py --backend no_such_backend", done.stdout)
+    assert "A training failed." in done.stdout, done.stdout
+    assert 'penstock.errors.Config: PENSTOCK_INTERFACE names "no_such_interface"' in done.stdout, done.stdout
+    assert re.search(r"torchrun --nproc-per-node 2 .+train.py --backend penstock", done.stdout)
     assert not page.exists()
 
 
@@ -154,14 +159,20 @@ def test_demo_stops_when_told_and_leaves_nothing(number: signal.Signals, when: s
 
 def test_example_learns_in_a_single_process(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Without torchrun it trains, too: more than a million parameters, and the loss falls well below guessing."""
-    done = example(root, tmp_path, [sys.executable], "--steps=60", "--eval-batches=8")
-    start, *steps, end = done[0]
+    script, log = root / "examples" / "char_gpt" / "train.py", tmp_path / "log.jsonl"
+    options = (f"--log-file={log}", "--steps=60", "--eval-batches=8")
+    alone = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+    with ranks.Ranks(_main_program, count=1, args=(str(script), options), env=alone) as job:
+        (outcome,) = job.outcomes(timeout_s=120)
+    assert outcome.ok, str(outcome)
+    _assert_progress_is_shown(outcome.output)
+    start, *steps, end = [json.loads(line) for line in log.read_text().splitlines()]
     assert start["parameters"] >= 1_000_000 and start["backend"] is None
     assert [step["step"] for step in steps] == list(range(1, 61))
     assert steps[0]["loss"] > 4 > 3.4 > end["validation_loss"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("backend", ONE_OF_EACH, ids=str)
 def test_example_runs_under_torchrun(root: pathlib.Path, tmp_path: pathlib.Path, backend: Backend) -> None:
     """torchrun and one word on the command line are all it takes; ranks differ in their batches and agree in weights."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -232,12 +243,15 @@ def test_the_hook_is_foreseen_in_its_units(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_way_is_a_backend_or_the_hook_over_penstock() -> None:
-    """What is neither is refused before anything starts."""
+    """What is neither, or a backend that torch does not have, is refused before anything starts, wherever it stands."""
     fine = ["gloo", "penstock", "penstock+hook", "penstock+tuner"]
     assert [str(Way.parse(text)) for text in fine] == fine
+    assert cli.unknown_backends([Way.parse(text) for text in [*fine, "mpi", "cpu:gloo"]]) is None
     for wrong in ("gloo+hook", "+hook", "penstock+", "penstock+hooks"):
-        done = demo(f"--backends={wrong}")
-        assert done.returncode == 2 and "penstock+hook" in done.stdout, done.stdout
+        ended = CliRunner().invoke(cli.command, [f"--backends=gloo,{wrong}"])
+        assert ended.exit_code == 2 and "penstock+hook" in ended.output, ended.output
+    ended = CliRunner().invoke(cli.command, ["--backends=gloo,pensotck"])
+    assert ended.exit_code == 2 and "no backend pensotck: torch has gloo," in ended.output, ended.output
 
 
 def test_the_link_is_probed_with_a_steps_bytes(root: pathlib.Path) -> None:
@@ -381,10 +395,21 @@ def example(
         env={**os.environ, **(env or {})},
     )
     assert done.returncode == 0, done.stdout
-    assert re.search(r"step +\d+ +loss [\d.]+ .+ tokens/s", done.stdout) and "validation loss" in done.stdout
+    _assert_progress_is_shown(done.stdout)
     return [
         [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(tmp_path.glob("rank*.jsonl"))
     ]
+
+
+def _assert_progress_is_shown(printed: str) -> None:
+    assert re.search(r"step +\d+ +loss [\d.]+ .+ tokens/s", printed) and "validation loss" in printed
+
+
+def _main_program(script: str, options: tuple[str, ...]) -> None:
+    """Run a script in this process as ``python SCRIPT OPTIONS`` would."""
+    sys.argv = [script, *options]
+    sys.path.insert(0, str(pathlib.Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
 
 
 def processes_with(mark: Mapping[str, str]) -> Iterator[int]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+import click.testing
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import penstock
 import ranks
 from backends import ALL
-from penstock import config, doctor
+from penstock import config, doctor, info
 
 
 def test_info_shows_values_and_where_they_come_from() -> None:
@@ -38,11 +39,24 @@ def test_info_shows_values_and_where_they_come_from() -> None:
     assert table.returncode == 0 and "stone" not in table.stdout and "PENSTOCK_STREAMS" in table.stdout, table.stderr
 
 
-def test_info_refuses_a_wrong_value() -> None:
-    """The table still comes; then the knob is named, and what it takes."""
-    ended = _penstock(["info"], {"PENSTOCK_STREAMS": "many"})
-    assert ended.returncode == 1 and "PENSTOCK_STREAMS" in ended.stderr and "many" in ended.stderr, ended.stderr
-    assert "Traceback" not in ended.stderr
+@pytest.mark.parametrize("wrong", ["PENSTOCK_STREAMS", "PENSTOCK_INTERFACE", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_info_refuses_a_wrong_value(wrong: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table, or the JSON, still comes; then the variable is named, and the exit code says it too."""
+    monkeypatch.setenv(wrong, "nosuch0")
+    ended = click.testing.CliRunner().invoke(info.command, ["--json"] if form == "json" else [])
+    assert ended.exit_code == 1 and "PENSTOCK_LOG" in ended.output, ended.output
+    (told,) = json.loads(ended.stdout)["wrong"] if form == "json" else [ended.stderr]
+    assert wrong in told and "nosuch0" in told and "Traceback" not in ended.output, ended.output
+
+
+def test_info_shows_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a row of its own, with the name that may have been meant; it is no error, as nothing reads it."""
+    monkeypatch.setenv("PENSTOCK_STREAM", "4")
+    ended = click.testing.CliRunner().invoke(info.command, ["--json"])
+    row = json.loads(ended.stdout)["knobs"][-1]
+    assert ended.exit_code == 0 and (row["name"], row["value"]) == ("PENSTOCK_STREAM", "4")
+    assert "did you mean PENSTOCK_STREAMS?" in row["meaning"]
 
 
 def test_doctor_checks_two_ranks_here() -> None:
@@ -57,10 +71,14 @@ def test_doctor_checks_two_ranks_here() -> None:
 
 def test_doctor_warns() -> None:
     """A limit that is too low is named with what to do, and is a failure to the shell."""
-    ended = _penstock(["doctor", "--mebibytes=1"], {}, files=2048)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
+    with ranks.Ranks(_with_few_files, count=2, args=(2048,), env={"COLUMNS": "300"}) as job:
+        first, second = job.outcomes(timeout_s=60)
+    for outcome in (first, second):
+        assert outcome.raised is not None and outcome.raised.is_a("SystemExit") and outcome.raised.text == "1", str(
+            outcome
+        )
     for rank in (0, 1):
-        assert f"! rank {rank}: only 2048 open files are allowed; raise it (ulimit -n 65536)" in ended.stdout
+        assert f"! rank {rank}: only 2048 open files are allowed; raise it (ulimit -n 65536)" in first.output
 
 
 def test_doctor_leaves_the_group_when_a_check_fails() -> None:
@@ -94,6 +112,11 @@ def _check_that_fails() -> tuple[str, str, bool]:
     return ended, said.getvalue(), dist.is_initialized()
 
 
+def _with_few_files(allowed: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+    doctor.command(["--mebibytes=1"], prog_name="penstock doctor")
+
+
 def _flood() -> int:
     """Many operations at once, large and small; the most that the engine says it holds meanwhile, in bytes."""
     dist.init_process_group("penstock")
@@ -109,10 +132,7 @@ def _flood() -> int:
     return int(most)
 
 
-def _penstock(
-    arguments: list[str], env: Mapping[str, str], files: int | None = None
-) -> subprocess.CompletedProcess[str]:
-    limit = None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+def _penstock(arguments: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
     return subprocess.run(
         [sys.executable, "-m", "penstock", *arguments],
@@ -121,5 +141,4 @@ def _penstock(
         text=True,
         timeout=120,
         check=False,
-        preexec_fn=limit,
     )

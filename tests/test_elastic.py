@@ -15,6 +15,7 @@ import os
 import pathlib
 import random
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def test_a_rank_is_killed_in_a_rebuild(store: str) -> None:
 
 def test_too_few_ranks_wait_and_then_say_what_to_do(store: str) -> None:
     """Below min_ranks the survivors wait, and the error says how to go on; their state is that of the last commit."""
-    story = Story(12, block=(1, 1, 6), options={"min_ranks": 3, "max_ranks": 3, "wait_s": 8})
+    story = Story(12, block=(1, 1, 6), options={"min_ranks": 3, "max_ranks": 3, "wait_s": 5})
     with _workers(store, 3, story) as job:
         ranked = _by_rank(job, 3)
         job.await_note("blocked", deadline_s=30, of=[ranked[1]])
@@ -102,14 +103,15 @@ def test_the_store_dies() -> None:
     with contextlib.ExitStack() as stack:
         kept = _started(stack, [sys.executable, "-m", "penstock.elastic.store", "--port=0"], {})
         assert kept.stdout is not None
-        address = kept.stdout.readline().strip().partition("=")[2]
+        name, _, address = kept.stdout.readline().strip().partition("=")
+        assert name == "PENSTOCK_ELASTIC_STORE"
         # The world that ends it never comes.
         story = Story(1, count_from_world=9, options={"min_ranks": 2, "max_ranks": 3, "window_s": 1})
         job = stack.enter_context(_workers(address, 2, story))
         ranked = _by_rank(job, 2)
         job.await_note("step 5", deadline_s=30)
-        kept.kill()
-        kept.wait()
+        kept.terminate()
+        assert kept.wait(10) == 0, "the store ends when it is told to"
         job.await_note("without the store", deadline_s=30, of=[ranked[0]])
         job.signal(ranked[1], signal.SIGKILL)
         (left,) = job.outcomes(of=[ranked[0]], timeout_s=60, grace_s=None)
@@ -135,16 +137,13 @@ def test_a_stopped_rank_is_left_behind_and_comes_back(store: str) -> None:
 # -------------------------------------------------------------------------------------------------- live: newcomers
 
 
-def test_everything_under_torchrun(root: pathlib.Path) -> None:
-    """As the documentation tells it: the store as a process, a torchrun for each worker. One worker is killed, and its torchrun
-    starts it again as a newcomer; all end with the same weights."""
+def test_everything_under_torchrun(root: pathlib.Path, store: str) -> None:
+    """As the documentation tells it: a torchrun for each worker. One worker is killed, and its torchrun starts it again as a
+    newcomer; all end with the same weights."""
     with contextlib.ExitStack() as stack:
-        kept = _started(stack, [sys.executable, "-m", "penstock.elastic.store", "--port=0"], {})
-        assert kept.stdout is not None
-        name, _, address = kept.stdout.readline().strip().partition("=")
         script = [str(root / "examples" / "elastic_live.py"), "--steps=600", "--min-ranks=2", "--max-ranks=2"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--standalone", "--max-restarts=1"]
-        jobs = [_started(stack, [*torchrun, *script], {name: address}) for _ in range(2)]
+        jobs = [_started(stack, [*torchrun, *script], {"PENSTOCK_ELASTIC_STORE": store}) for _ in range(2)]
         outputs = ["", ""]
         readers = [threading.Thread(target=_read_and_kill, args=(index, jobs, outputs)) for index in (0, 1)]
         for reader in readers:
@@ -155,8 +154,6 @@ def test_everything_under_torchrun(root: pathlib.Path) -> None:
         ends = re.findall(r"ends after step (\d+), sum of weights (\S+)", "".join(outputs))
         assert len(ends) == 2 and ends[0] == ends[1] and ends[0][0] == "600", "\n".join(outputs)
         assert "generation 2: rank 0 of 2" in "".join(outputs), "the signal came too late"
-        kept.terminate()
-        assert kept.wait(10) == 0, "the store ends when it is told to"
 
 
 def test_a_newcomer_gets_everything_from_a_peer(store: str) -> None:
@@ -180,9 +177,13 @@ def test_torchrun_restarts_and_goes_on_from_the_last_checkpoint(root: pathlib.Pa
     nothing happened to."""
     # Far more steps than pass until the signal has arrived.
     options = ["--steps=300", "--every=10", f"--checkpoints={tmp_path / 'checkpoints'}"]
-    disturbed = _printed(_torchrun(root, *options), kill_at="rank 1 step 15")
-    (tmp_path / "checkpoints").rename(tmp_path / "kept")
-    undisturbed = _printed(_torchrun(root, *options))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    disturbed = _printed([*torchrun, str(root / RESTARTABLE), *options], kill_at="rank 1 step 15")
+    with ranks.Ranks(
+        _restartable, count=2, args=(str(root), "--steps=300", f"--checkpoints={tmp_path / 'other'}")
+    ) as job:
+        job.outcomes(timeout_s=60)
+        undisturbed = "".join(job.output(rank) for rank in (0, 1))
     began = sorted(re.findall(r"rank (\d) restart 1: goes on after step (\d+)", disturbed))
     assert [rank for rank, _ in began] == ["0", "1"] and began[0][1] == began[1][1]
     assert 10 <= int(began[0][1]) < 300 and int(began[0][1]) % 10 == 0
@@ -407,6 +408,15 @@ class _Heard(logging.Handler):
         self.heard |= self.text in record.getMessage()
 
 
+def _restartable(root: str, *options: str) -> None:
+    """The example, as the main program of this rank."""
+    sys.argv = [RESTARTABLE, *options]
+    runpy.run_path(str(pathlib.Path(root) / RESTARTABLE), run_name="__main__")
+
+
+RESTARTABLE = "examples/elastic_restart.py"
+
+
 def _block_rebuild(generation: int, rank: int) -> None:
     init = dist.init_process_group
 
@@ -469,29 +479,24 @@ def _workers(store: str, count: int, story: Story, **env: str) -> Iterator[ranks
         yield job
 
 
-def _torchrun(root: pathlib.Path, *options: str) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    return [*torchrun, str(root / "examples" / "elastic_restart.py"), *options]
-
-
-def _printed(command: list[str], kill_at: str | None = None) -> str:
-    """What a job prints, without process numbers; the worker that says it is at ``kill_at`` is killed."""
-    text = ""
+def _printed(command: list[str], kill_at: str) -> str:
+    """What a job prints; the worker that says it is at ``kill_at`` is killed."""
+    text, killed = "", False
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
         try:
             assert job.stdout is not None
             for line in job.stdout:
                 # Two ranks may share a line.
                 for process, place in re.findall(r"process (\d+) (rank \d+ step \d+) ", line):
-                    if place == kill_at:
+                    if place == kill_at and not killed:
                         os.kill(int(process), signal.SIGKILL)
-                        kill_at = None
-                text += re.sub(r"process \d+ ", "", line)
+                        killed = True
+                text += line
             assert job.wait(60) == 0, text
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
-    assert kill_at is None, text
+    assert killed, text
     return text
 
 

@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import penstock
 import ranks
 from backends import ALL, Backend
+from penstock import doctor
 from torch_uses import batch, know, perceptron, regression, same
 
 MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
@@ -127,19 +128,15 @@ def test_link_dropped_silently() -> None:
             bed = stack.enter_context(testbed.Testbed(hosts=3))
         except testbed.TestbedUnavailable as error:
             pytest.skip(f"no testbed here: {error}")
-        processes = _start_on_hosts(bed, elements=1 << 16)
-        lines: queue.Queue[tuple[int, str]] = queue.Queue()
-        for rank, process in enumerate(processes):
-            threading.Thread(target=_read_lines, args=(rank, process, lines), daemon=True).start()
-        _await_lines(lines, "running", count=3, deadline_s=120)
+        job = stack.enter_context(ranks.Ranks(_all_reduce_for_ever, count=3, args=(1 << 16,), bed=bed))
+        job.await_note("running", deadline_s=60)
         bed.drop_link(1)
         dropped_s = time.monotonic()
-        reports = dict(_await_lines(lines, "{", count=3, deadline_s=30))
-        for rank, line in reports.items():
-            report = json.loads(line)
-            assert "PeerLost" in report["kinds"], f"rank {rank}: {report}"
-            assert report["at_s"] - dropped_s < DEATH_KNOWN_S, f"rank {rank} took {report['at_s'] - dropped_s:.1f} s"
-        assert "rank 1" in reports[0] and "rank 1" in reports[2]
+        outcomes = job.outcomes(timeout_s=30, grace_s=None)
+    for outcome in outcomes:
+        assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.PeerLost"), str(outcome)
+        assert outcome.ended_s - dropped_s < DEATH_KNOWN_S, f"it took {outcome.ended_s - dropped_s:.1f} s: {outcome}"
+    assert "rank 1" in outcomes[0].raised.text and "rank 1" in outcomes[2].raised.text
 
 
 def test_survivors_start_again() -> None:
@@ -199,6 +196,7 @@ def test_mismatch(name: str, medium: Backend) -> None:
     for outcome in outcomes:
         assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Mismatch"), str(outcome)
         texts.append(outcome.raised.text)
+        assert "Mismatch: Mismatch" not in outcome.raised.traceback, "the kind is the exception's name, said once"
     shown = {
         "shape": ["10", "11"],
         "dtype": ["float32", "int32"],
@@ -254,15 +252,16 @@ def test_a_pair_that_cannot_reach_each_other() -> None:
             pytest.skip(f"no testbed here: {error}")
         block = ["ip", "route", "add", "blackhole", bed.address(2)]
         bed.inside(1, lambda: subprocess.run(block, check=True))
-        done = bed.run([sys.executable, "-m", "penstock", "doctor", "--timeout=4"], ranks=3, timeout_s=60)
-    assert done.returncode != 0
+        job = stack.enter_context(ranks.Ranks(_ask_the_doctor, count=3, bed=bed))
+        outcomes = job.outcomes(timeout_s=60, grace_s=None)
     pairs = [
         rf"rank {one} has no connection after .+ rank {other} \({bed.address(other)}:\d+ "
         for one, other in ((1, 2), (2, 1))
     ]
-    for rank, said in enumerate(done.outputs):
-        assert any(re.search(pair, said) for pair in pairs), f"rank {rank}: {said}"
-        assert "Traceback" not in said, said
+    for outcome in outcomes:
+        assert outcome.raised is not None and outcome.raised.is_a("SystemExit"), str(outcome)
+        assert outcome.raised.text == "1" and "Traceback" not in outcome.output, str(outcome)
+        assert any(re.search(pair, outcome.output) for pair in pairs), str(outcome)
 
 
 # ------------------------------------------------------------------------------------------ deployments that are wrong
@@ -372,7 +371,7 @@ def test_port_in_use() -> None:
 
 def test_rank_that_never_comes() -> None:
     """init_process_group gives up after its time-out and names the rank that is missing."""
-    with ranks.Ranks(_start_and_reduce, count=1, args=(3.0,), env={"WORLD_SIZE": "2"}) as job:
+    with ranks.Ranks(_start_and_reduce, count=1, args=(1.5,), env={"WORLD_SIZE": "2"}) as job:
         (outcome,) = job.outcomes(timeout_s=60)
         assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Timeout"), str(outcome)
         assert re.search(r"rank(\(s\))? 1\b", outcome.raised.text), outcome.raised.text
@@ -382,7 +381,7 @@ def test_store_unreachable() -> None:
     """Nobody listens at MASTER_PORT: an error in time that names the address."""
     with _occupied_port() as port:
         pass
-    with ranks.Ranks(_start_and_reduce, count=1, args=(3.0,), env={"MASTER_PORT": str(port), "WORLD_SIZE": "2"}) as job:
+    with ranks.Ranks(_start_and_reduce, count=1, args=(1.5,), env={"MASTER_PORT": str(port), "WORLD_SIZE": "2"}) as job:
         (outcome,) = job.outcomes(timeout_s=60)
         assert outcome.raised is not None, str(outcome)
         assert str(port) in outcome.raised.text, outcome.raised.text
@@ -570,6 +569,10 @@ def _fail_to_join() -> None:
     dist.all_reduce(tensor)
     same(tensor, float(size * size))
     dist.destroy_process_group()
+
+
+def _ask_the_doctor() -> None:
+    doctor.command(["--timeout=4"], prog_name="penstock doctor")
 
 
 def _all_reduce_for_ever(elements: int) -> None:
@@ -1043,25 +1046,6 @@ def _await(condition: Callable[[], bool], otherwise: str, deadline_s: float = 30
     while not condition():
         assert time.monotonic() < deadline, otherwise
         threading.Event().wait(0.02)
-
-
-def _start_on_hosts(bed: object, *, elements: int) -> list[subprocess.Popen[str]]:
-    port = 29_400
-    processes = []
-    for rank in range(bed.hosts):
-        environment = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(bed.hosts),
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": bed.address(0),
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        command = [sys.executable, str(TESTS / "endless.py"), str(elements)]
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(bed.popen(rank, command, env=environment, **options))
-    return processes
 
 
 def _read_lines(rank: int, process: subprocess.Popen[str], lines: queue.Queue[tuple[int, str]]) -> None:

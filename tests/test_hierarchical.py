@@ -1,23 +1,19 @@
-"""Hierarchical all-reduce on emulated hosts: memory inside a host, TCP between hosts, ranks placed in any way.
-
-This file is also the program of the ranks: ``python test_hierarchical.py grid`` or ``python test_hierarchical.py BYTES``.
-"""
+"""Hierarchical all-reduce on emulated hosts: memory inside a host, TCP between hosts, ranks placed in any way."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-import json
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import penstock
+import ranks
 from penstock.testbed import Testbed, TestbedUnavailable
 
 # The host of each rank of the largest group, which has three, two and two ranks a host.
@@ -39,9 +35,9 @@ def bed() -> Iterator[Testbed]:
 def test_same_bits_wherever_ranks_are(bed: Testbed) -> None:
     """Every dtype, operation and size gives the expected result, with the same bits on all ranks and every time, for groups
     whose ranks share hosts in every way."""
-    reports = _run(bed, WORLD, ["grid"], "hierarchical")
+    reports = _run(bed, WORLD, _grid, algorithm="hierarchical")
     for index, group in enumerate([tuple(range(len(WORLD))), *GROUPS]):
-        first, *others = [reports[rank][str(index)] for rank in group]
+        first, *others = [reports[rank][index] for rank in group]
         assert all(other == first for other in others), (group, first, others)
 
 
@@ -52,7 +48,7 @@ def test_links_carry_what_the_plan_promises(bed: Testbed, placement: str, algori
     ``2(n-1)/n``, wherever the ranks are."""
     nbytes = 24 << 20
     before = bed.counters()
-    reports = _run(bed, placement, [str(nbytes)], algorithm)
+    chose = _run(bed, placement, _reduce, nbytes, algorithm=algorithm)
     after = bed.counters()
     hosts, world = len(set(placement)), len(placement)
     parts = hosts if algorithm == "auto" else world
@@ -64,62 +60,39 @@ def test_links_carry_what_the_plan_promises(bed: Testbed, placement: str, algori
             # ring's bytes are 1.5 times those of the hierarchical plan.
             assert least <= carried <= 1.3 * least, (host, direction, carried / least)
     chosen = f"{world} ranks on {hosts} hosts: hierarchical" if algorithm == "auto" else "ring (PENSTOCK_ALGORITHM"
-    assert chosen in reports[0]["algorithm"], reports[0]
+    assert chosen in chose[0], chose[0]
 
 
-def _run(bed: Testbed, placement: str, arguments: list[str], algorithm: str) -> list[dict[str, str]]:
-    """Run this file as one rank for each character of ``placement``, which names its host; returns what they report."""
-    master = int(placement[0])
-    common = {
-        "WORLD_SIZE": str(len(placement)),
-        "MASTER_ADDR": bed.address(master),
-        "MASTER_PORT": str(bed.inside(master, lambda: _free_port(bed.address(master)))),
-        "OMP_NUM_THREADS": "1",
-        "PENSTOCK_ALGORITHM": algorithm,
-        # Fewer streams repeat less of the tail.
-        "PENSTOCK_STREAMS": "2",
-    }
-    processes = [
-        bed.popen(
-            int(host),
-            [sys.executable, __file__, *arguments],
-            {**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, host in enumerate(placement)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        return int(listener.getsockname()[1])
+def _run(bed: Testbed, placement: str, program: Callable[..., object], *args: object, algorithm: str) -> list[Any]:
+    """Run ``program`` on one rank for each character of ``placement``, which names its host; returns what they report."""
+    # Fewer streams repeat less of the tail.
+    env = {"PENSTOCK_ALGORITHM": algorithm, "PENSTOCK_STREAMS": "2"}
+    hosts = [int(host) for host in placement]
+    return ranks.run(program, count=len(hosts), args=args, env=env, bed=bed, placement=hosts, timeout_s=120)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In a rank.
 
 
-def _main() -> None:
+def _grid() -> dict[int, str]:
     dist.init_process_group("penstock")
-    if sys.argv[1] == "grid":
-        groups = [dist.group.WORLD, *(dist.new_group(list(ranks)) for ranks in GROUPS)]
-        here = [(index, group) for index, group in enumerate(groups) if dist.get_rank(group) >= 0]
-        report = {str(index): _exercise(group) for index, group in here}
-        for group in penstock.stats()["groups"]:
-            assert "hierarchical" in group["algorithm"], group
-    else:
-        tensor = torch.ones(int(sys.argv[1]) // 4)
-        dist.all_reduce(tensor)
-        assert tensor.eq(dist.get_world_size()).all()
-        report = {"algorithm": penstock.stats()["groups"][0]["algorithm"]}
+    groups = [dist.group.WORLD, *(dist.new_group(list(ranks)) for ranks in GROUPS)]
+    report = {index: _exercise(group) for index, group in enumerate(groups) if dist.get_rank(group) >= 0}
+    for group in penstock.stats()["groups"]:
+        assert "hierarchical" in group["algorithm"], group
     dist.destroy_process_group()
-    sys.stdout.write(json.dumps(report) + "\n")
+    return report
+
+
+def _reduce(nbytes: int) -> str:
+    dist.init_process_group("penstock")
+    tensor = torch.ones(nbytes // 4)
+    dist.all_reduce(tensor)
+    assert tensor.eq(dist.get_world_size()).all()
+    algorithm = penstock.stats()["groups"][0]["algorithm"]
+    dist.destroy_process_group()
+    return algorithm
 
 
 def _exercise(group: dist.ProcessGroup) -> str:
@@ -146,10 +119,9 @@ def _exercise(group: dist.ProcessGroup) -> str:
                     assert tensor.equal(expected), (operation, dtype, count)
         # Sums that depend on their order in every bit; the large ones have many segments in flight.
         for count in (1000, 100_003, 1_500_001):
-            randoms = [torch.randn(count, generator=torch.Generator().manual_seed(each)) for each in range(world)]
-            tensor = randoms[rank].clone()
+            tensor = _random(count, rank).clone()
             dist.all_reduce(tensor, group=group)
-            torch.testing.assert_close(tensor.double(), torch.stack(randoms).double().sum(0), rtol=0, atol=1e-5)
+            torch.testing.assert_close(tensor.double(), _sum_of_randoms(count, world), rtol=0, atol=1e-5)
             digest.update(tensor.numpy().tobytes())
         digests.add(digest.hexdigest())
     # Many at a time, of which none waits for the one before.
@@ -162,5 +134,11 @@ def _exercise(group: dist.ProcessGroup) -> str:
     return digest_of_all
 
 
-if __name__ == "__main__":
-    _main()
+@functools.cache
+def _random(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+@functools.cache
+def _sum_of_randoms(count: int, world: int) -> torch.Tensor:
+    return torch.stack([_random(count, each) for each in range(world)]).double().sum(0)

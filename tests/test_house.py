@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import importlib.machinery
 import importlib.util
 import json
@@ -124,7 +126,43 @@ def test_every_variable_is_a_knob(root: pathlib.Path) -> None:
         for path in (root / "python").rglob("*.py")
         for name in re.findall(r"\bPENSTOCK_[A-Z][A-Z_]*[A-Z]\b", path.read_text())
     }
-    assert named - {knob.name for knob in config.KNOBS} == {"PENSTOCK_TESTBED", "PENSTOCK_TESTBED_RUN"}
+    assert named - {knob.name for knob in config.KNOBS} == set(config.MARKS)
+
+
+@pytest.mark.parametrize("room", ["bench", "demo", "horovod", "testbed"])
+def test_imports_run_one_way(root: pathlib.Path, room: str) -> None:
+    """No modules of a room need each other, not even for types or in a function."""
+    python = root / "python"
+    modules = {
+        ".".join(path.relative_to(python).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (python / "penstock" / room).rglob("*.py")
+    }
+    sorter = graphlib.TopologicalSorter(
+        {name: _imported(path) & modules.keys() - {name} for name, path in modules.items()}
+    )
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"these import each other: {' -> '.join(error.args[1])}")
+
+
+def _imported(path: pathlib.Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            # What is imported from a package may be one of its modules, and then the package itself is not needed.
+            within = {f"{node.module}.{each.name}" for each in node.names}
+            modules = {name for name in within if _is_module(path, name)}
+            found |= modules if modules == within else modules | {node.module}
+    return found
+
+
+def _is_module(importer: pathlib.Path, name: str) -> bool:
+    python = next(parent for parent in importer.parents if parent.name == "python")
+    place = python.joinpath(*name.split("."))
+    return place.is_dir() or place.with_suffix(".py").exists()
 
 
 def test_help_lists_the_verbs_and_imports_no_torch() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import pathlib
 import re
-import sys
 
 import psutil
 import pytest
@@ -70,16 +68,8 @@ def test_two_addresses_of_two_hosts() -> None:
         except testbed.TestbedUnavailable as error:
             pytest.skip(f"no testbed here: {error}")
         addresses = [[bed.address(host, family) for family in (4, 6)] for host in range(2)]
-        program = (
-            f"import sys, os, json; sys.path[:0] = {sys.path!r}\n"
-            "rank = int(os.environ['RANK'])\n"
-            f"os.environ['PENSTOCK_INTERFACE'] = ','.join({addresses!r}[rank])\n"
-            "os.environ['PENSTOCK_STREAMS'] = '6'\n"
-            "import test_interfaces\n"
-            "print(json.dumps(test_interfaces.count_streams()))\n"
-        )
-        done = bed.run([sys.executable, "-c", program], ranks=2)
-        values = [json.loads(output.splitlines()[-1]) for output in done.outputs]
+        own = {rank: {"PENSTOCK_INTERFACE": ",".join(both)} for rank, both in enumerate(addresses)}
+        values = ranks.run(count_streams, count=2, env={"PENSTOCK_STREAMS": "6"}, env_of_rank=own, bed=bed)
     listening = {tuple(address) for value in values for address in value["listening"]}
     assert {ip for ip, port in listening} >= {ip for host in addresses for ip in host}
     streams = [

@@ -62,7 +62,45 @@ def test_checks() -> None:
     assert all(f"{check}: " in knob["meaning"] for check in config.CHECKS)
 
 
+def test_a_misspelt_variable_is_told() -> None:
+    """The nearest name is suggested, where there is one; knobs, the testbed's marks and other variables are left alone."""
+    fine = {"PENSTOCK_STREAMS": "4", "PENSTOCK_TESTBED": "x", "PENSTOC_LOG": "info", "STREAMS": "4"}
+    assert config.strangers(fine) == {}
+    told = config.strangers({**fine, "PENSTOCK_STREAM": "4", "PENSTOCK_ZZZZZZ": "1"})
+    assert list(told) == ["PENSTOCK_STREAM", "PENSTOCK_ZZZZZZ"]
+    assert told["PENSTOCK_STREAM"].endswith("there is no such setting: did you mean PENSTOCK_STREAMS?")
+    assert "`penstock info`" in told["PENSTOCK_ZZZZZZ"]
+
+
+def test_a_misspelt_variable_is_logged_once() -> None:
+    """One line on one rank of the host, however many groups are made; and the job runs."""
+    with ranks.Ranks(_start_twice, count=2, env={"PENSTOCK_STREAM": "4"}) as job:
+        outcomes = job.outcomes(timeout_s=60)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    lines = [line for outcome in outcomes for line in outcome.output.splitlines() if "PENSTOCK_STREAM " in line]
+    assert len(lines) == 1 and "did you mean PENSTOCK_STREAMS?" in lines[0], lines
+
+
+def test_restarts_are_a_number() -> None:
+    """What torchrun counts is read where nobody else counts; anything else is an error that names the variable."""
+    assert (config.restarts({}), config.restarts({"TORCHELASTIC_RESTART_COUNT": "3"})) == (0, 3)
+    for text in ("abc", "", "-1", "1.5"):
+        with pytest.raises(ConfigError, match=f"TORCHELASTIC_RESTART_COUNT='{text}' must be a number from 0"):
+            config.restarts({"TORCHELASTIC_RESTART_COUNT": text})
+    with ranks.Ranks(_start_twice, count=1, env={"TORCHELASTIC_RESTART_COUNT": "abc"}) as job:
+        (outcome,) = job.outcomes(timeout_s=60)
+    assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Config"), str(outcome)
+    assert "TORCHELASTIC_RESTART_COUNT='abc'" in outcome.raised.text
+
+
 # ------------------------------------------------------------------------------------------------------------ programs
+
+
+def _start_twice() -> None:
+    for _ in range(2):
+        dist.init_process_group("penstock")
+        dist.all_reduce(torch.ones(10))
+        dist.destroy_process_group()
 
 
 def _broadcast_past_a_vandal() -> tuple[int, int]:

@@ -572,7 +572,15 @@ def test_a_rank_that_fails_decides_the_exit_code() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--flow", "60,x"], "could not convert"),
+        (["--flow", "60,x"], "--flow 60,x: give Mbit/s, such as 200 or 60,300"),
+        (["--loss-at", "h0=much"], "--loss-at h0=much: give LINK=SHARE"),
+        (["--rate-at", "h0=much"], "--rate-at h0=much: give LINK=MBIT"),
+        (
+            ["--name", "lab", "--rate", "100"],
+            "--rate describes a testbed to be made, and --name lab takes one that is up",
+        ),
+        (["--name", "lab", "--no-offloads"], "--offloads describes a testbed to be made"),
+        (["--name", "lab", "--hosts", "2"], "--hosts describes a testbed to be made"),  # though it is the default
         (["--flow", "2000"], "up to rate_mbit"),
         (["--loss", "2"], "0 <= loss < 1"),
         (["--hosts", "0"], "'--hosts'"),

@@ -351,7 +351,7 @@ def test_the_command_makes_a_tree_runs_on_its_nodes_and_prints_its_links() -> No
     [
         (["--racks", "3"], "racks=3"),
         (["--servers", "1"], "only with racks"),
-        (["--racks", "1", "--loss-at", "h1"], "could not convert"),
+        (["--racks", "1", "--loss-at", "h1"], "give LINK=SHARE, such as h1=0.05"),
         (["--racks", "1", "--loss-at", "x=0.1"], "there is no link x"),
     ],
 )

@@ -14,7 +14,17 @@ import torch_uses
 from backends import BACKENDS, Backend
 
 USES = torch_uses.all_uses()
-COLLECTED = [(use, backend) for backend in BACKENDS for use in USES if use.obstacle(backend.name) is None]
+# What torch builds on the operations that the other modules and test_collectives.py use, and asks nothing else of a backend: one
+# transport of each backend carries it as any other does.
+ABOVE = {"dtensors", "functional", "state", "frameworks"}
+ONE_OF_EACH = list({backend.name: backend for backend in reversed(BACKENDS)}.values())
+COLLECTED = [
+    (use, backend)
+    for backend in BACKENDS
+    for use in USES
+    if use.obstacle(backend.name) is None
+    and (backend in ONE_OF_EACH or use.program.__module__.rpartition(".")[2] not in ABOVE)
+]
 NOT_COLLECTED = [
     (use, backend, use.obstacle(backend.name)) for backend in BACKENDS for use in USES if use.obstacle(backend.name)
 ]
@@ -24,7 +34,8 @@ NOT_COLLECTED = [
 DETAIL = [
     (use, backend)
     for use, backend in COLLECTED
-    if use.name
+    if backend in ONE_OF_EACH
+    and use.name
     in {
         "basics.all_reduce",
         "basics.in_flight_out_of_order",

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.errors import Config as ConfigError
 
-__all__ = ["KNOBS", "Knob", "Settings", "read"]
+__all__ = ["KNOBS", "Knob", "Settings", "read", "restarts", "strangers"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,37 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     return Settings(**values)
 
 
+def strangers(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables named as if they were knobs, which nothing reads, each with what to say of it: a misspelt one has no effect."""
+    known = {knob.name.removeprefix("PENSTOCK_") for knob in KNOBS}
+    found = {}
+    for name in sorted(environ):
+        word = name.removeprefix("PENSTOCK_")
+        if name.startswith("PENSTOCK_") and word not in known and name not in MARKS:
+            # Imported where something is wrong, not in every rank.
+            import difflib
+
+            near = difflib.get_close_matches(word, known, n=1)
+            told = f"did you mean PENSTOCK_{near[0]}?" if near else "`penstock info` lists those that there are."
+            found[name] = f"{name} is set, and there is no such setting: {told}"
+    return found
+
+
+def restarts(environ: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun has restarted this job's workers; 0 where something else started them.
+
+    Raises:
+        penstock.errors.Config: what TORCHELASTIC_RESTART_COUNT holds is no count.
+    """
+    text = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if not text.isdecimal():
+        raise ConfigError(
+            f"TORCHELASTIC_RESTART_COUNT={text!r} must be a number from 0: torchrun sets it, and frames of an earlier life of "
+            "the job are known by it. Unset it where torchrun did not start this."
+        )
+    return int(text)
+
+
 def _flag(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError("must be 0 or 1")
@@ -146,6 +177,9 @@ def _level(text: str) -> str:
         raise ValueError("must be error, warn, info or debug")
     return text
 
+
+MARKS = ("PENSTOCK_TESTBED", "PENSTOCK_TESTBED_RUN")
+"""By these the testbed knows what it has started (`penstock.testbed.keeper`); no settings."""
 
 CHECKS = ("nan", "mismatch", "slow")
 """What PENSTOCK_CHECK takes."""

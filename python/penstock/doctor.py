@@ -46,12 +46,12 @@ def _run(size: int, timeout: float) -> bool:
         dist.init_process_group("penstock", timeout=timedelta(seconds=timeout))
     except (PenstockError, dist.DistError, ValueError) as error:
         # What a rank cannot reach stands in its own error; every rank says its own.
-        click.echo(f"rank {os.environ['RANK']}: {str(error).splitlines()[0]}", err=True)
+        click.echo(f"rank {os.environ['RANK']}: {type(error).__name__}: {str(error).splitlines()[0]}", err=True)
         return False
     try:
         return _check(size)
     except PenstockError as error:
-        click.echo(f"rank {os.environ['RANK']}: {error}", err=True)
+        click.echo(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", err=True)
         return False
     finally:
         # Also after an error: the other ranks then learn of it now, and not from their time-out.

@@ -26,7 +26,7 @@ def command(as_json: bool) -> None:
     facts = gather()
     if as_json:
         click.echo(json.dumps(facts, indent=2))
-        return
+        sys.exit(1 if facts["wrong"] else 0)
     console = Console()
     about = Table(show_header=False, box=None)
     for name, value in facts["about"].items():
@@ -36,16 +36,21 @@ def command(as_json: bool) -> None:
     for knob in facts["knobs"]:
         knobs.add_row(knob["name"], knob["value"] or "(empty)", knob["origin"], knob["meaning"])
     console.print(knobs)
-    try:
-        config.read()
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from None
+    if facts["wrong"]:
+        raise click.ClickException("\n".join(facts["wrong"]))
 
 
 def gather() -> dict[str, Any]:
-    """What ``penstock info`` shows, as data. A secret's value is not shown."""
+    """What ``penstock info`` shows, as data; ``wrong`` says what would keep a group from being made. A secret's value is not
+    shown."""
     from penstock import _core
 
+    wrong = []
+    for check in (config.read, config.restarts):
+        try:
+            check()
+        except ConfigError as error:
+            wrong.append(str(error))
     try:
         interfaces, why = _core.choose_interfaces(
             [(name, os.environ.get(name, "")) for name in _INTERFACE_KNOBS], _master()
@@ -53,6 +58,7 @@ def gather() -> dict[str, Any]:
         listening = ", ".join(f"{name} ({address})" for name, address in interfaces) + f": {why}"
     except ConfigError as error:
         listening = str(error)
+        wrong.append(listening)
     knobs = []
     for knob in config.KNOBS:
         value = os.environ.get(knob.name)
@@ -61,7 +67,10 @@ def gather() -> dict[str, Any]:
             shown = "(set, not shown)"
         origin = "default" if value is None else "environment"
         knobs.append({"name": knob.name, "value": shown, "origin": origin, "meaning": knob.meaning})
+    for name, told in config.strangers().items():
+        knobs.append({"name": name, "value": os.environ[name], "origin": "environment", "meaning": told})
     return {
+        "wrong": wrong,
         "about": {
             "penstock": _core.__version__,
             "python": sys.version.split()[0],

@@ -28,6 +28,9 @@ from torch_uses import bits, world
 SIZES = [0, 1, 3, 1027, 4097]
 LARGE = 1_300_003
 
+# A plain sum, one that is scaled before and one after, and one that does not round. What the others compute, all_reduce shows.
+SOME_OPERATIONS = ["SUM", "MAX", "AVG", "PREMUL_SUM"]
+
 
 def all_reduce(backend: str) -> object:
     """Every dtype with every operation that is defined on it."""
@@ -135,18 +138,19 @@ def all_reduce_coalesced(backend: str) -> object:
 
 
 def reduce(backend: str) -> object:
-    """Every root."""
+    """Every root with every operation, every dtype and every size."""
     with world(backend) as (rank, size):
         report = Report(rank)
-        for dtype, operation, count in _reductions(backend, operations=["SUM", "MAX", "AVG", "PREMUL_SUM"]):
-            for root in range(size):
-                inputs = [fill(r, count, dtype, key=f"{operation}{root}") for r in range(size)]
-                tensor = inputs[rank].clone()
-                what = f"reduce {operation} of {count} {dtype} to {root}"
-                with report.during(what):
-                    dist.reduce(tensor, dst=root, op=_op(operation))
-                if rank == root:
-                    report.reduced(what, tensor, operation, inputs)
+        for dtype, operation, count in _reductions(backend, operations=SOME_OPERATIONS):
+            # In turn: any two of root, operation, dtype and size meet, if not any four.
+            root = (REDUCIBLE.index(dtype) + SOME_OPERATIONS.index(operation) + SIZES.index(count)) % size
+            inputs = [fill(r, count, dtype, key=f"{operation}{root}") for r in range(size)]
+            tensor = inputs[rank].clone()
+            what = f"reduce {operation} of {count} {dtype} to {root}"
+            with report.during(what):
+                dist.reduce(tensor, dst=root, op=_op(operation))
+            if rank == root:
+                report.reduced(what, tensor, operation, inputs)
         return report.finish()
 
 
@@ -154,7 +158,7 @@ def reduce_scatter(backend: str) -> object:
     """From one tensor and from a list, and in place: the output is a part of the input."""
     with world(backend) as (rank, size):
         report = Report(rank)
-        for dtype, operation, count in _reductions(backend, sizes=[*SIZES, 30_011]):
+        for dtype, operation, count in _reductions(backend, operations=SOME_OPERATIONS, sizes=[*SIZES, 30_011]):
             inputs = [fill(r, count * size, dtype, key=operation) for r in range(size)]
             part = slice(rank * count, (rank + 1) * count)
             expected = [one[part] for one in inputs]
@@ -246,15 +250,13 @@ def broadcast(backend: str) -> object:
     """Every root."""
     with world(backend) as (rank, size):
         report = Report(rank)
-        for dtype in _moved(backend):
-            for count in [*SIZES, 70_001]:
-                for root in range(size):
-                    expected = fill(root, count, dtype)
-                    tensor = expected.clone() if rank == root else torch.zeros_like(expected)
-                    what = f"broadcast of {count} {dtype} from {root}"
-                    with report.during(what):
-                        dist.broadcast(tensor, src=root)
-                    report.equal(what, tensor, expected)
+        for dtype, count, root in _rooted(backend, size, [*SIZES, 70_001]):
+            expected = fill(root, count, dtype)
+            tensor = expected.clone() if rank == root else torch.zeros_like(expected)
+            what = f"broadcast of {count} {dtype} from {root}"
+            with report.during(what):
+                dist.broadcast(tensor, src=root)
+            report.equal(what, tensor, expected)
         for root in range(size):
             expected = fill(root, LARGE, "float32")
             tensor = expected.clone() if rank == root else torch.zeros_like(expected)
@@ -267,16 +269,14 @@ def gather(backend: str) -> object:
     """Every root."""
     with world(backend) as (rank, size):
         report = Report(rank)
-        for dtype in _moved(backend):
-            for count in [*SIZES, 30_011]:
-                for root in range(size):
-                    inputs = [fill(r, count, dtype, key=str(root)) for r in range(size)]
-                    outputs = [torch.empty_like(one) for one in inputs] if rank == root else None
-                    what = f"gather of {count} {dtype} to {root}"
-                    with report.during(what):
-                        dist.gather(inputs[rank], outputs, dst=root)
-                    if outputs is not None:
-                        report.equal(what, torch.cat(outputs), torch.cat(inputs))
+        for dtype, count, root in _rooted(backend, size, [*SIZES, 30_011]):
+            inputs = [fill(r, count, dtype, key=str(root)) for r in range(size)]
+            outputs = [torch.empty_like(one) for one in inputs] if rank == root else None
+            what = f"gather of {count} {dtype} to {root}"
+            with report.during(what):
+                dist.gather(inputs[rank], outputs, dst=root)
+            if outputs is not None:
+                report.equal(what, torch.cat(outputs), torch.cat(inputs))
         return report.finish()
 
 
@@ -284,15 +284,13 @@ def scatter(backend: str) -> object:
     """Every root."""
     with world(backend) as (rank, size):
         report = Report(rank)
-        for dtype in _moved(backend):
-            for count in [*SIZES, 30_011]:
-                for root in range(size):
-                    parts = [fill(r, count, dtype, key=str(root)) for r in range(size)]
-                    output = torch.empty_like(parts[rank])
-                    what = f"scatter of {count} {dtype} from {root}"
-                    with report.during(what):
-                        dist.scatter(output, parts if rank == root else None, src=root)
-                    report.equal(what, output, parts[rank])
+        for dtype, count, root in _rooted(backend, size, [*SIZES, 30_011]):
+            parts = [fill(r, count, dtype, key=str(root)) for r in range(size)]
+            output = torch.empty_like(parts[rank])
+            what = f"scatter of {count} {dtype} from {root}"
+            with report.during(what):
+                dist.scatter(output, parts if rank == root else None, src=root)
+            report.equal(what, output, parts[rank])
         return report.finish()
 
 
@@ -490,6 +488,13 @@ def _reductions(
             if is_defined(operation, dtype) and (backend != "gloo" or _gloo_has(operation, dtype)):
                 for count in sizes:
                     yield dtype, operation, count
+
+
+def _rooted(backend: str, size: int, counts: list[int]) -> Iterator[tuple[str, int, int]]:
+    """Every dtype with every count, and roots in turn: each root meets every dtype and every count, if not every pair."""
+    for i, dtype in enumerate(_moved(backend)):
+        for j, count in enumerate(counts):
+            yield dtype, count, (i + j) % size
 
 
 def _gloo_has(operation: str, dtype: str) -> bool:

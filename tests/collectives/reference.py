@@ -38,14 +38,15 @@ def fill(rank: int, count: int, dtype: str, *, key: str = "") -> torch.Tensor:
     """`count` elements that depend on the rank, the position and `key`; the same in every process."""
     generator = np.random.default_rng([rank, count, zlib.crc32(f"{dtype} {key}".encode())])
     if dtype == "bool":
-        return torch.from_numpy(generator.integers(0, 2, count).astype(bool))
+        return torch.from_numpy(generator.integers(0, 2, count, dtype=bool))
     if dtype in FLOATS:
         # Near 1 in size, so that a product of a few stays in range, with both signs.
-        numbers = generator.uniform(0.5, 1.5, count) * generator.choice([-1.0, 1.0], count)
+        numbers = generator.uniform(-1.0, 1.0, count)
+        numbers += np.copysign(0.5, numbers)
         return torch.from_numpy(numbers).to(getattr(torch, dtype))
     # Every bit pattern is a legal integer, complex number or 8-bit float for an operation that only moves it.
     tensor = torch.empty(count, dtype=getattr(torch, dtype))
-    raw(tensor).copy_(torch.from_numpy(generator.integers(0, 256, tensor.nbytes).astype(np.uint8)))
+    raw(tensor).copy_(torch.from_numpy(generator.integers(0, 256, tensor.nbytes, dtype=np.uint8)))
     return tensor
 
 

@@ -602,7 +602,7 @@ def timeline(path: str) -> None:
 def stalled() -> None:
     """A rank that does not come is named, with what it lacks, and the job ends if that is wanted."""
     os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "1"
-    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "4"
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "2"
     import penstock.horovod.torch as hvd
 
     hvd.init()
@@ -759,7 +759,7 @@ def started_by_mpirun() -> list[int]:
 
 
 def example(path: str, arguments: list[str], folder: str) -> str:
-    """Run a pinned example as a script, with stand-ins for data sets and models that would be downloaded."""
+    """Run an example as a script, with stand-ins for data sets and models that would be downloaded."""
     import contextlib
     import io
     import runpy

@@ -83,7 +83,7 @@ fn init_logging(level: &str) {
 fn error(py: Python<'_>, failure: &Failure) -> PyErr {
     let build = || -> PyResult<Bound<'_, PyAny>> {
         let class = py.import("penstock.errors")?.getattr(failure.kind.name())?;
-        let exception = class.call1((failure.to_string(),))?;
+        let exception = class.call1((failure.text(),))?;
         exception.setattr("group_lives", failure.group_lives)?;
         Ok(exception)
     };

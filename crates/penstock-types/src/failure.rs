@@ -61,16 +61,22 @@ impl Failure {
     pub fn of_call(kind: FailureKind, message: impl Into<String>) -> Failure {
         Failure { kind, message: message.into(), group_lives: true }
     }
-}
 
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    /// What happened and what holds now, for readers who are told the kind beside it.
+    #[must_use]
+    pub fn text(&self) -> String {
         let state = if self.group_lives {
             "The group is still usable."
         } else {
             "The group is unusable: destroy it and build a new one."
         };
-        write!(f, "{}: {} {}", self.kind.name(), self.message, state)
+        format!("{} {state}", self.message)
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.kind.name(), self.text())
     }
 }
 

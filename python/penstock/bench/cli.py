@@ -16,16 +16,21 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from penstock import config
 from penstock.bench import machine, readiness, report, training, tuner
-from penstock.bench.collectives import COLLECTIVES
+from penstock.bench.collectives import COLLECTIVES, most_ranks
 from penstock.bench.figures import FIGURES
 from penstock.bench.figures import table as figures_table
 from penstock.bench.launcher import BenchError
 from penstock.bench.session import ELEMENT_BYTES, Series, Settings, measure, unavailable
+from penstock.errors import Config as ConfigError
 from penstock.testbed.cluster import Loopback, Testbed, TestbedUnavailable
 from penstock.testbed.link import LinkSpec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+MOST_RANKS = 64
+"""As many as a testbed has hosts. Each is a process that imports torch: a few hundred megabytes."""
 
 
 @click.group(name="bench")
@@ -222,7 +227,7 @@ def figures(names: Sequence[str], rounds: int, timeout: float, json_path: str | 
 @click.command()
 @click.argument("model", type=click.Choice(["char-gpt", "cnn"]))
 @click.option("--ways", default=",".join(training.WAYS), show_default=True, help="Also hook-float16 and the like.")
-@click.option("--ranks", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--ranks", type=click.IntRange(1, MOST_RANKS), default=4, show_default=True)
 @click.option("--hosts", type=click.IntRange(1, 64), default=2, show_default=True, help="More than one needs root.")
 @click.option("--rate", type=float, default=1000.0, show_default=True, help="Testbed: Mbit/s of a link.")
 @click.option("--flow", default="200", show_default=True, help="Testbed: Mbit/s that one flow gets at most.")
@@ -306,7 +311,7 @@ def train(
 
 
 @click.command()
-@click.option("--ranks", type=click.IntRange(2), default=8, show_default=True)
+@click.option("--ranks", type=click.IntRange(2, MOST_RANKS), default=8, show_default=True)
 @click.option("--hosts", type=click.IntRange(1, 64), default=2, show_default=True, help="More than one needs root.")
 @click.option("--tensors", type=click.IntRange(2), default=500, show_default=True, help="Gradients of the model.")
 @click.option("--width", type=click.IntRange(1), default=64, show_default=True, help="Of its layers.")
@@ -340,7 +345,7 @@ def ready(hosts: int, unit: str, timeout: float, json_path: str | None, **shape:
 @click.option("--model", type=click.Choice(["linear", "char-gpt", "cnn"]), default="linear", show_default=True)
 @click.option("--layers", type=click.IntRange(2), default=12, show_default=True, help="Of linear; 1 MiB each.")
 @click.option("--batch", type=click.IntRange(1), default=2, show_default=True, help="Samples a rank and step.")
-@click.option("--ranks", type=click.IntRange(2), default=4, show_default=True)
+@click.option("--ranks", type=click.IntRange(2, MOST_RANKS), default=4, show_default=True)
 @click.option("--hosts", type=click.IntRange(1, 64), default=4, show_default=True, help="More than one needs root.")
 @click.option("--budget", type=click.IntRange(8), default=100, show_default=True, help="Steps to tune in.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the tuner.")
@@ -413,10 +418,17 @@ def run_collective(
     _check_folders(json_path, plot_path)
     _check_plot(plot_path)
     _check_link_is_there(hosts is not None, "--hosts 2")
+    counts = parse_ranks(ranks or (str(hosts) if hosts else "2..4"))
+    if max(counts) > most_ranks(dtype):
+        raise click.BadParameter(
+            f"{max(counts)}: {dtype} holds the sums of at most {most_ranks(dtype)} ranks exactly, as the check needs: use fewer "
+            f"ranks, or --dtype int64, for up to {most_ranks('int64')}",
+            param_hint="--ranks",
+        )
     settings = Settings(
         collective,
         [0] if collective == "barrier" else parse_sizes(sizes),
-        parse_ranks(ranks or (str(hosts) if hosts else "2..4")),
+        counts,
         dtype,
         rounds,
         turn,
@@ -614,7 +626,14 @@ def _variant_parts(text: str) -> tuple[str, str, dict[str, str]]:
         raise click.BadParameter(
             f"{text}: give NAME=BACKEND[,KEY=VALUE...], such as 16-streams=penstock-tcp,PENSTOCK_STREAMS=16"
         )
-    return name, backend, dict(pair.split("=", 1) for pair in pairs)
+    env = dict(pair.split("=", 1) for pair in pairs)
+    try:
+        config.read(env)
+    except ConfigError as error:
+        raise click.BadParameter(f"{text}: {error}") from None
+    if wrong := config.strangers(env):
+        raise click.BadParameter(f"{text}: {'; '.join(wrong.values())}")
+    return name, backend, env
 
 
 def _check_torch_knows(text: str, backend: str) -> None:

@@ -84,6 +84,18 @@ def largest_value(ranks: int) -> int:
     return PERIOD * _all(ranks)
 
 
+def most_ranks(dtype: str) -> int:
+    """Of so many ranks the check of sums is exact."""
+    ranks = 1
+    while largest_value(ranks + 1) <= 1 << EXACT_BITS[dtype]:
+        ranks += 1
+    return ranks
+
+
+EXACT_BITS = {"float32": 24, "float64": 53, "float16": 11, "bfloat16": 8, "int32": 31, "int64": 63}
+"""All whole numbers of so many bits are exact in a dtype."""
+
+
 def _all(ranks: int) -> int:
     """The weight of a sum over all ranks."""
     return (1 << ranks) - 1

@@ -55,6 +55,8 @@ def command(steps: int | None, backends: str, report: Path, seed: int, no_testbe
         raise click.BadParameter(str(error), param_hint="--backends") from None
     if not ways:
         raise click.BadParameter("name at least one", param_hint="--backends")
+    if unknown := unknown_backends(ways):
+        raise click.BadParameter(unknown, param_hint="--backends")
     try:
         comparison = run(console, ways, steps or (20 if quick else 200), seed, testbed=not no_testbed, quick=quick)
     except TrainingFailed as failure:
@@ -68,6 +70,18 @@ def command(steps: int | None, backends: str, report: Path, seed: int, no_testbe
     write_report(comparison, report)
     console.print(f"Report: {report.resolve()}", soft_wrap=True)
     sys.exit(1 if comparison.problems else 0)
+
+
+def unknown_backends(ways: Sequence[Way]) -> str | None:
+    """What to say of backends that torch does not have, before one that it has has trained for minutes."""
+    if all(way.backend in ("gloo", "penstock") for way in ways):
+        return None  # and torch's import is left to the ranks: it takes seconds
+    import torch.distributed as dist
+
+    # torch also takes "cpu:gloo".
+    names = [name for name in dist.Backend.backend_list if name != "undefined"]
+    unknown = [way.backend for way in ways if way.backend.rpartition(":")[2].lower() not in names]
+    return f"no backend {', '.join(unknown)}: torch has {', '.join(names)}" if unknown else None
 
 
 def run(console: Console, ways: Sequence[Way], steps: int, seed: int, *, testbed: bool, quick: bool) -> Comparison:

@@ -6,10 +6,11 @@ import dataclasses
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -128,6 +129,8 @@ def run(
     The testbed is made for this run, unless --name is given. Each line of output is preceded by its rank. The exit
     code is that of the first rank to fail (128 + signal, if it was killed).
     """
+    if name is not None:
+        _refuse_options_of_links(name)
     shape, link = _read_options(options)
     nodes = None if on is None else [each.strip() for each in on.split(",")]
     signal.signal(signal.SIGTERM, _interrupt)
@@ -206,9 +209,25 @@ def links(name: str, as_json: bool) -> None:
         _fail(str(error))
 
 
+def _refuse_options_of_links(name: str) -> None:
+    """What describes a testbed must not look as if it changed one that is up. Raises: click.UsageError."""
+    context = click.get_current_context()
+    of_links = {option.name for option in up.params} - {"name"}
+    for option in context.command.params:
+        if option.name in of_links and context.get_parameter_source(option.name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(
+                f"{option.opts[0]} describes a testbed to be made, and --name {name} takes one that is up: leave out one of them"
+            )
+
+
 def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], LinkSpec]:
     try:
         caps = [float(each) for each in options["flow"].split(",") if each.strip()]
+    except ValueError:
+        raise click.BadParameter(f"--flow {options['flow']}: give Mbit/s, such as 200 or 60,300") from None
+    rates = _by_link("--rate-at", options["rate_at"], "LINK=MBIT, such as a0=4000")
+    losses = _by_link("--loss-at", options["loss_at"], "LINK=SHARE, such as h1=0.05")
+    try:
         link = LinkSpec(
             rate_mbit=options["rate"] or None,
             flow_mbit=caps if len(caps) > 1 else caps[0] if caps else None,
@@ -217,21 +236,26 @@ def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], LinkSpec]:
             mtu=options["mtu"],
             offloads=options["offloads"],
         )
-        rates = [each.partition("=") for each in options["rate_at"]]
-        losses = [each.partition("=") for each in options["loss_at"]]
         shape = {
             "hosts": options["hosts"],
             "racks": options["racks"],
             "servers": options["servers"],
             "core_aggregator": options["core_aggregator"],
             "uplink_mbit": options["uplink_rate"],
-            "rates": {name: float(rate) for name, _, rate in rates},
-            "losses": {name: float(share) for name, _, share in losses},
+            "rates": rates,
+            "losses": losses,
         }
         topology.Topology(**shape)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
     return shape, link
+
+
+def _by_link(option: str, given: Sequence[str], form: str) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, _, value in (each.partition("=") for each in given)}
+    except ValueError:
+        raise click.BadParameter(f"{option} {f' {option} '.join(given)}: give {form}") from None
 
 
 def _open_bed(name: str | None, shape: dict[str, Any], link: LinkSpec, *, needs_nodes: bool) -> Bed:

@@ -88,6 +88,12 @@ class Bed:
         """The address of a host or of another node, IPv4 or (``family=6``) IPv6."""
         raise NotImplementedError
 
+    @property
+    def namespaces(self) -> Sequence[int]:
+        """Descriptors of the nodes' network namespaces, hosts first; none where all are on the machine's own network. They are
+        this object's, and closed with it."""
+        return ()
+
     def links(self) -> list[LinkTraffic]:
         """What crossed each link so far; nothing where there are no links."""
         return []
@@ -236,6 +242,10 @@ class Testbed(Bed):
         self._keeper.stdin.flush()
         self._stack.pop_all()
         self._stack.callback(self._release)
+
+    @property
+    def namespaces(self) -> Sequence[int]:
+        return self._namespaces[: len(self.topology.nodes)]
 
     def address(self, host: int | str, family: int = 4) -> str:
         return self.topology.address(host, family)

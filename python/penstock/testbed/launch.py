@@ -13,14 +13,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from penstock.testbed import keeper, link, rank
 from penstock.testbed.link import FlowClass
 from penstock.testbed.topology import LinkTraffic, blocks
 
-if TYPE_CHECKING:
-    from penstock.testbed.cluster import Bed
+Result = TypeVar("Result")
+
+
+class Bed(Protocol):
+    """What a run needs of its hosts: `penstock.testbed.cluster.Bed`, which says what each does."""
+
+    @property
+    def hosts(self) -> int: ...
+    def address(self, host: int | str, family: int = 4) -> str: ...
+    def inside(self, host: int | str, function: Callable[[], Result]) -> Result: ...
+    def popen(
+        self, host: int | str, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]: ...
+    def counters(self) -> dict[int, dict[str, int]]: ...
+    def flows(self) -> dict[int, list[FlowClass]]: ...
+    def links(self) -> list[LinkTraffic]: ...
+    def remembered(self) -> dict[int, set[tuple[int, int]]]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

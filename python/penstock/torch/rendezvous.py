@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -158,11 +159,11 @@ class _Engine:
         ]
         _core.init_logging(settings.log)
         _print_log(settings.log)
+        _warn_of_strangers()
         self.interfaces, self.why = _core.choose_interfaces(named, _master(store))
         # Frames of an earlier life of the job are refused. torchrun counts its restarts, unless somebody else does.
         self.job_rank = job_rank
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        self.generation = restarts if _generation is None else _generation
+        self.generation = config.restarts() if _generation is None else _generation
         self.core = _core.Engine(
             rank=job_rank,
             host=socket.gethostname(),
@@ -287,7 +288,7 @@ def _tell_failure(store: Any, rank: int, error: BaseException) -> None:
     """Let the others fail now instead of at their time-out."""
     try:
         if isinstance(error, PenstockError) and not store.check([_FAILED]):
-            store.set(_FAILED, f"rank {rank}: {error}")
+            store.set(_FAILED, f"rank {rank}: {type(error).__name__}: {error}")
     except Exception as trouble:  # the store may be what failed
         log.debug("cannot tell the other ranks: %s", trouble)
 
@@ -299,6 +300,14 @@ def _print_log(level: str) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(levelname)s] penstock: %(message)s"))
         log.addHandler(handler)
+
+
+@functools.cache
+def _warn_of_strangers() -> None:
+    """Once a process, and on one rank of a host: hosts may differ in what is set, the ranks of one rarely do."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for told in config.strangers().values():
+            log.warning("%s", told)
 
 
 def _master(store: Any) -> str | None:

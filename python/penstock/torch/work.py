@@ -38,6 +38,11 @@ class Work(dist.Work):
     torch's C++ side forwards only `wait` and `get_future` of a Python Work. The future is made when it is asked for:
     DDP asks for one a bucket, everybody else waits, and making it costs more than a small operation.
 
+    Torch 2.14 and newer hand out a Work of their own around this one, and that asks nobody for the rest: after a failure too its
+    `is_success` is True, its `exception` None, `is_completed` False, and c10d's ``getError``, which is not bound, SUCCESS.
+    Nothing here can mend that: the state behind them is private to C++, and Python may neither override nor set it. What
+    `wait` raises and the future holds is the truth.
+
     Args:
         group: what the operation fails with when a caller waits no longer.
         tickets: what must have ended; empty means that there was nothing to do.

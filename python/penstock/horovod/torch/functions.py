@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from penstock.horovod.common.process_sets import ProcessSet, global_process_set
+from penstock.horovod.torch import objects
 from penstock.horovod.torch.mpi_ops import (
-    allgather,
+    allgather_object,
     broadcast_,
     broadcast_async_,
     rank,
     synchronize,
 )
-
-try:
-    # It also takes functions and classes of the script, as Horovod's users expect. It is not needed for anything else.
-    from cloudpickle import Pickler  # type: ignore[import-untyped, unused-ignore]
-except ImportError:
-    from pickle import Pickler
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -115,36 +108,12 @@ def broadcast_object(
         process_set: whose ranks take part.
     """
     own = rank() == root_rank
-    content = _pickled(obj) if own else None
+    content = objects.pickled(obj) if own else None
     length = torch.tensor([0 if content is None else content.numel()])
-    broadcast_(length, root_rank, _part(name, "sz"), process_set)
+    broadcast_(length, root_rank, objects.part(name, "sz"), process_set)
     sent = torch.empty(int(length), dtype=torch.uint8) if content is None else content
-    broadcast_(sent, root_rank, _part(name, "t"), process_set)
-    return obj if own else pickle.loads(sent.numpy().tobytes())
-
-
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the objects of all ranks, by rank. Blocks.
-
-    Args:
-        obj: anything that can be pickled.
-        name: matches the operation between ranks. None: its count.
-        process_set: whose ranks take part. Horovod has no such argument.
-    """
-    content = _pickled(obj)
-    sizes = allgather(torch.tensor([content.numel()]), name=_part(name, "sz"), process_set=process_set).tolist()
-    gathered = allgather(content, name=_part(name, "t"), process_set=process_set)
-    return [pickle.loads(part.numpy().tobytes()) for part in gathered.split(sizes)]
-
-
-def _part(name: str | None, part: str) -> str | None:
-    return None if name is None else f"{name}.{part}"
-
-
-def _pickled(obj: Any) -> torch.Tensor:
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(obj)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    broadcast_(sent, root_rank, objects.part(name, "t"), process_set)
+    return obj if own else objects.unpickled(sent)
 
 
 def _make_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:

@@ -34,6 +34,7 @@ from penstock.horovod.common.util import chosen_op
 from penstock.horovod.controller import Controller
 from penstock.horovod.negotiation import DTYPES, Kind, Op, Request
 from penstock.horovod.operations import Entry, Result
+from penstock.horovod.torch import objects
 from penstock.horovod.torch.compression import Compression, Compressor
 
 __all__ = [
@@ -528,6 +529,20 @@ def allgather(
     return HorovodAllgather.apply(tensor, name, process_set)
 
 
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return the objects of all ranks, by rank. Blocks.
+
+    Args:
+        obj: anything that can be pickled.
+        name: matches the operation between ranks. None: its count.
+        process_set: whose ranks take part. Horovod has no such argument.
+    """
+    content = objects.pickled(obj)
+    sizes = allgather(torch.tensor([content.numel()]), objects.part(name, "sz"), process_set).tolist()
+    gathered = allgather(content, objects.part(name, "t"), process_set)
+    return [objects.unpickled(part) for part in gathered.split(sizes)]
+
+
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -848,9 +863,6 @@ def join(device: int = -1) -> int:
         device: ignored; zeros are made on the CPU.
     Returns: the rank that joined last, the same on all ranks.
     """
-    # Imported here because it imports this module.
-    from penstock.horovod.torch.functions import allgather_object
-
     controller = _controller(global_process_set, "Join")
     result = controller.join()
     ghosts = units.Ghosts()
