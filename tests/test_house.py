@@ -30,7 +30,8 @@ MAY_USE = {
     "penstock-protocol": {"types", "kernels"},
     "penstock-net": {"types", "kernels", "protocol"},
     "penstock-engine": {"types", "kernels", "protocol", "plan", "net"},
-    "penstock-py": {"types", "protocol", "plan", "engine"},
+    "penstock-aggregator": {"types", "kernels", "protocol", "net"},
+    "penstock-py": {"types", "protocol", "plan", "engine", "aggregator"},
 }
 
 # What turns a pure crate into one that reads clocks, opens sockets or needs an interpreter.
@@ -193,7 +194,7 @@ def test_unknown_verb_suggests_one() -> None:
     near, far = runner.invoke(cli.main, ["dmeo"]), runner.invoke(cli.main, ["xyzzy"])
     assert near.exit_code == far.exit_code == 2
     assert "Did you mean 'demo'?" in near.output
-    assert "bench, convert, demo, doctor, flight, info, run, simulate, testbed, tune" in far.output
+    assert "aggregator, bench, convert, demo, doctor, flight, info, run, server, simulate, testbed, tune" in far.output
 
 
 def test_one_version_everywhere(root: pathlib.Path) -> None:

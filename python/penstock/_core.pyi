@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 __all__ = [
+    "Daemon",
     "Engine",
     "Group",
     "Reducer",
@@ -13,6 +14,7 @@ __all__ = [
     "choose_interfaces",
     "crc32c",
     "init_logging",
+    "parse_bytes",
     "simd_level",
     "simulate_aggregation",
 ]
@@ -112,10 +114,34 @@ class Reducer:
     def set_way(self, *, unit_bytes: int, wire: str | None, algorithm: str | None, streams: int) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
+@final
+class Daemon:
+    def __new__(
+        cls,
+        role: str,
+        listen: str,
+        *,
+        shards: int,
+        slots: int,
+        memory_bytes: int,
+        jobs: int,
+        secret: bytes | None,
+        offloads: bool,
+        buffer_bytes: int,
+        forget_after_s: float,
+        drain_timeout_s: float,
+        drop: tuple[float, int] | None,
+    ) -> Daemon: ...
+    @property
+    def address(self) -> str: ...
+    def drain(self) -> None: ...
+    def wait(self, timeout_s: float) -> bool: ...
+
 def check_fork() -> None: ...
 def choose_interfaces(named: Sequence[tuple[str, str]], master: str | None) -> tuple[list[tuple[str, str]], str]: ...
 def crc32c(address: int, length: int) -> int: ...
 def init_logging(level: str) -> None: ...
+def parse_bytes(text: str) -> int: ...
 def simd_level() -> str: ...
 def simulate_aggregation(
     seed: int,

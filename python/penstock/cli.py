@@ -41,6 +41,7 @@ class Verbs(click.Group):
 
 
 VERBS = {
+    "aggregator": "Add what workers push on its way to the server; or watch one.",
     "bench": "Measure collectives beside gloo: time and share of the limit.",
     "convert": "Turn a training script for one device into one for several ranks.",
     "demo": "Train a character GPT with gloo, then with Penstock, and compare.",
@@ -48,6 +49,7 @@ VERBS = {
     "flight": "Tell what the ranks were doing when something went wrong.",
     "info": "List versions and every setting: value, origin and meaning.",
     "run": "Convert a training script in memory, and start it with torchrun.",
+    "server": "Commit sums and return them: the end of in-network aggregation.",
     "simulate": "Run the shipped protocol in virtual time, with seeded faults.",
     "testbed": "Emulate a cluster on this machine: hosts, link rates, loss, delay.",
     "tune": "Explain what the tuner tried, chose and remembers.",

@@ -8,6 +8,7 @@
 //! in the order in which one thread sees them; an asynchronous runtime would put a task switch and a copy between.
 
 pub mod contact;
+pub mod datagrams;
 mod driver;
 pub mod fds;
 pub mod interface;

@@ -5,6 +5,7 @@
 //! interpreter and every torch that users have.
 
 mod callbacks;
+mod daemon;
 mod engine;
 mod reducer;
 mod simulate;
@@ -15,6 +16,9 @@ use pyo3::prelude::*;
 /// The engine of Penstock; use it through `penstock` and `torch.distributed`.
 #[pymodule]
 mod _core {
+    #[pymodule_export]
+    use super::daemon::{Daemon, parse_bytes};
+
     #[pymodule_export]
     use super::engine::{Engine, Group, Ticket};
 

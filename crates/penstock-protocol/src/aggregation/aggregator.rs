@@ -64,8 +64,8 @@ impl Job {
         if self.floats { self.children.len() + 1 } else { 1 }
     }
 
-    fn memory_bytes(&self) -> usize {
-        (self.window as usize).saturating_mul(self.blocks_a_slot()).saturating_mul(self.block_bytes)
+    fn memory_bytes(&self, slots: usize) -> usize {
+        slots.saturating_mul(self.blocks_a_slot()).saturating_mul(self.block_bytes)
     }
 
     fn check(&self) -> Result<(), Admission> {
@@ -180,16 +180,37 @@ pub enum Action<'a> {
 #[derive(Clone, Debug)]
 pub struct Aggregator {
     limits: Limits,
+    shard: Shard,
     jobs: BTreeMap<u32, Table>,
     /// Packets that belong to no job here, by [`Refusal::index`].
     strangers: [u64; Refusal::COUNT],
     rules: Rules,
 }
 
+/// Which SeqNums an aggregator adds: those that are `index` modulo `count`. A node's shards share nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shard {
+    /// Below `count`.
+    pub index: u32,
+    /// A power of two.
+    pub count: u32,
+}
+
+impl Shard {
+    /// The only one of its node.
+    pub const WHOLE: Shard = Shard { index: 0, count: 1 };
+
+    /// The slots of a job here. With fewer SeqNums in flight than shards one is enough.
+    fn slots(self, window: u32) -> usize {
+        (window / self.count).max(1) as usize
+    }
+}
+
 /// A job's slots and heart table.
 #[derive(Clone, Debug)]
 struct Table {
     job: Job,
+    shard: Shard,
     all: u64,
     children: Vec<Link>,
     slots: Vec<Slot>,
@@ -217,7 +238,17 @@ impl Aggregator {
     /// An aggregator without jobs.
     #[must_use]
     pub fn new(limits: Limits) -> Aggregator {
-        Aggregator { limits, jobs: BTreeMap::new(), strangers: [0; Refusal::COUNT], rules: Rules::default() }
+        Aggregator::sharded(limits, Shard::WHOLE)
+    }
+
+    /// One shard of an aggregator, without jobs; the limits are the shard's own.
+    ///
+    /// # Panics
+    /// When the number of shards is not a power of two, or the index not below it.
+    #[must_use]
+    pub fn sharded(limits: Limits, shard: Shard) -> Aggregator {
+        assert!(shard.count.is_power_of_two() && shard.index < shard.count, "{shard:?}");
+        Aggregator { limits, shard, jobs: BTreeMap::new(), strangers: [0; Refusal::COUNT], rules: Rules::default() }
     }
 
     /// Admits a job, or its next epoch, which forgets the one before. Reserves all memory that the job will ever use.
@@ -233,22 +264,24 @@ impl Aggregator {
         }
         let others = || self.jobs.values().filter(|table| table.job.job != job.job);
         let free = self.limits.slots - others().map(|table| table.slots.len()).sum::<usize>();
-        let needed = job.window as usize;
-        if needed > free {
+        let slots = self.shard.slots(job.window);
+        if slots > free {
+            let needed = slots;
             return Err(Admission::Slots { needed, free });
         }
         let free = self.limits.memory_bytes - others().map(|table| table.memory.len()).sum::<usize>();
-        let needed = job.memory_bytes();
+        let needed = job.memory_bytes(slots);
         if needed > free {
             return Err(Admission::Memory { needed, free });
         }
         let table = Table {
             all: job.children.iter().fold(0, |all, child| all | child.workers),
             children: job.children.iter().map(|child| child.link).collect(),
-            slots: vec![EMPTY; job.window as usize],
+            slots: vec![EMPTY; slots],
             memory: vec![0; needed],
             heart: vec![None; job.children.len()],
             counters: JobCounters::default(),
+            shard: self.shard,
             job,
         };
         self.jobs.insert(table.job.job, table);
@@ -380,7 +413,10 @@ impl Table {
         if payload.len() > self.job.block_bytes {
             return Err(Refusal::Length);
         }
-        let index = (header.seq.0 & (self.job.window - 1)) as usize;
+        if header.seq.0 & (self.shard.count - 1) != self.shard.index {
+            return Err(Refusal::Shard);
+        }
+        let index = (header.seq.0 / self.shard.count) as usize & (self.slots.len() - 1);
         let slot = &mut self.slots[index];
         let ahead = match slot.tag {
             None => 1,

@@ -199,6 +199,36 @@ fn admission() {
     assert_eq!(node.open(Job { job: 7, ..job(4, 2) }), Ok(()));
 }
 
+/// Shards of a node divide the SeqNums, and a job's slots: a whole window of blocks is added in any order, also where SeqNums
+/// wrap around, and no shard touches another's.
+#[test]
+fn shards() {
+    for (window, count) in [(8u32, 2u32), (8, 4), (2, 4), (1, 16)] {
+        let of = |index| Aggregator::sharded(limits(), Shard { index, count });
+        let mut nodes: Vec<Aggregator> = (0..count).map(of).collect();
+        for node in &mut nodes {
+            node.open(job(window, 2)).unwrap();
+        }
+        for round in 0..4 {
+            // All of worker 0's blocks lie in their slots before the first of worker 1 comes.
+            let first = (0u32.wrapping_sub(window)).wrapping_add(round * window);
+            for worker in 0..2 {
+                for seq in (0..window).rev().map(|i| first.wrapping_add(i)) {
+                    let mine = (seq % count) as usize;
+                    for (index, node) in nodes.iter_mut().enumerate().filter(|(index, _)| *index != mine) {
+                        let refused = handle(node, worker, &push(worker, seq, 7));
+                        assert_eq!(refused, Err(Refusal::Shard), "{seq} at {index} of {count}");
+                    }
+                    let sum = handle(&mut nodes[mine], worker, &push(worker, seq, 1 + worker as i32)).unwrap();
+                    assert_eq!(sum, (worker == 1).then_some((seq, 3, 3)), "window {window}, {count} shards");
+                }
+            }
+        }
+        let slots: usize = nodes.iter().map(|node| node.jobs[&5].slots.len()).sum();
+        assert_eq!(slots as u32, window.max(count));
+    }
+}
+
 proptest! {
     /// Any sequence of packets, sensible or not, from anywhere: no panic, and a sum that goes up is the sum of the
     /// blocks of that SeqNum, because workers send the same block under one SeqNum.

@@ -22,7 +22,7 @@ pub mod simulate;
 mod tree;
 mod worker;
 
-pub use aggregator::{Action, Admission, Aggregator, Child, Job, JobCounters, Limits};
+pub use aggregator::{Action, Admission, Aggregator, Child, Job, JobCounters, Limits, Shard};
 pub use arithmetic::{Arithmetic, WireArithmetic};
 pub use key::Key;
 pub use packet::{

@@ -96,11 +96,13 @@ pub enum Refusal {
     Ack,
     /// A kind that this node has no use for.
     Kind,
+    /// A SeqNum that another shard of the node adds.
+    Shard,
 }
 
 impl Refusal {
     /// How many there are; [`Refusal::index`] is below.
-    pub const COUNT: usize = 12;
+    pub const COUNT: usize = 13;
 
     /// Names, by index; for counters.
     pub const NAMES: [&str; Refusal::COUNT] = [
@@ -116,6 +118,7 @@ impl Refusal {
         "credit",
         "ack",
         "kind",
+        "shard",
     ];
 
     /// Its place in an array of counters.
@@ -134,6 +137,7 @@ impl Refusal {
             Refusal::Credit => 9,
             Refusal::Ack => 10,
             Refusal::Kind => 11,
+            Refusal::Shard => 12,
         }
     }
 }
@@ -159,6 +163,7 @@ impl fmt::Display for Refusal {
             Refusal::Credit => write!(f, "a block beyond the window"),
             Refusal::Ack => write!(f, "an Ack for what was never sent"),
             Refusal::Kind => write!(f, "a packet of a kind that has no business here"),
+            Refusal::Shard => write!(f, "a block for another shard, and so for another port"),
         }
     }
 }

@@ -1,0 +1,276 @@
+//! HTTP for a handful of requests a minute: one request a connection, every limit known before a byte is read.
+//!
+//! A stranger can hold [`CONNECTIONS`] connections for [`PATIENCE`], and no packet of a job waits for any of them.
+
+use std::io::{self, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// A request whose form is right.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Request {
+    pub(crate) method: String,
+    /// With the query, as it was sent.
+    pub(crate) path: String,
+    headers: Vec<(String, String)>,
+    pub(crate) body: Vec<u8>,
+}
+
+impl Request {
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(known, _)| known.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str())
+    }
+}
+
+/// An answer.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Response {
+    pub(crate) status: u16,
+    pub(crate) content_type: &'static str,
+    pub(crate) body: String,
+}
+
+impl Response {
+    pub(crate) fn json(status: u16, body: &serde_json::Value) -> Response {
+        Response { status, content_type: "application/json", body: format!("{body}\n") }
+    }
+
+    pub(crate) fn error(status: u16, message: impl Into<String>) -> Response {
+        Response::json(status, &serde_json::json!({ "error": message.into() }))
+    }
+
+    fn write(&self, stream: &mut impl Write) -> io::Result<()> {
+        let reason = match self.status {
+            200 => "OK",
+            201 => "Created",
+            400 => "Bad Request",
+            401 => "Unauthorized",
+            404 => "Not Found",
+            405 => "Method Not Allowed",
+            408 => "Request Timeout",
+            409 => "Conflict",
+            411 => "Length Required",
+            413 => "Content Too Large",
+            431 => "Request Header Fields Too Large",
+            503 => "Service Unavailable",
+            _ => "Internal Server Error",
+        };
+        let Response { status, content_type, body } = self;
+        let length = body.len();
+        write!(
+            stream,
+            "HTTP/1.1 {status} {reason}\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
+        )
+    }
+}
+
+/// Accepts until the listener is shut down. Every connection has a thread of its own for as long as it lives.
+pub(crate) fn serve(listener: &TcpListener, handle: impl Fn(&Request) -> Response + Send + Sync + 'static) {
+    let handle = Arc::new(handle);
+    let open = Arc::new(AtomicUsize::new(0));
+    loop {
+        let stream = match listener.accept() {
+            Ok((stream, _)) => stream,
+            // A connection that was reset before it was accepted, or a moment without descriptors.
+            Err(error) if matches!(error.raw_os_error(), Some(errno::ECONNABORTED | errno::EINTR)) => {
+                continue;
+            }
+            Err(error) if matches!(error.raw_os_error(), Some(errno::EMFILE | errno::ENFILE)) => {
+                log::warn!("penstock: no descriptor is left for an HTTP connection: {error}");
+                std::thread::sleep(Duration::from_millis(100));
+                continue;
+            }
+            Err(_) => return,
+        };
+        if open.fetch_add(1, Ordering::Relaxed) >= CONNECTIONS {
+            open.fetch_sub(1, Ordering::Relaxed);
+            continue;
+        }
+        let (handle, open_there) = (Arc::clone(&handle), Arc::clone(&open));
+        let started = std::thread::Builder::new().name("penstock-http".into()).spawn(move || {
+            if let Err(error) = converse(stream, &*handle) {
+                log::debug!("penstock: an HTTP connection broke off: {error}");
+            }
+            open_there.fetch_sub(1, Ordering::Relaxed);
+        });
+        if started.is_err() {
+            open.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+fn converse(mut stream: TcpStream, handle: &impl Fn(&Request) -> Response) -> io::Result<()> {
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let deadline = Instant::now() + PATIENCE;
+    let response = match read(&mut Deadline { stream: &stream, deadline }) {
+        Ok(request) => handle(&request),
+        Err(Unread::Refused(response)) => response,
+        Err(Unread::Broken(error)) => return Err(error),
+    };
+    response.write(&mut stream)?;
+    // What was not read would make the kernel reset the connection before the answer is there.
+    stream.shutdown(std::net::Shutdown::Write)?;
+    let _ = io::copy(&mut Deadline { stream: &stream, deadline }.take(LEFT_OVER), &mut io::sink());
+    Ok(())
+}
+
+#[derive(Debug)]
+enum Unread {
+    Refused(Response),
+    Broken(io::Error),
+}
+
+fn read(stream: &mut impl Read) -> Result<Request, Unread> {
+    let refuse = |status, message: &str| Unread::Refused(Response::error(status, message));
+    let mut more = |bytes: &mut Vec<u8>| {
+        let mut piece = [0; 4096];
+        match stream.read(&mut piece) {
+            Ok(0) => Err(Unread::Broken(io::ErrorKind::UnexpectedEof.into())),
+            Ok(count) => {
+                bytes.extend_from_slice(&piece[..count]);
+                Ok(())
+            }
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+                Err(refuse(408, "the request did not come in time"))
+            }
+            Err(error) => Err(Unread::Broken(error)),
+        }
+    };
+    let mut bytes = Vec::new();
+    let (mut request, body_at, length) = loop {
+        let mut headers = [httparse::EMPTY_HEADER; HEADERS];
+        let mut head = httparse::Request::new(&mut headers);
+        match head.parse(&bytes) {
+            Ok(httparse::Status::Complete(at)) if at <= HEAD_BYTES => {
+                let length = body_length(head.headers).map_err(|(status, message)| refuse(status, message))?;
+                let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+                let headers = head.headers.iter().map(|one| (one.name.to_string(), text(one.value))).collect();
+                let (method, path) = (head.method.unwrap_or_default(), head.path.unwrap_or_default());
+                if length == 0 && method == "PUT" {
+                    return Err(refuse(411, "a job's body and its Content-Length are missing"));
+                }
+                break (Request { method: method.into(), path: path.into(), headers, body: Vec::new() }, at, length);
+            }
+            Ok(_) if bytes.len() > HEAD_BYTES => return Err(refuse(431, "the request's head is longer than 8 KiB")),
+            Ok(_) => more(&mut bytes)?,
+            Err(error) => return Err(refuse(400, &format!("not an HTTP request: {error}"))),
+        }
+    };
+    while bytes.len() < body_at + length {
+        more(&mut bytes)?;
+    }
+    request.body = bytes[body_at..body_at + length].to_vec();
+    Ok(request)
+}
+
+fn body_length(headers: &[httparse::Header<'_>]) -> Result<usize, (u16, &'static str)> {
+    let named = |name: &'static str| {
+        headers.iter().filter(move |header| header.name.eq_ignore_ascii_case(name)).map(|h| h.value)
+    };
+    if named("Transfer-Encoding").next().is_some() {
+        return Err((411, "the body's length must be known: send Content-Length"));
+    }
+    let mut lengths = named("Content-Length");
+    let Some(length) = lengths.next() else {
+        return Ok(0);
+    };
+    let digits = !length.is_empty() && length.iter().all(u8::is_ascii_digit);
+    let length = std::str::from_utf8(length).ok().filter(|_| digits).and_then(|text| text.parse::<usize>().ok());
+    match length {
+        _ if lengths.next().is_some() => Err((400, "more than one Content-Length")),
+        Some(length) if length <= BODY_BYTES => Ok(length),
+        None if !digits => Err((400, "a Content-Length that is no number")),
+        _ => Err((413, "the body is longer than 64 KiB")),
+    }
+}
+
+/// A stream that is read until a moment and not longer, however slowly it drips.
+struct Deadline<'a> {
+    stream: &'a TcpStream,
+    deadline: Instant,
+}
+
+impl Read for Deadline<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        (&mut &*self.stream).read(bytes)
+    }
+}
+
+/// Numbers of errors that std has no kind for.
+mod errno {
+    pub(super) const EINTR: i32 = rustix::io::Errno::INTR.raw_os_error();
+    pub(super) const ENFILE: i32 = rustix::io::Errno::NFILE.raw_os_error();
+    pub(super) const EMFILE: i32 = rustix::io::Errno::MFILE.raw_os_error();
+    pub(super) const ECONNABORTED: i32 = rustix::io::Errno::CONNABORTED.raw_os_error();
+}
+
+/// Connections at a time; more are closed.
+const CONNECTIONS: usize = 32;
+/// For a whole request.
+const PATIENCE: Duration = Duration::from_secs(5);
+const HEAD_BYTES: usize = 8 << 10;
+const HEADERS: usize = 32;
+/// A job of 64 workers needs about 5 KiB.
+const BODY_BYTES: usize = 64 << 10;
+/// How much of a refused body is read for politeness.
+const LEFT_OVER: u64 = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read_text(text: &[u8]) -> Result<Request, u16> {
+        /// Hands out one byte at a time.
+        struct Drip<'a>(&'a [u8]);
+        impl Read for Drip<'_> {
+            fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+                let count = self.0.len().min(1);
+                bytes[..count].copy_from_slice(&self.0[..count]);
+                self.0 = &self.0[count..];
+                Ok(count)
+            }
+        }
+        read(&mut Drip(text)).map_err(|error| match error {
+            Unread::Refused(response) => response.status,
+            Unread::Broken(_) => 0,
+        })
+    }
+
+    /// A request is read however it is cut into pieces.
+    #[test]
+    fn requests() {
+        let request =
+            read_text(b"PUT /jobs/3?a=b HTTP/1.1\r\nHost: x\r\nContent-length: 4\r\nX-A: b\r\n\r\nbody").unwrap();
+        assert_eq!(
+            (request.method.as_str(), request.path.as_str(), &request.body[..]),
+            ("PUT", "/jobs/3?a=b", &b"body"[..])
+        );
+        assert_eq!((request.header("x-a"), request.header("x-b")), (Some("b"), None));
+        assert_eq!(read_text(b"GET / HTTP/1.0\r\n\r\n").unwrap().body, b"");
+    }
+
+    /// What is too long, malformed or of unknown length is refused before its body is read; what breaks off is not answered.
+    #[test]
+    fn refusals() {
+        let with =
+            |headers: &str| read_text(format!("PUT /jobs/3 HTTP/1.1\r\n{headers}\r\n\r\n").as_bytes()).unwrap_err();
+        assert_eq!(with("Content-Length: 65537"), 413);
+        assert_eq!(with("Content-Length: 99999999999999999999999"), 413);
+        assert_eq!(with("Content-Length: -1"), 400);
+        assert_eq!(with("Content-Length: 1\r\nContent-Length: 2"), 400);
+        assert_eq!(with("Transfer-Encoding: chunked"), 411);
+        assert_eq!(with("Host: x"), 411);
+        assert_eq!(with("Content-Length: 5"), 0, "it breaks off");
+        assert_eq!(with(&"X-A: b\r\n".repeat(40)), 400);
+        assert_eq!(with(&format!("X-A: {}", "b".repeat(9000))), 431);
+        assert_eq!(read_text(b"\x16\x03\x01 TLS\r\n\r\n").unwrap_err(), 400);
+        assert_eq!(read_text(b"").unwrap_err(), 0);
+    }
+}

@@ -1,0 +1,112 @@
+//! Who may open jobs: whoever has the daemon's secret.
+//!
+//! A proof is the HMAC-SHA256 under the secret of `method \n path \n time \n body`, in hex; the time is Unix seconds, at most
+//! [`MOST_SECONDS`] from the daemon's. It keeps strangers from opening and closing jobs. It hides nothing: who listens to the network reads
+//! the job's key, and may say the same once more within the minute, which opens what is open already.
+
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+
+/// Unix seconds.
+pub const TIME_HEADER: &str = "X-Penstock-Time";
+/// 64 hex digits.
+pub const PROOF_HEADER: &str = "X-Penstock-Proof";
+
+/// The proof for a request.
+#[must_use]
+pub fn prove(secret: &[u8], method: &str, path: &str, time: &str, body: &[u8]) -> String {
+    let bytes = mac(secret, method, path, time, body).finalize().into_bytes();
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Whether a request may change jobs; if not, why, for its sender.
+pub(crate) fn check(
+    secret: &[u8],
+    now_unix: u64,
+    request: (&str, &str, &[u8]),
+    time: Option<&str>,
+    proof: Option<&str>,
+) -> Result<(), String> {
+    let (method, path, body) = request;
+    let (Some(time), Some(proof)) = (time, proof) else {
+        return Err(format!("this node has a secret: send {TIME_HEADER} and {PROOF_HEADER} (PENSTOCK_SECRET)"));
+    };
+    let seconds: u64 = time.parse().map_err(|_| format!("{TIME_HEADER} is not a number of seconds"))?;
+    let wrong = || "the proof does not hold: is the secret the same on both sides?".to_string();
+    let proof = unhex::<32>(proof).ok_or_else(wrong)?;
+    mac(secret, method, path, time, body).verify_slice(&proof).map_err(|_| wrong())?;
+    // Only who has the secret learns our time.
+    if now_unix.abs_diff(seconds) > MOST_SECONDS {
+        return Err(format!(
+            "the proof is of second {seconds}, it is {now_unix} here; {MOST_SECONDS} s are allowed: are the clocks right?"
+        ));
+    }
+    Ok(())
+}
+
+/// `N` bytes from `2 N` hex digits.
+pub(crate) fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
+    let digits = text.as_bytes();
+    if digits.len() != 2 * N {
+        return None;
+    }
+    let mut out = [0; N];
+    for (byte, pair) in out.iter_mut().zip(digits.as_chunks::<2>().0) {
+        let value = |digit: u8| (digit as char).to_digit(16).map(|value| value as u8);
+        *byte = value(pair[0])? << 4 | value(pair[1])?;
+    }
+    Some(out)
+}
+
+fn mac(secret: &[u8], method: &str, path: &str, time: &str, body: &[u8]) -> Hmac<Sha256> {
+    let mut mac = Hmac::<Sha256>::new_from_slice(secret).expect("any length will do");
+    for part in [method.as_bytes(), b"\n", path.as_bytes(), b"\n", time.as_bytes(), b"\n", body] {
+        mac.update(part);
+    }
+    mac
+}
+
+/// How far clocks may be apart.
+const MOST_SECONDS: u64 = 60;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The proof of this request holds; with anything changed it does not, and the reason says what to look at.
+    #[test]
+    fn a_proof_is_of_one_request_at_one_time() {
+        let request = ("PUT", "/jobs/7?x=1", &b"{}"[..]);
+        let proof = prove(b"secret", request.0, request.1, "1000", request.2);
+        // From Python: hmac.new(b"secret", b"PUT\n/jobs/7?x=1\n1000\n{}", "sha256").hexdigest()
+        assert_eq!(proof, EXPECTED);
+        let told = |secret: &[u8], now, request, time: Option<&str>, proof: Option<&str>| {
+            check(secret, now, request, time, proof).err().unwrap_or_default()
+        };
+        let good = Some(proof.as_str());
+        assert_eq!(told(b"secret", 1060, request, Some("1000"), good), "");
+        assert_eq!(told(b"secret", 940, request, Some("1000"), good), "");
+        assert!(told(b"secret", 1061, request, Some("1000"), good).contains("clocks"));
+        assert!(told(b"secret", 939, request, Some("1000"), good).contains("clocks"));
+        assert!(told(b"secret", 1000, request, Some("1001"), good).contains("does not hold"));
+        assert!(told(b"other", 1000, request, Some("1000"), good).contains("does not hold"));
+        assert!(told(b"secret", 1000, ("DELETE", request.1, request.2), Some("1000"), good).contains("does not hold"));
+        assert!(told(b"secret", 1000, ("PUT", "/jobs/8?x=1", request.2), Some("1000"), good).contains("does not hold"));
+        assert!(told(b"secret", 1000, ("PUT", request.1, b"{} "), Some("1000"), good).contains("does not hold"));
+        assert!(told(b"secret", 1000, request, Some("1000"), Some("12")).contains("does not hold"));
+        assert!(told(b"secret", 1000, request, Some("soon"), good).contains("not a number"));
+        assert!(told(b"secret", 1000, request, None, good).contains("PENSTOCK_SECRET"));
+        assert!(told(b"secret", 1000, request, Some("1000"), None).contains("PENSTOCK_SECRET"));
+    }
+
+    const EXPECTED: &str = "39cbedece4689d3e0ee57917559787ab21561389dd779dc4b00a963ade6c0a0f";
+
+    /// Hex digits of either case; nothing else, and no other length.
+    #[test]
+    fn hex() {
+        assert_eq!(unhex::<2>("0aFf"), Some([10, 255]));
+        for bad in ["", "0a", "0aff0", "0agf", "+aff", "ää"] {
+            assert_eq!(unhex::<2>(bad), None, "{bad}");
+        }
+    }
+}

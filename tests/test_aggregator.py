@@ -1,0 +1,341 @@
+"""Proves that `penstock aggregator` and `penstock server` start, admit jobs, count, and end as docs/aggregator.md says."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import io
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import click.testing
+import pytest
+from rich.console import Console
+
+from penstock import _core, cli, errors
+from penstock.aggregator import daemon as daemons
+from penstock.aggregator import top
+
+
+@contextlib.contextmanager
+def running(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The verb as a process of its own, and the address that it says it listens on."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        told = re.fullmatch(r"penstock (aggregator|server) on (127\.0\.0\.1:\d+)\n", line)
+        assert told, line + process.stderr.read()
+        yield process, told[2]
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def request(
+    method: str, address: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> tuple[int, Any]:
+    """(status, JSON) of an answer."""
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(f"http://{address}{path}", data=data, headers=headers or {}, method=method)
+    try:
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def job(workers: list[socket.socket], parent: socket.socket) -> dict[str, Any]:
+    place = "127.0.0.1:{}".format
+    return {
+        "epoch": 1,
+        "key": None,
+        "window": 4,
+        "block_bytes": 8,
+        "parent": {"address": place(parent.getsockname()[1])},
+        "children": [
+            {"address": place(worker.getsockname()[1]), "workers": hex(1 << number)}
+            for number, worker in enumerate(workers)
+        ],
+    }
+
+
+def push(worker: int, *values: int, job: int = 7) -> bytes:
+    """A packet as docs/aggregation.md draws it: SeqNum 0 of epoch 1, 32-bit integers, no key."""
+    block = b"".join(value.to_bytes(4, "big", signed=True) for value in values)
+    head = b"PA" + bytes([1, 1]) + job.to_bytes(4, "big") + (1).to_bytes(2, "big") + bytes([1, 0]) + bytes(4)
+    head += bytes(4) + (3).to_bytes(4, "big") + bytes(2) + len(block).to_bytes(2, "big") + bytes(4)
+    return head + (1 << worker).to_bytes(8, "big") + bytes(8) + block
+
+
+def udp() -> socket.socket:
+    one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    one.bind(("127.0.0.1", 0))
+    one.settimeout(20)
+    return one
+
+
+def address_of(text: str) -> tuple[str, int]:
+    host, _, port = text.partition(":")
+    return host, int(port)
+
+
+def test_a_sum() -> None:
+    """Two workers push, the parent gets their sum, and `top` tells who did what."""
+    with running("aggregator", "--listen", "127.0.0.1:0", "--slots", "64", "--memory", "1M") as (process, address):
+        workers, parent = [udp(), udp()], udp()
+        status, told = request("PUT", address, "/jobs/7", job(workers, parent))
+        assert (status, told) == (201, {"shards": 1, "udp": address})
+        assert request("PUT", address, "/jobs/7", job(workers, parent))[0] == 200
+        for number, worker in enumerate(workers):
+            worker.sendto(push(number, 40 + number, -number), address_of(address))
+        packet, source = parent.recvfrom(65536)
+        assert source == address_of(address)
+        assert packet[48:] == (81).to_bytes(4, "big") + (-1).to_bytes(4, "big", signed=True)
+        assert int.from_bytes(packet[32:40], "big") == 3
+        workers[0].sendto(b"noise", address_of(address))
+        told = wait_for(address, lambda told: told["strangers"]["malformed"] == 1)
+        (one,) = told["jobs"]
+        assert (one["added"], one["completed"], one["waiting_slots"], one["slots"]) == (2, 1, 0, 4)
+        assert [node["packets"] for node in one["nodes"]] == [0, 1, 1]
+        output = click.testing.CliRunner().invoke(cli.main, ["aggregator", "top", address, "--once"])
+        assert output.exit_code == 0, output.output
+        for word in ("aggregator 127.0.0.1", "malformed 1", "1 of 64 jobs, 4 of 64 slots"):
+            assert word in output.output, output.output
+        metrics = urllib.request.urlopen(f"http://{address}/metrics", timeout=20).read().decode()
+        assert 'penstock_job_completed_total{job="7",epoch="1"} 1\n' in metrics
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def wait_for(address: str, condition: Any) -> dict[str, Any]:
+    """What GET /jobs says once the condition holds."""
+    deadline = time.monotonic() + 20
+    while True:
+        told: dict[str, Any] = request("GET", address, "/jobs")[1]
+        if condition(told):
+            return told
+        assert time.monotonic() < deadline, told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_at_once_where_nothing_is_half_done(number: signal.Signals) -> None:
+    """Ctrl-C and SIGTERM are prompt, and success."""
+    with running("server", "--listen", "127.0.0.1:0") as (process, _):
+        asked = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        assert time.monotonic() - asked < 8, "long before --drain-timeout"
+        assert process.stderr is not None
+        assert f"{number.name}: ends when no sum is half done" in process.stderr.read()
+
+
+def test_a_sum_half_done_is_waited_for_and_a_second_signal_does_not() -> None:
+    """Draining waits, refuses new jobs, and is cut short on request, with 1."""
+    arguments = ("aggregator", "--listen", "127.0.0.1:0", "--drain-timeout", "1000")
+    with running(*arguments) as (process, address):
+        workers, parent = [udp(), udp()], udp()
+        assert request("PUT", address, "/jobs/7", job(workers, parent))[0] == 201
+        workers[0].sendto(push(0, 1, 2), address_of(address))
+        wait_for(address, lambda told: told["jobs"][0]["waiting_slots"] == 1)
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while not request("GET", address, "/")[1]["draining"]:
+            assert time.monotonic() < deadline
+        assert request("PUT", address, "/jobs/8", job(workers, parent))[0] == 503
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 1
+
+
+def test_a_secret_admits(tmp_path: pathlib.Path) -> None:
+    """The proof is what docs/aggregator.md says, made here with the standard library; without it nothing is opened."""
+    secret = tmp_path / "secret"
+    secret.write_text("hush\n")
+    with running("server", "--listen", "127.0.0.1:0", "--secret-file", str(secret)) as (_, address):
+        body = {
+            "epoch": 1,
+            "key": "00" * 16,
+            "window": 4,
+            "block_bytes": 8,
+            "start": 0,
+            "tree": [{"worker": 0}],
+            "workers": ["127.0.0.1:9"],
+        }
+        status, told = request("PUT", address, "/jobs/7", body)
+        assert status == 401 and "PENSTOCK_SECRET" in told["error"]
+        now = str(int(time.time()))
+        text = f"PUT\n/jobs/7\n{now}\n{json.dumps(body)}".encode()
+        proof = hmac.new(b"hush", text, hashlib.sha256).hexdigest()
+        headers = {"X-Penstock-Time": now, "X-Penstock-Proof": proof}
+        assert request("PUT", address, "/jobs/7", body, headers)[0] == 201
+        assert request("GET", address, "/")[1]["secret"] is True
+
+
+def test_shards_and_loss_are_announced() -> None:
+    """Each shard has a port; packets thrown away on purpose are nobody's secret."""
+    arguments = (
+        "aggregator",
+        "--listen",
+        "127.0.0.1:0",
+        "--shards",
+        "2",
+        "--drop",
+        "0.25",
+        "--seed",
+        "9",
+        "--no-offloads",
+    )
+    with running(*arguments) as (process, address):
+        about = request("GET", address, "/")[1]
+        assert (about["shards"], about["drop"], about["offloads"]) == (2, {"rate": 0.25, "seed": 9}, False)
+        output = click.testing.CliRunner().invoke(cli.main, ["aggregator", "top", address, "--once"])
+        assert "2 shards" in output.output, output.output
+        process.terminate()
+        assert process.stderr is not None and process.wait(20) == 0
+        log = process.stderr.read()
+        assert "THROWS AWAY 25.00 % OF RECEIVED PACKETS" in log and "no secret" in log, log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["aggregator"], "Missing option '--listen'"),
+        (["aggregator", "--listen", "192.0.2.1"], "192.0.2.1 is not an address of this machine"),
+        (["aggregator", "--listen", "127.0.0.1:0", "--memory", "9999T"], "more than this machine has"),
+        (["aggregator", "--listen", "127.0.0.1:0", "--memory", "lots"], "not a number of bytes"),
+        (["aggregator", "--listen", "127.0.0.1:0", "--shards", "3"], "'3' is not one of"),
+        (["server", "--listen", "127.0.0.1:x"], "is not an address"),
+        (["server", "--listen", "127.0.0.1:0", "--secret-file", "/no/such"], "cannot be read"),
+        (["server", "--listen", "127.0.0.1:0", "--drop", "1"], "--drop"),
+        (["aggregator", "top", "127.0.0.1:1", "--once"], "Start it with: penstock aggregator --listen 127.0.0.1:1"),
+    ],
+)
+def test_what_cannot_be_is_said(arguments: list[str], reason: str) -> None:
+    """An error names the option or the address, and what to do."""
+    result = click.testing.CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code != 0
+    assert reason in result.output, result.output
+
+
+def test_a_taken_port_is_said() -> None:
+    """By protocol and number."""
+    with udp() as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = click.testing.CliRunner().invoke(cli.main, ["server", "--listen", listen])
+        assert result.exit_code == 1
+        assert f"UDP port {taken.getsockname()[1]} of 127.0.0.1 is taken" in result.output, result.output
+
+
+def test_addresses() -> None:
+    """An address or a name, with a port or without, of either family."""
+    assert daemons.parse_address("10.1.2.3") == "10.1.2.3:7471"
+    assert daemons.parse_address("10.1.2.3:80") == "10.1.2.3:80"
+    assert daemons.parse_address("::1") == "[::1]:7471"
+    assert daemons.parse_address("[::1]:80") == "[::1]:80"
+    for bad in ("10.1.2.3:99999999", "10.1.2.3:x", "no such host", "1:2:3"):
+        with pytest.raises(click.BadParameter):
+            daemons.parse_address(bad)
+
+
+def test_the_binding_maps_errors() -> None:
+    """A daemon that cannot start is a penstock.errors.Config; one that does is freed with its ports."""
+    options: dict[str, Any] = {
+        "shards": 1,
+        "slots": 16,
+        "memory_bytes": 1 << 16,
+        "jobs": 1,
+        "secret": None,
+        "offloads": True,
+        "buffer_bytes": 1 << 16,
+        "forget_after_s": 60.0,
+        "drain_timeout_s": 1.0,
+        "drop": None,
+    }
+    with pytest.raises(errors.Config, match="role"):
+        _core.Daemon("switch", "127.0.0.1:0", **options)
+    with pytest.raises(errors.Config, match="not an address and a port"):
+        _core.Daemon("server", "127.0.0.1", **options)
+    one = _core.Daemon("server", "127.0.0.1:0", **options)
+    address = one.address
+    assert not one.wait(0)
+    del one
+    two = _core.Daemon("server", address, **options)
+    two.drain()
+    assert two.wait(20)
+
+
+def test_rates_are_of_two_looks() -> None:
+    """What `top` shows a second is the difference of two looks by the time between them."""
+    counts = dict.fromkeys(("malformed", "key", "duplicate"), 0)
+    socket_counts = {
+        "received": 1000,
+        "received_trains": 100,
+        "received_bytes": 10**9,
+        "sent": 50,
+        "kernel_dropped": 0,
+        "blocked": 0,
+        "unsent": 0,
+        "dropped_on_purpose": 0,
+    }
+
+    def look(at: float, factor: int) -> dict[str, Any]:
+        one = {
+            "job": 7,
+            "epoch": 2,
+            "keyed": True,
+            "waiting_slots": 3,
+            "slots": 16,
+            "memory_bytes": 1 << 20,
+            "added": 100 * factor,
+            "completed": 20,
+            "repeated": 1,
+            "abandoned": 0,
+            "refused": {**counts, "key": 12, "duplicate": 30},
+            "silent_s": 0.5,
+            "nodes": [],
+        }
+        return {
+            "about": {
+                "role": "aggregator",
+                "udp": "10.0.0.1:7471",
+                "penstock": "0",
+                "shards": 1,
+                "uptime_s": 5,
+                "draining": True,
+                "limits": {"jobs": 64, "slots": 64, "memory_bytes": 1 << 30},
+            },
+            "counted": {
+                "socket": {name: factor * value for name, value in socket_counts.items()},
+                "strangers": counts,
+                "jobs": [one],
+            },
+            "time": at,
+        }
+
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(top.render(look(12.0, 3), look(10.0, 1)))
+    text = captured.get()
+    for word in ("1,000.0/s", "8.0 Gbit/s", "draining", "3/16", "duplicate 30, key 12", "0.5 s"):
+        assert word in text, text
+    assert re.search(r"\b300\s+100\b", text), text
