@@ -9,7 +9,10 @@ __all__ = [
     "Group",
     "Reducer",
     "Ticket",
+    "UdpSockets",
     "__version__",
+    "aggregate",
+    "aggregated_stats",
     "check_fork",
     "choose_interfaces",
     "crc32c",
@@ -157,3 +160,24 @@ def simulate_aggregation(
     faults: bool = True,
     trace: bool = False,
 ) -> dict[str, Any]: ...
+
+@final
+class UdpSockets:
+    def __new__(cls, addresses: Sequence[str], *, offloads: bool, buffer_bytes: int) -> UdpSockets: ...
+    def addresses(self) -> list[str]: ...
+
+def aggregate(
+    group: Group,
+    sockets: UdpSockets,
+    *,
+    rank: int,
+    world: int,
+    name: str,
+    format: str,
+    payload_bytes: int,
+    min_bytes: int,
+    servers: Sequence[tuple[str, int, tuple[str, int] | None, int, int, bytes | None, int, int]],
+    alarm: Group,
+    fallback: Group,
+) -> None: ...
+def aggregated_stats(group: Group) -> dict[str, Any] | None: ...

@@ -38,6 +38,7 @@ class Settings:
     streams: int
     shm: bool
     algorithm: str | None
+    plan: str
     checksum: bool
     check: frozenset[str]
     tune: bool | str
@@ -138,7 +139,16 @@ def _ports(text: str) -> tuple[int, int]:
 
 
 def _algorithm(text: str) -> str | None:
-    names = ("auto", "ring", "halving-doubling", "recursive-doubling", "exchange", "direct", "hierarchical")
+    names = (
+        "auto",
+        "ring",
+        "halving-doubling",
+        "recursive-doubling",
+        "exchange",
+        "direct",
+        "hierarchical",
+        "aggregated",
+    )
     if text not in names:
         raise ValueError(f"must be one of {', '.join(names)}")
     return None if text == "auto" else text
@@ -217,7 +227,14 @@ KNOBS = (
         "auto",
         _algorithm,
         "all-reduce algorithm; rank 0's value counts for the group. auto chooses by size and hosts "
-        "(docs/algorithms.md).",
+        "(docs/algorithms.md). Any but auto and aggregated switches PENSTOCK_PLAN off.",
+    ),
+    Knob(
+        "PENSTOCK_PLAN",
+        "",
+        str,
+        "a plan file: large sums and averages of floats in groups of all ranks go through the servers and aggregators that it "
+        "names (docs/aggregated.md); rank 0's file counts. Empty: all-reduces go among the ranks.",
     ),
     Knob(
         "PENSTOCK_CHECKSUM",

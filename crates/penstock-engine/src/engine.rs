@@ -1,5 +1,6 @@
 //! The engine as callers see it.
 
+use crate::aggregated::{Lane, LaneSpec, LaneStats, Sockets};
 use crate::recorder::Recorder;
 use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
 use crate::stats::Stats;
@@ -13,7 +14,7 @@ use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -124,7 +125,7 @@ impl Engine {
     #[must_use]
     pub fn join(&self, spec: GroupSpec) -> (Group, Ticket) {
         let ticket = Ticket::default();
-        let group = Group { id: spec.id, handle: self.handle.clone() };
+        let group = Group { id: spec.id, handle: self.handle.clone(), lane: Arc::default() };
         self.handle.command(Command::Join(spec, ticket.clone()), &ticket);
         (group, ticket)
     }
@@ -197,6 +198,8 @@ impl Drop for Engine {
 pub struct Group {
     id: GroupId,
     handle: Arc<Handle>,
+    /// What takes its large all-reduces, where aggregators and servers do.
+    lane: Arc<OnceLock<Lane>>,
 }
 
 impl Group {
@@ -219,11 +222,48 @@ impl Group {
     /// # Safety
     /// As there.
     pub(crate) unsafe fn start_as(&self, call: Call, ticket: Ticket) {
-        self.handle.command(Command::Start(self.id, call, ticket.clone()), &ticket);
+        match self.lane.get().filter(|lane| lane.takes(&call)) {
+            Some(lane) => lane.start(call, ticket),
+            None => self.handle.command(Command::Start(self.id, call, ticket.clone()), &ticket),
+        }
+    }
+
+    /// From now on, large sums and averages of floats go through aggregators and servers, in an order of their own. All ranks
+    /// of the group call it between the same two operations, with what they have agreed on; once.
+    ///
+    /// # Errors
+    /// `Config`: this process has no descriptors or threads left.
+    ///
+    /// # Panics
+    /// If the group is aggregated already.
+    pub fn aggregate(&self, sockets: Sockets, spec: LaneSpec) -> Result<(), Failure> {
+        check_fork()?;
+        let lane = Lane::start_thread(self.alone(), sockets, spec)?;
+        assert!(self.lane.set(lane).is_ok(), "a group is aggregated once");
+        Ok(())
+    }
+
+    /// What the aggregated operations have done so far; `None` where there are none.
+    #[must_use]
+    pub fn aggregated_stats(&self) -> Option<LaneStats> {
+        self.lane.get().map(Lane::stats)
+    }
+
+    /// The group without its lane.
+    fn alone(&self) -> Group {
+        Group { id: self.id, handle: self.handle.clone(), lane: Arc::default() }
+    }
+
+    /// A ticket that ends when the group fails, with its failure, or is left.
+    pub(crate) fn watch(&self, ticket: Ticket) {
+        self.handle.command(Command::Watch(self.id, ticket.clone()), &ticket);
     }
 
     /// The buffers of an operation that was started with [`Call::hold`] are ready.
     pub fn release(&self, ticket: &Ticket) {
+        if let Some(lane) = self.lane.get() {
+            lane.release(ticket);
+        }
         self.handle.command(Command::Release(self.id, ticket.clone()), ticket);
     }
 
@@ -232,6 +272,9 @@ impl Group {
     /// change the algorithm between the same two operations; streams are each sender's own affair, and those of other groups
     /// with these ranks as well.
     pub fn retune(&self, algorithm: Option<Algorithm>, streams: usize) {
+        if let Some(lane) = self.lane.get() {
+            lane.retune(algorithm);
+        }
         self.handle.command(Command::Retune(self.id, algorithm, streams), &Ticket::default());
     }
 
@@ -245,6 +288,12 @@ impl Group {
 
     /// Leaves the group; operations that still run fail.
     pub fn leave(&self) {
+        if let Some(lane) = self.lane.get() {
+            if let Some(failure) = lane.left() {
+                self.fail(failure);
+            }
+            lane.stop();
+        }
         self.handle.command(Command::Leave(self.id), &Ticket::default());
     }
 
@@ -256,6 +305,9 @@ impl Group {
     /// Fails the group, on all ranks, because its caller waits no longer: for the end of [`Engine::join`], or of an
     /// operation. A failed join says who is missing.
     pub fn expire(&self, waited: Duration) {
+        if let Some(failure) = self.lane.get().and_then(|lane| lane.expired(waited)) {
+            return self.fail(failure);
+        }
         self.handle.command(Command::Expire(self.id, waited.as_nanos() as u64), &Ticket::default());
     }
 

@@ -8,6 +8,7 @@
 //! speed, and on the machines that matter one core moves more than the network does. A second thread is worth having
 //! where a host's link outruns a core; it is deliberately absent until a measurement asks for it.
 
+mod aggregated;
 mod digest;
 mod engine;
 mod operation;
@@ -20,6 +21,7 @@ mod runtime;
 mod stats;
 mod ticket;
 
+pub use aggregated::{LaneSpec, LaneStats, NodeSpec, ServerSpec, ServerStats, Sockets, Wire};
 pub use engine::{Config, Engine, Group, check_fork};
 pub use penstock_kernels::simd_level;
 pub use penstock_net::{Contact, fds, interface, memory};

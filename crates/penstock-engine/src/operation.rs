@@ -11,6 +11,9 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;
 use std::sync::Arc;
 
+/// Why no operation here pushes or pulls.
+const AGGREGATED: &str = "plans with servers run in a lane (`crate::aggregated`)";
+
 /// What an operation wants from the runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Effect {
@@ -298,7 +301,11 @@ impl Operation {
                 check_length(0, total)?;
                 self.finish(step, segment);
             }
-            Action::Send { .. } | Action::Copy { .. } | Action::Notify { .. } => return Err(Misfit::Unknown),
+            Action::Send { .. }
+            | Action::Copy { .. }
+            | Action::Notify { .. }
+            | Action::Push { .. }
+            | Action::Pull { .. } => return Err(Misfit::Unknown),
         }
         self.run(effects);
         Ok(())
@@ -423,6 +430,7 @@ impl Operation {
                     }
                     Action::Send { to, .. } => awaited.push((*to, None)),
                     Action::Copy { .. } | Action::Notify { .. } => {}
+                    Action::Push { .. } | Action::Pull { .. } => unreachable!("{AGGREGATED}"),
                 }
             }
         }
@@ -504,6 +512,7 @@ impl Operation {
                     self.finish(index, segment);
                 }
                 Action::Await { from, message } => open(effects, *from, message + segment),
+                Action::Push { .. } | Action::Pull { .. } => unreachable!("{AGGREGATED}"),
             }
         }
     }

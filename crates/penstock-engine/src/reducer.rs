@@ -274,7 +274,9 @@ impl Reducer {
     /// an algorithm that all-reduces do not have.
     pub fn set_way(&self, way: &Way) -> Result<(), Failure> {
         check_wire(way.wire, self.0.op, &self.0.gradients)?;
-        if let Some(algorithm) = way.algorithm.filter(|one| !Algorithm::of(Collective::AllReduce).contains(one)) {
+        let exists =
+            |one: &Algorithm| *one == Algorithm::Aggregated || Algorithm::of(Collective::AllReduce).contains(one);
+        if let Some(algorithm) = way.algorithm.filter(|one| !exists(one)) {
             return Err(Failure::of_call(FailureKind::Config, format!("there is no all-reduce called {algorithm}.")));
         }
         let mut state = self.lock_idle()?;

@@ -42,6 +42,8 @@ pub(crate) enum Command {
     Hosts(GroupId, mpsc::Sender<Vec<u32>>),
     Abort(GroupId, Failure),
     Expire(GroupId, u64),
+    /// A ticket that ends when the group fails, or is left.
+    Watch(GroupId, Ticket),
     Share(u64, Region),
     Unshare(u64),
     Stats(mpsc::Sender<Stats>),
@@ -195,6 +197,8 @@ struct Group {
     held: HashMap<OpId, Waiting>,
     joining: Option<Joining>,
     failed: Option<Failure>,
+    /// They end with the group.
+    watches: Vec<Ticket>,
     last_algorithm: String,
 }
 
@@ -366,6 +370,7 @@ impl Runtime {
             held: HashMap::new(),
             joining: Some(Joining { ticket, hosts: None }),
             failed: None,
+            watches: Vec::new(),
             last_algorithm: String::new(),
         };
         self.groups.insert(spec.id, group);
@@ -931,6 +936,10 @@ impl Runtime {
         }
         let group = self.groups.get_mut(&id).expect("looked up above");
         let joining = group.joining.take();
+        for watch in group.watches.drain(..) {
+            let failure = failure.clone();
+            peers.after_drop(Box::new(move || watch.complete(Err(failure))));
+        }
         if tell {
             let report = Report { kind: failure.kind, message: failure.message.clone() };
             for peer in group.members.iter().flatten() {
@@ -1312,7 +1321,10 @@ impl Handler for Runtime {
                         );
                         self.fail_group(peers, id, failure, true);
                     }
-                    let left = self.groups.remove(&id);
+                    let mut left = self.groups.remove(&id);
+                    for watch in left.iter_mut().flat_map(|group| group.watches.drain(..)) {
+                        watch.complete(Err(Failure::fatal(FailureKind::Closed, "the group was destroyed.")));
+                    }
                     self.closed.entry(id).or_insert_with(|| left.map(Departed::from));
                     self.early.retain(|(_, key), _| key.group != id);
                     self.claims.retain(|(group, ..), _| *group != id);
@@ -1328,6 +1340,11 @@ impl Handler for Runtime {
                     let hosts = |group: &Group| group.topology.hosts().to_vec();
                     drop(reply.send(self.groups.get(&id).map(hosts).unwrap_or_default()));
                 }
+                Command::Watch(id, ticket) => match self.groups.get_mut(&id) {
+                    Some(Group { failed: Some(failure), .. }) => ticket.complete(Err(failure.clone())),
+                    Some(group) => group.watches.push(ticket),
+                    None => ticket.complete(Err(Failure::fatal(FailureKind::Closed, "the group was destroyed."))),
+                },
                 Command::Abort(id, failure) => self.fail_group(peers, id, failure, true),
                 Command::Expire(id, waited) => {
                     // What has ended while its caller gave up has ended well.

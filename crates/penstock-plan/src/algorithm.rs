@@ -24,6 +24,9 @@ pub enum Algorithm {
     Hierarchical,
     /// A barrier in log2(n) rounds of notifications over doubling distances.
     Dissemination,
+    /// All-reduce through servers, and aggregators on the way to them, that add what all ranks push
+    /// (`docs/aggregation.md`). Only where the topology has servers.
+    Aggregated,
 }
 
 impl Algorithm {
@@ -37,9 +40,11 @@ impl Algorithm {
         Algorithm::Tree,
         Algorithm::Hierarchical,
         Algorithm::Dissemination,
+        Algorithm::Aggregated,
     ];
 
-    /// The algorithms that [`crate::steps`] has for a collective.
+    /// The algorithms that [`crate::steps`] has for a collective among ranks alone. Where the topology has servers, an
+    /// all-reduce can also be [`Algorithm::Aggregated`].
     #[must_use]
     pub fn of(collective: Collective) -> &'static [Algorithm] {
         use Algorithm::{
@@ -70,7 +75,13 @@ impl Algorithm {
             Algorithm::Tree => "tree",
             Algorithm::Hierarchical => "hierarchical",
             Algorithm::Dissemination => "dissemination",
+            Algorithm::Aggregated => "aggregated",
         }
+    }
+
+    pub(crate) fn is_for(self, request: &Request) -> bool {
+        let aggregated = self == Algorithm::Aggregated && request.collective == Collective::AllReduce;
+        Algorithm::of(request.collective).contains(&self) || aggregated && !request.topology.servers().is_empty()
     }
 
     /// Whether a rank reduces messages of any other ranks in one step when it runs `collective` this way: the transport
@@ -118,6 +129,8 @@ pub struct UnknownAlgorithm {
 pub struct Topology {
     /// The host of each rank. Hosts are numbered in the order of their lowest ranks.
     hosts: Arc<[u32]>,
+    /// By server: its part of each tensor, as a weight.
+    servers: Arc<[u32]>,
 }
 
 impl Topology {
@@ -131,19 +144,35 @@ impl Topology {
                 known.len() - 1
             }) as u32
         };
-        Topology { hosts: hosts.iter().map(number).collect() }
+        Topology { hosts: hosts.iter().map(number).collect(), servers: Arc::default() }
     }
 
     /// `world` ranks on one host.
     #[must_use]
     pub fn one_host(world: u32) -> Topology {
-        Topology { hosts: vec![0; world as usize].into() }
+        Topology { hosts: vec![0; world as usize].into(), servers: Arc::default() }
     }
 
     /// `world` ranks, each on a host of its own.
     #[must_use]
     pub fn separate_hosts(world: u32) -> Topology {
-        Topology { hosts: (0..world).collect() }
+        Topology { hosts: (0..world).collect(), servers: Arc::default() }
+    }
+
+    /// The same ranks, with servers that add for them; `weights[s] / sum(weights)` of each tensor is server `s`'s.
+    ///
+    /// # Panics
+    /// If the weights are all 0.
+    #[must_use]
+    pub fn with_servers(self, weights: &[u32]) -> Topology {
+        assert!(weights.iter().any(|weight| *weight > 0), "somebody has to add");
+        Topology { servers: weights.into(), ..self }
+    }
+
+    /// The weights of the servers; empty where there are none.
+    #[must_use]
+    pub fn servers(&self) -> &[u32] {
+        &self.servers
     }
 
     /// The host of each rank; hosts are numbered in the order of their lowest ranks.

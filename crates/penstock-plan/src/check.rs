@@ -293,7 +293,10 @@ fn check_shape(instance: &Instance<'_>, request: &Request, plans: &[Steps], rule
     let segments = plan.steps[place.step as usize].segments;
     let mut slices: Vec<&Slice> = Vec::new();
     match instance.action {
-        Action::Send { src: slice, .. } | Action::Recv { dst: slice, .. } => slices.push(slice),
+        Action::Send { src: slice, .. }
+        | Action::Recv { dst: slice, .. }
+        | Action::Push { src: slice, .. }
+        | Action::Pull { dst: slice, .. } => slices.push(slice),
         Action::Copy { dst, src } => slices.extend([dst, src]),
         Action::Reduce { dst, sources, .. } => {
             slices.push(dst);
@@ -352,7 +355,7 @@ fn runnable_order(instances: &[Instance<'_>]) -> Result<Vec<u32>, Violation> {
         for &earlier in &instance.after {
             // What waits for a send waits for its receiver.
             let done_with = match instances[earlier as usize].action {
-                Action::Send { .. } => instances[earlier as usize].taken_by.unwrap_or(earlier),
+                Action::Send { .. } | Action::Push { .. } => instances[earlier as usize].taken_by.unwrap_or(earlier),
                 _ => earlier,
             };
             followers[done_with as usize].push(index);
@@ -392,7 +395,12 @@ fn ordered_before(instances: &[Instance<'_>], order: &[u32]) -> Vec<Vec<u64>> {
                 *word |= earlier;
             }
         }
-        for &earlier in &instance.after {
+        // A result is there when the server has committed what this rank pushed: it is not read again.
+        let own = |push: &&u32| {
+            let pusher = &instances[**push as usize];
+            matches!(pusher.action, Action::Push { .. }) && pusher.place.rank == instance.place.rank
+        };
+        for &earlier in instance.after.iter().chain(instance.takes.iter().filter(own)) {
             set[earlier as usize / 64] |= 1 << (earlier % 64);
         }
         before[index as usize] = set;
@@ -621,9 +629,17 @@ fn check_values(
         };
         let made = match instance.action {
             Action::Notify { .. } | Action::Await { .. } => continue,
-            Action::Send { src, .. } => {
+            Action::Send { src, .. } | Action::Push { src, .. } => {
                 sent.insert(index, read(instance.area(src))?);
                 continue;
+            }
+            Action::Pull { .. } => {
+                let operands: Vec<_> = instance.takes.iter().map(|push| sent[push].clone()).collect();
+                reduce_runs(&mut expressions, &operands, true).map_err(|(what, at)| Violation::Reduction {
+                    place: instance.place,
+                    what,
+                    at,
+                })?
             }
             Action::Copy { src, .. } => read(instance.area(src))?,
             Action::Recv { .. } => sent.remove(&instance.takes[0]).expect("a send goes before its receiver"),
@@ -792,7 +808,19 @@ fn check_wire_bytes(requests: &[Request], algorithm: Algorithm, instances: &[Ins
     let mut moved = vec![WireBytes::default(); requests.len()];
     let mut crossing = moved.clone();
     for instance in instances {
-        let (Action::Send { to, .. }, from) = (instance.action, instance.place.rank) else { continue };
+        let from = instance.place.rank;
+        let to = match instance.action {
+            Action::Send { to, .. } => to,
+            Action::Push { .. } => {
+                moved[from as usize].sent += instance.bytes;
+                continue;
+            }
+            Action::Pull { .. } => {
+                moved[from as usize].received += instance.bytes;
+                continue;
+            }
+            _ => continue,
+        };
         let add = |moved: &mut [WireBytes]| {
             moved[from as usize].sent += instance.bytes;
             moved[*to as usize].received += instance.bytes;
@@ -819,7 +847,8 @@ fn report(plans: &[Steps], instances: &[Instance<'_>], order: &[u32]) -> Report 
     for &index in order {
         let instance = &instances[index as usize];
         let waited = instance.after.iter().map(|&earlier| depth[earlier as usize]);
-        let arrived = instance.takes.iter().map(|&send| depth[send as usize] + 1);
+        let trips = if matches!(instance.action, Action::Pull { .. }) { 2 } else { 1 };
+        let arrived = instance.takes.iter().map(|&send| depth[send as usize] + trips);
         depth[index as usize] = waited.chain(arrived).max().unwrap_or(0);
     }
     let takes_message = |action: &Action| match action {

@@ -74,10 +74,14 @@ pub fn execute(plans: &[Steps], memory: &mut [Memory], reduce: &mut ReduceFn<'_>
         copies: vec![None; instances.len()],
         ready: Vec::new(),
         done: vec![false; instances.len()],
+        takers: vec![Vec::new(); instances.len()],
     };
     for (index, instance) in (0..).zip(&instances) {
         for &earlier in &instance.after {
             run.followers[earlier as usize].push(index);
+        }
+        for &send in &instance.takes {
+            run.takers[send as usize].push(index);
         }
         if run.waits_for[index as usize] == 0 {
             run.ready.push(index);
@@ -89,7 +93,13 @@ pub fn execute(plans: &[Steps], memory: &mut [Memory], reduce: &mut ReduceFn<'_>
         match instance.action {
             Action::Notify { .. } => {
                 run.finish(index);
-                run.release(taker(instance));
+                run.take(index);
+            }
+            Action::Push { src, .. } => {
+                let bytes = memory[instance.place.rank as usize].area(instance.area(src));
+                run.copies[index as usize] = Some(bytes.to_vec());
+                run.finish(index);
+                run.take(index);
             }
             Action::Send { src, .. } => {
                 if rng.bool() {
@@ -97,10 +107,10 @@ pub fn execute(plans: &[Steps], memory: &mut [Memory], reduce: &mut ReduceFn<'_>
                     run.copies[index as usize] = Some(bytes.to_vec());
                     run.finish(index);
                 }
-                run.release(taker(instance));
+                run.take(index);
             }
             Action::Await { .. } => run.finish(index),
-            Action::Recv { .. } | Action::Copy { .. } | Action::Reduce { .. } => {
+            Action::Recv { .. } | Action::Copy { .. } | Action::Reduce { .. } | Action::Pull { .. } => {
                 let result = result_of(instance, &instances, &mut run.copies, memory, reduce);
                 let place = instance.writes().expect("a step that makes bytes writes them");
                 memory[instance.place.rank as usize].area_mut(place).copy_from_slice(&result);
@@ -130,6 +140,8 @@ struct Run {
     copies: Vec<Option<Vec<u8>>>,
     done: Vec<bool>,
     ready: Vec<u32>,
+    /// Who takes what it sends.
+    takers: Vec<Vec<u32>>,
 }
 
 impl Run {
@@ -137,6 +149,13 @@ impl Run {
         self.waits_for[index as usize] -= 1;
         if self.waits_for[index as usize] == 0 {
             self.ready.push(index);
+        }
+    }
+
+    /// Its messages are on their way.
+    fn take(&mut self, index: u32) {
+        for taker in std::mem::take(&mut self.takers[index as usize]) {
+            self.release(taker);
         }
     }
 
@@ -148,10 +167,6 @@ impl Run {
     }
 }
 
-fn taker(instance: &Instance<'_>) -> u32 {
-    instance.taken_by.expect("expand matched all messages")
-}
-
 /// The bytes that an instance makes from its messages and its rank's memory.
 fn result_of(
     instance: &Instance<'_>,
@@ -160,6 +175,13 @@ fn result_of(
     memory: &[Memory],
     reduce: &mut ReduceFn<'_>,
 ) -> Vec<u8> {
+    if let Action::Pull { .. } = instance.action {
+        let operands: Vec<&[u8]> =
+            instance.takes.iter().map(|&push| copies[push as usize].as_deref().expect("pushed before")).collect();
+        let mut result = vec![0; instance.bytes as usize];
+        reduce(&mut result, &operands, true);
+        return result;
+    }
     let mut messages = instance.takes.iter().map(|&send| {
         copies[send as usize].take().unwrap_or_else(|| {
             let sender = &instances[send as usize];

@@ -32,7 +32,7 @@ pub(crate) struct Instance<'a> {
     pub(crate) after: Vec<u32>,
     /// The instances that send its messages, in the order of its operands.
     pub(crate) takes: Vec<u32>,
-    /// The instance that takes its message.
+    /// The instance that takes its message; of those that take a push, the one on its own rank.
     pub(crate) taken_by: Option<u32>,
 }
 
@@ -46,7 +46,10 @@ impl Instance<'_> {
     /// The place that it writes.
     pub(crate) fn writes(&self) -> Option<Area> {
         match self.action {
-            Action::Recv { dst, .. } | Action::Reduce { dst, .. } | Action::Copy { dst, .. } => Some(self.area(dst)),
+            Action::Recv { dst, .. }
+            | Action::Reduce { dst, .. }
+            | Action::Copy { dst, .. }
+            | Action::Pull { dst, .. } => Some(self.area(dst)),
             _ => None,
         }
     }
@@ -54,7 +57,7 @@ impl Instance<'_> {
     /// The places that it reads.
     pub(crate) fn reads(&self) -> Vec<Area> {
         match self.action {
-            Action::Send { src, .. } | Action::Copy { src, .. } => vec![self.area(src)],
+            Action::Send { src, .. } | Action::Copy { src, .. } | Action::Push { src, .. } => vec![self.area(src)],
             Action::Reduce { sources, .. } => sources
                 .iter()
                 .filter_map(|source| match source {
@@ -98,7 +101,9 @@ pub(crate) fn expand(plans: &[Steps]) -> Result<Vec<Instance<'_>>, Violation> {
                     Action::Send { src: slice, .. }
                     | Action::Recv { dst: slice, .. }
                     | Action::Reduce { dst: slice, .. }
-                    | Action::Copy { dst: slice, .. } => match slice.segment(segment).1 {
+                    | Action::Copy { dst: slice, .. }
+                    | Action::Push { src: slice, .. }
+                    | Action::Pull { dst: slice, .. } => match slice.segment(segment).1 {
                         0 => continue,
                         bytes => bytes,
                     },
@@ -126,7 +131,44 @@ pub(crate) fn expand(plans: &[Steps]) -> Result<Vec<Instance<'_>>, Violation> {
         }
     }
     match_messages(plans, &mut instances)?;
+    match_pushes(plans.len(), &mut instances)?;
     Ok(instances)
+}
+
+/// Every pull takes the push of every rank, in the order of ranks, and every push is pulled on its own rank.
+fn match_pushes(world: usize, instances: &mut [Instance<'_>]) -> Result<(), Violation> {
+    let mut pushed: HashMap<(u32, u32), Vec<Option<u32>>> = HashMap::new();
+    for (index, instance) in (0..).zip(&*instances) {
+        let Action::Push { server, .. } = *instance.action else { continue };
+        let Place { rank, segment, .. } = instance.place;
+        let of_rank = &mut pushed.entry((server, segment)).or_insert_with(|| vec![None; world])[rank as usize];
+        if let Some(other) = of_rank.replace(index) {
+            return Err(Violation::Duplicate { place: instance.place, other: instances[other as usize].place });
+        }
+    }
+    for index in 0..instances.len() {
+        let Instance { place, action: Action::Pull { server, .. }, bytes, .. } = instances[index] else { continue };
+        let pushes = pushed.get(&(*server, place.segment)).ok_or(Violation::Unmatched { place })?;
+        for push in pushes {
+            let push = push.ok_or(Violation::Unmatched { place })?;
+            let pusher = &mut instances[push as usize];
+            if pusher.bytes != bytes {
+                return Err(Violation::Length { place, other: pusher.place, bytes, other_bytes: pusher.bytes });
+            }
+            if pusher.place.rank == place.rank
+                && let Some(other) = pusher.taken_by.replace(index as u32)
+            {
+                return Err(Violation::Duplicate { place, other: instances[other as usize].place });
+            }
+            instances[index].takes.push(push);
+        }
+    }
+    for push in pushed.into_values().flatten().flatten() {
+        if instances[push as usize].taken_by.is_none() {
+            return Err(Violation::Unmatched { place: instances[push as usize].place });
+        }
+    }
+    Ok(())
 }
 
 /// A message by its sender, its receiver and its number.

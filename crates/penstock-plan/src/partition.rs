@@ -45,6 +45,23 @@ impl Chunks {
     }
 }
 
+/// The range of a tensor that each server adds, as (start, length): in the order of the servers, by weight, cut at whole
+/// cache lines. Small tensors leave some empty.
+pub(crate) fn shares(topology: &Topology, bytes: u64) -> Vec<(u64, u64)> {
+    let weights = topology.servers();
+    let total: u128 = weights.iter().map(|weight| u128::from(*weight)).sum();
+    let lines = bytes.div_ceil(LINE_BYTES);
+    let (mut seen, mut start) = (0u128, 0);
+    let mut ranges = Vec::with_capacity(weights.len());
+    for weight in weights {
+        seen += u128::from(*weight);
+        let end = ((u128::from(lines) * seen / total) as u64 * LINE_BYTES).min(bytes);
+        ranges.push((start, end - start));
+        start = end;
+    }
+    ranges
+}
+
 /// All ranks, one after the other around a ring.
 #[derive(Clone, Debug)]
 pub(crate) struct Ring {

@@ -37,6 +37,7 @@ pub fn wire_bytes(request: &Request, algorithm: Algorithm) -> Result<WireBytes, 
                 both(bytes - own + others * own)
             }
             Algorithm::Exchange => both(others * bytes),
+            Algorithm::Aggregated => both(bytes),
             Algorithm::Hierarchical => {
                 let division = Hierarchy::of(&request.topology, bytes);
                 let host = request.topology.host(r);
@@ -120,7 +121,7 @@ pub fn crossing_bytes(request: &Request, algorithm: Algorithm) -> Result<Option<
 }
 
 /// The longest chain of messages in which each waits for the one before: the latency term, in one-way trips. Exact
-/// where no chunk is empty, an upper bound otherwise.
+/// where no chunk is empty, an upper bound otherwise. To a server and back are two, however many aggregators lie between.
 ///
 /// # Errors
 /// As [`wire_bytes`].
@@ -145,7 +146,7 @@ pub(crate) fn latency(request: &Request, algorithm: Algorithm) -> u32 {
         (Collective::AllReduce, Algorithm::Ring) => 2 * (n - 1),
         (Collective::AllReduce, Algorithm::HalvingDoubling) => 2 * fold.rounds() + into_pairs_and_out,
         (Collective::AllReduce, Algorithm::RecursiveDoubling) => fold.rounds() + into_pairs_or_out,
-        (Collective::AllReduce, Algorithm::Direct) => 2,
+        (Collective::AllReduce, Algorithm::Direct | Algorithm::Aggregated) => 2,
         (Collective::AllReduce, Algorithm::Hierarchical) => {
             // A chunk starts at one host and comes last to the one two before it: a hop more in each that has neighbours.
             let division = Hierarchy::of(&request.topology, request.bytes);
@@ -170,7 +171,9 @@ pub enum Order {
     Reduce(Vec<Order>),
 }
 
-/// The order in which each byte of the result is reduced, as (start, length, order) over the whole tensor. Every rank
+/// The order in which each byte of the result is reduced. Servers ([`Algorithm::Aggregated`]) add integers, for which
+/// any order is the same, or floats in the order of their tree, which is not the plan's affair: it counts as one reduction
+/// of all ranks. Given as (start, length, order) over the whole tensor. Every rank
 /// that has a byte of the result has it by the same order, so that all have the same bits. Empty where nothing is
 /// reduced.
 ///
@@ -279,9 +282,9 @@ fn relatives(world: u32, v: u32, algorithm: Algorithm) -> Relatives {
 
 fn check_offered(request: &Request, algorithm: Algorithm) -> Result<(), PlanError> {
     request.validate()?;
-    let offered = Algorithm::of(request.collective);
-    if offered.contains(&algorithm) {
+    if algorithm.is_for(request) {
         return Ok(());
     }
+    let offered = Algorithm::of(request.collective);
     Err(PlanError::NotFor { algorithm, collective: request.collective.name(), offered })
 }

@@ -17,6 +17,7 @@
 //!   the source may be overwritten.
 //! - `Recv`, `Reduce`, `Copy`: when the destination holds the result.
 //! - `Notify`: when queued. `Await`: when the notification is here.
+//! - `Pull`: when the destination holds the result; the `Push` that it answers is done then too.
 //!
 //! What a plan may leave unsaid: an order that holds *through the peer*. In the all-gather half of a ring, for
 //! example, the final chunk can only arrive after the successor has consumed the partial one that we sent from the same
@@ -115,6 +116,21 @@ pub enum Action {
         from: u32,
         /// Number of the message.
         message: u32,
+    },
+    /// Give the bytes of `src` to a server, which adds what all ranks push as instance `s` of the same server.
+    Push {
+        /// Which server, in the order of [`crate::Topology::servers`].
+        server: u32,
+        /// The bytes. They must stay as they are until the matching `Pull` has its result: they may be sent again.
+        src: Slice,
+    },
+    /// Place the finished sum of what all ranks, this one too, push as the same instance of this server. At most one
+    /// `Push` and one `Pull` name a server.
+    Pull {
+        /// Which server.
+        server: u32,
+        /// Where the result goes; it may be where the push came from.
+        dst: Slice,
     },
 }
 

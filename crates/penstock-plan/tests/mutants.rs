@@ -68,6 +68,11 @@ fn bases() -> Vec<Case> {
         let topology = Topology::new(hosts);
         bases.push(Case::on(&topology, Collective::AllReduce, Algorithm::Hierarchical, bytes, 4));
     }
+    // Two servers, of which one has a third.
+    for world in [2, 3] {
+        let topology = Topology::separate_hosts(world).with_servers(&[1, 2]);
+        bases.push(Case::on(&topology, Collective::AllReduce, Algorithm::Aggregated, 6 * seg - 12, 4));
+    }
     bases.push(Case::on(&Topology::new(&[0, 1, 0]), Collective::AllReduce, Algorithm::Ring, 6 * seg - 12, 4));
     for algorithm in [Algorithm::Ring, Algorithm::Direct] {
         bases.push(Case::new(Collective::ReduceScatter, algorithm, 4, 4 * (2 * seg - 12), 4));
@@ -101,6 +106,7 @@ const ALL_KINDS: &[&str] = &[
     "dependency on itself",
     "other peer",
     "message number plus one",
+    "other server",
     "messages of two steps swapped",
     "slices of two sends swapped",
     "slice starts an element later",
@@ -234,6 +240,16 @@ fn mutations(plan: &Steps) -> Vec<(&'static str, Apply)> {
                 }),
             );
         }
+        for add in 1..4 {
+            on_step(
+                "other server",
+                Box::new(move |step| {
+                    if let Action::Push { server, .. } | Action::Pull { server, .. } = &mut step.action {
+                        *server = (*server + add) % 4;
+                    }
+                }),
+            );
+        }
         for message in 0..messages(&mut step.action.clone()).len() {
             let world = 8;
             for add in 1..world {
@@ -328,7 +344,10 @@ fn swap_sends(plan: &mut Steps, a: usize, b: usize) {
 
 fn slices(action: &mut Action) -> Vec<&mut Slice> {
     match action {
-        Action::Send { src: slice, .. } | Action::Recv { dst: slice, .. } => vec![slice],
+        Action::Send { src: slice, .. }
+        | Action::Recv { dst: slice, .. }
+        | Action::Push { src: slice, .. }
+        | Action::Pull { dst: slice, .. } => vec![slice],
         Action::Copy { dst, src } => vec![dst, src],
         Action::Reduce { dst, sources, .. } => std::iter::once(dst)
             .chain(sources.iter_mut().filter_map(|source| match source {
@@ -347,7 +366,7 @@ fn messages(action: &mut Action) -> Vec<(&mut u32, &mut u32)> {
         | Action::Recv { from: peer, message, .. }
         | Action::Notify { to: peer, message }
         | Action::Await { from: peer, message } => vec![(peer, message)],
-        Action::Copy { .. } => vec![],
+        Action::Copy { .. } | Action::Push { .. } | Action::Pull { .. } => vec![],
         Action::Reduce { sources, .. } => sources
             .iter_mut()
             .filter_map(|source| match source {

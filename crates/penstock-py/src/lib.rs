@@ -4,6 +4,7 @@
 //! nothing. Built for Python's stable ABI (3.10 and newer) and against no torch, so that one wheel serves every
 //! interpreter and every torch that users have.
 
+mod aggregated;
 mod callbacks;
 mod daemon;
 mod engine;
@@ -21,6 +22,9 @@ mod _core {
 
     #[pymodule_export]
     use super::engine::{Engine, Group, Ticket};
+
+    #[pymodule_export]
+    use super::aggregated::{UdpSockets, aggregate, aggregated_stats};
 
     #[pymodule_export]
     use super::reducer::Reducer;

@@ -38,7 +38,11 @@ def create(options: Any, pg_options: Any) -> Any:
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     rank, world = options.group_rank, options.group_size
     name = getattr(options, "group_id", "") or "default"
-    membership = rendezvous.join(options.store, rank, world, options.timeout, name, global_ranks[rank])
+    # A plan is for all ranks of the job.
+    everybody = not dist.is_initialized() or world == dist.get_world_size()
+    membership = rendezvous.join(
+        options.store, rank, world, options.timeout, name, global_ranks[rank], aggregate=everybody
+    )
     return _CLASS(membership, options.timeout)
 
 
@@ -312,10 +316,11 @@ class _Collectives:
             self._member.group.abort(f"rank {self._member.rank} called abort()")
             self.shutdown()
 
-    def sibling(self, name: str) -> rendezvous.Membership:
+    def sibling(self, name: str, *, aggregate: bool = False) -> rendezvous.Membership:
         """Join another group of the same ranks, for operations that have an order of their own. Blocks until all ranks have
-        called it, with the same name; it is left with this group at the latest."""
-        self._siblings.append(self._member.sibling(name, self._timeout))
+        called it, with the same name; it is left with this group at the latest. With ``aggregate`` its all-reduces go through
+        servers if this group's do."""
+        self._siblings.append(self._member.sibling(name, self._timeout, aggregate=aggregate))
         return self._siblings[-1]
 
     def forget_siblings(self, siblings: Iterable[rendezvous.Membership]) -> None:

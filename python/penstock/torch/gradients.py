@@ -133,7 +133,7 @@ class GradientReducer:
             tensors = [*parameters, *(model.buffers() if isinstance(model, torch.nn.Module) else [])]
             self._broadcast(tensors, group)
         self._rounds = self._backend.sibling("rounds")
-        self._units = self._backend.sibling("units")
+        self._units = self._backend.sibling("units", aggregate=True)
         asked = config.read().check
         self._names = [names.get(one, f"parameter {index}") for index, one in enumerate(self._parameters)]
         self._gather = checks.gatherer(self._units, self._backend.timeout_s)

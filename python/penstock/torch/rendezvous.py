@@ -25,11 +25,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock import _core, config
+from penstock import _core, config, plan
 from penstock.errors import Closed, PenstockError, Refused
 from penstock.errors import Config as ConfigError
 from penstock.errors import Timeout as TimeoutError_
-from penstock.torch import shared
+from penstock.torch import aggregated, shared
 
 __all__ = ["Membership", "join", "set_generation", "stats"]
 
@@ -46,6 +46,8 @@ class Membership:
     name: str
     engine: _Engine
     store: Any
+    aggregation: aggregated.Aggregation | None = None
+    """What its large all-reduces go through; None: they go among the ranks."""
     last: _core.Ticket | None = None
     """An operation that nobody may come to wait for, and that all ranks start."""
 
@@ -56,16 +58,25 @@ class Membership:
             with contextlib.suppress(PenstockError):
                 self.last.wait(_LAST_S)
         self.group.leave()
-        self.engine.release()
+        self.engine.aggregations.pop(self.name, None)
+        try:
+            if self.aggregation is not None:
+                self.aggregation.close()
+        finally:
+            self.engine.release()
 
-    def sibling(self, name: str, timeout: timedelta) -> Membership:
+    def sibling(self, name: str, timeout: timedelta, *, aggregate: bool = False) -> Membership:
         """Join another group of the same ranks, over the same streams: its operations have an order of their own. All
-        ranks call it, with the same name."""
+        ranks call it, with the same name. With ``aggregate`` its all-reduces go through servers if this group's do."""
         store = dist.PrefixStore(f"penstock/sibling/{name}", self.store)
-        return join(store, self.rank, self.world, timeout, f"{self.name}/{name}", self.engine.job_rank)
+        aggregate = aggregate and self.aggregation is not None
+        full = f"{self.name}/{name}"
+        return join(store, self.rank, self.world, timeout, full, self.engine.job_rank, aggregate=aggregate)
 
 
-def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_rank: int) -> Membership:
+def join(
+    store: Any, rank: int, world: int, timeout: timedelta, name: str, job_rank: int, *, aggregate: bool = False
+) -> Membership:
     """Join a group: agree through ``store``, connect to every member.
 
     Args:
@@ -75,9 +86,11 @@ def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_r
         timeout: for the whole of it.
         name: for logs and errors.
         job_rank: this process's rank in the job, for messages.
+        aggregate: the group has all ranks of the job: PENSTOCK_PLAN holds for it.
 
     Raises:
-        penstock.errors.Config: a knob is wrong, an interface or port cannot be had, the store cannot be reached.
+        penstock.errors.Config: a knob or the plan is wrong, a server or aggregator does not do its part, an interface or port
+            cannot be had, the store cannot be reached.
         penstock.errors.Refused: secrets or versions differ.
         penstock.errors.Timeout: not all ranks came.
         penstock.errors.Closed: this process is a fork of one that uses Penstock.
@@ -94,7 +107,7 @@ def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_r
         settings = config.read()
         engine = _Engine.acquire(settings, store, job_rank)
         try:
-            agreed, members = _agree(store, rank, world, timeout, name, settings, engine)
+            agreed, members = _agree(store, rank, world, timeout, name, settings, engine, aggregate)
         except dist.DistError as error:
             raise _store_failed(name, rank, error) from error
         group, ticket = engine.core.join(
@@ -103,7 +116,7 @@ def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_r
             rank=rank,
             members=members,
             secret=_secret(agreed, settings, rank),
-            algorithm=agreed["algorithm"],
+            algorithm=None if agreed["algorithm"] == "aggregated" else agreed["algorithm"],
             name=name,
         )
         _await_links(group, ticket, store, timeout, name)
@@ -119,12 +132,25 @@ def join(store: Any, rank: int, world: int, timeout: timedelta, name: str, job_r
     membership = Membership(group, rank, world, name, engine, own)
     if rank == 0:
         _announce(membership, settings, agreed, members)
+    if agreed["plan"] is not None:
+        try:
+            text, source = agreed["plan"]
+            membership.aggregation = aggregated.attach(
+                membership, text, source, settings.job_secret(), timeout, engine.interfaces
+            )
+        except BaseException:
+            membership.leave()
+            raise
+        engine.aggregations[name] = membership.aggregation
     return membership
 
 
 def stats() -> dict[str, Any]:
     """See `penstock.torch.stats`."""
-    return engine().core.stats()
+    current = engine()
+    found = current.core.stats()
+    found["aggregated"] = {name: aggregation.stats() for name, aggregation in current.aggregations.items()}
+    return found
 
 
 def engine() -> _Engine:
@@ -180,6 +206,7 @@ class _Engine:
         shared.use(self.core)
         if settings.flight_recorder:
             _write_on_signal(self.core)
+        self.aggregations: dict[str, aggregated.Aggregation] = {}
         self._users = 0
 
     @classmethod
@@ -215,7 +242,14 @@ class _Engine:
 
 
 def _agree(
-    store: Any, rank: int, world: int, timeout: timedelta, name: str, settings: config.Settings, engine: _Engine
+    store: Any,
+    rank: int,
+    world: int,
+    timeout: timedelta,
+    name: str,
+    settings: config.Settings,
+    engine: _Engine,
+    aggregate: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     """Exchange contacts and what rank 0 decides."""
     if rank == 0:
@@ -224,6 +258,7 @@ def _agree(
             "id": secrets.randbits(63) | 1,
             "algorithm": settings.algorithm,
             "secret": None if given else secrets.token_hex(16),
+            "plan": _plan(settings, world) if aggregate else None,
         }
         store.set("group", json.dumps(agreed))
     store.set(str(rank), engine.core.contact())
@@ -234,6 +269,21 @@ def _agree(
         values += store.multi_get(keys[start : start + _BATCH])
     texts = [bytes(value).decode() for value in values]
     return json.loads(texts[0]), texts[1:]
+
+
+def _plan(settings: config.Settings, world: int) -> tuple[str, str] | None:
+    """The text of the plan and its name, if it counts."""
+    if not settings.plan:
+        if settings.algorithm == "aggregated":
+            raise ConfigError("PENSTOCK_ALGORITHM=aggregated needs PENSTOCK_PLAN: docs/aggregated.md")
+        return None
+    text = plan.load(settings.plan)
+    plan.parse(text, settings.plan).check_world(world)
+    if world == 1 or settings.algorithm not in (None, "aggregated"):
+        why = "one rank adds nothing" if world == 1 else f"PENSTOCK_ALGORITHM={settings.algorithm} goes first"
+        log.warning("PENSTOCK_PLAN=%s is not used: %s", settings.plan, why)
+        return None
+    return text, settings.plan
 
 
 def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name: str) -> None:

@@ -1,9 +1,9 @@
 //! All-reduce, in place: the output holds the contribution first and the result at the end.
 
 use crate::{
-    Buf, Dep, Operand, Slice,
+    Action, Buf, Dep, Operand, Slice,
     build::{Draft, StepIndex, all, same},
-    partition::{Chunks, Fold, Hierarchy, Ring, Role},
+    partition::{Chunks, Fold, Hierarchy, Ring, Role, shares},
 };
 
 /// Reduce-scatter around the ring, then all-gather around the ring.
@@ -35,6 +35,17 @@ pub(super) fn ring(draft: &mut Draft<'_>) {
     for step in 0..2 * (n - 1) {
         let message = draft.messages(chunks.max());
         lap.step(draft, step, message);
+    }
+}
+
+/// Each server adds its range of the tensor: a push and a pull for each, segment by segment.
+pub(super) fn aggregated(draft: &mut Draft<'_>) {
+    let ranges = shares(&draft.request.topology, draft.bytes);
+    for (server, (start, len)) in (0..).zip(ranges) {
+        let range = draft.slice(Buf::Output, start, len);
+        let segments = draft.segments(len);
+        draft.push(segments, Action::Push { server, src: range }, []);
+        draft.push(segments, Action::Pull { server, dst: range }, []);
     }
 }
 

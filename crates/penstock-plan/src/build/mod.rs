@@ -27,8 +27,8 @@ use crate::{
 /// [`PlanError`] where the request contradicts itself or `algorithm` is not [`Algorithm::of`] the collective.
 pub fn steps(request: &Request, algorithm: Algorithm) -> Result<Steps, PlanError> {
     request.validate()?;
-    let offered = Algorithm::of(request.collective);
-    if !offered.contains(&algorithm) {
+    if !algorithm.is_for(request) {
+        let offered = Algorithm::of(request.collective);
         return Err(PlanError::NotFor { algorithm, collective: request.collective.name(), offered });
     }
     let mut draft = Draft::new(request);
@@ -39,6 +39,7 @@ pub fn steps(request: &Request, algorithm: Algorithm) -> Result<Steps, PlanError
         (Collective::AllReduce, Algorithm::RecursiveDoubling) => all_reduce::recursive_doubling(&mut draft),
         (Collective::AllReduce, Algorithm::Exchange) => all_reduce::exchange(&mut draft),
         (Collective::AllReduce, Algorithm::Hierarchical) => all_reduce::hierarchical(&mut draft),
+        (Collective::AllReduce, Algorithm::Aggregated) => all_reduce::aggregated(&mut draft),
         (Collective::AllReduce, _) => all_reduce::direct(&mut draft),
         (Collective::ReduceScatter, Algorithm::Ring) => shards::reduce_scatter_ring(&mut draft),
         (Collective::ReduceScatter, _) => shards::reduce_scatter_direct(&mut draft),

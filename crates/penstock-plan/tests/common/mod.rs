@@ -158,6 +158,14 @@ pub(crate) fn cases(world: u32, sizes: &[u64], element_bytes: u32) -> Vec<Case> 
         }
         cases.push(Case::uneven_all_to_all(world, |from, to| bytes * u64::from((3 * from + 5 * to) % 4) / 3));
     }
+    for weights in [&[1][..], &[1, 1], &[0, 3, 2]] {
+        let topology = Topology::separate_hosts(world).with_servers(weights);
+        let of = |&bytes: &u64| {
+            let bytes = bytes.next_multiple_of(u64::from(element_bytes));
+            Case::on(&topology, Collective::AllReduce, Algorithm::Aggregated, bytes, element_bytes)
+        };
+        cases.extend(sizes.iter().map(of));
+    }
     if world == 2 {
         cases.extend(sizes.iter().flat_map(|&bytes| [Case::send_recv(0, bytes), Case::send_recv(1, bytes)]));
     }

@@ -167,7 +167,6 @@ struct Clock {
     /// Smoothed round trip and its variation (RFC 6298); None before the first.
     round_trip: Option<(u64, u64)>,
     backoff: u32,
-    progress: bool,
     progress_at: Time,
     orders: u64,
     scan_at: Option<Time>,
@@ -210,7 +209,6 @@ impl Worker {
             clock: Clock {
                 round_trip: None,
                 backoff: 0,
-                progress: false,
                 progress_at: now,
                 orders: 0,
                 scan_at: None,
@@ -243,6 +241,19 @@ impl Worker {
     #[must_use]
     pub fn received(&self) -> Serial {
         self.received
+    }
+
+    /// The lowest block whose result some worker may still lack, as far as Credit has told: all workers have everything
+    /// before it.
+    #[must_use]
+    pub fn everywhere(&self) -> Serial {
+        Serial(self.credit.0.wrapping_sub(self.config.window - 1))
+    }
+
+    /// The smoothed round trip to whoever answers first, in nanoseconds; 0 before the first was measured.
+    #[must_use]
+    pub fn measured_round_trip(&self) -> u64 {
+        self.clock.round_trip.map_or(0, |(mean, _)| mean)
     }
 
     /// Whether the server has not been heard for [`Timing::server_dead_after`]: the epoch is over.
@@ -443,8 +454,7 @@ impl Worker {
             seq = seq.plus(1);
         }
         if expired {
-            let progress = std::mem::take(&mut self.clock.progress);
-            self.clock.backoff = if progress { 0 } else { (self.clock.backoff + 1).min(MAX_BACKOFF) };
+            self.clock.backoff = (self.clock.backoff + 1).min(MAX_BACKOFF);
         }
         self.clock.scan_at = soonest;
     }
@@ -513,12 +523,14 @@ impl Worker {
     }
 
     fn made_progress(&mut self, now: Time) {
-        self.clock.progress = true;
         self.clock.progress_at = now;
     }
 
-    /// RFC 6298, section 2.
+    /// RFC 6298, section 2. Only a block that was sent once says how long a round trip takes, so the doubled time-out
+    /// holds until one has come back (Karn and Partridge, 1987): otherwise a time-out below the round trip has every block
+    /// sent twice, and never learns better.
     fn measure(&mut self, sample: u64) {
+        self.clock.backoff = 0;
         let sample = sample.min(self.config.timing.rto_max);
         self.clock.round_trip = Some(match self.clock.round_trip {
             None => (sample, sample / 2),

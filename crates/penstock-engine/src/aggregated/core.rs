@@ -1,0 +1,658 @@
+//! A rank's side of the aggregated all-reduces of one group, without sockets and clocks.
+//!
+//! Every server has a *stream* of SeqNums of its own. Operations post their blocks to it in the order in which the group's
+//! ranks issue them, so that SeqNums mean the same on all ranks without a message:
+//!
+//! ```text
+//!   op 0: header, exponents ──(results)──> blocks ──(all numbered)──> op 1: header, exponents ──(results)──> blocks ...
+//! ```
+//! A block is read from the tensor whenever it is sent, and its result is written over it: once a result is here, the server
+//! has committed the block, and nobody asks for it again.
+//!
+//! **An operation ends when *all* ranks have all its results**, which Credit tells. So what one rank has handed to its user
+//! no rank lacks, and when a server dies, everybody can start again from the same operation.
+
+use super::layout::{HEADER_EXPONENTS, Layout, Wire, header, other_fingerprint};
+use penstock_kernels::{ByteOrder, Exponent, Finish, block_exponent, premultiply, reduce, swap_bytes};
+use penstock_plan::{Action, Algorithm, Collective, Planner, Request, Topology};
+use penstock_protocol::aggregation::{
+    Format, HEADER_BYTES, Header, Kind, Link, Received, Refusal, Route, Serial, Worker, WorkerConfig,
+};
+use penstock_types::{DType, ReduceOp, Time};
+use std::collections::VecDeque;
+
+/// The server itself, in a [`WorkerConfig`].
+pub(crate) const SERVER: Link = Link(0);
+/// The aggregator above this rank, where there is one.
+pub(crate) const PARENT: Link = Link(1);
+
+/// What all ranks of a group agree on.
+#[derive(Clone, Debug)]
+pub(crate) struct CoreConfig {
+    pub(crate) rank: u32,
+    pub(crate) world: u32,
+    pub(crate) wire: Wire,
+    /// The most that a packet carries, a multiple of 64.
+    pub(crate) payload_bytes: usize,
+    /// By server: its part of each tensor.
+    pub(crate) weights: Vec<u32>,
+}
+
+/// An all-reduce, as the core needs it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Job {
+    pub(crate) dtype: DType,
+    /// Sum, average or premultiplied sum.
+    pub(crate) op: ReduceOp,
+    pub(crate) address: *mut u8,
+    pub(crate) bytes: usize,
+    /// What ranks must agree on.
+    pub(crate) fingerprint: u64,
+    /// The tensor holds the contribution: otherwise [`Core::release`] says when.
+    pub(crate) ready: bool,
+    pub(crate) started: Time,
+    /// Nanoseconds.
+    pub(crate) timeout: u64,
+}
+
+// SAFETY: the caller of the engine keeps the tensor alive and leaves it alone until the operation has ended; only the
+// lane's thread uses the address.
+unsafe impl Send for Job {}
+
+/// Why the lane cannot go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Trouble {
+    /// Ranks mean different things with operation `op`; another rank's fingerprint.
+    Mismatch { op: u64, theirs: u64 },
+    /// A result that no honest server sends.
+    Result(String),
+}
+
+/// A packet to send; its payload is in the buffer that was passed.
+#[derive(Debug)]
+pub(crate) struct Packet {
+    pub(crate) to: Link,
+    pub(crate) seq: Serial,
+    pub(crate) header: [u8; HEADER_BYTES],
+    pub(crate) payload_bytes: usize,
+}
+
+/// Counts of one server's stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct StreamCounters {
+    pub(crate) pushed: u64,
+    pub(crate) pushed_again: u64,
+    pub(crate) requested: u64,
+    pub(crate) results: u64,
+    pub(crate) refused: u64,
+}
+
+pub(crate) struct Core {
+    config: CoreConfig,
+    topology: Topology,
+    planner: Planner,
+    streams: Vec<Stream>,
+    /// Those that have not ended; the first one's number is `first`.
+    ops: VecDeque<Op>,
+    first: u64,
+}
+
+struct Stream {
+    worker: Worker,
+    /// The operation whose blocks are posted next.
+    op: u64,
+    next: Next,
+    /// By SeqNum modulo its length, which is what a worker may have posted: what it carries.
+    posted: Vec<Carried>,
+    counters: StreamCounters,
+}
+
+/// What an operation posts next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Next {
+    Header,
+    Exponents(usize),
+    /// The exponents of all ranks are not here yet.
+    Agreement,
+    Block {
+        block: usize,
+        part: usize,
+    },
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Carried {
+    op: u64,
+    what: What,
+    sent: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum What {
+    Header,
+    Exponents(usize),
+    Block { block: usize, part: usize },
+}
+
+struct Op {
+    job: Job,
+    layout: Layout,
+    /// Nothing of it has been posted yet.
+    begun: bool,
+    sides: Vec<Side>,
+    /// By granule, the servers' one after the other: whether the tensor holds the result.
+    delivered: Vec<bool>,
+    undelivered: usize,
+}
+
+/// One server's range of an operation.
+struct Side {
+    start: usize,
+    len: usize,
+    blocks: usize,
+    /// Of each block: this rank's at first, all ranks' in the end.
+    exponents: Vec<i16>,
+    /// Headers and exponents without a result.
+    unagreed: usize,
+    /// Where its granules begin.
+    first_granule: usize,
+    /// The last SeqNum, once all are posted.
+    last: Option<Serial>,
+}
+
+impl Core {
+    /// Streams are to servers in the order of `config.weights`; every worker's window is the same.
+    pub(crate) fn new(now: Time, config: CoreConfig, workers: Vec<WorkerConfig>) -> Core {
+        assert_eq!(workers.len(), config.weights.len(), "a worker a server");
+        let stream = |worker: WorkerConfig| Stream {
+            posted: vec![Carried { op: 0, what: What::Header, sent: false }; 2 * worker.window as usize],
+            worker: Worker::new(now, worker),
+            op: 0,
+            next: Next::Header,
+            counters: StreamCounters::default(),
+        };
+        Core {
+            topology: Topology::separate_hosts(config.world).with_servers(&config.weights),
+            planner: Planner::default(),
+            streams: workers.into_iter().map(stream).collect(),
+            ops: VecDeque::new(),
+            first: 0,
+            config,
+        }
+    }
+
+    /// Takes the next operation of the group's order; returns its number.
+    pub(crate) fn submit(&mut self, job: Job) -> u64 {
+        let CoreConfig { wire, world, rank, payload_bytes, .. } = self.config;
+        let layout = Layout::new(wire, job.dtype, world, payload_bytes);
+        let request = Request {
+            collective: Collective::AllReduce,
+            world,
+            rank,
+            topology: self.topology.clone(),
+            bytes: job.bytes as u64,
+            element_bytes: job.dtype.size() as u32,
+            splits: None,
+            segment_bytes: layout.block_bytes() as u64,
+        };
+        let steps = self.planner.steps(&request, Algorithm::Aggregated).expect("whole elements, and there are servers");
+        let mut sides: Vec<Side> = (self.streams.iter())
+            .map(|_| Side {
+                start: 0,
+                len: 0,
+                blocks: 0,
+                exponents: Vec::new(),
+                unagreed: 0,
+                first_granule: 0,
+                last: None,
+            })
+            .collect();
+        for step in &steps.steps {
+            let Action::Push { server, src } = step.action else { continue };
+            let side = &mut sides[server as usize];
+            (side.start, side.len, side.blocks) = (src.start as usize, src.len as usize, step.segments as usize);
+        }
+        let mut granules = 0;
+        for side in &mut sides {
+            side.first_granule = granules;
+            granules += side.len.div_ceil(layout.granule_bytes());
+        }
+        let delivered = vec![false; granules];
+        self.ops.push_back(Op { job, layout, begun: false, sides, delivered, undelivered: granules });
+        self.first + self.ops.len() as u64 - 1
+    }
+
+    /// The tensor of an operation that was not ready is.
+    pub(crate) fn release(&mut self, op: u64) {
+        if let Some(op) = op.checked_sub(self.first).and_then(|at| self.ops.get_mut(at as usize)) {
+            op.job.ready = true;
+        }
+    }
+
+    /// Takes a datagram that came from `from` to the socket of `server`. A refused one has no effect.
+    pub(crate) fn handle_packet(
+        &mut self,
+        now: Time,
+        server: usize,
+        from: Link,
+        bytes: &[u8],
+    ) -> Result<Result<(), Refusal>, Trouble> {
+        let stream = &mut self.streams[server];
+        match stream.worker.handle_packet(now, from, bytes) {
+            Err(refusal) => {
+                stream.counters.refused += 1;
+                Ok(Err(refusal))
+            }
+            Ok(Received::Control) => Ok(Ok(())),
+            Ok(Received::Result { seq, format, exponent, payload }) => {
+                stream.counters.results += 1;
+                self.deliver(server, seq, format, exponent, payload).map(Ok)
+            }
+        }
+    }
+
+    /// When [`Core::handle_timeout`] is due.
+    pub(crate) fn poll_timeout(&self) -> Time {
+        let workers = self.streams.iter().map(|stream| stream.worker.poll_timeout());
+        let ops = self.ops.iter().map(|op| op.job.started.plus(op.job.timeout));
+        workers.chain(ops).min().unwrap_or(Time(u64::MAX))
+    }
+
+    pub(crate) fn handle_timeout(&mut self, now: Time) {
+        for stream in &mut self.streams {
+            if stream.worker.poll_timeout() <= now {
+                stream.worker.handle_timeout(now);
+            }
+        }
+    }
+
+    /// The next packet for a server. `payload` is as long as a packet may be.
+    pub(crate) fn poll_transmit(&mut self, now: Time, server: usize, payload: &mut [u8]) -> Option<Packet> {
+        self.post(server);
+        let outbound = self.streams[server].worker.poll_transmit(now)?;
+        let Header { kind, seq, .. } = outbound.header;
+        let (mut format, mut exponent, mut len) = (Format::None, 0, 0);
+        let stream = &mut self.streams[server];
+        match kind {
+            Kind::Push => {
+                let at = seq.0 as usize % stream.posted.len();
+                let carried = &mut stream.posted[at];
+                match std::mem::replace(&mut carried.sent, true) {
+                    false => stream.counters.pushed += 1,
+                    true => stream.counters.pushed_again += 1,
+                }
+                let Carried { op, what, .. } = *carried;
+                let op = &self.ops[(op - self.first) as usize];
+                (format, exponent, len) = op.write(server, what, payload);
+            }
+            Kind::Request => stream.counters.requested += 1,
+            _ => {}
+        }
+        let header = self.streams[server].worker.seal(&outbound.header, format, exponent, &payload[..len]);
+        Some(Packet { to: outbound.to, seq, header, payload_bytes: len })
+    }
+
+    /// The next operation that has ended; they end in order.
+    pub(crate) fn poll_done(&mut self) -> Option<u64> {
+        let ended = |op: &Op| {
+            op.undelivered == 0
+                && op.sides.iter().zip(&self.streams).all(|(side, stream)| {
+                    side.unagreed == 0
+                        && side.last.map_or(side.blocks == 0, |last| stream.worker.everywhere().is_newer_than(last))
+                })
+        };
+        self.ops.front().filter(|op| ended(op))?;
+        self.pop()
+    }
+
+    /// The next operation whose results are all here, whether or not all others have them.
+    pub(crate) fn poll_delivered(&mut self) -> Option<u64> {
+        self.ops.front().filter(|op| op.has_all())?;
+        self.pop()
+    }
+
+    /// The first operation whose time is over.
+    pub(crate) fn late(&self, now: Time) -> Option<u64> {
+        let late = |op: &Op| now.since(op.job.started) > op.job.timeout;
+        self.ops.iter().position(late).map(|at| self.first + at as u64)
+    }
+
+    /// What the first operation waits for: blocks without a result, of so many, by server.
+    pub(crate) fn waiting(&self) -> Vec<(usize, usize)> {
+        let Some(op) = self.ops.front() else { return Vec::new() };
+        let granules = |side: &Side| side.len.div_ceil(op.layout.granule_bytes());
+        op.sides
+            .iter()
+            .map(|side| {
+                let all = granules(side);
+                let here = op.delivered[side.first_granule..][..all].iter().filter(|here| **here).count();
+                (all - here, all)
+            })
+            .collect()
+    }
+
+    /// The first server that was silent for too long.
+    pub(crate) fn lost_server(&self, now: Time) -> Option<usize> {
+        self.streams.iter().position(|stream| stream.worker.server_is_lost(now))
+    }
+
+    /// Whether blocks for a server go straight to it, because an aggregator is passed by.
+    pub(crate) fn is_direct(&self, server: usize) -> bool {
+        self.streams[server].worker.is_direct()
+    }
+
+    pub(crate) fn round_trip(&self, server: usize) -> u64 {
+        self.streams[server].worker.measured_round_trip()
+    }
+
+    pub(crate) fn counters(&self, server: usize) -> StreamCounters {
+        self.streams[server].counters
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.ops.is_empty()
+    }
+
+    /// Where a fallback has to begin, as far as this rank knows: its first operation that lacks a result, and the number of
+    /// operations that it has been given.
+    pub(crate) fn fallback_point(&self) -> (u64, u64) {
+        let complete = self.ops.iter().take_while(|op| op.has_all()).count() as u64;
+        (self.first + complete, self.first + self.ops.len() as u64)
+    }
+
+    /// The number of the first operation that has not ended; of the next one, if all have.
+    #[cfg(test)]
+    pub(crate) fn first_number(&self) -> u64 {
+        self.first
+    }
+
+    /// Gives up the first operation, for a fallback.
+    pub(crate) fn take_first(&mut self) -> Option<(u64, Leftover)> {
+        let op = self.ops.pop_front()?;
+        self.first += 1;
+        let granules = op.sides.iter().flat_map(|side| {
+            let step = op.layout.granule_bytes();
+            (0..side.len.div_ceil(step)).map(move |i| (side.start + i * step, step.min(side.len - i * step)))
+        });
+        let granules = granules.zip(&op.delivered).map(|((start, len), here)| (start, len, *here)).collect();
+        Some((self.first - 1, Leftover { job: op.job, begun: op.begun, granules }))
+    }
+
+    fn pop(&mut self) -> Option<u64> {
+        self.ops.pop_front()?;
+        self.first += 1;
+        for stream in self.streams.iter_mut().filter(|stream| stream.op < self.first) {
+            // It had nothing of this operation.
+            (stream.op, stream.next) = (self.first, Next::Header);
+        }
+        Some(self.first - 1)
+    }
+
+    /// Posts what can be.
+    fn post(&mut self, server: usize) {
+        let stream = &mut self.streams[server];
+        while let Some(op) = stream.op.checked_sub(self.first).and_then(|at| self.ops.get_mut(at as usize)) {
+            if !op.job.ready {
+                return;
+            }
+            if !std::mem::replace(&mut op.begun, true)
+                && let ReduceOp::PremulSum(factor) = op.job.op
+            {
+                // SAFETY: the tensor is the operation's, which has not read it yet.
+                unsafe { premultiply(op.job.dtype, op.job.address, op.job.address, op.job.bytes, factor) };
+            }
+            let layout = op.layout;
+            let tensor = op.job.tensor();
+            let side = &mut op.sides[server];
+            if side.blocks == 0 {
+                stream.op += 1;
+                continue;
+            }
+            let (what, route) = match stream.next {
+                Next::Header => (What::Header, Route::Tree),
+                Next::Exponents(packet) => (What::Exponents(packet), Route::Tree),
+                Next::Agreement if side.unagreed > 0 => return,
+                Next::Agreement => {
+                    stream.next = Next::Block { block: 0, part: 0 };
+                    continue;
+                }
+                Next::Block { block, part } => {
+                    let route = if side.is_full(&layout, block) { Route::Full } else { Route::Tree };
+                    (What::Block { block, part }, route)
+                }
+            };
+            let Some(seq) = stream.worker.post(route) else { return };
+            let at = seq.0 as usize % stream.posted.len();
+            stream.posted[at] = Carried { op: stream.op, what, sent: false };
+            let packets = side.blocks.div_ceil(layout.exponents_a_packet());
+            stream.next = match what {
+                What::Header => {
+                    side.unagreed += 1;
+                    match layout.integers {
+                        None => Next::Block { block: 0, part: 0 },
+                        Some(_) => {
+                            side.exponents = vec![0; side.blocks];
+                            Next::Exponents(0)
+                        }
+                    }
+                }
+                What::Exponents(packet) => {
+                    side.unagreed += 1;
+                    for block in side.exponents_of(&layout, packet) {
+                        let (start, len) = side.part(&layout, block, 0, 1);
+                        side.exponents[block] = block_exponent(layout.dtype, tensor.get(start, len)).code();
+                    }
+                    if packet + 1 < packets { Next::Exponents(packet + 1) } else { Next::Agreement }
+                }
+                What::Block { block, part } => {
+                    if part + 1 < side.parts(&layout, block) {
+                        Next::Block { block, part: part + 1 }
+                    } else if block + 1 < side.blocks {
+                        Next::Block { block: block + 1, part: 0 }
+                    } else {
+                        side.last = Some(seq);
+                        stream.op += 1;
+                        Next::Header
+                    }
+                }
+            };
+        }
+    }
+
+    fn deliver(
+        &mut self,
+        server: usize,
+        seq: Serial,
+        format: Format,
+        exponent: i16,
+        payload: &[u8],
+    ) -> Result<(), Trouble> {
+        let stream = &self.streams[server];
+        let Carried { op: number, what, .. } = stream.posted[seq.0 as usize % stream.posted.len()];
+        let op = &mut self.ops[(number - self.first) as usize];
+        let expected = op.shape(server, what);
+        if expected != (format, exponent, payload.len()) {
+            return Err(Trouble::Result(format!(
+                "the result of block {seq} is {} bytes of {format:?} with exponent {exponent}, not {} of {:?} with {}",
+                payload.len(),
+                expected.2,
+                expected.0,
+                expected.1
+            )));
+        }
+        let layout = op.layout;
+        let tensor = op.job.tensor();
+        let side = &mut op.sides[server];
+        let codes = || payload.as_chunks::<2>().0.iter().map(|bytes| i16::from_be_bytes(*bytes));
+        match what {
+            What::Header => {
+                let maxima: Vec<i16> = codes().collect();
+                if let Some(theirs) = other_fingerprint(op.job.fingerprint, &maxima) {
+                    return Err(Trouble::Mismatch { op: number, theirs });
+                }
+                side.unagreed -= 1;
+            }
+            What::Exponents(packet) => {
+                for (block, code) in side.exponents_of(&layout, packet).zip(codes()) {
+                    if Exponent::from_code(code).is_none() {
+                        return Err(Trouble::Result(format!("{code} is no exponent (block {seq})")));
+                    }
+                    side.exponents[block] = code;
+                }
+                side.unagreed -= 1;
+            }
+            What::Block { block, part } => {
+                let parts = side.parts(&layout, block);
+                let (start, len) = side.part(&layout, block, part, parts);
+                let into = tensor.get_mut(start, len);
+                match layout.integers.filter(|_| !side.is_full(&layout, block)) {
+                    Some(integers) => {
+                        let exponent = Exponent::from_code(side.exponents[block]).expect("checked when it came");
+                        let scaled = integers.at(exponent).expect("it is finite");
+                        scaled.dequantise(into, payload, ByteOrder::Big);
+                    }
+                    None => swap_bytes(layout.word(), into, payload),
+                }
+                if op.job.op == ReduceOp::Avg {
+                    let (place, finish) = (into.as_mut_ptr(), Finish::DivideBy(self.config.world));
+                    // SAFETY: one operand, which is the destination.
+                    unsafe { reduce(ReduceOp::Avg, layout.dtype, place, &[place.cast_const()], len, finish) };
+                }
+                let granule = layout.granule_bytes();
+                let first = side.first_granule + (start - side.start) / granule;
+                for here in &mut op.delivered[first..first + len.div_ceil(granule)] {
+                    debug_assert!(!*here, "a result is delivered once");
+                    *here = true;
+                    op.undelivered -= 1;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What is left of an operation for a fallback to do.
+#[derive(Debug)]
+pub(crate) struct Leftover {
+    pub(crate) job: Job,
+    /// The contribution was premultiplied, if it had to be.
+    pub(crate) begun: bool,
+    /// Start and length in the tensor, and whether it holds the result, finished.
+    pub(crate) granules: Vec<(usize, usize, bool)>,
+}
+
+impl Op {
+    fn has_all(&self) -> bool {
+        self.undelivered == 0 && self.sides.iter().all(|side| side.unagreed == 0)
+    }
+
+    /// What a packet of this is to look like: format, exponent, length.
+    fn shape(&self, server: usize, what: What) -> (Format, i16, usize) {
+        let (layout, side) = (&self.layout, &self.sides[server]);
+        match what {
+            What::Header => (Format::Exponents, 0, 2 * HEADER_EXPONENTS),
+            What::Exponents(packet) => (Format::Exponents, 0, 2 * side.exponents_of(layout, packet).len()),
+            What::Block { block, part } => {
+                let (_, len) = side.part(layout, block, part, side.parts(layout, block));
+                match layout.integers.filter(|_| !side.is_full(layout, block)) {
+                    Some(integers) => {
+                        let wire = len / layout.dtype.size() * integers.integer().size();
+                        (layout.integer_format(), side.exponents[block], wire)
+                    }
+                    None => (layout.float_format(), 0, len),
+                }
+            }
+        }
+    }
+
+    /// Fills in the payload of a packet.
+    fn write(&self, server: usize, what: What, payload: &mut [u8]) -> (Format, i16, usize) {
+        let shape = self.shape(server, what);
+        let payload = &mut payload[..shape.2];
+        let (layout, side) = (&self.layout, &self.sides[server]);
+        let put = |payload: &mut [u8], codes: &[i16]| {
+            for (bytes, code) in payload.as_chunks_mut::<2>().0.iter_mut().zip(codes) {
+                *bytes = code.to_be_bytes();
+            }
+        };
+        match what {
+            What::Header => put(payload, &header(self.job.fingerprint)),
+            What::Exponents(packet) => put(payload, &side.exponents[side.exponents_of(layout, packet)]),
+            What::Block { block, part } => {
+                let (start, len) = side.part(layout, block, part, side.parts(layout, block));
+                let bytes = self.job.tensor().get(start, len);
+                match layout.integers.filter(|_| !side.is_full(layout, block)) {
+                    Some(integers) => {
+                        let exponent = Exponent::from_code(side.exponents[block]).expect("checked when it came");
+                        integers.at(exponent).expect("it is finite").quantise(payload, bytes, ByteOrder::Big);
+                    }
+                    None => swap_bytes(layout.word(), payload, bytes),
+                }
+            }
+        }
+        shape
+    }
+}
+
+impl Side {
+    /// Whether a block goes as the tensor has it although others go as integers.
+    fn is_full(&self, layout: &Layout, block: usize) -> bool {
+        layout.integers.is_some() && self.exponents[block] == Exponent::NONFINITE.code()
+    }
+
+    /// Packets that a block takes. Its exponent is agreed on.
+    fn parts(&self, layout: &Layout, block: usize) -> usize {
+        if !self.is_full(layout, block) {
+            return 1;
+        }
+        self.part(layout, block, 0, 1).1.div_ceil(layout.granule_bytes())
+    }
+
+    /// Where a part of a block lies, in bytes of the tensor. With one part it is the block.
+    fn part(&self, layout: &Layout, block: usize, part: usize, parts: usize) -> (usize, usize) {
+        let block_start = block * layout.block_bytes();
+        let block_len = layout.block_bytes().min(self.len - block_start);
+        if parts == 1 {
+            return (self.start + block_start, block_len);
+        }
+        let start = part * layout.granule_bytes();
+        (self.start + block_start + start, layout.granule_bytes().min(block_len - start))
+    }
+
+    /// The blocks whose exponents a packet carries.
+    fn exponents_of(&self, layout: &Layout, packet: usize) -> std::ops::Range<usize> {
+        let most = layout.exponents_a_packet();
+        packet * most..self.blocks.min((packet + 1) * most)
+    }
+}
+
+impl Job {
+    fn tensor(&self) -> Tensor {
+        Tensor { address: self.address, bytes: self.bytes }
+    }
+}
+
+/// An operation's memory.
+#[derive(Clone, Copy)]
+struct Tensor {
+    address: *mut u8,
+    bytes: usize,
+}
+
+impl Tensor {
+    fn get<'a>(self, start: usize, len: usize) -> &'a [u8] {
+        assert!(start + len <= self.bytes, "a block outside the tensor");
+        // SAFETY: inside the tensor, which is the operation's while it runs; nobody writes it meanwhile.
+        unsafe { std::slice::from_raw_parts(self.address.add(start), len) }
+    }
+
+    fn get_mut<'a>(self, start: usize, len: usize) -> &'a mut [u8] {
+        assert!(start + len <= self.bytes, "a block outside the tensor");
+        // SAFETY: as above; the one caller lets go of it before anything else looks at the tensor.
+        unsafe { std::slice::from_raw_parts_mut(self.address.add(start), len) }
+    }
+}
+
+#[cfg(test)]
+#[path = "core_tests.rs"]
+mod tests;

@@ -1,0 +1,705 @@
+//! The lane's thread: turns what the core wants into system calls, and the core's troubles into the group's failures.
+
+use super::core::{Core, CoreConfig, Job, PARENT, SERVER, Trouble};
+use super::fallback::{claims, contribute, finish};
+use super::{LaneSpec, NodeSpec, ServerSpec, ServerStats, Shared};
+use crate::runtime::Call;
+use crate::{Group, Ticket};
+use penstock_net::datagrams::Datagrams;
+use penstock_plan::Collective;
+use penstock_protocol::aggregation::{Key, Link, Serial, Timing, WorkerConfig};
+use penstock_protocol::fingerprint::{Fingerprint, Name};
+use penstock_types::{DType, Failure, FailureKind, MILLISECOND, Priority, ReduceOp, SECOND, Time};
+use std::any::Any;
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// What others ask of the lane's thread.
+#[derive(Debug)]
+pub(super) enum Command {
+    Start(Call, Ticket),
+    /// The tensor of an operation that was started with [`Call::hold`] is ready.
+    Release(Ticket),
+    /// The group has failed.
+    Failed(Failure),
+    /// The alarm group has failed: a server is lost ([`SERVER_LOST`]), or a rank has left.
+    Alarm(Failure),
+    Stop,
+}
+
+/// The kind by which the alarm group says that a server is lost. Nothing else of it has a time-out.
+const SERVER_LOST: FailureKind = FailureKind::Timeout;
+/// A window of blocks waits in this host's own queue before it leaves, which is part of the round trip: 2.3 MB are 18 ms at
+/// 1 Gbit/s. Losses are noticed by what overtakes them, so patience costs little.
+const TIMING: Timing = Timing {
+    rto_first: 100 * MILLISECOND,
+    rto_min: 10 * MILLISECOND,
+    rto_max: 500 * MILLISECOND,
+    heartbeat_every: 2 * MILLISECOND,
+    idle_every: 100 * MILLISECOND,
+    path_dead_after: 350 * MILLISECOND,
+    stall_after: SECOND,
+    server_dead_after: 4 * SECOND,
+};
+/// How long ranks may take to find each other after an alarm: more than it takes each to miss the server by itself.
+const AGREE_WITHIN: u64 = 30 * SECOND;
+/// Batches of one socket before another has its turn.
+const BATCHES: usize = 4;
+/// Of each server's.
+const BYPASSES_TOLD: u64 = 3;
+/// How often counters are published while packets flow.
+const PUBLISH_EVERY: u64 = SECOND / 10;
+
+pub(super) struct Driver {
+    shared: Arc<Shared>,
+    group: Group,
+    spec: LaneSpec,
+    sockets: Vec<Datagrams>,
+    core: Core,
+    epoch: Instant,
+    /// Operations that have not ended, in the group's order, from number `first` on.
+    running: VecDeque<Running>,
+    first: u64,
+    /// Why the group has failed.
+    failed: Option<Failure>,
+    /// A rank has left the group: what it has not issued never ends.
+    departed: Option<Failure>,
+    /// A server is lost, as another rank says.
+    alarmed: Option<String>,
+    stopped: bool,
+    payload: Vec<u8>,
+    published: Time,
+    direct: Vec<bool>,
+    refusals_told: Vec<bool>,
+}
+
+struct Running {
+    ticket: Ticket,
+    job: Job,
+    fingerprint: Fingerprint,
+    priority: Priority,
+    /// What keeps the tensor alive.
+    keep: Option<Box<dyn Any + Send>>,
+}
+
+impl Driver {
+    pub(super) fn new(shared: Arc<Shared>, group: Group, sockets: Vec<Datagrams>, spec: LaneSpec) -> Driver {
+        let worker = |server: &ServerSpec| WorkerConfig {
+            job: server.job,
+            epoch: server.epoch,
+            key: server.key.map(Key),
+            worker: spec.rank as u8,
+            window: server.window,
+            start: Serial(server.start),
+            parent: if server.parent.is_some() { PARENT } else { SERVER },
+            server: SERVER,
+            timing: TIMING,
+        };
+        let config = CoreConfig {
+            rank: spec.rank,
+            world: spec.world,
+            wire: spec.wire,
+            payload_bytes: spec.payload_bytes,
+            weights: spec.servers.iter().map(|server| server.weight).collect(),
+        };
+        let core = Core::new(Time(0), config, spec.servers.iter().map(worker).collect());
+        shared.stats().servers = spec
+            .servers
+            .iter()
+            .map(|server| ServerStats {
+                address: server.address,
+                parent: server.parent.map(|parent| parent.address),
+                is_direct: false,
+                bypasses: 0,
+                pushed: 0,
+                pushed_again: 0,
+                requested: 0,
+                results: 0,
+                refused: 0,
+                sent_bytes: 0,
+                received_bytes: 0,
+                round_trip_ns: 0,
+            })
+            .collect();
+        Driver {
+            direct: vec![false; spec.servers.len()],
+            refusals_told: vec![false; spec.servers.len()],
+            payload: vec![0; spec.payload_bytes],
+            shared,
+            group,
+            spec,
+            sockets,
+            core,
+            epoch: Instant::now(),
+            running: VecDeque::new(),
+            first: 0,
+            failed: None,
+            departed: None,
+            alarmed: None,
+            stopped: false,
+            published: Time(0),
+        }
+    }
+
+    pub(super) fn run(mut self) {
+        self.listen();
+        let lost = loop {
+            if let Some(reason) = self.turn() {
+                break reason;
+            }
+            if self.stopped {
+                return;
+            }
+        };
+        if self.fall_back(&lost) {
+            self.forward();
+        }
+    }
+
+    /// Hears of the group's end, of ranks that leave, and of servers that others miss.
+    fn listen(&self) {
+        let watch = Ticket::default();
+        let (shared, fallback) = (self.shared.clone(), self.spec.fallback.clone());
+        watch.on_done(move |result| {
+            let failure = result.clone().expect_err("a watch ends with a failure");
+            // Whoever waits for it there waits no longer.
+            fallback.fail(failure.clone());
+            shared.post(Command::Failed(failure), None);
+        });
+        self.group.watch(watch);
+        // Messages that never come. Waiting for each rank shows who leaves.
+        for from in (0..self.spec.world).filter(|rank| *rank != self.spec.rank) {
+            let mut never = Box::new(0u64);
+            let call = Call {
+                collective: Collective::Recv { from },
+                fingerprint: Fingerprint::new(Name::PointToPoint, None, DType::I64, None, 1),
+                dtype: DType::I64,
+                op: ReduceOp::Sum,
+                bytes: size_of::<u64>() as u64,
+                splits: None,
+                input: std::ptr::null(),
+                output: std::ptr::from_mut(&mut *never).cast(),
+                tag: 0,
+                priority: Priority(0),
+                hold: false,
+                timeout: u64::MAX,
+                keep: Some(never),
+            };
+            let (ticket, shared) = (Ticket::default(), self.shared.clone());
+            ticket.on_done(move |result| {
+                if let Err(failure) = result {
+                    shared.post(Command::Alarm(failure.clone()), None);
+                }
+            });
+            // SAFETY: `keep` is the buffer.
+            unsafe { self.spec.alarm.start_as(call, ticket) };
+        }
+    }
+
+    /// One round of everything. Says which server is lost, once one is.
+    fn turn(&mut self) -> Option<String> {
+        self.take_commands();
+        if self.stopped || self.failed.is_some() {
+            self.wait(self.failed.is_some());
+            return None;
+        }
+        self.receive();
+        let now = self.now();
+        self.core.handle_timeout(now);
+        self.transmit(now);
+        self.settle();
+        self.judge(now);
+        if let Some(lost) = self.lost(now) {
+            return Some(lost);
+        }
+        if now.since(self.published) >= PUBLISH_EVERY {
+            self.published = now;
+            self.publish();
+        }
+        self.wait(false);
+        None
+    }
+
+    fn take_commands(&mut self) {
+        let commands = std::mem::take(&mut self.shared.mailbox().commands);
+        for command in commands {
+            match command {
+                Command::Start(call, ticket) => self.start(call, ticket),
+                Command::Release(ticket) => {
+                    if let Some(at) = self.running.iter().position(|running| running.ticket.is(&ticket)) {
+                        self.running[at].job.ready = true;
+                        self.core.release(self.first + at as u64);
+                    }
+                }
+                Command::Failed(failure) => self.fail(failure),
+                Command::Alarm(failure) if failure.kind == SERVER_LOST => {
+                    self.alarmed.get_or_insert(failure.message);
+                }
+                Command::Alarm(failure) => {
+                    self.departed.get_or_insert(failure);
+                }
+                Command::Stop => {
+                    self.fail(Failure::fatal(FailureKind::Closed, "the group was destroyed."));
+                    self.stopped = true;
+                }
+            }
+        }
+    }
+
+    fn start(&mut self, call: Call, ticket: Ticket) {
+        if let Some(failure) = &self.failed {
+            return ticket.complete(Err(failure.clone()));
+        }
+        let job = Job {
+            dtype: call.dtype,
+            op: call.op,
+            address: call.output,
+            bytes: call.bytes as usize,
+            fingerprint: call.fingerprint.0,
+            ready: !call.hold,
+            started: self.now(),
+            timeout: call.timeout,
+        };
+        if !self.sockets.is_empty() {
+            self.core.submit(job);
+        }
+        let Call { fingerprint, priority, keep, .. } = call;
+        self.running.push_back(Running { ticket, job, fingerprint, priority, keep });
+    }
+
+    fn receive(&mut self) {
+        let now = self.now();
+        let mut trouble = None;
+        for (server, socket) in self.sockets.iter_mut().enumerate() {
+            let ServerSpec { address, parent, .. } = self.spec.servers[server];
+            for _ in 0..BATCHES {
+                let (core, told) = (&mut self.core, &mut self.refusals_told[server]);
+                let received = socket.receive(|from, bytes| {
+                    let Some(link) = link_of(from, address, parent) else { return };
+                    match core.handle_packet(now, server, link, bytes) {
+                        Ok(Ok(())) => {}
+                        Ok(Err(refusal)) => {
+                            if !std::mem::replace(told, true) {
+                                log::debug!(
+                                    "penstock: a packet from {from} was refused ({refusal:?}); counted from here on"
+                                );
+                            }
+                        }
+                        Err(error) => drop(trouble.get_or_insert(error)),
+                    }
+                });
+                match received {
+                    Ok(0) => break,
+                    Ok(_) => {}
+                    // Of an earlier packet, to a port where nobody listens.
+                    Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {}
+                    Err(error) => {
+                        log::warn!("penstock: cannot receive from server {address}: {error}");
+                        break;
+                    }
+                }
+            }
+        }
+        match trouble {
+            None => {}
+            Some(Trouble::Mismatch { op, theirs }) => {
+                let ours = &self.running[(op - self.first) as usize].fingerprint;
+                self.group.fail(Failure::fatal(
+                    FailureKind::Mismatch,
+                    format!(
+                        "aggregated operation #{op} of group {} is {} on rank {} but {} on another. Every rank must issue the \
+                         same operations in the same order, with the same sizes, dtypes and roots.",
+                        self.spec.name,
+                        ours.describe(),
+                        self.spec.rank,
+                        Fingerprint(theirs).describe(),
+                    ),
+                ));
+                self.wait_for_failure();
+            }
+            Some(Trouble::Result(what)) => {
+                self.group
+                    .fail(Failure::fatal(FailureKind::Bug, format!("{what}. No server of Penstock's sends that.")));
+                self.wait_for_failure();
+            }
+        }
+    }
+
+    fn transmit(&mut self, now: Time) {
+        for (server, socket) in self.sockets.iter_mut().enumerate() {
+            let ServerSpec { address, parent, .. } = self.spec.servers[server];
+            let flush = |socket: &mut Datagrams| {
+                if let Err(error) = socket.flush() {
+                    // It is sent again; what stays unreachable is found by its silence.
+                    log::debug!("penstock: cannot send to server {address}: {error}");
+                }
+            };
+            flush(socket);
+            while !socket.is_blocked() {
+                let Some(packet) = self.core.poll_transmit(now, server, &mut self.payload) else { break };
+                let to = match parent.filter(|_| packet.to == PARENT) {
+                    Some(NodeSpec { address, shards }) => {
+                        let shard = (packet.seq.0 % u32::from(shards)) as u16;
+                        SocketAddr::new(address.ip(), address.port() + shard)
+                    }
+                    None => address,
+                };
+                socket.queue(to, &packet.header, &self.payload[..packet.payload_bytes]);
+            }
+            flush(socket);
+        }
+    }
+
+    /// Hands out what has ended.
+    fn settle(&mut self) {
+        while let Some(op) = self.core.poll_done() {
+            self.end(op);
+        }
+        if self.departed.is_none() || self.failed.is_some() {
+            return;
+        }
+        // A rank leaves in good order when all that it has issued has ended: when all ranks have all results. So what has
+        // its results here is complete everywhere, and the rest was never issued by that rank.
+        while let Some(op) = self.core.poll_delivered() {
+            self.end(op);
+        }
+        if !self.core.is_idle() {
+            let failure = self.departed.clone().expect("seen above");
+            self.group.fail(Failure { kind: FailureKind::PeerLost, ..failure });
+            self.wait_for_failure();
+        }
+    }
+
+    fn end(&mut self, op: u64) {
+        debug_assert_eq!(op, self.first, "operations end in order");
+        let running = self.pop();
+        {
+            let mut stats = self.shared.stats();
+            stats.operations += 1;
+            stats.bytes += running.job.bytes as u64;
+        }
+        running.ticket.complete(Ok(()));
+    }
+
+    fn pop(&mut self) -> Running {
+        self.first += 1;
+        self.running.pop_front().expect("the core has it too")
+    }
+
+    /// Notices aggregators that are passed by, and operations that are late.
+    fn judge(&mut self, now: Time) {
+        for server in 0..self.direct.len() {
+            let direct = self.core.is_direct(server);
+            if std::mem::replace(&mut self.direct[server], direct) == direct {
+                continue;
+            }
+            let ServerSpec { address, parent, .. } = self.spec.servers[server];
+            let parent = parent.map_or_else(String::new, |parent| parent.address.to_string());
+            let (rank, name) = (self.spec.rank, &self.spec.name);
+            let bypasses = {
+                let entry = &mut self.shared.stats().servers[server];
+                entry.bypasses += u64::from(direct);
+                entry.bypasses
+            };
+            // On a machine that is short of processors it may come and go; counters have the rest.
+            let level = if bypasses <= BYPASSES_TOLD { log::Level::Warn } else { log::Level::Debug };
+            if direct {
+                log::log!(
+                    level,
+                    "penstock: group {name}: rank {rank} sends straight to server {address}: aggregator {parent}, or one \
+                     between, is not heard. The sums stay the same."
+                );
+            } else {
+                log::log!(level, "penstock: group {name}: rank {rank} sends through aggregator {parent} again");
+            }
+            self.publish();
+        }
+        if let Some(op) = self.core.late(now) {
+            let running = &self.running[(op - self.first) as usize];
+            let seconds = running.job.timeout as f64 / SECOND as f64;
+            let message = if running.job.ready {
+                let waits = self.spec.servers.iter().zip(self.core.waiting()).filter(|(_, (left, _))| *left > 0);
+                let waits: Vec<String> = waits
+                    .map(|(server, (left, all))| format!("server {}: {left} of {all} pieces", server.address))
+                    .collect();
+                format!(
+                    "no end after {seconds:.1} s; what lacks: {}. `penstock aggregator top` at the server shows which worker's \
+                     blocks are missing. Raise the time-out (timeout= of init_process_group) if that is expected.",
+                    if waits.is_empty() { "the other ranks' results".to_owned() } else { waits.join("; ") }
+                )
+            } else {
+                format!(
+                    "its tensor was not ready after {seconds:.1} s: what the device was to do before this operation has not \
+                     ended. Raise the time-out (timeout= of init_process_group) if that is expected."
+                )
+            };
+            self.group.fail(Failure::fatal(FailureKind::Timeout, message));
+            self.wait_for_failure();
+        }
+    }
+
+    /// The reason for a fallback, if there is one.
+    fn lost(&mut self, now: Time) -> Option<String> {
+        if self.failed.is_some() {
+            return None;
+        }
+        if let Some(reason) = self.alarmed.take() {
+            return Some(reason);
+        }
+        let server = self.core.lost_server(now)?;
+        let reason = format!(
+            "rank {} has not heard server {} for {:.1} s",
+            self.spec.rank,
+            self.spec.servers[server].address,
+            TIMING.server_dead_after as f64 / SECOND as f64
+        );
+        self.spec.alarm.fail(Failure::fatal(SERVER_LOST, reason.clone()));
+        Some(reason)
+    }
+
+    fn publish(&mut self) {
+        let mut stats = self.shared.stats();
+        for (server, entry) in stats.servers.iter_mut().enumerate() {
+            let counters = self.core.counters(server);
+            entry.is_direct = self.core.is_direct(server);
+            entry.pushed = counters.pushed;
+            entry.pushed_again = counters.pushed_again;
+            entry.requested = counters.requested;
+            entry.results = counters.results;
+            entry.refused = counters.refused;
+            entry.round_trip_ns = self.core.round_trip(server);
+            if let Some(socket) = self.sockets.get(server) {
+                entry.sent_bytes = socket.counters().sent_bytes;
+                entry.received_bytes = socket.counters().received_bytes;
+            }
+        }
+    }
+
+    /// Sleeps until something happens; with `idle`, until a command comes.
+    fn wait(&mut self, idle: bool) {
+        if self.stopped {
+            return;
+        }
+        let sockets = if idle { &[][..] } else { &self.sockets[..] };
+        let sockets: Vec<_> = sockets.iter().map(|socket| (socket.as_fd(), socket.is_blocked())).collect();
+        let timeout = (!idle).then(|| {
+            let nanos = self.core.poll_timeout().since(self.now());
+            Duration::from_nanos(nanos.min(SECOND))
+        });
+        if let Err(error) = self.shared.bell.wait(&sockets, timeout) {
+            self.group.fail(Failure::fatal(FailureKind::Bug, format!("cannot wait for packets: {error}.")));
+            self.stopped = true;
+        }
+    }
+
+    /// The group has been failed from here: no packet touches a tensor any more until that has come around.
+    fn wait_for_failure(&mut self) {
+        while self.failed.is_none() && !self.stopped {
+            self.wait(true);
+            self.take_commands();
+        }
+    }
+
+    /// Fails everything.
+    fn fail(&mut self, failure: Failure) {
+        let failure = Failure { group_lives: false, ..failure };
+        self.failed.get_or_insert(failure.clone());
+        let (rank, name) = (self.spec.rank, self.spec.name.clone());
+        for (i, running) in std::mem::take(&mut self.running).into_iter().enumerate() {
+            let number = self.first + i as u64;
+            let what = running.fingerprint.describe();
+            let message =
+                format!("aggregated {what} #{number} of group {name} on rank {rank} failed: {}", failure.message);
+            running.ticket.complete(Err(Failure { message, ..failure.clone() }));
+        }
+    }
+
+    fn now(&self) -> Time {
+        Time(self.epoch.elapsed().as_nanos() as u64)
+    }
+
+    // ------------------------------------------------------------------ when a server has died
+
+    /// Ends what is running, with the other ranks. False if that failed.
+    fn fall_back(&mut self, reason: &str) -> bool {
+        let (rank, name) = (self.spec.rank, self.spec.name.clone());
+        log::warn!(
+            "penstock: group {name}: rank {rank} goes on without servers, since {reason}: all-reduces go among the ranks from \
+             here on. Sums agree within the bound of docs/quantisation.md, not bit by bit."
+        );
+        self.publish();
+        {
+            let mut stats = self.shared.stats();
+            stats.fallback = Some(reason.to_owned());
+        }
+        let (first, given) = self.core.fallback_point();
+        let mut point = [first as i64, given as i64];
+        let outcome = self.all_reduce(ReduceOp::Min, DType::I64, as_bytes(&mut point), AGREE_WITHIN);
+        if let Err(failure) = outcome {
+            return self.give_up(failure);
+        }
+        self.sockets.clear();
+        let [first, given] = point.map(|number| number as u64);
+        while self.first < given {
+            if self.first < first {
+                self.core.take_first();
+                self.end_fallen();
+                continue;
+            }
+            while !self.running[0].job.ready {
+                self.wait(true);
+                self.take_commands();
+                if self.failed.is_some() {
+                    self.forward();
+                    return false;
+                }
+            }
+            if let Err(failure) = self.finish_first() {
+                return self.give_up(failure);
+            }
+        }
+        // What some rank has not been given is whole here, but perhaps multiplied.
+        while let Some((number, left)) = self.core.take_first() {
+            let running = &mut self.running[(number - self.first) as usize];
+            if left.begun && matches!(left.job.op, ReduceOp::PremulSum(_)) {
+                running.job.op = ReduceOp::Sum;
+            }
+        }
+        true
+    }
+
+    /// Ends the first operation, of which some ranks have a part of the result.
+    fn finish_first(&mut self) -> Result<(), Failure> {
+        let (_, left) = self.core.take_first().expect("it has been given");
+        let timeout = left.job.timeout;
+        let mut owners = claims(self.spec.rank, &left);
+        self.all_reduce(ReduceOp::Min, DType::I32, as_bytes(&mut owners), timeout)?;
+        contribute(self.spec.rank, &left, &owners);
+        // SAFETY: the tensor is the operation's, which `running` keeps alive.
+        let tensor = unsafe { std::slice::from_raw_parts_mut(left.job.address, left.job.bytes) };
+        self.all_reduce(ReduceOp::Sum, left.job.dtype, tensor, timeout)?;
+        finish(self.spec.world, &left, &owners);
+        self.end_fallen();
+        Ok(())
+    }
+
+    fn end_fallen(&mut self) {
+        let running = self.pop();
+        self.shared.stats().fallback_operations += 1;
+        running.ticket.complete(Ok(()));
+    }
+
+    fn give_up(&mut self, failure: Failure) -> bool {
+        let message = format!("a server was lost, and going on without it failed: {}", failure.message);
+        self.group.fail(Failure { message, ..failure });
+        self.wait_for_failure();
+        self.forward();
+        false
+    }
+
+    /// One all-reduce among the ranks, on the fallback group. Blocks.
+    fn all_reduce(&self, op: ReduceOp, dtype: DType, bytes: &mut [u8], timeout: u64) -> Result<(), Failure> {
+        let job = Job {
+            dtype,
+            op,
+            address: bytes.as_mut_ptr(),
+            bytes: bytes.len(),
+            fingerprint: 0,
+            ready: true,
+            started: Time(0),
+            timeout,
+        };
+        let ticket = Ticket::default();
+        // SAFETY: `bytes` is borrowed until the ticket completes: at the latest when the fallback group fails, which it does
+        // with the lane's own (`listen`).
+        unsafe { self.spec.fallback.start_as(plain(&job, Priority(0), None), ticket.clone()) };
+        ticket.wait(None).expect("without a time-out it waits for the end")
+    }
+
+    /// From here on operations only pass through, in their order.
+    fn forward(&mut self) {
+        loop {
+            while self.running.front().is_some_and(|running| running.job.ready) {
+                let Running { ticket, mut job, priority, keep, .. } = self.pop();
+                if let ReduceOp::PremulSum(factor) = job.op {
+                    // Ranks may differ in whether they have multiplied before the server died.
+                    // SAFETY: the tensor is the operation's.
+                    unsafe { penstock_kernels::premultiply(job.dtype, job.address, job.address, job.bytes, factor) };
+                    job.op = ReduceOp::Sum;
+                }
+                self.shared.stats().fallback_operations += 1;
+                // SAFETY: `keep` is what the tensor lives by.
+                unsafe { self.spec.fallback.start_as(plain(&job, priority, keep), ticket) };
+            }
+            if self.stopped {
+                return;
+            }
+            self.wait(true);
+            self.take_commands();
+        }
+    }
+}
+
+impl Drop for Driver {
+    /// However the thread ends, nobody waits for it.
+    fn drop(&mut self) {
+        let failure = if std::thread::panicking() {
+            let failure = Failure::fatal(FailureKind::Bug, "the thread for aggregation has panicked.");
+            self.group.fail(failure.clone());
+            failure
+        } else {
+            Failure::fatal(FailureKind::Closed, "the group was destroyed.")
+        };
+        let commands = {
+            let mut mailbox = self.shared.mailbox();
+            mailbox.closed = Some(failure.clone());
+            std::mem::take(&mut mailbox.commands)
+        };
+        for command in commands {
+            if let Command::Start(_, ticket) = command {
+                ticket.complete(Err(failure.clone()));
+            }
+        }
+        self.fail(failure);
+        self.spec.alarm.leave();
+        self.spec.fallback.leave();
+    }
+}
+
+/// An all-reduce among the ranks.
+fn plain(job: &Job, priority: Priority, keep: Option<Box<dyn Any + Send>>) -> Call {
+    let elements = (job.bytes / job.dtype.size()) as u64;
+    Call {
+        collective: Collective::AllReduce,
+        fingerprint: Fingerprint::new(Name::AllReduce, Some(job.op), job.dtype, None, elements),
+        dtype: job.dtype,
+        op: job.op,
+        bytes: job.bytes as u64,
+        splits: None,
+        input: std::ptr::null(),
+        output: job.address,
+        tag: 0,
+        priority,
+        hold: false,
+        timeout: job.timeout,
+        keep,
+    }
+}
+
+/// Who sent it; `None`: none of ours.
+fn link_of(from: SocketAddr, server: SocketAddr, parent: Option<NodeSpec>) -> Option<Link> {
+    if from == server {
+        return Some(SERVER);
+    }
+    let NodeSpec { address, shards } = parent?;
+    let ports = address.port()..address.port() + shards;
+    (from.ip() == address.ip() && ports.contains(&from.port())).then_some(PARENT)
+}
+
+fn as_bytes<T: Copy>(values: &mut [T]) -> &mut [u8] {
+    // SAFETY: the callers' are integers, of which any bytes are a value.
+    unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
+}

@@ -1,0 +1,287 @@
+//! All-reduces through aggregators and servers (`docs/aggregated.md`).
+//!
+//! A [`Lane`] takes the large sums and averages of floats of one group; everything else goes the group's ordinary way. It is
+//! one thread: `core.rs` decides, `driver.rs` has the sockets, and `fallback.rs` says how operations end when a server dies.
+//!
+//! Why a thread of its own, and not the engine's? Quantising takes as long as receiving, and the lane wakes for
+//! every train of datagrams: neither should wait for the other.
+
+mod core;
+mod driver;
+mod fallback;
+mod layout;
+
+use crate::runtime::Call;
+use crate::{Group, Ticket, check_fork};
+use driver::{Command, Driver};
+pub use layout::Wire;
+use penstock_net::bell::Bell;
+use penstock_net::datagrams::Datagrams;
+use penstock_plan::{Algorithm, Collective};
+use penstock_types::{DType, Failure, FailureKind, ReduceOp};
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+/// The sockets of a lane, one a server. Bound before the servers are told where results go.
+#[derive(Debug)]
+pub struct Sockets(Vec<Datagrams>);
+
+impl Sockets {
+    /// Binds a socket a server. With `offloads` the kernel cuts and joins datagrams; without, every one is a packet on the
+    /// link. `buffer_bytes` is asked for in each direction.
+    ///
+    /// # Errors
+    /// The kernel's, with the address.
+    pub fn bind(addresses: &[SocketAddr], offloads: bool, buffer_bytes: usize) -> Result<Sockets, Failure> {
+        check_fork()?;
+        let bind = |address: &SocketAddr| {
+            Datagrams::bind(*address, offloads, buffer_bytes).map_err(|error| {
+                Failure::of_call(FailureKind::Config, format!("cannot bind a UDP socket at {address}: {error}."))
+            })
+        };
+        addresses.iter().map(bind).collect::<Result<_, _>>().map(Sockets)
+    }
+
+    /// Where they are.
+    #[must_use]
+    pub fn addresses(&self) -> Vec<SocketAddr> {
+        self.0.iter().map(Datagrams::local_addr).collect()
+    }
+}
+
+/// What all ranks of a group have agreed on, and the daemons have been told.
+#[derive(Debug)]
+pub struct LaneSpec {
+    /// This process's rank in the group: the worker's number in every job.
+    pub rank: u32,
+    /// Ranks in the group, 2 to 64.
+    pub world: u32,
+    /// A name for logs and errors.
+    pub name: String,
+    /// What travels.
+    pub wire: Wire,
+    /// The most that a packet carries; a multiple of 64.
+    pub payload_bytes: usize,
+    /// Smaller all-reduces go among the ranks.
+    pub min_bytes: u64,
+    /// The servers, in the order of the sockets.
+    pub servers: Vec<ServerSpec>,
+    /// A group of the same ranks that nobody else uses. Who finds a server dead aborts it, so all know at once.
+    pub alarm: Group,
+    /// Another: it takes over when a server dies.
+    pub fallback: Group,
+}
+
+/// A node that packets go to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodeSpec {
+    /// The address of its first shard.
+    pub address: SocketAddr,
+    /// How many it has, on consecutive ports: SeqNum s goes to shard s mod this. A power of two.
+    pub shards: u16,
+}
+
+/// A server, and the job at it.
+#[derive(Clone, Debug)]
+pub struct ServerSpec {
+    /// Where it listens.
+    pub address: SocketAddr,
+    /// Its part of each tensor, as a weight.
+    pub weight: u32,
+    /// The aggregator that this rank pushes to; `None`: the server itself.
+    pub parent: Option<NodeSpec>,
+    /// The job's number.
+    pub job: u32,
+    /// Which of its lives.
+    pub epoch: u16,
+    /// None on a trusted network.
+    pub key: Option<[u8; 16]>,
+    /// Blocks in flight, a power of two.
+    pub window: u32,
+    /// The first SeqNum.
+    pub start: u32,
+}
+
+/// What a lane has done so far.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LaneStats {
+    /// Operations that have ended through the servers.
+    pub operations: u64,
+    /// Bytes of their tensors.
+    pub bytes: u64,
+    /// Operations that have been handed to the ring, or ended by it, since the fallback.
+    pub fallback_operations: u64,
+    /// Why everything goes among the ranks now, if it does.
+    pub fallback: Option<String>,
+    /// The servers.
+    pub servers: Vec<ServerStats>,
+}
+
+/// One server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServerStats {
+    /// Where it listens.
+    pub address: SocketAddr,
+    /// The aggregator that this rank pushes to, if any.
+    pub parent: Option<SocketAddr>,
+    /// Whether that one is passed by.
+    pub is_direct: bool,
+    /// How often that has begun.
+    pub bypasses: u64,
+    /// Blocks that left for the first time.
+    pub pushed: u64,
+    /// ... and again.
+    pub pushed_again: u64,
+    /// Results that were asked for.
+    pub requested: u64,
+    /// Results.
+    pub results: u64,
+    /// Packets without effect.
+    pub refused: u64,
+    /// Bytes of datagrams that left, without headers of UDP and below.
+    pub sent_bytes: u64,
+    /// ... and came.
+    pub received_bytes: u64,
+    /// The smoothed round trip, in nanoseconds.
+    pub round_trip_ns: u64,
+}
+
+/// What takes a group's large all-reduces.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    shared: Arc<Shared>,
+    rank: u32,
+    min_bytes: u64,
+    /// The tuner wants another algorithm.
+    bypassed: AtomicBool,
+}
+
+/// What callers and the lane's thread share.
+#[derive(Debug)]
+struct Shared {
+    mailbox: Mutex<Mailbox>,
+    bell: Bell,
+    /// Operations that have not ended.
+    pending: AtomicU64,
+    stats: Mutex<LaneStats>,
+}
+
+#[derive(Debug, Default)]
+struct Mailbox {
+    commands: Vec<Command>,
+    /// Nobody reads it any more.
+    closed: Option<Failure>,
+}
+
+impl Lane {
+    /// Starts the thread for `group`, which must be the group without its lane.
+    pub(crate) fn start_thread(group: Group, sockets: Sockets, spec: LaneSpec) -> Result<Lane, Failure> {
+        let config = |error: io::Error| {
+            Failure::of_call(FailureKind::Config, format!("cannot start the thread for aggregation: {error}."))
+        };
+        let shared = Arc::new(Shared {
+            mailbox: Mutex::default(),
+            bell: Bell::new().map_err(config)?,
+            pending: AtomicU64::new(0),
+            stats: Mutex::default(),
+        });
+        let lane = Lane {
+            shared: shared.clone(),
+            rank: spec.rank,
+            min_bytes: spec.min_bytes,
+            bypassed: AtomicBool::new(false),
+        };
+        let driver = Driver::new(shared, group, sockets.0, spec);
+        std::thread::Builder::new().name("penstock-udp".into()).spawn(move || driver.run()).map_err(config)?;
+        Ok(lane)
+    }
+
+    /// Whether an operation goes this way; alike on all ranks.
+    pub(crate) fn takes(&self, call: &Call) -> bool {
+        call.collective == Collective::AllReduce
+            && call.bytes >= self.min_bytes
+            && matches!(call.dtype, DType::F32 | DType::F16 | DType::BF16)
+            && matches!(call.op, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_))
+            && !self.bypassed.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn start(&self, call: Call, ticket: Ticket) {
+        self.shared.pending.fetch_add(1, Ordering::Relaxed);
+        let shared = self.shared.clone();
+        ticket.on_done(move |_| {
+            shared.pending.fetch_sub(1, Ordering::Relaxed);
+        });
+        self.shared.post(Command::Start(call, ticket.clone()), Some(&ticket));
+    }
+
+    pub(crate) fn release(&self, ticket: &Ticket) {
+        self.shared.post(Command::Release(ticket.clone()), None);
+    }
+
+    pub(crate) fn retune(&self, algorithm: Option<Algorithm>) {
+        let other = algorithm.is_some_and(|algorithm| algorithm != Algorithm::Aggregated);
+        self.bypassed.store(other, Ordering::Relaxed);
+    }
+
+    /// The group is left: why it fails if operations are running.
+    pub(crate) fn left(&self) -> Option<Failure> {
+        let message = format!("rank {} destroyed the group while operations were running.", self.rank);
+        self.is_busy().then(|| Failure::fatal(FailureKind::Closed, message))
+    }
+
+    /// Somebody has waited for long enough: why the group fails if operations are running.
+    pub(crate) fn expired(&self, waited: Duration) -> Option<Failure> {
+        let message = format!("rank {} has given up waiting after {:.1} s.", self.rank, waited.as_secs_f64());
+        self.is_busy().then(|| Failure::fatal(FailureKind::Timeout, message))
+    }
+
+    fn is_busy(&self) -> bool {
+        self.shared.pending.load(Ordering::Relaxed) > 0
+    }
+
+    /// Ends the thread, soon.
+    pub(crate) fn stop(&self) {
+        self.shared.post(Command::Stop, None);
+    }
+
+    pub(crate) fn stats(&self) -> LaneStats {
+        self.shared.stats().clone()
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Shared {
+    fn post(&self, command: Command, ticket: Option<&Ticket>) {
+        let refused = match check_fork() {
+            Err(failure) => Some(failure),
+            Ok(()) => {
+                let mut mailbox = self.mailbox();
+                if mailbox.closed.is_none() {
+                    mailbox.commands.push(command);
+                }
+                mailbox.closed.clone()
+            }
+        };
+        match (refused, ticket) {
+            (Some(failure), Some(ticket)) => ticket.complete(Err(failure)),
+            (Some(_), None) => {}
+            (None, _) => self.bell.ring(),
+        }
+    }
+
+    fn mailbox(&self) -> MutexGuard<'_, Mailbox> {
+        self.mailbox.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn stats(&self) -> MutexGuard<'_, LaneStats> {
+        self.stats.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}

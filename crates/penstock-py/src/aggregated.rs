@@ -1,0 +1,121 @@
+//! What aggregation needs of the engine, as Python sees it.
+
+use crate::engine::Group;
+use crate::error;
+use penstock_engine::{LaneSpec, NodeSpec, ServerSpec, Sockets, Wire};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::net::SocketAddr;
+use std::sync::Mutex;
+
+/// UDP sockets, one a server: bound first, so that servers can be told where results go.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct UdpSockets {
+    addresses: Vec<SocketAddr>,
+    sockets: Mutex<Option<Sockets>>,
+}
+
+#[pymethods]
+impl UdpSockets {
+    /// Binds a socket at each "IP:PORT"; port 0 lets the kernel choose.
+    #[new]
+    #[pyo3(signature = (addresses, *, offloads, buffer_bytes))]
+    fn new(py: Python<'_>, addresses: Vec<String>, offloads: bool, buffer_bytes: usize) -> PyResult<UdpSockets> {
+        let addresses = addresses.iter().map(|text| address(text)).collect::<PyResult<Vec<_>>>()?;
+        let sockets = Sockets::bind(&addresses, offloads, buffer_bytes).map_err(|failure| error(py, &failure))?;
+        Ok(UdpSockets { addresses: sockets.addresses(), sockets: Mutex::new(Some(sockets)) })
+    }
+
+    /// Where they are, as "IP:PORT".
+    fn addresses(&self) -> Vec<String> {
+        self.addresses.iter().map(ToString::to_string).collect()
+    }
+}
+
+/// (address, weight, (parent, shards) or None, job, epoch, key or None, window, start)
+type Server = (String, u32, Option<(String, u16)>, u32, u16, Option<[u8; 16]>, u32, u32);
+
+/// From now on, sums and averages in `group` of at least `min_bytes` bytes of floats go through `servers`, each (address, weight,
+/// (aggregator, its shards) or None, job, epoch, key or None, window, first SeqNum). `format`: "int32", "int16" or
+/// "float32". `sockets` are in the order of the servers and this group's from now on; `alarm` and `fallback` are groups of
+/// the same ranks that nobody else uses.
+#[pyfunction]
+#[pyo3(signature = (group, sockets, *, rank, world, name, format, payload_bytes, min_bytes, servers, alarm, fallback))]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn aggregate(
+    py: Python<'_>,
+    group: &Group,
+    sockets: &UdpSockets,
+    rank: u32,
+    world: u32,
+    name: String,
+    format: &str,
+    payload_bytes: usize,
+    min_bytes: u64,
+    servers: Vec<Server>,
+    alarm: &Group,
+    fallback: &Group,
+) -> PyResult<()> {
+    let wire = match format {
+        "int32" => Wire::Int32,
+        "int16" => Wire::Int16,
+        "float32" => Wire::Float,
+        _ => return Err(PyValueError::new_err(format!("unknown format {format:?}"))),
+    };
+    let servers = servers
+        .into_iter()
+        .map(|(at, weight, parent, job, epoch, key, window, start)| {
+            let parent = parent.map(|(at, shards)| address(&at).map(|address| NodeSpec { address, shards }));
+            Ok(ServerSpec {
+                address: address(&at)?,
+                weight,
+                parent: parent.transpose()?,
+                job,
+                epoch,
+                key,
+                window,
+                start,
+            })
+        })
+        .collect::<PyResult<Vec<_>>>()?;
+    let taken = sockets.sockets.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+    let taken = taken.ok_or_else(|| PyValueError::new_err("these sockets are another group's already"))?;
+    let (alarm, fallback) = (alarm.0.clone(), fallback.0.clone());
+    let spec = LaneSpec { rank, world, name, wire, payload_bytes, min_bytes, servers, alarm, fallback };
+    py.detach(|| group.0.aggregate(taken, spec)).map_err(|failure| error(py, &failure))
+}
+
+/// What `aggregate` has done for a group so far, as nested dicts and lists; None where it was not called.
+#[pyfunction]
+pub(crate) fn aggregated_stats<'py>(py: Python<'py>, group: &Group) -> PyResult<Option<Bound<'py, PyDict>>> {
+    let Some(stats) = group.0.aggregated_stats() else { return Ok(None) };
+    let out = PyDict::new(py);
+    out.set_item("operations", stats.operations)?;
+    out.set_item("bytes", stats.bytes)?;
+    out.set_item("fallback_operations", stats.fallback_operations)?;
+    out.set_item("fallback", stats.fallback)?;
+    let mut servers = Vec::new();
+    for server in stats.servers {
+        let entry = PyDict::new(py);
+        entry.set_item("address", server.address.to_string())?;
+        entry.set_item("parent", server.parent.map(|parent| parent.to_string()))?;
+        entry.set_item("is_direct", server.is_direct)?;
+        entry.set_item("bypasses", server.bypasses)?;
+        entry.set_item("pushed", server.pushed)?;
+        entry.set_item("pushed_again", server.pushed_again)?;
+        entry.set_item("requested", server.requested)?;
+        entry.set_item("results", server.results)?;
+        entry.set_item("refused", server.refused)?;
+        entry.set_item("sent_bytes", server.sent_bytes)?;
+        entry.set_item("received_bytes", server.received_bytes)?;
+        entry.set_item("round_trip_s", server.round_trip_ns as f64 / 1e9)?;
+        servers.push(entry);
+    }
+    out.set_item("servers", servers)?;
+    Ok(Some(out))
+}
+
+fn address(text: &str) -> PyResult<SocketAddr> {
+    text.parse().map_err(|_| PyValueError::new_err(format!("not an address: {text}")))
+}

@@ -1,0 +1,443 @@
+"""Opens the jobs of a plan at its servers and aggregators, and gives a group's large all-reduces to them.
+
+All ranks of a group call `attach` together. Each binds its sockets and publishes them; rank 0 opens the jobs and publishes
+how; everybody starts. Rank 0 then looks after the jobs: an aggregator that was restarted is told again, and in the end the
+jobs are closed. docs/aggregated.md says what happens when something dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from penstock import _core, plan
+from penstock.errors import Config as ConfigError
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.torch.rendezvous import Membership
+
+__all__ = ["Aggregation", "attach"]
+
+log = logging.getLogger("penstock")
+
+
+class Aggregation:
+    """What an aggregated group needs beside its engine: two groups, and on rank 0 the jobs."""
+
+    def __init__(self, group: _core.Group, siblings: list[Membership], jobs: _Jobs | None) -> None:
+        self._group = group
+        self._siblings = siblings
+        self._jobs = jobs
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: see `penstock.torch.stats`."""
+        return _core.aggregated_stats(self._group) or {}
+
+    def close(self) -> None:
+        """After the group has been left."""
+        for sibling in self._siblings:
+            sibling.leave()
+        if self._jobs is not None:
+            self._jobs.close()
+
+
+def attach(
+    member: Membership,
+    text: str,
+    name: str,
+    secret: bytes | None,
+    timeout: timedelta,
+    interfaces: list[tuple[str, str]],
+) -> Aggregation:
+    """Let a group's large sums and averages of floats go the plan's way. All ranks call it.
+
+    Args:
+        member: this process's part in the group.
+        text: the plan, as rank 0 has read it.
+        name: what errors call it.
+        secret: what daemons want to see proven; None where they want nothing.
+        timeout: for all of it.
+        interfaces: (name, address) of those that this process uses.
+
+    Raises:
+        penstock.errors.Config: on all ranks, if the plan does not fit the group, a socket cannot be bound, or a server or
+            aggregator does not answer or refuses; the message names it.
+    """
+    agreed = plan.parse(text, name)
+    agreed.check_world(member.world)
+    until = time.monotonic() + timeout.total_seconds()
+    store = dist.PrefixStore("penstock/aggregated", member.store)
+    # A store may outlive a group of the same name.
+    store = dist.PrefixStore(str(store.add(f"turn/{member.rank}", 1)), store)
+    sockets: _core.UdpSockets | None = None
+    try:
+        local = [_local(server.address, interfaces, i) for i, server in enumerate(agreed.servers)]
+        sockets = _core.UdpSockets(
+            [_joined(address, 0) for _, address in local], offloads=agreed.offloads, buffer_bytes=_BUFFER_BYTES
+        )
+        own: dict[str, Any] = {"addresses": sockets.addresses(), "mtu": min(_mtu(interface) for interface, _ in local)}
+    except PenstockError as error:
+        own = {"error": f"rank {member.rank}: {error}"}
+    store.set(f"rank/{member.rank}", json.dumps(own))
+    jobs = None
+    if member.rank == 0:
+        keys = [f"rank/{rank}" for rank in range(member.world)]
+        outcome: dict[str, Any]
+        try:
+            ranks = [json.loads(bytes(value)) for value in _read(store, keys, until)]
+            for one in ranks:
+                if "error" in one:
+                    raise ConfigError(one["error"])
+            jobs = _Jobs(
+                agreed, member.world, [one["addresses"] for one in ranks], min(o["mtu"] for o in ranks), secret
+            )
+            outcome = jobs.open(until)
+        except PenstockError as error:
+            if jobs is not None:
+                jobs.close()
+            outcome = {"error": str(error)}
+        store.set("outcome", json.dumps(outcome))
+    outcome = json.loads(bytes(_read(store, ["outcome"], until)[0]))
+    if "error" in outcome:
+        raise ConfigError(f"group {member.name} cannot be aggregated: {outcome['error']}")
+    assert sockets is not None, "rank 0 has seen no error"
+    siblings: list[Membership] = []
+    try:
+        for purpose in ("aggregated/alarm", "aggregated/fallback"):
+            siblings.append(member.sibling(purpose, timeout))
+        alarm, fallback = siblings
+        _core.aggregate(
+            member.group,
+            sockets,
+            rank=member.rank,
+            world=member.world,
+            name=member.name,
+            format=agreed.format,
+            payload_bytes=outcome["payload_bytes"],
+            min_bytes=agreed.min_bytes,
+            servers=[_as_server(agreed, i, one, member.rank) for i, one in enumerate(outcome["servers"])],
+            alarm=alarm.group,
+            fallback=fallback.group,
+        )
+    except BaseException:
+        for sibling in siblings:
+            sibling.leave()
+        if jobs is not None:
+            jobs.close()
+        raise
+    if jobs is not None:
+        jobs.watch(lambda: (_core.aggregated_stats(member.group) or {}).get("fallback") is not None)
+        log.info(
+            "group %s: all-reduces of %d bytes and more go through %s, as %s in blocks of %d bytes%s",
+            member.name,
+            agreed.min_bytes,
+            ", ".join(f"server {server.address} ({server.fraction:.0%})" for server in agreed.servers),
+            agreed.format,
+            outcome["payload_bytes"],
+            "" if agreed.key else ", without a key",
+        )
+    return Aggregation(member.group, siblings, jobs)
+
+
+def _as_server(agreed: plan.Plan, index: int, opened: dict[str, Any], rank: int) -> tuple[Any, ...]:
+    """What the engine is told of a server."""
+    server = agreed.servers[index]
+    above = server.parent(rank)
+    parent = None if above is None else (above, opened["shards"][above])
+    key = None if opened["key"] is None else bytes.fromhex(opened["key"])
+    weight = round(server.fraction / plan.MIN_FRACTION)
+    return (server.address, weight, parent, opened["job"], _EPOCH, key, agreed.window, opened["start"])
+
+
+@dataclass(frozen=True)
+class _Put:
+    """One node's part of one job."""
+
+    role: str
+    address: str
+    job: int
+    body: bytes
+
+
+class _Jobs:
+    """Rank 0's: one job a server, and what its nodes have been told."""
+
+    def __init__(self, agreed: plan.Plan, world: int, workers: list[list[str]], mtu: int, secret: bytes | None) -> None:
+        self._plan, self._world, self._workers, self._secret = agreed, world, workers, secret
+        self._payload_bytes = agreed.block_bytes or _payload_bytes(mtu, agreed)
+        self._puts: list[_Put] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self, until: float) -> dict[str, Any]:
+        """Open all jobs: at servers first, so that no aggregator forwards to one that does not know the job."""
+        servers = []
+        for index, server in enumerate(self._plan.servers):
+            shards = {address: self._shards("aggregator", address, until) for address in _aggregators(server)}
+            self._shards("server", server.address, until)
+            job, start = secrets.randbits(32), secrets.randbits(32)
+            key = secrets.token_hex(16) if self._plan.key else None
+            common = {
+                "epoch": _EPOCH,
+                "key": key,
+                "window": self._plan.window,
+                "block_bytes": self._payload_bytes,
+                "floats": self._plan.format == "float32",
+                "start": start,
+            }
+            children = server.children(self._world)
+            workers = [addresses[index] for addresses in self._workers]
+            tree = [_tree(child, shards) for child in children]
+            self._put(_Put("server", server.address, job, _body({**common, "tree": tree, "workers": workers})), until)
+            for child in children:
+                self._open_below(child, {"address": server.address, "shards": 1}, workers, shards, common, job, until)
+            servers.append({"job": job, "key": key, "start": start, "shards": shards})
+        return {"payload_bytes": self._payload_bytes, "servers": servers}
+
+    def _open_below(
+        self,
+        node: plan.Child,
+        parent: dict[str, Any],
+        workers: list[str],
+        shards: dict[str, int],
+        common: dict[str, Any],
+        job: int,
+        until: float,
+    ) -> None:
+        if isinstance(node, int):
+            return
+        own = {"address": node.address, "shards": shards[node.address]}
+        children = [
+            {"address": workers[child], "shards": 1, "workers": _bitmap((child,))}
+            if isinstance(child, int)
+            else {"address": child.address, "shards": shards[child.address], "workers": _bitmap(child.workers)}
+            for child in node.children
+        ]
+        body = _body({**common, "parent": parent, "children": children})
+        self._put(_Put("aggregator", node.address, job, body), until)
+        for child in node.children:
+            self._open_below(child, own, workers, shards, common, job, until)
+
+    def _shards(self, role: str, address: str, until: float) -> int:
+        patience = min(until, time.monotonic() + _START_WITHIN_S)
+        while True:
+            try:
+                answer = self._ask(role, "GET", address, "/", b"", until)
+                break
+            except ConfigError:
+                # Daemons and ranks are often started together.
+                if time.monotonic() > patience:
+                    raise
+                self._stop.wait(_RETRY_EVERY_S)
+        if answer.get("role") != role:
+            raise ConfigError(f"{address} is a {answer.get('role')}, but the plan {self._plan.name} has it as {role}")
+        return int(answer.get("shards", 1))
+
+    def _put(self, put: _Put, until: float) -> None:
+        self._ask(put.role, "PUT", put.address, f"/jobs/{put.job}", put.body, until)
+        self._puts.append(put)
+
+    def _ask(self, role: str, method: str, address: str, path: str, body: bytes, until: float) -> dict[str, Any]:
+        try:
+            return _request(method, address, path, body, self._secret, until)[1]
+        except urllib.error.HTTPError as error:
+            raise ConfigError(f"{role} {address} refuses: {_why(error)}{_HINTS.get(error.code, '')}") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise ConfigError(
+                f"{role} {address} does not answer ({reason}). Start it with: penstock {role} --listen {address}"
+            ) from error
+
+    def watch(self, fell_back: Callable[[], bool]) -> None:
+        """Look after the jobs: an aggregator may lose everything at any time, and is told again."""
+        self._thread = threading.Thread(target=self._watch, args=(fell_back,), name="penstock-jobs", daemon=True)
+        self._thread.start()
+
+    def _watch(self, fell_back: Callable[[], bool]) -> None:
+        # A server is told once: what it has committed is gone with it.
+        aggregators = [put for put in self._puts if put.role == "aggregator"]
+        silent: set[str] = set()
+        while not self._stop.wait(_LOOK_EVERY_S):
+            if fell_back():
+                break
+            for put in aggregators:
+                try:
+                    # To one that has the job it says nothing new.
+                    status, _ = _request(
+                        "PUT",
+                        put.address,
+                        f"/jobs/{put.job}",
+                        put.body,
+                        self._secret,
+                        time.monotonic() + _LOOK_WITHIN_S,
+                    )
+                except (OSError, ValueError) as error:
+                    if put.address not in silent:
+                        silent.add(put.address)
+                        log.warning("aggregator %s does not answer: %s", put.address, _reason(error))
+                    continue
+                if status == 201:
+                    log.warning("aggregator %s had lost job %d and has been told again", put.address, put.job)
+                silent.discard(put.address)
+        if not self._stop.is_set():
+            self._delete()
+
+    def close(self) -> None:
+        """Close the jobs everywhere; daemons forget those that they are not told of, after a while."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._delete()
+
+    def _delete(self) -> None:
+        puts, self._puts = self._puts, []
+        for put in reversed(puts):
+            with contextlib.suppress(OSError, ValueError):
+                path = f"/jobs/{put.job}?epoch={_EPOCH}"
+                _request("DELETE", put.address, path, b"", self._secret, time.monotonic() + _LOOK_WITHIN_S)
+
+
+def _request(
+    method: str, address: str, path: str, body: bytes, secret: bytes | None, until: float
+) -> tuple[int, dict[str, Any]]:
+    """One exchange with a daemon: status and what it said."""
+    request = urllib.request.Request(f"http://{address}{path}", data=body or None, method=method)
+    if body:
+        request.add_header("Content-Type", "application/json")
+    if secret is not None and method != "GET":
+        now = str(int(time.time()))
+        proof = hmac.new(secret, b"\n".join((method.encode(), path.encode(), now.encode(), body)), hashlib.sha256)
+        request.add_header("X-Penstock-Time", now)
+        request.add_header("X-Penstock-Proof", proof.hexdigest())
+    # Daemons are reached as workers reach them, whatever proxy the environment names.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    timeout_s = min(_ANSWER_WITHIN_S, max(0.1, until - time.monotonic()))
+    with opener.open(request, timeout=timeout_s) as answer:
+        text = answer.read(1 << 20)
+        return answer.status, json.loads(text) if text else {}
+
+
+def _why(error: urllib.error.HTTPError) -> str:
+    """What a daemon says of its refusal."""
+    text = error.read(1 << 16).decode(errors="replace").strip()
+    with contextlib.suppress(ValueError):
+        text = str(json.loads(text)["error"])
+    return f"{text or error.reason} (HTTP {error.code})"
+
+
+def _reason(error: Exception) -> str:
+    return _why(error) if isinstance(error, urllib.error.HTTPError) else str(getattr(error, "reason", None) or error)
+
+
+def _read(store: Any, keys: list[str], until: float) -> list[bytes]:
+    left = timedelta(seconds=max(0.1, until - time.monotonic()))
+    try:
+        store.wait(keys, left)
+    except dist.DistStoreError:
+        missing = [key for key in keys if not store.check([key])]
+        raise ConfigError(f"waited for {', '.join(missing)} of the plan's jobs in vain: did a rank die?") from None
+    return list(store.multi_get(keys))
+
+
+def _local(server: str, interfaces: list[tuple[str, str]], turn: int) -> tuple[str, str]:
+    """The (interface, address) that packets of a server go through: servers take turns."""
+    version = ipaddress.ip_address(_host(server)).version
+    fitting = [(name, address) for name, address in interfaces if ipaddress.ip_address(address).version == version]
+    if not fitting:
+        have = ", ".join(address for _, address in interfaces)
+        raise ConfigError(
+            f"server {server} has an address of IPv{version}, and this rank has {have}: PENSTOCK_INTERFACE"
+        )
+    return fitting[turn % len(fitting)]
+
+
+def _mtu(interface: str) -> int:
+    # Not from /sys, which may be that of another network namespace.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16si12x", interface.encode(), 0)
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFMTU, request)
+        except OSError:
+            return _ETHERNET_MTU
+    return int(struct.unpack("16si12x", answer)[1])
+
+
+def _payload_bytes(mtu: int, agreed: plan.Plan) -> int:
+    six = any(":" in _host(server.address) for server in agreed.servers)
+    fits = mtu - (40 if six else 20) - 8 - _HEADER_BYTES
+    if fits < _STEP_BYTES:
+        raise ConfigError(f"an MTU of {mtu} leaves no room for a block; set block_bytes in {agreed.name}")
+    return min(fits // _STEP_BYTES * _STEP_BYTES, plan.MOST_BLOCK_BYTES)
+
+
+def _aggregators(server: plan.Server) -> list[str]:
+    def walk(nodes: tuple[plan.Child, ...]) -> list[str]:
+        below = [[node.address, *walk(node.children)] for node in nodes if not isinstance(node, int)]
+        return [address for addresses in below for address in addresses]
+
+    return walk(server.tree)
+
+
+def _tree(node: plan.Child, shards: dict[str, int]) -> dict[str, Any]:
+    if isinstance(node, int):
+        return {"worker": node}
+    return {
+        "aggregator": {"address": node.address, "shards": shards[node.address]},
+        "children": [_tree(child, shards) for child in node.children],
+    }
+
+
+def _bitmap(workers: tuple[int, ...]) -> str:
+    return hex(sum(1 << worker for worker in workers))
+
+
+def _body(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+# A group is aggregated once: what starts again is another group, with jobs of its own.
+_EPOCH = 1
+# Of the packet: docs/aggregation.md. Blocks are cut at cache lines.
+_HEADER_BYTES = 48
+_STEP_BYTES = 64
+_ETHERNET_MTU = 1500
+_SIOCGIFMTU = 0x8921  # linux/sockios.h
+# Two windows of the longest blocks, and the kernel's bookkeeping.
+_BUFFER_BYTES = 8 << 20
+_ANSWER_WITHIN_S = 10.0
+_START_WITHIN_S = 5.0
+_RETRY_EVERY_S = 0.2
+# How soon an aggregator that is back is used again.
+_LOOK_EVERY_S = 1.0
+_LOOK_WITHIN_S = 2.0
+_HINTS = {
+    401: ". PENSTOCK_SECRET (or PENSTOCK_SECRET_FILE) of rank 0 and that of the daemon must be the same",
+    409: ". Its limits are arguments: --slots, --memory, --jobs",
+}

@@ -1,0 +1,98 @@
+"""Servers and aggregators for tests: real processes on loopback, killed when the test is over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import urllib.request
+from typing import Any
+
+# A binary to test instead of the verbs `penstock aggregator` and `penstock server`, which run the same code.
+COMMAND = [os.environ["AGGREGATOR_BINARY"]] if "AGGREGATOR_BINARY" in os.environ else [sys.executable, "-m", "penstock"]
+
+
+class Daemon:
+    """One of them, at an address of its own; ready when the constructor returns.
+
+    Args:
+        role: "server" or "aggregator".
+        *options: as on the command line.
+        listen: where; None: any free port.
+        env: environment variables.
+    """
+
+    def __init__(self, role: str, *options: str, listen: str | None = None, env: dict[str, str] | None = None) -> None:
+        self.role, self.options, self.env = role, options, env or {}
+        self.address = listen or f"127.0.0.1:{_free_port()}"
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed in `close`
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start it, or start it again."""
+        self._process = subprocess.Popen(
+            [*COMMAND, self.role, "--listen", self.address, *self.options],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **self.env},
+        )
+        until = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(OSError):
+                self.get("/")
+                return
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise AssertionError(f"{self.role} {self.address} did not start:\n{self.log()}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=0.02)
+
+    def kill(self) -> None:
+        """kill -9."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def get(self, path: str) -> Any:
+        """What it says over HTTP."""
+        with urllib.request.urlopen(f"http://{self.address}{path}", timeout=5) as answer:
+            return json.loads(answer.read())
+
+    def log(self) -> str:
+        """What it has printed."""
+        self._log.flush()
+        return pathlib.Path(f"/proc/self/fd/{self._log.fileno()}").read_text()
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+        self._log.close()
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        if kind is not None:
+            print(f"--- {self.role} {self.address}:\n{self.log()}")
+        self.close()
+
+
+def _free_port() -> int:
+    """A port that is free for TCP and UDP."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+            port = tcp.getsockname()[1]
+            with contextlib.suppress(OSError):
+                udp.bind(("127.0.0.1", port))
+                return int(port)

@@ -1,0 +1,526 @@
+"""Proves that all-reduces through servers and aggregators are exact, and what happens when any process on the way dies.
+
+Every result is held against `_sum`, which computes what docs/quantisation.md says comes out, in numpy and apart from the
+engine; bit by bit wherever integers travel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import pathlib
+import signal
+import textwrap
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import penstock.torch
+import ranks
+from daemons import Daemon
+from penstock import plan
+from penstock.errors import Config as ConfigError
+
+BLOCK_BYTES = 1024
+
+
+def _plan(tmp_path: pathlib.Path, servers: str, settings: str = "") -> dict[str, str | None]:
+    """A plan file, as the environment of ranks."""
+    text = "version: 1\naggregated:\n" + textwrap.indent(
+        f"block_bytes: {BLOCK_BYTES}\nmin_bytes: 2000\nwindow: 32\n{textwrap.dedent(settings)}servers:\n"
+        + textwrap.indent(textwrap.dedent(servers).strip("\n"), "  "),
+        "  ",
+    )
+    path = tmp_path / "plan.yaml"
+    path.write_text(text + "\n")
+    return {"PENSTOCK_PLAN": str(path)}
+
+
+# ------------------------------------------------------------------------------------------------ what comes out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """One all-reduce."""
+
+    elements: int
+    dtype: torch.dtype
+    op: str = "SUM"
+
+    def contribution(self, rank: int) -> torch.Tensor:
+        """Blocks of different magnitudes, with zeros and denormals among them."""
+        random = torch.Generator().manual_seed(1000 * rank + self.elements)
+        values = torch.randn(self.elements, generator=random)
+        scale = torch.arange(self.elements) // 300 % 4
+        values *= torch.tensor([1.0, 1e-3, 0.0, 1e4])[scale]
+        values[::97] *= 1e-38
+        return values.to(self.dtype)
+
+
+CASES = [
+    _Case(40_000, torch.float32),
+    _Case(1000, torch.float32, "AVG"),
+    _Case(501, torch.float32),
+    _Case(20_001, torch.bfloat16),
+    _Case(3000, torch.float16, "AVG"),
+]
+
+
+def _sum(case: _Case, world: int, integer_bits: int, cuts: list[float]) -> np.ndarray[Any, Any]:
+    """docs/quantisation.md, block by block; float64 holds every count and product exactly."""
+    significand = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[case.dtype]
+    share = (2 ** (integer_bits - 1) - 1) // world
+    largest = {bits: 2**bits - (0 if bits < significand else 2 ** (bits - significand)) for bits in range(32)}
+    bits = max(bits for bits, value in largest.items() if value <= share)
+    size = case.dtype.itemsize
+    block = BLOCK_BYTES // (integer_bits // 8)
+    contributions = [case.contribution(rank).double().numpy() for rank in range(world)]
+    out = np.zeros(case.elements, np.float32)
+    lines = -(-case.elements * size // 64)
+    edges = [min(int(lines * cut + 1e-9) * 64 // size, case.elements) for cut in [0.0, *cuts, 1.0]]
+    for start, end in itertools.pairwise(edges):
+        for at in range(start, end, block):
+            part = slice(at, min(at + block, end))
+            values = [contribution[part] for contribution in contributions]
+            top = max(np.abs(value).max() for value in values)
+            if top == 0:
+                continue
+            unit = 2.0 ** (np.frexp(top)[1] - bits)
+            out[part] = sum(np.rint(value / unit) for value in values) * unit
+    result = torch.from_numpy(out).to(case.dtype)
+    return (result / world if case.op == "AVG" else result).float().numpy()
+
+
+def _all_reduces(repeats: int = 1) -> tuple[list[np.ndarray[Any, Any]], dict[str, Any]]:
+    dist.init_process_group("penstock")
+    tensors = []
+    for _ in range(repeats):
+        tensors = [case.contribution(dist.get_rank()) for case in CASES]
+        works = [
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, case.op), async_op=True)
+            for tensor, case in zip(tensors, CASES, strict=True)
+        ]
+        for work in works:
+            work.wait()
+    small = torch.ones(4)
+    dist.all_reduce(small)
+    assert small.tolist() == [dist.get_world_size()] * 4
+    stats = penstock.torch.stats()["aggregated"]
+    dist.destroy_process_group()
+    return [tensor.float().numpy() for tensor in tensors], stats
+
+
+def _assert_sums(
+    values: list[Any], world: int, integers: dict[torch.dtype, int], cuts: list[float], repeats: int = 1
+) -> None:
+    for rank, (tensors, stats) in enumerate(values):
+        (lane,) = stats.values()
+        assert lane["operations"] == len(CASES) * repeats
+        assert lane["fallback"] is None
+        for case, tensor in zip(CASES, tensors, strict=True):
+            expected = _sum(case, world, integers[case.dtype], cuts)
+            np.testing.assert_array_equal(
+                tensor.view(np.int32), (expected + 0.0).view(np.int32), f"{case} on rank {rank}"
+            )
+
+
+NARROW = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16}
+
+
+def test_one_server(tmp_path: pathlib.Path) -> None:
+    """Three ranks and a server: every rank gets the bits of the definition, for every type and for averages."""
+    with Daemon("server") as server:
+        env = _plan(tmp_path, f"- address: {server.address}")
+        values = ranks.run(_all_reduces, count=3, env=env)
+        assert server.get("/jobs")["jobs"] == [], "the job is closed at the end"
+    _assert_sums(values, 3, NARROW, [])
+
+
+def test_aggregators_in_a_hierarchy_with_loss(tmp_path: pathlib.Path) -> None:
+    """Two racks below a core, a worker beside them, four shards in a rack, 3 % of all packets lost in every daemon: the same
+    bits."""
+    drop = ("--drop", "0.03")
+    with (
+        Daemon("server", *drop) as server,
+        Daemon("aggregator", *drop) as core,
+        Daemon("aggregator", *drop) as left,
+        Daemon("aggregator", *drop) as right,
+    ):
+        env = _plan(
+            tmp_path,
+            f"""
+            - address: {server.address}
+              tree:
+                - aggregator: {core.address}
+                  children:
+                    - {{aggregator: "{left.address}", workers: [0, 2]}}
+                    - {{aggregator: "{right.address}", workers: [1]}}
+            """,
+        )
+        values = ranks.run(_all_reduces, count=4, args=(4,), env=env)
+    _assert_sums(values, 4, NARROW, [], repeats=4)
+    assert sum(stats["0"]["servers"][0]["pushed_again"] for _, stats in values) > 0, "nothing was lost"
+
+
+def test_two_servers_and_shards(tmp_path: pathlib.Path) -> None:
+    """Two servers share the tensors by fractions, one below an aggregator of two shards."""
+    with Daemon("server") as one, Daemon("server") as two, Daemon("aggregator", "--shards", "2") as rack:
+        env = _plan(
+            tmp_path,
+            f"""
+            - address: {one.address}
+              fraction: 0.25
+              tree: [{{aggregator: "{rack.address}", workers: [1, 0]}}]
+            - address: {two.address}
+              fraction: 0.75
+            """,
+        )
+        values = ranks.run(_all_reduces, count=2, env=env)
+    _assert_sums(values, 2, NARROW, [0.25])
+
+
+def test_sixteen_bits_for_everything(tmp_path: pathlib.Path) -> None:
+    """int16 halves what float32 sends, and the bits are those of the definition still."""
+    with Daemon("server") as server, Daemon("aggregator") as rack:
+        servers = f"""
+            - address: {server.address}
+              tree: [{{aggregator: "{rack.address}", workers: [0, 1]}}]
+            """
+        values = ranks.run(_all_reduces, count=2, env=_plan(tmp_path, servers, "format: int16\n"))
+    _assert_sums(values, 2, dict.fromkeys(NARROW, 16), [])
+
+
+def test_floats_are_added_in_the_order_of_the_tree(tmp_path: pathlib.Path) -> None:
+    """float32 travels as it is: ((2 + 0) + 1), not in the order of arrival."""
+    with Daemon("server") as server, Daemon("aggregator") as rack:
+        servers = f"""
+            - address: {server.address}
+              tree: [{{aggregator: "{rack.address}", workers: [2, 0]}}]
+            """
+        values = ranks.run(_all_reduces, count=3, env=_plan(tmp_path, servers, "format: float32\n"))
+    case = CASES[0]
+    parts = [case.contribution(rank).numpy() for rank in range(3)]
+    expected = (parts[2] + parts[0]) + parts[1]
+    for tensors, _ in values:
+        np.testing.assert_array_equal(tensors[0].view(np.int32), expected.view(np.int32))
+
+
+def _not_finite() -> list[float]:
+    dist.init_process_group("penstock")
+    values = torch.full((2000,), 0.5)
+    if dist.get_rank() == 0:
+        values[7], values[1300] = float("inf"), float("nan")
+    dist.all_reduce(values)
+    dist.destroy_process_group()
+    return [float(values[i]) for i in (7, 8, 600, 1300, 1999)]
+
+
+def test_inf_and_nan_come_out(tmp_path: pathlib.Path) -> None:
+    """A block with Inf or NaN is added as floats, on all ranks; others are not touched by it."""
+    with Daemon("server") as server, Daemon("aggregator") as rack:
+        servers = f"""
+            - address: {server.address}
+              tree: [{{aggregator: "{rack.address}", workers: [0, 1]}}]
+            """
+        for found in ranks.run(_not_finite, count=2, env=_plan(tmp_path, servers)):
+            assert found[0] == float("inf")
+            assert found[1:3] == [1.0, 1.0]
+            assert np.isnan(found[3])
+            assert found[4] == 1.0
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def _train(steps: int, hook: bool, slow_s: float = 0.0) -> tuple[list[float], dict[str, Any]]:
+    """DDP on a small network; notes each step, so that a test can strike in the middle."""
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=40))
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+    model = DistributedDataParallel(net)
+    if hook:
+        penstock.torch.ddp_hook(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    random = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for step in range(steps):
+        inputs = torch.randn(32, 64, generator=random)
+        loss = ((model(inputs) - inputs.flip(1)) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        ranks.note(f"step {step}")
+        if slow_s:
+            time.sleep(slow_s)  # computing takes longer in a real model
+    stats = penstock.torch.stats()["aggregated"]
+    dist.destroy_process_group()
+    return losses, stats
+
+
+def _tree(server: Daemon, left: Daemon, right: Daemon) -> str:
+    return f"""
+        - address: {server.address}
+          tree:
+            - {{aggregator: "{left.address}", workers: [0, 1]}}
+            - {{aggregator: "{right.address}", workers: [2]}}
+        """
+
+
+def test_training_survives_an_aggregator(tmp_path: pathlib.Path) -> None:
+    """kill -9 of an aggregator in the middle of a training, and its return: all losses are those of an undisturbed run."""
+    with Daemon("server") as server, Daemon("aggregator") as left, Daemon("aggregator") as right:
+        env = _plan(tmp_path, _tree(server, left, right))
+        undisturbed = [losses for losses, _ in ranks.run(_train, count=3, args=(60, False), env=env)]
+        with ranks.Ranks(_train, count=3, args=(60, False, 0.05), env=env) as job:
+            job.await_note("step 10", deadline_s=60)
+            left.kill()
+            job.await_note("step 30", deadline_s=30)
+            left.start()
+            outcomes = job.outcomes(timeout_s=60)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    for outcome, losses in zip(outcomes, undisturbed, strict=True):
+        assert outcome.value[0] == losses
+    bypasses = [outcome.value[1]["0"]["servers"][0]["bypasses"] for outcome in outcomes]
+    assert bypasses[0] >= 1, "nobody noticed"
+    assert bypasses[2] == 0, "who sits below the other aggregator has nothing to pass by"
+    assert "passed by" in outcomes[0].output or "straight to server" in outcomes[0].output
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["buckets", "reducer"])
+def test_training_survives_the_server(tmp_path: pathlib.Path, hook: bool) -> None:
+    """kill -9 of the server: training goes on among the ranks, its losses within the bound of quantisation of a run without
+    servers; said in the log and in the counters."""
+    plain = [losses for losses, _ in ranks.run(_train, count=2, args=(40, hook))]
+    with Daemon("server") as server:
+        env = _plan(tmp_path, f"- address: {server.address}")
+        with ranks.Ranks(_train, count=2, args=(40, hook), env=env) as job:
+            job.await_note("step 12", deadline_s=60)
+            server.kill()
+            outcomes = job.outcomes(timeout_s=60)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    for outcome, losses in zip(outcomes, plain, strict=True):
+        np.testing.assert_allclose(outcome.value[0], losses, rtol=1e-4)
+        lanes = outcome.value[1]
+        used = [lane for lane in lanes.values() if lane["operations"]]
+        assert used
+        assert all(lane["fallback"] and server.address in lane["fallback"] for lane in used)
+        assert all(lane["fallback_operations"] for lane in used)
+        assert "goes on without servers" in outcome.output
+
+
+def test_the_reducer_goes_through_the_servers(tmp_path: pathlib.Path) -> None:
+    """With gradient hooks units are aggregated, and losses are those of a run among the ranks, but for quantisation."""
+    plain = [losses for losses, _ in ranks.run(_train, count=2, args=(10, True))]
+    with Daemon("server") as server:
+        env = _plan(tmp_path, f"- address: {server.address}")
+        found = ranks.run(_train, count=2, args=(10, True), env=env)
+    for (losses, stats), expected in zip(found, plain, strict=True):
+        np.testing.assert_allclose(losses, expected, rtol=1e-4)
+        assert stats["0/units"]["operations"] >= 10
+
+
+# ------------------------------------------------------------------------------------------------ ranks that go wrong
+
+
+def _for_ever() -> None:
+    dist.init_process_group("penstock")
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor)
+    ranks.note("running")
+    while True:
+        tensor.fill_(1.0)
+        dist.all_reduce(tensor)
+
+
+def test_rank_killed(tmp_path: pathlib.Path) -> None:
+    """kill -9 of a rank in the middle of aggregated operations: PeerLost on all others within 5 s, who is lost and in what."""
+    with Daemon("server") as server, Daemon("aggregator") as left, Daemon("aggregator") as right:
+        env = _plan(tmp_path, _tree(server, left, right))
+        with ranks.Ranks(_for_ever, count=3, env=env) as job:
+            job.await_note("running", deadline_s=60)
+            killed_s = job.signal(1, signal.SIGKILL)
+            outcomes = job.outcomes(timeout_s=15)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.raised is not None, str(outcome)
+        assert outcome.raised.is_a("PeerLost"), str(outcome)
+        assert "rank 1" in outcome.raised.text
+        assert "aggregated all_reduce" in outcome.raised.text
+        assert outcome.ended_s - killed_s < 5.0
+
+
+def _mismatched() -> None:
+    dist.init_process_group("penstock")
+    dist.all_reduce(torch.ones(5000 if dist.get_rank() == 1 else 6000))
+
+
+def _gone() -> None:
+    dist.init_process_group("penstock")
+    dist.all_reduce(torch.ones(5000))
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return
+    with contextlib.suppress(TypeError):
+        dist.all_reduce(torch.ones(5000))
+
+
+def _impatient() -> None:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=30))
+    if dist.get_rank() == 1:
+        dist.recv(torch.ones(1), 0)
+    work = dist.all_reduce(torch.ones(5000), async_op=True)
+    assert work is not None
+    work.wait(datetime.timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "words"),
+    [
+        (_mismatched, "Mismatch", ["5000 x float32", "6000 x float32"]),
+        (_gone, "PeerLost", ["rank 1"]),
+        (_impatient, "Timeout", ["rank 0 has given up waiting"]),
+    ],
+    ids=["mismatch", "gone", "impatient"],
+)
+def test_ranks_that_disagree(program: Any, kind: str, words: list[str], tmp_path: pathlib.Path) -> None:
+    """Another size, a rank that has left, a wait that ends: an error on every rank that waits, which says so, in seconds."""
+    with Daemon("server") as server:
+        env = _plan(tmp_path, f"- address: {server.address}")
+        with ranks.Ranks(program, count=2, env=env) as job:
+            outcomes = job.outcomes(timeout_s=25)
+    raised = [outcome for outcome in outcomes if not (program is _gone and outcome.rank == 1)]
+    for outcome in raised:
+        assert outcome.raised is not None, str(outcome)
+        assert outcome.raised.is_a(kind), str(outcome)
+        for word in words:
+            assert word in outcome.raised.text
+
+
+# ------------------------------------------------------------------------------------------------ opening
+
+
+def _init() -> None:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=20))
+
+
+def _refused(env: dict[str, str | None], *words: str, count: int = 2) -> None:
+    with ranks.Ranks(_init, count=count, env=env) as job:
+        outcomes = job.outcomes(timeout_s=40)
+    for outcome in outcomes:
+        assert outcome.raised is not None, str(outcome)
+        assert outcome.raised.is_a("PenstockError"), str(outcome)
+        for word in words:
+            assert word in outcome.raised.text
+
+
+def test_nobody_listens(tmp_path: pathlib.Path) -> None:
+    """A server that is not there fails all ranks at once, with what would start it."""
+    with Daemon("server") as server:
+        address = server.address
+    _refused(
+        _plan(tmp_path, f"- address: {address}"),
+        f"server {address} does not answer",
+        f"penstock server --listen {address}",
+    )
+
+
+def test_wrong_secret_role_and_limits(tmp_path: pathlib.Path) -> None:
+    """A daemon with another secret, one of the other role, and one without room: errors that say which and what to do."""
+    with (
+        Daemon("server", env={"PENSTOCK_SECRET": "one"}) as secret,
+        Daemon("aggregator") as aggregator,
+        Daemon("server", "--slots", "16") as small,
+    ):
+        env = _plan(tmp_path, f"- address: {secret.address}")
+        _refused({**env, "PENSTOCK_SECRET": "two"}, secret.address, "401", "PENSTOCK_SECRET")
+        ranks.run(_all_reduces, count=2, env={**env, "PENSTOCK_SECRET": "one"})
+        _refused(_plan(tmp_path, f"- address: {aggregator.address}"), aggregator.address, "is a aggregator")
+        _refused(_plan(tmp_path, f"- address: {small.address}"), small.address, "32 slots are needed", "--slots")
+
+
+GOOD = """
+version: 1
+aggregated:
+  servers:
+    - address: 10.0.0.1:7471
+      tree:
+        - aggregator: 10.0.0.2:7471
+          workers: [0, 1]
+"""
+
+
+def test_plans_say_what_they_say() -> None:
+    """Every key is read; who pushes where follows from the tree."""
+    found = plan.parse(
+        GOOD.replace("10.0.0.1:7471\n", "10.0.0.1:7471\n      fraction: 0.5\n")
+        + '    - {address: "[fd00::1]:7471", fraction: 0.5}\n'
+        + "  format: int16\n  window: 64\n  block_bytes: 1408\n  min_bytes: 0\n  key: none\n  offloads: false\n",
+        "p",
+    )
+    assert (found.format, found.window, found.block_bytes, found.min_bytes) == ("int16", 64, 1408, 0)
+    assert (found.key, found.offloads) == (False, False)
+    first, second = found.servers
+    assert (first.parent(0), first.parent(2), second.parent(0)) == ("10.0.0.2:7471", None, None)
+    assert [child if isinstance(child, int) else child.workers for child in first.children(4)] == [(0, 1), 2, 3]
+    assert plan.parse(GOOD, "p").block_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "words"),
+    [
+        (("version: 1", "version: 2"), 2, "version: must be 1, not '2'"),
+        (("version: 1\n", ""), 2, "'version' is missing"),
+        (("aggregated:", "aggregate:"), 3, "there is no key 'aggregate' here"),
+        (
+            ("  servers:", "  formats: int32\n  servers:"),
+            4,
+            "there is no key 'formats' here; it takes the keys servers, format",
+        ),
+        (("  servers:", "  format: int8\n  servers:"), 4, "format: must be one of int32, int16, float32, not 'int8'"),
+        (("  servers:", "  window: 100\n  servers:"), 4, "window: must be a power of two from 2 to 65536, not '100'"),
+        (
+            ("  servers:", "  block_bytes: 100\n  servers:"),
+            4,
+            "block_bytes: must be auto, or a multiple of 64 up to 8896",
+        ),
+        (("  servers:", "  min_bytes: -1\n  servers:"), 4, "min_bytes: must be a number of bytes"),
+        (("  servers:", "  key: secret\n  servers:"), 4, "key: must be one of auto, none"),
+        (("  servers:", "  offloads: 1\n  servers:"), 4, "offloads: must be true or false, not '1'"),
+        (("10.0.0.1:7471", "10.0.0.1"), 5, "servers[0].address: must be IP:PORT"),
+        (("10.0.0.1:7471", "server:7471"), 5, "servers[0].address: must be IP:PORT"),
+        (
+            ("7471\n      tree", "7471\n      fraction: 0\n      tree"),
+            6,
+            "fraction: must be a number above 0, at most 1",
+        ),
+        (("7471\n      tree", "7471\n      fraction: 0.5\n      tree"), 5, "add up to 0.5; they must add up to 1"),
+        (("[0, 1]", "[0, 0]"), 8, "worker 0 stands twice"),
+        (("[0, 1]", "[0, 64]"), 8, "must be a worker's number"),
+        (("[0, 1]", "[]"), 8, "must be a list that is not empty"),
+        (("          workers: [0, 1]\n", ""), 7, "an aggregator needs `workers: [...]`"),
+        (("[0, 1]", "[0, 1]\n        - {aggregator: 10.0.0.2:7471, workers: [2]}"), 9, "stands twice in the tree"),
+        (("[0, 1]", "[0, 1"), None, "this is not YAML"),
+    ],
+)
+def test_bad_plans(change: tuple[str, str], line: int | None, words: str) -> None:
+    """What is wrong with a plan is said with its line, its key and what is allowed."""
+    assert change[0] in GOOD
+    with pytest.raises(ConfigError) as error:
+        plan.parse(GOOD.replace(*change, 1), "plan.yaml")
+    assert words in str(error.value)
+    assert str(error.value).startswith("plan.yaml" + (f":{line}: " if line else ":"))
+
+
+def test_plans_that_do_not_fit_the_job(tmp_path: pathlib.Path) -> None:
+    """A file that is not there, and a worker that the job does not have: known on all ranks before anything is opened."""
+    _refused({"PENSTOCK_PLAN": str(tmp_path / "none.yaml")}, "none.yaml", "cannot be read")
+    env = _plan(tmp_path, '- {address: "127.0.0.1:9", tree: [{aggregator: "127.0.0.1:10", workers: [5]}]}')
+    _refused(env, "names worker 5", "ranks 0 to 1")
