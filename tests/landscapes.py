@@ -41,21 +41,28 @@ class Landscape:
 class Job:
     """A training job on a landscape: gives each step its noisy cost."""
 
-    def __init__(self, landscape: Landscape, seed: int, noise: float) -> None:
+    def __init__(self, landscape: Landscape, seed: int, noise: float, *, bursts: bool = False) -> None:
         self.landscape = landscape
         self.noise = noise
         self._random = random.Random(seed)
         self._setting: Setting | None = None
+        self._bursts = bursts
+        self._burst_left, self._burst = 0, 1.0
 
     def step(self, setting: Setting) -> float:
         """Seconds of a step. Noise is log-normal; one step in 50 takes 1.5 to 3 times as long, and so, up to twice, does
-        one after a change."""
+        one after a change. With ``bursts``, one step in 40 begins 3 to 10 that take 1.3 to 3 times as long, all alike."""
         cost = self.landscape.seconds[setting] * math.exp(self._random.gauss(0, self.noise))
         if self._random.random() < 0.02:
             cost *= self._random.uniform(1.5, 3)
         if setting != self._setting:
             cost *= self._random.uniform(1, 2)
         self._setting = setting
+        if self._bursts and not self._burst_left and self._random.random() < 1 / 40:
+            self._burst_left, self._burst = self._random.randint(3, 10), self._random.uniform(1.3, 3)
+        if self._burst_left:
+            self._burst_left -= 1
+            cost *= self._burst
         return cost
 
 
@@ -118,6 +125,23 @@ def simulated(
         )
 
     return _landscape(f"simulated {name}", space, unit_seconds, gradient_bytes, compute)
+
+
+def level(slower: float) -> Landscape:
+    """A step where the default is the best: other settings take longer in proportion to how far they are from it, the furthest
+    by this share. The space is that of two hosts with 11 MB of gradients."""
+    default = Setting(streams=16, unit_bytes=4 * MIB, algorithm="auto")
+    space = Space.standard(default, max_streams=16, most_unit_bytes=11_000_000, algorithms=("auto", "halving-doubling"))
+
+    def steps(setting: Setting) -> float:
+        away = [math.log2(setting.streams / default.streams), math.log2(setting.unit_bytes / default.unit_bytes)]
+        return sum(map(abs, away)) + 2 * (setting.algorithm != default.algorithm)
+
+    settings = [space.setting(point) for point in space.points()]
+    furthest = max(map(steps, settings))
+    return Landscape(
+        f"level, {slower:.0%}", space, {each: 0.15 * (1 + slower * steps(each) / furthest) for each in settings}
+    )
 
 
 def _landscape(

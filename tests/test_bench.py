@@ -542,11 +542,12 @@ def test_training_runs(tmp_path: pathlib.Path) -> None:
 
 
 def test_rounds_are_timed_from_the_last_to_join_to_the_last_to_know() -> None:
-    """Worked out by hand; rounds that a rank has forgotten do not count, nor does the first turn."""
+    """Worked out by hand; rounds that a rank has forgotten do not count, nor does the first turn. The last one that was answered
+    when a pass had ended is told apart."""
 
     def rank(joined: float, answered: float, sent: int) -> list[dict]:
-        rounds = [[1, joined, answered], [2, joined + 10, answered + 10]]
-        turn = {"seconds": [2.0, 4.0, 3.0], "counts": {"rounds": 4, "units": 8, "steps": 2}}
+        rounds = [[1, joined, answered], [2, joined + 10, answered + 12]]
+        turn = {"seconds": [2.0, 4.0, 3.0], "ends": [17.5], "counts": {"rounds": 4, "units": 8, "steps": 2}}
         return [
             {"sent": sent, "received": 20},
             {"turn": -1, "rounds": [[0, 0, 99]]},
@@ -555,8 +556,8 @@ def test_rounds_are_timed_from_the_last_to_join_to_the_last_to_know() -> None:
 
     first, second = rank(1.0, 5.0, 10), rank(4.0, 4.5, 30)
     outcome = readiness.summarise([first, second], 7)
-    assert (outcome.step_s, outcome.rounds, outcome.round_s) == (3.0, 2.0, 1.0)
-    assert (outcome.share, outcome.imbalance) == (pytest.approx(2 / 3), 1.5)
+    assert (outcome.step_s, outcome.rounds, outcome.round_s, outcome.last_s) == (3.0, 2.0, 2.0, 3.0)
+    assert (outcome.share, outcome.last_share, outcome.imbalance) == (pytest.approx(4 / 3), 1.0, 1.5)
     del second[2]["rounds"][:]
     with pytest.raises(readiness.BenchError, match="take fewer steps"):
         readiness.summarise([first, second], 7)
@@ -571,6 +572,7 @@ def test_readiness_runs(tmp_path: pathlib.Path) -> None:
     assert "3 ranks, 20 gradients" in done.stdout
     (outcome,) = json.loads(path.read_text())["runs"]
     assert 0 < outcome["round_s"] < outcome["step_s"] * 100 and outcome["rounds"] >= 1
+    assert outcome["last_s"] > 0 and "nothing hides" in done.stdout
     assert outcome["imbalance"] < 2, "no master"
 
 

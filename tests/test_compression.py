@@ -4,6 +4,7 @@ hooks."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 import re
 from collections.abc import Iterator
@@ -43,6 +44,16 @@ def test_error_feedback(count: int, hooked: str) -> None:
             assert bounds[-1] < 0.02
         else:
             assert errors == [1.0] * len(errors), errors
+
+
+def test_error_feedback_waits_while_gradients_go_as_they_are() -> None:
+    """A tuner may send float16, then gradients as they are, then float16: what rounding has taken off is added to the next
+    gradient that is rounded, and to none in between."""
+    for rounded, plain, again in ranks.run(_feedback_waits, count=2, env=TCP.env):
+        # Each rank sends half of 4e-8, which is nothing in float16; twice that is its smallest number.
+        assert rounded == 0.0
+        assert plain == pytest.approx([4e-8] * 3, rel=1e-6)
+        assert again == 2 * 2**-24
 
 
 def test_error_feedback_needs_a_wire_dtype() -> None:
@@ -119,6 +130,27 @@ def _tiny_gradients(hooked: str, feedback: bool) -> tuple[list[float], list[floa
             errors.append(float((total / step - truth).abs().max()) / truth)
     dist.destroy_process_group()
     return errors, bits
+
+
+def _feedback_waits() -> tuple[float, list[float], float]:
+    dist.init_process_group("penstock")
+    net = nn.Linear(33, 5, bias=False)
+    reducer = GradientReducer(net, wire=torch.float16, error_feedback=True)
+
+    def step() -> float:
+        net.zero_grad()
+        net(torch.full((1, 33), 4e-8)).sum().backward()
+        assert net.weight.grad is not None
+        return float(net.weight.grad[0, 0])
+
+    half = reducer.setting
+    rounded = step()
+    reducer.apply(dataclasses.replace(half, compression="off"))
+    plain = [step() for _ in range(3)]
+    reducer.apply(half)
+    again = step()
+    dist.destroy_process_group()
+    return rounded, plain, again
 
 
 def _feedback_alone() -> None:

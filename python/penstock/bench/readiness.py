@@ -2,7 +2,7 @@
 
 A round begins for good when the last rank joins it, and is over when the last one has its answer. Ranks on one machine share a
 clock, so that both moments are known. Rounds run beside the backward pass: their seconds together are the most that a step can
-lose to them.
+lose to them. The last one of a step begins when the pass has ended: it is what a step loses for certain.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Outcome:
     """A step."""
     round_s: float
     """From the last rank's joining to the last rank's answer."""
+    last_s: float
+    """The same for the last round of each step."""
     sent: list[int]
     """Bytes by rank, for gradients of one element."""
     received: list[int]
@@ -37,6 +39,11 @@ class Outcome:
     def share(self) -> float:
         """Of a step, if nothing of the rounds were hidden behind the backward pass."""
         return self.rounds * self.round_s / self.step_s
+
+    @property
+    def last_share(self) -> float:
+        """Of a step, of the round that nothing hides."""
+        return self.last_s / self.step_s
 
     @property
     def imbalance(self) -> float:
@@ -49,12 +56,13 @@ class Outcome:
             f"{self.ranks} ranks, {self.tensors} gradients: {1e3 * self.step_s:.1f} ms and {self.rounds:.1f} rounds a step",
             f"a round ends {1e3 * self.round_s:.2f} ms after the last rank has joined it",
             f"all rounds together: {self.share:.1%} of the step, if nothing of them is hidden",
+            f"the one that ends the pass, which nothing hides: {1e3 * self.last_s:.2f} ms, {self.last_share:.1%} of the step",
             f"the busiest rank sends or receives {self.imbalance:.2f} times the mean",
         ]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**vars(self), "share": self.share, "imbalance": self.imbalance}
+        return {**vars(self), "share": self.share, "last_share": self.last_share, "imbalance": self.imbalance}
 
 
 def measure(
@@ -93,8 +101,18 @@ def summarise(records: Sequence[Sequence[dict[str, Any]]], tensors: int) -> Outc
     for of_rank in turns:
         for number, joined, answered in (span for record in of_rank for span in record["rounds"]):
             spans.setdefault(number, []).append((joined, answered))
-    whole = [each for each in spans.values() if len(each) == len(records)]
-    if not whole:
+    whole = {
+        number: max(end for _, end in each) - max(begin for begin, _ in each)
+        for number, each in spans.items()
+        if len(each) == len(records)
+    }
+    # What a rank had heard when its pass was over: the numbers of rounds are alike on all ranks.
+    last = set()
+    for record in turns[0]:
+        for ended in record["ends"]:
+            last.add(max((number for number, _, answered in record["rounds"] if answered <= ended), default=-1))
+    lasts = [whole[number] for number in last if number in whole]
+    if not lasts:
         raise BenchError("readiness: there was no round that all ranks remember; take fewer steps a turn")
     counts = [record["counts"] for record in turns[0]]
     first = [each[0] for each in records]
@@ -103,7 +121,8 @@ def summarise(records: Sequence[Sequence[dict[str, Any]]], tensors: int) -> Outc
         tensors=tensors,
         step_s=max(statistics.median(s for record in each for s in record["seconds"]) for each in turns),
         rounds=sum(each["rounds"] for each in counts) / sum(each["steps"] for each in counts),
-        round_s=statistics.median(max(end for _, end in each) - max(begin for begin, _ in each) for each in whole),
+        round_s=statistics.median(whole.values()),
+        last_s=statistics.median(lasts),
         sent=[each["sent"] for each in first],
         received=[each["received"] for each in first],
     )

@@ -29,17 +29,18 @@ def main() -> None:
     reducer = GradientReducer(model, unit_bytes=options["unit_bytes"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     for turn in range(options["turns"] + 1):
-        before, seconds = reducer.stats(), []
+        before, seconds, ends = reducer.stats(), [], []
         for _ in range(options["steps"]):
             dist.barrier()
             started = time.perf_counter()
             optimizer.zero_grad()
             model(data).square().mean().backward()
+            ends.append(time.time())
             optimizer.step()
             seconds.append(time.perf_counter() - started)
         counts = {key: reducer.stats()[key] - before[key] for key in ("rounds", "units", "steps")}
         # The first turn makes connections and buffers.
-        _say(turn=turn - 1, seconds=seconds, rounds=_rounds(counts["rounds"]), counts=counts)
+        _say(turn=turn - 1, seconds=seconds, ends=ends, rounds=_rounds(counts["rounds"]), counts=counts)
     dist.destroy_process_group()
 
 

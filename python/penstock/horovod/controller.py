@@ -91,6 +91,8 @@ class Controller:
         self._warned_s = 0.0
         self._block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
         self._blocks = torch.zeros(BLOCK_BYTES * self.size, dtype=torch.uint8)
+        # The same memory, without a new tensor or array in each round.
+        self._said, self._heard = memoryview(self._block.numpy()), memoryview(self._blocks.numpy())
         self._thread = threading.Thread(target=self._run, name="penstock-horovod", daemon=True)
         self._thread.start()
 
@@ -217,7 +219,7 @@ class Controller:
     def _round(self, block: bytes) -> Round:
         self._rounds += 1
         self._timeline.cycle()
-        self._block.copy_(torch.frombuffer(bytearray(block), dtype=torch.uint8))
+        self._said[:] = block
         ticket = self._member.group.start(
             "all_gather",
             dtype="uint8",
@@ -231,7 +233,7 @@ class Controller:
         while not ticket.wait(_LOOK_S):
             self._check_stall(self._rounds)
         with self._wake:
-            return self._negotiation.handle_round(self._blocks.numpy().tobytes())
+            return self._negotiation.handle_round(self._heard.tobytes())
 
     def _execute(self, outcome: Round) -> None:
         with self._wake:

@@ -440,7 +440,8 @@ class _Collectives:
             input, output = (None if one is None else staged.twin(one) for one in (input, output))
         # The storages, not the tensors: `tensor.data = ...` would take the memory from under the engine.
         keep = [one.untyped_storage() for one in (input, output) if one is not None]
-        with torch.profiler.record_function(f"penstock:{collective}"):
+        # As torch.profiler.record_function, in a microsecond instead of 15.
+        with torch._C._profiler._RecordFunctionFast(f"penstock:{collective}"):
             ticket = self._member.group.start(
                 collective,
                 dtype=dtype,

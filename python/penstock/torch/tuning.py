@@ -5,8 +5,8 @@
   end of the pass            seconds since the end of the last one ──all-reduce, MAX──> Tuner.end_step
 ```
 A step lasts from the end of one synchronised backward pass to the end of the next, so the optimizer, the data and passes under
-``no_sync`` are in it. While the tuner tunes, the end of a pass waits for the slowest rank's seconds, decides, and starts a
-second exchange: only when it has shown that all ranks have decided alike does the setting change. Afterwards there is
+``no_sync`` are in it. Where the setting may change, the end of a pass waits for the slowest rank's seconds, decides, and starts
+a second exchange: only when it has shown that all ranks have decided alike does the setting change. Else there is
 one exchange a step, which runs while the script goes on. Rank 0 alone reads knobs, files and memory, and tells the others.
 """
 
@@ -195,7 +195,7 @@ class Tuning:
         if self.tuner.state is State.PINNED:
             return
         self._exchange(None if self._ended is None else clock() - self._ended)
-        if self.tuner.state is State.TUNING:
+        if not self.tuner.holds:
             # The ranks have just met in the last unit: this waits for little more than the way there and back. What it then
             # takes to decide counts for no step.
             self._take()

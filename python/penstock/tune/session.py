@@ -6,8 +6,10 @@ A session has a budget of training steps. It spends them in two parts:
    says who is asked. A trial's first step is dropped when it changed the setting: it contains the change. Then up to
    `MEASURED_STEPS` are measured and their median counts, but a setting that is clearly slower than the best is left
    after the first of them.
-2. **Champions.** The best few are measured by turns, so that what else the machine does falls on all of them alike. Those
-   that fall behind leave between rounds. Whoever has the lowest median of all its steps is chosen.
+2. **Contest.** The best few and the default are measured by turns, so that what else the machine does falls on all of them
+   alike. Those that fall behind leave between rounds, the default only once it is surely behind. Of the others the one with
+   the lowest median of all its steps is chosen, if the steps of the contest show that it is faster than the default beyond
+   their noise; else the default. (Being chosen by a low median makes it look faster than it is; the contest is fresh.)
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import math
 import statistics
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,8 +108,9 @@ class Session:
             for index, name in enumerate(() if nothing else options.searchers)
         }
         self._bandit = AucBandit(options.searchers, c=options.c, window=options.window)
-        # A short session has no steps to spare for the default: whoever asks for one knows where to start.
         self._short = options.budget < SHORT_BUDGET
+        # That a remembered setting is faster than the default was shown elsewhere; a short session has no steps to show it again.
+        self._trusts_start = self._short and start != space.default
         self._fixed = [("start", start)]
         if space.default != start and not self._short:
             self._fixed.append(("default", space.default))
@@ -121,6 +125,15 @@ class Session:
     def setting(self) -> Setting:
         """The setting for the step that is about to run."""
         return self.chosen if self.chosen is not None else self.trials[-1].setting
+
+    @property
+    def holds(self) -> bool:
+        """Whether the setting stays after the step that is under way, whatever that costs."""
+        if self.chosen is not None:
+            return True
+        trial = self.trials[-1]
+        is_first_of_visit = trial.by == "champion" and len(trial.samples) + 1 < VISIT_STEPS
+        return self._left > 1 and (self._drop_left > 0 or is_first_of_visit)
 
     @property
     def medians(self) -> dict[Setting, float]:
@@ -142,8 +155,9 @@ class Session:
             self._end_trial()
 
     def fingerprint(self) -> int:
-        """A number from 0 to 2**32 - 1 that differs, but for bad luck, where two ranks have decided differently."""
-        return zlib.crc32(f"{self.setting}".encode(), self._digest)
+        """A number from 0 to 2**32 - 1 that differs, but for bad luck, where two ranks have decided differently, have taken part
+        in different numbers of steps, or differ in `holds`: ranks may act on that before they have compared what follows."""
+        return zlib.crc32(f"{self.setting} {len(self.costs)} {self.holds}".encode(), self._digest)
 
     def ranking(self) -> list[tuple[Setting, float, int]]:
         """(setting, median seconds, steps that it was measured in), the fastest first."""
@@ -169,8 +183,13 @@ class Session:
 
     @property
     def _reserve(self) -> int:
-        """Steps that belong to the champions."""
-        return min(CHAMPION_STEPS, math.ceil(CHAMPION_SHARE * self.options.budget))
+        """Steps that belong to the contest."""
+        medians = self.medians
+        is_far = bool(medians) and min(medians.values()) < FAR * medians.get(self.space.default, math.inf)
+        spreads = [max(each.samples) / min(each.samples) for each in self.trials if len(each.samples) == MEASURED_STEPS]
+        is_calm = bool(spreads) and statistics.median(spreads) < CALM
+        is_easy = self._short or is_far or is_calm
+        return math.ceil((EASY_CONTEST_SHARE if is_easy else CONTEST_SHARE) * self.options.budget)
 
     def _enough(self) -> bool:
         trial = self.trials[-1]
@@ -227,21 +246,38 @@ class Session:
 
     def _next_visit(self) -> Any:
         """(champion, "champion", None) of the next visit; None when the contest is over."""
+        default = self.space.default
         if not self._champions:
-            count = max(2, min(CHAMPIONS, self._left // (2 * (1 + VISIT_STEPS))))
-            self._champions = self._candidates()[:count]
+            count = max(1, min(CHAMPIONS, self._left // (2 * (1 + VISIT_STEPS)) - 1))
+            challengers = [each for each in self._candidates() if each != default][:count]
             # The one that was measured last is visited first: its turn needs no change.
-            self._visits = sorted(self._champions, key=lambda setting: setting != self.trials[-1].setting)
+            first = default if self._trusts_start else self.trials[-1].setting
+            self._champions = sorted([*challengers, default], key=lambda setting: setting != first)
+            self._visits = list(self._champions)
         if not self._visits:
-            medians = self.medians
-            best = min(medians[setting] for setting in self._champions)
-            self._champions = [each for each in self._champions if medians[each] <= BEHIND * best]
+            medians, contest = self.medians, self._contest()
+            best = min(self._champions, key=lambda setting: (medians[setting], setting))
+            # A round goes back the way that the last one came: who was last begins, and needs no change.
+            self._champions = [
+                each
+                for each in reversed(self._champions)
+                if medians[each] <= BEHIND * medians[best]
+                or (each == default and faster(contest[best], contest[each])[1] < DECIDED)
+            ]
             if len(self._champions) < 2:
                 return None
             self._visits = list(self._champions)
         if self._left < 2:
             return None
         return self._visits.pop(0), "champion", None
+
+    def _contest(self) -> dict[Setting, list[float]]:
+        """The steps of the contest."""
+        contest: dict[Setting, list[float]] = {}
+        for trial in self.trials:
+            if trial.by == "champion" and trial.samples:
+                contest.setdefault(trial.setting, []).extend(trial.samples)
+        return contest
 
     def _candidates(self) -> list[Setting]:
         """Who may enter the contest, in order: by turns the fastest that were measured, and those that the model of
@@ -255,23 +291,44 @@ class Session:
         return list(dict.fromkeys(setting for setting in turns if setting is not None))
 
     def _finish(self) -> None:
-        medians = self.medians
-        among = [setting for setting in self._champions or medians if setting in medians]
-        if not among:
-            self._choose(self.start, "no step was measured")
+        medians, contest, default = self.medians, self._contest(), self.space.default
+
+        def fastest(settings: Iterable[Setting]) -> Setting | None:
+            return min(settings, key=lambda setting: (medians[setting], setting), default=None)
+
+        if self._trusts_start:
+            best = fastest(each for each in self._champions or medians if each in medians) or self.start
+            its = f"; the default's is {1e3 * medians[default]:.1f} ms" if default in medians else ""
+            self._choose(best, self._lowest(best) + its if best in medians else "no step was measured")
             return
-        best: Setting = min(among, key=lambda setting: (medians[setting], setting))
-        count = len(self._samples[best])
-        why = f"its median of {count} steps, {1e3 * medians[best]:.1f} ms, is the lowest"
-        default = medians.get(self.space.default)
-        if best == self.space.default:
-            why += "; it is the default"
-        elif default is not None:
-            why += f"; the default's is {1e3 * default:.1f} ms, {default / medians[best]:.2f} times that"
-        self._choose(best, why)
+        champion = fastest(each for each in contest if each != default)
+        if champion is None or default not in contest:
+            self._choose(default, "it is the default, and there were too few steps to hold anything against it")
+            return
+        share, errors = faster(contest[champion], contest[default])
+        pairs = f"in {share:.0%} of all pairs of their steps by turns, {errors:+.1f} standard errors from one half"
+        its = f"{1e3 * medians[default]:.1f} ms"
+        if errors >= BEYOND:
+            ratio = medians[default] / medians[champion]
+            why = f"{self._lowest(champion)} but for the default's, which is {its}, {ratio:.2f} times that"
+            self._choose(champion, f"{why}; it was faster than the default {pairs}")
+        else:
+            why = f"it is the default, {its}, and nothing was faster beyond the noise"
+            self._choose(default, f"{why}: {champion}, {1e3 * medians[champion]:.1f} ms, was {pairs}")
+
+    def _lowest(self, setting: Setting) -> str:
+        return f"its median of {len(self._samples[setting])} steps, {1e3 * self.medians[setting]:.1f} ms, is the lowest"
 
     def _choose(self, setting: Setting, why: str) -> None:
         self.chosen, self.why = setting, why
+
+
+def faster(one: list[float], other: list[float]) -> tuple[float, float]:
+    """In which share of all pairs of theirs the one is faster than the other, and how many standard errors that lies from one
+    half where both are alike: the statistic U of Mann and Whitney (1947). It goes by order alone: outliers do not matter."""
+    pairs = len(one) * len(other)
+    share = sum((a < b) + (a == b) / 2 for a in one for b in other) / pairs
+    return share, (share - 0.5) / math.sqrt((len(one) + len(other) + 1) / (12 * pairs))
 
 
 def replay(space: Space, document: dict[str, Any]) -> Session:
@@ -301,11 +358,24 @@ CLEARLY_SLOWER = (1.25, 1.15)
 # With noise of 10 % two steps differ by more than this in 1 of 16 cases.
 DISAGREE = 1.3
 
-# The last part: at most so many champions, steps a visit, and steps in all; see docs/tune.md for how the simulations fare.
-CHAMPIONS = 4
+# The contest: at most so many champions beside the default, steps a visit, and its share of all steps; see docs/tune.md for
+# how the simulations fare.
+CHAMPIONS = 2
 VISIT_STEPS = 2
-CHAMPION_STEPS = 30
-CHAMPION_SHARE = 0.3
+CONTEST_SHARE = 0.5
+
+# Its share in a short session, and where few steps show enough: where the fastest takes less than so much of the default's time,
+# or where in a trial's three steps the longest takes less than so much of the shortest, as with noise of 3 %.
+FAR = 0.7
+CALM = 1.05
+EASY_CONTEST_SHARE = 0.3
+
+# Standard errors. One champion in six that is no faster passes, and the slower it is the fewer: what is lost by that is 0.03
+# standard errors of a step in the mean, wherever it lies. Two would lose less, and miss gains of 8 % where noise is 10 %.
+BEYOND = 1.0
+
+# Standard errors from which on the default need not be measured any further. Four steps against four show 2.3 at the most.
+DECIDED = 2.0
 
 # A champion whose median is this much above the best leaves. Five per cent is what a choice may miss the optimum by.
 BEHIND = 1.1

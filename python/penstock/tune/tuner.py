@@ -146,6 +146,12 @@ class Tuner:
         self._asked = True
         return self.best if self.state is not State.TUNING else self._session.setting
 
+    @property
+    def holds(self) -> bool:
+        """Whether the next step runs under the same setting, whatever the one that is under way costs: ranks need not wait for
+        each other's times then, and may hand in the cost as late as before the next `begin_step`."""
+        return self.state is not State.TUNING or self._session.holds
+
     def end_step(self, cost: float) -> None:
         """Take what the step under the last `begin_step` cost: seconds, the same number on all ranks.
 
