@@ -157,6 +157,13 @@ impl Report {
         out.counter("job_repeated", "Sums that went up again.", &each(&|job| job.counters.repeated));
         out.counter("job_relayed", "Packets from above, passed to all children.", &each(&|job| job.counters.relayed));
         out.counter("job_abandoned", "Incomplete sums that a newer took over.", &each(&|job| job.counters.abandoned));
+        let overflowed = "Sums in which an integer overflowed: some worker sent more than its share.";
+        out.counter("job_overflowed", overflowed, &each(&|job| job.counters.overflowed));
+        out.counter(
+            "job_named",
+            "Packets to the children that named missing blocks.",
+            &each(&|job| job.counters.named),
+        );
         if role == "server" {
             let told = |value: &dyn Fn(&ServerReport) -> u64| each(&|job| job.server.as_ref().map_or(0, value));
             out.counter("job_committed", "Sums committed.", &told(&|server| server.committed));
@@ -280,6 +287,8 @@ pub(crate) fn add(sum: &mut JobCounters, more: &JobCounters) {
     sum.repeated += more.repeated;
     sum.relayed += more.relayed;
     sum.abandoned += more.abandoned;
+    sum.overflowed += more.overflowed;
+    sum.named += more.named;
     add_all(&mut sum.refused, &more.refused);
 }
 
@@ -291,6 +300,8 @@ pub(crate) fn since(after: &JobCounters, before: &JobCounters) -> JobCounters {
         repeated: after.repeated - before.repeated,
         relayed: after.relayed - before.relayed,
         abandoned: after.abandoned - before.abandoned,
+        overflowed: after.overflowed - before.overflowed,
+        named: after.named - before.named,
         refused: std::array::from_fn(|i| after.refused[i] - before.refused[i]),
     }
 }
@@ -300,10 +311,10 @@ fn add_all(sum: &mut [u64; Refusal::COUNT], more: &[u64; Refusal::COUNT]) {
 }
 
 fn counters(counters: &JobCounters) -> Map<String, Value> {
-    let JobCounters { added, completed, repeated, relayed, abandoned, refused } = counters;
+    let JobCounters { added, completed, repeated, relayed, abandoned, overflowed, named, refused } = counters;
     let value = json!({
         "added": added, "completed": completed, "repeated": repeated, "relayed": relayed, "abandoned": abandoned,
-        "refused": by_reason(refused),
+        "overflowed": overflowed, "named": named, "refused": by_reason(refused),
     });
     let Value::Object(map) = value else { unreachable!("it was written as an object") };
     map

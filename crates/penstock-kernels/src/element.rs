@@ -6,8 +6,8 @@ use std::marker::PhantomData;
 use std::arch::x86_64::{
     __m256i, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_cvtph_ps, _mm256_cvtps_epi32,
     _mm256_cvtps_ph, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_packs_epi32, _mm256_permute4x64_epi64,
-    _mm256_storeu_ps, _mm256_storeu_si256, _mm512_cvtepi32_epi16, _mm512_cvtph_ps, _mm512_cvtps_epi32, _mm512_cvtps_ph,
-    _mm512_loadu_ps, _mm512_storeu_ps, _mm512_storeu_si512,
+    _mm256_storeu_ps, _mm256_storeu_si256, _mm512_cvtph_ps, _mm512_cvtps_epi32, _mm512_cvtps_ph, _mm512_loadu_ps,
+    _mm512_packs_epi32, _mm512_permutexvar_epi64, _mm512_setr_epi64, _mm512_storeu_ps, _mm512_storeu_si512,
 };
 
 /// A type of element: `Bits` in memory, `Accumulator` in registers.
@@ -26,6 +26,16 @@ pub(crate) trait Element {
     /// # Safety
     /// As for `widen`.
     unsafe fn narrow<const N: usize>(values: [Self::Accumulator; N]) -> [Self::Bits; N];
+
+    /// The same where no NaN can be.
+    ///
+    /// # Safety
+    /// As for `widen`.
+    #[inline(always)]
+    unsafe fn narrow_numbers<const N: usize>(values: [Self::Accumulator; N]) -> [Self::Bits; N] {
+        // SAFETY: as for this function.
+        unsafe { Self::narrow(values) }
+    }
 }
 
 /// bfloat16, element `i` in accumulator `i`.
@@ -49,8 +59,8 @@ pub(crate) struct Truth(pub(crate) u8);
 
 /// A type whose bytes lie in memory the other way round.
 pub(crate) struct Swapped<T>(PhantomData<T>);
-/// f32 to store where no NaN can be, as it is.
-pub(crate) struct Number;
+/// A type to store where no NaN can be.
+pub(crate) struct Numbers<E>(PhantomData<E>);
 /// An integer that counts units: `T` in memory, its bytes swapped if `SWAP`, and in registers the f32 nearest to it.
 pub(crate) struct Counts<T, R, const SWAP: bool>(PhantomData<(T, R)>);
 
@@ -105,6 +115,11 @@ macro_rules! as_they_are {
             #[inline(always)]
             unsafe fn narrow<const N: usize>(values: [$type; N]) -> [$type; N] {
                 map(values, $narrow)
+            }
+
+            #[inline(always)]
+            unsafe fn narrow_numbers<const N: usize>(values: [$type; N]) -> [$type; N] {
+                values
             }
         }
     )*};
@@ -162,18 +177,20 @@ swapped! {
     i16 as i16: i16::from, i16::from;
 }
 
-impl Element for Number {
-    type Bits = f32;
-    type Accumulator = f32;
+impl<E: Element> Element for Numbers<E> {
+    type Bits = E::Bits;
+    type Accumulator = E::Accumulator;
 
     #[inline(always)]
-    unsafe fn widen<const N: usize>(bits: [f32; N]) -> [f32; N] {
-        bits
+    unsafe fn widen<const N: usize>(bits: [E::Bits; N]) -> [E::Accumulator; N] {
+        // SAFETY: as for this function.
+        unsafe { E::widen(bits) }
     }
 
     #[inline(always)]
-    unsafe fn narrow<const N: usize>(values: [f32; N]) -> [f32; N] {
-        values
+    unsafe fn narrow<const N: usize>(values: [E::Accumulator; N]) -> [E::Bits; N] {
+        // SAFETY: as for this function.
+        unsafe { E::narrow_numbers(values) }
     }
 }
 
@@ -286,13 +303,17 @@ impl Round<i32> for Avx512Round {
 impl Round<i16> for Avx512Round {
     #[inline(always)]
     unsafe fn round<const N: usize>(values: [f32; N]) -> [i16; N] {
-        const { assert!(N.is_multiple_of(16)) };
+        const { assert!(N.is_multiple_of(32)) };
         let mut counts = [0; N];
-        for i in (0..N).step_by(16) {
-            // SAFETY: both arrays have elements `i..i + 16`; the caller is compiled for AVX-512F.
+        for i in (0..N).step_by(32) {
+            // SAFETY: both arrays have elements `i..i + 32`; the caller is compiled for AVX-512F and BW.
             unsafe {
-                let vector = _mm512_cvtps_epi32(_mm512_loadu_ps(values.as_ptr().add(i)));
-                _mm256_storeu_si256(counts.as_mut_ptr().add(i).cast(), _mm512_cvtepi32_epi16(vector));
+                let lower = _mm512_cvtps_epi32(_mm512_loadu_ps(values.as_ptr().add(i)));
+                let upper = _mm512_cvtps_epi32(_mm512_loadu_ps(values.as_ptr().add(i + 16)));
+                // As for AVX2, in quarters. (A narrowing move takes two steps for half as many.)
+                let quarters = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+                let packed = _mm512_permutexvar_epi64(quarters, _mm512_packs_epi32(lower, upper));
+                _mm512_storeu_si512(counts.as_mut_ptr().add(i).cast(), packed);
             }
         }
         counts
@@ -311,6 +332,11 @@ impl Element for Bf16 {
     #[inline(always)]
     unsafe fn narrow<const N: usize>(values: [f32; N]) -> [u16; N] {
         map(values, |value| (round_to_upper_half(value) >> 16) as u16)
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_numbers<const N: usize>(values: [f32; N]) -> [u16; N] {
+        map(values, |value| (round_number_to_upper_half(value) >> 16) as u16)
     }
 }
 
@@ -351,8 +377,13 @@ impl Element for Bf16Pairs {
 /// rounds up; out of the largest finite number it carries into infinity.
 #[inline(always)]
 fn round_to_upper_half(value: f32) -> u32 {
+    if value.is_nan() { BF16_NAN << 16 } else { round_number_to_upper_half(value) }
+}
+
+#[inline(always)]
+fn round_number_to_upper_half(value: f32) -> u32 {
     let bits = value.to_bits();
-    if value.is_nan() { BF16_NAN << 16 } else { bits.wrapping_add(0x7fff + (bits >> 16 & 1)) }
+    bits.wrapping_add(0x7fff + (bits >> 16 & 1))
 }
 
 impl Element for PortableF16 {
@@ -414,8 +445,13 @@ impl Element for Avx2F16 {
 
     #[inline(always)]
     unsafe fn narrow<const N: usize>(values: [f32; N]) -> [u16; N] {
+        // SAFETY: as for this function.
+        unsafe { Self::narrow_numbers(map(values, |x| if x.is_nan() { f32::NAN } else { x })) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_numbers<const N: usize>(values: [f32; N]) -> [u16; N] {
         const { assert!(N.is_multiple_of(8)) };
-        let values = map(values, |x| if x.is_nan() { f32::NAN } else { x });
         let mut bits = [0; N];
         for i in (0..N).step_by(8) {
             // SAFETY: both arrays have elements `i..i + 8`; the caller is compiled for F16C.
@@ -450,8 +486,13 @@ impl Element for Avx512F16 {
 
     #[inline(always)]
     unsafe fn narrow<const N: usize>(values: [f32; N]) -> [u16; N] {
+        // SAFETY: as for this function.
+        unsafe { Self::narrow_numbers(map(values, |x| if x.is_nan() { f32::NAN } else { x })) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_numbers<const N: usize>(values: [f32; N]) -> [u16; N] {
         const { assert!(N.is_multiple_of(16)) };
-        let values = map(values, |x| if x.is_nan() { f32::NAN } else { x });
         let mut bits = [0; N];
         for i in (0..N).step_by(16) {
             // SAFETY: both arrays have elements `i..i + 16`; the caller is compiled for AVX-512F.

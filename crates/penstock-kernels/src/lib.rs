@@ -51,6 +51,7 @@ use stream::{Avx2, Avx512};
 
 pub use quantise::{
     Block, ByteOrder, Exponent, FixedPoint, MOST_WORKERS, add_integers, block_exponent, sum_f32, swap_bytes,
+    swap_bytes_in_place,
 };
 
 /// `dst[i] = sources[0][i] op sources[1][i] op ...`, in that order, over `bytes` bytes, then `finish`.

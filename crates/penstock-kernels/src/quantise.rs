@@ -7,9 +7,9 @@ use std::marker::PhantomData;
 
 use penstock_types::DType;
 
-use crate::element::{Bf16, Count, Counts, Number, Round, Swapped};
+use crate::element::{Bf16, Count, Counts, Numbers, PortableRound, Round, Swapped};
 use crate::operation::{Keep, Last, Sum};
-use crate::stream::{InstructionSet, Kernel};
+use crate::stream::{InstructionSet, Kernel, Portable};
 use crate::{Level, Operands, on};
 
 /// The exponent of the block `src`: the least `e` such that every magnitude is below 2^e.
@@ -34,7 +34,7 @@ pub fn block_exponent(dtype: DType, src: &[u8]) -> Exponent {
 ///
 /// # Panics
 /// If `integer` is another type, or the lengths differ or are not a whole number of elements. Nothing was written. So do
-/// [`swap_bytes`] and [`sum_f32`], each for its types.
+/// [`swap_bytes`], [`swap_bytes_in_place`] and [`sum_f32`], each for its types.
 ///
 /// # Cost
 /// Two reads and one write of `slot`, any alignment.
@@ -46,6 +46,11 @@ pub fn add_integers(integer: DType, slot: &mut [u8], payload: &[u8], order: Byte
 /// Copy 2-byte or 4-byte elements between the machine's byte order and big-endian, in either direction.
 pub fn swap_bytes(integer: DType, dst: &mut [u8], src: &[u8]) {
     Level::best().swap_bytes(integer, dst, src);
+}
+
+/// [`swap_bytes`] where the elements lie.
+pub fn swap_bytes_in_place(integer: DType, bytes: &mut [u8]) {
+    Level::best().swap_bytes_in_place(integer, bytes);
 }
 
 /// `dst = sources[0] + sources[1] + ...` in float32, in that order: the sum of a block that travels as floats. All are in
@@ -335,7 +340,20 @@ impl Level {
         let elements = elements_of(integer, src.len());
         assert_eq!(dst.len(), src.len(), "bytes of {elements} {integer}");
         let operands = Operands { dst: dst.as_mut_ptr(), sources: &[src.as_ptr()], elements };
-        // SAFETY: `self` vouches for the instruction set, and both slices hold `elements` elements.
+        // SAFETY: both slices hold `elements` elements.
+        unsafe { self.swap(integer, operands) }
+    }
+
+    /// [`swap_bytes_in_place`] on this level.
+    pub fn swap_bytes_in_place(self, integer: DType, bytes: &mut [u8]) {
+        let elements = elements_of(integer, bytes.len());
+        let dst = bytes.as_mut_ptr();
+        // SAFETY: the slice holds `elements` elements; a source may be the destination.
+        unsafe { self.swap(integer, Operands { dst, sources: &[dst.cast_const()], elements }) }
+    }
+
+    unsafe fn swap(self, integer: DType, operands: Operands) {
+        // SAFETY: `self` vouches for the instruction set, the caller for the operands.
         unsafe {
             match integer.size() {
                 2 => on!(self, I => I::stream::<Swapped<i16>, i16, Sum, Keep, 64>(operands, Keep)),
@@ -409,9 +427,28 @@ fn power_of_two(exponent: i32) -> f32 {
 
 // Safety, of the functions below: the machine has the instruction set `I`, and the operands are as their type says.
 
-unsafe fn to_counts<I: InstructionSet<Round: Round<T>>, T: Count, const SWAP: bool>(block: Block, operands: Operands) {
+unsafe fn to_counts<I: InstructionSet<Round: Round<T>>, T: Count, const SWAP: bool>(block: Block, operands: Operands)
+where
+    PortableRound: Round<T>,
+{
     let (first, second) = block.factors(-1);
-    let last = ToCounts { first, second, largest: block.format.largest as f32 };
+    let largest = block.format.largest as f32;
+    // SAFETY: as for this function.
+    unsafe {
+        // The second factor is 1 but for the tiniest exponents. Those can wait: all instruction sets give the same bits.
+        if second == 1.0 {
+            scale_to_counts::<I, T, SWAP>(block, operands, ToCounts { first, second: [], largest });
+        } else {
+            scale_to_counts::<Portable, T, SWAP>(block, operands, ToCounts { first, second: [second], largest });
+        }
+    }
+}
+
+unsafe fn scale_to_counts<I: InstructionSet<Round: Round<T>>, T: Count, const SWAP: bool>(
+    block: Block,
+    operands: Operands,
+    last: impl Last<f32>,
+) {
     // SAFETY: as for this function; `ToCounts` leaves what fits a `T`.
     unsafe {
         match block.format.dtype {
@@ -422,31 +459,48 @@ unsafe fn to_counts<I: InstructionSet<Round: Round<T>>, T: Count, const SWAP: bo
     }
 }
 
-unsafe fn to_values<I: InstructionSet<Round: Round<T>>, T: Count, const SWAP: bool>(block: Block, operands: Operands) {
+unsafe fn to_values<I: InstructionSet<Round: Round<T>>, T: Count, const SWAP: bool>(block: Block, operands: Operands)
+where
+    PortableRound: Round<T>,
+{
     let (first, second) = block.factors(1);
-    let last = ToValues { first, second };
     // SAFETY: as for this function.
     unsafe {
+        if second == 1.0 {
+            scale_to_values::<I, T, SWAP>(block, operands, ToValues { first, second: [] });
+        } else {
+            scale_to_values::<Portable, T, SWAP>(block, operands, ToValues { first, second: [second] });
+        }
+    }
+}
+
+unsafe fn scale_to_values<I: InstructionSet<Round: Round<T>>, T: Count, const SWAP: bool>(
+    block: Block,
+    operands: Operands,
+    last: impl Last<f32>,
+) {
+    // SAFETY: as for this function. An integer times a finite factor is no NaN.
+    unsafe {
         match block.format.dtype {
-            DType::F32 => I::stream::<Counts<T, I::Round, SWAP>, Number, Sum, _, 32>(operands, last),
-            DType::F16 => I::stream::<Counts<T, I::Round, SWAP>, I::F16, Sum, _, 32>(operands, last),
-            _ => I::stream::<Counts<T, I::Round, SWAP>, Bf16, Sum, _, 32>(operands, last),
+            DType::F32 => I::stream::<Counts<T, I::Round, SWAP>, Numbers<f32>, Sum, _, 32>(operands, last),
+            DType::F16 => I::stream::<Counts<T, I::Round, SWAP>, Numbers<I::F16>, Sum, _, 32>(operands, last),
+            _ => I::stream::<Counts<T, I::Round, SWAP>, Numbers<Bf16>, Sum, _, 32>(operands, last),
         }
     }
 }
 
 /// Scale, and keep within what a worker may send. A NaN fails the first comparison.
 #[derive(Clone, Copy)]
-struct ToCounts {
+struct ToCounts<const MORE: usize> {
     first: f32,
-    second: f32,
+    second: [f32; MORE],
     largest: f32,
 }
 
-impl Last<f32> for ToCounts {
+impl<const MORE: usize> Last<f32> for ToCounts<MORE> {
     #[inline(always)]
     fn apply(self, value: f32) -> f32 {
-        let scaled = value * self.first * self.second;
+        let scaled = scale(value, self.first, self.second);
         let below = if scaled < self.largest { scaled } else { self.largest };
         if below > -self.largest { below } else { -self.largest }
     }
@@ -454,16 +508,25 @@ impl Last<f32> for ToCounts {
 
 /// Scale.
 #[derive(Clone, Copy)]
-struct ToValues {
+struct ToValues<const MORE: usize> {
     first: f32,
-    second: f32,
+    second: [f32; MORE],
 }
 
-impl Last<f32> for ToValues {
+impl<const MORE: usize> Last<f32> for ToValues<MORE> {
     #[inline(always)]
     fn apply(self, value: f32) -> f32 {
-        value * self.first * self.second
+        scale(value, self.first, self.second)
     }
+}
+
+#[inline(always)]
+fn scale<const MORE: usize>(value: f32, first: f32, second: [f32; MORE]) -> f32 {
+    let mut scaled = value * first;
+    for factor in &second {
+        scaled *= *factor;
+    }
+    scaled
 }
 
 /// The largest magnitude of floats, as their bits without the sign, which order like the magnitudes and put what is not

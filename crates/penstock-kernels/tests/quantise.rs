@@ -357,6 +357,9 @@ proptest! {
                 let mut wire = vec![0; dst.bytes().len()];
                 level.swap_bytes(integer, &mut wire, dst.bytes());
                 prop_assert_eq!(&wire, &encode_integers(integer, &wrapped, ByteOrder::Big));
+                level.swap_bytes_in_place(integer, dst.bytes_mut());
+                prop_assert_eq!(&wire, dst.bytes());
+                prop_assert!(dst.is_intact());
             }
         }
     }

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from penstock import config
-from penstock.bench import machine, readiness, report, training, tuner
+from penstock.bench import aggregated, machine, readiness, report, training, tuner
 from penstock.bench.collectives import COLLECTIVES, most_ranks
 from penstock.bench.figures import FIGURES
 from penstock.bench.figures import table as figures_table
@@ -45,6 +45,7 @@ def command() -> None:
     penstock bench all-reduce --hosts 2 --rate 1000 --flow 200 --sizes 64M
     penstock bench training cnn
     penstock bench tuner
+    penstock bench aggregated
     penstock bench figures
     """
 
@@ -384,6 +385,64 @@ def tune(links: Sequence[str], ranks: int, hosts: int, timeout: float, json_path
         console.print(tuner.table(outcomes))
 
 
+@click.command()
+@click.option("--workers", default="2,4,8", show_default=True, help="Numbers of workers: 2,4 or 2..8; one a host.")
+@click.option("--ways", default=",".join(aggregated.WAYS), show_default=True)
+@click.option(
+    "--losses", default="0", show_default=True, help="Shares of packets lost on each worker's link: 0,0.01,0.05."
+)
+@click.option("--size", default="16M", show_default=True, help="Bytes of the tensor, as float32.")
+@click.option("--rate", type=float, default=250.0, show_default=True, help="Mbit/s of a worker's link.")
+@click.option("--window", type=click.IntRange(1), default=256, show_default=True, help="Blocks in flight.")
+@click.option("--turns", type=click.IntRange(1), default=5, show_default=True, help="Turns of each way.")
+@click.option("--operations", type=click.IntRange(1), default=3, show_default=True, help="All-reduces in a turn.")
+@click.option(
+    "--offloads/--no-offloads", default=False, show_default=True, help="Whether packets of 64 KiB cross whole."
+)
+@click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds for one number of workers.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
+def aggregate(
+    workers: str, ways: str, losses: str, size: str, rate: float, timeout: float, json_path: str | None, **options: Any
+) -> None:
+    """Measure all-reduces through aggregators, beside our ring, gloo, and a server without aggregators (root).
+
+    Bytes are read from the workers' interfaces. Choose a rate that leaves the processors idle for a third of the time:
+    the column says. See docs/aggregated.md.
+    """
+    _check_folders(json_path)
+    names = ways.split(",")
+    if unknown := [name for name in names if name not in aggregated.WAYS]:
+        raise click.UsageError(f"no way {', '.join(unknown)}: there are {', '.join(aggregated.WAYS)}")
+    shares = _parse_shares(losses)
+    rows: list[aggregated.Row] = []
+    with reporting_errors():
+        for count in parse_ranks(workers):
+            for loss in shares:
+                print(f"{count} workers, loss {loss:g} ...", file=sys.stderr, flush=True)
+                rows += aggregated.measure(
+                    workers=count,
+                    loss=loss,
+                    ways=names,
+                    rate_mbit=rate,
+                    nbytes=_parse_size(size),
+                    timeout_s=timeout,
+                    **options,
+                )
+                if json_path:
+                    report.write_json(json_path, machine.describe(), [row.to_dict() for row in rows])
+    result_console().print(aggregated.table(rows))
+
+
+def _parse_shares(text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = [-1.0]
+    if not all(0 <= share < 1 for share in shares):
+        raise click.BadParameter(f"{text}: give shares of packets, such as 0,0.01")
+    return shares
+
+
 def _collective_command(name: str) -> click.Command:
     @options
     def callback(**given: Any) -> None:
@@ -712,3 +771,4 @@ command.add_command(figures)
 command.add_command(train, "training")
 command.add_command(ready, "readiness")
 command.add_command(tune, "tuner")
+command.add_command(aggregate, "aggregated")

@@ -4,9 +4,7 @@ use super::{Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, add, since};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
-use penstock_protocol::aggregation::{
-    Action, Admission, Aggregator, Child, Job, JobCounters, Link, Refusal, Shard, WireArithmetic,
-};
+use penstock_protocol::aggregation::{Action, Admission, Aggregator, Child, Job, JobCounters, Link, Refusal, Shard};
 use penstock_types::Time;
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -103,14 +101,16 @@ impl Machine for Adding {
             }
             let link = self.link(now, train.from, datagram);
             let mut relays = None;
-            let outcome = self.aggregator.handle_packet(link, datagram, &WireArithmetic);
+            let outcome = self.aggregator.handle_packet(link, datagram);
             let heard =
                 !matches!(outcome, Err(Refusal::Key | Refusal::Epoch | Refusal::Sender | Refusal::Malformed(_)));
             match outcome {
                 Ok(Action::Send { to, header, payload }) => {
                     let job = job_of(&header).expect("a header is long enough");
                     let seq = u32::from_be_bytes(header[12..16].try_into().expect("4 bytes"));
-                    outbox.queue(self.jobs[&job].nodes[to.0 as usize].place.of(seq), &header, payload);
+                    for to in to {
+                        outbox.queue(self.jobs[&job].nodes[to.0 as usize].place.of(seq), &header, payload);
+                    }
                 }
                 Ok(Action::Relay { .. }) => relays = job_of(datagram),
                 Ok(Action::Nothing) | Err(_) => {}

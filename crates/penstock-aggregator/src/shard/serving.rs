@@ -4,9 +4,7 @@ use super::{Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, ServerReport};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
-use penstock_protocol::aggregation::{
-    Limits, Link, Refusal, Serial, Server, ServerConfig, Transmit, WireArithmetic, decode,
-};
+use penstock_protocol::aggregation::{Limits, Link, Refusal, Serial, Server, ServerConfig, Transmit, decode};
 use penstock_types::Time;
 use std::collections::HashMap;
 
@@ -45,7 +43,7 @@ impl Serving {
             return;
         };
         let link = open.job.links.get(&from).copied().unwrap_or(STRANGER);
-        let outcome = open.server.handle_packet(now, link, datagram, &WireArithmetic);
+        let outcome = open.server.handle_packet(now, link, datagram);
         open.stirred = true;
         open.committed += u64::from(matches!(outcome, Ok(Some(_))));
         let Some(node) = open.nodes.get_mut(link.0 as usize) else {
@@ -158,6 +156,7 @@ impl Machine for Serving {
             let mut counters = penstock_protocol::aggregation::JobCounters::default();
             counters.refused = *open.server.refused();
             counters.completed = open.committed;
+            counters.overflowed = open.server.overflowed();
             counters.added = open.nodes.iter().map(|node| node.counters.added).sum();
             JobReport {
                 job: common.job,

@@ -1,7 +1,6 @@
 use super::*;
 use penstock_protocol::aggregation::{
     Action as Reaction, Aggregator, Child, Job as Tenant, Key, Limits, Node, Server, ServerConfig, Timing, Tree,
-    WireArithmetic,
 };
 use penstock_types::{MILLISECOND, SECOND};
 use std::collections::{BTreeMap, BTreeSet};
@@ -191,7 +190,7 @@ impl Network {
                     Who::Server => unreachable!(),
                 };
                 if let Some(machine) = &mut self.servers[server] {
-                    let _ = machine.handle_packet(self.now, link, bytes, &WireArithmetic);
+                    let _ = machine.handle_packet(self.now, link, bytes);
                 }
             }
             Who::Rack(rack) => {
@@ -199,14 +198,14 @@ impl Network {
                     Who::Rank(rank) => Link(rank),
                     _ => Link(1000),
                 };
-                let out: Vec<(Who, Vec<u8>)> =
-                    match self.racks[server][rack].handle_packet(link, bytes, &WireArithmetic) {
-                        Ok(Reaction::Send { header, payload, .. }) => {
-                            vec![(Who::Server, [&header[..], payload].concat())]
-                        }
-                        Ok(Reaction::Relay { to }) => to.iter().map(|to| (Who::Rank(to.0), bytes.to_vec())).collect(),
-                        Ok(Reaction::Nothing) | Err(_) => Vec::new(),
-                    };
+                let out: Vec<(Who, Vec<u8>)> = match self.racks[server][rack].handle_packet(link, bytes) {
+                    Ok(Reaction::Send { to, header, payload }) => {
+                        let node = |to: &Link| if to.0 == 1000 { Who::Server } else { Who::Rank(to.0) };
+                        to.iter().map(|to| (node(to), [&header[..], payload].concat())).collect()
+                    }
+                    Ok(Reaction::Relay { to }) => to.iter().map(|to| (Who::Rank(to.0), bytes.to_vec())).collect(),
+                    Ok(Reaction::Nothing) | Err(_) => Vec::new(),
+                };
                 for (next, bytes) in out {
                     self.put(server, next, Who::Rack(rack), bytes);
                 }

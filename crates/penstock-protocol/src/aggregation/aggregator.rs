@@ -13,9 +13,9 @@
 
 use super::packet::{FLAG_FULL, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, decode};
 use super::rules::{Refusal, Rule, Rules};
-use super::{Arithmetic, Key, Link, Serial};
+use super::{Key, Link, Serial, arithmetic};
 use std::collections::BTreeMap;
-use std::fmt;
+use std::{fmt, slice};
 
 /// What an aggregator may use, all jobs together.
 #[derive(Clone, Copy, Debug)]
@@ -149,8 +149,12 @@ pub struct JobCounters {
     pub repeated: u64,
     /// Packets from above that went to all children.
     pub relayed: u64,
+    /// Times that it told its children whose blocks are missing.
+    pub named: u64,
     /// Slots that a newer SeqNum took before their sum was complete.
     pub abandoned: u64,
+    /// Additions in which an integer overflowed: some worker sent more than its share. The sum goes on, wrapped.
+    pub overflowed: u64,
     /// By [`Refusal::index`].
     pub refused: [u64; Refusal::COUNT],
 }
@@ -162,8 +166,8 @@ pub enum Action<'a> {
     Nothing,
     /// Send this header, and this block behind it.
     Send {
-        /// To whom.
-        to: Link,
+        /// To whom: the parent, or all children.
+        to: &'a [Link],
         /// The header.
         header: [u8; HEADER_BYTES],
         /// The block; valid until the next call.
@@ -314,12 +318,7 @@ impl Aggregator {
     }
 
     /// Takes a datagram that came from `from`. Whatever it holds, at worst it has no effect and is counted.
-    pub fn handle_packet(
-        &mut self,
-        from: Link,
-        bytes: &[u8],
-        arithmetic: &impl Arithmetic,
-    ) -> Result<Action<'_>, Refusal> {
+    pub fn handle_packet(&mut self, from: Link, bytes: &[u8]) -> Result<Action<'_>, Refusal> {
         let mut stranger = |refusal: Refusal| {
             self.strangers[refusal.index()] += 1;
             refusal
@@ -328,20 +327,14 @@ impl Aggregator {
         let Some(table) = self.jobs.get_mut(&packet.header.job) else {
             return Err(stranger(Refusal::Job));
         };
-        table.handle(from, &packet, arithmetic, self.rules)
+        table.handle(from, &packet, self.rules)
     }
 }
 
 impl Table {
-    fn handle(
-        &mut self,
-        from: Link,
-        packet: &Packet<'_>,
-        arithmetic: &impl Arithmetic,
-        rules: Rules,
-    ) -> Result<Action<'_>, Refusal> {
+    fn handle(&mut self, from: Link, packet: &Packet<'_>, rules: Rules) -> Result<Action<'_>, Refusal> {
         // Everything that reads or writes the table comes after the key.
-        match self.decide(from, packet, arithmetic, rules) {
+        match self.decide(from, packet, rules) {
             Ok(Decision::Nothing) => Ok(Action::Nothing),
             Ok(Decision::Relay) => {
                 self.counters.relayed += 1;
@@ -350,14 +343,20 @@ impl Table {
             Ok(Decision::Heartbeat) => {
                 let header = self.upward(Kind::HeartbeatUp, Serial(0), Format::None, 0, rules);
                 let header = header.encode(&[], self.job.key.as_ref());
-                Ok(Action::Send { to: self.job.parent, header, payload: &[] })
+                Ok(Action::Send { to: slice::from_ref(&self.job.parent), header, payload: &[] })
+            }
+            Ok(Decision::Missing { workers }) => {
+                self.counters.named += 1;
+                let header = Header { workers, ..packet.header }.encode(&[], self.job.key.as_ref());
+                Ok(Action::Send { to: &self.children, header, payload: &[] })
             }
             Ok(Decision::Sum { index, seq }) => {
                 let slot = self.slots[index];
                 let header = self.upward(Kind::Push, seq, slot.format, slot.exponent, rules);
                 let start = index * self.job.blocks_a_slot() * self.job.block_bytes;
                 let payload = &self.memory[start..start + usize::from(slot.length)];
-                Ok(Action::Send { to: self.job.parent, header: header.encode(payload, self.job.key.as_ref()), payload })
+                let header = header.encode(payload, self.job.key.as_ref());
+                Ok(Action::Send { to: slice::from_ref(&self.job.parent), header, payload })
             }
             Err(refusal) => {
                 self.counters.refused[refusal.index()] += 1;
@@ -366,13 +365,7 @@ impl Table {
         }
     }
 
-    fn decide(
-        &mut self,
-        from: Link,
-        packet: &Packet<'_>,
-        arithmetic: &impl Arithmetic,
-        rules: Rules,
-    ) -> Result<Decision, Refusal> {
+    fn decide(&mut self, from: Link, packet: &Packet<'_>, rules: Rules) -> Result<Decision, Refusal> {
         let header = &packet.header;
         packet.verify(self.job.key.as_ref())?;
         if rules.hold(Rule::Epoch) && header.epoch != self.job.epoch {
@@ -380,12 +373,13 @@ impl Table {
         }
         match header.kind {
             Kind::Result | Kind::HeartbeatDown if from == self.job.parent => Ok(Decision::Relay),
-            Kind::Result | Kind::HeartbeatDown => Err(Refusal::Sender),
+            Kind::Missing if from == self.job.parent => self.missing(header, rules),
+            Kind::Result | Kind::HeartbeatDown | Kind::Missing => Err(Refusal::Sender),
             Kind::Request => Err(Refusal::Kind),
             Kind::Push => {
                 let child = self.child(from, header.workers)?;
                 self.hear(child, header, rules);
-                self.push(child, packet, arithmetic, rules)
+                self.push(child, packet, rules)
             }
             Kind::HeartbeatUp => {
                 let child = self.child(from, header.workers)?;
@@ -398,14 +392,28 @@ impl Table {
         }
     }
 
+    /// What is missing above: a complete sum was lost, or some children's blocks are missing here, too.
+    fn missing(&mut self, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
+        let asked = header.workers & self.all;
+        let index = self.slot_of(header.seq)?;
+        let slot = &self.slots[index];
+        let ahead = slot.ahead(header.seq, rules);
+        if ahead < 0 {
+            return Err(Refusal::Stale);
+        }
+        let have = if ahead == 0 { slot.have } else { 0 };
+        Ok(if asked != 0 && have == self.all && rules.hold(Rule::Keep) {
+            self.counters.repeated += 1;
+            Decision::Sum { index, seq: header.seq }
+        } else if asked & !have != 0 {
+            Decision::Missing { workers: asked & !have }
+        } else {
+            Decision::Nothing
+        })
+    }
+
     /// The rules of the slot.
-    fn push(
-        &mut self,
-        child: usize,
-        packet: &Packet<'_>,
-        arithmetic: &impl Arithmetic,
-        rules: Rules,
-    ) -> Result<Decision, Refusal> {
+    fn push(&mut self, child: usize, packet: &Packet<'_>, rules: Rules) -> Result<Decision, Refusal> {
         let Packet { header, payload, .. } = packet;
         if header.flags & FLAG_FULL != 0 || (header.format.is_float() && !self.job.floats) {
             return Err(Refusal::Format);
@@ -413,16 +421,9 @@ impl Table {
         if payload.len() > self.job.block_bytes {
             return Err(Refusal::Length);
         }
-        if header.seq.0 & (self.shard.count - 1) != self.shard.index {
-            return Err(Refusal::Shard);
-        }
-        let index = (header.seq.0 / self.shard.count) as usize & (self.slots.len() - 1);
+        let index = self.slot_of(header.seq)?;
         let slot = &mut self.slots[index];
-        let ahead = match slot.tag {
-            None => 1,
-            Some(tag) if rules.hold(Rule::Serial) => header.seq.ahead_of(tag),
-            Some(tag) => header.seq.0.cmp(&tag.0) as i32,
-        };
+        let ahead = slot.ahead(header.seq, rules);
         if ahead < 0 && rules.hold(Rule::Stale) {
             return Err(Refusal::Stale);
         }
@@ -465,21 +466,37 @@ impl Table {
         if header.format.is_float() {
             blocks[child * block_bytes..][..payload.len()].copy_from_slice(payload);
             if complete {
-                let mut blocks = blocks.chunks_exact(block_bytes).map(|block| &block[..payload.len()]);
-                sum.copy_from_slice(blocks.next().expect("a job has children"));
-                blocks.for_each(|block| arithmetic.add(header.format, sum, block));
+                // A worker has one bit of 64.
+                let mut all: [&[u8]; 64] = [&[]; 64];
+                let blocks = blocks.chunks_exact(block_bytes).map(|block| &block[..payload.len()]);
+                let count = blocks.len();
+                all.iter_mut().zip(blocks).for_each(|(place, block)| *place = block);
+                arithmetic::sum_floats(header.format, sum, &all[..count]);
             }
-        } else if first {
-            // Overwriting clears what an earlier SeqNum left.
-            sum.copy_from_slice(payload);
         } else {
-            arithmetic.add(header.format, sum, payload);
+            if first {
+                // Overwriting clears what an earlier SeqNum left.
+                arithmetic::begin(header.format, sum, payload);
+            } else if arithmetic::add(header.format, sum, payload) {
+                self.counters.overflowed += 1;
+            }
+            if complete {
+                arithmetic::finish(header.format, sum);
+            }
         }
         if !complete {
             return Ok(Decision::Nothing);
         }
         self.counters.completed += 1;
         Ok(Decision::Sum { index, seq: header.seq })
+    }
+
+    /// The slot of a SeqNum that is this shard's.
+    fn slot_of(&self, seq: Serial) -> Result<usize, Refusal> {
+        if seq.0 & (self.shard.count - 1) != self.shard.index {
+            return Err(Refusal::Shard);
+        }
+        Ok((seq.0 / self.shard.count) as usize & (self.slots.len() - 1))
     }
 
     /// The child that lives at `from` and speaks for just these workers.
@@ -516,12 +533,24 @@ impl Table {
     }
 }
 
+impl Slot {
+    /// How far a SeqNum lies ahead of what is here.
+    fn ahead(&self, seq: Serial, rules: Rules) -> i32 {
+        match self.tag {
+            None => 1,
+            Some(tag) if rules.hold(Rule::Serial) => seq.ahead_of(tag),
+            Some(tag) => seq.0.cmp(&tag.0) as i32,
+        }
+    }
+}
+
 /// What a packet leads to, before anything is borrowed.
 enum Decision {
     Nothing,
     Relay,
     Heartbeat,
     Sum { index: usize, seq: Serial },
+    Missing { workers: u64 },
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
+use super::super::PacketError;
 use super::super::packet::FLAG_LOST;
-use super::super::{PacketError, WireArithmetic};
 use super::*;
 use proptest::prelude::*;
 
@@ -38,9 +38,9 @@ fn push(worker: u32, seq: u32, value: i32) -> Vec<u8> {
 
 /// What goes up: its SeqNum, whom it speaks for, its sum.
 fn handle(aggregator: &mut Aggregator, from: u32, bytes: &[u8]) -> Result<Option<(u32, u64, i32)>, Refusal> {
-    Ok(match aggregator.handle_packet(Link(from), bytes, &WireArithmetic)? {
+    Ok(match aggregator.handle_packet(Link(from), bytes)? {
         Action::Send { to, header, payload } => {
-            assert_eq!(to, ABOVE);
+            assert_eq!(to, [ABOVE]);
             let packet = [&header[..], payload].concat();
             let header = decode(&packet).unwrap().header;
             Some((header.seq.0, header.workers, i32::from_be_bytes(payload.try_into().unwrap())))
@@ -70,6 +70,53 @@ fn a_slot() {
     assert_eq!(counters.refused[Refusal::Stale.index()], 1);
 }
 
+/// When the server lacks a block, a complete sum goes up again; else the children hear whose are missing.
+#[test]
+fn missing() {
+    let mut node = Aggregator::new(limits());
+    node.open(job(2, 3)).unwrap();
+    let ask = |node: &mut Aggregator, from: Link, seq: u32, workers: u64| {
+        let packet = Header { workers, ..header(Kind::Missing, 0, seq) }.encode(&[], None);
+        match node.handle_packet(from, &packet) {
+            Ok(Action::Send { to, header, payload }) => {
+                let sent = decode(&[&header[..], payload].concat()).unwrap().header;
+                Ok(Some((to.to_vec(), sent.kind, sent.seq.0, sent.workers)))
+            }
+            Ok(Action::Nothing) => Ok(None),
+            Ok(Action::Relay { .. }) => panic!("what goes on is about these children"),
+            Err(refusal) => Err(refusal),
+        }
+    };
+    let children = vec![Link(0), Link(1), Link(2)];
+    assert_eq!(ask(&mut node, ABOVE, 0, 7), Ok(Some((children.clone(), Kind::Missing, 0, 7))), "an empty slot");
+    handle(&mut node, 1, &push(1, 0, 5)).unwrap();
+    assert_eq!(ask(&mut node, ABOVE, 0, 7), Ok(Some((children.clone(), Kind::Missing, 0, 5))));
+    assert_eq!(ask(&mut node, ABOVE, 0, 1 << 9), Ok(None), "of others");
+    assert_eq!(ask(&mut node, ABOVE, 2, 7), Ok(Some((children, Kind::Missing, 2, 7))), "the next round");
+    handle(&mut node, 0, &push(0, 0, 5)).unwrap();
+    handle(&mut node, 2, &push(2, 0, 5)).unwrap();
+    assert_eq!(ask(&mut node, ABOVE, 0, 7), Ok(Some((vec![ABOVE], Kind::Push, 0, 7))), "the sum was lost");
+    handle(&mut node, 0, &push(0, 2, 5)).unwrap();
+    assert_eq!(ask(&mut node, ABOVE, 0, 7), Err(Refusal::Stale));
+    assert_eq!(ask(&mut node, Link(0), 2, 7), Err(Refusal::Sender));
+    assert_eq!((node.counters(5).unwrap().named, node.counters(5).unwrap().repeated), (3, 1));
+}
+
+/// An integer that overflows is counted, and its sum goes on, wrapped, whatever the order: here the first two overflow and
+/// the third brings them back.
+#[test]
+fn overflow() {
+    for order in [[0, 1, 2], [2, 1, 0], [0, 2, 1]] {
+        let mut node = Aggregator::new(limits());
+        node.open(job(2, 3)).unwrap();
+        let values = [i32::MAX, 1, -5];
+        let sums = order.map(|worker| handle(&mut node, worker, &push(worker, 0, values[worker as usize])).unwrap());
+        assert_eq!(sums, [None, None, Some((0, 7, i32::MAX - 4))]);
+        // MAX + 1 leaves the range and comes back with -5; -5 + 1 + MAX never does.
+        assert_eq!(node.counters(5).unwrap().overflowed, if order == [0, 1, 2] { 2 } else { 0 });
+    }
+}
+
 /// SeqNums wrap around: 0 is newer than 2^32 - 2.
 #[test]
 fn wrap_around() {
@@ -89,7 +136,7 @@ fn the_heart_table() {
     let mut beat = |worker: u32, ack: u32| {
         let header =
             Header { ack: Serial(ack), credit: Serial(ack.wrapping_add(3)), ..header(Kind::HeartbeatUp, worker, 0) };
-        match node.handle_packet(Link(worker), &header.encode(&[], None), &WireArithmetic).unwrap() {
+        match node.handle_packet(Link(worker), &header.encode(&[], None)).unwrap() {
             Action::Send { header, .. } => {
                 let header = decode(&header).unwrap().header;
                 assert_eq!((header.kind, header.workers), (Kind::HeartbeatUp, 7));
@@ -113,11 +160,11 @@ fn relay() {
     let mut node = Aggregator::new(limits());
     node.open(job(2, 3)).unwrap();
     let result = [&header(Kind::Result, 0, 1).encode(&[0; 4], None)[..], &[0; 4]].concat();
-    match node.handle_packet(ABOVE, &result, &WireArithmetic).unwrap() {
+    match node.handle_packet(ABOVE, &result).unwrap() {
         Action::Relay { to } => assert_eq!(to, [Link(0), Link(1), Link(2)]),
         other => panic!("{other:?}"),
     }
-    assert_eq!(node.handle_packet(Link(1), &result, &WireArithmetic).unwrap_err(), Refusal::Sender);
+    assert_eq!(node.handle_packet(Link(1), &result).unwrap_err(), Refusal::Sender);
 }
 
 /// Everything that does not belong here is counted and leaves the slots as they are.
@@ -149,7 +196,7 @@ fn strangers() {
         (0, four.to_vec(), Refusal::Malformed(PacketError::Truncated { bytes: 4 })),
     ];
     for (from, bytes, refusal) in &cases {
-        assert_eq!(node.handle_packet(Link(*from), bytes, &WireArithmetic).unwrap_err(), *refusal);
+        assert_eq!(node.handle_packet(Link(*from), bytes).unwrap_err(), *refusal);
         assert_eq!(digest(&node), before, "{refusal}");
     }
     // These are the worker's own, so they may move the heart table, but no slot.
@@ -159,18 +206,18 @@ fn strangers() {
         (Header { format: Format::F32, flags: FLAG_LOST, ..good }, &four, Refusal::Format),
     ] {
         let bytes = sealed(header, payload, Some(&key));
-        assert_eq!(node.handle_packet(Link(0), &bytes, &WireArithmetic).unwrap_err(), refusal);
+        assert_eq!(node.handle_packet(Link(0), &bytes).unwrap_err(), refusal);
         assert_eq!(node.waiting_slots(5), 0);
     }
     // In one slot all blocks are alike.
-    assert!(node.handle_packet(Link(0), &sealed(good, &four, Some(&key)), &WireArithmetic).is_ok());
+    assert!(node.handle_packet(Link(0), &sealed(good, &four, Some(&key))).is_ok());
     for (header, payload, refusal) in [
         (Header { exponent: 1, ..good }, &four[..], Refusal::Format),
         (Header { format: Format::I16, ..good }, &four, Refusal::Format),
         (good, &[1u8; 8], Refusal::Length),
     ] {
         let bytes = sealed(Header { workers: 2, ..header }, payload, Some(&key));
-        assert_eq!(node.handle_packet(Link(1), &bytes, &WireArithmetic).unwrap_err(), refusal);
+        assert_eq!(node.handle_packet(Link(1), &bytes).unwrap_err(), refusal);
     }
     assert_eq!(node.counters(5).unwrap().added, 1);
     assert_eq!(node.strangers().iter().sum::<u64>(), 2, "another job's, and what is no packet");
@@ -254,7 +301,7 @@ proptest! {
                 _ => noise,
             };
             let from = if what < 8 && from < 3 { worker } else { from };
-            if let Ok(Action::Send { header, payload, .. }) = node.handle_packet(Link(from), &bytes, &WireArithmetic)
+            if let Ok(Action::Send { header, payload, .. }) = node.handle_packet(Link(from), &bytes)
                 && !payload.is_empty()
             {
                 let header = decode(&[&header[..], payload].concat()).unwrap().header;

@@ -23,7 +23,6 @@ mod tree;
 mod worker;
 
 pub use aggregator::{Action, Admission, Aggregator, Child, Job, JobCounters, Limits, Shard};
-pub use arithmetic::{Arithmetic, WireArithmetic};
 pub use key::Key;
 pub use packet::{
     FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, PacketError, decode,

@@ -206,15 +206,14 @@ impl World {
             AGGREGATOR => {
                 let seq = decode(&packet.bytes).expect("ours").header.seq;
                 let mut completed = false;
-                let sent: Vec<(Link, Vec<u8>)> =
-                    match self.aggregator.handle_packet(packet.from, &packet.bytes, &WireArithmetic) {
-                        Ok(Action::Send { to, header, payload }) => {
-                            completed = !payload.is_empty();
-                            vec![(to, [&header[..], payload].concat())]
-                        }
-                        Ok(Action::Relay { to }) => to.iter().map(|to| (*to, packet.bytes.clone())).collect(),
-                        Ok(Action::Nothing) | Err(_) => Vec::new(),
-                    };
+                let sent: Vec<(Link, Vec<u8>)> = match self.aggregator.handle_packet(packet.from, &packet.bytes) {
+                    Ok(Action::Send { to, header, payload }) => {
+                        completed = !payload.is_empty();
+                        to.iter().map(|to| (*to, [&header[..], payload].concat())).collect()
+                    }
+                    Ok(Action::Relay { to }) => to.iter().map(|to| (*to, packet.bytes.clone())).collect(),
+                    Ok(Action::Nothing) | Err(_) => Vec::new(),
+                };
                 sent.into_iter().for_each(|(to, bytes)| self.fly(to, AGGREGATOR, bytes));
                 if completed && !self.scope.rules.hold(Rule::Commit) {
                     // What SwitchML's switch and LuWu's resends rely upon: a complete slot counts as committed.
@@ -229,7 +228,7 @@ impl World {
                 Ok(())
             }
             SERVER => {
-                let outcome = self.server.handle_packet(NOW, packet.from, &packet.bytes, &WireArithmetic);
+                let outcome = self.server.handle_packet(NOW, packet.from, &packet.bytes);
                 if let Ok(Some(seq)) = outcome {
                     self.mark(2, seq)?;
                 }
@@ -505,10 +504,10 @@ mod tests {
     /// With all rules, no interleaving breaks anything.
     #[test]
     fn every_interleaving() {
-        holds(scope(Story::Plain, 3, 1), 100_000);
-        holds(scope(Story::Epochs, 1, 1), 100_000);
-        holds(scope(Story::Cut, 2, 0), 5_000);
-        holds(one_slot(2), 30_000);
+        holds(scope(Story::Plain, 3, 1), 500_000);
+        holds(scope(Story::Epochs, 1, 1), 200_000);
+        holds(scope(Story::Cut, 2, 0), 20_000);
+        holds(one_slot(2), 100_000);
     }
 
     /// Nor with three faults together.

@@ -30,12 +30,14 @@ pub enum Kind {
     HeartbeatDown = 4,
     /// A worker asks the server for a result.
     Request = 5,
+    /// Whose blocks are missing, on its way down.
+    Missing = 6,
 }
 
 impl Kind {
     fn from_byte(byte: u8) -> Option<Kind> {
         use Kind::*;
-        [Push, Result, HeartbeatUp, HeartbeatDown, Request].into_iter().find(|kind| *kind as u8 == byte)
+        [Push, Result, HeartbeatUp, HeartbeatDown, Request, Missing].into_iter().find(|kind| *kind as u8 == byte)
     }
 
     /// Whether it carries a block.
@@ -115,7 +117,7 @@ pub struct Header {
     pub credit: Serial,
     /// The block's exponent.
     pub exponent: i16,
-    /// Upwards: whom it speaks for. Downwards: who should send straight to the server.
+    /// Upwards: whom it speaks for. Downwards: who should send straight to the server; of a `Missing`, whose blocks are.
     pub workers: u64,
 }
 
@@ -217,12 +219,12 @@ pub fn decode(bytes: &[u8]) -> Result<Packet<'_>, PacketError> {
         Kind::Push => FLAG_LOST | FLAG_FULL,
         Kind::Result => FLAG_FULL,
         Kind::HeartbeatUp | Kind::Request => FLAG_LOST,
-        Kind::HeartbeatDown => 0,
+        Kind::HeartbeatDown | Kind::Missing => 0,
     };
     if header.flags & !allowed != 0 {
         return Err(PacketError::Flags { kind, flags: header.flags });
     }
-    if kind.is_upward() && header.workers == 0 {
+    if (kind.is_upward() || kind == Kind::Missing) && header.workers == 0 {
         return Err(PacketError::Workers);
     }
     Ok(Packet { header, payload, coded: &bytes[..CODED_BYTES], digest: u32_at(28), code: u64_at(40) })
@@ -267,7 +269,7 @@ pub enum PacketError {
         /// Its bytes.
         length: usize,
     },
-    /// A packet that speaks for nobody.
+    /// A packet that speaks for, or of, nobody.
     Workers,
     /// MAC or digest do not hold.
     Key,
@@ -291,7 +293,7 @@ impl fmt::Display for PacketError {
             PacketError::Elements { format, length } => {
                 write!(f, "{length} bytes, which are not elements of {format:?}")
             }
-            PacketError::Workers => write!(f, "a packet that speaks for no worker"),
+            PacketError::Workers => write!(f, "a packet that names no worker"),
             PacketError::Key => write!(f, "a packet under another key, or damaged"),
         }
     }
@@ -388,7 +390,7 @@ mod tests {
         assert_eq!(with(0, 0), PacketError::Magic);
         assert_eq!(with(2, 2), PacketError::Version(2));
         assert_eq!(with(3, 0), PacketError::Kind(0));
-        assert_eq!(with(3, 6), PacketError::Kind(6));
+        assert_eq!(with(3, 7), PacketError::Kind(7));
         assert_eq!(with(3, 3), PacketError::Block(Kind::HeartbeatUp));
         assert_eq!(with(10, 7), PacketError::Format(7));
         assert_eq!(with(10, 0), PacketError::Block(Kind::Push));
@@ -412,7 +414,7 @@ mod tests {
         #[test]
         fn garbage_is_refused_calmly(
             mut bytes in proptest::collection::vec(any::<u8>(), 0..96),
-            kind in 0u8..7, format in 0u8..8, flags in 0u8..5,
+            kind in 0u8..8, format in 0u8..8, flags in 0u8..5,
         ) {
             let _ = decode(&bytes);
             if bytes.len() >= HEADER_BYTES {

@@ -14,8 +14,8 @@
 
 use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, decode};
 use super::rules::{Refusal, Rule, Rules};
-use super::tree::{Node, Tree};
-use super::{Arithmetic, Key, Link, Serial};
+use super::tree::{Node, Parts, Tree};
+use super::{Key, Link, Serial, arithmetic};
 use penstock_types::{MILLISECOND, Time};
 use std::collections::VecDeque;
 
@@ -59,6 +59,8 @@ pub struct Server {
     config: ServerConfig,
     all: u64,
     ack: Serial,
+    /// Below, every result has left once. It is what workers are told as Ack, which so does not overtake results.
+    announced: Serial,
     /// For each worker: the next result that it expects, and the highest that it can take.
     heard: Vec<(Serial, Serial)>,
     /// Workers that do not hear the aggregator above them.
@@ -67,14 +69,26 @@ pub struct Server {
     /// For each slot a block of every worker; a sum lies at its lowest worker's place.
     parts: Vec<u8>,
     results: Vec<u8>,
-    scratch: Vec<Vec<u8>>,
     /// Slots with something to send, each once.
     queue: VecDeque<usize>,
+    /// For each slot what was done about a loss.
+    recoveries: Vec<Recovery>,
+    /// Below, what is not committed has been named.
+    checked: Serial,
+    /// Who is to hear whose blocks are missing.
+    names: VecDeque<(Link, Serial)>,
+    /// When what was named and did not come is named again.
+    rename_at: Option<Time>,
+    /// Smoothed time from naming to commit, and its variation (RFC 6298); None before the first.
+    round_trip: Option<(u64, u64)>,
+    /// The Credit that was told last.
+    told: Serial,
     /// Who is still to hear the heartbeat that is due.
     heartbeat_to: Vec<Link>,
     heartbeat_at: Time,
     /// By [`Refusal::index`].
     refused: [u64; Refusal::COUNT],
+    overflowed: u64,
     rules: Rules,
 }
 
@@ -93,6 +107,17 @@ struct Slot {
     /// Workers who asked for it.
     wanted: u64,
     queued: bool,
+}
+
+/// What was done about the loss of a block or of its result.
+#[derive(Clone, Copy, Debug)]
+struct Recovery {
+    seq: Serial,
+    /// How often the missing were named because of a gap, and when last.
+    tries: u32,
+    named_at: Time,
+    /// Who has asked for the result, each once; whoever asks again starts anew.
+    asked: u64,
 }
 
 /// A packet to send: this header, and this block behind it.
@@ -134,16 +159,23 @@ impl Server {
         Server {
             all,
             ack: config.start,
+            announced: config.start,
             heard: vec![(config.start, config.start.plus(config.window - 1)); workers],
             lost: 0,
             slots: vec![slot; window],
             parts: vec![0; window * workers * config.block_bytes],
             results: vec![0; window * config.block_bytes],
-            scratch: vec![vec![0; config.block_bytes]; config.tree.depth()],
             queue: VecDeque::new(),
+            recoveries: vec![Recovery::of(config.start, now); window],
+            checked: config.start,
+            names: VecDeque::new(),
+            rename_at: None,
+            round_trip: None,
+            told: config.start.plus(config.window - 1),
             heartbeat_to: Vec::new(),
             heartbeat_at: now.plus(config.idle_every),
             refused: [0; Refusal::COUNT],
+            overflowed: 0,
             rules: Rules::default(),
             config,
         }
@@ -193,16 +225,15 @@ impl Server {
         &self.refused
     }
 
+    /// Results in which an integer overflowed: some worker sent more than its share. They are delivered, wrapped.
+    #[must_use]
+    pub fn overflowed(&self) -> u64 {
+        self.overflowed
+    }
+
     /// Takes a datagram that came from `from`. Returns the SeqNum that it committed, if it did.
-    pub fn handle_packet(
-        &mut self,
-        now: Time,
-        from: Link,
-        bytes: &[u8],
-        arithmetic: &impl Arithmetic,
-    ) -> Result<Option<Serial>, Refusal> {
-        let outcome =
-            decode(bytes).map_err(Refusal::from).and_then(|packet| self.handle(now, from, &packet, arithmetic));
+    pub fn handle_packet(&mut self, now: Time, from: Link, bytes: &[u8]) -> Result<Option<Serial>, Refusal> {
+        let outcome = decode(bytes).map_err(Refusal::from).and_then(|packet| self.handle(now, from, &packet));
         if let Err(refusal) = outcome {
             self.refused[refusal.index()] += 1;
         }
@@ -212,11 +243,14 @@ impl Server {
     /// When [`Server::handle_timeout`] is due.
     #[must_use]
     pub fn poll_timeout(&self) -> Time {
-        self.heartbeat_at
+        self.rename_at.map_or(self.heartbeat_at, |rename| rename.min(self.heartbeat_at))
     }
 
-    /// Tells Ack and Credit to all when it is time.
+    /// Names again whose blocks are missing, and tells Ack and Credit to all, when it is time.
     pub fn handle_timeout(&mut self, now: Time) {
+        if self.rename_at.is_some_and(|at| at <= now) {
+            self.name_again(now);
+        }
         if now < self.heartbeat_at {
             return;
         }
@@ -227,9 +261,17 @@ impl Server {
 
     /// The next packet to send.
     pub fn poll_transmit(&mut self) -> Option<Transmit<'_>> {
+        self.told = self.credit();
         if let Some(to) = self.heartbeat_to.pop() {
             let header = self.downward(Kind::HeartbeatDown, Serial(0)).encode(&[], self.config.key.as_ref());
             return Some(Transmit { to, header, payload: &[] });
+        }
+        while let Some((to, seq)) = self.names.pop_front() {
+            let workers = self.missing(seq) & self.behind(to);
+            if workers != 0 {
+                let header = Header { workers, ..self.downward(Kind::Missing, seq) };
+                return Some(Transmit { to, header: header.encode(&[], self.config.key.as_ref()), payload: &[] });
+            }
         }
         loop {
             let index = *self.queue.front()?;
@@ -246,6 +288,10 @@ impl Server {
                 continue;
             };
             let Slot { format, flags, exponent, length, .. } = *slot;
+            while self.announced != self.ack && self.slots[self.index(self.announced)].announce.is_empty() {
+                self.announced = self.announced.plus(1);
+            }
+            let slot = &self.slots[index];
             let seq = slot.tag.expect("a slot with something to send has a tag");
             let header = Header { format, flags, exponent, ..self.downward(Kind::Result, seq) };
             let payload = &self.results[index * self.config.block_bytes..][..length];
@@ -253,13 +299,7 @@ impl Server {
         }
     }
 
-    fn handle(
-        &mut self,
-        now: Time,
-        from: Link,
-        packet: &Packet<'_>,
-        arithmetic: &impl Arithmetic,
-    ) -> Result<Option<Serial>, Refusal> {
+    fn handle(&mut self, now: Time, from: Link, packet: &Packet<'_>) -> Result<Option<Serial>, Refusal> {
         let header = &packet.header;
         if header.job != self.config.job {
             return Err(Refusal::Job);
@@ -273,6 +313,10 @@ impl Server {
         }
         let single = self.sender(from, header.workers)?;
         self.hear(header)?;
+        // Those who wait for Credit send nothing that would bring it.
+        if self.queue.is_empty() && self.credit().ahead_of(self.told) >= (self.config.window / 4).max(4) as i32 {
+            self.heartbeat();
+        }
         if let Some(worker) = single {
             self.note_path(now, worker, header.flags & FLAG_LOST != 0);
         }
@@ -280,10 +324,10 @@ impl Server {
             Kind::Push => {
                 // There is something to tell soon.
                 self.heartbeat_at = self.heartbeat_at.min(now.plus(self.config.heartbeat_every));
-                self.push(packet, arithmetic)
+                self.push(now, packet)
             }
             Kind::Request => {
-                self.request(header.seq, single.ok_or(Refusal::Sender)?)?;
+                self.request(now, header.seq, single.ok_or(Refusal::Sender)?)?;
                 Ok(None)
             }
             _ => Ok(None),
@@ -335,7 +379,7 @@ impl Server {
         }
     }
 
-    fn push(&mut self, packet: &Packet<'_>, arithmetic: &impl Arithmetic) -> Result<Option<Serial>, Refusal> {
+    fn push(&mut self, now: Time, packet: &Packet<'_>) -> Result<Option<Serial>, Refusal> {
         let Packet { header, payload, .. } = packet;
         let (seq, set) = (header.seq, header.workers);
         let index = self.index(seq);
@@ -382,30 +426,42 @@ impl Server {
         let have = slot.parts.iter().fold(0, |have, part| have | part);
         if !overlap && slot.parts.len() > 1 && slot.parts[..slot.parts.len() - 1].iter().any(|part| part & set != 0) {
             // What a server without this rule would do: add whatever comes.
-            arithmetic.add(header.format, &mut self.parts[place..place + payload.len()], payload);
+            let sum = &mut self.parts[place..place + payload.len()];
+            arithmetic::finish(header.format, sum);
+            arithmetic::add(header.format, sum, payload);
+            arithmetic::finish(header.format, sum);
         } else {
             self.parts[place..place + payload.len()].copy_from_slice(payload);
         }
         if whole && have != self.all {
             return Ok(None);
         }
-        self.commit(index, arithmetic);
+        self.commit(index);
+        let recovery = self.recoveries[index];
+        if recovery.seq == seq && recovery.tries == 1 {
+            self.measure(now.since(recovery.named_at));
+        }
+        // A block that went around the aggregators is early.
+        if header.flags & FLAG_FULL == 0 {
+            self.look_for_gaps(now, seq);
+        }
         Ok(Some(seq))
     }
 
-    fn commit(&mut self, index: usize, arithmetic: &impl Arithmetic) {
+    fn commit(&mut self, index: usize) {
         let (block, workers) = (self.config.block_bytes, self.config.workers.len());
         let slot = &mut self.slots[index];
-        let parts = &self.parts[index * workers * block..][..workers * block];
-        let at = |set: u64| &parts[set.trailing_zeros() as usize * block..][..slot.length];
         let sum = &mut self.results[index * block..][..slot.length];
-        if self.rules.hold(Rule::Order) && self.rules.hold(Rule::Overlap) && self.rules.hold(Rule::Whole) {
-            let part = |set: u64| slot.parts.contains(&set).then(|| at(set));
-            self.config.tree.sum(arithmetic, slot.format, &part, &mut self.scratch, sum);
+        let parts = Parts {
+            sets: &slot.parts,
+            blocks: &mut self.parts[index * workers * block..][..workers * block],
+            block_bytes: block,
+        };
+        if self.rules.hold(Rule::Order) {
+            self.overflowed += u64::from(self.config.tree.sum(slot.format, parts, sum));
         } else {
-            let (first, rest) = slot.parts.split_first().expect("a part was just added");
-            sum.copy_from_slice(at(*first));
-            rest.iter().for_each(|set| arithmetic.add(slot.format, sum, at(*set)));
+            // Whoever came first is added first.
+            self.overflowed += u64::from(parts.sum(slot.format, sum));
         }
         slot.committed = true;
         let seq = slot.tag.expect("a slot with parts has a tag");
@@ -425,15 +481,118 @@ impl Server {
         }
     }
 
-    fn request(&mut self, seq: Serial, worker: u32) -> Result<(), Refusal> {
+    /// A worker misses a result. One that asks a second time did not get what was done about the first.
+    fn request(&mut self, now: Time, seq: Serial, worker: u32) -> Result<(), Refusal> {
         let index = self.index(seq);
-        let slot = &mut self.slots[index];
-        if !slot.is_committed(seq) || !self.rules.hold(Rule::Answer) {
+        let (bit, committed) = (1u64 << worker, self.slots[index].is_committed(seq));
+        if (!committed && self.missing(seq) == 0) || !self.rules.hold(Rule::Answer) {
             return Err(Refusal::Stale);
         }
-        slot.wanted |= 1 << worker;
+        let recovery = self.recovery(seq, now);
+        let again = recovery.asked & bit != 0;
+        recovery.asked = if again { bit } else { recovery.asked | bit };
+        let Recovery { asked, tries, .. } = *recovery;
+        if !committed {
+            // A gap is a better reason, and is followed up by the clock. An asker's clock may only be too fast.
+            if tries == 0 && (again || asked == bit) {
+                self.name(seq);
+            }
+            return Ok(());
+        }
+        // When a second worker below a child asks, the result was likely lost above them all: it goes to all of them.
+        let above = self.config.tree.children.iter().find_map(|node| match node {
+            Node::Aggregator { link, .. } if node.workers() & bit & !self.direct() != 0 => {
+                Some((*link, node.workers()))
+            }
+            _ => None,
+        });
+        match above.map(|(link, set)| (link, (asked & set).count_ones())) {
+            None | Some((_, 1)) => self.slots[index].wanted |= bit,
+            Some((link, 2)) => self.slots[index].announce.push(link),
+            Some(_) => return Ok(()),
+        }
         self.send(seq);
         Ok(())
+    }
+
+    /// Blocks well before one that is committed, and not there, were lost: by as many SeqNums as QUIC waits (RFC 9002,
+    /// section 6.1.1).
+    fn look_for_gaps(&mut self, now: Time, committed: Serial) {
+        if self.is_newer(self.ack, self.checked) {
+            self.checked = self.ack;
+        }
+        while committed.ahead_of(self.checked) >= REORDERED {
+            let seq = self.checked;
+            if self.missing(seq) != 0 {
+                self.name_gap(now, seq);
+            }
+            self.checked = seq.plus(1);
+        }
+    }
+
+    /// Tells the children whose blocks are missing so.
+    fn name(&mut self, seq: Serial) {
+        let (missing, direct) = (self.missing(seq), self.direct());
+        for node in &self.config.tree.children {
+            match node {
+                _ if node.workers() & missing == 0 => {}
+                Node::Aggregator { link, .. } if node.workers() & direct == 0 => self.names.push_back((*link, seq)),
+                _ => {
+                    let links = bits(node.workers() & missing).map(|worker| (self.config.workers[worker], seq));
+                    self.names.extend(links);
+                }
+            }
+        }
+    }
+
+    fn name_gap(&mut self, now: Time, seq: Serial) {
+        self.name(seq);
+        let recovery = self.recovery(seq, now);
+        (recovery.tries, recovery.named_at) = (recovery.tries + 1, now);
+        let tries = recovery.tries;
+        let at = now.plus(self.patience(tries));
+        self.rename_at = Some(self.rename_at.map_or(at, |soonest| soonest.min(at)));
+    }
+
+    fn name_again(&mut self, now: Time) {
+        self.rename_at = None;
+        for i in 0..self.config.window {
+            let seq = self.ack.plus(i);
+            let recovery = self.recoveries[self.index(seq)];
+            if recovery.seq != seq || recovery.tries == 0 || self.missing(seq) == 0 {
+                continue;
+            }
+            let at = recovery.named_at.plus(self.patience(recovery.tries));
+            if at <= now {
+                self.name_gap(now, seq);
+            } else {
+                self.rename_at = Some(self.rename_at.map_or(at, |soonest| soonest.min(at)));
+            }
+        }
+    }
+
+    fn recovery(&mut self, seq: Serial, now: Time) -> &mut Recovery {
+        let index = self.index(seq);
+        let recovery = &mut self.recoveries[index];
+        if recovery.seq != seq {
+            *recovery = Recovery::of(seq, now);
+        }
+        recovery
+    }
+
+    /// RFC 6298, section 2.
+    fn measure(&mut self, sample: u64) {
+        self.round_trip = Some(match self.round_trip {
+            None => (sample, sample / 2),
+            Some((mean, variation)) => ((7 * mean + sample) / 8, (3 * variation + mean.abs_diff(sample)) / 4),
+        });
+    }
+
+    /// How long what was named so often may take.
+    fn patience(&self, tries: u32) -> u64 {
+        let (soonest, latest) = (RENAME_MIN, self.config.idle_every);
+        let once = self.round_trip.map_or(self.config.heartbeat_every, |(mean, variation)| mean + 4 * variation);
+        (once.clamp(soonest.min(latest), latest) << (tries - 1).min(6)).min(latest)
     }
 
     fn send(&mut self, seq: Serial) {
@@ -456,6 +615,15 @@ impl Server {
         self.heartbeat_to.extend(bits(direct).map(|worker| self.config.workers[worker]));
     }
 
+    /// The workers that live at a link or below.
+    fn behind(&self, link: Link) -> u64 {
+        let below = self.config.tree.children.iter().find_map(|node| match node {
+            Node::Aggregator { link: at, .. } if *at == link => Some(node.workers()),
+            _ => None,
+        });
+        below.unwrap_or_else(|| self.config.workers.iter().position(|at| *at == link).map_or(0, |worker| 1 << worker))
+    }
+
     fn downward(&self, kind: Kind, seq: Serial) -> Header {
         Header {
             kind,
@@ -464,7 +632,7 @@ impl Server {
             format: Format::None,
             flags: 0,
             seq,
-            ack: self.ack,
+            ack: self.announced,
             credit: self.credit(),
             exponent: 0,
             workers: self.direct(),
@@ -493,6 +661,17 @@ impl Slot {
     }
 }
 
+impl Recovery {
+    fn of(seq: Serial, now: Time) -> Recovery {
+        Recovery { seq, tries: 0, named_at: now, asked: 0 }
+    }
+}
+
+/// As in QUIC: what lies three before was not overtaken but lost.
+const REORDERED: i32 = 3;
+/// Several round trips of a local network, a guess.
+const RENAME_MIN: u64 = MILLISECOND / 4;
+
 /// The numbers of the set bits.
 fn bits(mut set: u64) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
@@ -508,6 +687,10 @@ impl Server {
         Server { rules, ..Server::new(now, config) }
     }
 
+    fn all_have(&self, seq: Serial) -> bool {
+        self.is_newer(self.slowest().0, seq)
+    }
+
     pub(crate) fn heartbeat_now(&mut self) {
         self.heartbeat();
     }
@@ -516,6 +699,8 @@ impl Server {
     pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         (self.config.epoch, self.ack, &self.heard, self.lost).hash(state);
+        let open = self.recoveries.iter().filter(|each| !self.all_have(each.seq));
+        open.for_each(|each| (each.seq, each.tries > 0, each.asked).hash(state));
         let block = self.config.block_bytes;
         for (index, slot) in self.slots.iter().enumerate() {
             (slot.tag, slot.committed, &slot.parts).hash(state);

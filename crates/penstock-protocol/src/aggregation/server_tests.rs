@@ -1,4 +1,3 @@
-use super::super::WireArithmetic;
 use super::*;
 
 const RACK: Link = Link(10);
@@ -29,7 +28,7 @@ fn header(kind: Kind, workers: u64, seq: u32, ack: u32) -> Header {
 fn push(server: &mut Server, from: Link, workers: u64, seq: u32, value: f32) -> Result<Option<Serial>, Refusal> {
     let block = value.to_be_bytes();
     let packet = [&header(Kind::Push, workers, seq, 0).encode(&block, None)[..], &block].concat();
-    server.handle_packet(Time(0), from, &packet, &WireArithmetic)
+    server.handle_packet(Time(0), from, &packet)
 }
 
 fn sent(server: &mut Server) -> Vec<(Link, Header, Vec<u8>)> {
@@ -75,15 +74,31 @@ fn every_mixture_and_order() {
     assert!(results_without_order.len() > 1, "nothing breaks without R19");
 }
 
+/// A result in which integers overflowed is delivered, wrapped, and counted.
+#[test]
+fn overflow() {
+    let mut server = Server::new(Time(0), config(4));
+    let mut push = |from, workers, seq, value: i32| {
+        let block = value.to_be_bytes();
+        let header = Header { format: Format::I32, ..header(Kind::Push, workers, seq, 0) };
+        server.handle_packet(Time(0), from, &[&header.encode(&block, None)[..], &block].concat()).unwrap();
+        server.overflowed()
+    };
+    assert_eq!((push(RACK, 3, 0, i32::MIN), push(Link(2), 4, 0, 0)), (0, 0));
+    assert_eq!((push(RACK, 3, 1, i32::MIN), push(Link(2), 4, 1, -1)), (0, 1));
+    let results: Vec<Vec<u8>> = sent(&mut server).into_iter().map(|(_, _, block)| block).collect();
+    assert_eq!(results, [i32::MIN, i32::MIN, i32::MAX, i32::MAX].map(|value| value.to_be_bytes().to_vec()));
+}
+
 /// Credit follows the slowest worker, and what all have is forgotten; until then whoever asks gets it.
 #[test]
 fn credit_and_requests() {
     let mut server = Server::new(Time(0), config(4));
     let ask = |server: &mut Server, worker: u32, seq: u32| {
         let packet = header(Kind::Request, 1 << worker, seq, 0).encode(&[], None);
-        server.handle_packet(Time(0), Link(worker), &packet, &WireArithmetic)
+        server.handle_packet(Time(0), Link(worker), &packet)
     };
-    assert_eq!(ask(&mut server, 1, 0), Err(Refusal::Stale), "not committed yet");
+    assert_eq!(ask(&mut server, 1, 3), Err(Refusal::Stale), "beyond the window");
     assert_eq!(push(&mut server, Link(2), 4, 2, 1.0), Err(Refusal::Credit));
     for seq in [1, 0] {
         assert_eq!(push(&mut server, RACK, 3, seq, 1.0), Ok(None));
@@ -100,7 +115,7 @@ fn credit_and_requests() {
     assert_eq!((answers[0].0, answers[0].1.seq, &answers[0].2[..]), (Link(1), Serial(0), &3f32.to_be_bytes()[..]));
     let hear = |server: &mut Server, from: Link, workers: u64, ack: u32| {
         let packet = header(Kind::HeartbeatUp, workers, 0, ack).encode(&[], None);
-        server.handle_packet(Time(0), from, &packet, &WireArithmetic)
+        server.handle_packet(Time(0), from, &packet)
     };
     assert_eq!(hear(&mut server, RACK, 3, 2), Ok(None));
     assert_eq!(server.credit(), Serial(1), "worker 2 lacks both");
@@ -113,13 +128,44 @@ fn credit_and_requests() {
     assert_eq!(hear(&mut server, RACK, 1, 1), Err(Refusal::Sender), "an aggregator speaks for all below it");
 }
 
+/// A sum that three later ones pass is missing, and named again when it does not come; what one worker asks for goes to
+/// it, what two below an aggregator ask for goes through that to all, once, until one asks again.
+#[test]
+fn losses() {
+    let mut server = Server::new(Time(0), ServerConfig { window: 8, ..config(4) });
+    for seq in [0, 2, 3] {
+        push(&mut server, RACK, 3, seq, 1.0).unwrap();
+        push(&mut server, Link(2), 4, seq, 1.0).unwrap();
+    }
+    let missing = |server: &mut Server| -> Vec<(Link, u32, u64)> {
+        let named = sent(server).into_iter().filter(|(_, header, _)| header.kind == Kind::Missing);
+        named.map(|(to, header, _)| (to, header.seq.0, header.workers)).collect()
+    };
+    push(&mut server, Link(2), 4, 1, 1.0).unwrap();
+    assert_eq!(missing(&mut server), []);
+    push(&mut server, RACK, 3, 4, 1.0).unwrap();
+    push(&mut server, Link(2), 4, 4, 1.0).unwrap();
+    assert_eq!(missing(&mut server), [(RACK, 1, 3)]);
+    let again = server.poll_timeout();
+    assert!(again <= Time(ServerConfig::HEARTBEAT_EVERY), "{again:?}");
+    server.handle_timeout(again);
+    assert_eq!(missing(&mut server), [(RACK, 1, 3)]);
+    let mut ask = |worker: u32| -> Vec<Link> {
+        let packet = header(Kind::Request, 1 << worker, 2, 0).encode(&[], None);
+        server.handle_packet(again, Link(worker), &packet).unwrap();
+        sent(&mut server).into_iter().map(|(to, ..)| to).collect()
+    };
+    assert_eq!((ask(0), ask(1)), (vec![Link(0)], vec![RACK]));
+    assert_eq!((ask(2), ask(1), ask(0)), (vec![Link(2)], vec![Link(1)], vec![RACK]));
+}
+
 /// One worker that lost its path takes its whole rack with it, both get results straight, and back again.
 #[test]
 fn bypass() {
     let mut server = Server::new(Time(0), config(4));
     let beat = |server: &mut Server, worker: u32, flags: u8| {
         let packet = Header { flags, ..header(Kind::HeartbeatUp, 1 << worker, 0, 0) }.encode(&[], None);
-        server.handle_packet(Time(0), Link(worker), &packet, &WireArithmetic).unwrap();
+        server.handle_packet(Time(0), Link(worker), &packet).unwrap();
     };
     assert_eq!(server.direct(), 0);
     beat(&mut server, 0, FLAG_LOST);

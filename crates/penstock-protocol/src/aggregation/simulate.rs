@@ -5,7 +5,7 @@
 //! put at every packet of a run. The simulator plays what is not in the machines: drivers with their tensors, and a
 //! control plane that opens the next epoch without a worker that died.
 
-use super::packet::{FLAG_FULL, Format, Kind, decode};
+use super::packet::{FLAG_FULL, Format, HEADER_BYTES, Kind, MAX_PAYLOAD_BYTES, decode};
 use super::*;
 use cluster::Random;
 use penstock_types::{MILLISECOND, SECOND, Time};
@@ -84,6 +84,10 @@ pub struct Scenario {
     pub delay: u64,
     /// What may come on top; packets overtake each other.
     pub jitter: u64,
+    /// What each link carries each way, in bytes a second; 0 is no limit. A worker and the server have one link; an
+    /// aggregator is a switch with a port for each, whose queues do not overflow. A packet takes as long as one with a
+    /// full block, or as a bare header, whatever its elements are.
+    pub rate: u64,
     /// How patient workers are; the server's heartbeats follow it.
     pub timing: Timing,
     /// What goes wrong, by number of the arriving packet.
@@ -184,6 +188,7 @@ impl Scenario {
             duplicate: random.pick(&[0.0, 0.02, 0.2]),
             delay: random.pick(&[10, 100, 1000]) * 1000,
             jitter: random.pick(&[0, 50, 5000]) * 1000,
+            rate: random.pick(&[0, GIGABIT / 10, GIGABIT]),
             timing: IMPATIENT,
             faults: Vec::new(),
             trace: false,
@@ -254,8 +259,25 @@ struct Driver {
     posted: u32,
 }
 
+/// Where packets queue for a link.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Port {
+    /// A worker's or a server's own.
+    Out(Link),
+    /// The switch's, towards a worker or a server.
+    In(Link),
+    /// The first aggregator's, towards the second.
+    Between(Link, Link),
+}
+
 enum Event {
     Arrive {
+        to: Link,
+        from: Link,
+        bytes: Vec<u8>,
+    },
+    /// A packet between workers and servers is at the switch between them.
+    Forward {
         to: Link,
         from: Link,
         bytes: Vec<u8>,
@@ -290,6 +312,8 @@ struct World<'a> {
     server_epochs: Vec<u16>,
     drivers: Vec<Vec<Option<Driver>>>,
     wakes: BTreeMap<Link, Time>,
+    /// When each port will have sent what it was given.
+    ports: BTreeMap<Port, Time>,
     cut: Vec<(Link, Link)>,
     faults: Vec<(u64, Fault)>,
     packets: u64,
@@ -318,6 +342,7 @@ impl<'a> World<'a> {
             events: BTreeMap::new(),
             serial: 0,
             wakes: BTreeMap::new(),
+            ports: BTreeMap::new(),
             cut: Vec::new(),
             faults: scenario.faults.clone(),
             packets: 0,
@@ -411,6 +436,11 @@ impl<'a> World<'a> {
                 }
                 Ok(())
             }
+            Event::Forward { to, from, bytes } => {
+                let at = self.through(Port::In(to), &bytes);
+                self.at(at, Event::Arrive { to, from, bytes });
+                Ok(())
+            }
             Event::Arrive { to, from, bytes } => {
                 self.arrived += 1;
                 while self.faults.first().is_some_and(|(at, _)| *at < self.arrived) {
@@ -433,16 +463,17 @@ impl<'a> World<'a> {
                 if self.now < self.down_until[number] {
                     return Ok(());
                 }
-                let sent: Vec<(Link, Vec<u8>)> =
-                    match self.aggregators[number].handle_packet(from, bytes, &WireArithmetic) {
-                        Ok(Action::Send { to, header, payload }) => vec![(to, [&header[..], payload].concat())],
-                        Ok(Action::Relay { to }) => to.iter().map(|to| (*to, bytes.to_vec())).collect(),
-                        Ok(Action::Nothing) | Err(_) => Vec::new(),
-                    };
+                let sent: Vec<(Link, Vec<u8>)> = match self.aggregators[number].handle_packet(from, bytes) {
+                    Ok(Action::Send { to, header, payload }) => {
+                        to.iter().map(|to| (*to, [&header[..], payload].concat())).collect()
+                    }
+                    Ok(Action::Relay { to }) => to.iter().map(|to| (*to, bytes.to_vec())).collect(),
+                    Ok(Action::Nothing) | Err(_) => Vec::new(),
+                };
                 sent.into_iter().for_each(|(next, bytes)| self.send(next, to, bytes));
             }
             Some((job, None)) => {
-                let _ = self.servers[job].handle_packet(self.now, from, bytes, &WireArithmetic);
+                let _ = self.servers[job].handle_packet(self.now, from, bytes);
                 self.drain_server(job);
             }
             Some((job, Some(worker))) => {
@@ -554,7 +585,6 @@ impl<'a> World<'a> {
         let Some(driver) = &mut self.drivers[job][worker] else {
             return;
         };
-        let epoch = &self.epochs[job][usize::from(driver.epoch)];
         while self.now >= driver.begins && driver.posted < self.scenario.blocks {
             let full = self.scenario.is_full(job, driver.posted);
             if driver.machine.post(if full { Route::Full } else { Route::Tree }).is_none() {
@@ -562,30 +592,65 @@ impl<'a> World<'a> {
             }
             driver.posted += 1;
         }
-        let mut sent = Vec::new();
-        while let Some(Outbound { to, header }) = driver.machine.poll_transmit(self.now) {
-            let bytes = if header.kind == Kind::Push {
-                let block = header.seq.ahead_of(driver.start) as u32;
-                let (format, exponent, bytes) = self.scenario.block(job, epoch, worker, block);
-                [&driver.machine.seal(&header, format, exponent, &bytes)[..], &bytes].concat()
-            } else {
-                driver.machine.seal(&header, Format::None, 0, &[]).to_vec()
+        let node = self.scenario.worker_link(job, worker);
+        while self.room(node) <= self.now {
+            let Some((to, bytes)) = self.next_of(job, worker) else {
+                break;
             };
-            sent.push((to, bytes));
+            self.send(to, node, bytes);
         }
-        let (node, wake) = (self.scenario.worker_link(job, worker), driver.machine.poll_timeout());
-        sent.into_iter().for_each(|(to, bytes)| self.send(to, node, bytes));
-        self.wake(node, wake);
+        let Some(driver) = &self.drivers[job][worker] else {
+            return;
+        };
+        let room = self.room(node);
+        let wake = driver.machine.poll_timeout();
+        self.wake(node, if room > self.now { room.min(wake) } else { wake });
+    }
+
+    /// What a worker sends next.
+    fn next_of(&mut self, job: usize, worker: usize) -> Option<(Link, Vec<u8>)> {
+        let driver = self.drivers[job][worker].as_mut()?;
+        let Outbound { to, header } = driver.machine.poll_transmit(self.now)?;
+        if header.kind != Kind::Push {
+            return Some((to, driver.machine.seal(&header, Format::None, 0, &[]).to_vec()));
+        }
+        let epoch = &self.epochs[job][usize::from(driver.epoch)];
+        let block = header.seq.ahead_of(driver.start) as u32;
+        let (format, exponent, bytes) = self.scenario.block(job, epoch, worker, block);
+        Some((to, [&driver.machine.seal(&header, format, exponent, &bytes)[..], &bytes].concat()))
     }
 
     fn drain_server(&mut self, job: usize) {
-        let mut sent = Vec::new();
-        while let Some(Transmit { to, header, payload }) = self.servers[job].poll_transmit() {
-            sent.push((to, [&header[..], payload].concat()));
-        }
         let node = self.scenario.server_link(job);
-        sent.into_iter().for_each(|(to, bytes)| self.send(to, node, bytes));
-        self.wake(node, self.servers[job].poll_timeout());
+        while self.room(node) <= self.now {
+            let Some(Transmit { to, header, payload }) = self.servers[job].poll_transmit() else {
+                break;
+            };
+            let bytes = [&header[..], payload].concat();
+            self.send(to, node, bytes);
+        }
+        let (room, wake) = (self.room(node), self.servers[job].poll_timeout());
+        self.wake(node, if room > self.now { room.min(wake) } else { wake });
+    }
+
+    /// When a node's socket takes the next packet.
+    fn room(&self, node: Link) -> Time {
+        if self.scenario.rate == 0 {
+            return self.now;
+        }
+        let busy = self.ports.get(&Port::Out(node)).copied().unwrap_or(self.now);
+        Time(busy.0.saturating_sub(SOCKET_BUFFER * SECOND / self.scenario.rate))
+    }
+
+    /// When a packet is through a port.
+    fn through(&mut self, port: Port, bytes: &[u8]) -> Time {
+        if self.scenario.rate == 0 {
+            return self.now;
+        }
+        let length = if bytes.len() > HEADER_BYTES { FULL_BYTES } else { BARE_BYTES };
+        let free = self.ports.entry(port).or_insert(self.now);
+        *free = (*free).max(self.now).plus(length * SECOND / self.scenario.rate);
+        *free
     }
 
     fn send(&mut self, to: Link, from: Link, bytes: Vec<u8>) {
@@ -612,9 +677,17 @@ impl<'a> World<'a> {
             };
             self.note(|| line);
         }
+        let is_end = |node: Link| self.scenario.place(node).is_some();
+        let (port, ends) = match (is_end(from), is_end(to)) {
+            (true, ends) => (Port::Out(from), ends),
+            (false, true) => (Port::In(to), false),
+            (false, false) => (Port::Between(from, to), false),
+        };
+        let left = self.through(port, &bytes);
         for _ in 0..copies {
-            let at = self.now.plus(self.scenario.delay + self.random.below(self.scenario.jitter + 1));
-            self.at(at, Event::Arrive { to, from, bytes: bytes.clone() });
+            let at = left.plus(self.scenario.delay + self.random.below(self.scenario.jitter + 1));
+            let bytes = bytes.clone();
+            self.at(at, if ends { Event::Forward { to, from, bytes } } else { Event::Arrive { to, from, bytes } });
         }
         if self.scenario.keyed && self.random.below(64) == 0 {
             // Damage, or a stranger: somewhere a bit is flipped.
@@ -661,6 +734,14 @@ pub const IMPATIENT: Timing = Timing {
     stall_after: 150 * MILLISECOND,
     server_dead_after: SECOND,
 };
+/// A link's rate, in bytes a second.
+pub const GIGABIT: u64 = 125_000_000;
+/// Bytes of a full block on a link: payload, header, UDP, IPv4, Ethernet with preamble and gap.
+const FULL_BYTES: u64 = MAX_PAYLOAD_BYTES as u64 + BARE_BYTES;
+/// The same without a block.
+const BARE_BYTES: u64 = HEADER_BYTES as u64 + 8 + 20 + 38;
+/// What a node's socket holds before it would block: two trains of segments. More would delay what is sent again.
+const SOCKET_BUFFER: u64 = 128 << 10;
 /// Virtual time after which a run counts as stuck: twice the longest distrust of a path.
 const LIMIT: u64 = 120 * SECOND;
 /// What of a run's story is kept.

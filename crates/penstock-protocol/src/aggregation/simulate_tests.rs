@@ -41,6 +41,7 @@ fn quiet(shape: Shape, workers: usize) -> Scenario {
         duplicate: 0.0,
         delay: 100_000,
         jitter: 50_000,
+        rate: 0,
         timing: IMPATIENT,
         faults: Vec::new(),
         trace: false,

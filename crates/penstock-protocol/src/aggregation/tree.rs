@@ -1,8 +1,7 @@
 //! Who sends to whom, and hence in which order floats are added.
 
-use super::Link;
-use super::arithmetic::Arithmetic;
 use super::packet::Format;
+use super::{Link, arithmetic};
 use std::fmt;
 
 /// A child of the server or of an aggregator.
@@ -26,13 +25,6 @@ impl Node {
         match self {
             Node::Worker(worker) => 1 << worker,
             Node::Aggregator { children, .. } => children.iter().fold(0, |all, child| all | child.workers()),
-        }
-    }
-
-    fn depth(&self) -> usize {
-        match self {
-            Node::Worker(_) => 0,
-            Node::Aggregator { children, .. } => 1 + children.iter().map(Node::depth).max().unwrap_or(0),
         }
     }
 }
@@ -76,48 +68,69 @@ impl Tree {
         walk(&self.children, &mut 0)
     }
 
-    /// How many blocks of scratch [`Tree::sum`] needs.
-    pub(crate) fn depth(&self) -> usize {
-        self.children.iter().map(Node::depth).max().unwrap_or(0)
-    }
-
     /// Adds parts in the order of the tree, as its aggregators would have: within each aggregator first, children from
-    /// left to right. `part` gives the block of a set of workers, if it came as one. Every worker is in some part.
-    pub(crate) fn sum<'a>(
-        &self,
-        arithmetic: &impl Arithmetic,
-        format: Format,
-        part: &impl Fn(u64) -> Option<&'a [u8]>,
-        scratch: &mut [Vec<u8>],
-        sum: &mut [u8],
-    ) {
-        sum_children(&self.children, arithmetic, format, part, scratch, sum);
+    /// left to right. Every worker is in some part. Whether an integer overflowed.
+    pub(crate) fn sum(&self, format: Format, mut parts: Parts<'_>, sum: &mut [u8]) -> bool {
+        if format.is_float() {
+            parts.sum_children(&self.children, format, sum);
+            return false;
+        }
+        // No order to keep.
+        parts.sum(format, sum)
     }
 }
 
-fn sum_children<'a>(
-    nodes: &[Node],
-    arithmetic: &impl Arithmetic,
-    format: Format,
-    part: &impl Fn(u64) -> Option<&'a [u8]>,
-    scratch: &mut [Vec<u8>],
-    sum: &mut [u8],
-) {
-    for (i, node) in nodes.iter().enumerate() {
-        match (part(node.workers()), node) {
-            (Some(block), _) if i == 0 => sum.copy_from_slice(block),
-            (Some(block), _) => arithmetic.add(format, sum, block),
-            (None, Node::Aggregator { children, .. }) if i == 0 => {
-                sum_children(children, arithmetic, format, part, scratch, sum);
-            }
-            (None, Node::Aggregator { children, .. }) => {
-                let (mine, rest) = scratch.split_first_mut().expect("as many as the tree is deep");
-                let mine = &mut mine[..sum.len()];
-                sum_children(children, arithmetic, format, part, rest, mine);
-                arithmetic.add(format, sum, mine);
-            }
-            (None, Node::Worker(worker)) => unreachable!("worker {worker} is in no part, yet all are there"),
+/// The blocks that a server has of one SeqNum.
+pub(crate) struct Parts<'a> {
+    /// Whose they are: sets of workers, disjoint.
+    pub(crate) sets: &'a [u64],
+    /// A place for every worker; a set's block lies at its lowest worker's.
+    pub(crate) blocks: &'a mut [u8],
+    /// Bytes of a place.
+    pub(crate) block_bytes: usize,
+}
+
+impl Parts<'_> {
+    /// Adds them in the order of arrival.
+    pub(crate) fn sum(&self, format: Format, sum: &mut [u8]) -> bool {
+        let length = sum.len();
+        let blocks = self.sets.iter().map(|set| self.block(*set, length));
+        if format.is_float() {
+            arithmetic::sum_floats(format, sum, &blocks.collect::<Vec<_>>());
+            return false;
         }
+        let mut overflow = false;
+        for (i, block) in blocks.enumerate() {
+            if i == 0 {
+                arithmetic::begin(format, sum, block);
+            } else {
+                overflow |= arithmetic::add(format, sum, block);
+            }
+        }
+        arithmetic::finish(format, sum);
+        overflow
+    }
+
+    /// The sum of a node's children into `sum`. What an aggregator below would have sent goes first to where it would
+    /// have lain.
+    fn sum_children(&mut self, nodes: &[Node], format: Format, sum: &mut [u8]) {
+        let length = sum.len();
+        for node in nodes {
+            if let Node::Aggregator { children, .. } = node
+                && !self.sets.contains(&node.workers())
+            {
+                self.sum_children(children, format, sum);
+                let place = node.workers().trailing_zeros() as usize * self.block_bytes;
+                self.blocks[place..place + length].copy_from_slice(sum);
+            }
+        }
+        let mut all: [&[u8]; 64] = [&[]; 64];
+        all.iter_mut().zip(nodes).for_each(|(place, node)| *place = self.block(node.workers(), length));
+        arithmetic::sum_floats(format, sum, &all[..nodes.len()]);
+    }
+
+    fn block(&self, set: u64, length: usize) -> &[u8] {
+        &self.blocks[set.trailing_zeros() as usize * self.block_bytes..][..length]
     }
 }
 
@@ -146,7 +159,6 @@ impl std::error::Error for TreeError {}
 
 #[cfg(test)]
 mod tests {
-    use super::super::WireArithmetic;
     use super::*;
 
     fn rack(link: u32, children: Vec<Node>) -> Node {
@@ -176,11 +188,14 @@ mod tests {
             (15, all),
         ];
         for mixture in [&[0, 1, 2, 3, 4][..], &[5, 2, 3, 4], &[0, 1, 6, 4], &[5, 6, 4], &[7, 4]] {
-            let bytes: Vec<(u64, [u8; 4])> = mixture.iter().map(|i| (parts[*i].0, parts[*i].1.to_be_bytes())).collect();
-            let find = |set: u64| bytes.iter().find(|(of, _)| *of == set).map(|(_, block)| &block[..]);
-            let mut scratch = vec![vec![0; 4]; tree.depth()];
+            let sets: Vec<u64> = mixture.iter().map(|i| parts[*i].0).collect();
+            let mut blocks = [0u8; 5 * 4];
+            for i in mixture {
+                let (set, value) = parts[*i];
+                blocks[set.trailing_zeros() as usize * 4..][..4].copy_from_slice(&value.to_be_bytes());
+            }
             let mut sum = [0u8; 4];
-            tree.sum(&WireArithmetic, Format::F32, &find, &mut scratch, &mut sum);
+            tree.sum(Format::F32, Parts { sets: &sets, blocks: &mut blocks, block_bytes: 4 }, &mut sum);
             assert_eq!(f32::from_be_bytes(sum).to_bits(), expected.to_bits(), "{mixture:?}");
         }
     }

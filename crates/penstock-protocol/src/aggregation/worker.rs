@@ -156,6 +156,8 @@ struct Entry {
     queued: bool,
     sent_at: Time,
     deadline: Time,
+    /// It was asked for since it was sent.
+    asked: bool,
     /// Position in the order of all transmissions.
     order: u64,
     repeated: bool,
@@ -191,6 +193,7 @@ impl Worker {
             queued: false,
             sent_at: now,
             deadline: now,
+            asked: false,
             order: 0,
             repeated: false,
         };
@@ -294,7 +297,10 @@ impl Worker {
         }
         self.clock.server_heard = now;
         self.hear(now, &header);
-        if header.kind == Kind::HeartbeatDown {
+        if header.kind == Kind::Missing {
+            self.named(now, &header);
+        }
+        if header.kind != Kind::Result {
             return Ok(Received::Control);
         }
         self.take(now, header.seq)?;
@@ -370,16 +376,30 @@ impl Worker {
             let before = std::mem::replace(&mut self.ack, header.ack);
             self.made_progress(now);
             // What is committed and not here after the time that packets overtake each other was lost.
-            let patience = self.stagger();
-            self.hurry(before, header.ack, now.plus(patience), |_| true);
+            self.hurry(before, header.ack, now.plus(self.round_trip() / 4), |_| true);
         }
-        if !is_old {
+        if !is_old && header.kind != Kind::Missing {
             let direct = self.config.parent != self.config.server && header.workers >> self.config.worker & 1 == 1;
             if direct && !self.direct {
                 // What went up through the aggregator may be lost with it.
-                self.hurry(self.received, self.next, now.plus(self.stagger()), |_| true);
+                self.entries.iter_mut().for_each(|entry| entry.asked = true);
+                self.hurry(self.received, self.next, now, |_| true);
             }
             self.direct = direct;
+        }
+    }
+
+    /// The server lacks a block. Whose it is not can wait: it was not theirs that was lost.
+    fn named(&mut self, now: Time, header: &Header) {
+        let index = self.index(header.seq);
+        let outstanding = !self.is_newer(self.received, header.seq) && self.is_newer(self.next, header.seq);
+        if !outstanding || self.entries[index].state != State::Sent {
+            return;
+        }
+        if header.workers >> self.config.worker & 1 == 1 {
+            self.again(index, self.rules.hold(Rule::Resend), false);
+        } else {
+            self.entries[index].deadline = now.plus(self.timeout());
         }
     }
 
@@ -405,9 +425,13 @@ impl Worker {
             self.measure(now.since(sent_at));
         }
         if seq != self.received {
-            // Something sent well before it is not back: QUIC's packet threshold (RFC 9002, section 6.1.1).
-            let until = seq;
-            self.hurry(self.received, until, now.plus(self.stagger()), |entry| entry.order + REORDERED <= order);
+            // Something sent well before it is not back: QUIC's packet threshold (RFC 9002, section 6.1.1). The result is
+            // lost, or else the block, and then the server notices as we do and gets it in a round trip.
+            let (soon, later) = (now, now.plus(self.round_trip() * 5 / 4));
+            let overtaken = |entry: &Entry| entry.order + REORDERED <= order;
+            let ack = self.ack;
+            self.hurry(self.received, ack.oldest(seq), soon, overtaken);
+            self.hurry(ack, seq, later, overtaken);
         }
         while self.received != self.next && self.entries[self.index(self.received)].state == State::Done {
             let index = self.index(self.received);
@@ -423,13 +447,16 @@ impl Worker {
     /// What a time-out of a block leads to.
     pub(super) fn expire(&mut self, seq: Serial) {
         let (committed, index) = (self.is_newer(self.ack, seq), self.index(seq));
-        let entry = &mut self.entries[index];
-        if entry.state != State::Sent {
-            return;
+        if self.entries[index].state == State::Sent {
+            // Whether it is the block or its result that was lost cannot be told unless Ack has passed it, so ask as well.
+            self.again(index, !committed && self.rules.hold(Rule::Resend), self.rules.hold(Rule::Request));
         }
-        // Whether it is the block or its result that was lost cannot be told unless Ack has passed it, so ask as well.
-        entry.due_push = !committed && self.rules.hold(Rule::Resend);
-        entry.due_request = self.rules.hold(Rule::Request);
+    }
+
+    fn again(&mut self, index: usize, push: bool, request: bool) {
+        let entry = &mut self.entries[index];
+        entry.due_push |= push;
+        entry.due_request |= request;
         if !std::mem::replace(&mut entry.queued, true) {
             self.due.push_back(index);
         }
@@ -444,9 +471,15 @@ impl Worker {
             let index = self.index(seq);
             if self.entries[index].state == State::Sent {
                 if self.entries[index].deadline <= now {
-                    self.expire(seq);
+                    // To ask costs little, and leads to what is missing; our own block very likely is not.
+                    if std::mem::replace(&mut self.entries[index].asked, true) {
+                        self.expire(seq);
+                    } else {
+                        self.again(index, false, self.rules.hold(Rule::Request));
+                    }
                     expired = true;
-                    self.entries[index].deadline = later;
+                    (self.entries[index].deadline, self.entries[index].order) = (later, self.clock.orders);
+                    self.clock.orders += 1;
                 }
                 let deadline = self.entries[index].deadline;
                 soonest = Some(soonest.map_or(deadline, |soonest| soonest.min(deadline)));
@@ -476,12 +509,13 @@ impl Worker {
     fn send(&mut self, now: Time, seq: Serial) -> Outbound {
         let header = self.upward(Kind::Push, seq);
         self.reported = self.received;
-        let deadline = now.plus(self.timeout()).plus(self.stagger());
+        let deadline = now.plus(self.timeout());
         let (order, index) = (self.clock.orders, self.index(seq));
         self.clock.orders += 1;
         self.clock.scan_at = Some(self.clock.scan_at.map_or(deadline, |at| at.min(deadline)));
         let entry = &mut self.entries[index];
         entry.repeated = entry.state != State::Posted;
+        entry.asked = false;
         (entry.state, entry.sent_at, entry.deadline, entry.order) = (State::Sent, now, deadline, order);
         let straight = self.direct || entry.route == Route::Full;
         let to = if straight { self.config.server } else { self.config.parent };
@@ -540,15 +574,13 @@ impl Worker {
 
     fn timeout(&self) -> u64 {
         let Timing { rto_first, rto_min, rto_max, .. } = self.config.timing;
-        let rto = self.clock.round_trip.map_or(rto_first, |(mean, variation)| mean + 4 * variation);
+        // Twice the mean: a full window's queue makes the round trip long and even, and one resend too many makes it longer.
+        let rto = self.clock.round_trip.map_or(rto_first, |(mean, variation)| 2 * mean + 4 * variation);
         (rto.clamp(rto_min, rto_max) << self.clock.backoff).min(rto_max)
     }
 
-    /// Workers wait for different times, so that the first one's resend can spare the others theirs: a quarter of a
-    /// round trip apart.
-    fn stagger(&self) -> u64 {
-        let round_trip = self.clock.round_trip.map_or(self.config.timing.rto_min, |(mean, _)| mean);
-        round_trip / 4 * (1 + u64::from(self.config.worker))
+    fn round_trip(&self) -> u64 {
+        self.clock.round_trip.map_or(self.config.timing.rto_min, |(mean, _)| mean)
     }
 
     fn index(&self, seq: Serial) -> usize {

@@ -1,0 +1,240 @@
+"""``penstock bench aggregated``: all-reduces through aggregators beside our ring, gloo, and a server without aggregators.
+
+Each number of workers gets an emulated cluster: one worker a host, racks with an aggregator each, a core with another if there is
+more than one rack, and a server. An aggregator's link to its switch has no limit, as if it were the switch; the server's is as
+fast as a worker's. All ways take turns in one run of the same processes, and each reads what its interface counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from penstock.bench.launcher import BenchError
+from penstock.bench.program import run_program
+from penstock.testbed.cluster import Testbed
+from penstock.testbed.link import LinkSpec
+from penstock.testbed.topology import Topology, blocks
+
+PORT = 7471
+WAYS = ("ring", "gloo", "server", "int32", "int16", "float32")
+"""``server``: int32 straight to the server, without aggregators. int16 carries float16 tensors; all others float32."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way with so many workers and so much loss. Seconds are medians over all-reduces of the slowest rank."""
+
+    workers: int
+    loss: float
+    way: str
+    seconds: float
+    tensor_bytes: int
+    sent: float
+    """Bytes that a worker's interface sent for one byte of the tensor; the mean over workers."""
+    received: float
+    busy: float
+    """Of the machine's processors."""
+    rate_mbit: float
+
+    @property
+    def share(self) -> float:
+        """Of the link: bytes of the tensor over what the link carries meanwhile, headers included."""
+        return self.tensor_bytes * 8e-6 / self.seconds / self.rate_mbit
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self), "share": self.share}
+
+
+def topology(workers: int, rate_mbit: float, loss: float) -> Topology:
+    """Up to 3 workers on one switch, more on two. Loss is on the workers' links, in each direction."""
+    racks = 1 if workers < 4 else 2
+    below = [len(block) for block in blocks(workers, racks)]
+    rates = {f"r{rack}": rate_mbit * count for rack, count in enumerate(below)}
+    rates |= {f"a{number}": 0.0 for number in range(racks + (racks > 1))}
+    losses = {f"h{host}": loss for host in range(workers)} if loss else {}
+    return Topology(hosts=workers, racks=racks, servers=1, core_aggregator=racks > 1, rates=rates, losses=losses)
+
+
+def plan(shape: Topology, way: str, window: int) -> dict[str, Any]:
+    """The plan of a way, as its file has it."""
+    server: dict[str, Any] = {"address": f"{shape.address('s0')}:{PORT}", "fraction": 1.0}
+    racks = [
+        {"aggregator": f"{shape.address(f'a{rack}')}:{PORT}", "workers": list(block)}
+        for rack, block in enumerate(blocks(shape.hosts, shape.racks))
+    ]
+    if way != "server" and shape.core_aggregator:
+        server["tree"] = [{"aggregator": f"{shape.address(f'a{shape.racks}')}:{PORT}", "children": racks}]
+    elif way != "server":
+        server["tree"] = racks
+    number = "int32" if way == "server" else way
+    return {"version": 1, "aggregated": {"format": number, "window": window, "servers": [server]}}
+
+
+def measure(
+    *,
+    workers: int,
+    loss: float,
+    ways: Sequence[str],
+    rate_mbit: float,
+    nbytes: int,
+    window: int,
+    turns: int,
+    operations: int,
+    offloads: bool,
+    timeout_s: float,
+) -> list[Row]:
+    """Make a cluster, start its daemons, run all ways by turns.
+
+    Raises:
+        BenchError: a daemon or a rank failed or hung, with the end of what it said.
+        TestbedUnavailable: no emulated cluster here.
+    """
+    shape = topology(workers, rate_mbit, loss)
+    link = LinkSpec(rate_mbit=rate_mbit, mtu=9000, offloads=offloads)
+    arguments = {key: value for key, value in shape.to_dict().items() if key != "hosts"}
+    with ExitStack() as stack:
+        bed = stack.enter_context(Testbed(hosts=workers, link=link, **arguments))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(daemons(bed))
+        plans = {}
+        for way in ways:
+            if way not in ("ring", "gloo"):
+                plans[way] = str(folder / f"{way}.yaml")
+                Path(plans[way]).write_text(json.dumps(plan(shape, way, window)))
+        options = {
+            "ways": list(ways),
+            "plans": plans,
+            "elements": nbytes // 4,
+            "turns": turns,
+            "operations": operations,
+            "interface": Testbed.interface,
+        }
+        what = f"aggregated, {workers} workers"
+        records = run_program(bed, "aggregated_rank", options, what=what, ranks=workers, timeout_s=timeout_s)
+    return summarise(records, loss=loss, rate_mbit=rate_mbit)
+
+
+@contextmanager
+def daemons(bed: Testbed) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """An aggregator or a server on each node that has a place for one; they end with the block.
+
+    Raises: BenchError, when one does not come up.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+    nodes = [node for node in bed.topology.nodes if not node.startswith("h")]
+    with tempfile.TemporaryFile() as said:
+        for node in nodes:
+            verb = "server" if node.startswith("s") else "aggregator"
+            command = [sys.executable, "-m", "penstock", verb, "--listen", f"{bed.address(node)}:{PORT}"]
+            if not bed.link.uses_offloads:
+                command.append("--no-offloads")
+            started.append(bed.popen(node, command, stdout=said, stderr=said))
+        for node, process in zip(nodes, started, strict=True):
+            if not bed.inside(node, functools.partial(_answers, bed.address(node), process)):
+                said.seek(0)
+                raise BenchError(f"the daemon on {node} did not come up; it said:\n  {said.read().decode()[-2000:]}")
+        try:
+            yield started
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+
+
+def _answers(address: str, process: subprocess.Popen[bytes]) -> bool:
+    """Waits until something listens there, as long as the process lives, half a minute at most."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            socket.create_connection((address, PORT), timeout=1).close()
+            return True
+        except OSError:
+            time.sleep(0.05)
+    return False
+
+
+def summarise(records: Sequence[Sequence[dict[str, Any]]], *, loss: float, rate_mbit: float) -> list[Row]:
+    """What the ranks said, in numbers. Pure."""
+    rows = []
+    turns = [[record for record in each if record["turn"] >= 0] for each in records]
+    for way in dict.fromkeys(record["way"] for record in turns[0]):
+        mine = [[record for record in each if record["way"] == way] for each in turns]
+        slowest = [
+            max(each)
+            for records in zip(*mine, strict=True)
+            for each in zip(*(r["seconds"] for r in records), strict=True)
+        ]
+        moved = [record for each in mine for record in each]
+        carried = sum(record["tensor_bytes"] * len(record["seconds"]) for record in moved)
+        rows.append(
+            Row(
+                workers=len(records),
+                loss=loss,
+                way=way,
+                seconds=statistics.median(slowest),
+                tensor_bytes=mine[0][0]["tensor_bytes"],
+                sent=sum(record["sent"] for record in moved) / carried,
+                received=sum(record["received"] for record in moved) / carried,
+                busy=statistics.median(record["busy"] for record in mine[0]),
+                rate_mbit=rate_mbit,
+            )
+        )
+    return rows
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A line for each way."""
+    shown = Table(title="all-reduce through aggregators", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("N", "loss", "way"):
+        shown.add_column(column, no_wrap=True)
+    for column in (
+        "ms",
+        "of the link",
+        "over ring",
+        "over gloo",
+        "sent/S",
+        "received/S",
+        "of lossless",
+        "busy",
+    ):
+        shown.add_column(column, justify="right", no_wrap=True)
+    by_key = {(row.workers, row.loss, row.way): row for row in rows}
+    for row in rows:
+        ring, gloo = (by_key.get((row.workers, row.loss, way)) for way in ("ring", "gloo"))
+        lossless = by_key.get((row.workers, 0.0, row.way))
+        shown.add_row(
+            f"{row.workers}",
+            f"{row.loss:g}",
+            row.way,
+            f"{1e3 * row.seconds:.1f}",
+            f"{row.share:.0%}",
+            *(_ratio(other, row) for other in (ring, gloo)),
+            f"{row.sent:.3f}",
+            f"{row.received:.3f}",
+            f"{lossless.seconds / row.seconds:.0%}" if lossless and row.loss else "",
+            f"{row.busy:.0%}",
+        )
+    return shown
+
+
+def _ratio(other: Row | None, row: Row) -> str:
+    """How much faster than another way, for as many bytes of a tensor."""
+    if other is None:
+        return ""
+    return f"{other.seconds / other.tensor_bytes / (row.seconds / row.tensor_bytes):.2f}x"

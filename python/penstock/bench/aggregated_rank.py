@@ -1,0 +1,98 @@
+"""One rank of `penstock bench aggregated`: all-reduces in several ways by turns, checks the results, and tells times and what its
+interface counted.
+
+Standard output takes one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    # The default group is for barriers alone.
+    dist.init_process_group("gloo")
+    groups = {way: _group(way, options["plans"].get(way)) for way in options["ways"]}
+    for turn in range(options["turns"] + 1):
+        for way, group in groups.items():
+            dist.barrier()
+            before = (_counted(options["interface"]), _processor_s())
+            seconds = [_all_reduce(group, way, options["elements"]) for _ in range(options["operations"])]
+            dist.barrier()
+            after = (_counted(options["interface"]), _processor_s())
+            (busy, whole) = (late - early for early, late in zip(before[1], after[1], strict=True))
+            sent, received = (late - early for early, late in zip(before[0], after[0], strict=True))
+            # The first turn makes connections and measures round trips.
+            _say(
+                way=way,
+                turn=turn - 1,
+                seconds=seconds,
+                tensor_bytes=options["elements"] * DTYPES.get(way, torch.float32).itemsize,
+                sent=sent,
+                received=received,
+                busy=busy / whole if whole else 0.0,
+            )
+    dist.destroy_process_group()
+
+
+DTYPES = {"int16": torch.float16}
+
+
+def _group(way: str, plan: str | None) -> dist.ProcessGroup:
+    if plan is not None:
+        os.environ["PENSTOCK_PLAN"] = plan
+    try:
+        return dist.new_group(backend="gloo" if way == "gloo" else "penstock")
+    finally:
+        os.environ.pop("PENSTOCK_PLAN", None)
+
+
+def _all_reduce(group: dist.ProcessGroup, way: str, elements: int) -> float:
+    """Seconds of one. Small whole numbers, which all ways add exactly."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dtype = DTYPES.get(way, torch.float32)
+    tensor = torch.arange(elements, dtype=torch.int32).remainder(13).add(rank).to(dtype)
+    expected = (
+        torch.arange(elements, dtype=torch.int32).remainder(13).mul(world).add(world * (world - 1) // 2).to(dtype)
+    )
+    dist.barrier()
+    started = time.perf_counter()
+    dist.all_reduce(tensor, group=group)
+    took = time.perf_counter() - started
+    if not torch.equal(tensor, expected):
+        wrong = int((tensor != expected).sum())
+        raise SystemExit(f"{way}: rank {rank} got {wrong} of {elements} elements wrong")
+    return took
+
+
+def _counted(interface: str) -> tuple[int, int]:
+    """Bytes that an interface of this network namespace sent and received."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            fields = numbers.split()
+            return int(fields[8]), int(fields[0])
+    raise SystemExit(f"there is no interface {interface} here")
+
+
+def _processor_s() -> tuple[float, float]:
+    """Seconds that all processors together were busy, and seconds in all."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / 100, sum(fields) / 100
+
+
+def _say(**message: Any) -> None:
+    print(json.dumps({"rank": dist.get_rank(), **message}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

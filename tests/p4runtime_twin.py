@@ -1,0 +1,120 @@
+"""The twin of the P4 program behind real P4Runtime on loopback: what tests/test_p4.py lets `p4/control.py` talk to.
+
+    p4runtime_twin.py P4INFO    # writes the p4info there, prints its port
+
+Then a line on stdin is a question, answered by one of JSON: `tables`, or `packet PORT HEX`. It ends with its stdin. A process
+of its own, because p4runtime's messages need protobuf in its pure Python form, which a process has from the start or never."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+import google.protobuf.text_format
+import grpc
+from p4.config.v1 import p4info_pb2
+from p4.v1 import p4runtime_pb2, p4runtime_pb2_grpc
+
+import twin
+
+switch = twin.Switch(16)
+
+info = p4info_pb2.P4Info()
+for number, (name, (keys, actions)) in enumerate(twin.TABLES.items()):
+    table = info.tables.add(size=64)
+    table.preamble.id, table.preamble.name = 0x02000001 + number, name
+    for i, (field, bits) in enumerate(keys.items()):
+        table.match_fields.add(id=i + 1, name=field, bitwidth=bits, match_type=p4info_pb2.MatchField.EXACT)
+    for i, (action_name, params) in enumerate(actions.items()):
+        action = info.actions.add()
+        action.preamble.id, action.preamble.name = 0x01000001 + 16 * number + i, action_name
+        for j, (param, bits) in enumerate(params.items()):
+            action.params.add(id=j + 1, name=param, bitwidth=bits)
+counter = info.counters.add()
+counter.preamble.id, counter.preamble.name = 0x12000001, "Aggregator.events"
+tables = {table.preamble.id: table for table in info.tables}
+actions_by_id = {action.preamble.id: action for action in info.actions}
+ids = {one.preamble.name: one.preamble.id for one in (*info.tables, *info.actions)}
+
+
+class Servicer(p4runtime_pb2_grpc.P4RuntimeServicer):
+    def StreamChannel(self, requests: Any, context: Any) -> Any:
+        for request in requests:
+            answer = p4runtime_pb2.StreamMessageResponse()
+            answer.arbitration.CopyFrom(request.arbitration)
+            yield answer
+
+    def Write(self, request: Any, context: Any) -> Any:
+        for update in request.updates:
+            insert = update.type == p4runtime_pb2.Update.INSERT
+            if update.entity.HasField("counter_entry"):
+                entry = update.entity.counter_entry
+                switch.events[entry.index.index] = entry.data.packet_count
+            elif update.entity.HasField("table_entry"):
+                row = read_row(update.entity.table_entry)
+                (switch.insert if insert else switch.delete)(row)
+            else:
+                group = update.entity.packet_replication_engine_entry.multicast_group_entry
+                if insert:
+                    copies = [(copy.egress_port, copy.instance) for copy in group.replicas]
+                    switch.insert_group(group.multicast_group_id, copies)
+                else:
+                    switch.delete_group(group.multicast_group_id)
+        return p4runtime_pb2.WriteResponse()
+
+    def Read(self, request: Any, context: Any) -> Any:
+        answer = p4runtime_pb2.ReadResponse()
+        for asked in request.entities:
+            if asked.HasField("counter_entry"):
+                entity = answer.entities.add()
+                entity.CopyFrom(asked)
+                entity.counter_entry.data.packet_count = switch.events[asked.counter_entry.index.index]
+            else:
+                table = tables[asked.table_entry.table_id]
+                for row in switch.entries(table.preamble.name):
+                    entry = answer.entities.add().table_entry
+                    entry.table_id = table.preamble.id
+                    for field, value in zip(table.match_fields, row.keys, strict=True):
+                        entry.match.add(field_id=field.id).exact.value = canonical(value)
+                    entry.action.action.action_id = ids[row.action]
+                    for param in actions_by_id[ids[row.action]].params:
+                        value = canonical(row.params[param.name])
+                        entry.action.action.params.add(param_id=param.id, value=value)
+        yield answer
+
+    def SetForwardingPipelineConfig(self, request: Any, context: Any) -> Any:
+        assert request.config.p4_device_config == b"{}" and request.config.p4info == info
+        return p4runtime_pb2.SetForwardingPipelineConfigResponse()
+
+
+def read_row(entry: Any) -> twin.Entry:
+    action = actions_by_id[entry.action.action.action_id]
+    names = {param.id: param.name for param in action.params}
+    params = {names[one.param_id]: int.from_bytes(one.value, "big") for one in entry.action.action.params}
+    keys = tuple(int.from_bytes(field.exact.value, "big") for field in entry.match)
+    return twin.Entry(tables[entry.table_id].preamble.name, keys, action.preamble.name, params)
+
+
+def canonical(value: int) -> bytes:
+    return value.to_bytes(max(1, (value.bit_length() + 7) // 8), "big")
+
+
+server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
+p4runtime_pb2_grpc.add_P4RuntimeServicer_to_server(Servicer(), server)
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+pathlib.Path(sys.argv[1]).write_text(google.protobuf.text_format.MessageToString(info))
+print(port, flush=True)
+for line in sys.stdin:
+    verb, *words = line.split()
+    if verb == "tables":
+        rows = {name: [dataclasses.asdict(row) for row in table.values()] for name, table in switch.tables.items()}
+        print(json.dumps({"rows": rows, "groups": switch.groups}), flush=True)
+    else:
+        frames = switch.packet(int(words[0]), bytes.fromhex(words[1]))
+        print(json.dumps([[port, frame.hex()] for port, frame in frames]), flush=True)
+server.stop(None).wait()

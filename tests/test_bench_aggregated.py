@@ -1,0 +1,87 @@
+"""`penstock bench aggregated`: the cluster and the plans that it makes, its arithmetic, and one real run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.bench import aggregated, cli
+from penstock.testbed.cluster import unavailable
+from penstock.testbed.topology import Topology
+
+needs_namespaces = pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts here: {unavailable()}")
+
+
+def test_only_the_links_of_workers_racks_and_server_have_a_limit() -> None:
+    """A rack's is that of its workers together. Loss is on the workers' links."""
+    shape = aggregated.topology(6, 100, 0.05)
+    assert isinstance(shape, Topology) and shape.nodes[6:] == ["a0", "a1", "a2", "s0"]
+    assert shape.rates == {"r0": 300, "r1": 300, "a0": 0, "a1": 0, "a2": 0}
+    assert shape.losses == {f"h{host}": 0.05 for host in range(6)}
+    small = aggregated.topology(2, 100, 0)
+    assert small.racks == 1 and not small.core_aggregator and not small.losses
+
+
+def test_plans_name_who_aggregates_where() -> None:
+    shape = aggregated.topology(4, 100, 0)
+    racks = [
+        {"aggregator": "10.77.1.1:7471", "workers": [0, 1]},
+        {"aggregator": "10.77.1.2:7471", "workers": [2, 3]},
+    ]
+    [server] = aggregated.plan(shape, "int16", 64)["aggregated"]["servers"]
+    assert server["tree"] == [{"aggregator": "10.77.1.3:7471", "children": racks}]
+    assert aggregated.plan(shape, "int16", 64)["aggregated"]["format"] == "int16"
+    direct = aggregated.plan(shape, "server", 64)["aggregated"]
+    assert direct["format"] == "int32" and "tree" not in direct["servers"][0]
+    [server] = aggregated.plan(aggregated.topology(3, 100, 0), "int32", 64)["aggregated"]["servers"]
+    assert server["tree"] == [{"aggregator": "10.77.1.1:7471", "workers": [0, 1, 2]}]
+
+
+def test_the_slowest_rank_decides_and_the_first_turn_does_not_count() -> None:
+    def record(turn: int, way: str, *seconds: float, sent: int = 300) -> dict[str, object]:
+        return {
+            "turn": turn,
+            "way": way,
+            "seconds": list(seconds),
+            "tensor_bytes": 100,
+            "sent": sent,
+            "received": 400,
+            "busy": 0.5,
+        }
+
+    ranks = [
+        [record(-1, "ring", 9.0, 9.0), record(0, "ring", 1.0, 4.0), record(0, "int32", 1.0, 1.0)],
+        [record(-1, "ring", 9.0, 9.0), record(0, "ring", 3.0, 2.0, sent=500), record(0, "int32", 1.0, 2.0)],
+    ]
+    ring, through = aggregated.summarise(ranks, loss=0.0, rate_mbit=0.001)
+    assert (ring.seconds, ring.sent, ring.received) == (3.5, 2.0, 2.0)
+    assert ring.share == pytest.approx(100 * 8 / 3.5 / 1000)
+    assert (through.way, through.seconds, through.workers) == ("int32", 1.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ways", "ring,tree"], "no way tree: there are ring"),
+        (["--losses", "0,1"], "shares of packets"),
+        (["--losses", "a"], "shares of packets"),
+        (["--workers", "1"], "2 ranks or more"),
+    ],
+)
+def test_wrong_options_say_what_is_wrong(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli.command, ["aggregated", *options])
+    assert result.exit_code == 2 and message in result.output
+
+
+@needs_namespaces
+def test_a_worker_sends_each_byte_once(tmp_path: Path) -> None:
+    """4 workers, two racks and a core. The ring sends 1.5 bytes for each of the tensor; through aggregators it is 1."""
+    path = tmp_path / "rows.json"
+    options = ["--workers", "4", "--ways", "ring,int32", "--size", "4M", "--turns", "1", "--operations", "2"]
+    result = CliRunner().invoke(cli.command, ["aggregated", *options, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    rows = {row["way"]: row for row in json.loads(path.read_text())["runs"]}
+    assert rows["int32"]["sent"] < 1.2 < 1.5 < rows["ring"]["sent"]
