@@ -125,6 +125,14 @@ def test_each_link_counts_what_crosses_it_and_no_other_does(
 
 
 @needs_namespaces
+def test_a_rate_of_a_nodes_link_holds_in_both_directions() -> None:
+    with Testbed(hosts=1, racks=1, rates={"a0": 40, "h0": 0}, link=LinkSpec(rate_mbit=100)) as bed:
+        for node, rates in (("a0", ["40Mbit"] * 2), ("h0", [])):
+            with bed.popen(node, ["tc", "class", "show", "dev", "eth0"], stdout=subprocess.PIPE, text=True) as shown:
+                assert re.findall(r" rate (\w+) ", shown.communicate()[0]) == rates, node
+
+
+@needs_namespaces
 def test_what_a_full_queue_drops_is_counted_at_its_link() -> None:
     """2 MB for a link of 100 kbit/s whose buffer holds 256 KiB: far most is dropped there, nothing elsewhere.
 

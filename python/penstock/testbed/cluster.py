@@ -373,7 +373,7 @@ class Testbed(Bed):
                     neighbour = f"lladdr {self.topology.mac(other)} nud permanent dev {device}"
                     lines += [f"neigh add {self.address(other, family)} {neighbour}" for family in (4, 6)]
             self._ip(held, lines)
-            self._tc(held, link.host_commands(self.link, device))
+            self._tc(held, link.host_commands(self.topology.link(node, self.link), device))
             if not self.link.uses_offloads:
                 namespace.inside(held, lambda: _switch_offloads_off(device))
         if self.link.loss or self.topology.losses:
