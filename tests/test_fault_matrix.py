@@ -45,8 +45,9 @@ from penstock.errors import PenstockError
 from penstock.torch import GradientReducer, ddp_hook
 
 PHASES = ["forward", "backward", "reduction", "between", "optimizer"]
-LATE = ["between", "optimizer"]
-"""Nobody waits for the rank any more in the step in which it is struck: the others finish that step."""
+LATE = ["reduction", "between", "optimizer"]
+"""The others may finish the step in which a rank is struck: nobody waits for it any more; in the reduction, once all ranks know
+that all gradients are there."""
 FAULTS = ["killed", "stopped", "cut off", "NaN", "disagreement"]
 
 # As for plain operations (tests/test_faults.py). The limit is shorter than there, as in tests/test_elastic.py.
@@ -343,7 +344,8 @@ def _disagree(training: Training, phase: str, data: torch.Tensor, other: bool) -
 WIDTH, HIDDEN = 64, 8192
 UNIT_BYTES = 1 << 18
 TIMEOUT_S = 4.0
-ANSWER_S = 5.0
+# Longer than the others need to go on without one: it then hears of that, and does not give up its store.
+ANSWER_S = 10.0
 # Who is struck, in each phase: neighbours and not, the donor of the state too; modulo the world.
 VICTIMS = {"forward": 1, "backward": 0, "reduction": 3, "between": -1, "optimizer": 1}
 
