@@ -50,6 +50,8 @@ pub(crate) struct InFlight<F> {
     pub(crate) bytes: u32,
     /// Another stream has taken it over, or nobody waits for it any more.
     pub(crate) passed: bool,
+    /// It was taken over from another stream.
+    pub(crate) is_copy: bool,
     sent_at: Time,
     delivered_bytes: u64,
     delivered_at: Time,
@@ -113,6 +115,7 @@ impl<F> Stream<F> {
             frame,
             bytes,
             passed: false,
+            is_copy: false,
             sent_at: now,
             delivered_bytes: self.delivered_bytes,
             delivered_at: self.delivered_at,

@@ -86,8 +86,25 @@ fn only_much_slower_streams_lose_frames() {
             seconds(&mut world, 8 * MIB, false);
         }
         let (repeated, all) = world.repeated();
-        assert_eq!(repeated > all / 100, some, "{repeated} of {all} with {slow} Mbit/s");
+        assert_eq!(repeated > all / 200, some, "{repeated} of {all} with {slow} Mbit/s");
     }
+}
+
+/// A link that sixteen streams share is full long before each of them is: copies would come second, and idle streams learn to
+/// leave them.
+#[test]
+fn a_shared_link_repeats_little() {
+    let mut world = pair(&streams(&[40.0; 16], 50_000), 100.0);
+    let (mut took, mut len) = (0.0, 0);
+    for step in 0..20 {
+        let bytes = 4 * MIB + step * 100_000;
+        took += seconds(&mut world, bytes, true);
+        len += bytes;
+    }
+    let (repeated, all) = world.repeated();
+    assert!(repeated * 100 < 5 * all, "{repeated} of {all}");
+    let share = share(len, took, 100.0);
+    assert!(share > 0.9, "{share} of the link");
 }
 
 /// Many short operations both ways over equal streams, the hardest case for the estimate: what a stream holds may have
