@@ -185,7 +185,7 @@ impl<F> Stream<F> {
         }
         let carried = |nanos: u64| rate * nanos as f64 / 1e9;
         let slack = carried(SLACK_MOST).min(carried(SLACK_LEAST).max(SLACK_BYTES));
-        ((carried(self.round_trip()) + slack) as u64 + 2 * u64::from(self.frame_bytes())).min(limit)
+        ((carried(self.round_trip()) + slack) as u64 + 2 * u64::from(self.frame_bytes().max(64 * 1024))).min(limit)
     }
 
     /// How large a piece to cut for this stream: what it carries in [`FRAME_TIME`], between the bounds.
@@ -243,7 +243,7 @@ impl<F> Stream<F> {
 /// Enough to outlive a burst of small frames, few enough to follow a stream that slows down.
 const RATE_SAMPLES: usize = 8;
 /// A sample over fewer bytes is mostly round trip: it may raise the estimate, not lower it.
-const SAMPLE_BYTES: u64 = 3 * MIN_FRAME_BYTES as u64 / 2;
+const SAMPLE_BYTES: u64 = 96 * 1024;
 /// A sample is taken to last this long at least: after a pause, a token bucket lets a burst through at once, and a stream that
 /// takes this for its rate fills its window with more than it delivers in a tenth of a second, which others then take over.
 /// With 1 us, DDP's two buckets (1 and 10 MB, 200 Mbit/s a flow) sent 21 and 22 % of their bytes twice and took 115 and 117 ms;
@@ -261,7 +261,7 @@ const ROUND_TRIP_GROWTH: u64 = 20 * MILLISECOND;
 /// of frames in the other direction. Smaller starves streams; larger leaves more on a slow one at the end. Eight frames'
 /// worth of bytes, between these times: with 8 ms throughout, up to 4 % of the frames of 64 MiB over loopback (1 GB/s,
 /// 2 cores) left twice, now 0.5 %; with 4 ms, 8 x 100 Mbit/s both ways (virtual) lost a twentieth.
-const SLACK_BYTES: f64 = 8.0 * MIN_FRAME_BYTES as f64;
+const SLACK_BYTES: f64 = 512.0 * 1024.0;
 const SLACK_LEAST: u64 = 2 * MILLISECOND;
 const SLACK_MOST: u64 = 8 * MILLISECOND;
 /// Before the first ack: carries 200 Mbit/s over 20 ms.
