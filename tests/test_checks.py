@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +29,10 @@ from penstock.torch.checks import NONE, WINDOW, Pass, first_difference, straggle
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("hooked", ["ddp", "plain", "call"])
-def test_a_flipped_bit(hooked: str, count: int) -> None:
-    """A bit of a parameter flips on rank 1 in step 3: all ranks raise before the update, and name parameter, rank and step."""
-    env = {"PENSTOCK_CHECK": "" if hooked == "call" else "mismatch,nan"}
+def test_a_flipped_bit(hooked: str, count: int, tmp_path: Path) -> None:
+    """A bit of a parameter flips on rank 1 in step 3: all ranks raise before the update, name parameter, rank and step, and
+    write their flight records."""
+    env = {"PENSTOCK_CHECK": "" if hooked == "call" else "mismatch,nan", "PENSTOCK_FLIGHT_RECORDER": str(tmp_path)}
     for text in ranks.run(_flip_a_bit, count=count, args=(hooked,), env=env):
         name = "module.2.weight" if hooked == "ddp" else "2.weight"
         assert f"the parameter {name} is not alike on all ranks: " in text
@@ -39,6 +41,7 @@ def test_a_flipped_bit(hooked: str, count: int) -> None:
         else:
             assert "rank 0 and rank 1 hold different bits, and no side is the larger" in text, text
         assert ("(check_alike)" if hooked == "call" else "in step 3 (PENSTOCK_CHECK=mismatch)") in text, text
+    assert {path.name for path in tmp_path.iterdir()} == {f"rank-{rank}.json" for rank in range(count)}
 
 
 def test_gradients_are_compared() -> None:

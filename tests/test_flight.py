@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -157,6 +158,23 @@ def _who_handles() -> bool:
     untouched = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
     dist.destroy_process_group()
     return untouched
+
+
+@pytest.mark.parametrize("how", ["infinite", "leave"])
+def test_the_example(how: str, tmp_path: pathlib.Path) -> None:
+    """What docs/debugging.md shows."""
+    env = os.environ | {"PENSTOCK_CHECK": "nan", "PENSTOCK_FLIGHT_RECORDER": str(tmp_path)}
+    example = pathlib.Path(__file__).parent.parent / "examples" / "debugging.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example), how]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode != 0 and "has finished" not in done.stdout, done.stdout
+    told = {
+        "infinite": "NotFinite: the gradient of 0.weight on rank 1 holds NaN or infinity in step 3 (PENSTOCK_CHECK=nan)",
+        "leave": "has left the job. The group is unusable",
+    }[how]
+    assert told in done.stderr, done.stderr
+    shown = _flight(tmp_path).stdout
+    assert "rank 0 on " in shown and "0/rounds #3 all_reduce(band, 18 x uint8) (exchange): FAILED" in shown, shown
 
 
 def _flight(folder: pathlib.Path) -> subprocess.CompletedProcess[str]:

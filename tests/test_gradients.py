@@ -87,6 +87,17 @@ def test_other_models() -> None:
         assert "different gradients" in text or "Every rank must issue the same operations" in text, text
 
 
+def test_same_shapes_in_another_order() -> None:
+    """Two layers of one shape, swapped on a rank: sums of things that do not belong together are refused."""
+    values = ranks.run(_swapped, count=2)
+    assert all("different gradients" in value for value in values), values
+
+
+def test_what_ddp_cannot_do_with_the_hook() -> None:
+    """static_graph and join are refused instead of waiting for ever; no_sync is DDP's; after close DDP reduces its buckets."""
+    ranks.run(_beyond_the_hook, count=2)
+
+
 def test_refusals() -> None:
     """What cannot be done is refused when it is asked for, with what to do."""
     with pytest.raises(ConfigError, match="there is no process group"):
@@ -350,6 +361,62 @@ def _differ() -> str:
         assert reducer.stats()["units"] == 0
         return str(error)
     raise AssertionError("it went through")
+
+
+def _swapped() -> str:
+    dist.init_process_group("penstock")
+    layers = {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3)}
+    names = sorted(layers, reverse=dist.get_rank() == 1)
+    model = nn.Sequential()
+    for name in names:
+        model.add_module(name, layers[name])
+    GradientReducer(model, broadcast=False)
+    try:
+        model(torch.ones(1, 3)).sum().backward()
+    except Mismatch as error:
+        return str(error)
+    raise AssertionError("it went through")
+
+
+def _beyond_the_hook() -> None:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+
+    def made(**options: bool) -> DistributedDataParallel:
+        torch.manual_seed(0)
+        return DistributedDataParallel(nn.Linear(2, 1, bias=False), **options)
+
+    def gradient(model: DistributedDataParallel) -> list[float]:
+        assert isinstance(model.module.weight, nn.Parameter) and model.module.weight.grad is not None
+        return model.module.weight.grad.flatten().tolist()
+
+    data = torch.full((1, 2), float(rank + 1))
+    with pytest.raises(ConfigError, match="static_graph"):
+        ddp_hook(made(static_graph=True))
+    late = made()
+    ddp_hook(late)
+    late._set_static_graph()
+    with pytest.raises(ConfigError, match="static_graph"):
+        late(data).sum().backward()
+
+    model = made()
+    reducer = ddp_hook(model)
+    with reducer.no_sync():
+        model(data).sum().backward()
+    assert gradient(model) == [rank + 1.0] * 2
+    model(data).sum().backward()
+    assert gradient(model) == [3.0] * 2  # 2 * (1 + 2) / 2
+    reducer.close()
+    model.zero_grad()
+    model(data).sum().backward()
+    assert gradient(model) == [1.5] * 2
+
+    uneven = made()
+    ddp_hook(uneven)
+    with pytest.raises(ConfigError, match=r"join\(\)"), uneven.join():
+        for _ in range(rank):  # rank 0 is done at once
+            uneven(data).sum().backward()
+    # What DDP had issued for the others is never answered: this is no state to go on from.
 
 
 def _refused() -> None:

@@ -52,12 +52,15 @@ pub(crate) struct Agreed {
 }
 
 impl Readiness {
-    /// Of gradients whose indices are their places in the list.
-    pub(crate) fn new(entries: Vec<Entry>) -> Readiness {
+    /// Of gradients whose indices are their places in the list; `names` is a digest of what they are called.
+    pub(crate) fn new(entries: Vec<Entry>, names: u64) -> Readiness {
         debug_assert!(entries.iter().enumerate().all(|(place, entry)| entry.index as usize == place));
         Readiness {
             digest: digest(
-                entries.iter().flat_map(|entry| [u64::from(entry.index), entry.bytes, u64::from(entry.class)]),
+                entries
+                    .iter()
+                    .flat_map(|entry| [u64::from(entry.index), entry.bytes, u64::from(entry.class)])
+                    .chain([names]),
             ),
             entries: entries.into_iter().map(|entry| (entry, State::Idle)).collect(),
             fresh_bytes: 0,
@@ -167,7 +170,7 @@ mod tests {
             let (world, count) = (rng.usize(1..9), rng.usize(1..40));
             let sizes: Vec<u64> = (0..count).map(|_| rng.u64(1..1000)).collect();
             let unit_bytes = rng.u64(1..3000);
-            let mut ranks: Vec<Readiness> = (0..world).map(|_| Readiness::new(entries(&sizes))).collect();
+            let mut ranks: Vec<Readiness> = (0..world).map(|_| Readiness::new(entries(&sizes), 0)).collect();
             for _step in 0..3 {
                 let missing: Vec<Vec<bool>> =
                     (0..world).map(|_| (0..count).map(|_| rng.u8(..6) == 0).collect()).collect();
@@ -227,7 +230,7 @@ mod tests {
     /// In the same order on all ranks, a step costs a round for each unit at most, and one gradient is not asked for twice.
     #[test]
     fn the_same_order_costs_a_round_a_unit() {
-        let mut rank = Readiness::new(entries(&[100; 50]));
+        let mut rank = Readiness::new(entries(&[100; 50]), 0);
         let mut rounds = 0;
         for index in 0..50 {
             assert!(rank.submit(index, false) && !rank.submit(index, true));
@@ -244,7 +247,7 @@ mod tests {
     #[test]
     fn other_gradients_are_found_out() {
         for other in [&[8, 8, 16][..], &[8, 16]] {
-            let mut ranks = [Readiness::new(entries(&[16, 8, 8])), Readiness::new(entries(other))];
+            let mut ranks = [Readiness::new(entries(&[16, 8, 8]), 0), Readiness::new(entries(other), 0)];
             let mut all = ranks.each_mut().map(|rank| {
                 assert!(rank.submit(0, false));
                 rank.flush();

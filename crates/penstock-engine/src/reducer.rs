@@ -12,6 +12,7 @@
 //! A unit that lies in one piece (a large gradient, or neighbours in memory) is reduced where it lies; others are copied
 //! together and back. Where the wire's dtype is another than the gradients', the copy converts.
 
+use crate::digest::digest;
 use crate::readiness::{Agreed, Readiness};
 use crate::{Call, Group, Ticket};
 use penstock_plan::units::{Entry, Unit, pack};
@@ -181,9 +182,11 @@ impl Reducer {
             class: gradient.dtype as u32,
         };
         let entries: Vec<Entry> = spec.gradients.iter().enumerate().map(entry).collect();
+        let letters = |gradient: &Gradient| gradient.name.bytes().map(u64::from).chain([256]).collect::<Vec<u64>>();
+        let names = digest(spec.gradients.iter().flat_map(letters));
         let count = entries.len();
         let state = State {
-            readiness: Readiness::new(entries),
+            readiness: Readiness::new(entries, names),
             unit_bytes: spec.unit_bytes,
             wire: spec.wire,
             submitted: (0..count).map(|_| None).collect(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -157,7 +158,10 @@ def train(
 
     command = [sys.executable, str(SCRIPT), *way.arguments, "--log-file=-", *arguments]
     try:
-        training.completed = bed.run(command, ranks=RANKS, on_line=on_line, timeout_s=timeout_s)
+        # The tuner begins with nothing remembered, and leaves nothing for the user's own jobs.
+        with tempfile.TemporaryDirectory() as cache:
+            env = {"XDG_CACHE_HOME": cache}
+            training.completed = bed.run(command, ranks=RANKS, on_line=on_line, timeout_s=timeout_s, env=env)
     except TimeoutError as error:
         raise TrainingFailed(f"{label}: {error}") from error
     if training.completed.returncode != 0:

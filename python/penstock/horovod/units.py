@@ -52,6 +52,8 @@ class Units:
     ) -> None:
         # All ranks make the same optimizers, in the same order.
         self.number = next(_numbers)
+        if self.number == 0:
+            _tell_what_is_left_out()
         self._parameters = list(parameters)
         self._names = list(names)
         self._average = average
@@ -271,3 +273,16 @@ _numbers = itertools.count()
 _UNIT_BYTES = 4 << 20
 # How soon a rank that has no data at all sees that others begin, and one that waits for them that they have died.
 _LOOK_S = 0.05
+
+
+def _tell_what_is_left_out() -> None:
+    """Say which knobs of the gradient hooks do nothing under this API, if they are set."""
+    settings = config.read()
+    knobs = [f"PENSTOCK_CHECK={check}" for check in settings.check if check != "nan"]
+    knobs += ["PENSTOCK_TUNE"] if settings.tune else []
+    if knobs:
+        log.warning(
+            "%s: has no effect on hvd.DistributedOptimizer; penstock.torch.ddp_hook and GradientReducer heed it "
+            "(docs/gradients.md)",
+            ", ".join(knobs),
+        )

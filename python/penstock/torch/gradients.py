@@ -43,9 +43,10 @@ def ddp_hook(
 ) -> GradientReducer:
     """Reduce the gradients of a DDP model one by one as all ranks have them, instead of bucket by bucket.
 
-    Everything else is DDP's as before: ``no_sync``, unused parameters, buffers. The model must have been made with a group of
-    the penstock backend. With ``gradient_as_bucket_view=True`` (and gradients that are zeroed, not set to None) nothing is
-    copied; otherwise each gradient is copied into its bucket once, as in DDP without a hook.
+    Everything else is DDP's as before: ``no_sync``, unused parameters, buffers. Two things DDP cannot do with it:
+    ``static_graph`` and ``join``, for both of which it hands over buckets while no backward pass runs. The model must have
+    been made with a group of the penstock backend. With ``gradient_as_bucket_view=True`` (and gradients that are zeroed, not
+    set to None) nothing is copied; otherwise each gradient is copied into its bucket once, as in DDP without a hook.
 
     Args:
         model: not in the middle of a backward pass, and without another communication hook.
@@ -55,7 +56,7 @@ def ddp_hook(
         the reducer, for `GradientReducer.stats` and the like; the model keeps it alive.
 
     Raises:
-        penstock.errors.Config: as `GradientReducer`.
+        penstock.errors.Config: as `GradientReducer`; the model has ``static_graph``. In ``backward``: it is within ``join``.
     """
     reducer = _BucketReducer(model, unit_bytes=unit_bytes, wire=wire, error_feedback=error_feedback, tune=tune)
     model.register_comm_hook(reducer, _bucket_is_full)
@@ -94,7 +95,7 @@ class GradientReducer:
         penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters.
 
     Blocking: the constructor until all ranks have called it, ``backward`` until its gradients are reduced.
-    Checks (PENSTOCK_CHECK, docs/gradients.md): with ``nan`` every gradient is looked through before it is reduced, and
+    Checks (PENSTOCK_CHECK, docs/debugging.md): with ``nan`` every gradient is looked through before it is reduced, and
     ``backward`` raises `penstock.errors.NotFinite` on all ranks, naming the parameter, the rank and the step. With ``mismatch``
     it raises `penstock.errors.Diverged` where ranks hold other parameters or averages. With ``slow`` the log names the rank
     that keeps the others waiting.
@@ -239,7 +240,8 @@ class GradientReducer:
             self._tuning.exclude_pause()
 
     def close(self) -> None:
-        """Take the hooks off the model and leave the groups. `destroy_process_group` does the latter as well."""
+        """Take the hooks off the model and leave the groups. `destroy_process_group` does the latter as well. A DDP model goes on
+        with its buckets, each in one all-reduce."""
         if self._tuning is not None:
             self._tuning.close()
         for hook in self._hooks:
@@ -321,13 +323,26 @@ class _BucketReducer(GradientReducer):
     def __init__(self, model: torch.nn.parallel.DistributedDataParallel, **options: Any) -> None:
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise ConfigError(f"ddp_hook takes a DistributedDataParallel model, not {type(model).__name__}")
-        super().__init__(model, model.process_group, broadcast=False, **options)
         self._model = weakref.ref(model)
+        self._check_passes()
+        super().__init__(model, model.process_group, broadcast=False, **options)
+        self._group = model.process_group
         self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._full: list[tuple[dist.GradBucket, torch.futures.Future[torch.Tensor]]] = []
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """DDP's."""
+        model = self._model()
+        with contextlib.nullcontext() if model is None else model.no_sync():
+            yield
+
     def bucket_is_full(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP waits for the future after `_finish`, which was queued before."""
+        if not self._hooks:  # closed; DDP keeps its hook
+            work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=self._group, async_op=True)
+            return work.get_future().then(lambda done: done.value()[0])
+        self._check_passes()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self._full.append((bucket, future))
         return future
@@ -335,7 +350,23 @@ class _BucketReducer(GradientReducer):
     def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
         model = self._model()
         if model is not None and model.require_backward_grad_sync:
+            if self._pass is None:
+                self._check_passes()
             super()._ready(index, parameter)
+
+    def _check_passes(self) -> None:
+        """DDP must hand over its buckets in the backward pass, or it would wait for ever."""
+        model = self._model()
+        if model is not None and model.static_graph:
+            raise ConfigError(
+                "ddp_hook does not work with static_graph: DDP then hands over its buckets after the first backward pass, not "
+                "in it. Leave static_graph out, or the hook."
+            )
+        if model is not None and model._join_config.enable:
+            raise ConfigError(
+                "ddp_hook does not work within model.join(): ranks that are done have no backward pass. Give all ranks as many "
+                "batches, or leave the hook out."
+            )
 
     def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
         full, self._full = self._full, []

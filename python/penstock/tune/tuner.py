@@ -88,7 +88,7 @@ class Tuner:
         space: the settings that may be tried; `Space.standard` makes the usual one.
         options: budget, seed, bandit, searchers.
         remembered: the setting that served a like job (`penstock.tune.Memory`); the first session begins there. Where it is
-            `near`, that session is short: `NEIGHBOUR_STEPS`, with coordinate descent alone, and without the default.
+            `near`, that session is short: `NEIGHBOUR_STEPS`, with coordinate descent alone.
         near: see `remembered`.
         drift: when to tune again; None to never do.
         searchers: classes of further searchers by name, for `options.searchers` to name.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from penstock.errors import NotFinite
 from penstock.horovod.common.exceptions import HorovodInternalError
 from penstock.horovod.common.process_sets import ProcessSet, global_process_set
 from penstock.horovod.common.util import split_list
@@ -450,6 +451,8 @@ class _Reduction:
             return
         try:
             self._units.flush()
+        except NotFinite:
+            raise  # as it is: a step that is made again would have the same gradients
         except RuntimeError as error:
             raise HorovodInternalError(str(error)) from error
 
