@@ -362,6 +362,15 @@ def test_elastic_restores_and_goes_on(count: int) -> None:
     alike(ranks.run(programs.elastic, count=count))
 
 
+def test_a_gradient_that_is_not_finite() -> None:
+    """PENSTOCK_CHECK=nan through elastic.run; the tuner and the other checks say that they do not see this API."""
+    told = ranks.run(programs.not_finite, count=2, env={"PENSTOCK_CHECK": "nan,slow", "PENSTOCK_TUNE": "1"})
+    for lines in told:
+        assert any(
+            "PENSTOCK_CHECK=slow, PENSTOCK_TUNE: has no effect on hvd.DistributedOptimizer" in one for one in lines
+        )
+
+
 # ------------------------------------------------------------------------------------------------ Horovod's own
 
 

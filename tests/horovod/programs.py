@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -697,6 +698,46 @@ def elastic() -> list[Any]:
     assert [one[:2] for one in log] == [("called", 0), ("called", 2), ("called", 5)], log
     assert resets == [hvd.size()] * 2
     return [log, model.weight.flatten().tolist()]
+
+
+def not_finite() -> list[str]:
+    """A gradient that is not finite ends elastic.run on all ranks, which would meet it again; knobs without effect are told."""
+    import penstock.horovod.torch as hvd
+    from penstock.errors import NotFinite
+
+    hvd.init()
+    model = torch.nn.Linear(2, 1)
+    told = Told()
+    logging.getLogger("penstock").addHandler(told)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    calls = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        calls.append(state.batch)
+        for state.batch in range(3):
+            optimizer.zero_grad()
+            model(torch.full((1, 2), torch.inf if state.batch == 1 and hvd.rank() == 1 else 1.0)).sum().backward()
+            optimizer.step()
+
+    try:
+        train(hvd.elastic.TorchState(model, optimizer, batch=0))
+    except NotFinite as error:
+        assert "the gradient of weight on rank 1 holds NaN or infinity in step 2" in str(error), str(error)
+        assert calls == [0]
+        return told.lines
+    raise AssertionError("it went through")
+
+
+class Told(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def beside_a_group_of_the_script(backend: str) -> float:
