@@ -361,6 +361,25 @@ def test_a_run_that_bypasses_the_link_fails(tmp_path: pathlib.Path) -> None:
     assert "patched: host 0 sent" in done.stderr and "bypassed the link" in done.stderr
 
 
+@needs_testbed
+def test_ranks_by_turns(tmp_path: pathlib.Path) -> None:
+    """Dealt by turns, ranks that reduce within their host first put one vector on each link; told to be a ring, still ordered by
+    host, one and a half."""
+    path = tmp_path / "turns.json"
+    variants = [
+        f"--variant={name}=penstock,PENSTOCK_SHM=1,PENSTOCK_ALGORITHM={name}" for name in ("ring", "hierarchical")
+    ]
+    few = ["--hosts=2", "--ranks=4", "--by-turns", "--sizes=8M", "--no-limit", "--rounds=1", "--backends=penstock-tcp"]
+    arguments = ["all-reduce", *few, *variants, f"--json={path}"]
+    done = click.testing.CliRunner().invoke(cli.command, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "ranks by turns" in done.output
+    points = {one["label"]: one for one in json.loads(path.read_text())["runs"][0]["points"]}
+    for name, vectors in (("ring", 1.5), ("hierarchical", 1.0)):
+        for sent in points[name]["sent"].values():
+            assert vectors <= sent / (8 << 20) < 1.3 * vectors, (name, sent)
+
+
 # Command line and report
 
 

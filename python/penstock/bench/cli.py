@@ -164,6 +164,7 @@ def options(function: Function) -> Function:
         ),
         click.option("--delay", type=float, default=0.0, help="Testbed: milliseconds from host to host, one way."),
         click.option("--loss", type=float, default=0.0, help="Testbed: share of packets lost, such as 0.001."),
+        click.option("--by-turns", is_flag=True, help="Testbed: deal ranks to the hosts by turns, not in blocks."),
         click.option(
             "--json",
             "json_path",
@@ -470,6 +471,7 @@ def run_collective(
     flow: str,
     delay: float,
     loss: float,
+    by_turns: bool,
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
@@ -477,6 +479,8 @@ def run_collective(
     _check_folders(json_path, plot_path)
     _check_plot(plot_path)
     _check_link_is_there(hosts is not None, "--hosts 2")
+    if by_turns and not hosts:
+        raise click.UsageError("--by-turns deals ranks to hosts: give --hosts too")
     counts = parse_ranks(ranks or (str(hosts) if hosts else "2..4"))
     if max(counts) > most_ranks(dtype):
         raise click.BadParameter(
@@ -493,6 +497,7 @@ def run_collective(
         turn,
         joins,
         timeout,
+        by_turns,
     )
     with reporting_errors():
         link = LinkSpec(rate_mbit=rate, flow_mbit=_parse_flow(flow), delay_ms=delay, loss=loss) if hosts else None
@@ -527,7 +532,7 @@ def run(
 ) -> Outcome:
     """Makes the testbed if there is to be one, measures, and ends all it started. Raises BenchError, TestbedUnavailable."""
     title = title or f"{settings.collective}, {settings.dtype}, " + (
-        f"{hosts} hosts: {link.describe()}" if link else "one host"
+        f"{hosts} hosts{', ranks by turns' if settings.by_turns else ''}: {link.describe()}" if link else "one host"
     )
     with Testbed(hosts=hosts, link=link) if hosts else Loopback(hosts=1) as bed, progress_bar() as on_progress:
         points = measure(bed, series, settings, on_progress)

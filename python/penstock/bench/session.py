@@ -73,6 +73,8 @@ class Settings:
     their classes on a testbed with capped flows."""
     timeout_s: float = 300.0
     """For one turn of one backend. A rank that dies is noticed at once."""
+    by_turns: bool = False
+    """Rank i runs on host i mod hosts; else ranks fill the hosts in blocks, as launchers have it."""
 
 
 @dataclass
@@ -128,7 +130,7 @@ def measure(
     with launching(bed) as launchers:
         for ranks, _ in itertools.product(settings.ranks, range(settings.joins)):
             progress(f"{ranks} ranks · starting processes")
-            with _groups(bed, launchers, series, ranks, settings.timeout_s) as groups:
+            with _groups(bed, launchers, series, ranks, settings) as groups:
                 for nbytes in settings.sizes:
                     _measure_size(bed, groups, _at_size(series, nbytes), ranks, nbytes, settings, progress, points)
     for point in points.values():
@@ -159,7 +161,7 @@ def _slots(nbytes: int) -> int:
 
 @contextlib.contextmanager
 def _groups(
-    bed: Bed, launchers: Sequence[Launcher], series: Sequence[Series], ranks: int, timeout_s: float
+    bed: Bed, launchers: Sequence[Launcher], series: Sequence[Series], ranks: int, settings: Settings
 ) -> Iterator[dict[Any, RankGroup]]:
     """The rank processes of all series by `Series.group`: started together, joined one group after the other."""
     groups: dict[Any, RankGroup] = {}
@@ -169,7 +171,7 @@ def _groups(
                 if each.group not in groups:
                     flows = max(other.flows for other in series if other.group == each.group)
                     path = Path(directory) / str(len(groups))
-                    groups[each.group] = RankGroup(bed, launchers, each, ranks, flows, path, timeout_s)
+                    groups[each.group] = RankGroup(bed, launchers, each, ranks, flows, path, settings)
             for group in groups.values():
                 group.join()
             yield groups
@@ -254,7 +256,7 @@ class RankGroup:
         ranks: int,
         flows: int,
         path: Path,
-        timeout_s: float,
+        settings: Settings,
     ):
         """Starts the processes. Their control socket, and files of what they print, lie at ``path`` and beside it."""
         self.series = series
@@ -263,7 +265,8 @@ class RankGroup:
         self._bed = bed
         self._launchers = launchers
         self._path = path
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s = settings.timeout_s
+        self._by_turns = settings.by_turns
         self._members: dict[int, _Member] = {}
         self._pids: dict[int, int] = {}
         self._mpirun: subprocess.Popen[Any] | None = None
@@ -285,8 +288,8 @@ class RankGroup:
             self._pids[rank] = launchers[host].start(argv, series.env, self._output(rank))
 
     def host(self, rank: int) -> int:
-        """Ranks fill the hosts in blocks, as launchers do."""
-        return rank * self._bed.hosts // self.ranks
+        """Where a rank runs: `Settings.by_turns`."""
+        return rank % self._bed.hosts if self._by_turns else rank * self._bed.hosts // self.ranks
 
     def join(self) -> None:
         """Waits for all processes and has them form their group."""
