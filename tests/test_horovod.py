@@ -419,7 +419,8 @@ SMALL = ["--batch-size", "32", "--no-cuda"]
     ],
 )
 def test_horovods_examples_run(file: str, arguments: list[str], expected: str, tmp_path: pathlib.Path) -> None:
-    """Unmodified, but for the name under which Horovod is imported and for data that need no download."""
+    """As `penstock convert` leaves them: unmodified, but for the name under which Horovod is imported and data that need no
+    download."""
     path = str(HERE / "pinned" / "examples" / file)
     printed = ranks.run(programs.example, count=2, args=(path, arguments, str(tmp_path)), timeout_s=120)
     assert expected in printed[0], printed[0]

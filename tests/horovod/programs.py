@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pathlib
 import random
 import sys
 import time
@@ -800,7 +801,8 @@ def started_by_mpirun() -> list[int]:
 
 
 def example(path: str, arguments: list[str], folder: str) -> str:
-    """Run an example as a script, with stand-ins for data sets and models that would be downloaded."""
+    """Run an example as `penstock convert` leaves it, with stand-ins for data sets and models that would be downloaded. Where
+    that leaves something to do by hand, run it as it is, with another name for Horovod."""
     import contextlib
     import io
     import runpy
@@ -809,7 +811,14 @@ def example(path: str, arguments: list[str], folder: str) -> str:
     import aliases
     import torchvision_stand_in
 
-    aliases.install()
+    from penstock.convert import convert
+
+    converted = convert(pathlib.Path(path).read_text())
+    if converted.findings:
+        aliases.install()
+    else:
+        path = os.path.join(folder, f"{os.getpid()}.py")
+        pathlib.Path(path).write_text(converted.text)
     torchvision_stand_in.install()
     os.environ["HOME"] = folder
     os.chdir(folder)
