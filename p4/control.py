@@ -205,8 +205,9 @@ class Switch:
         hello.arbitration.device_id = self._device
         hello.arbitration.election_id.CopyFrom(self._election)
         self._requests.put(hello)
-        answers = self._stub.StreamChannel(iter(self._requests.get, None))
-        answer = next(answers)
+        # Who is primary is so as long as the stream lives, and it ends with the last reference to it.
+        self._answers = self._stub.StreamChannel(iter(self._requests.get, None))
+        answer = next(self._answers)
         if answer.arbitration.status.code != 0:
             self.__exit__()
             raise Refused(f"another controller has the switch: {answer.arbitration.status.message}")

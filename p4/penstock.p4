@@ -107,6 +107,7 @@ const bit<8> RESULT = 2;
 const bit<8> HEARTBEAT_UP = 3;
 const bit<8> HEARTBEAT_DOWN = 4;
 const bit<8> REQUEST = 5;
+const bit<8> MISSING = 6;
 
 const bit<8> NONE = 0;
 const bit<8> I32 = 1;
@@ -137,6 +138,7 @@ const bit<32> COMPLETED = 17;
 const bit<32> REPEATED = 18;
 const bit<32> RELAYED = 19;
 const bit<32> ABANDONED = 20;
+const bit<32> NAMED = 21;
 
 struct metadata_t {
     // `here`: the address that children and parent know.
@@ -236,7 +238,8 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
     // The slot table. A slot whose lease is not its job's is empty: registers need no clearing when a job is opened.
     register<bit<64>>(SLOTS) slot_lease;
     register<bit<32>>(SLOTS) slot_tag;
-    register<bit<16>>(SLOTS) slot_have;
+    register<bit<32>>(SLOTS) slot_have_high; // the workers that are in: 63 to 32, and 31 to 0
+    register<bit<32>>(SLOTS) slot_have_low;
     register<bit<32>>(SLOTS) slot_shape; // format and exponent
 #define SUM(i) register<bit<32>>(SLOTS) sum_##i;
     EACH_WORD(SUM)
@@ -370,6 +373,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
 
     apply {
         bool malformed = false;
+        bool is_for_tables = false;
 
         if (!hdr.udp.isValid() || !here.apply().hit) {
             // Not for this node: a switch is still a switch.
@@ -387,7 +391,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                 malformed = true;
             } else if (hdr.penstock.magic != 0x5041 || hdr.penstock.version != 1) {
                 malformed = true;
-            } else if (hdr.penstock.kind < PUSH || hdr.penstock.kind > REQUEST || hdr.penstock.format > BF16) {
+            } else if (hdr.penstock.kind < PUSH || hdr.penstock.kind > MISSING || hdr.penstock.format > BF16) {
                 malformed = true;
             } else if (hdr.udp.length != hdr.penstock.length + 16w56 || hdr.ipv4.length != hdr.udp.length + 16w20
                        || hdr.penstock.length > MAX_PAYLOAD_BYTES) {
@@ -405,10 +409,12 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
             } else {
                 if (hdr.penstock.format != NONE || hdr.penstock.length != 0) {
                     malformed = true;
-                } else if (hdr.penstock.kind == HEARTBEAT_DOWN) {
-                    malformed = hdr.penstock.flags != 0;
-                } else if (hdr.penstock.flags > LOST || hdr.penstock.workers == 0) {
+                } else if (hdr.penstock.kind != HEARTBEAT_DOWN && hdr.penstock.workers == 0) {
                     malformed = true;
+                } else if (hdr.penstock.kind == HEARTBEAT_DOWN || hdr.penstock.kind == MISSING) {
+                    malformed = hdr.penstock.flags != 0;
+                } else {
+                    malformed = hdr.penstock.flags > LOST;
                 }
             }
 
@@ -420,19 +426,25 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                 count(KEY); // no job here has a key
             } else if (hdr.penstock.epoch != meta.epoch) {
                 count(EPOCH); // R6
-            } else if (hdr.penstock.kind == RESULT || hdr.penstock.kind == HEARTBEAT_DOWN) {
-                if (hdr.ipv4.src == meta.parent_ip && standard.ingress_port == meta.parent_port
-                    && hdr.udp.src - meta.parent_udp <= meta.parent_shards) {
+            } else if (hdr.penstock.kind == RESULT || hdr.penstock.kind == HEARTBEAT_DOWN || hdr.penstock.kind == MISSING) {
+                if (hdr.ipv4.src != meta.parent_ip || standard.ingress_port != meta.parent_port
+                    || hdr.udp.src - meta.parent_udp > meta.parent_shards) {
+                    count(SENDER);
+                } else if (hdr.penstock.kind == MISSING) {
+                    is_for_tables = true; // meta.child is 0: nobody is heard
+                } else {
                     count(RELAYED);
                     standard.mcast_grp = meta.group;
-                } else {
-                    count(SENDER);
                 }
             } else if (hdr.penstock.kind == REQUEST) {
                 count(KIND);
-            } else if (!senders.apply().hit) {
-                count(SENDER);
+            } else if (senders.apply().hit) {
+                is_for_tables = true;
             } else {
+                count(SENDER);
+            }
+
+            if (is_for_tables) {
                 // R5: the newest of each child, and the minimum over all of them, before and after.
                 @atomic {
                     bit<64> holder;
@@ -475,42 +487,67 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                             || meta.ack != meta.ack_before || meta.credit != meta.credit_before)) {
                         send_up(HEARTBEAT_UP, 0, NONE, 0);
                     }
-                } else if ((hdr.penstock.flags & FULL) != 0
-                           || (hdr.penstock.format != I32 && hdr.penstock.format != EXPONENTS)) {
+                } else if (hdr.penstock.kind == PUSH
+                           && ((hdr.penstock.flags & FULL) != 0
+                               || (hdr.penstock.format != I32 && hdr.penstock.format != EXPONENTS))) {
                     count(FORMAT);
-                } else if (!hdr.block.isValid()) {
+                } else if (hdr.penstock.kind == PUSH && !hdr.block.isValid()) {
                     count(LENGTH);
                 } else {
                     @atomic {
                         bit<64> holder;
                         bit<32> seq;
-                        bit<16> bitmap;
+                        bit<32> high;
+                        bit<32> low;
+                        bit<64> bitmap;
                         bit<32> alike;
                         bool empty;
-                        bool complete = false;
+                        bool is_newer;
+                        bool is_added = false;
                         meta.slot = meta.base + (hdr.penstock.seq & meta.mask);
                         slot_lease.read(holder, meta.slot);
                         slot_tag.read(seq, meta.slot);
-                        slot_have.read(bitmap, meta.slot);
+                        slot_have_high.read(high, meta.slot);
+                        slot_have_low.read(low, meta.slot);
+                        bitmap = high ++ low;
                         slot_shape.read(alike, meta.slot);
                         empty = holder != meta.lease;
-                        if (empty || NEWER(hdr.penstock.seq, seq)) {
+                        is_newer = empty || NEWER(hdr.penstock.seq, seq);
+                        if (!is_newer && hdr.penstock.seq != seq) {
+                            count(STALE); // R2
+                        } else if (hdr.penstock.kind == MISSING) {
+                            if (is_newer) {
+                                bitmap = 0;
+                            }
+                            hdr.penstock.workers = hdr.penstock.workers & meta.workers;
+                            if (hdr.penstock.workers != 0 && bitmap == meta.workers) {
+                                // The sum was lost above: the packet that asks becomes the kept sum.
+                                hdr.block.setValid();
+                                hdr.penstock.length = BLOCK_BYTES;
+                                hdr.udp.length = BLOCK_BYTES + 56;
+                                hdr.ipv4.length = BLOCK_BYTES + 76;
+                                load();
+                                count(REPEATED);
+                                send_up(PUSH, hdr.penstock.seq, alike[23:16], alike[15:0]);
+                            } else if ((hdr.penstock.workers & ~bitmap) != 0) {
+                                hdr.penstock.workers = hdr.penstock.workers & ~bitmap;
+                                count(NAMED);
+                                standard.mcast_grp = meta.group;
+                            }
+                        } else if (is_newer) {
                             // R1: the slot is this block's; overwriting clears what an earlier one left.
-                            if (!empty && bitmap != meta.children) {
+                            if (!empty && bitmap != meta.workers) {
                                 count(ABANDONED);
                             }
                             slot_lease.write(meta.slot, meta.lease);
                             slot_tag.write(meta.slot, hdr.penstock.seq);
-                            slot_have.write(meta.slot, meta.child);
+                            bitmap = 0;
                             slot_shape.write(meta.slot, 8w0 ++ hdr.penstock.format ++ hdr.penstock.exponent);
                             overwrite();
-                            count(ADDED);
-                            complete = meta.child == meta.children;
-                        } else if (hdr.penstock.seq != seq) {
-                            count(STALE); // R2
-                        } else if ((bitmap & meta.child) != 0) {
+                            is_added = true;
+                        } else if ((bitmap & hdr.penstock.workers) != 0) {
                             count(DUPLICATE); // R3
-                            if (bitmap == meta.children) {
+                            if (bitmap == meta.workers) {
                                 // R4: the kept sum, as it went up before.
                                 load();
                                 count(REPEATED);
@@ -524,13 +561,17 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                             } else {
                                 take_maxima();
                             }
-                            slot_have.write(meta.slot, bitmap | meta.child);
-                            count(ADDED);
-                            complete = (bitmap | meta.child) == meta.children;
+                            is_added = true;
                         }
-                        if (complete) {
-                            count(COMPLETED);
-                            send_up(PUSH, hdr.penstock.seq, hdr.penstock.format, hdr.penstock.exponent);
+                        if (is_added) {
+                            count(ADDED);
+                            bitmap = bitmap | hdr.penstock.workers;
+                            slot_have_high.write(meta.slot, bitmap[63:32]);
+                            slot_have_low.write(meta.slot, bitmap[31:0]);
+                            if (bitmap == meta.workers) {
+                                count(COMPLETED);
+                                send_up(PUSH, hdr.penstock.seq, hdr.penstock.format, hdr.penstock.exponent);
+                            }
                         }
                     }
                 }

@@ -44,7 +44,7 @@ def datagram_to(port: int, frame: bytes, block_words: int) -> tuple[int, bytes]:
     would take: addresses, lengths, both checksums."""
     hdr = twin.parse(frame, block_words)
     to = host(port - 1)
-    assert hdr.ipv4 is not None and hdr.udp is not None, "no UDP"
+    assert hdr.ipv4 is not None and hdr.udp is not None, f"no UDP: {frame.hex()}"
     datagram = frame[42 : 34 + hdr.udp["length"]]
     assert frame == twin.frame_of(OWN, to, datagram), "addresses, lengths or checksums"
     return port - 1, datagram
@@ -84,7 +84,12 @@ class TwinNode:
             at = admitted["base"] + index
             if switch.slot_lease[at] == admitted["lease"]:
                 total = b"".join(word[at].to_bytes(4, "big") for word in switch.sum)
-                slots.append(slot_of(index, switch.slot_tag[at], switch.slot_have[at], switch.slot_shape[at], total))
+                have = children_of(
+                    admitted["place"],
+                    switch.slot_have_high[at] << 32 | switch.slot_have_low[at],
+                    switch.entries("Aggregator.senders"),
+                )
+                slots.append(slot_of(index, switch.slot_tag[at], have, switch.slot_shape[at], total))
         place = admitted["place"]
         current = switch.heart_lease[place] == admitted["lease"]
         for child in range(admitted["children"].bit_length()):
@@ -96,12 +101,20 @@ class TwinNode:
         return self.switch.tables["Aggregator.jobs"][(job,)].params
 
 
-def slot_of(index: int, tag: int, have: int, shape: int, total: bytes | None) -> dict[str, Any]:
+def children_of(place: int, have: int, senders: list[twin.Entry]) -> list[int]:
+    """The children of the job at a place whose workers are in a slot's bitmap: all of a child's, or none."""
+    workers = {row.params["child"].bit_length() - 1: row.keys[-1] for row in senders if row.keys[0] == place}
+    inside = sorted(child for child, mask in workers.items() if mask & have)
+    assert have == sum(workers[child] for child in inside), f"slot_have {have:#x}, children {workers}"
+    return inside
+
+
+def slot_of(index: int, tag: int, children: list[int], shape: int, total: bytes | None) -> dict[str, Any]:
     """A slot in the form of the vectors, from what the registers hold."""
     return {
         "slot": index,
         "seq": tag,
-        "children": [child for child in range(have.bit_length()) if have >> child & 1],
+        "children": children,
         "format": shape >> 16,
         "exponent": (shape & 0xFFFF ^ 0x8000) - 0x8000,
         "sum": None if total is None else total.hex(),

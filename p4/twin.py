@@ -15,7 +15,7 @@ SLOTS = 4096
 JOBS = 64
 CHILDREN = 16
 
-PUSH, RESULT, HEARTBEAT_UP, HEARTBEAT_DOWN, REQUEST = 1, 2, 3, 4, 5
+PUSH, RESULT, HEARTBEAT_UP, HEARTBEAT_DOWN, REQUEST, MISSING = 1, 2, 3, 4, 5, 6
 NONE, I32, I16, EXPONENTS, F32, BF16 = 0, 1, 2, 3, 4, 6
 LOST, FULL = 1, 2
 MAX_PAYLOAD_BYTES = 8896
@@ -37,6 +37,7 @@ EVENTS = {
     18: "repeated",
     19: "relayed",
     20: "abandoned",
+    21: "named",
 }
 _NUMBERS = {name: number for number, name in EVENTS.items()}
 
@@ -341,7 +342,8 @@ class Switch:
         self.events = [0] * (JOBS * 32)
         self.slot_lease = [0] * SLOTS
         self.slot_tag = [0] * SLOTS
-        self.slot_have = [0] * SLOTS
+        self.slot_have_high = [0] * SLOTS
+        self.slot_have_low = [0] * SLOTS
         self.slot_shape = [0] * SLOTS
         self.sum = [[0] * SLOTS for _ in range(block_words)]
         self.heart_lease = [0] * JOBS
@@ -425,37 +427,39 @@ class Switch:
             return self._count(meta, "key")
         if p.epoch != meta.epoch:
             return self._count(meta, "epoch")  # R6
-        if p.kind in (RESULT, HEARTBEAT_DOWN):
+        if p.kind in (RESULT, HEARTBEAT_DOWN, MISSING):
             if (ip["src"], meta.ingress_port) != (meta.parent_ip, meta.parent_port):
                 return self._count(meta, "sender")
             if (udp["src"] - meta.parent_udp) & 0xFFFF > meta.parent_shards:
                 return self._count(meta, "sender")
-            meta.mcast_grp = meta.group
-            return self._count(meta, "relayed")
-        if p.kind == REQUEST:
+            if p.kind != MISSING:
+                meta.mcast_grp = meta.group
+                return self._count(meta, "relayed")
+        elif p.kind == REQUEST:
             return self._count(meta, "kind")
-        sender = self._apply("Aggregator.senders", meta.job, meta.ingress_port, ip["src"], udp["src"], p.workers)
-        if sender is None:
-            return self._count(meta, "sender")
-        meta.child = sender.params["child"]
+        else:
+            keys = (meta.job, meta.ingress_port, ip["src"], udp["src"], p.workers)
+            if (sender := self._apply("Aggregator.senders", *keys)) is None:
+                return self._count(meta, "sender")
+            meta.child = sender.params["child"]
 
         self._hear(p, meta)
         if p.kind == HEARTBEAT_UP:
             moved = (meta.ack, meta.credit) != (meta.ack_before, meta.credit_before)
             if meta.heard == meta.children and (meta.child == 1 or meta.heard_before != meta.children or moved):
                 self._send_up(hdr, meta, HEARTBEAT_UP, 0, NONE, 0)
-        elif p.flags & FULL or p.format not in (I32, EXPONENTS):
+        elif p.kind == PUSH and (p.flags & FULL or p.format not in (I32, EXPONENTS)):
             self._count(meta, "format")
-        elif hdr.block is None:
+        elif p.kind == PUSH and hdr.block is None:
             self._count(meta, "length")
         else:
-            self._push(hdr, p, hdr.block, meta)
+            self._slot(hdr, p, meta)
 
     @staticmethod
     def _is_malformed(p: Penstock, ip: dict[str, int], udp: dict[str, int]) -> bool:
         if (p.magic, p.version) != (0x5041, 1):
             return True
-        if not PUSH <= p.kind <= REQUEST or p.format > BF16:
+        if not PUSH <= p.kind <= MISSING or p.format > BF16:
             return True
         if udp["length"] != p.length + 56 or ip["length"] != udp["length"] + 20 or p.length > MAX_PAYLOAD_BYTES:
             return True
@@ -465,11 +469,9 @@ class Switch:
             if p.kind == PUSH:
                 return p.flags > LOST | FULL or p.workers == 0
             return p.flags & (FULL ^ 0xFF) != 0
-        if p.format != NONE or p.length != 0:
+        if p.format != NONE or p.length != 0 or (p.kind != HEARTBEAT_DOWN and p.workers == 0):
             return True
-        if p.kind == HEARTBEAT_DOWN:
-            return p.flags != 0
-        return p.flags > LOST or p.workers == 0
+        return p.flags != 0 if p.kind in (HEARTBEAT_DOWN, MISSING) else p.flags > LOST
 
     def _hear(self, p: Penstock, meta: Metadata) -> None:
         """R5: the newest of each child, and the minimum over all of them, before and after."""
@@ -500,43 +502,68 @@ class Switch:
             if is_least(credit, meta.credit):
                 meta.credit = credit
 
-    def _push(self, hdr: Headers, p: Penstock, block: list[int], meta: Metadata) -> None:
+    def _slot(self, hdr: Headers, p: Penstock, meta: Metadata) -> None:
         slot = meta.slot = meta.base + (p.seq & meta.mask)
-        seq, bitmap, alike = self.slot_tag[slot], self.slot_have[slot], self.slot_shape[slot]
+        seq, alike = self.slot_tag[slot], self.slot_shape[slot]
+        bitmap = self.slot_have_high[slot] << 32 | self.slot_have_low[slot]
         empty = self.slot_lease[slot] != meta.lease
+        is_newer = empty or newer(p.seq, seq)
         shape = p.format << 16 | p.exponent
-        complete = False
-        if empty or newer(p.seq, seq):  # R1
-            if not empty and bitmap != meta.children:
+        kept = (alike >> 16 & 0xFF, alike & 0xFFFF)
+        is_added = False
+        if not is_newer and p.seq != seq:
+            self._count(meta, "stale")  # R2
+        elif p.kind == MISSING:
+            if is_newer:
+                bitmap = 0
+            p.workers &= meta.workers
+            if p.workers and bitmap == meta.workers:
+                # The sum was lost above: the packet that asks becomes the kept sum.
+                assert hdr.udp is not None and hdr.ipv4 is not None
+                p.length = 4 * self.block_words
+                hdr.udp["length"], hdr.ipv4["length"] = p.length + 56, p.length + 76
+                self._load(hdr, slot)
+                self._count(meta, "repeated")
+                self._send_up(hdr, meta, PUSH, p.seq, *kept)
+            elif p.workers & ~bitmap:
+                p.workers &= ~bitmap
+                self._count(meta, "named")
+                meta.mcast_grp = meta.group
+        elif is_newer:  # R1
+            if not empty and bitmap != meta.workers:
                 self._count(meta, "abandoned")
             self.slot_lease[slot] = meta.lease
             self.slot_tag[slot] = p.seq
-            self.slot_have[slot] = meta.child
+            bitmap = 0
             self.slot_shape[slot] = shape
-            for word, value in zip(self.sum, block, strict=True):
+            assert hdr.block is not None
+            for word, value in zip(self.sum, hdr.block, strict=True):
                 word[slot] = value
-            self._count(meta, "added")
-            complete = meta.child == meta.children
-        elif p.seq != seq:
-            self._count(meta, "stale")  # R2
-        elif bitmap & meta.child:
+            is_added = True
+        elif bitmap & p.workers:
             self._count(meta, "duplicate")  # R3
-            if bitmap == meta.children:  # R4
-                block[:] = [word[slot] for word in self.sum]
+            if bitmap == meta.workers:  # R4
+                self._load(hdr, slot)
                 self._count(meta, "repeated")
-                self._send_up(hdr, meta, PUSH, p.seq, alike >> 16 & 0xFF, alike & 0xFFFF)
+                self._send_up(hdr, meta, PUSH, p.seq, *kept)
         elif alike != shape:
             self._count(meta, "format")
         else:
+            assert hdr.block is not None
             combine = _add if p.format == I32 else _maximum
             for i, word in enumerate(self.sum):
-                word[slot] = block[i] = combine(word[slot], block[i])
-            self.slot_have[slot] = bitmap | meta.child
+                word[slot] = hdr.block[i] = combine(word[slot], hdr.block[i])
+            is_added = True
+        if is_added:
             self._count(meta, "added")
-            complete = bitmap | meta.child == meta.children
-        if complete:
-            self._count(meta, "completed")
-            self._send_up(hdr, meta, PUSH, p.seq, p.format, p.exponent)
+            bitmap |= p.workers
+            self.slot_have_high[slot], self.slot_have_low[slot] = bitmap >> 32, bitmap & 0xFFFFFFFF
+            if bitmap == meta.workers:
+                self._count(meta, "completed")
+                self._send_up(hdr, meta, PUSH, p.seq, p.format, p.exponent)
+
+    def _load(self, hdr: Headers, slot: int) -> None:
+        hdr.block = [word[slot] for word in self.sum]
 
     @staticmethod
     def _send_up(hdr: Headers, meta: Metadata, kind: int, seq: int, form: int, exponent: int) -> None:

@@ -18,7 +18,21 @@ from typing import Any
 
 import replay
 import twin
-from twin import EXPONENTS, F32, FULL, HEARTBEAT_DOWN, HEARTBEAT_UP, I16, I32, LOST, NONE, PUSH, REQUEST, RESULT
+from twin import (
+    EXPONENTS,
+    F32,
+    FULL,
+    HEARTBEAT_DOWN,
+    HEARTBEAT_UP,
+    I16,
+    I32,
+    LOST,
+    MISSING,
+    NONE,
+    PUSH,
+    REQUEST,
+    RESULT,
+)
 
 VECTORS = pathlib.Path(__file__).resolve().parent.parent / "vectors"
 WORDS = 16
@@ -199,6 +213,31 @@ class Case:
         sends = b"" if up is None else packet(HEARTBEAT_UP, workers=sum(workers), ack=up[0], credit=up[1])
         return self.send(what, child, data, "", [] if up is None else [ABOVE], sends)
 
+    def ask(
+        self,
+        what: str,
+        seq: int,
+        workers: int,
+        counts: str,
+        named: int = 0,
+        total: bytes | None = None,
+        minimum: tuple[int, int] = (0, 3),
+        sum_header: dict[str, int] | None = None,
+    ) -> Case:
+        """A missing from above; it changes no slot. named: the workers that all children are told. total: the sum that goes
+        up again, with the minimum of what was heard."""
+        opened = self.jobs[5]
+        children = opened["children"]
+        header = {"seq": seq, "ack": 2, "credit": 9}
+        data, to, sends = packet(MISSING, workers=workers, **header), [], b""
+        if named:
+            to, sends = [child["link"] for child in children], packet(MISSING, workers=named, **header)
+        elif total is not None:
+            everybody = sum(int(child["workers"], 16) for child in children)
+            above = {"seq": seq, "format": I32, "workers": everybody, "ack": minimum[0], "credit": minimum[1]}
+            to, sends = [opened["parent"]], packet(PUSH, total, **(above | (sum_header or {})))
+        return self.send(what, ABOVE, data, counts, to, sends)
+
     def json(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -303,7 +342,7 @@ def cases() -> list[Case]:
     s.send("a byte behind its block", 0, good + b"\0", "malformed")
     s.send("magic", 0, b"\0" + good[1:], "malformed")
     s.send("version", 0, packet(PUSH, a, format=I32, version=2), "malformed")
-    for kind in (0, 6, 255):
+    for kind in (0, 7, 255):
         s.send(f"kind {kind}", 0, packet(kind, a, format=I32), "malformed")
     for form in (7, 255):
         s.send(f"format {form}", 0, packet(PUSH, a, format=form), "malformed")
@@ -322,6 +361,10 @@ def cases() -> list[Case]:
     s.send("a result that says LOST", ABOVE, packet(RESULT, a, format=I32, flags=LOST), "malformed")
     s.send("a heartbeat that says FULL", 0, packet(HEARTBEAT_UP, flags=FULL), "malformed")
     s.send("a heartbeat down that says LOST", ABOVE, packet(HEARTBEAT_DOWN, flags=LOST), "malformed")
+    s.send("a missing with a block", ABOVE, packet(MISSING, a, format=I32), "malformed")
+    s.send("a missing with a format", ABOVE, packet(MISSING, format=I32), "malformed")
+    s.send("a missing that says LOST", ABOVE, packet(MISSING, flags=LOST), "malformed")
+    s.send("nobody's block is missing", ABOVE, packet(MISSING, workers=0), "malformed")
     s.push("a push may say LOST; what goes up does not", 0, 0, a, "added", [0], a, flags=LOST)
     s.push("so", 1, 0, b, "added completed", [0, 1], ab, up=ab, flags=LOST)
 
@@ -399,6 +442,78 @@ def cases() -> list[Case]:
     s.send("a result from a child", 1, packet(RESULT, ab, format=I32, seq=3), "sender")
     s.send("a heartbeat down from a stranger", STRANGER, packet(HEARTBEAT_DOWN), "sender")
 
+    # --------------------------------------------------------------------------------------------------------- missing
+    s = case(
+        "missing", "What is missing above is sent again if it is here; else the children hear whose is missing here, too.",
+        "R1 R2 R4 R7", workers=(0x1, 0x6, 0x8),
+    )  # fmt: skip
+    s.ask("an empty slot: all that are named", 0, 0xF, "named", named=0xF)
+    s.ask("some of them", 0, 0x5, "named", named=0x5)
+    s.ask("workers that are not below are not told of", 0, 0x31, "named", named=0x1)
+    s.ask("nobody below", 0, 0x30, "")
+    s.push("a child with two workers", 1, 0, a, "added", [1], a, heard=(1, 4), exponent=-9)
+    s.ask("who is in the slot is not named", 0, 0xF, "named", named=0x9)
+    s.ask("all that are named are in, the sum is not complete: nothing", 0, 0x6, "")
+    s.ask("the next round of the slot", 4, 0xF, "named", named=0xF)
+    s.ask("and that took nothing from the slot", 0, 0xE, "named", named=0x8)
+    s.push("another child", 0, 0, b, "added", [0, 1], ab, heard=(2, 5), exponent=-9)
+    s.push(
+        "the last",
+        2,
+        0,
+        c,
+        "added completed",
+        [0, 1, 2],
+        ints(20995, -5),
+        up=ints(20995, -5),
+        minimum=(0, 3),
+        exponent=-9,
+    )
+    again = {"exponent": -9}
+    s.ask("the sum was lost above: it goes up again", 0, 0xF, "repeated", total=ints(20995, -5), sum_header=again)
+    s.ask("also for a single worker of it", 0, 0x2, "repeated", total=ints(20995, -5), sum_header=again)
+    s.ask("of nobody below: not even a complete one", 0, 0x30, "")
+    s.beat("the child that was behind", 2, 2, 5, up=(1, 4))
+    s.ask("with what was heard since", 0, 0x8, "repeated", total=ints(20995, -5), minimum=(1, 4), sum_header=again)
+    s.push("exponents in the slot beside it", 0, 1, x, "added", [0], x, heard=None, form=EXPONENTS)
+    s.push("of the second", 1, 1, y, "added", [0, 1], most, heard=None, form=EXPONENTS)
+    s.push(
+        "of the third", 2, 1, x, "added completed", [0, 1, 2], most, up=most, heard=None, form=EXPONENTS, minimum=(1, 4)
+    )
+    s.ask(
+        "they go up again in their format",
+        1,
+        0xF,
+        "repeated",
+        total=most,
+        minimum=(1, 4),
+        sum_header={"format": EXPONENTS},
+    )
+    s.push("a newer block takes the slot", 2, 4, c, "added", [2], c, heard=None)
+    s.ask("what is missing is older than the slot", 0, 0xF, "stale")
+    s.ask("the slot's own", 4, 0xF, "named", named=0x7)
+    for what, source, data in (
+        ("a missing from a child", 0, packet(MISSING, seq=4)),
+        ("from a stranger", STRANGER, packet(MISSING, seq=4)),
+    ):
+        s.send(what, source, data, "sender")
+    s.send("a missing of another epoch", ABOVE, packet(MISSING, seq=4, epoch=2), "epoch")
+    s.send("a missing with a MAC, and no key here", ABOVE, packet(MISSING, seq=4, mac=1), "key")
+    s.send("a missing of another job", ABOVE, packet(MISSING, seq=4, job=6), "job")
+    s.restart()
+    s.ask("after a restart everything is missing", 4, 0xF, "named", named=0xF)
+    s.push("and the question has heard nobody", 0, 4, a, "added", [0], a)
+    s.beat("so", 1, 7, 10)
+    s.beat("all of them", 2, 7, 10, up=(0, 3))
+
+    s = case("missing wraps around", "What is missing is older or newer on the circle, too.", "R7", window=1)
+    s.push("the last of the circle", 0, ALL, a, "added", [0], a)
+    s.ask("the first of the next", 0, 3, "named", named=3)
+    s.ask("itself", ALL, 3, "named", named=2)
+    s.ask("2^31 - 1 ahead is newer", 2**31 - 2, 3, "named", named=3)
+    s.ask("2^31 ahead is not", 2**31 - 1, 3, "stale")
+    s.ask("the one before", ALL - 1, 3, "stale")
+
     # ------------------------------------------------------------------------------------------------- restarts, epochs
     s = case("restart", "It may lose everything at any time: resends make the sum anew, and hold Ack back.", "R5 R16")
     s.push("one of two", 0, 0, a, "added", [0], a, heard=(1, 4))
@@ -430,10 +545,17 @@ def cases() -> list[Case]:
     s.open(job=7, window=8)
     s.push("in the same slots, empty", 0, 0, a, "added", [0], a, job=7)
 
-    s = case("long blocks", "Blocks of 256 words.", block_bytes=1024)
-    long, other, both = ints(7, 3, 256), ints(-9, 1000, 256), ints(-2, 1003, 256)
-    s.push("one's", 0, 1, long, "added", [0], long)
-    s.push("the other's", 1, 1, other, "added completed", [0, 1], both, up=both)
+    for name, words, asks in (
+        ("blocks of 256 bytes", 64, True),
+        ("blocks of 1,024 bytes", 256, False),
+        ("blocks of 1,024 bytes are missing", 256, True),
+    ):
+        s = case(name, f"Blocks of {words} words.", block_bytes=4 * words)
+        long, other, both = ints(7, 3, words), ints(-9, 1000, words), ints(-2, 1003, words)
+        s.push("one's", 0, 1, long, "added", [0], long)
+        s.push("the other's", 1, 1, other, "added completed", [0, 1], both, up=both)
+        if asks:
+            s.ask("the sum was lost above", 1, 3, "repeated", total=both)
 
     # ------------------------------------------------------------------- where the two modes differ: the same packets twice
     for mode in ("software", "switch"):
@@ -511,10 +633,15 @@ def random_case(seed: int, packets: int) -> dict[str, Any]:
         block = ints((child + 1) * 1_000_003 * (seq % 64) - 17, 0x0101_0101 * (child + 1) >> 4)
         if what < 9:
             data = packet(PUSH, block, format=form, exponent=seq % 5 - 2, **fields)
-        elif what < 12:
+        elif what < 11:
             data = packet(HEARTBEAT_UP, **(fields | {"seq": 0}))
-        elif what == 12:
-            source, kind = draw.choice([ABOVE, child]), draw.choice([RESULT, HEARTBEAT_DOWN])
+        elif what < 13:
+            source, kind = (
+                draw.choice([ABOVE, ABOVE, ABOVE, child]),
+                draw.choice([RESULT, HEARTBEAT_DOWN, MISSING, MISSING]),
+            )
+            if kind == MISSING:
+                fields["workers"] = draw.randrange(1, 32)
             data = packet(kind, block, format=I32, **fields) if kind == RESULT else packet(kind, **fields)
         elif what == 13:
             data = packet(PUSH, block, format=draw.choice([I32, EXPONENTS, F32]), exponent=draw.randrange(3), **fields)

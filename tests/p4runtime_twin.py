@@ -42,13 +42,30 @@ ids = {one.preamble.name: one.preamble.id for one in (*info.tables, *info.action
 
 
 class Servicer(p4runtime_pb2_grpc.P4RuntimeServicer):
+    """Who writes must be primary, and is so as long as his stream lives."""
+
+    def __init__(self) -> None:
+        self.primaries: list[int] = []
+
     def StreamChannel(self, requests: Any, context: Any) -> Any:
-        for request in requests:
-            answer = p4runtime_pb2.StreamMessageResponse()
-            answer.arbitration.CopyFrom(request.arbitration)
-            yield answer
+        mine = []
+        try:
+            for request in requests:
+                mine.append(request.arbitration.election_id.low)
+                self.primaries.append(mine[-1])
+                answer = p4runtime_pb2.StreamMessageResponse()
+                answer.arbitration.CopyFrom(request.arbitration)
+                yield answer
+        finally:
+            for number in mine:
+                self.primaries.remove(number)
+
+    def check_primary(self, request: Any, context: Any) -> None:
+        if request.election_id.low not in self.primaries:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "Not primary")
 
     def Write(self, request: Any, context: Any) -> Any:
+        self.check_primary(request, context)
         for update in request.updates:
             insert = update.type == p4runtime_pb2.Update.INSERT
             if update.entity.HasField("counter_entry"):
@@ -87,6 +104,7 @@ class Servicer(p4runtime_pb2_grpc.P4RuntimeServicer):
         yield answer
 
     def SetForwardingPipelineConfig(self, request: Any, context: Any) -> Any:
+        self.check_primary(request, context)
         assert request.config.p4_device_config == b"{}" and request.config.p4info == info
         return p4runtime_pb2.SetForwardingPipelineConfigResponse()
 

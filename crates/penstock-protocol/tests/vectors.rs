@@ -194,12 +194,12 @@ fn header(job: &Job, child: usize) -> Header {
     }
 }
 
-const EVENTS: [&str; 5] = ["added", "completed", "repeated", "relayed", "abandoned"];
+const EVENTS: [&str; 6] = ["added", "completed", "repeated", "relayed", "named", "abandoned"];
 
 /// The counters of a job and of strangers in one, by name.
 fn tally(node: &Aggregator, job: u32) -> Vec<(&'static str, u64)> {
     let mine = node.counters(job).copied().unwrap_or_default();
-    let events = [mine.added, mine.completed, mine.repeated, mine.relayed, mine.abandoned];
+    let events = [mine.added, mine.completed, mine.repeated, mine.relayed, mine.named, mine.abandoned];
     let refused = (0..Refusal::COUNT).map(|i| (Refusal::NAMES[i], mine.refused[i] + node.strangers()[i]));
     EVENTS.into_iter().zip(events).chain(refused).collect()
 }
