@@ -160,6 +160,22 @@ def _who_handles() -> bool:
     return untouched
 
 
+def test_lives_are_kept_apart(tmp_path: pathlib.Path) -> None:
+    """A job that was started again leaves the records of its first life; the last one is told about unless one is asked for."""
+    for restarts in ("0", "2"):
+        env = {"PENSTOCK_FLIGHT_RECORDER": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": restarts}
+        with ranks.Ranks(_part, count=2, env=env) as job:
+            job.outcomes(timeout_s=60)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"rank-{rank}{life}.json" for rank in (0, 1) for life in ("", ".2")
+    }
+    (tmp_path / "rank-1.2.json").unlink()
+    newest, first, none = _flight(tmp_path), _flight(tmp_path, "--generation=0"), _flight(tmp_path, "--generation=1")
+    assert "rank 1 on" not in newest.stdout and "generation 2; there are also records of 0" in newest.stderr, newest
+    assert "rank 1 on" in first.stdout and "ranks issued different operations" in first.stdout, first
+    assert none.returncode == 1 and "no record of generation 1" in none.stderr and "but of 0, 2" in none.stderr, none
+
+
 @pytest.mark.parametrize("how", ["infinite", "leave"])
 def test_the_example(how: str, tmp_path: pathlib.Path) -> None:
     """What docs/debugging.md shows."""
@@ -177,6 +193,6 @@ def test_the_example(how: str, tmp_path: pathlib.Path) -> None:
     assert "rank 0 on " in shown and "0/rounds #3 all_reduce(band, 18 x uint8) (exchange): FAILED" in shown, shown
 
 
-def _flight(folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock", "flight", str(folder)]
+def _flight(folder: pathlib.Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", "flight", str(folder), *options]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

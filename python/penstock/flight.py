@@ -22,10 +22,11 @@ __all__ = ["command", "describe", "flight_record"]
 def flight_record() -> dict[str, Any]:
     """The last operations of this process, as far back as the engine remembers (1024).
 
-    Returns: a dict with ``rank``, ``host``, ``pid``, ``time`` (seconds since 1970), ``groups`` (each with ``name`` and why it
-        has ``failed``, or None), ``peers`` (with ``rank``, ``host``, ``address``, ``medium`` and why one is ``lost``), and
-        ``operations``, the oldest first, each with ``group``, ``number`` (of a collective: from 1 on), ``operation``, ``bytes``,
-        ``algorithm``, ``issued_s_ago``, and ``ended_s_ago`` and ``well``, which are None as long as it has not ended.
+    Returns: a dict with ``rank``, ``generation`` (how often the job was started again), ``host``, ``pid``, ``time`` (seconds
+        since 1970), ``groups`` (each with ``name`` and why it has ``failed``, or None), ``peers`` (with ``rank``, ``host``,
+        ``address``, ``medium`` and why one is ``lost``), and ``operations``, the oldest first, each with ``group``, ``number``
+        (of a collective: from 1 on), ``operation``, ``bytes``, ``algorithm``, ``issued_s_ago``, and ``ended_s_ago`` and
+        ``well``, which are None as long as it has not ended.
 
     Raises:
         penstock.errors.Closed: no process group of the penstock backend exists.
@@ -103,11 +104,13 @@ def _is_collective(one: dict[str, Any]) -> bool:
 @click.command(name="flight")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--last", type=click.IntRange(0), default=8, show_default=True, help="Operations a rank that have ended.")
-def command(folder: Path, last: int) -> None:
+@click.option("--generation", type=click.IntRange(0), help="Which life of a job that was started again.")
+def command(folder: Path, last: int, generation: int | None) -> None:
     """Tell what the ranks were doing, from the records in FOLDER.
 
     Set PENSTOCK_FLIGHT_RECORDER=FOLDER for all ranks (a folder that they share, or collect the files): each writes
-    rank-N.json there when one of its groups fails, or on SIGUSR2.
+    rank-N.json there when one of its groups fails, or on SIGUSR2; rank-N.G.json after the job has been started again G times.
+    Without --generation the last life that left records is told about.
     """
     records = []
     for path in sorted(folder.glob("rank-*.json")):
@@ -119,7 +122,15 @@ def command(folder: Path, last: int) -> None:
         click.echo(f"{path} is no flight record; it is left out", err=True)
     if not records:
         raise click.ClickException(f"there is no flight record (rank-N.json) in {folder}")
-    click.echo(describe(records, last), nl=False)
+    lives = sorted({each["generation"] for each in records})
+    chosen = lives[-1] if generation is None else generation
+    if chosen not in lives:
+        there = ", ".join(map(str, lives))
+        raise click.ClickException(f"there is no record of generation {chosen} in {folder}, but of {there}")
+    if len(lives) > 1:
+        others = ", ".join(str(one) for one in lives if one != chosen)
+        click.echo(f"generation {chosen}; there are also records of {others} (--generation)", err=True)
+    click.echo(describe([each for each in records if each["generation"] == chosen], last), nl=False)
 
 
 FORMAT = "penstock-flight/1"

@@ -101,7 +101,8 @@ impl Engine {
         let shared = Arc::new(Shared::default());
         let wake = driver.wake_handle();
         let (own, mark) = (shared.clone(), landmark.clone());
-        let recorder = Recorder::new(config.rank, config.host.clone(), config.flight_recorder.clone());
+        let recorder =
+            Recorder::new(config.rank, config.generation.0, config.host.clone(), config.flight_recorder.clone());
         let thread = std::thread::Builder::new()
             .name("penstock".into())
             .spawn(move || driver.run(&mut Runtime::new(own, node, mark, Thresholds::default(), recorder)))

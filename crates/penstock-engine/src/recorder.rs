@@ -38,6 +38,8 @@ pub(crate) struct Entry(u64);
 #[derive(Debug)]
 pub(crate) struct Recorder {
     rank: u32,
+    /// Of the job's lives.
+    generation: u32,
     host: String,
     folder: Option<PathBuf>,
     records: VecDeque<Record>,
@@ -46,8 +48,8 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
-    pub(crate) fn new(rank: u32, host: String, folder: Option<PathBuf>) -> Recorder {
-        Recorder { rank, host, folder, records: VecDeque::new(), forgotten: 0 }
+    pub(crate) fn new(rank: u32, generation: u32, host: String, folder: Option<PathBuf>) -> Recorder {
+        Recorder { rank, generation, host, folder, records: VecDeque::new(), forgotten: 0 }
     }
 
     pub(crate) fn issued(&mut self, record: Record) -> Entry {
@@ -88,6 +90,7 @@ impl Recorder {
         let record = json!({
             "format": "penstock-flight/1",
             "rank": self.rank,
+            "generation": self.generation,
             "host": self.host,
             "pid": std::process::id(),
             "time": SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
@@ -101,11 +104,10 @@ impl Recorder {
     /// Writes it to the folder, if there is one. Blocks for as long as the file system does: something has failed already.
     pub(crate) fn write(&self, stats: &Stats, now: Time) {
         let Some(folder) = &self.folder else { return };
-        let (rank, shown) = (self.rank, folder.display());
+        let (rank, shown, name) = (self.rank, folder.display(), self.file_name());
         match self.write_to(folder, stats, now) {
             Ok(()) => log::warn!(
-                "penstock: the last operations of rank {rank} are in {shown}/rank-{rank}.json; `penstock flight {shown}` \
-                 reads them"
+                "penstock: the last operations of rank {rank} are in {shown}/{name}; `penstock flight {shown}` reads them"
             ),
             Err(error) => {
                 log::warn!("penstock: the last operations of rank {rank} cannot be written to {shown}: {error}");
@@ -118,7 +120,15 @@ impl Recorder {
         // Whoever reads while it is written finds the one before.
         let fresh = folder.join(format!(".rank-{}.{}", self.rank, std::process::id()));
         std::fs::write(&fresh, self.describe(stats, now))?;
-        std::fs::rename(fresh, folder.join(format!("rank-{}.json", self.rank)))
+        std::fs::rename(fresh, folder.join(self.file_name()))
+    }
+
+    /// A job that starts again leaves what its earlier lives wrote.
+    fn file_name(&self) -> String {
+        match self.generation {
+            0 => format!("rank-{}.json", self.rank),
+            generation => format!("rank-{}.{generation}.json", self.rank),
+        }
     }
 }
 
@@ -134,7 +144,7 @@ mod tests {
     /// The last operations stay, the oldest go, and an end finds its operation, or nothing if that is gone.
     #[test]
     fn the_last_ones_stay() {
-        let mut recorder = Recorder::new(3, "h".into(), None);
+        let mut recorder = Recorder::new(3, 0, "h".into(), None);
         let record = |seq| Record {
             group: "g".into(),
             seq,
