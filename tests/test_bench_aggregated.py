@@ -69,6 +69,8 @@ def test_the_slowest_rank_decides_and_the_first_turn_does_not_count() -> None:
         (["--losses", "0,1"], "shares of packets"),
         (["--losses", "a"], "shares of packets"),
         (["--workers", "1"], "2 ranks or more"),
+        (["--faults", "2", "--training", "50"], "one at a time"),
+        (["--training", "3"], "x>=20"),
     ],
 )
 def test_wrong_options_say_what_is_wrong(options: list[str], message: str) -> None:

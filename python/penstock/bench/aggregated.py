@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def measure(
     with ExitStack() as stack:
         bed = stack.enter_context(Testbed(hosts=workers, link=link, **arguments))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(daemons(bed))
+        stack.enter_context(Daemons(bed))
         plans = {}
         for way in ways:
             if way not in ("ring", "gloo"):
@@ -130,31 +131,64 @@ def measure(
     return summarise(records, loss=loss, rate_mbit=rate_mbit)
 
 
-@contextmanager
-def daemons(bed: Testbed) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """An aggregator or a server on each node that has a place for one; they end with the block.
+class Daemons:
+    """An aggregator or a server on each node that has a place for one; they end with the ``with`` block.
 
-    Raises: BenchError, when one does not come up.
+    Raises: BenchError, when one does not come up, with what it said.
     """
-    started: list[subprocess.Popen[bytes]] = []
-    nodes = [node for node in bed.topology.nodes if not node.startswith("h")]
-    with tempfile.TemporaryFile() as said:
-        for node in nodes:
-            verb = "server" if node.startswith("s") else "aggregator"
-            command = [sys.executable, "-m", "penstock", verb, "--listen", f"{bed.address(node)}:{PORT}"]
-            if not bed.link.uses_offloads:
-                command.append("--no-offloads")
-            started.append(bed.popen(node, command, stdout=said, stderr=said))
-        for node, process in zip(nodes, started, strict=True):
-            if not bed.inside(node, functools.partial(_answers, bed.address(node), process)):
-                said.seek(0)
-                raise BenchError(f"the daemon on {node} did not come up; it said:\n  {said.read().decode()[-2000:]}")
+
+    def __init__(self, bed: Testbed) -> None:
+        self._bed = bed
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 -- closed in `__exit__`
+
+    def __enter__(self) -> Daemons:
+        nodes = [node for node in self._bed.topology.nodes if not node.startswith("h")]
         try:
-            yield started
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
+            for node in nodes:
+                self._start(node)
+            for node in nodes:
+                self._await(node)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        self._said.close()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """By node."""
+        return {node: process.pid for node, process in self._processes.items()}
+
+    def restart(self, node: str) -> None:
+        """Start the one that was killed there again; it answers when this returns."""
+        process = self._processes[node]
+        if process.wait(timeout=10) != -signal.SIGKILL:
+            raise BenchError(
+                f"the daemon on {node} ended with {process.returncode} before it was killed: {self._end()}"
+            )
+        self._start(node)
+        self._await(node)
+
+    def _start(self, node: str) -> None:
+        verb = "server" if node.startswith("s") else "aggregator"
+        command = [sys.executable, "-m", "penstock", verb, "--listen", f"{self._bed.address(node)}:{PORT}"]
+        if not self._bed.link.uses_offloads:
+            command.append("--no-offloads")
+        self._processes[node] = self._bed.popen(node, command, stdout=self._said, stderr=self._said)
+
+    def _await(self, node: str) -> None:
+        if not self._bed.inside(node, functools.partial(_answers, self._bed.address(node), self._processes[node])):
+            raise BenchError(f"the daemon on {node} did not come up; it said:\n  {self._end()}")
+
+    def _end(self) -> str:
+        self._said.seek(0)
+        return self._said.read().decode()[-2000:]
 
 
 def _answers(address: str, process: subprocess.Popen[bytes]) -> bool:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.bench.interface import counted
+
 
 def main() -> None:
     options = json.loads(sys.argv[1])
@@ -25,10 +27,10 @@ def main() -> None:
     for turn in range(options["turns"] + 1):
         for way, group in groups.items():
             dist.barrier()
-            before = (_counted(options["interface"]), _processor_s())
+            before = (counted(options["interface"]), _processor_s())
             seconds = [_all_reduce(group, way, options["elements"]) for _ in range(options["operations"])]
             dist.barrier()
-            after = (_counted(options["interface"]), _processor_s())
+            after = (counted(options["interface"]), _processor_s())
             (busy, whole) = (late - early for early, late in zip(before[1], after[1], strict=True))
             sent, received = (late - early for early, late in zip(before[0], after[0], strict=True))
             # The first turn makes connections and measures round trips.
@@ -72,16 +74,6 @@ def _all_reduce(group: dist.ProcessGroup, way: str, elements: int) -> float:
         wrong = int((tensor != expected).sum())
         raise SystemExit(f"{way}: rank {rank} got {wrong} of {elements} elements wrong")
     return took
-
-
-def _counted(interface: str) -> tuple[int, int]:
-    """Bytes that an interface of this network namespace sent and received."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            fields = numbers.split()
-            return int(fields[8]), int(fields[0])
-    raise SystemExit(f"there is no interface {interface} here")
 
 
 def _processor_s() -> tuple[float, float]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from penstock import config
-from penstock.bench import aggregated, machine, readiness, report, training, tuner
+from penstock.bench import aggregated, aggregated_training, faults, machine, readiness, report, training, tuner
 from penstock.bench.collectives import COLLECTIVES, most_ranks
 from penstock.bench.figures import FIGURES
 from penstock.bench.figures import table as figures_table
@@ -28,6 +28,10 @@ from penstock.testbed.cluster import Loopback, Testbed, TestbedUnavailable
 from penstock.testbed.link import LinkSpec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+MIN_TRAINING_STEPS = 20
+"""Of `aggregated --training`: an aggregator dies half-way and comes back before the end; and in the first steps curves
+differ by no more than what float32 can tell of a loss, which is no basis for a verdict."""
 
 MOST_RANKS = 64
 """As many as a testbed has hosts. Each is a process that imports torch: a few hundred megabytes."""
@@ -390,7 +394,10 @@ def tune(links: Sequence[str], ranks: int, hosts: int, timeout: float, json_path
 @click.option("--workers", default="2,4,8", show_default=True, help="Numbers of workers: 2,4 or 2..8; one a host.")
 @click.option("--ways", default=",".join(aggregated.WAYS), show_default=True)
 @click.option(
-    "--losses", default="0", show_default=True, help="Shares of packets lost on each worker's link: 0,0.01,0.05."
+    "--losses",
+    default="0",
+    show_default=True,
+    help="Shares of packets lost on each worker's link, or with --faults and --training on every link: 0,0.01,0.05.",
 )
 @click.option("--size", default="16M", show_default=True, help="Bytes of the tensor, as float32.")
 @click.option("--rate", type=float, default=250.0, show_default=True, help="Mbit/s of a worker's link.")
@@ -400,10 +407,42 @@ def tune(links: Sequence[str], ranks: int, hosts: int, timeout: float, json_path
 @click.option(
     "--offloads/--no-offloads", default=False, show_default=True, help="Whether packets of 64 KiB cross whole."
 )
+@click.option(
+    "--faults",
+    "runs",
+    type=click.IntRange(1),
+    metavar="RUNS",
+    help="Instead of times: kill an aggregator in the middle of each of RUNS runs, with losses on every link, and compare bits.",
+)
+@click.option(
+    "--training",
+    "steps",
+    type=click.IntRange(MIN_TRAINING_STEPS),
+    metavar="STEPS",
+    help="Instead of times: train char-gpt for STEPS steps with losses and a kill, and compare the losses with gloo's.",
+)
+@click.option(
+    "--batch", type=click.IntRange(1), default=2, show_default=True, help="Sequences a rank and step of --training."
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of the first of --faults, or of --training."
+)
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds for one number of workers.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
 def aggregate(
-    workers: str, ways: str, losses: str, size: str, rate: float, timeout: float, json_path: str | None, **options: Any
+    workers: str,
+    ways: str,
+    losses: str,
+    size: str,
+    rate: float,
+    window: int,
+    runs: int | None,
+    steps: int | None,
+    batch: int,
+    seed: int,
+    timeout: float,
+    json_path: str | None,
+    **options: Any,
 ) -> None:
     """Measure all-reduces through aggregators, beside our ring, gloo, and a server without aggregators (root).
 
@@ -415,6 +454,34 @@ def aggregate(
     if unknown := [name for name in names if name not in aggregated.WAYS]:
         raise click.UsageError(f"no way {', '.join(unknown)}: there are {', '.join(aggregated.WAYS)}")
     shares = _parse_shares(losses)
+    if runs is not None and steps is not None:
+        raise click.UsageError("--faults or --training: one at a time")
+    if runs is not None:
+        _kill_aggregators(
+            parse_ranks(workers),
+            shares,
+            json_path,
+            runs=runs,
+            seed=seed,
+            rate_mbit=rate,
+            nbytes=_parse_size(size),
+            window=window,
+            timeout_s=timeout,
+        )
+        return
+    if steps is not None:
+        _train_through_aggregators(
+            parse_ranks(workers),
+            shares,
+            json_path,
+            steps=steps,
+            batch=batch,
+            seed=seed,
+            rate_mbit=rate,
+            window=window,
+            timeout_s=timeout,
+        )
+        return
     rows: list[aggregated.Row] = []
     with reporting_errors():
         for count in parse_ranks(workers):
@@ -426,12 +493,47 @@ def aggregate(
                     ways=names,
                     rate_mbit=rate,
                     nbytes=_parse_size(size),
+                    window=window,
                     timeout_s=timeout,
                     **options,
                 )
                 if json_path:
                     report.write_json(json_path, machine.describe(), [row.to_dict() for row in rows])
     result_console().print(aggregated.table(rows))
+
+
+def _train_through_aggregators(
+    counts: Sequence[int], losses: Sequence[float], json_path: str | None, **options: Any
+) -> None:
+    """Every number of workers with every loss. Ends the program with 1 where a curve is too far from gloo's."""
+    outcomes: list[aggregated_training.Outcome] = []
+    with reporting_errors():
+        for count in counts:
+            for loss in losses:
+                print(f"{count} workers, loss {loss:g}, {options['steps']} steps ...", file=sys.stderr, flush=True)
+                outcomes.append(aggregated_training.measure(workers=count, loss=loss, **options))
+                for line in outcomes[-1].lines():
+                    result_console().print(line, highlight=False)
+                if json_path:
+                    report.write_json(json_path, machine.describe(), [outcome.to_dict() for outcome in outcomes])
+    if not all(outcome.is_within for outcome in outcomes):
+        raise click.ClickException("a training through aggregators is further from gloo's than rounding explains")
+
+
+def _kill_aggregators(counts: Sequence[int], losses: Sequence[float], json_path: str | None, **options: Any) -> None:
+    """Every number of workers with every loss. Ends the program with 1 where bits differ."""
+    outcomes: list[faults.Outcome] = []
+    with reporting_errors():
+        for count in counts:
+            for loss in losses:
+                print(f"{count} workers, loss {loss:g}, {options['runs']} kills ...", file=sys.stderr, flush=True)
+                outcomes.append(faults.measure(workers=count, loss=loss, **options))
+                for line in outcomes[-1].lines():
+                    result_console().print(line, highlight=False)
+                if json_path:
+                    report.write_json(json_path, machine.describe(), [outcome.to_dict() for outcome in outcomes])
+    if any(outcome.wrong for outcome in outcomes):
+        raise click.ClickException("aggregators that were killed have left other bits than an undisturbed run")
 
 
 def _parse_shares(text: str) -> list[float]:

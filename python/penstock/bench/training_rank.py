@@ -62,7 +62,7 @@ def _learn(options: dict[str, Any]) -> None:
 
     text = CharData.load()
     batches = torch.Generator().manual_seed(dist.get_rank())
-    ways = {name: _way(name, _CharGPT, None, options, _adam) for name in options["ways"]}
+    ways = {name: _way(name, CharGPTLoss, None, options, adam) for name in options["ways"]}
     losses: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options["losses"]):
         data = random_batch(text.train, options["batch"], CONTEXT, batches)
@@ -76,7 +76,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model: nn.Module) -> torch.optim.Optimizer:
     """As the demo has it, without a schedule."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
 
@@ -171,7 +171,7 @@ def _cnn() -> nn.Module:
     return _Loss(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10)))
 
 
-class _CharGPT(nn.Module):
+class CharGPTLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         from penstock.demo.char_gpt.model import CharGPT, GPTConfig
@@ -195,7 +195,7 @@ def _say(**message: Any) -> None:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
-    "char-gpt": (_CharGPT, _texts),
+    "char-gpt": (CharGPTLoss, _texts),
     "cnn": (_cnn, _images),
 }
 
