@@ -56,6 +56,7 @@ fn scenario(seed: u64, workers: usize, window: u32, rate: u64, loss: f64, blocks
         delay: 30_000,
         jitter: 5_000,
         rate,
+        queue: 0,
         timing: Timing::default(),
         faults: Vec::new(),
         ..Scenario::draw(seed)

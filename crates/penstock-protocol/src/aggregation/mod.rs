@@ -11,6 +11,7 @@
 
 mod aggregator;
 mod arithmetic;
+mod congestion;
 mod key;
 #[cfg(test)]
 mod model;

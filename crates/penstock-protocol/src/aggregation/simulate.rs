@@ -85,9 +85,12 @@ pub struct Scenario {
     /// What may come on top; packets overtake each other.
     pub jitter: u64,
     /// What each link carries each way, in bytes a second; 0 is no limit. A worker and the server have one link; an
-    /// aggregator is a switch with a port for each, whose queues do not overflow. A packet takes as long as one with a
-    /// full block, or as a bare header, whatever its elements are.
+    /// aggregator is a switch with a port for each. A packet takes as long as one with a full block, or as a bare header,
+    /// whatever its elements are.
     pub rate: u64,
+    /// What may wait at each port of a switch, in bytes; what comes on top is lost. 0 is no limit. A node's own socket
+    /// holds its sender back instead.
+    pub queue: u64,
     /// How patient workers are; the server's heartbeats follow it.
     pub timing: Timing,
     /// What goes wrong, by number of the arriving packet.
@@ -103,8 +106,10 @@ pub struct Outcome {
     pub failure: Option<String>,
     /// Packets that were sent.
     pub packets: u64,
-    /// Those that were lost.
+    /// Those that were lost on the way.
     pub lost: u64,
+    /// Those for which a port had no room.
+    pub dropped: u64,
     /// Packets that arrived (their numbers are what faults are bound to).
     pub arrived: u64,
     /// Results that workers got, all checked.
@@ -189,6 +194,7 @@ impl Scenario {
             delay: random.pick(&[10, 100, 1000]) * 1000,
             jitter: random.pick(&[0, 50, 5000]) * 1000,
             rate: random.pick(&[0, GIGABIT / 10, GIGABIT]),
+            queue: Random(seed ^ 0x0fee_dcab).pick(&[0, 0, 64 << 10, 256 << 10]),
             timing: IMPATIENT,
             faults: Vec::new(),
             trace: false,
@@ -236,8 +242,8 @@ impl Scenario {
     pub fn run(&self) -> Outcome {
         let mut world = World::new(self);
         let failure = world.run().err();
-        let World { packets, lost, arrived, results, now, trace, .. } = world;
-        Outcome { failure, packets, lost, arrived, results, time: now.0, trace: trace.into() }
+        let World { packets, lost, dropped, arrived, results, now, trace, .. } = world;
+        Outcome { failure, packets, lost, dropped, arrived, results, time: now.0, trace: trace.into() }
     }
 }
 
@@ -318,6 +324,7 @@ struct World<'a> {
     faults: Vec<(u64, Fault)>,
     packets: u64,
     lost: u64,
+    dropped: u64,
     arrived: u64,
     results: u64,
     trace: VecDeque<String>,
@@ -347,6 +354,7 @@ impl<'a> World<'a> {
             faults: scenario.faults.clone(),
             packets: 0,
             lost: 0,
+            dropped: 0,
             arrived: 0,
             results: 0,
             trace: VecDeque::new(),
@@ -437,8 +445,9 @@ impl<'a> World<'a> {
                 Ok(())
             }
             Event::Forward { to, from, bytes } => {
-                let at = self.through(Port::In(to), &bytes);
-                self.at(at, Event::Arrive { to, from, bytes });
+                if let Some(at) = self.through(Port::In(to), &bytes) {
+                    self.at(at, Event::Arrive { to, from, bytes });
+                }
                 Ok(())
             }
             Event::Arrive { to, from, bytes } => {
@@ -642,15 +651,22 @@ impl<'a> World<'a> {
         Time(busy.0.saturating_sub(SOCKET_BUFFER * SECOND / self.scenario.rate))
     }
 
-    /// When a packet is through a port.
-    fn through(&mut self, port: Port, bytes: &[u8]) -> Time {
-        if self.scenario.rate == 0 {
-            return self.now;
+    /// When a packet is through a port; None where the port has no room for it.
+    fn through(&mut self, port: Port, bytes: &[u8]) -> Option<Time> {
+        let Scenario { rate, queue, .. } = *self.scenario;
+        if rate == 0 {
+            return Some(self.now);
         }
         let length = if bytes.len() > HEADER_BYTES { FULL_BYTES } else { BARE_BYTES };
         let free = self.ports.entry(port).or_insert(self.now);
-        *free = (*free).max(self.now).plus(length * SECOND / self.scenario.rate);
-        *free
+        let begins = (*free).max(self.now);
+        let waits = u128::from(begins.since(self.now)) * u128::from(rate) / u128::from(SECOND);
+        if queue != 0 && !matches!(port, Port::Out(_)) && waits as u64 + length > queue {
+            self.dropped += 1;
+            return None;
+        }
+        *free = begins.plus(length * SECOND / rate);
+        Some(*free)
     }
 
     fn send(&mut self, to: Link, from: Link, bytes: Vec<u8>) {
@@ -683,7 +699,10 @@ impl<'a> World<'a> {
             (false, true) => (Port::In(to), false),
             (false, false) => (Port::Between(from, to), false),
         };
-        let left = self.through(port, &bytes);
+        let Some(left) = self.through(port, &bytes) else {
+            self.note(|| "  DROPPED".into());
+            return;
+        };
         for _ in 0..copies {
             let at = left.plus(self.scenario.delay + self.random.below(self.scenario.jitter + 1));
             let bytes = bytes.clone();

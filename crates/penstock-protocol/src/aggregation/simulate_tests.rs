@@ -42,6 +42,7 @@ fn quiet(shape: Shape, workers: usize) -> Scenario {
         delay: 100_000,
         jitter: 50_000,
         rate: 0,
+        queue: 0,
         timing: IMPATIENT,
         faults: Vec::new(),
         trace: false,

@@ -1,14 +1,15 @@
-//! The worker: pushes blocks within Credit, sends again what is not committed, asks for results that it misses.
+//! The worker: pushes blocks within Credit and its congestion window, sends again what is not committed, asks for results that it misses.
 //!
 //! ```text
 //!    received            next          posted        received + 2 W
 //!   ─────┴─────────────────┴──────────────┴────────────────┴─────
 //!    done │ sent, no result │ waits for    │ no room: `post` says
-//!         │ (or out of turn)│ Credit       │ None
+//!         │ (or out of turn)│ Credit, room │ None
 //! ```
 //! It holds no bytes: the driver fills in block `seq` when it is told to send it, and takes results from the packet. *What* is
 //! sent again is decided by the rules, *when* by time-outs, which the model check lets fire at any moment.
 
+use super::congestion::Congestion;
 use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, decode};
 use super::rules::{Refusal, Rule, Rules};
 use super::{Key, Link, Serial};
@@ -133,6 +134,7 @@ pub struct Worker {
     /// Blocks to send again or to ask for, each once.
     due: VecDeque<usize>,
     heartbeat_due: bool,
+    congestion: Congestion,
     /// The Ack that was last told to somebody.
     reported: Serial,
     clock: Clock,
@@ -154,6 +156,8 @@ struct Entry {
     due_push: bool,
     due_request: bool,
     queued: bool,
+    /// Pushed, and neither its result nor an Ack for it is here.
+    in_flight: bool,
     sent_at: Time,
     deadline: Time,
     /// It was asked for since it was sent.
@@ -191,6 +195,7 @@ impl Worker {
             due_push: false,
             due_request: false,
             queued: false,
+            in_flight: false,
             sent_at: now,
             deadline: now,
             asked: false,
@@ -208,6 +213,7 @@ impl Worker {
             entries: vec![entry; 2 * config.window as usize],
             due: VecDeque::new(),
             heartbeat_due: false,
+            congestion: Congestion::new(),
             reported: config.start,
             clock: Clock {
                 round_trip: None,
@@ -257,6 +263,12 @@ impl Worker {
     #[must_use]
     pub fn measured_round_trip(&self) -> u64 {
         self.clock.round_trip.map_or(0, |(mean, _)| mean)
+    }
+
+    /// How many blocks may be on the way without an answer, if Credit allows.
+    #[must_use]
+    pub fn congestion_window(&self) -> usize {
+        self.congestion.window()
     }
 
     /// Whether the server has not been heard for [`Timing::server_dead_after`]: the epoch is over.
@@ -343,13 +355,16 @@ impl Worker {
             self.due.pop_front();
         }
         let granted = !self.is_newer(self.next, self.credit) || !self.rules.hold(Rule::Credit);
-        if self.next != self.posted && granted {
+        if self.congestion.has_room(self.next != self.posted && granted) {
             if self.next == self.received {
                 self.clock.progress_at = now;
                 self.clock.heartbeat_at = self.clock.heartbeat_at.min(now.plus(self.config.timing.heartbeat_every));
             }
             let seq = self.next;
             self.next = seq.plus(1);
+            self.congestion.on_push();
+            let index = self.index(seq);
+            self.entries[index].in_flight = true;
             return Some(self.send(now, seq));
         }
         if std::mem::take(&mut self.heartbeat_due) {
@@ -375,6 +390,11 @@ impl Worker {
         if self.is_newer(header.ack, self.ack) {
             let before = std::mem::replace(&mut self.ack, header.ack);
             self.made_progress(now);
+            let mut seq = before.newest(self.received);
+            while header.ack.is_newer_than(seq) {
+                self.answered(seq);
+                seq = seq.plus(1);
+            }
             // What is committed and not here after the time that packets overtake each other was lost.
             self.hurry(before, header.ack, now.plus(self.round_trip() / 4), |_| true);
         }
@@ -385,7 +405,18 @@ impl Worker {
                 self.entries.iter_mut().for_each(|entry| entry.asked = true);
                 self.hurry(self.received, self.next, now, |_| true);
             }
+            if direct != self.direct {
+                self.congestion.on_new_path();
+            }
             self.direct = direct;
+        }
+    }
+
+    /// The server has the block.
+    fn answered(&mut self, seq: Serial) {
+        let index = self.index(seq);
+        if std::mem::take(&mut self.entries[index].in_flight) {
+            self.congestion.on_answer();
         }
     }
 
@@ -397,6 +428,10 @@ impl Worker {
             return;
         }
         if header.workers >> self.config.worker & 1 == 1 {
+            let Entry { repeated, order, .. } = self.entries[index];
+            if !repeated {
+                self.congestion.on_loss(order, self.clock.orders);
+            }
             self.again(index, self.rules.hold(Rule::Resend), false);
         } else {
             self.entries[index].deadline = now.plus(self.timeout());
@@ -421,6 +456,7 @@ impl Worker {
         let entry = &mut self.entries[index];
         (entry.state, entry.due_push, entry.due_request) = (State::Done, false, false);
         self.made_progress(now);
+        self.answered(seq);
         if !repeated {
             self.measure(now.since(sent_at));
         }
