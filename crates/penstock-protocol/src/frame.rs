@@ -342,9 +342,8 @@ pub const FLAG_PAYLOAD_SUM: u16 = 1;
 /// The largest payload of a data frame: big enough that system calls vanish (a 256 KiB write costs ~50 us, its call
 /// ~1 us), small enough to stay in an L2 cache between arrival and reduction.
 pub const MAX_FRAME_BYTES: u32 = 256 * 1024;
-/// The smallest cut of a longer message: streams that get 5 Mbit/s need 50 ms for it, which is what a more urgent message and
-/// the tail wait for. With 64 KiB, one GSO super-packet, ten all-reduces of 1 MiB over 1 Gbit/s and 32 streams took 108 to 120
-/// ms instead of 102 to 106; with 16 KiB they took 101 to 105.
+/// The smallest cut of a longer message. Slow streams share the tail in finer pieces: with 64 KiB, one GSO super-packet, ten
+/// all-reduces of 1 MiB over 1 Gbit/s and 32 streams took 108 to 113 ms instead of 104 to 107.
 pub const MIN_FRAME_BYTES: u32 = 32 * 1024;
 /// Bound on the text of a `Report`.
 pub const MAX_REPORT_BYTES: u32 = 2048;

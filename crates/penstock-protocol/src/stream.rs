@@ -185,7 +185,7 @@ impl<F> Stream<F> {
         }
         let carried = |nanos: u64| rate * nanos as f64 / 1e9;
         let slack = carried(SLACK_MOST).min(carried(SLACK_LEAST).max(SLACK_BYTES));
-        ((carried(self.round_trip()) + slack) as u64 + 2 * u64::from(self.frame_bytes().max(64 * 1024))).min(limit)
+        ((carried(self.round_trip()) + slack) as u64 + 2 * u64::from(self.frame_bytes().max(WINDOW_FRAME))).min(limit)
     }
 
     /// How large a piece to cut for this stream: what it carries in [`FRAME_TIME`], between the bounds.
@@ -264,6 +264,9 @@ const ROUND_TRIP_GROWTH: u64 = 20 * MILLISECOND;
 const SLACK_BYTES: f64 = 512.0 * 1024.0;
 const SLACK_LEAST: u64 = 2 * MILLISECOND;
 const SLACK_MOST: u64 = 8 * MILLISECOND;
+/// A window holds two frames of this size at least, beside what a round trip and the slack take: with 32 KiB, streams of 60 and
+/// 300 Mbit/s with 20 ms round trip got 84 % of their sum both ways, now more than 85 (virtual).
+const WINDOW_FRAME: u32 = 64 * 1024;
 /// Before the first ack: carries 200 Mbit/s over 20 ms.
 const FIRST_WINDOW: u64 = 512 * 1024;
 /// A frame should take about this long, so that an urgent one need not wait and the tail is short.

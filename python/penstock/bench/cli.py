@@ -456,31 +456,17 @@ def aggregate(
     shares = _parse_shares(losses)
     if runs is not None and steps is not None:
         raise click.UsageError("--faults or --training: one at a time")
+    common: dict[str, Any] = {"seed": seed, "rate_mbit": rate, "window": window, "timeout_s": timeout}
     if runs is not None:
-        _kill_aggregators(
-            parse_ranks(workers),
-            shares,
-            json_path,
-            runs=runs,
-            seed=seed,
-            rate_mbit=rate,
-            nbytes=_parse_size(size),
-            window=window,
-            timeout_s=timeout,
-        )
+        common |= {"runs": runs, "nbytes": _parse_size(size)}
+        if any(one.wrong for one in _with_kills(faults.measure, parse_ranks(workers), shares, json_path, **common)):
+            raise click.ClickException("aggregators that were killed have left other bits than an undisturbed run")
         return
     if steps is not None:
-        _train_through_aggregators(
-            parse_ranks(workers),
-            shares,
-            json_path,
-            steps=steps,
-            batch=batch,
-            seed=seed,
-            rate_mbit=rate,
-            window=window,
-            timeout_s=timeout,
-        )
+        common |= {"steps": steps, "batch": batch}
+        outcomes = _with_kills(aggregated_training.measure, parse_ranks(workers), shares, json_path, **common)
+        if not all(one.is_within for one in outcomes):
+            raise click.ClickException("a training through aggregators is further from gloo's than rounding explains")
         return
     rows: list[aggregated.Row] = []
     with reporting_errors():
@@ -502,38 +488,21 @@ def aggregate(
     result_console().print(aggregated.table(rows))
 
 
-def _train_through_aggregators(
-    counts: Sequence[int], losses: Sequence[float], json_path: str | None, **options: Any
-) -> None:
-    """Every number of workers with every loss. Ends the program with 1 where a curve is too far from gloo's."""
-    outcomes: list[aggregated_training.Outcome] = []
+def _with_kills(
+    measure: Callable[..., Any], counts: Sequence[int], losses: Sequence[float], json_path: str | None, **options: Any
+) -> list[Any]:
+    """Every number of workers with every loss: printed as they come, and all in the file after each."""
+    outcomes: list[Any] = []
     with reporting_errors():
         for count in counts:
             for loss in losses:
-                print(f"{count} workers, loss {loss:g}, {options['steps']} steps ...", file=sys.stderr, flush=True)
-                outcomes.append(aggregated_training.measure(workers=count, loss=loss, **options))
+                print(f"{count} workers, loss {loss:g} ...", file=sys.stderr, flush=True)
+                outcomes.append(measure(workers=count, loss=loss, **options))
                 for line in outcomes[-1].lines():
                     result_console().print(line, highlight=False)
                 if json_path:
                     report.write_json(json_path, machine.describe(), [outcome.to_dict() for outcome in outcomes])
-    if not all(outcome.is_within for outcome in outcomes):
-        raise click.ClickException("a training through aggregators is further from gloo's than rounding explains")
-
-
-def _kill_aggregators(counts: Sequence[int], losses: Sequence[float], json_path: str | None, **options: Any) -> None:
-    """Every number of workers with every loss. Ends the program with 1 where bits differ."""
-    outcomes: list[faults.Outcome] = []
-    with reporting_errors():
-        for count in counts:
-            for loss in losses:
-                print(f"{count} workers, loss {loss:g}, {options['runs']} kills ...", file=sys.stderr, flush=True)
-                outcomes.append(faults.measure(workers=count, loss=loss, **options))
-                for line in outcomes[-1].lines():
-                    result_console().print(line, highlight=False)
-                if json_path:
-                    report.write_json(json_path, machine.describe(), [outcome.to_dict() for outcome in outcomes])
-    if any(outcome.wrong for outcome in outcomes):
-        raise click.ClickException("aggregators that were killed have left other bits than an undisturbed run")
+    return outcomes
 
 
 def _parse_shares(text: str) -> list[float]:

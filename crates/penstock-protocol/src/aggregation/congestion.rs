@@ -88,7 +88,7 @@ const FIRST: f64 = 8.0;
 const LEAST: f64 = 1.0;
 /// The share of lost pushes that is taken for congestion.
 const TOLERATED: f64 = 0.2;
-/// Weight of one push in the smoothed share, where the window is not larger: of 5 % random loss, one push in a hundred thousand or so makes it more than
+/// Weight of one push in the smoothed share, where the window is not larger: random loss of 5 % then seldom passes
 /// [`TOLERATED`].
 const GAIN: f64 = 1.0 / 32.0;
 /// By how much the window grows in the time in which it is answered once.
