@@ -190,7 +190,9 @@ def test_the_example(how: str, tmp_path: pathlib.Path) -> None:
     }[how]
     assert told in done.stderr, done.stderr
     shown = _flight(tmp_path).stdout
-    assert "rank 0 on " in shown and "0/rounds #3 all_reduce(band, 18 x uint8) (exchange): FAILED" in shown, shown
+    # Whether rank 0 has begun its next round when it hears of the failure is chance: what it did before is there.
+    assert "rank 0 on " in shown and "group 0/rounds has failed: " in shown, shown
+    assert "0/rounds #2 all_reduce(band, 18 x uint8) (exchange): done" in shown, shown
 
 
 def _flight(folder: pathlib.Path, *options: str) -> subprocess.CompletedProcess[str]:

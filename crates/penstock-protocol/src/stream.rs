@@ -177,13 +177,17 @@ impl<F> Stream<F> {
         self.min_round_trip.min(2 * self.best_round_trip + ROUND_TRIP_GROWTH)
     }
 
-    /// How many bytes may be unacknowledged.
-    pub(crate) fn window(&self, limit: u64) -> u64 {
+    /// How many bytes may be unacknowledged. Where streams share a link, what waits in it delays all of them, urgent frames too.
+    pub(crate) fn window(&self, limit: u64, is_shared: bool) -> u64 {
         let rate = self.rate();
         if rate == 0.0 {
             return FIRST_WINDOW.min(limit);
         }
         let carried = |nanos: u64| rate * nanos as f64 / 1e9;
+        if is_shared {
+            let bytes = carried(self.round_trip() + SLACK_LEAST) as u64 + 2 * u64::from(self.frame_bytes());
+            return bytes.min(limit);
+        }
         let slack = carried(SLACK_MOST).min(carried(SLACK_LEAST).max(SLACK_BYTES));
         ((carried(self.round_trip()) + slack) as u64 + 2 * u64::from(self.frame_bytes().max(WINDOW_FRAME))).min(limit)
     }
@@ -230,11 +234,11 @@ impl<F> Stream<F> {
         }
     }
 
-    pub(crate) fn snapshot(&self, limit: u64) -> StreamStats {
+    pub(crate) fn snapshot(&self, limit: u64, is_shared: bool) -> StreamStats {
         StreamStats {
             rate_bytes_per_s: self.rate(),
             round_trip_ns: self.round_trip(),
-            window_bytes: self.window(limit),
+            window_bytes: self.window(limit, is_shared),
             ..self.stats
         }
     }

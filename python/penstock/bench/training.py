@@ -3,6 +3,9 @@
 The bound of a step (docs/gradients.md): a gradient cannot travel before it is made, nor faster than the link. With
 communication off, gradient ``k`` is made ``t(k)`` seconds after the start of the step; it and all that are made later then
 have to pass the link. So no step ends before the largest of ``t(k) + bytes from k on / link``, and its optimizer comes after.
+
+That takes the link's nominal rate and knows no processors. The same run therefore also measures what raw sockets take for the
+bytes, alone and beside a step that computes: who computes and moves bytes on the same cores cannot do better than that.
 """
 
 from __future__ import annotations
@@ -43,6 +46,10 @@ class Outcome:
     bound_s: float | None
     """None without a link, whose rate would bound it."""
     compute_s: float
+    link_s: float | None
+    """What raw sockets took in the same run to move the bytes that an all-reduce puts on a link, when nothing else ran."""
+    sockets_s: float | None
+    """A step that reduces nothing, while raw sockets move these bytes from the first gradient on."""
     ways: list[Way]
 
     def table(self) -> Table:
@@ -54,17 +61,24 @@ class Outcome:
         shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
         shown.add_column("way")
         base = next((way for way in self.ways if way.name == "ddp"), self.ways[0])
-        for column in ("step ms", "of the bound", f"times {base.name}", "rounds", "units"):
+        for column in ("step ms", "of the bound", "of raw sockets", f"times {base.name}", "rounds", "units"):
             shown.add_column(column, justify="right", no_wrap=True)
-        shown.add_row("computing alone", f"{1e3 * self.compute_s:.1f}", "", "", "", "")
-        if self.bound_s is not None:
-            shown.add_row("the bound", f"{1e3 * self.bound_s:.1f}", "100 %", "", "", "")
+        limits = {
+            "computing alone": self.compute_s,
+            "raw sockets alone": self.link_s,
+            "the bound": self.bound_s,
+            "computing beside raw sockets": self.sockets_s,
+        }
+        for name, seconds in limits.items():
+            if seconds is not None:
+                shown.add_row(name, f"{1e3 * seconds:.1f}", "", "", "", "", "")
         for way in self.ways:
             steps = way.stats.get("steps", 0)
             shown.add_row(
                 way.name,
                 f"{1e3 * way.step_s:.1f}",
                 f"{self.bound_s / way.step_s:.0%}" if self.bound_s else "",
+                f"{self.sockets_s / way.step_s:.0%}" if self.sockets_s else "",
                 f"{base.step_s / way.step_s:.2f}x",
                 *(f"{way.stats[key] / steps:.1f}" if steps else "" for key in ("rounds", "units")),
             )
@@ -147,6 +161,7 @@ def measure(
         "turns": turns,
         "steps": steps,
         "unit_bytes": unit_bytes,
+        "sockets": bed.hosts > 1,
     }
     records = _run(bed, model, options, ranks, timeout_s)
     link = bed.link if isinstance(bed, Testbed) else None
@@ -176,12 +191,24 @@ def summarise(
         slowest = max(by_rank.values(), key=statistics.median)
         ways[name] = Way(name, statistics.median(slowest), slowest, turns[-1]["stats"])
     compute_s = ways.pop("compute").step_s
+    link_s, sockets_s = (ways.pop(name).step_s if name in ways else None for name in ("link", "sockets"))
     bound_s = None
     if payload_bytes_per_s and hosts > 1:
         made_s = max(each[-1][0] for each in ready)
         bound_s = max(bound(each, hosts, payload_bytes_per_s) for each in ready) + max(0.0, compute_s - made_s)
     sizes = [size for _, size in ready[0]]
-    return Outcome(options["model"], ranks, hosts, len(sizes), sum(sizes), bound_s, compute_s, list(ways.values()))
+    return Outcome(
+        model=options["model"],
+        ranks=ranks,
+        hosts=hosts,
+        gradients=len(sizes),
+        gradient_bytes=sum(sizes),
+        bound_s=bound_s,
+        compute_s=compute_s,
+        link_s=link_s,
+        sockets_s=sockets_s,
+        ways=list(ways.values()),
+    )
 
 
 def bound(ready: Sequence[Sequence[float]], hosts: int, payload_bytes_per_s: float) -> float:

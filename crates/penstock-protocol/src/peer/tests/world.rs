@@ -409,7 +409,8 @@ impl World {
                 }
                 self.polls += 1;
                 let before = peer.streams[&(stream as StreamId)].unacked_bytes;
-                let window = peer.streams[&(stream as StreamId)].window(peer.config.unacked_limit_bytes);
+                let window =
+                    peer.streams[&(stream as StreamId)].window(peer.config.unacked_limit_bytes, peer.share_a_link());
                 let Some(frame) = peer.poll_frame(stream as StreamId, now) else { return false };
                 let header = frame.header;
                 self.frames += 1;
