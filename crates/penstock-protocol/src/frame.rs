@@ -343,8 +343,8 @@ pub const FLAG_PAYLOAD_SUM: u16 = 1;
 /// ~1 us), small enough to stay in an L2 cache between arrival and reduction.
 pub const MAX_FRAME_BYTES: u32 = 256 * 1024;
 /// The smallest cut of a longer message. Slow streams share the tail in finer pieces: with 64 KiB, one GSO super-packet, ten
-/// all-reduces of 1 MiB over 1 Gbit/s and 32 streams took 108 to 113 ms instead of 104 to 107 with 32 KiB. The first grain is one
-/// frame on streams of some Mbit/s.
+/// all-reduces of 1 MiB over 1 Gbit/s and 32 streams took 108 to 113 ms instead of 104 to 107 with 32 KiB.
+/// 16 KiB goes with the small windows of streams that share a link (`PATIENCE_SHARED`); 8 and 4 KiB were no better.
 pub const MIN_FRAME_BYTES: u32 = 16 * 1024;
 /// Bound on the text of a `Report`.
 pub const MAX_REPORT_BYTES: u32 = 2048;

@@ -5,7 +5,8 @@ communication off, gradient ``k`` is made ``t(k)`` seconds after the start of th
 have to pass the link. So no step ends before the largest of ``t(k) + bytes from k on / link``, and its optimizer comes after.
 
 That takes the link's nominal rate and knows no processors. The same run therefore also measures what raw sockets take for the
-bytes, alone and beside a step that computes: who computes and moves bytes on the same cores cannot do better than that.
+bytes, alone and beside a step that computes. That is a reference, not a bound: sockets may use the link worse than a way does,
+and a way that halves its bytes is held against all of them.
 """
 
 from __future__ import annotations
