@@ -27,17 +27,16 @@ def main() -> None:
     for turn in range(options["turns"] + 1):
         for way, group in groups.items():
             dist.barrier()
-            before = (counted(options["interface"]), _processor_s())
-            seconds = [_all_reduce(group, way, options["elements"]) for _ in range(options["operations"])]
+            before = counted(options["interface"])
+            each = [_all_reduce(group, way, options["elements"]) for _ in range(options["operations"])]
             dist.barrier()
-            after = (counted(options["interface"]), _processor_s())
-            (busy, whole) = (late - early for early, late in zip(before[1], after[1], strict=True))
-            sent, received = (late - early for early, late in zip(before[0], after[0], strict=True))
+            sent, received = (late - early for early, late in zip(before, counted(options["interface"]), strict=True))
+            busy, whole = (sum(span[at] for _, span in each) for at in (0, 1))
             # The first turn makes connections and measures round trips.
             _say(
                 way=way,
                 turn=turn - 1,
-                seconds=seconds,
+                seconds=[took for took, _ in each],
                 tensor_bytes=options["elements"] * DTYPES.get(way, torch.float32).itemsize,
                 sent=sent,
                 received=received,
@@ -58,8 +57,8 @@ def _group(way: str, plan: str | None) -> dist.ProcessGroup:
         os.environ.pop("PENSTOCK_PLAN", None)
 
 
-def _all_reduce(group: dist.ProcessGroup, way: str, elements: int) -> float:
-    """Seconds of one. Small whole numbers, which all ways add exactly."""
+def _all_reduce(group: dist.ProcessGroup, way: str, elements: int) -> tuple[float, tuple[float, float]]:
+    """Seconds of one, and `_processor_s` from its start to its end on all ranks. Small whole numbers, which all ways add exactly."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype = DTYPES.get(way, torch.float32)
     tensor = torch.arange(elements, dtype=torch.int32).remainder(13).add(rank).to(dtype)
@@ -67,13 +66,17 @@ def _all_reduce(group: dist.ProcessGroup, way: str, elements: int) -> float:
         torch.arange(elements, dtype=torch.int32).remainder(13).mul(world).add(world * (world - 1) // 2).to(dtype)
     )
     dist.barrier()
+    before = _processor_s()
     started = time.perf_counter()
     dist.all_reduce(tensor, group=group)
     took = time.perf_counter() - started
+    dist.barrier()  # nobody checks while others still reduce
+    busy, whole = (late - early for early, late in zip(before, _processor_s(), strict=True))
+    dist.barrier()
     if not torch.equal(tensor, expected):
         wrong = int((tensor != expected).sum())
         raise SystemExit(f"{way}: rank {rank} got {wrong} of {elements} elements wrong")
-    return took
+    return took, (busy, whole)
 
 
 def _processor_s() -> tuple[float, float]:
