@@ -9,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import http.server
 import itertools
+import json
+import os
 import pathlib
 import signal
 import textwrap
+import threading
 import time
 from typing import Any
 
@@ -22,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import penstock
 import penstock.torch
 import ranks
 from daemons import Daemon
@@ -333,12 +338,16 @@ def test_the_reducer_goes_through_the_servers(tmp_path: pathlib.Path) -> None:
 
 def _for_ever() -> None:
     dist.init_process_group("penstock")
-    tensor = torch.ones(100_000)
-    dist.all_reduce(tensor)
+    tensors = [torch.ones(100_000), torch.ones(100_000)]
+    dist.all_reduce(tensors[0])
     ranks.note("running")
+    # One is always under way.
+    last = dist.all_reduce(tensors[0], async_op=True)
     while True:
-        tensor.fill_(1.0)
-        dist.all_reduce(tensor)
+        tensors.reverse()
+        work = dist.all_reduce(tensors[0].fill_(1.0), async_op=True)
+        last.wait()
+        last = work
 
 
 def test_rank_killed(tmp_path: pathlib.Path) -> None:
@@ -444,6 +453,69 @@ def test_wrong_secret_role_and_limits(tmp_path: pathlib.Path) -> None:
         ranks.run(_all_reduces, count=2, env={**env, "PENSTOCK_SECRET": "one"})
         _refused(_plan(tmp_path, f"- address: {aggregator.address}"), aggregator.address, "is a aggregator")
         _refused(_plan(tmp_path, f"- address: {small.address}"), small.address, "32 slots are needed", "--slots")
+
+
+def test_another_version_of_the_protocol(tmp_path: pathlib.Path) -> None:
+    """A daemon that speaks another version is refused on all ranks before a packet is sent, with both versions."""
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"role": "server", "penstock": "9.9.9", "protocol": 9, "shards": 1}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{other.server_port}"
+        _refused(_plan(tmp_path, f"- address: {address}"), address, "9.9.9", "version 9", "version 1")
+        other.shutdown()
+
+
+def _init_with(plan: Any) -> dict[str, Any]:
+    penstock.init(plan=plan if os.environ["RANK"] == "0" else None)
+    dist.init_process_group("penstock")
+    values = torch.ones(5000)
+    dist.all_reduce(values)
+    assert values.eq(dist.get_world_size()).all()
+    stats = penstock.torch.stats()["aggregated"]
+    # Groups from here on go among the ranks.
+    penstock.init(plan=None)
+    group = dist.new_group(backend="penstock")
+    dist.all_reduce(values, group=group)
+    assert len(penstock.torch.stats()["aggregated"]) == 1
+    dist.destroy_process_group()
+    [lane] = stats.values()
+    return dict(lane)
+
+
+def test_a_plan_from_the_script(tmp_path: pathlib.Path) -> None:
+    """`penstock.init(plan=...)` on rank 0, as a dict or a file, does what the knob does, until it is taken back."""
+    with Daemon("server") as server:
+        plan = {"version": 1, "aggregated": {"block_bytes": 1024, "servers": [{"address": server.address}]}}
+        path = tmp_path / "plan.yaml"
+        path.write_text(json.dumps(plan))
+        for given in (plan, str(path), path):
+            for lane in ranks.run(_init_with, args=(given,), count=2):
+                assert (lane["operations"], lane["fallback"]) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("/nowhere/plan.yaml", "penstock.init(plan='/nowhere/plan.yaml'): the file cannot be read"),
+        ({"version": 1}, "penstock.init(plan=...)"),
+        ({"version": 1, "aggregated": {"servers": [object()]}}, "penstock.init(plan=...)"),
+    ],
+)
+def test_a_bad_plan_from_the_script(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        penstock.init(plan=given)
+    assert words in str(error.value)
 
 
 GOOD = """

@@ -39,7 +39,9 @@ def _said() -> list[list[dict[str, Any]]]:
     """Two ranks: an undisturbed run of two steps with two all-reduces each, and one of three steps with a kill."""
     steps = [["a", "b"], ["c", "d"]]
     run = {"run": 0, "struck": None, "returned": True, "bypasses": 1, "fallback": None, "digests": [*steps, steps[0]]}
-    ranks = [[{"run": -1, "digests": steps}, copy.deepcopy(run)] for _ in range(2)]
+    run["seconds"] = [0.1, 0.6, 0.2]
+    ranks = [[{"run": -1, "digests": steps, "seconds": [0.2, 0.1]}, copy.deepcopy(run)] for _ in range(2)]
+    ranks[0][1]["seconds"][1] = 0.7
     ranks[1][1]["struck"] = {"step": 1, "in_flight": 2}
     return ranks
 
@@ -50,6 +52,7 @@ FAULT = faults.Fault(seed=7, node="a0", rank=1, step=1, share=0.5, back=0)
 def test_equal_bits_are_equal() -> None:
     [run] = faults.summarise(_said(), [FAULT])
     assert (run.wrong, run.struck_step, run.in_flight, run.bypasses, run.all_reduces) == ([], 1, 2, 2, 6)
+    assert (run.longest_s, run.undisturbed_s) == (0.7, 0.2), "of any rank"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -64,14 +67,17 @@ def test_one_wrong_bit_is_found(rank: int, step: int) -> None:
 
 
 def test_other_ways_round_are_found() -> None:
-    """A run that went on among the ranks proves nothing; nor does an undisturbed one whose ranks differ."""
+    """A run that went on among the ranks, or without the aggregator, proves nothing; nor does an undisturbed one whose ranks
+    differ."""
     said = _said()
+    said[0][1]["returned"] = False
     said[0][1]["fallback"] = "server 10.77.2.1:7471 is silent"
     said[1][0]["digests"] = [["a", "b"], ["c", "e"]]
     [run] = faults.summarise(said, [FAULT])
     assert run.wrong == [
         "rank 1 differs from rank 0 without any fault",
         "rank 0 went on without servers: server 10.77.2.1:7471 is silent",
+        "traffic did not go through a0 again",
     ]
 
 

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock._core import __version__ as __version__
     from penstock.flight import flight_record as flight_record
+    from penstock.plan import init as init
     from penstock.torch import empty as empty
     from penstock.torch import stats as stats
 
-__all__ = ["__version__", "empty", "flight_record", "stats"]
+__all__ = ["__version__", "empty", "flight_record", "init", "stats"]
 
 
 def __getattr__(name: str) -> Any:
@@ -88,6 +89,7 @@ _HOME = {
     "__version__": "penstock._core",
     "empty": "penstock.torch",
     "flight_record": "penstock.flight",
+    "init": "penstock.plan",
     "stats": "penstock.torch",
 }
 

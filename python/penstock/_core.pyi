@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 __all__ = [
+    "AGGREGATION_VERSION",
     "Daemon",
     "Engine",
     "Group",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 __version__: str
+AGGREGATION_VERSION: int
 
 @final
 class Engine:

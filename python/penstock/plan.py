@@ -1,4 +1,4 @@
-"""The plan file: who aggregates what where (docs/aggregated.md has an example).
+"""The plan: who aggregates what where (docs/aggregated.md has an example).
 
 A plan is read once, by rank 0, and passed on; what is wrong with it is said with the line where it stands.
 """
@@ -6,8 +6,10 @@ A plan is read once, by rank 0, and passed on; what is wrong with it is said wit
 from __future__ import annotations
 
 import ipaddress
+import json
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 
 from penstock.errors import Config as ConfigError
 
-__all__ = ["Aggregator", "Plan", "Server", "load", "parse"]
+__all__ = ["Aggregator", "Plan", "Server", "chosen", "init", "load", "parse"]
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,46 @@ class Plan:
                         )
 
 
-def load(path: str) -> str:
-    """The text of a plan file, checked.
+def init(*, plan: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> None:
+    """Choose the plan of the process groups that this process makes from now on, in place of the knob PENSTOCK_PLAN.
+
+    To be called before ``torch.distributed.init_process_group``. As with the knob, rank 0's counts and reaches the others.
+
+    Args:
+        plan: a file, or what such a file says as dicts and lists; None: the knob counts again.
+
+    Raises:
+        penstock.errors.Config: it cannot be read, or is no plan; nothing has changed.
+
+    Does not block, and asks no daemon: that comes with the group.
+    """
+    global _given
+    if plan is None:
+        _given = None
+    elif isinstance(plan, Mapping):
+        name = "penstock.init(plan=...)"
+        try:
+            text = json.dumps(plan, indent=1)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name}: {error}; a plan is made of dicts, lists, texts and numbers") from None
+        parse(text, name)
+        _given = (text, name)
+    else:
+        path = os.fspath(plan)
+        _given = (load(path, f"penstock.init(plan={path!r})"), path)
+
+
+def chosen(knob: str) -> tuple[str, str] | None:
+    """The text of the plan and its name: `init`'s, or that of the file which PENSTOCK_PLAN names.
+
+    Raises:
+        penstock.errors.Config: as `load`.
+    """
+    return _given or ((load(knob, f"PENSTOCK_PLAN={knob}"), knob) if knob else None)
+
+
+def load(path: str, asked: str) -> str:
+    """The text of a plan file, checked; ``asked`` is what named it, for errors.
 
     Raises:
         penstock.errors.Config: it cannot be read, or is no plan.
@@ -114,7 +154,7 @@ def load(path: str) -> str:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"PENSTOCK_PLAN={path} cannot be read: {reason}") from error
+        raise ConfigError(f"{asked}: the file cannot be read: {reason}") from error
     parse(text, path)
     return text
 
@@ -294,3 +334,5 @@ MOST_WORKERS = 64
 MOST_BLOCK_BYTES = 8896
 # Weights are counted in millionths.
 MIN_FRACTION = 1e-6
+# `init`'s: text and name.
+_given: tuple[str, str] | None = None

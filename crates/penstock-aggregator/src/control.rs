@@ -5,6 +5,7 @@ use crate::http::{Request, Response};
 use crate::report::{About, Report};
 use crate::shard::{Command, Handle, Refused};
 use crate::{Config, Role, proof};
+use penstock_protocol::aggregation::VERSION;
 use serde_json::json;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -176,7 +177,8 @@ impl Control {
                 ),
             );
         }
-        for shard in self.shards().iter() {
+        let shards = self.shards();
+        for (at, shard) in shards.iter().enumerate() {
             let (answer, outcome) = sync_channel(1);
             shard.send(Command::Open(Box::new(admitted.clone()), answer));
             let refused = match outcome.recv_timeout(ANSWER) {
@@ -186,8 +188,14 @@ impl Control {
                 Err(_) => Response::error(503, "a shard does not answer"),
             };
             // All shards have the same limits and jobs, so the first refuses for all; but for one that is gone.
+            for opened in &shards[..at] {
+                let (answer, closed) = sync_channel(1);
+                opened.send(Command::Close(job, answer));
+                let _ = closed.recv_timeout(ANSWER);
+            }
             return refused;
         }
+        drop(shards);
         registry.jobs.insert(job, (epoch, body.to_vec()));
         log::info!("penstock: job {job} (epoch {epoch}) is open");
         Response::json(201, &opened)
@@ -263,6 +271,7 @@ impl Control {
         let Config { role, shards, limits, secret, offloads, drop, .. } = &self.config;
         let mut about = json!({
             "penstock": env!("CARGO_PKG_VERSION"),
+            "protocol": VERSION,
             "role": role.name(),
             "shards": shards,
             "udp": self.here.to_string(),

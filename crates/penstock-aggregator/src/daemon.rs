@@ -4,7 +4,7 @@ use crate::config::human_bytes;
 use crate::control::Control;
 use crate::shard::{self, Settings};
 use crate::{Config, Role, http};
-use penstock_net::datagrams::Datagrams;
+use penstock_net::datagrams::{Datagrams, SHORT_SEND_BUFFER};
 use penstock_protocol::aggregation::{Limits, Shard};
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -220,6 +220,10 @@ fn bind_at(config: &Config, mut address: SocketAddr) -> Result<(Vec<Datagrams>, 
         let mut port = address;
         port.set_port(address.port().checked_add(shard).filter(|port| *port != 0 || shard == 0).unwrap_or(0));
         let socket = Datagrams::bind(port, config.offloads, config.buffer_bytes).map_err(failed(port, "UDP"))?;
+        if config.role == Role::Server {
+            // Results that are asked for again go before those of later blocks.
+            socket.set_send_buffer(SHORT_SEND_BUFFER).map_err(failed(port, "UDP"))?;
+        }
         if shard == 0 {
             address = socket.local_addr();
         }

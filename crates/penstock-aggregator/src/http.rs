@@ -1,11 +1,12 @@
 //! HTTP for a handful of requests a minute: one request a connection, every limit known before a byte is read.
 //!
-//! A stranger can hold [`CONNECTIONS`] connections for [`PATIENCE`], and no packet of a job waits for any of them.
+//! A stranger can hold [`CONNECTIONS`] connections for [`PATIENCE`], and no packet of a job waits for any of them. Who comes when all
+//! are taken takes the place of the oldest whose request is not here yet, so that strangers who say nothing keep nobody out.
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A request whose form is right.
@@ -69,10 +70,10 @@ impl Response {
 /// Accepts until the listener is shut down. Every connection has a thread of its own for as long as it lives.
 pub(crate) fn serve(listener: &TcpListener, handle: impl Fn(&Request) -> Response + Send + Sync + 'static) {
     let handle = Arc::new(handle);
-    let open = Arc::new(AtomicUsize::new(0));
+    let crowd = Arc::new(Crowd::default());
     loop {
         let stream = match listener.accept() {
-            Ok((stream, _)) => stream,
+            Ok((stream, _)) => Arc::new(stream),
             // A connection that was reset before it was accepted, or a moment without descriptors.
             Err(error) if matches!(error.raw_os_error(), Some(errno::ECONNABORTED | errno::EINTR)) => {
                 continue;
@@ -84,35 +85,101 @@ pub(crate) fn serve(listener: &TcpListener, handle: impl Fn(&Request) -> Respons
             }
             Err(_) => return,
         };
-        if open.fetch_add(1, Ordering::Relaxed) >= CONNECTIONS {
-            open.fetch_sub(1, Ordering::Relaxed);
+        if !crowd.enter(&stream) {
             continue;
         }
-        let (handle, open_there) = (Arc::clone(&handle), Arc::clone(&open));
+        let (handle, crowd_there) = (Arc::clone(&handle), Arc::clone(&crowd));
+        let stream_there = Arc::clone(&stream);
         let started = std::thread::Builder::new().name("penstock-http".into()).spawn(move || {
-            if let Err(error) = converse(stream, &*handle) {
+            if let Err(error) = converse(&stream_there, &crowd_there, &*handle) {
                 log::debug!("penstock: an HTTP connection broke off: {error}");
             }
-            open_there.fetch_sub(1, Ordering::Relaxed);
+            crowd_there.leave(&stream_there);
         });
         if started.is_err() {
-            open.fetch_sub(1, Ordering::Relaxed);
+            crowd.leave(&stream);
         }
     }
 }
 
-fn converse(mut stream: TcpStream, handle: &impl Fn(&Request) -> Response) -> io::Result<()> {
+/// Who is connected.
+#[derive(Default)]
+struct Crowd(Mutex<Places>);
+
+#[derive(Default)]
+struct Places {
+    /// Their requests are not here yet, or their answers are out; the oldest comes first.
+    waiting: VecDeque<Arc<TcpStream>>,
+    /// Their requests are being answered.
+    answered: usize,
+}
+
+impl Crowd {
+    /// Whether there is a place, or somebody has made one.
+    fn enter(&self, stream: &Arc<TcpStream>) -> bool {
+        let mut places = self.places();
+        if places.waiting.len() + places.answered >= CONNECTIONS {
+            let Some(oldest) = places.waiting.pop_front() else {
+                return false;
+            };
+            // Its thread reads the end and goes.
+            let _ = oldest.shutdown(Shutdown::Both);
+        }
+        places.waiting.push_back(Arc::clone(stream));
+        true
+    }
+
+    /// A request is here; false: another connection has taken its place meanwhile.
+    fn is_read(&self, stream: &Arc<TcpStream>) -> bool {
+        let mut places = self.places();
+        let is_here = places.take(stream);
+        places.answered += usize::from(is_here);
+        is_here
+    }
+
+    fn leave(&self, stream: &Arc<TcpStream>) {
+        self.places().take(stream);
+    }
+
+    /// The answer is out, and perhaps not yet read.
+    fn is_answered(&self, stream: &Arc<TcpStream>) {
+        let mut places = self.places();
+        places.answered -= 1;
+        places.waiting.push_back(Arc::clone(stream));
+    }
+
+    fn places(&self) -> MutexGuard<'_, Places> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Places {
+    fn take(&mut self, stream: &Arc<TcpStream>) -> bool {
+        let at = self.waiting.iter().position(|one| Arc::ptr_eq(one, stream));
+        at.is_some_and(|at| self.waiting.remove(at).is_some())
+    }
+}
+
+fn converse(stream: &Arc<TcpStream>, crowd: &Crowd, handle: &impl Fn(&Request) -> Response) -> io::Result<()> {
     stream.set_write_timeout(Some(PATIENCE))?;
     let deadline = Instant::now() + PATIENCE;
-    let response = match read(&mut Deadline { stream: &stream, deadline }) {
-        Ok(request) => handle(&request),
-        Err(Unread::Refused(response)) => response,
-        Err(Unread::Broken(error)) => return Err(error),
-    };
-    response.write(&mut stream)?;
+    let read = read(&mut Deadline { stream, deadline });
+    if !crowd.is_read(stream) {
+        return Err(io::ErrorKind::ConnectionAborted.into());
+    }
+    let answered = (|| {
+        let response = match read {
+            Ok(request) => handle(&request),
+            Err(Unread::Refused(response)) => response,
+            Err(Unread::Broken(error)) => return Err(error),
+        };
+        response.write(&mut &**stream)
+    })();
+    crowd.is_answered(stream);
+    answered?;
     // What was not read would make the kernel reset the connection before the answer is there.
-    stream.shutdown(std::net::Shutdown::Write)?;
-    let _ = io::copy(&mut Deadline { stream: &stream, deadline }.take(LEFT_OVER), &mut io::sink());
+    stream.shutdown(Shutdown::Write)?;
+    let _ = io::copy(&mut Deadline { stream, deadline }.take(LEFT_OVER), &mut io::sink());
     Ok(())
 }
 
@@ -211,7 +278,7 @@ mod errno {
     pub(super) const ECONNABORTED: i32 = rustix::io::Errno::CONNABORTED.raw_os_error();
 }
 
-/// Connections at a time; more are closed.
+/// Connections at a time.
 const CONNECTIONS: usize = 32;
 /// For a whole request.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -181,10 +181,10 @@ fn secrets() {
 fn slow_strangers() {
     let node = daemon(config(Role::Aggregator));
     let at = node.local_addr();
-    let held: Vec<TcpStream> = (0..20)
+    let held: Vec<TcpStream> = (0..40)
         .map(|i| {
             let mut stream = TcpStream::connect(at).unwrap();
-            stream.write_all(&b"PUT /jobs/1 HTTP/1.1\r\nContent-Length: 100\r\n\r\n{"[..i * 2]).unwrap();
+            stream.write_all(&b"PUT /jobs/1 HTTP/1.1\r\nContent-Length: 100\r\n\r\n{"[..i]).unwrap();
             stream
         })
         .collect();

@@ -148,6 +148,12 @@ impl Datagrams {
         Ok((socket.recv_buffer_size()?, socket.send_buffer_size()?))
     }
 
+    /// Asks for a send buffer of so many bytes. What waits there goes before all that the caller finds more urgent later, such as
+    /// what was lost; what has no room there waits in the queue of the caller's making.
+    pub fn set_send_buffer(&self, bytes: usize) -> io::Result<()> {
+        socket2::SockRef::from(&self.socket).set_send_buffer_size(bytes)
+    }
+
     /// Datagrams that came and for which the receive buffer had no room.
     pub fn kernel_dropped(&self) -> io::Result<u64> {
         // Linux, include/uapi/linux/sock_diag.h: SK_MEMINFO_DROPS is the last of SK_MEMINFO_VARS words.
@@ -535,6 +541,10 @@ impl Queue {
         }
     }
 }
+
+/// For [`Datagrams::set_send_buffer`], where losses are repaired: some 28 datagrams of 9 KiB with the kernel's bookkeeping, which are
+/// 17 ms at 120 Mbit/s and 0.2 ms at 10 Gbit/s.
+pub const SHORT_SEND_BUFFER: usize = 256 << 10;
 
 /// Asks for buffers beyond the system's limit first, which root may have.
 fn enlarge(socket: &Socket, bytes: usize) -> io::Result<()> {

@@ -38,6 +38,9 @@ mod _core {
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "Python spells it so")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
+
+    #[pymodule_export]
+    const AGGREGATION_VERSION: u8 = penstock_protocol::aggregation::VERSION;
 }
 
 /// Which addresses to listen on: those named by the first non-empty (knob, value), else the one that routes to

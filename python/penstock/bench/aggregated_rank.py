@@ -58,7 +58,7 @@ def _group(way: str, plan: str | None) -> dist.ProcessGroup:
 
 
 def _all_reduce(group: dist.ProcessGroup, way: str, elements: int) -> tuple[float, tuple[float, float]]:
-    """Seconds of one, and `_processor_s` from its start to its end on all ranks. Small whole numbers, which all ways add exactly."""
+    """Seconds of one, and `_processor_s` from its start to its end on all ranks. All ways add small whole numbers exactly."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype = DTYPES.get(way, torch.float32)
     tensor = torch.arange(elements, dtype=torch.int32).remainder(13).add(rank).to(dtype)

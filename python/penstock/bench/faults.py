@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -71,8 +72,13 @@ class Run:
     """Whether traffic went through all aggregators again in the end."""
     all_reduces: int
     """Of each rank."""
+    longest_s: float
+    """The longest step, in which a dead aggregator was noticed and passed by."""
+    undisturbed_s: float
+    """The longest step of the run without losses and kills."""
     wrong: list[str]
-    """What has other bits than undisturbed, or went another way than through the server; empty if all is well."""
+    """What has other bits than undisturbed, went another way than through the server, or did not come back to the aggregator that
+    was started again; empty if all is well."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -98,12 +104,15 @@ class Outcome:
         passed = sum(run.bypasses > 0 for run in self.runs)
         equal = sum(not run.wrong for run in self.runs)
         killed = sorted({run.fault.node for run in self.runs})
+        longest = sorted(run.longest_s for run in self.runs)
         return [
             f"{self.workers} workers, loss {self.loss:g} on every link, {len(self.runs)} runs from seed "
             f"{self.runs[0].fault.seed}: {equal} equal the undisturbed one bit by bit",
             f"  kills of {', '.join(killed)}: {mid} with all-reduces under way, {passed} passed by, "
             f"{sum(run.returned for run in self.runs)} came back into use; "
             f"{sum(run.all_reduces for run in self.runs)} all-reduces a rank",
+            f"  the longest step of a run: {statistics.median(longest):.2f} s in the median, {longest[-1]:.2f} s at most; "
+            f"undisturbed {self.runs[0].undisturbed_s:.2f} s",
             *(f"  WRONG: {what}" for what in self.wrong),
         ]
 
@@ -158,7 +167,8 @@ def measure(
 
 def summarise(records: Sequence[Sequence[dict[str, Any]]], faults: Sequence[Fault]) -> list[Run]:
     """What the ranks said of each run, held against what they said of the undisturbed one. Pure."""
-    undisturbed = [next(one["digests"] for one in each if one.get("run") == -1) for each in records]
+    before = [next(one for one in each if one.get("run") == -1) for each in records]
+    undisturbed = [one["digests"] for one in before]
     wrong = [
         f"rank {rank} differs from rank 0 without any fault"
         for rank, mine in enumerate(undisturbed)
@@ -178,6 +188,8 @@ def summarise(records: Sequence[Sequence[dict[str, Any]]], faults: Sequence[Faul
             ]
             if one["fallback"]:
                 found.append(f"rank {rank} went on without servers: {one['fallback']}")
+        if not mine[0]["returned"]:
+            found.append(f"traffic did not go through {fault.node} again")
         struck = mine[fault.rank]["struck"]
         runs.append(
             Run(
@@ -187,6 +199,8 @@ def summarise(records: Sequence[Sequence[dict[str, Any]]], faults: Sequence[Faul
                 bypasses=sum(one["bypasses"] for one in mine),
                 returned=mine[0]["returned"],
                 all_reduces=sum(len(digests) for digests in mine[0]["digests"]),
+                longest_s=max(max(one["seconds"]) for one in mine),
+                undisturbed_s=max(max(one["seconds"]) for one in before),
                 wrong=found,
             )
         )

@@ -65,6 +65,7 @@ class _Run:
         self._now: tuple[int, list[dist.Work]] = (0, [])
         self.results: list[list[torch.Tensor]] = []
         self.sent = 0
+        self._seconds: list[float] = []
 
     def take(self) -> dict[str, Any]:
         """All steps: the digests of all results, and what became of the fault."""
@@ -94,6 +95,7 @@ class _Run:
         lane = _lane()
         found = {
             "digests": digests,
+            "seconds": self._seconds,
             "struck": self._striker and self._striker.told(),
             "returned": returned,
             "bypasses": lane["servers"][0]["bypasses"],
@@ -115,6 +117,7 @@ class _Run:
             self._striker = Striker(options["state"], fault["node"], options["interface"], bytes_more, self._under_way)
         works: list[dist.Work] = []
         self._now = (step, works)
+        started = time.perf_counter()
         striker = self._striker
         for tensor, (_, _, op) in zip(tensors, BUCKETS, strict=True):
             works.append(dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op), group=group, async_op=True))
@@ -125,6 +128,7 @@ class _Run:
                 self._restarted = order(options["state"], order="restart", node=fault["node"])
         for work in works:
             work.wait()
+        self._seconds.append(time.perf_counter() - started)
         digests.append([_digest(tensor) for tensor in tensors])
 
     def _under_way(self) -> dict[str, int]:

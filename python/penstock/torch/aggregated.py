@@ -250,6 +250,11 @@ class _Jobs:
                 self._stop.wait(_RETRY_EVERY_S)
         if answer.get("role") != role:
             raise ConfigError(f"{address} is a {answer.get('role')}, but the plan {self._plan.name} has it as {role}")
+        if answer.get("protocol") != _core.AGGREGATION_VERSION:
+            raise ConfigError(
+                f"{role} {address} is penstock {answer.get('penstock')} with version {answer.get('protocol')} of the packets, "
+                f"this rank penstock {_core.__version__} with version {_core.AGGREGATION_VERSION}: install the same on both"
+            )
         return int(answer.get("shards", 1))
 
     def _put(self, put: _Put, until: float) -> None:

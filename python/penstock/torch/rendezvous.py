@@ -273,17 +273,18 @@ def _agree(
 
 def _plan(settings: config.Settings, world: int) -> tuple[str, str] | None:
     """The text of the plan and its name, if it counts."""
-    if not settings.plan:
+    chosen = plan.chosen(settings.plan)
+    if chosen is None:
         if settings.algorithm == "aggregated":
-            raise ConfigError("PENSTOCK_ALGORITHM=aggregated needs PENSTOCK_PLAN: docs/aggregated.md")
+            raise ConfigError("PENSTOCK_ALGORITHM=aggregated needs a plan (PENSTOCK_PLAN): docs/aggregated.md")
         return None
-    text = plan.load(settings.plan)
-    plan.parse(text, settings.plan).check_world(world)
+    text, name = chosen
+    plan.parse(text, name).check_world(world)
     if world == 1 or settings.algorithm not in (None, "aggregated"):
         why = "one rank adds nothing" if world == 1 else f"PENSTOCK_ALGORITHM={settings.algorithm} goes first"
-        log.warning("PENSTOCK_PLAN=%s is not used: %s", settings.plan, why)
+        log.warning("the plan %s is not used: %s", name, why)
         return None
-    return text, settings.plan
+    return chosen
 
 
 def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name: str) -> None:

@@ -102,8 +102,10 @@ impl Machine for Adding {
             let link = self.link(now, train.from, datagram);
             let mut relays = None;
             let outcome = self.aggregator.handle_packet(link, datagram);
-            let heard =
-                !matches!(outcome, Err(Refusal::Key | Refusal::Epoch | Refusal::Sender | Refusal::Malformed(_)));
+            let heard = !matches!(
+                outcome,
+                Err(Refusal::Key | Refusal::Epoch | Refusal::Sender | Refusal::Version(_) | Refusal::Malformed(_))
+            );
             match outcome {
                 Ok(Action::Send { to, header, payload }) => {
                     let job = job_of(&header).expect("a header is long enough");

@@ -55,7 +55,10 @@ impl Serving {
             Ok(_) => node.heard = Some(now),
             Err(refusal) => {
                 node.counters.refused[refusal.index()] += 1;
-                if !matches!(refusal, Refusal::Key | Refusal::Epoch | Refusal::Sender | Refusal::Malformed(_)) {
+                if !matches!(
+                    refusal,
+                    Refusal::Key | Refusal::Epoch | Refusal::Sender | Refusal::Version(_) | Refusal::Malformed(_)
+                ) {
                     node.heard = Some(now);
                 }
             }

@@ -459,8 +459,8 @@ fn held_operations_keep_their_place() {
     assert_eq!(tensors, [[3.0; 50], [3.0; 50], [6.0; 50], [6.0; 50]].map(|sums| f32s(&sums)));
 }
 
-/// When a server dies at any moment, what one rank has handed out every other has whole; what is delivered on several ranks is
-/// the same; and the fallback's arithmetic gives all the same sum.
+/// When a server dies at any moment, what one rank has handed out every other has whole, and what is delivered on several ranks is
+/// the same. (`fallback.rs` tests the arithmetic that goes on from there.)
 #[test]
 fn nothing_that_was_handed_out_is_lacking_elsewhere() {
     let mut partly = 0;

@@ -9,7 +9,7 @@ use penstock_net::datagrams::Datagrams;
 use penstock_plan::Collective;
 use penstock_protocol::aggregation::{Key, Link, Serial, Timing, WorkerConfig};
 use penstock_protocol::fingerprint::{Fingerprint, Name};
-use penstock_types::{DType, Failure, FailureKind, MILLISECOND, Priority, ReduceOp, SECOND, Time};
+use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp, SECOND, Time};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -32,18 +32,6 @@ pub(super) enum Command {
 
 /// The kind by which the alarm group says that a server is lost. Nothing else of it has a time-out.
 const SERVER_LOST: FailureKind = FailureKind::Timeout;
-/// A window of blocks waits in this host's own queue before it leaves, which is part of the round trip: 2.3 MB are 18 ms at
-/// 1 Gbit/s. Losses are noticed by what overtakes them, so patience costs little.
-const TIMING: Timing = Timing {
-    rto_first: 100 * MILLISECOND,
-    rto_min: 10 * MILLISECOND,
-    rto_max: 500 * MILLISECOND,
-    heartbeat_every: 2 * MILLISECOND,
-    idle_every: 100 * MILLISECOND,
-    path_dead_after: 350 * MILLISECOND,
-    stall_after: SECOND,
-    server_dead_after: 4 * SECOND,
-};
 /// How long ranks may take to find each other after an alarm: more than it takes each to miss the server by itself.
 const AGREE_WITHIN: u64 = 30 * SECOND;
 /// Batches of one socket before another has its turn.
@@ -74,6 +62,8 @@ pub(super) struct Driver {
     published: Time,
     direct: Vec<bool>,
     refusals_told: Vec<bool>,
+    /// Packets from none of ours, for each server's socket.
+    strangers: Vec<u64>,
 }
 
 struct Running {
@@ -96,7 +86,7 @@ impl Driver {
             start: Serial(server.start),
             parent: if server.parent.is_some() { PARENT } else { SERVER },
             server: SERVER,
-            timing: TIMING,
+            timing: Timing::default(),
         };
         let config = CoreConfig {
             rank: spec.rank,
@@ -119,6 +109,7 @@ impl Driver {
                 requested: 0,
                 results: 0,
                 refused: 0,
+                strangers: 0,
                 sent_bytes: 0,
                 received_bytes: 0,
                 round_trip_ns: 0,
@@ -127,6 +118,7 @@ impl Driver {
         Driver {
             direct: vec![false; spec.servers.len()],
             refusals_told: vec![false; spec.servers.len()],
+            strangers: vec![0; spec.servers.len()],
             payload: vec![0; spec.payload_bytes],
             shared,
             group,
@@ -277,8 +269,12 @@ impl Driver {
             let ServerSpec { address, parent, .. } = self.spec.servers[server];
             for _ in 0..BATCHES {
                 let (core, told) = (&mut self.core, &mut self.refusals_told[server]);
+                let strangers = &mut self.strangers[server];
                 let received = socket.receive(|from, bytes| {
-                    let Some(link) = link_of(from, address, parent) else { return };
+                    let Some(link) = link_of(from, address, parent) else {
+                        *strangers += 1;
+                        return;
+                    };
                     match core.handle_packet(now, server, link, bytes) {
                         Ok(Ok(())) => {}
                         Ok(Err(refusal)) => {
@@ -454,7 +450,7 @@ impl Driver {
             "rank {} has not heard server {} for {:.1} s",
             self.spec.rank,
             self.spec.servers[server].address,
-            TIMING.server_dead_after as f64 / SECOND as f64
+            Timing::default().server_dead_after as f64 / SECOND as f64
         );
         self.spec.alarm.fail(Failure::fatal(SERVER_LOST, reason.clone()));
         Some(reason)
@@ -470,6 +466,7 @@ impl Driver {
             entry.requested = counters.requested;
             entry.results = counters.results;
             entry.refused = counters.refused;
+            entry.strangers = self.strangers[server];
             entry.round_trip_ns = self.core.round_trip(server);
             if let Some(socket) = self.sockets.get(server) {
                 entry.sent_bytes = socket.counters().sent_bytes;

@@ -16,7 +16,7 @@ use crate::{Group, Ticket, check_fork};
 use driver::{Command, Driver};
 pub use layout::Wire;
 use penstock_net::bell::Bell;
-use penstock_net::datagrams::Datagrams;
+use penstock_net::datagrams::{Datagrams, SHORT_SEND_BUFFER};
 use penstock_plan::{Algorithm, Collective};
 use penstock_types::{DType, Failure, FailureKind, ReduceOp};
 use std::io;
@@ -38,7 +38,10 @@ impl Sockets {
     pub fn bind(addresses: &[SocketAddr], offloads: bool, buffer_bytes: usize) -> Result<Sockets, Failure> {
         check_fork()?;
         let bind = |address: &SocketAddr| {
-            Datagrams::bind(*address, offloads, buffer_bytes).map_err(|error| {
+            // A window of blocks in the kernel would stand before each that is sent again.
+            let bound = Datagrams::bind(*address, offloads, buffer_bytes)
+                .and_then(|socket| socket.set_send_buffer(SHORT_SEND_BUFFER).map(|()| socket));
+            bound.map_err(|error| {
                 Failure::of_call(FailureKind::Config, format!("cannot bind a UDP socket at {address}: {error}."))
             })
         };
@@ -141,6 +144,8 @@ pub struct ServerStats {
     pub results: u64,
     /// Packets without effect.
     pub refused: u64,
+    /// ... and those that came to this rank's socket from another address than its server's and its aggregator's.
+    pub strangers: u64,
     /// Bytes of datagrams that left, without headers of UDP and below.
     pub sent_bytes: u64,
     /// ... and came.

@@ -278,6 +278,8 @@ impl Aggregator {
         if needed > free {
             return Err(Admission::Memory { needed, free });
         }
+        // The epoch before goes first, so that both are never here together.
+        self.jobs.remove(&job.job);
         let table = Table {
             all: job.children.iter().fold(0, |all, child| all | child.workers),
             children: job.children.iter().map(|child| child.link).collect(),

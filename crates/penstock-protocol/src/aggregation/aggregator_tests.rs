@@ -281,32 +281,48 @@ proptest! {
     /// blocks of that SeqNum, because workers send the same block under one SeqNum.
     #[test]
     fn sequences(steps in proptest::collection::vec(
-        (0u32..4, 0u32..4, 0u32..9, 0u8..12, proptest::collection::vec(any::<u8>(), 0..70)), 0..200,
+        (0u32..10, 0u32..4, 0u32..9, 0u8..20, any::<(u8, u8)>(), proptest::collection::vec(any::<u8>(), 0..70)), 0..200,
     )) {
         let mut node = Aggregator::new(limits());
-        node.open(job(2, 3)).unwrap();
+        node.open(Job { floats: true, ..job(2, 3) }).unwrap();
         let block = |worker: u32, seq: u32| (1 + worker as i32) * 1000 + seq as i32;
-        for (from, worker, seq, what, noise) in steps {
+        for (from, worker, seq, what, (at, flip), noise) in steps {
             let bytes = match what {
                 0..=7 => push(worker, seq, block(worker, seq)),
-                8 => header(Kind::HeartbeatUp, worker, 0).encode(&[], None).to_vec(),
-                9 => header(Kind::HeartbeatDown, worker, 0).encode(&[], None).to_vec(),
-                10 => {
-                    let mut bytes = push(worker, seq, 0);
-                    let at = seq as usize % bytes.len();
-                    // Not SeqNum or block: without a key those cannot be told from a worker's own.
-                    bytes[if (12..16).contains(&at) { 0 } else { at }] ^= 0x80;
+                // Each other kind, from above and from below.
+                8..=12 => {
+                    let kind = [Kind::HeartbeatUp, Kind::HeartbeatDown, Kind::Missing, Kind::Request, Kind::Result]
+                        [usize::from(what) - 8];
+                    let block: &[u8] = if kind.has_block() { &[0, 0, 0, 1] } else { &[] };
+                    [&header(kind, worker, seq).encode(block, None)[..], block].concat()
+                }
+                // What floats, exponents and blocks for the server alone make of a slot that holds, or will hold, integers: a byte of
+                // the format, flags or exponent, else anywhere. But not of the SeqNum or the block: without a key those cannot
+                // be told from a worker's own.
+                13..=17 => {
+                    let mut bytes = push(worker, seq, block(worker, seq));
+                    let at = if what < 16 { [10, 11, 24, 25][usize::from(at) % 4] } else { usize::from(at) % HEADER_BYTES };
+                    bytes[if (12..16).contains(&at) { 0 } else { at }] ^= flip;
                     bytes
                 }
+                18 => push(worker, seq, block(worker, seq))[..usize::from(at) % 52].to_vec(),
                 _ => noise,
             };
-            let from = if what < 8 && from < 3 { worker } else { from };
+            let from = if what < 8 && from < 8 { worker } else { from };
             if let Ok(Action::Send { header, payload, .. }) = node.handle_packet(Link(from), &bytes)
                 && !payload.is_empty()
             {
                 let header = decode(&[&header[..], payload].concat()).unwrap().header;
-                let sum: i32 = (0..3).map(|worker| block(worker, header.seq.0)).sum();
-                prop_assert_eq!(payload, sum.to_be_bytes());
+                let blocks = (0..3).map(|worker| block(worker, header.seq.0));
+                let sum = match header.format {
+                    // The same bytes, read as another type.
+                    Format::I32 => blocks.sum::<i32>().to_be_bytes(),
+                    Format::F32 => {
+                        blocks.map(|block| f32::from_bits(block as u32)).fold(-0.0, |a, b| a + b).to_be_bytes()
+                    }
+                    _ => continue,
+                };
+                prop_assert_eq!(payload, sum);
             }
         }
     }

@@ -26,7 +26,7 @@ mod worker;
 pub use aggregator::{Action, Admission, Aggregator, Child, Job, JobCounters, Limits, Shard};
 pub use key::Key;
 pub use packet::{
-    FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, PacketError, decode,
+    FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, PacketError, VERSION, decode,
 };
 pub use rules::Refusal;
 pub use serial::Serial;

@@ -310,7 +310,8 @@ pub const FLAG_LOST: u8 = 1;
 /// Elements as the tensor has them; for the server alone, aggregators that only add integers drop it.
 pub const FLAG_FULL: u8 = 2;
 const MAGIC: u16 = 0x5041;
-const VERSION: u8 = 1;
+/// Of the packets; daemons tell theirs.
+pub const VERSION: u8 = 1;
 /// What the MAC covers.
 const CODED_BYTES: usize = 40;
 

@@ -74,6 +74,8 @@ impl Rules {
 pub enum Refusal {
     /// The bytes are not a packet.
     Malformed(PacketError),
+    /// A packet of another version of the protocol.
+    Version(u8),
     /// No such job here.
     Job,
     /// Another epoch of the job.
@@ -102,11 +104,12 @@ pub enum Refusal {
 
 impl Refusal {
     /// How many there are; [`Refusal::index`] is below.
-    pub const COUNT: usize = 13;
+    pub const COUNT: usize = 14;
 
     /// Names, by index; for counters.
     pub const NAMES: [&str; Refusal::COUNT] = [
         "malformed",
+        "version",
         "job",
         "epoch",
         "key",
@@ -126,25 +129,30 @@ impl Refusal {
     pub fn index(self) -> usize {
         match self {
             Refusal::Malformed(_) => 0,
-            Refusal::Job => 1,
-            Refusal::Epoch => 2,
-            Refusal::Key => 3,
-            Refusal::Sender => 4,
-            Refusal::Format => 5,
-            Refusal::Length => 6,
-            Refusal::Stale => 7,
-            Refusal::Duplicate => 8,
-            Refusal::Credit => 9,
-            Refusal::Ack => 10,
-            Refusal::Kind => 11,
-            Refusal::Shard => 12,
+            Refusal::Version(_) => 1,
+            Refusal::Job => 2,
+            Refusal::Epoch => 3,
+            Refusal::Key => 4,
+            Refusal::Sender => 5,
+            Refusal::Format => 6,
+            Refusal::Length => 7,
+            Refusal::Stale => 8,
+            Refusal::Duplicate => 9,
+            Refusal::Credit => 10,
+            Refusal::Ack => 11,
+            Refusal::Kind => 12,
+            Refusal::Shard => 13,
         }
     }
 }
 
 impl From<PacketError> for Refusal {
     fn from(error: PacketError) -> Refusal {
-        if error == PacketError::Key { Refusal::Key } else { Refusal::Malformed(error) }
+        match error {
+            PacketError::Key => Refusal::Key,
+            PacketError::Version(version) => Refusal::Version(version),
+            _ => Refusal::Malformed(error),
+        }
     }
 }
 
@@ -152,6 +160,7 @@ impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Refusal::Malformed(error) => write!(f, "{error}"),
+            Refusal::Version(version) => write!(f, "{}", PacketError::Version(*version)),
             Refusal::Job => write!(f, "a packet of a job that is not admitted here"),
             Refusal::Epoch => write!(f, "a packet of another epoch of its job"),
             Refusal::Key => write!(f, "a packet under another key, or damaged"),

@@ -1,4 +1,6 @@
 use super::*;
+use proptest::prelude::*;
+use std::collections::BTreeSet;
 
 const PARENT: Link = Link(1);
 const SERVER: Link = Link(2);
@@ -88,10 +90,10 @@ fn time_outs() {
     let again = [(PARENT, Kind::Push, seq(0)), (SERVER, Kind::Request, seq(0))];
     let (first, packets) = wait(&mut worker, Time(SECOND));
     assert_eq!(packets, again[1..]);
-    assert!((20 * MILLISECOND..30 * MILLISECOND).contains(&first.0), "{first:?}");
+    assert!((100 * MILLISECOND..150 * MILLISECOND).contains(&first.0), "{first:?}");
     let (second, packets) = wait(&mut worker, Time(SECOND));
     assert_eq!(packets, again);
-    assert!(second.since(first) >= 20 * MILLISECOND, "{second:?}");
+    assert!(second.since(first) >= 100 * MILLISECOND, "{second:?}");
     assert!(worker.handle_packet(second, PARENT, &down(Kind::HeartbeatDown, 0, 1, 1, 0)).is_ok());
     let (third, packets) = wait(&mut worker, Time(SECOND));
     assert_eq!(packets, [(SERVER, Kind::Request, seq(0))]);
@@ -181,4 +183,44 @@ fn full_blocks() {
     worker.post(Route::Full);
     let out = worker.poll_transmit(Time(0)).unwrap();
     assert_eq!((out.to, out.header.flags), (SERVER, FLAG_FULL));
+}
+
+proptest! {
+    /// Whatever comes from server and aggregator, and whenever: no panic, at most a window in flight, and each result is taken once
+    /// and only of what was pushed.
+    #[test]
+    fn sequences(steps in proptest::collection::vec(
+        (0u32..4, 0usize..8, 0u32..9, 0u32..9, 0u32..12, any::<(u64, u8, u8)>(), 0u64..200), 0..120,
+    )) {
+        const KINDS: [Kind; 6] =
+            [Kind::Push, Kind::Result, Kind::HeartbeatUp, Kind::HeartbeatDown, Kind::Request, Kind::Missing];
+        let mut worker = worker(4);
+        let (mut pushed, mut taken) = (BTreeSet::new(), BTreeSet::new());
+        let mut now = Time(0);
+        for (from, kind, n, ack, credit, (workers, at, flip), later) in steps {
+            worker.post(Route::Tree);
+            let out = std::iter::from_fn(|| worker.poll_transmit(now)).take(1000);
+            let mut count = 0;
+            for out in out.inspect(|_| count += 1) {
+                if out.header.kind == Kind::Push {
+                    pushed.insert(out.header.seq.0);
+                }
+            }
+            prop_assert!(count < 1000, "it never stops sending");
+            prop_assert!(pushed.len() - taken.len() <= 2 * 4, "{} pushed, {} taken", pushed.len(), taken.len());
+            // The last two kinds are of no use to a packet: noise in a result.
+            let mut bytes = down(KINDS[if kind < 6 { kind } else { 1 }], n, ack, credit, workers);
+            if kind >= 6 {
+                let at = usize::from(at) % bytes.len();
+                bytes[at] ^= flip;
+            }
+            let from = [PARENT, SERVER, PARENT, Link(7)][from as usize];
+            if let Ok(Received::Result { seq, .. }) = worker.handle_packet(now, from, &bytes) {
+                prop_assert!(pushed.contains(&seq.0), "{seq:?} was never pushed");
+                prop_assert!(taken.insert(seq.0), "{seq:?} comes twice");
+            }
+            now = now.plus(later * MILLISECOND);
+            worker.handle_timeout(now);
+        }
+    }
 }
