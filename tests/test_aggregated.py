@@ -479,7 +479,7 @@ def test_another_version_of_the_protocol(tmp_path: pathlib.Path) -> None:
 def _init_with(plan: Any) -> dict[str, Any]:
     penstock.init(plan=plan if os.environ["RANK"] == "0" else None)
     dist.init_process_group("penstock")
-    values = torch.ones(5000)
+    values = torch.ones(50_000)
     dist.all_reduce(values)
     assert values.eq(dist.get_world_size()).all()
     stats = penstock.torch.stats()["aggregated"]

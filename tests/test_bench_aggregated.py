@@ -25,6 +25,26 @@ def test_only_the_links_of_workers_racks_and_server_have_a_limit() -> None:
     assert small.racks == 1 and not small.core_aggregator and not small.losses
 
 
+def test_a_stranger_is_one_more_host_that_no_plan_names() -> None:
+    """Racks' links are as wide as their workers' together, all the same."""
+    shape = aggregated.topology(4, 100, 0.1, stranger=True)
+    assert shape.hosts == 5 and shape.rates == {"r0": 300, "r1": 100, "a0": 0, "a1": 0, "a2": 0, "h4": 0}
+    assert shape.losses == {f"h{host}": 0.1 for host in range(4)}
+    [server] = aggregated.plan(shape, "storm", 64, 4)["aggregated"]["servers"]
+    assert [rack["workers"] for rack in server["tree"][0]["children"]] == [[0, 1, 2], [3]]
+
+
+@needs_namespaces
+def test_a_storm_is_counted_and_leaves_the_job_its_sums() -> None:
+    """The bench checks the sums; the aggregator has seen the stranger."""
+    result = CliRunner().invoke(
+        cli.command,
+        ["aggregated", "--workers", "2", "--ways", "int32,storm", "--size", "4M", "--turns", "1", "--operations", "1"],
+    )
+    assert result.exit_code == 0, result.output
+    assert "storm" in result.output
+
+
 def test_plans_name_who_aggregates_where() -> None:
     shape = aggregated.topology(4, 100, 0)
     racks = [

@@ -18,9 +18,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich import box
 from rich.table import Table
@@ -34,6 +34,8 @@ from penstock.testbed.topology import Topology, blocks
 PORT = 7471
 WAYS = ("ring", "gloo", "server", "int32", "int16", "float32")
 """``server``: int32 straight to the server, without aggregators. int16 carries float16 tensors; all others float32."""
+STORM = "storm"
+"""int32 while a stranger sends the last rack's aggregator as many packets of a job as its workers do, without the key."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Row:
     busy: float
     """Of the machine's processors."""
     rate_mbit: float
+    strangers: float = 0.0
+    """Packets of a stranger that the last rack's aggregator refused in a second."""
 
     @property
     def share(self) -> float:
@@ -62,28 +66,33 @@ class Row:
         return {**vars(self), "share": self.share}
 
 
-def topology(workers: int, rate_mbit: float, loss: float) -> Topology:
-    """Up to 3 workers on one switch, more on two. Loss is on the workers' links, in each direction."""
+def topology(workers: int, rate_mbit: float, loss: float, *, stranger: bool = False) -> Topology:
+    """Up to 3 workers on one switch, more on two. Loss is on the workers' links, in each direction. A stranger is one more host
+    in the last rack, whose link has no limit."""
     racks = 1 if workers < 4 else 2
-    below = [len(block) for block in blocks(workers, racks)]
+    hosts = workers + stranger
+    below = [len([host for host in block if host < workers]) for block in blocks(hosts, racks)]
     rates = {f"r{rack}": rate_mbit * count for rack, count in enumerate(below)}
     rates |= {f"a{number}": 0.0 for number in range(racks + (racks > 1))}
+    rates |= {f"h{workers}": 0.0} if stranger else {}
     losses = {f"h{host}": loss for host in range(workers)} if loss else {}
-    return Topology(hosts=workers, racks=racks, servers=1, core_aggregator=racks > 1, rates=rates, losses=losses)
+    return Topology(hosts=hosts, racks=racks, servers=1, core_aggregator=racks > 1, rates=rates, losses=losses)
 
 
-def plan(shape: Topology, way: str, window: int) -> dict[str, Any]:
-    """The plan of a way, as its file has it."""
+def plan(shape: Topology, way: str, window: int, workers: int | None = None) -> dict[str, Any]:
+    """The plan of a way, as its file has it; ``workers`` where not every host is one."""
     server: dict[str, Any] = {"address": f"{shape.address('s0')}:{PORT}", "fraction": 1.0}
+    below = (
+        [host for host in block if workers is None or host < workers] for block in blocks(shape.hosts, shape.racks)
+    )
     racks = [
-        {"aggregator": f"{shape.address(f'a{rack}')}:{PORT}", "workers": list(block)}
-        for rack, block in enumerate(blocks(shape.hosts, shape.racks))
+        {"aggregator": f"{shape.address(f'a{rack}')}:{PORT}", "workers": block} for rack, block in enumerate(below)
     ]
     if way != "server" and shape.core_aggregator:
         server["tree"] = [{"aggregator": f"{shape.address(f'a{shape.racks}')}:{PORT}", "children": racks}]
     elif way != "server":
         server["tree"] = racks
-    number = "int32" if way == "server" else way
+    number = "int32" if way in ("server", STORM) else way
     return {"version": 1, "aggregated": {"format": number, "window": window, "servers": [server]}}
 
 
@@ -106,20 +115,31 @@ def measure(
         BenchError: a daemon or a rank failed or hung, with the end of what it said.
         TestbedUnavailable: no emulated cluster here.
     """
-    shape = topology(workers, rate_mbit, loss)
+    shape = topology(workers, rate_mbit, loss, stranger=STORM in ways)
     link = LinkSpec(rate_mbit=rate_mbit, mtu=9000, offloads=offloads)
     arguments = {key: value for key, value in shape.to_dict().items() if key != "hosts"}
     with ExitStack() as stack:
-        bed = stack.enter_context(Testbed(hosts=workers, link=link, **arguments))
+        bed = stack.enter_context(Testbed(hosts=shape.hosts, link=link, **arguments))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(Daemons(bed))
+        storm = None
+        if STORM in ways:
+            storm = str(folder / "storm")
+            below = sum(host < workers for host in blocks(shape.hosts, shape.racks)[-1])
+            target = f"{shape.address(f'a{shape.racks - 1}')}:{PORT}"
+            command = [sys.executable, "-m", "penstock.bench.stranger", target, str(below * rate_mbit), storm]
+            said = stack.enter_context(tempfile.TemporaryFile())
+            stranger = bed.popen(f"h{workers}", command, stdout=said, stderr=said)
+            stack.callback(stranger.wait)
+            stack.callback(stranger.kill)
         plans = {}
         for way in ways:
             if way not in ("ring", "gloo"):
                 plans[way] = str(folder / f"{way}.yaml")
-                Path(plans[way]).write_text(json.dumps(plan(shape, way, window)))
+                Path(plans[way]).write_text(json.dumps(plan(shape, way, window, workers)))
         options = {
             "ways": list(ways),
+            "storm": storm,
             "plans": plans,
             "elements": nbytes // 4,
             "turns": turns,
@@ -127,8 +147,24 @@ def measure(
             "interface": Testbed.interface,
         }
         what = f"aggregated, {workers} workers"
-        records = run_program(bed, "aggregated_rank", options, what=what, ranks=workers, timeout_s=timeout_s)
-    return summarise(records, loss=loss, rate_mbit=rate_mbit)
+        hosts = [f"h{host}" for host in range(workers)]
+        records = run_program(bed, "aggregated_rank", options, what=what, ranks=workers, timeout_s=timeout_s, on=hosts)
+        refused = _refused(said) if storm else 0.0
+    rows = summarise(records, loss=loss, rate_mbit=rate_mbit)
+    return [replace(row, strangers=refused) if row.way == STORM else row for row in rows]
+
+
+def _refused(said: IO[bytes]) -> float:
+    """What a stranger told of its storms: packets that were refused in a second. All that it sent should be."""
+    said.seek(0)
+    text = said.read().decode()
+    storms = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    sent, refused, seconds = (sum(storm[key] for storm in storms) for key in ("sent", "refused", "seconds"))
+    if refused < 0.9 * sent or not sent:
+        raise BenchError(
+            f"the stranger sent {sent} packets, of which {refused} were refused; it said:\n  {text[-2000:]}"
+        )
+    return float(refused / seconds)
 
 
 class Daemons:
@@ -264,6 +300,11 @@ def table(rows: Sequence[Row]) -> Table:
             f"{lossless.seconds / row.seconds:.0%}" if lossless and row.loss else "",
             f"{row.busy:.0%}",
         )
+    for row in rows:
+        if row.strangers:
+            shown.caption = (
+                f"storm: the last rack's aggregator refused {row.strangers:.0f} packets of a stranger a second"
+            )
     return shown
 
 

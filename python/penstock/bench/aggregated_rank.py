@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.bench.aggregated import STORM
 from penstock.bench.interface import counted
 
 
@@ -26,11 +27,15 @@ def main() -> None:
     groups = {way: _group(way, options["plans"].get(way)) for way in options["ways"]}
     for turn in range(options["turns"] + 1):
         for way, group in groups.items():
+            if way == STORM and dist.get_rank() == 0:
+                Path(options["storm"]).touch()
             dist.barrier()
             before = counted(options["interface"])
             each = [_all_reduce(group, way, options["elements"]) for _ in range(options["operations"])]
             dist.barrier()
             sent, received = (late - early for early, late in zip(before, counted(options["interface"]), strict=True))
+            if way == STORM and dist.get_rank() == 0:
+                Path(options["storm"]).unlink()
             busy, whole = (sum(span[at] for _, span in each) for at in (0, 1))
             # The first turn makes connections and measures round trips.
             _say(

@@ -392,7 +392,12 @@ def tune(links: Sequence[str], ranks: int, hosts: int, timeout: float, json_path
 
 @click.command()
 @click.option("--workers", default="2,4,8", show_default=True, help="Numbers of workers: 2,4 or 2..8; one a host.")
-@click.option("--ways", default=",".join(aggregated.WAYS), show_default=True)
+@click.option(
+    "--ways",
+    default=",".join(aggregated.WAYS),
+    show_default=True,
+    help="Also storm: int32, and a stranger's packets meanwhile.",
+)
 @click.option(
     "--losses",
     default="0",
@@ -451,8 +456,9 @@ def aggregate(
     """
     _check_folders(json_path)
     names = ways.split(",")
-    if unknown := [name for name in names if name not in aggregated.WAYS]:
-        raise click.UsageError(f"no way {', '.join(unknown)}: there are {', '.join(aggregated.WAYS)}")
+    known = (*aggregated.WAYS, aggregated.STORM)
+    if unknown := [name for name in names if name not in known]:
+        raise click.UsageError(f"no way {', '.join(unknown)}: there are {', '.join(known)}")
     shares = _parse_shares(losses)
     if runs is not None and steps is not None:
         raise click.UsageError("--faults or --training: one at a time")

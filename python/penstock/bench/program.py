@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.bench.launcher import BenchError
@@ -20,18 +20,22 @@ def run_program(
     ranks: int,
     timeout_s: float,
     env: Mapping[str, str] | None = None,
+    on: Sequence[str] | None = None,
     on_line: Callable[[int, str], None] | None = None,
 ) -> list[list[dict[str, Any]]]:
     """Run ``python -m penstock.bench.<module> OPTIONS`` on every rank; return the objects that each printed, by rank.
 
-    ``on_line`` hears each line with the rank that printed it, on this thread, while they run.
+    ``on`` names the nodes that the ranks are dealt to, where it is not all hosts. ``on_line`` hears each line with
+    the rank that printed it, on this thread, while they run.
 
     Raises:
         BenchError: a rank failed or hung; ``what`` did, and the end of what the rank said.
     """
     command = [sys.executable, "-m", f"penstock.bench.{module}", json.dumps(options)]
     try:
-        done = bed.run(command, ranks=ranks, timeout_s=timeout_s, env=env, on_line=on_line)
+        done = bed.run(
+            command, ranks=ranks, timeout_s=timeout_s, env=env, on_line=on_line, **({} if on is None else {"on": on})
+        )
     except TimeoutError as error:
         raise BenchError(f"{what}: {error}") from error
     if done.returncode:
