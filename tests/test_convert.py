@@ -20,6 +20,7 @@ import pytest
 
 import ranks
 from penstock.cli import main
+from penstock.convert import helpers
 from penstock.convert.base import Options, Refused
 from penstock.convert.core import Converted, convert
 from penstock.run.cli import parse, torchrun_options
@@ -416,6 +417,46 @@ def test_files_devices_and_logs(statement: str, expected: str) -> None:
     assert f"{expected}\n" in convert(imports + BASIC + "pass\n" + statement + "\n").text
 
 
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ('device = torch.device("cuda:1")', '`"cuda:1"`'),
+        ("device = f'cuda:{gpu}'", "`f'cuda:{gpu}'`"),
+        ('device = "cuda:%d" % gpu', '`"cuda:%d"`'),
+        ('device = "cuda:{}".format(gpu)', '`"cuda:{}"`'),
+        ('device = "cuda:" + str(gpu)', '`"cuda:" + str(gpu)`'),
+        ("x.cuda(1)", "`x.cuda(1)`"),
+        ("x.cuda(args.gpu, non_blocking=True)", "`x.cuda(args.gpu, non_blocking=True)`"),
+        ("x.cuda(device=gpu)", "`x.cuda(device=gpu)`"),
+        ("x.to(1)", "`x.to(1)`"),
+        ("device = torch.device(1)", "`torch.device(1)`"),
+        ("with torch.cuda.device(gpu):\n    pass", "`torch.cuda.device(gpu)`"),
+    ],
+)
+def test_devices_with_a_number_are_listed(statement: str, told: str) -> None:
+    """A number that a rank would share with the other ranks of its host is named with its line, and is not changed."""
+    converted = convert(BASIC + statement + "\n")
+    assert f"18: {told}: every rank of a host would use that device" in findings(converted), findings(converted)
+    assert statement in converted.text
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "x.cuda()",
+        "x.cuda(non_blocking=True)",
+        "d = torch.device('cuda')\nx.cuda(d)",
+        "d = 'cuda' if a else 'cpu'\nx.cuda(d)",
+        "if d.startswith('cuda:'):\n    pass",
+        "state = torch.load('m', map_location={'cuda:1': 'cuda', 'cuda:0': 'cuda'})",
+    ],
+)
+def test_devices_without_a_number_are_not_listed(statement: str) -> None:
+    """What names no device, or says where tensors were when they were saved, stays and is no finding."""
+    converted = convert(BASIC + statement + "\n")
+    assert findings(converted) == "" and statement in converted.text
+
+
 def test_early_stopping_is_decided_by_rank_zero() -> None:
     """A break on a measured figure is taken by all ranks or none; one that only counts is left as it is."""
     source = BASIC.replace("    print(epoch, loss.item())", "    score = test()\n    if score > 1:\n        break")
@@ -430,6 +471,92 @@ def test_leaving_a_loop_on_own_data_is_reported() -> None:
     skip = "        if y.sum() > 3:\n            continue\n        loss.backward()"
     converted = convert(BASIC.replace("        loss.backward()", skip))
     assert "one rank may leave and the others wait" in findings(converted)
+
+
+IN_A_STEP = "        loss.backward()\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line", "told"),
+    [
+        # While loops are ends, too: a test on a rank's own tensor, and on a clock in a batch loop.
+        ("for epoch in range(3):", "loss = torch.ones(())\nwhile loss > 0.1:", 12, "`while loss > 0.1`: the condition looks at"),
+        (IN_A_STEP, IN_A_STEP + "        while loss > 1:\n            loss = model(x).mean()\n            loss.backward()\n",
+         16, "`while loss > 1`: the condition looks at a rank's own data"),
+        (IN_A_STEP, IN_A_STEP + "        if time.time() - start > 60:\n            break\n", 17,
+         "`break` under `if time.time() - start > 60`: ranks read their clocks at different moments"),
+        (IN_A_STEP, IN_A_STEP + "        spent = time.perf_counter() - start\n        if spent > 60:\n            break\n", 18,
+         "`break` under `if spent > 60`: ranks read their clocks"),
+        # Exceptions that one rank catches, in the loop and in the function of a step.
+        (IN_A_STEP, "        try:\n            loss.backward()\n        except RuntimeError:\n            continue\n", 17,
+         "`except RuntimeError` in code that trains: where one rank has the exception"),
+        (IN_A_STEP, "        try:\n            loss.backward()\n        except:\n            pass\n", 17,
+         "`except` in code that trains"),
+        (IN_A_STEP, "        try:\n            x += f\n        except (OSError, TypeError):\n            continue\n" + IN_A_STEP,
+         17, "`except (OSError, TypeError)` in code that trains"),
+        # A backward pass, or a step, that only some ranks take.
+        (IN_A_STEP, "        if loss > 0.5:\n            loss.backward()\n", 16,
+         "`loss.backward()` under `if loss > 0.5`: the condition may differ between ranks"),
+        ("        optimizer.step()", "        if y.sum() > 3:\n            optimizer.step()", 17,
+         "`optimizer.step()` under `if y.sum() > 3`: the condition may differ between ranks"),
+        # Gradients that do not pass through the wrapper.
+        (IN_A_STEP, "        inner = torch.autograd.grad(loss, model.parameters(), retain_graph=True)\n" + IN_A_STEP, 15,
+         "`torch.autograd.grad` in code that trains: DistributedDataParallel does not see what it returns"),
+    ],
+)  # fmt: skip
+def test_what_parts_ranks_is_listed_with_its_line(before: str, after: str, line: int, told: str) -> None:
+    """Each way in which one rank may leave the others in a step, or learn alone, has its finding, at its line."""
+    source = BASIC.replace("import torch\n", "import time\nimport torch\n", 1).replace(before, after, 1)
+    assert source.count(after) == 1
+    assert f"{line}: {told}" in findings(convert(source)), findings(convert(source))
+
+
+def test_a_return_in_the_function_of_a_step_is_listed() -> None:
+    """Where each step is a function, a return on a rank's own data leaves it as a break leaves a loop."""
+    body = "def train_step(x, y):\n    loss = nn.functional.mse_loss(model(x), y)\n"
+    body += (
+        "    if torch.isnan(loss):\n        return None\n    loss.backward()\n    optimizer.step()\n    return loss\n"
+    )
+    start = BASIC.index("for epoch")
+    source = BASIC[:start] + body + "for epoch in range(3):\n    for x, y in loader:\n        train_step(x, y)\n"
+    assert "`return None` under `if torch.isnan(loss)`: the condition looks at a rank's own data" in findings(
+        convert(source)
+    )
+
+
+def test_ends_that_rank_zero_decides() -> None:
+    """A clock, or a figure that was measured, that ends the epochs is looked at by rank 0, in `while` as in `if`."""
+    clock = BASIC.replace("for epoch in range(3):", "while time.time() < end:").replace("epoch, ", "")
+    clock = clock.replace("import torch\n", "import time\nimport torch\nend = time.time() + 60\n", 1)
+    converted = convert(clock)
+    assert "\nwhile rank_zero_decides(time.time() < end):\n" in converted.text and findings(converted) == ""
+    assert "    rank_zero_print(mean_over_ranks(loss))\n" in converted.text, "the loop is the same for all ranks"
+    measured = BASIC.replace("for epoch in range(3):", "score = test()\nwhile(score > 1):").replace(
+        "    print(epoch, loss.item())", "    score = test()\n    if (score > 9):\n        print(0)\n        break"
+    )
+    text = convert("def test():\n    return 1\n" + measured).text
+    assert "\nwhile(rank_zero_decides((score > 1))):\n" in text and "    if (rank_zero_decides((score > 9))):\n" in text
+    compile(text, "text", "exec")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("for epoch in range(3):", "epoch = 0\nwhile epoch < 3:\n    epoch += 1"),
+        (IN_A_STEP, IN_A_STEP + "        if time.time() - start > 60:\n            print(x.shape)\n"),
+        (IN_A_STEP, "        try:\n            loss.backward()\n        except RuntimeError:\n            print(y)\n"
+         "            raise\n"),
+        (IN_A_STEP, "        try:\n            z = next(more)\n        except StopIteration:\n            break\n" + IN_A_STEP),
+        (IN_A_STEP, "        try:\n            import tqdm\n        except ImportError:\n            tqdm = None\n" + IN_A_STEP),
+        (IN_A_STEP, "        if epoch > 1:\n            loss.backward()\n        else:\n            (loss * 2).backward()\n"),
+        (IN_A_STEP, "        if loss.item() > 3:\n            break\n" + IN_A_STEP),
+    ],
+)  # fmt: skip
+def test_what_ranks_do_alike_is_not_listed(before: str, after: str) -> None:
+    """Counters, clocks that only print, exceptions that end the job or come to all, and averaged figures part nobody."""
+    source = BASIC.replace("import torch\n", "import time\nimport torch\n", 1).replace(before, after, 1)
+    assert source.count(after) == 1
+    assert findings(convert(source)) == ""
 
 
 def test_schedules() -> None:
@@ -471,6 +598,13 @@ def test_a_batch_size_that_training_code_uses_is_divided_where_it_is_made() -> N
         ("import lightning as L\n", "distributed"),
         ("import pytorch_lightning as pl\n", "distributed"),
         ("import deepspeed\n", "distributed"),
+        ("import penstock.horovod.torch as hvd\nloss.backward()\n", "distributed"),
+        ("from penstock import elastic\nloss.backward()\n", "distributed"),
+        ("import penstock.jax as pj\n", "distributed"),
+        ("import penstock.tensorflow as pt\n", "distributed"),
+        ("from penstock.torch import GradientReducer\nloss.backward()\n", "distributed"),
+        ("import penstock.torch\npenstock.torch.ddp_hook(model)\nloss.backward()\n", "distributed"),
+        ("import horovod.tensorflow as hvd\n", "distributed"),
         ("import torch\ny = torch.ones(1, requires_grad=True)\nfor i in range(3):\n    (y * y).backward()\n", "model"),
     ],
 )
@@ -493,18 +627,60 @@ def test_an_import_of_torch_distributed_alone_is_no_reason_to_refuse() -> None:
         ("from horovod import torch as hvd\n", "from penstock.horovod import torch as hvd\n"),
         ("from horovod.torch import DistributedOptimizer\n", "from penstock.horovod.torch import DistributedOptimizer\n"),
         ("import horovod.torch\nhorovod.torch.init()\n", "import penstock.horovod.torch\npenstock.horovod.torch.init()\n"),
+        ("import horovod\nimport horovod.torch as hvd\nhorovod.run(main, np=2)\n",
+         "import penstock.horovod as horovod\nimport penstock.horovod.torch as hvd\nhorovod.run(main, np=2)\n"),
+        ("import os, horovod as h, horovod.torch as hvd\n", "import os, penstock.horovod as h, penstock.horovod.torch as hvd\n"),
+        ("from horovod import run\nfrom horovod.torch import init\n",
+         "from penstock.horovod import run\nfrom penstock.horovod.torch import init\n"),
+        ("import horovod.torch as hvd\nfrom horovod.common.exceptions import HorovodInternalError\n",
+         "import penstock.horovod.torch as hvd\nfrom penstock.horovod.common.exceptions import HorovodInternalError\n"),
     ],
 )  # fmt: skip
 def test_horovod_scripts_get_another_import(before: str, after: str) -> None:
     """The import is changed, and nothing else, even where the script trains."""
     rest = "loss.backward()  # as it was\n"
-    assert convert(before + rest).text == after + rest
+    converted = convert(before + rest)
+    assert converted.text == after + rest and converted.findings == []
 
 
 def test_horovod_for_other_frameworks_is_reported() -> None:
     """horovod.tensorflow has no counterpart: it stays and is listed."""
     converted = convert("import horovod.torch as hvd\nimport horovod.tensorflow as tf_hvd\n")
     assert "import horovod.tensorflow" in converted.text and len(converted.findings) == 1
+
+
+def test_parts_of_horovod_that_are_not_here_are_reported() -> None:
+    """Uses of the bare package, and imports from its packages, are listed at their lines; the rest is converted."""
+    source = "import horovod\nimport horovod.torch as hvd\nfrom horovod.common import basics\nhorovod.spark.run(main)\n"
+    converted = convert(source)
+    lines = ["import penstock.horovod as horovod", "import penstock.horovod.torch as hvd", *source.splitlines()[2:]]
+    assert converted.text.splitlines() == lines
+    assert [each.line for each in converted.findings] == [3, 4] and "`horovod.spark`" in findings(converted)
+
+
+@pytest.mark.parametrize(
+    "name", ["horovod_train.py", "horovod_elastic.py", "elastic_live.py", "elastic_restart.py", "debugging.py"]
+)
+def test_our_own_examples_are_distributed_already(root: pathlib.Path, name: str) -> None:
+    """Scripts that use Penstock's own ways to train on several ranks are not wrapped a second time."""
+    with pytest.raises(Refused) as refused:
+        convert((root / "examples" / name).read_text())
+    assert refused.value.reason == "distributed"
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks_there", "part", "now"), [(32, 4, 8, None), (10, 4, 2, 8), (2, 4, 1, 4), (1, 1, 1, None)]
+)
+def test_the_part_of_a_batch(
+    size: int, ranks_there: int, part: int, now: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every rank has at least one sample; what a batch that does not divide has now, smaller or larger, is said."""
+    names = {"per_rank_batch": "f", "RANK": "0", "WORLD_SIZE": str(ranks_there)}
+    namespace: dict[str, Any] = {}
+    exec(helpers.write("per_rank_batch", names), namespace)
+    assert namespace["f"](size) == part
+    said = f"{size} samples a batch do not divide by {ranks_there} ranks: it has {now} now\n" if now else ""
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize("path", sorted(SCRIPTS.glob("pytorch_*/**/main.py")), ids=lambda path: path.parts[-2])
@@ -612,11 +788,26 @@ def test_run_trains_and_shows_where_it_fails(tmp_path: pathlib.Path) -> None:
 
 
 def test_run_refuses_as_convert_does(tmp_path: pathlib.Path) -> None:
-    """A script that does not train is not started."""
+    """A script that does not train is not started; messages are those of `penstock run`, also where there is no script."""
     script = tmp_path / "train.py"
     script.write_text("print('started')")
     done = run_cli("run", str(script))
-    assert done.exit_code == 3 and "started" not in done.output
+    assert done.exit_code == 3 and "started" not in done.output and done.stderr.startswith("penstock run: ")
+    none = run_cli("run", str(tmp_path / "none.py"))
+    assert none.exit_code == 1 and none.stderr == f"penstock run: there is no script {tmp_path / 'none.py'}\n"
+
+
+def test_run_starts_what_is_distributed_as_it_is(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A script on Penstock's Horovod interface is started on two ranks, and nothing is added to it."""
+    script = root / "examples" / "horovod_train.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "run", "--nproc", "2", script, "--steps", "5"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0 and "after 5 steps on 2 ranks" in done.stdout, done.stdout + done.stderr
+    assert f"{script}: the script is distributed already (penstock.horovod.torch)" in done.stderr
 
 
 def run_cli(*arguments: str) -> click.testing.Result:
@@ -732,10 +923,28 @@ def test_two_ranks_train_as_one_device(script: Script, tmp_path: pathlib.Path) -
     assert "progress is shown" not in two[1]["output"]
 
 
+@pytest.mark.parametrize("script", [*PUBLIC, *OURS], ids=lambda script: script.id)
+def test_no_false_alarms_in_public_scripts(script: Script) -> None:
+    """None of them lets ranks part, as their runs on two ranks show; so no finding says that one does."""
+    told = findings(converted_script(SCRIPTS / (script.module or script.path)))
+    alarms = (
+        "others wait for it",
+        "they wait for it",
+        "may differ between ranks",
+        "use that device",
+        "does not see what it",
+    )
+    assert not [line for line in told.splitlines() if any(alarm in line for alarm in alarms)], told
+
+
 @functools.cache
+def converted_script(path: pathlib.Path) -> Converted:
+    """A pinned script, converted; converting takes seconds, and several tests want it."""
+    return convert(path.read_text())
+
+
 def converted_text(path: pathlib.Path) -> str:
-    """The converted text of a pinned script; converting takes seconds, and several tests want it."""
-    return convert(path.read_text()).text
+    return converted_script(path).text
 
 
 def _furnish(folder: pathlib.Path) -> None:

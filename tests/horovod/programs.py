@@ -801,24 +801,16 @@ def started_by_mpirun() -> list[int]:
 
 
 def example(path: str, arguments: list[str], folder: str) -> str:
-    """Run an example as `penstock convert` leaves it, with stand-ins for data sets and models that would be downloaded. Where
-    that leaves something to do by hand, run it as it is, with another name for Horovod."""
+    """Run a script, with stand-ins for data sets and models that would be downloaded, where no Horovod can be imported; returns
+    what it has printed."""
     import contextlib
     import io
     import runpy
 
     sys.path.insert(0, os.path.dirname(__file__))
-    import aliases
     import torchvision_stand_in
 
-    from penstock.convert import convert
-
-    converted = convert(pathlib.Path(path).read_text())
-    if converted.findings:
-        aliases.install()
-    else:
-        path = os.path.join(folder, f"{os.getpid()}.py")
-        pathlib.Path(path).write_text(converted.text)
+    sys.modules["horovod"] = None  # an import of it fails, whatever is installed
     torchvision_stand_in.install()
     os.environ["HOME"] = folder
     os.chdir(folder)
@@ -827,3 +819,45 @@ def example(path: str, arguments: list[str], folder: str) -> str:
     with contextlib.redirect_stdout(printed):
         runpy.run_path(path, run_name="__main__")
     return printed.getvalue()
+
+
+def leaves_a_record(folder: str) -> dict[str, Any]:
+    """Ranks that want different things under one name write what they were doing before they learn of it; the group lives."""
+    import json
+
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    path = pathlib.Path(folder) / f"rank-{hvd.rank()}.json"
+    hvd.allreduce(torch.ones(3), name="fine")
+    assert not path.exists()
+    with_error(
+        hvd.HorovodInternalError, "tensor shapes", lambda: hvd.allreduce(torch.ones(3 + hvd.rank()), name="other")
+    )
+    # The engine's thread writes it, soon.
+    until_s = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < until_s, "nothing was written within 20 s"
+        os.sched_yield()
+    assert torch.equal(hvd.allreduce(torch.ones(3), name="fine"), torch.ones(3))
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def sum_of_ranks(first: int, second: int) -> int:
+    """Arguments, the sum of all ranks, and 100 for each rank before this one."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    print(f"this is {hvd.rank()}")
+    return first + second + int(hvd.allreduce(torch.tensor(hvd.rank()), op=hvd.Sum)) + 100 * hvd.rank()
+
+
+def rank_one_fails() -> None:
+    """Rank 0 waits for it."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    if hvd.rank() == 1:
+        raise ValueError("only rank 0 can")
+    hvd.barrier()

@@ -212,6 +212,10 @@ def is_none(node: cst.BaseExpression) -> bool:
     return isinstance(node, cst.Name) and node.value == "None"
 
 
+def is_boolean(node: cst.BaseExpression) -> bool:
+    return isinstance(node, cst.Name) and node.value in ("True", "False")
+
+
 def all_below(node: cst.CSTNode) -> list[cst.CSTNode]:
     return [each for child in node.children for each in (child, *all_below(child))]
 

@@ -65,11 +65,11 @@ def command(script: Path, output: Path | None, force: bool, quiet: bool, batch: 
         click.echo(f"written to {output}: start it with `torchrun --nproc-per-node N {output}`", err=True)
 
 
-def read(script: Path) -> str:
+def read(script: Path, verb: str = "convert") -> str:
     try:
         return script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        fail(f"cannot read {script}: {error}", CANNOT)
+        fail(f"cannot read {script}: {error}", CANNOT, verb)
 
 
 def convert_or_fail(source: str, script: Path, options: Options) -> Converted:
@@ -107,8 +107,9 @@ def show(diff: str) -> None:
         click.echo(diff, nl=False)
 
 
-def fail(message: str, code: int) -> NoReturn:
-    click.echo(f"penstock convert: {message}", err=True)
+def fail(message: str, code: int, verb: str = "convert") -> NoReturn:
+    """End ``penstock VERB``; `run` shares what is here."""
+    click.echo(f"penstock {verb}: {message}", err=True)
     sys.exit(code)
 
 

@@ -62,7 +62,7 @@ def _distributed_already(module: Module) -> tuple[int, str] | None:
     for node in module.nodes:
         if isinstance(node, cst.Import | cst.ImportFrom):
             for name in _imported_by(node):
-                if any(name == each or name.startswith(f"{each}.") for each in FRAMEWORKS):
+                if any(_is_under(name, each) for each in FRAMEWORKS):
                     return module.line(node), name
         elif isinstance(node, cst.Call):
             name = module.call_name(node)
@@ -82,46 +82,74 @@ def _imported_by(node: cst.Import | cst.ImportFrom) -> list[str]:
 
 def _horovod(module: Module) -> Converted | None:
     """A Horovod script needs one thing: to import our implementation of Horovod's interface."""
-    edits, found, findings = Edits(), list[Edit](), list[Finding]()
-    renamed = False
-    for node in module.nodes:
-        if isinstance(node, cst.ImportFrom) and not node.relative and node.module is not None:
-            base = dotted(node.module)
-            names = [] if isinstance(node.names, cst.ImportStar) else [dotted(each.name) for each in node.names]
-            ours = (
-                base == "horovod.torch"
-                or base.startswith("horovod.torch.")
-                or (base == "horovod" and names == ["torch"])
-            )
-        elif isinstance(node, cst.Import):
-            base = next((dotted(each.name) for each in node.names if dotted(each.name).startswith("horovod")), "")
-            ours = base == "horovod.torch" or base.startswith("horovod.torch.")
-            renamed = renamed or (
-                ours and any(dotted(each.name) == base and each.asname is None for each in node.names)
-            )
-        else:
-            continue
-        if base.split(".")[0] != "horovod":
-            continue
-        if not ours:
-            what = f"`{module.code(node)}`"
-            todo = "see the documentation of Horovod's interface for what there is"
-            findings.append(Finding(module.line(node), what, "only horovod.torch has a counterpart here", todo))
-            continue
-        for each in module.descendants(node):
-            if isinstance(each, cst.Name) and each.value == "horovod":
-                edits.replace(each, "penstock.horovod")
-        found.append(Edit(module.line(node), "horovod", "the import is that of penstock.horovod.torch"))
-    if not found:
+    imports = [node for node in module.nodes if isinstance(node, cst.Import | cst.ImportFrom)]
+    if not any(_is_under(name, "horovod.torch") for node in imports for name in _imported_by(node)):
         return None
-    if renamed:
-        for node in module.nodes:
-            if isinstance(node, cst.Name) and node.value == "horovod" and node not in edits.changes:
-                above = module.parent(node)
-                if isinstance(above, cst.Attribute) and above.value is node:
-                    edits.replace(node, "penstock.horovod")
-    return Converted(edits.apply(module.tree).code, found, findings)
+    edits, found, findings = Edits(), list[Edit](), list[Finding]()
+    rename = False
 
+    def take(node: cst.CSTNode, path: cst.CSTNode, name: str) -> None:
+        root = next(each for each in module.descendants(path) if isinstance(each, cst.Name) and each.value == "horovod")
+        edits.replace(root, "penstock.horovod")
+        found.append(Edit(module.line(node), "horovod", f"the import is that of penstock.{name}"))
+
+    def leave(node: cst.CSTNode) -> None:
+        todo = "see the documentation of Horovod's interface for what there is"
+        why = "only horovod.torch, horovod.run and parts of horovod.common have a counterpart here"
+        findings.append(Finding(module.line(node), f"`{module.code(node)}`", why, todo))
+
+    for node in imports:
+        if isinstance(node, cst.Import):
+            for alias in node.names:
+                name = dotted(alias.name)
+                if not _is_under(name, "horovod"):
+                    continue
+                if not _has_counterpart(name):
+                    leave(node)
+                    continue
+                take(node, alias.name, name)
+                if alias.asname is None and name == "horovod":
+                    edits.change(alias, lambda each: each.with_changes(asname=cst.AsName(cst.Name("horovod"))))
+                elif alias.asname is None:
+                    rename = True
+        elif not node.relative and node.module is not None and _is_under(dotted(node.module), "horovod"):
+            base, *names = _imported_by(node)
+            wanted = names if base in PACKAGES and names else [base]
+            if all(_has_counterpart(name) for name in wanted):
+                take(node, node.module, base)
+            else:
+                leave(node)
+    for each in module.nodes:
+        full = (module.qualified(each) or "") if isinstance(each, cst.Attribute) else ""
+        if not isinstance(each, cst.Attribute) or full.count(".") != 1 or not full.startswith("horovod."):
+            continue
+        if module.within(each, *imports):
+            continue
+        if not _has_counterpart(full):
+            leave(each)
+        elif rename and dotted(each) == full:
+            edits.replace(each.value, "penstock.horovod")
+    return Converted(edits.apply(module.tree).code, sorted(found), sorted(set(findings)))
+
+
+def _is_under(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def _has_counterpart(name: str) -> bool:
+    return name in COUNTERPARTS or _is_under(name, "horovod.torch")
+
+
+# What of Horovod is here under the same name, besides all that is below horovod.torch.
+COUNTERPARTS = frozenset(
+    [
+        "horovod", "horovod.run", "horovod.runner", "horovod.runner.run", "horovod.torch", "horovod.common",
+        "horovod.common.elastic", "horovod.common.exceptions", "horovod.common.process_sets", "horovod.common.util",
+    ]
+)  # fmt: skip
+
+# Of these only parts are here: what is imported from them decides.
+PACKAGES = frozenset(["horovod", "horovod.common", "horovod.runner"])
 
 # Libraries whose scripts are distributed by the library, and how a job of theirs is started is its affair.
 FRAMEWORKS = (
@@ -129,12 +157,15 @@ FRAMEWORKS = (
     "megatron", "torchtitan", "ray.train", "composer", "ignite.distributed", "transformers.Trainer",
     "torch.distributed.fsdp", "torch.distributed.rpc", "torch.distributed.tensor", "torch.distributed._tensor",
     "torch.distributed.device_mesh", "torch.nn.parallel.DistributedDataParallel",
-    "torch.utils.data.distributed", "torch.utils.data.DistributedSampler",
+    "torch.utils.data.distributed", "torch.utils.data.DistributedSampler", "horovod",
+    "penstock.horovod", "penstock.jax", "penstock.tensorflow", "penstock.arrays", "penstock.elastic",
+    "penstock.torch.GradientReducer", "penstock.torch.ddp_hook", "penstock.torch.in_turn",
 )  # fmt: skip
 
-# Calls of torch that only a distributed script makes.
+# Calls that only a distributed script makes.
 DISTRIBUTED = (
     "torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel",
     "torch.utils.data.distributed.DistributedSampler", "torch.distributed.init_process_group",
     "torch.distributed.init_device_mesh", "torch.distributed.fsdp.fully_shard",
+    "penstock.torch.GradientReducer", "penstock.torch.ddp_hook", "penstock.torch.in_turn",
 )  # fmt: skip

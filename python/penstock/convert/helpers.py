@@ -62,10 +62,12 @@ def {shared_seed}():
     "per_rank_batch": '''
 
 def {per_rank_batch}(batch_size):
-    """This rank's part of a batch of `batch_size` samples, so that all ranks together take the same batch as before."""
-    if batch_size % {WORLD_SIZE} and {RANK} == 0:
-        print(f"{{batch_size}} samples a batch do not divide by {{{WORLD_SIZE}}} ranks: the batch gets smaller")
-    return max(1, batch_size // {WORLD_SIZE})
+    """This rank's part of a batch of `batch_size` samples, at least one; all ranks together take the same batch as before where
+    it divides."""
+    part = max(1, batch_size // {WORLD_SIZE})
+    if part * {WORLD_SIZE} != batch_size and {RANK} == 0:
+        print(f"{{batch_size}} samples a batch do not divide by {{{WORLD_SIZE}}} ranks: it has {{part * {WORLD_SIZE}}} now")
+    return part
 ''',
     "sharded": '''
 

@@ -237,12 +237,14 @@ class MetricRules(ModelRules):
         return False
 
     def _runs_alike(self, node: cst.CSTNode) -> bool:
-        """Whether every rank reaches `node` equally often: no condition on the way looks at a rank's own data."""
+        """Whether every rank reaches `node` equally often: no condition on the way looks at a rank's own data or clock, but for a
+        clock that ends a training loop, at which rank 0 looks for all (`agree_on_ends`)."""
         below = node
+        loops = [loop for chain in self.training.chains for loop in chain]
         for above in self.module.ancestors(node):
-            if isinstance(above, cst.If | cst.While) and below is not above.test and self._differs(above.test):
-                return False
-            if isinstance(above, cst.IfExp) and below is not above.test and self._differs(above.test):
+            if (isinstance(above, cst.If | cst.While | cst.IfExp) and below is not above.test) and (
+                self._differs(above.test) or (above not in loops and self._reads_clock(above.test))
+            ):
                 return False
             if isinstance(above, cst.ExceptHandler | cst.Lambda | cst.FunctionDef):
                 return not isinstance(above, cst.ExceptHandler | cst.Lambda)
@@ -278,6 +280,30 @@ class MetricRules(ModelRules):
                     return True
             return False
         return any(self._differs(child, seen) for child in node.children)
+
+    def _reads_clock(self, node: cst.CSTNode, seen: set[cst.CSTNode] | None = None) -> bool:
+        """Whether `node` depends on what time it is, which ranks never ask at the same moment."""
+        seen = set() if seen is None else seen
+        if node in seen:
+            return False
+        seen.add(node)
+        values: list[cst.CSTNode] = []
+        if isinstance(node, cst.Call):
+            if self.module.call_name(node) in CLOCKS:
+                return True
+            made = self.module.callee(node)
+            values += self.module.returns.get(made, []) if isinstance(made, cst.FunctionDef) else []
+        place = self.module.place(node) if isinstance(node, cst.Name | cst.Attribute) else None
+        if place is not None:
+            values += [each.value for each in self.module.definitions.get(place, [])]
+            values += [
+                each.value
+                for each in self.module.nodes
+                if isinstance(each, cst.AugAssign) and self.module.place(each.target) == place
+            ]
+        else:
+            values += node.children
+        return any(self._reads_clock(each, seen) for each in values)
 
 
 def agree(kinds: set[str | None]) -> str | None:
@@ -332,6 +358,16 @@ def is_size(module: Module, node: cst.BaseExpression) -> bool:
 
 # Methods of tensors that keep what a number means.
 VALUE_KEEPING = words("item detach cpu float double half clone squeeze to cuda contiguous data numpy tolist abs")
+
+
+# What tells the time.
+CLOCKS = frozenset(
+    [
+        "time.time", "time.monotonic", "time.perf_counter", "time.process_time", "time.time_ns", "time.monotonic_ns",
+        "time.perf_counter_ns", "timeit.default_timer", "datetime.datetime.now", "datetime.datetime.utcnow",
+        "datetime.datetime.today",
+    ]
+)  # fmt: skip
 
 
 # Loss functions of torch.nn.functional whose names do not end in "_loss".

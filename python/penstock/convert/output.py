@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
-from penstock.convert.base import WRITERS, adding, constant_text, is_named
+from penstock.convert.base import WRITERS, adding, constant_text, is_boolean, is_named, is_none
 from penstock.convert.flow import constant, words
 from penstock.convert.steps import StepRules
 from penstock.convert.training import (
@@ -84,9 +86,8 @@ class OutputRules(StepRules):
     def choose_devices(self) -> None:
         """Every rank has chosen its device at the start: "cuda" without a number is that one."""
         for node in self.module.nodes:
-            if isinstance(node, cst.SimpleString) and constant(node) == "cuda:0":
-                self.edits.replace(node, self.module.code(node).replace("cuda:0", "cuda"))
-                self.tell(node, "device", '"cuda:0" becomes "cuda", the device that the rank has chosen')
+            if isinstance(node, cst.SimpleString | cst.FormattedString):
+                self._choose_name(node)
             elif isinstance(node, cst.Call):
                 self._choose_device(node)
             elif (isinstance(node, cst.Subscript) and constant_text(node) == "CUDA_VISIBLE_DEVICES") and (
@@ -94,6 +95,22 @@ class OutputRules(StepRules):
             ):
                 why = "ranks that see one device share it"
                 self.leave(node, "CUDA_VISIBLE_DEVICES is set", why, "set it outside, for all ranks of the host")
+
+    def _choose_name(self, node: cst.SimpleString | cst.FormattedString) -> None:
+        above = self.module.parent(node)
+        if isinstance(above, cst.DictElement) and above.key is node:
+            return  # as in map_location: where tensors were, not where they go
+        if constant(node) == "cuda:0":
+            self.edits.replace(node, self.module.code(node).replace("cuda:0", "cuda"))
+            self.tell(node, "device", '"cuda:0" becomes "cuda", the device that the rank has chosen')
+        elif constant(node) == "cuda:" and isinstance(above, cst.BinaryOperation):
+            self._leave_device(above)
+        elif re.fullmatch(r"[a-zA-Z]*(['\"]+)cuda:(\d+|%[ds]|\{.*\})\1", self.module.code(node)):
+            self._leave_device(node)
+
+    def _leave_device(self, node: cst.CSTNode) -> None:
+        why = "every rank of a host would use that device"
+        self.leave(node, f"`{self.module.code(node)}`", why, 'write "cuda" without a number: the device of the rank')
 
     def _choose_device(self, call: cst.Call) -> None:
         name = self.module.call_name(call)
@@ -106,14 +123,32 @@ class OutputRules(StepRules):
             )
             self.tell(call, "device", "the number of the device is dropped")
         elif isinstance(call.func, cst.Attribute) and call.func.attr.value == "cuda" and not name:
-            if call.args and constant(call.args[0].value) == 0:
-                self.edits.change(call, lambda node: node.with_changes(args=node.args[1:]))
+            given = next((each for each in call.args if each.keyword is None or is_named(each, "device")), None)
+            if given is not None and constant(given.value) == 0 and not is_boolean(given.value):
+                dropped = call.args.index(given)
+                self.edits.change(
+                    call, lambda node: node.with_changes(args=[*node.args[:dropped], *node.args[dropped + 1 :]])
+                )
                 self.tell(call, "device", "the number of the device is dropped")
-        elif (isinstance(call.func, cst.Attribute) and call.func.attr.value == "to" and call.args and not name) and (
-            isinstance(call.args[0].value, cst.Integer)
+            elif given is not None and not self._names_device(given.value):
+                self._leave_device(call)
+        elif isinstance(call.func, cst.Attribute) and call.func.attr.value == "to" and call.args and not name:
+            if isinstance(call.args[0].value, cst.Integer):
+                self._leave_device(call)
+        elif name == "torch.cuda.device" or (
+            name == "torch.device" and call.args and isinstance(call.args[0].value, cst.Integer)
         ):
-            why = "every rank would use that device"
-            self.leave(call, f"`{self.module.code(call)}`", why, 'write "cuda" in place of the number')
+            self._leave_device(call)
+
+    def _names_device(self, node: cst.BaseExpression) -> bool:
+        """Whether `node` is a device that is made, or named, elsewhere in the script, where it is looked at."""
+        if is_boolean(node) or is_none(node) or isinstance(node, cst.SimpleString | cst.FormattedString):
+            return True
+        place = self.module.place(node)
+        values = [each.value for each in self.module.definitions.get(place, [])] if place is not None else []
+        return any(
+            str(constant(inner)).startswith("cuda") for value in values for inner in self.module.descendants(value)
+        ) or any(self.module.call_name(each) == "torch.device" for each in self.module.origins(node))
 
     def guard_files(self) -> None:
         """Ranks of a host start together: folders may be there already, and a download happens once."""

@@ -16,6 +16,7 @@ from penstock.convert import helpers
 from penstock.convert.base import LIBRARIES, RANDOM, WRITERS
 from penstock.convert.flow import dotted
 from penstock.convert.output import OutputRules
+from penstock.convert.training import trains
 
 
 class Conversion(OutputRules):
@@ -29,6 +30,8 @@ class Conversion(OutputRules):
         self.unwrap_attributes()
         self.average_metrics()
         self.agree_on_ends()
+        self.report_caught()
+        self.report_conditional()
         self.scale_sums()
         self.accumulate()
         self.quieten()
@@ -61,6 +64,12 @@ class Conversion(OutputRules):
                 self.leave(
                     call, "LBFGS", why, "return mean_over_ranks(loss) from the closure, or use another optimizer"
                 )
+            elif name in OTHER_GRADIENTS and trains(self.module, call, self.training):
+                why = "DistributedDataParallel does not see what it returns: gradients of this rank's samples alone"
+                todo = (
+                    "nothing for gradients of inputs, as in a penalty; those of parameters, average over ranks by hand"
+                )
+                self.leave(call, f"`{name}` in code that trains", why, todo)
             elif self._may_show(call):
                 why = "it stands in another file, and every rank calls it"
                 self.leave(call, f"`{name}`", why, "put it under `if RANK == 0:` if it prints, draws or writes")
@@ -192,3 +201,7 @@ class Conversion(OutputRules):
             for function in self.training.functions
             for site in self.module.call_sites.get(function, [])
         )
+
+
+# What gives gradients without a backward pass into parameters.
+OTHER_GRADIENTS = frozenset(["torch.autograd.grad", "torch.func.grad", "torch.func.grad_and_value"])

@@ -9,6 +9,7 @@ import libcst as cst
 from penstock.convert.base import all_below, places_reached
 from penstock.convert.flow import Place
 from penstock.convert.metrics import MetricRules
+from penstock.convert.training import loops_around
 
 
 class StepRules(MetricRules):
@@ -17,7 +18,10 @@ class StepRules(MetricRules):
     def agree_on_ends(self) -> None:
         """No rank may leave a loop that the others stay in: they would wait for it."""
         loops = {id(loop): loop for chain in self.training.chains for loop in chain}
+        direct = {self.module.function_of(call) for call in self.training.backwards}
         for node in self.module.nodes:
+            if isinstance(node, cst.While) and id(node) in loops:
+                self._agree(node, node, f"`while {self.module.code(node.test)}`")
             if not isinstance(node, cst.Break | cst.Continue | cst.Return):
                 continue
             loop = next(
@@ -28,26 +32,102 @@ class StepRules(MetricRules):
                 ),
                 None,
             )
-            if loop is None or id(loop) not in loops:
+            # A function that a loop calls for each step is left in the middle of it by a return.
+            if loop is None or (id(loop) not in loops and loop not in direct):
                 continue
             for above in self.module.ancestors(node):
                 if above is loop:
                     break
-                if not isinstance(above, cst.If):
-                    continue
-                if self._differs(above.test):
+                if isinstance(above, cst.If):
                     what = f"`{self.module.code(node)}` under `if {self.module.code(above.test)}`"
-                    why = "the condition looks at a rank's own data: one rank may leave and the others wait for it"
-                    self.leave(node, what, why, "let all ranks decide alike, for instance on an all-reduced value")
-                elif not self._in_batch_loop(node) and self._is_measured(above.test):
-                    self.edits.wrap(above.test, f"{self.name('rank_zero_decides')}(_)")
-                    self.tell(above, "end", "rank 0 decides for all whether training ends here")
+                    self._agree(node, above, what, decide=not isinstance(loop, cst.FunctionDef))
         for call in self.module.calls:
             if isinstance(call.func, cst.Attribute) and call.func.attr.value == "step" and call.args:
                 names = [self.module.call_name(origin) for origin in self.module.origins(call.func.value)]
                 if names and all(name.endswith("ReduceLROnPlateau") for name in names):
                     self.edits.wrap(call.args[0].value, f"{self.name('mean_over_ranks')}(_)")
                     self.tell(call, "schedule", "the figure that it looks at is the same on all ranks")
+
+    def _agree(self, node: cst.CSTNode, condition: cst.If | cst.While, what: str, decide: bool = True) -> None:
+        """All ranks must find the same in `condition`, which decides whether they stay together at `node`."""
+        test = condition.test
+        clock = self._reads_clock(test)
+        decide = decide and not self._in_batch_loop(condition) and self._runs_alike(condition)
+        if self._differs(test):
+            why = "the condition looks at a rank's own data: one rank may leave and the others wait for it"
+            self.leave(node, what, why, "let all ranks decide alike, for instance on an all-reduced value")
+        elif decide and (clock or self._is_measured(test)):
+            if not any(each.rule == "end" and each.line == self.module.line(condition) for each in self.done):
+                # A parenthesis that stands right behind the keyword has to stay there.
+                decides = f"{self.name('rank_zero_decides')}(_)"
+                self.edits.wrap(test, f"({decides})" if test.lpar else decides)
+            self.tell(condition, "end", "rank 0 decides for all whether training ends here")
+        elif clock:
+            why = "ranks read their clocks at different moments: one rank may leave and the others wait for it"
+            todo = "let rank 0 look at its clock and broadcast the answer, for instance every hundred steps or once an epoch"
+            self.leave(node, what, why, todo)
+
+    def report_caught(self) -> None:
+        """A rank that catches an exception in the middle of a step leaves others, which had none, waiting in it."""
+        loops = [loop for chain in self.training.chains for loop in chain]
+        for node in self.module.nodes:
+            if not isinstance(node, cst.Try | cst.TryStar) or not self._is_in_training(node, loops):
+                continue
+            calls = [each for each in self.module.descendants(node.body) if isinstance(each, cst.Call)]
+            steps = any(
+                each in self.training.backwards
+                or each in self.training.steps
+                or self._is_forward(each)
+                or self.module.callee(each) in self.training.functions
+                for each in calls
+            )
+            for handler in node.handlers:
+                leaves = any(
+                    isinstance(each, cst.Break | cst.Continue | cst.Return)
+                    for each in self.module.descendants(handler.body, into_functions=False)
+                )
+                if not (steps or leaves) or self._comes_to_all(handler) or raises(handler):
+                    continue
+                kind = "" if handler.type is None else f" {self.module.code(handler.type)}"
+                what = f"`except{kind}` in code that trains"
+                why = "where one rank has the exception and others do not, it leaves the step and they wait for it"
+                todo = "let it end the job, or let all ranks agree on a skip before the backward pass"
+                self.leave(handler, what, why, todo)
+
+    def _is_in_training(self, node: cst.CSTNode, loops: list[Any]) -> bool:
+        """Whether `node` runs in a training loop: written there, or in a function with a backward pass that one calls."""
+        if self.module.within(node, *loops):
+            return True
+        return self.module.function_of(node) in self.training.functions and any(
+            each in loops for chain in loops_around(self.module, node) for each in chain
+        )
+
+    def _comes_to_all(self, handler: cst.ExceptHandler | cst.ExceptStarHandler) -> bool:
+        """Whether all ranks have the exception at the same place: the end of their equally many batches, or of the job."""
+        kinds: list[Any] = [handler.type]
+        if isinstance(handler.type, cst.Tuple):
+            kinds = [each.value for each in handler.type.elements]
+        return all(each is not None and self.module.qualified(each) in FOR_ALL for each in kinds)
+
+    def report_conditional(self) -> None:
+        """A backward pass is an exchange with all ranks, and a step is to be taken by all of them."""
+        for call in [*self.training.backwards, *self.training.steps]:
+            below: cst.CSTNode = call
+            for above in self.module.ancestors(call):
+                if isinstance(above, cst.FunctionDef):
+                    break
+                if (isinstance(above, cst.If) and below is not above.test) and (
+                    self._differs(above.test) or self._reads_clock(above.test)
+                ):
+                    what = f"`{self.module.code(call)}` under `if {self.module.code(above.test)}`"
+                    why = "the condition may differ between ranks: those that come here wait for the others, or part from them"
+                    if call in self.training.backwards:
+                        todo = "let all ranks call it, with the loss times zero where it is not to count"
+                    else:
+                        todo = "let all ranks decide alike, for instance on an all-reduced value"
+                    self.leave(call, what, why, todo)
+                    break
+                below = above
 
     def _is_measured(self, test: cst.BaseExpression) -> bool:
         """Whether `test` looks at a variable that a call made: a loss or accuracy that was measured, not a counter."""
@@ -133,10 +213,8 @@ class StepRules(MetricRules):
                 todo = "nothing, it is right but slower; compute the condition before the forward pass to change it"
                 self.leave(condition, "gradients accumulate over several backward passes", why, todo)
                 return
-            if self._differs(condition.test):
-                why = "when it steps depends on a rank's own data"
-                self.leave(condition, "gradients accumulate", why, "step on all ranks at once")
-                return
+            if self._differs(condition.test) or self._reads_clock(condition.test):
+                return  # see report_conditional
             last = self.module.code(condition.test)
         else:
             last = self._last_of_range(loop)
@@ -211,6 +289,17 @@ class Grouping:
         inner[0] = inner[0].with_changes(leading_lines=[])
         outer = outer.with_changes(body=cst.IndentedBlock(inner), leading_lines=leading)
         return block.with_changes(body=[*body[:start], outer, *body[end + 1 :]])
+
+
+def raises(handler: cst.ExceptHandler | cst.ExceptStarHandler) -> bool:
+    """Whether the last statement of `handler` raises."""
+    last = handler.body.body[-1] if handler.body.body else None
+    small = last.body[-1] if isinstance(last, cst.SimpleStatementLine) else last
+    return isinstance(small, cst.Raise)
+
+
+# Exceptions that all ranks have, or that end a rank.
+FOR_ALL = frozenset(["builtins.StopIteration", "builtins.KeyboardInterrupt", "builtins.SystemExit"])
 
 
 MARK_START = "__penstock_group_starts__\n"

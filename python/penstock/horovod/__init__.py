@@ -10,4 +10,9 @@ and the differences.
 - ``controller``: the thread that runs the rounds of one process set and starts what they agree on.
 - ``operations``, ``adasum``: how agreed operations are executed.
 - ``units``: gradients through the engine's reducer, where nothing needs a name.
+- ``runner``: ``horovod.run``, a function on several ranks of this host.
 """
+
+from penstock.horovod.runner import run
+
+__all__ = ["run"]

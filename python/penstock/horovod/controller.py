@@ -27,6 +27,7 @@ from penstock.horovod.group import Group
 from penstock.horovod.negotiation import BLOCK_BYTES, Negotiation, Round
 from penstock.horovod.operations import Entry, Flight, Result
 from penstock.horovod.timeline import Timeline
+from penstock.torch import rendezvous
 
 __all__ = ["NEVER_S", "SHUT_DOWN", "Controller", "Knobs"]
 
@@ -239,6 +240,12 @@ class Controller:
         with self._wake:
             entries = [self._entries.pop(agreed.key, None) for agreed in outcome.agreed]
         going = []
+        if any(
+            agreed.error is not None and entry is not None
+            for agreed, entry in zip(outcome.agreed, entries, strict=True)
+        ):
+            with contextlib.suppress(Closed):
+                rendezvous.engine().core.write_record()  # no group fails of it, so the engine sees no failure
         for agreed, entry in zip(outcome.agreed, entries, strict=True):
             if agreed.error is None:
                 going.append((agreed, entry))

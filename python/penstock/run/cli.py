@@ -41,8 +41,8 @@ def command(arguments: tuple[str, ...]) -> None:
     wanted = parse(arguments)
     script = Path(wanted.script)
     if not script.is_file():
-        convert_cli.fail(f"there is no script {script}", convert_cli.CANNOT)
-    source = convert_cli.read(script)
+        convert_cli.fail(f"there is no script {script}", convert_cli.CANNOT, "run")
+    source = convert_cli.read(script, "run")
     folder = Path(tempfile.mkdtemp(prefix="penstock-run-"))
     try:
         sys.exit(_start(wanted, source, script, folder))
@@ -114,7 +114,7 @@ def _start(wanted: Wanted, source: str, script: Path, folder: Path) -> int:
         converted = convert(source, wanted.options)
     except Refused as refusal:
         if refusal.reason != "distributed":
-            convert_cli.fail(f"{script}: {refusal}", convert_cli.EXIT_CODES[refusal.reason])
+            convert_cli.fail(f"{script}: {refusal}", convert_cli.EXIT_CODES[refusal.reason], "run")
         click.echo(f"{script}: {refusal}", err=True)
         target = [str(script)]
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -64,9 +65,9 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        # Some samples come twice where ranks cannot share equally.
-        padded = self.remaining_indices + self.remaining_indices[: self.total_size - len(self.remaining_indices)]
-        return iter(padded[self.rank : self.total_size : self.num_replicas])
+        # Where ranks cannot share equally some samples come again, as often as it takes: with one sample left, on every rank.
+        padded = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
+        return itertools.islice(padded, self.rank, None, self.num_replicas)
 
     def __len__(self) -> int:
         return self.num_samples
