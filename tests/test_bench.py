@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -18,8 +19,9 @@ import click.testing
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
-from penstock.bench import cli, figures, readiness, report, training, tuner
+from penstock.bench import cli, figures, readiness, readiness_rank, report, training, tuner
 from penstock.bench.collectives import COLLECTIVES, PERIOD, Run, most_ranks
 from penstock.bench.launcher import BenchError
 from penstock.bench.mesh import Mesh
@@ -30,6 +32,7 @@ from penstock.testbed.cluster import Loopback
 from penstock.testbed.cluster import unavailable as testbed_unavailable
 from penstock.testbed.link import LinkSpec
 from penstock.tune import Setting, Tuner
+from ranks import run as run_ranks
 
 GLOO = cli.BACKENDS["gloo"]
 HERE = [each for each in cli.BACKENDS.values() if unavailable(each, on_testbed=False) is None]
@@ -580,21 +583,26 @@ def test_training_runs(tmp_path: pathlib.Path) -> None:
 
 def test_rounds_are_timed_from_the_last_to_join_to_the_last_to_know() -> None:
     """Worked out by hand; rounds that a rank has forgotten do not count, nor does the first turn. The last one that was answered
-    when a pass had ended is told apart."""
+    when a pass had ended is told apart. What agreeing takes is the difference to steps without."""
 
     def rank(joined: float, answered: float, sent: int) -> list[dict]:
         rounds = [[1, joined, answered], [2, joined + 10, answered + 12]]
         turn = {"seconds": [2.0, 4.0, 3.0], "ends": [17.5], "counts": {"rounds": 4, "units": 8, "steps": 2}}
+        told = {"seconds": [2.0, 2.5, sent / 10], "counts": {"rounds": 6, "units": 6, "steps": 2}}
         return [
             {"sent": sent, "received": 20},
             {"turn": -1, "rounds": [[0, 0, 99]]},
-            {"turn": 0, "rounds": rounds, **turn},
+            {"turn": 0, "rounds": rounds, **turn, "told": told},
         ]
 
     first, second = rank(1.0, 5.0, 10), rank(4.0, 4.5, 30)
     outcome = readiness.summarise([first, second], 7)
     assert (outcome.step_s, outcome.rounds, outcome.round_s, outcome.last_s) == (3.0, 2.0, 2.0, 3.0)
     assert (outcome.share, outcome.last_share, outcome.imbalance) == (pytest.approx(4 / 3), 1.0, 1.5)
+    # The slower rank's steps without take 2, 2.5 and 3 s.
+    assert (outcome.told_s, outcome.units, outcome.told_units) == (2.5, 4.0, 3.0)
+    assert outcome.cost == pytest.approx(0.5 / 3) and outcome.turn_costs == [outcome.cost]
+    assert any("2500.0 ms a step; agreeing takes +500.0 ms, +16.7% of the step" in line for line in outcome.lines())
     del second[2]["rounds"][:]
     with pytest.raises(readiness.BenchError, match="take fewer steps"):
         readiness.summarise([first, second], 7)
@@ -611,6 +619,36 @@ def test_readiness_runs(tmp_path: pathlib.Path) -> None:
     assert 0 < outcome["round_s"] < outcome["step_s"] * 100 and outcome["rounds"] >= 1
     assert outcome["last_s"] > 0 and "nothing hides" in done.stdout
     assert outcome["imbalance"] < 2, "no master"
+    assert outcome["told_s"] > 0 and outcome["told_units"] == 1 and len(outcome["turn_costs"]) == 1
+    assert "with nothing to agree on" in done.stdout
+
+
+def test_an_order_that_is_told_needs_no_agreement() -> None:
+    """The control of `penstock bench readiness` cuts gradients as rounds that end at once would, alike on all ranks, whatever
+    their timing; it averages as a GradientReducer does."""
+    assert readiness_rank.cut([4, 4, 4, 9, 1], 8) == [[0, 1], [2, 3], [4]]
+    assert readiness_rank.cut([9, 9], 8) == [[0], [1]] and readiness_rank.cut([1, 2], 8) == [[0, 1]]
+    assert run_ranks(_told, count=2) == [(5, 10)] * 2
+
+
+def _told() -> tuple[int, int]:
+    dist.init_process_group("penstock")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(5)))
+    alone = copy.deepcopy(model)
+    # A layer's gradients are 32 and 256 bytes: a round, and two units, which are whole cache lines at most.
+    reducer = readiness_rank.ToldReducer(model, unit_bytes=288)
+    # Layers without a function between them: gradients are affine in the data, so that the average is that of the mean.
+    alone(torch.full((1, 8), 1.5)).sum().backward()
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.full((1, 8), dist.get_rank() + 1.0)).sum().backward()
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    stats = reducer.stats()
+    assert stats["steps"] == 2
+    dist.destroy_process_group()
+    return stats["rounds"] // 2, stats["units"] // 2
 
 
 def test_losses_are_compared(tmp_path: pathlib.Path) -> None:

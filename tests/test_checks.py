@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 from penstock.errors import Diverged, Mismatch
-from penstock.torch import GradientReducer, check_alike, ddp_hook
+from penstock.torch import GradientReducer, check_alike, ddp_hook, rendezvous
 from penstock.torch.checks import NONE, WINDOW, Pass, first_difference, straggler
 
 # ------------------------------------------------------------------------------------------------------------- mismatch
@@ -68,6 +68,40 @@ def test_first_difference() -> None:
     assert first_difference([alike, [[1, NONE], [3, 4], [5, 6]]], names) is None
     told = first_difference([[[1, 2]], [[7, 2]], [[1, 2]], [[7, 2]]], ["a"])
     assert told is not None and "ranks 0, 2 and ranks 1, 3 hold different bits, and no side is the larger" in told
+
+
+# ---------------------------------------------------------------------------------------------- where nobody is looking
+
+
+@pytest.mark.parametrize("ended", ["destroyed", "exit", "many"])
+def test_checks_that_nothing_makes_are_told(ended: str) -> None:
+    """Plain DDP under PENSTOCK_CHECK and PENSTOCK_TUNE: one warning on one rank says that they do nothing, and what to do: at
+    the end of the group or of the script, or during a long training."""
+    env = {"PENSTOCK_CHECK": "slow,nan", "PENSTOCK_TUNE": "1"}
+    told = _warnings_of_plain_ddp(ended, env)
+    assert [len(lines) for lines in told] == [1, 0], told
+    assert "PENSTOCK_CHECK=nan,slow and PENSTOCK_TUNE=1: no effect" in told[0][0]
+    assert "Call penstock.torch.ddp_hook(model) on a DDP model" in told[0][0]
+
+
+@pytest.mark.parametrize(
+    ("ended", "env"),
+    [
+        pytest.param("destroyed", {"PENSTOCK_CHECK": "", "PENSTOCK_TUNE": "0"}, id="nothing is asked for"),
+        pytest.param("hooked", {"PENSTOCK_CHECK": "nan"}, id="a hook heeds it"),
+        pytest.param("untrained", {"PENSTOCK_CHECK": "nan", "PENSTOCK_TUNE": "1"}, id="nothing is reduced"),
+    ],
+)
+def test_checks_that_are_made_are_not_told(ended: str, env: dict[str, str]) -> None:
+    """No warning where the settings take effect, or nothing could."""
+    assert _warnings_of_plain_ddp(ended, env) == [[], []]
+
+
+def _warnings_of_plain_ddp(ended: str, env: dict[str, str]) -> list[list[str]]:
+    with ranks.Ranks(_train_plainly, count=2, args=(ended,), env=env) as job:
+        outcomes = job.outcomes(timeout_s=60)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    return [[line for line in outcome.output.splitlines() if "no effect" in line] for outcome in outcomes]
 
 
 # ----------------------------------------------------------------------------------------------------------------- slow
@@ -176,6 +210,23 @@ def test_noise_names_nobody(seed: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
+
+
+def _train_plainly(ended: str) -> None:
+    dist.init_process_group("penstock")
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    if ended == "hooked":
+        ddp_hook(model)
+        dist.all_reduce(torch.ones(1))  # of a loss, say: plain ones beside a hook are nothing to speak of
+    if ended != "untrained":
+        model(torch.ones(1, 3)).sum().backward()
+    if ended == "many":
+        for _ in range(1000):
+            dist.all_reduce(torch.ones(1))
+        # Told by now, and not once more at the end.
+        assert rendezvous.heed._is_over
+    if ended != "exit":
+        dist.destroy_process_group()
 
 
 def _flip_a_bit(hooked: str) -> str:

@@ -70,6 +70,7 @@ def test_demo_trains_twice_and_the_trainings_are_the_same(ended: Ended) -> None:
         losses = row.split()
         assert len(losses) >= 2 and len(set(losses)) == 1
         assert float(losses[0]) < math.log(65)  # there are 65 characters, so this is the loss of guessing
+    assert ("  over penstock " in ended.output) == ("penstock+tuner" in ended.output), ended.output
 
 
 def test_demo_uses_the_link_and_predicts(ended: Ended, emulated: bool) -> None:
@@ -308,6 +309,31 @@ def test_steps_in_which_the_tuner_tries_are_left_out() -> None:
     assert settled.settled_from == 12 and comparison.summarise(settled, None, None).step_s == 1.0
     never = [dataclasses.replace(step, tuning=True) for step in training.steps[0]]
     assert dataclasses.replace(training, steps=[never, never]).settled_from == WARM_UP_STEPS
+
+
+def test_what_the_hook_gained_stands_apart_from_what_the_backend_gained() -> None:
+    """Over gloo and, for the hook's ways alone, over plain Penstock; no such row where there is no such pair."""
+
+    def table(*ways: tuple[str, float]) -> dict[str, list[str]]:
+        results = []
+        for way, step_s in ways:
+            training = trained(
+                label=way, losses=[[3.0] * (WARM_UP_STEPS + 1)] * 2, seconds=[step_s] * (WARM_UP_STEPS + 1)
+            )
+            training = dataclasses.replace(training, way=Way.parse(way))
+            results.append(comparison.summarise(training, None, None))
+        whole = comparison.Comparison(tuple(results), None, {}, {}, (), quick=True)
+        return {row.name: row.texts for row in comparison.rows(whole)}
+
+    four = table(("gloo", 6.0), ("penstock", 3.0), ("penstock+hook", 2.0), ("penstock+tuner", 4.0))
+    assert four["speed-up, measured"] == ["1", "2.00 ×", "3.00 ×", "1.50 ×"]
+    assert four["  over penstock"] == ["–", "1", "1.50 ×", "0.75 ×"]
+    for ways in (
+        [("gloo", 6.0), ("penstock", 3.0)],
+        [("gloo", 6.0), ("penstock+hook", 3.0)],
+        [("penstock", 6.0), ("penstock+hook", 3.0)],
+    ):
+        assert "  over penstock" not in table(*ways)
 
 
 def test_a_training_that_bypassed_the_link_is_a_problem() -> None:

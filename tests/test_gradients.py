@@ -6,9 +6,12 @@ The oracle is arithmetic in this process's own passes: the average of what each 
 from __future__ import annotations
 
 import os
+import pathlib
 import random
+import re
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -48,6 +51,22 @@ def test_ddp_hook(views: bool, zeroed: bool) -> None:
     """A DDP model with the hook learns what one without learns: unused parameters, no_sync, all ways to keep gradients."""
     values = ranks.run(_beside_ddp, count=2, args=(views, zeroed), timeout_s=120)
     assert all(value == values[0] for value in values)
+
+
+@pytest.mark.parametrize("hooked", ["plain", "ddp"])
+def test_hooks_wait_for_nobody(hooked: str) -> None:
+    """While another rank has not begun its pass, the hooks of a rank run to the last one: a round is under way all along, and
+    nothing is reduced. Then both get the averages."""
+    ranks.run(_ahead, count=2, args=(hooked,))
+
+
+@pytest.mark.parametrize("hooked", ["plain", "ddp", "views"])
+def test_what_is_copied(hooked: str) -> None:
+    """Large gradients are reduced where they lie, and so are small ones that are neighbours in DDP's buckets; others are copied
+    into units."""
+    large, small = {"plain": (4800, 10_800), "ddp": (4800, 10_800), "views": (4800, 0)}[hooked]
+    for value in ranks.run(_copied, count=2, args=(hooked,)):
+        assert value == [(2 * 1_440_000, large), (10_800 - small, small)]
 
 
 def test_accumulation() -> None:
@@ -91,6 +110,14 @@ def test_same_shapes_in_another_order() -> None:
     """Two layers of one shape, swapped on a rank: sums of things that do not belong together are refused."""
     values = ranks.run(_swapped, count=2)
     assert all("different gradients" in value for value in values), values
+
+
+def test_the_example_of_the_documentation(root: pathlib.Path) -> None:
+    """The script without DDP in docs/gradients.md runs on 2 ranks; both end with the same weights, which were trained."""
+    block = re.search(r"```python\n(import torch\n.*?)```", (root / "docs" / "gradients.md").read_text(), re.DOTALL)
+    assert block is not None
+    first, second = ranks.run(_example, count=2, args=(block[1],), timeout_s=120)
+    assert first == second
 
 
 def test_what_ddp_cannot_do_with_the_hook() -> None:
@@ -229,6 +256,63 @@ def _beside_ddp(views: bool, zeroed: bool) -> float:
     assert reducer.stats()["steps"] == 6 and reducer.stats()["units"] > 6 * 4
     dist.destroy_process_group()
     return sum(float(parameter.double().sum()) for parameter in models[0].parameters())
+
+
+def _hooked(model: nn.Module, hooked: str, unit_bytes: int) -> tuple[nn.Module, GradientReducer]:
+    if hooked == "plain":
+        return model, GradientReducer(model, unit_bytes=unit_bytes)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=hooked == "views")
+    return wrapped, ddp_hook(wrapped, unit_bytes=unit_bytes)
+
+
+def _ahead(hooked: str) -> None:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+    # Each weight is a unit: the first of them begins a round.
+    model, reducer = _hooked(nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), hooked, unit_bytes=4096)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    returned = []
+
+    def after_the_reducers(parameter: torch.Tensor) -> None:
+        returned.append(parameter)
+        if rank == 0 and len(returned) == 12:
+            stats = reducer.stats()
+            assert (stats["rounds"], stats["units"], stats["steps"]) == (1, 0, 0), stats
+            store.set("rank 0 has made all its gradients", "")
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(after_the_reducers)
+    if rank == 1:
+        store.wait(["rank 0 has made all its gradients"], timedelta(seconds=30))
+    model(torch.full((1, 32), rank + 1.0)).sum().backward()
+    assert len(returned) == 12 and reducer.stats()["units"] >= 6
+    sums = [float(parameter.grad.sum()) for parameter in model.parameters() if parameter.grad is not None]
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, sums)
+    assert len(sums) == 12 and both[0] == both[1]
+    dist.destroy_process_group()
+
+
+def _copied(hooked: str) -> list[tuple[int, int]]:
+    dist.init_process_group("penstock")
+    large = nn.Sequential(
+        nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600)
+    )  # weights of 1,440,000 bytes, biases of 2400
+    small = nn.Sequential(*(nn.Linear(30, 30, bias=False) for _ in range(3)))  # 3600 bytes each
+    values = []
+    for net, width in ((large, 600), (small, 30)):
+        # All of it in one round.
+        model, reducer = _hooked(net, hooked, unit_bytes=4 << 20)
+        counts = []
+        # DDP puts its buckets into the order of the first pass, and gradients lie in them from the one after the second on.
+        for _ in range(5):
+            model.zero_grad(set_to_none=False)
+            model(torch.ones(1, width)).sum().backward()
+            stats = reducer.stats()
+            counts.append((stats["in_place_bytes"], stats["copied_bytes"]))
+        values.append((counts[4][0] - counts[3][0], counts[4][1] - counts[3][1]))
+    dist.destroy_process_group()
+    return values
 
 
 def _accumulate() -> None:
@@ -417,6 +501,17 @@ def _beyond_the_hook() -> None:
         for _ in range(rank):  # rank 0 is done at once
             uneven(data).sum().backward()
     # What DDP had issued for the others is never answered: this is no state to go on from.
+
+
+def _example(program: str) -> list[float]:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(program, "docs/gradients.md", "exec"), names)
+    assert not dist.is_initialized()
+    model = names["model"]
+    assert float(model.weight.detach().square().mean()) < 1e-4, (
+        "it was not trained: the outputs of random data are to be 0"
+    )
+    return [float(parameter.detach().double().sum()) for parameter in model.parameters()]
 
 
 def _refused() -> None:

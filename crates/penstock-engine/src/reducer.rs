@@ -412,8 +412,10 @@ impl Reducer {
             None => (carrier.pieces[0], carrier.unit.bytes()),
         };
         let call = self.call(op, dtype, bytes, address);
-        let reducer = self.clone();
+        let (reducer, began_at) = (self.clone(), address as usize);
         self.start(&self.0.units, call, move |result| {
+            let ends_at = carrier.buffer.as_ref().map_or(carrier.pieces[0].cast_const(), |buffer| buffer.as_ptr());
+            debug_assert_eq!(ends_at as usize, began_at, "a unit's memory stays where it is while it is in flight");
             match result {
                 // SAFETY: as above.
                 Ok(()) => unsafe { reducer.store(&carrier) },

@@ -1,11 +1,13 @@
 //! Gradients, reduced by real engines as they become ready.
 
 use fastrand::Rng;
-use penstock_engine::plan::Algorithm;
-use penstock_engine::{Config, Engine, Gradient, GroupSpec, Reducer, ReducerSpec, Ticket, Way};
-use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, ReduceOp};
+use penstock_engine::fingerprint::{Fingerprint, Name};
+use penstock_engine::plan::units::{Entry, pack};
+use penstock_engine::plan::{Algorithm, Collective};
+use penstock_engine::{Call, Config, Engine, Gradient, Group, GroupSpec, Reducer, ReducerSpec, Ticket, Way};
+use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Gradients of all sizes, ready in another order on each rank and in each step, some missing on some ranks: every one ends as
 /// the sum over the ranks, and one that no rank has stays as it was.
@@ -223,6 +225,64 @@ fn another_way_in_every_step() {
     assert_eq!(ranks.groups[2][1].hosts().expect("it runs"), [0, 1, 2, 3]);
 }
 
+/// While another rank holds all units back, those that are agreed on pile up in flight, none before another, and each keeps its
+/// own memory: what comes later goes elsewhere, and every unit ends as the sum of its own gradients. The next step uses the
+/// buffers again, the last ones first, for units of another size. (That none moves meanwhile the reducer asserts.)
+#[test]
+fn many_units_in_flight() {
+    for memory in [false, true] {
+        // Four of 4.3 to 5.3 KiB reach a unit of 16 KiB, and three fit into one; the fourth has one of its own, where it lies.
+        let lengths: Vec<usize> = (0..48).map(|at| 1100 + 5 * at).collect();
+        let unit_bytes = 16 << 10;
+        let ranks = Ranks::new(2, memory, &lengths, |spec| spec.unit_bytes = unit_bytes);
+        // The other rank does by hand what its reducer would.
+        let (reducer, [rounds, units]) = (&ranks.reducers[0], &ranks.groups[1]);
+        for step in 0..2 {
+            let gradient =
+                |rank, at: usize| -> Vec<f32> { (0..lengths[at]).map(|index| value(rank, at, index, step)).collect() };
+            let mut gradients: Vec<Vec<f32>> = (0..lengths.len()).map(|at| gradient(0, at)).collect();
+            let (before, mut cut) = (reducer.stats(), Vec::new());
+            for batch in (0..lengths.len()).collect::<Vec<usize>>().chunks(4) {
+                for &at in batch {
+                    let address = gradients[at].as_mut_ptr().cast();
+                    // SAFETY: kept until the flush has completed.
+                    unsafe { reducer.submit(at as u32, address, false, None) }.expect("submitted");
+                }
+                // It has everything: the AND is what the first rank has.
+                let mut bits = vec![0xffu8; 16 + 2 * lengths.len() / 8];
+                let round = all_reduce(rounds, ReduceOp::BitAnd, DType::U8, &mut bits);
+                wait(&round).expect("agreed");
+                let entry = |&at: &usize| Entry { index: at as u32, bytes: 4 * lengths[at] as u64, class: 0 };
+                cut.extend(pack(batch.iter().map(entry), unit_bytes));
+            }
+            let flushed = reducer.flush();
+            until(|| reducer.stats().units - before.units == cut.len() as u64);
+            assert!(cut.len() == 24 && flushed.result().is_none(), "none can have ended");
+            let stats = reducer.stats();
+            assert_eq!((stats.rounds - before.rounds, stats.steps), (12, step as u64));
+            let copied: u64 = cut.iter().filter(|unit| unit.pieces.len() == 3).map(|unit| unit.bytes()).sum();
+            assert_eq!(stats.copied_bytes - before.copied_bytes, copied);
+
+            let pieces = |unit: &penstock_engine::plan::units::Unit| -> Vec<usize> {
+                unit.pieces.iter().map(|piece| piece.index as usize).collect()
+            };
+            let mut theirs: Vec<Vec<f32>> =
+                cut.iter().map(|unit| pieces(unit).into_iter().flat_map(|at| gradient(1, at)).collect()).collect();
+            let tickets: Vec<Ticket> =
+                theirs.iter_mut().map(|unit| all_reduce(units, ReduceOp::Sum, DType::F32, unit)).collect();
+            tickets.iter().chain([&flushed]).for_each(|ticket| wait(ticket).expect("reduced"));
+            for (at, got) in gradients.iter().enumerate() {
+                let sum: Vec<f32> = gradient(0, at).iter().zip(gradient(1, at)).map(|(a, b)| a + b).collect();
+                assert!(*got == sum, "memory {memory}, step {step}, gradient {at}");
+            }
+            for (unit, got) in cut.iter().zip(&theirs) {
+                let ours: Vec<f32> = pieces(unit).into_iter().flat_map(|at| gradients[at].clone()).collect();
+                assert!(*got == ours, "memory {memory}, step {step}, gradients {:?}", pieces(unit));
+            }
+        }
+    }
+}
+
 /// What is used wrongly is refused at once, and a failure reaches the flush of every rank.
 #[test]
 fn errors() {
@@ -279,8 +339,39 @@ fn reduce<const N: usize>(ranks: &Ranks, gradients: &mut [[Vec<f32>; N]]) -> Vec
     ranks.reducers.iter().zip(gradients).map(each).collect()
 }
 
+/// Starts an all-reduce in place. The caller keeps the elements until the ticket has completed.
+fn all_reduce<T>(group: &Group, op: ReduceOp, dtype: DType, elements: &mut [T]) -> Ticket {
+    assert_eq!(size_of::<T>(), dtype.size());
+    let call = Call {
+        collective: Collective::AllReduce,
+        fingerprint: Fingerprint::new(Name::AllReduce, Some(op), dtype, None, elements.len() as u64),
+        dtype,
+        op,
+        bytes: size_of_val(elements) as u64,
+        splits: None,
+        input: std::ptr::null(),
+        output: elements.as_mut_ptr().cast(),
+        tag: 0,
+        priority: Priority(0),
+        hold: false,
+        timeout: 20_000_000_000,
+        keep: None,
+    };
+    // SAFETY: the caller keeps them.
+    unsafe { group.start(call) }
+}
+
+/// Blocks until something is so.
+fn until(holds: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(30);
+    while !holds() {
+        assert!(Instant::now() < end, "it does not come true within 30 s");
+        std::thread::yield_now();
+    }
+}
+
 struct Ranks {
-    groups: Vec<[penstock_engine::Group; 2]>,
+    groups: Vec<[Group; 2]>,
     reducers: Vec<Reducer>,
     engines: Vec<Engine>,
 }
@@ -341,7 +432,7 @@ impl Ranks {
     }
 }
 
-fn join(engines: &[Engine], name: &str) -> Vec<penstock_engine::Group> {
+fn join(engines: &[Engine], name: &str) -> Vec<Group> {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let id = GroupId(NEXT.fetch_add(1, Ordering::Relaxed));
     let members: Vec<_> = engines.iter().map(|engine| engine.contact().clone()).collect();

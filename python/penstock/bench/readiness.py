@@ -3,6 +3,9 @@
 A round begins for good when the last rank joins it, and is over when the last one has its answer. Ranks on one machine share a
 clock, so that both moments are known. Rounds run beside the backward pass: their seconds together are the most that a step can
 lose to them. The last one of a step begins when the pass has ended: it is what a step loses for certain.
+
+What a step loses in fact is measured beside that: by turns with the ordinary reducer trains one that asks no other rank
+(`readiness_rank.ToldReducer`), in the same processes and on an equal model. It is right for this model alone.
 """
 
 from __future__ import annotations
@@ -31,6 +34,14 @@ class Outcome:
     """From the last rank's joining to the last rank's answer."""
     last_s: float
     """The same for the last round of each step."""
+    told_s: float
+    """A step of the slowest rank where nothing is agreed on."""
+    units: float
+    """A step."""
+    told_units: float
+    """A step, where nothing is agreed on."""
+    turn_costs: list[float]
+    """`cost` by turn."""
     sent: list[int]
     """Bytes by rank, for gradients of one element."""
     received: list[int]
@@ -46,6 +57,11 @@ class Outcome:
         return self.last_s / self.step_s
 
     @property
+    def cost(self) -> float:
+        """Of a step, what it lasts longer than one where nothing is agreed on. Below 0: less than the noise."""
+        return _longer(self.step_s, self.told_s)
+
+    @property
     def imbalance(self) -> float:
         """What the busiest rank sends or receives, over the mean."""
         return max(max(each) / statistics.fmean(each) for each in (self.sent, self.received))
@@ -57,12 +73,16 @@ class Outcome:
             f"a round ends {1e3 * self.round_s:.2f} ms after the last rank has joined it",
             f"all rounds together: {self.share:.1%} of the step, if nothing of them is hidden",
             f"the one that ends the pass, which nothing hides: {1e3 * self.last_s:.2f} ms, {self.last_share:.1%} of the step",
+            f"with nothing to agree on, the order being told beforehand: {1e3 * self.told_s:.1f} ms a step; agreeing takes "
+            f"{1e3 * (self.step_s - self.told_s):+.1f} ms, {self.cost:+.1%} of the step (by turn {min(self.turn_costs):+.1%} to "
+            f"{max(self.turn_costs):+.1%}; {self.units:.1f} units a step, and {self.told_units:.1f} without)",
             f"the busiest rank sends or receives {self.imbalance:.2f} times the mean",
         ]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**vars(self), "share": self.share, "last_share": self.last_share, "imbalance": self.imbalance}
+        shares = {"share": self.share, "last_share": self.last_share, "cost": self.cost}
+        return {**vars(self), **shares, "imbalance": self.imbalance}
 
 
 def measure(
@@ -114,15 +134,33 @@ def summarise(records: Sequence[Sequence[dict[str, Any]]], tensors: int) -> Outc
     lasts = [whole[number] for number in last if number in whole]
     if not lasts:
         raise BenchError("readiness: there was no round that all ranks remember; take fewer steps a turn")
-    counts = [record["counts"] for record in turns[0]]
+    told = [[record["told"] for record in of_rank] for of_rank in turns]
+    by_turn = zip(zip(*turns, strict=True), zip(*told, strict=True), strict=True)
     first = [each[0] for each in records]
     return Outcome(
         ranks=len(records),
         tensors=tensors,
-        step_s=max(statistics.median(s for record in each for s in record["seconds"]) for each in turns),
-        rounds=sum(each["rounds"] for each in counts) / sum(each["steps"] for each in counts),
+        step_s=_slowest(turns),
+        rounds=_a_step(turns[0], "rounds"),
         round_s=statistics.median(whole.values()),
         last_s=statistics.median(lasts),
+        told_s=_slowest(told),
+        units=_a_step(turns[0], "units"),
+        told_units=_a_step(told[0], "units"),
+        turn_costs=[_longer(*(_slowest([[one] for one in of_turn]) for of_turn in both)) for both in by_turn],
         sent=[each["sent"] for each in first],
         received=[each["received"] for each in first],
     )
+
+
+def _slowest(turns: Sequence[Sequence[dict[str, Any]]]) -> float:
+    """The median of each rank's steps, of the slowest rank."""
+    return max(statistics.median(s for turn in of_rank for s in turn["seconds"]) for of_rank in turns)
+
+
+def _a_step(turns: Sequence[dict[str, Any]], what: str) -> float:
+    return sum(turn["counts"][what] for turn in turns) / sum(turn["counts"]["steps"] for turn in turns)
+
+
+def _longer(step_s: float, told_s: float) -> float:
+    return (step_s - told_s) / step_s

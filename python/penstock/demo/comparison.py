@@ -59,6 +59,18 @@ class Comparison:
     def speed_up(self, result: Result) -> float:
         return self.results[0].step_s / result.step_s
 
+    @property
+    def plain(self) -> Result | None:
+        """Penstock without its hook, if another training has the hook: what that one's gain is held against."""
+        found = next((each for each in self.results if str(each.training.way) == "penstock"), None)
+        return found if found and any(each.training.way.front for each in self.results) else None
+
+    def over_plain(self, result: Result) -> float | None:
+        """The speed-up of a hook over the same backend without; None for trainings that have none."""
+        if self.plain is None or not result.training.way.front:
+            return None
+        return self.plain.step_s / result.step_s
+
     def predicted_speed_up(self, result: Result) -> float | None:
         base = self.results[0].prediction
         return base.step_s / result.prediction.step_s if base and result.prediction else None
@@ -185,6 +197,13 @@ def rows(comparison: Comparison) -> list[Row]:
     if others:
         texts = ["1", *(f"{comparison.speed_up(r):.2f} ×" for r in others)]
         table.append(Row("speed-up, measured", texts, f"of the step time, over {base.label}"))
+        plain = comparison.plain
+        if plain is not None and plain is not base:
+            gained = [comparison.over_plain(r) for r in results]
+            texts = [
+                "1" if r is plain else f"{each:.2f} ×" if each else "–" for r, each in zip(results, gained, strict=True)
+            ]
+            table.append(Row(f"  over {plain.label}", texts, "what the hook, or it and its tuner, gained"))
         foreseen = [comparison.predicted_speed_up(r) for r in others]
         if all(foreseen):
             texts = ["1", *(f"{each:.2f} ×" for each in foreseen)]

@@ -106,6 +106,10 @@ def decide(
         previous: the members of the generation before; empty before the first.
         has_state: whether that generation had trained, so that there is a state to be kept.
         waited_s: since the first of the previous members reported (before the first generation: the first of all).
+
+    Whoever is called lost is not waited for, and is in all the same if it has reported: a worker that was stopped and goes on is
+    lost to the others, and they to it. So are two halves of a network that is cut; if ranks of both have reported, the
+    generation cannot be built (docs/elastic.md).
     """
     alive = sorted((one for one in reports if one.pulse != "dead"), key=lambda one: one.member)
     came = {one.member for one in alive}

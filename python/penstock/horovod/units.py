@@ -26,6 +26,7 @@ from penstock.horovod import job
 from penstock.horovod.controller import NEVER_S
 from penstock.horovod.negotiation import Kind, Request
 from penstock.horovod.operations import Entry
+from penstock.torch import rendezvous
 
 __all__ = ["Ghosts", "Units"]
 
@@ -182,6 +183,7 @@ class Units:
         self._abort = rounds.group.abort
         running.tell_at_end(rounds.group.abort)
         weakref.finalize(self, own.forget_siblings, siblings).atexit = False
+        rendezvous.heed.take()
         return _core.Reducer(
             rounds=rounds.group,
             units=units.group,

@@ -108,6 +108,7 @@ class _Collectives:
         return self._each(tensors, lambda tensor: self._all_reduce(tensor, opts), tensors)
 
     def _all_reduce(self, tensor: torch.Tensor, opts: Any) -> Any:
+        rendezvous.heed.count_all_reduce()
         return self._start("all_reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp)
 
     def allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> Work:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from penstock import _core, config
 from penstock.errors import Config as ConfigError
-from penstock.torch import backend, checks, tuning
+from penstock.torch import backend, checks, rendezvous, tuning
 from penstock.tune import Setting, Tuner
 
 __all__ = ["GradientReducer", "ddp_hook"]
@@ -45,8 +45,12 @@ def ddp_hook(
 
     Everything else is DDP's as before: ``no_sync``, unused parameters, buffers. Two things DDP cannot do with it:
     ``static_graph`` and ``join``, for both of which it hands over buckets while no backward pass runs. The model must have
-    been made with a group of the penstock backend. With ``gradient_as_bucket_view=True`` (and gradients that are zeroed, not
-    set to None) nothing is copied; otherwise each gradient is copied into its bucket once, as in DDP without a hook.
+    been made with a group of the penstock backend.
+
+    What is copied: with ``gradient_as_bucket_view=True`` (and gradients that are zeroed, not set to None) DDP copies nothing,
+    and large gradients are reduced in its buckets. So are small ones, where those that share a unit follow each other there;
+    others are copied into units and back, as by `GradientReducer`, and with ``wire`` all are. Without views DDP also copies
+    each gradient into its bucket once, as it does without a hook.
 
     Args:
         model: not in the middle of a backward pass, and without another communication hook.
@@ -136,6 +140,7 @@ class GradientReducer:
         self._rounds = self._backend.sibling("rounds")
         self._units = self._backend.sibling("units", aggregate=True)
         asked = config.read().check
+        rendezvous.heed.take()
         self._names = [names.get(one, f"parameter {index}") for index, one in enumerate(self._parameters)]
         self._gather = checks.gatherer(self._units, self._backend.timeout_s)
         self._is_compared = "mismatch" in asked

@@ -186,6 +186,7 @@ class _Engine:
         _core.init_logging(settings.log)
         _print_log(settings.log)
         _warn_of_strangers()
+        heed.ask(settings)
         self.interfaces, self.why = _core.choose_interfaces(named, _master(store))
         # Frames of an earlier life of the job are refused. torchrun counts its restarts, unless somebody else does.
         self.job_rank = job_rank
@@ -226,6 +227,7 @@ class _Engine:
                 _Engine.current = None
                 shared.use(None)
         if last:
+            heed.tell()
             self.core.stop()
 
     @classmethod
@@ -233,12 +235,54 @@ class _Engine:
         # Scripts that end without destroy_process_group still say good-bye, so that no peer takes it for a crash.
         engine = cls.current
         if engine is not None:
+            heed.tell()
             engine.core.stop()
 
     @classmethod
     def _renew_lock(cls) -> None:
         """In a forked child: a thread that only the parent has may hold it for ever."""
         cls._lock = threading.RLock()
+
+
+class _Heed:
+    """Whether anything in this process heeds PENSTOCK_CHECK and PENSTOCK_TUNE. Only what reduces gradients in units does
+    (`GradientReducer`, `ddp_hook`, `hvd.DistributedOptimizer`); plain all-reduces, DDP's among them, know nothing of gradients
+    and steps. Who asks for a check and does not get it is told so, once."""
+
+    def __init__(self) -> None:
+        self._asked: list[str] = []
+        self._all_reduces = 0
+        self._is_over = False
+
+    def ask(self, settings: config.Settings) -> None:
+        """An engine begins, with these settings."""
+        self._asked = [f"PENSTOCK_CHECK={','.join(sorted(settings.check))}"] if settings.check else []
+        self._asked += (
+            [f"PENSTOCK_TUNE={settings.tune if isinstance(settings.tune, str) else 1}"] if settings.tune else []
+        )
+
+    def take(self) -> None:
+        """Somebody reduces gradients, and does as these settings say."""
+        self._is_over = True
+
+    def count_all_reduce(self) -> None:
+        """A plain one."""
+        self._all_reduces += 1
+        if self._all_reduces == _MANY:
+            self.tell()
+
+    def tell(self) -> None:
+        """Log it where there were plain all-reduces and nothing else; on one rank of a host, whose ranks rarely differ."""
+        if self._is_over or not self._asked or not self._all_reduces:
+            return
+        self._is_over = True
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            log.warning(
+                "%s: no effect so far, since nothing has reduced gradients but plain all-reduces (DistributedDataParallel's "
+                "own, for one). Call penstock.torch.ddp_hook(model) on a DDP model, or use penstock.torch.GradientReducer "
+                "(docs/gradients.md).",
+                " and ".join(self._asked),
+            )
 
 
 def _agree(
@@ -404,8 +448,12 @@ def _announce(membership: Membership, settings: config.Settings, agreed: dict[st
     )
 
 
+heed = _Heed()
 _generation: int | None = None
 _FAILED = "failed"
+# All-reduces after which nobody is likely to make a reducer still: some hundred steps. A guess; a training of days should not
+# learn at its end that nothing was looked for.
+_MANY = 1000
 # Keys a read: a batch of 512 contacts is some 64 KiB.
 _BATCH = 512
 # How late a rank learns that another has given up: chosen for people, who take it for at once. A look costs the store
