@@ -409,3 +409,25 @@ def holders(namespaces: set[int]) -> list[str]:
                 if os.readlink(each) in targets:
                     found.append(str(each))
     return found
+
+
+@needs_namespaces
+def test_the_five_commands_of_the_page() -> None:
+    """docs/aggregated.md, "From nothing to DDP over two aggregators", as it stands but for fewer steps and another name: the training
+    goes through the server, and a rack's link carries little more than one of its two workers'."""
+    root = pathlib.Path(__file__).parent.parent
+    page = (root / "docs" / "aggregated.md").read_text()
+    section = page.split("## From nothing to DDP", 1)[1].split("\n## ", 1)[0]
+    commands = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
+    name = f"page{os.getpid()}"
+    assert commands.count("--name lab") == 5 and "--steps 20" in commands
+    commands = commands.replace("--name lab", f"--name {name}").replace("--steps 20", "--steps 3")
+    environment = {**os.environ, "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-ec", commands], cwd=root, env=environment, capture_output=True, text=True, timeout=200
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "go through server 10.77.2.1:7471" in said, said
+    carried = {match[1]: float(match[2]) for match in re.finditer(r"^\s*(h0|r0)\s.*?([\d.]+) MB", said, re.MULTILINE)}
+    assert carried, said

@@ -81,6 +81,8 @@ pub struct Server {
     rename_at: Option<Time>,
     /// Smoothed time from naming to commit, and its variation (RFC 6298); None before the first.
     round_trip: Option<(u64, u64)>,
+    /// Commits of what was named more than once, in a row.
+    doubtful: u32,
     /// The Credit that was told last.
     told: Serial,
     /// Who is still to hear the heartbeat that is due.
@@ -116,6 +118,7 @@ struct Recovery {
     /// How often the missing were named because of a gap, and when last.
     tries: u32,
     named_at: Time,
+    first_named_at: Time,
     /// Who has asked for the result, each once; whoever asks again starts anew.
     asked: u64,
 }
@@ -171,6 +174,7 @@ impl Server {
             names: VecDeque::new(),
             rename_at: None,
             round_trip: None,
+            doubtful: 0,
             told: config.start.plus(config.window - 1),
             heartbeat_to: Vec::new(),
             heartbeat_at: now.plus(config.idle_every),
@@ -438,8 +442,8 @@ impl Server {
         }
         self.commit(index);
         let recovery = self.recoveries[index];
-        if recovery.seq == seq && recovery.tries == 1 {
-            self.measure(now.since(recovery.named_at));
+        if recovery.seq == seq && recovery.tries > 0 {
+            self.measure(now.since(recovery.first_named_at), recovery.tries);
         }
         // A block that went around the aggregators is early.
         if header.flags & FLAG_FULL == 0 {
@@ -548,6 +552,9 @@ impl Server {
     fn name_gap(&mut self, now: Time, seq: Serial) {
         self.name(seq);
         let recovery = self.recovery(seq, now);
+        if recovery.tries == 0 {
+            recovery.first_named_at = now;
+        }
         (recovery.tries, recovery.named_at) = (recovery.tries + 1, now);
         let tries = recovery.tries;
         let at = now.plus(self.patience(tries));
@@ -580,19 +587,26 @@ impl Server {
         recovery
     }
 
-    /// RFC 6298, section 2.
-    fn measure(&mut self, sample: u64) {
-        self.round_trip = Some(match self.round_trip {
-            None => (sample, sample / 2),
-            Some((mean, variation)) => ((7 * mean + sample) / 8, (3 * variation + mean.abs_diff(sample)) / 4),
-        });
+    /// RFC 6298, section 2, of what came after it was named so often. Only what was named once says how long it takes. But a patience
+    /// below that would have everything named twice and never learn better: so when some in a row came late, the next
+    /// sample counts whole, however often it was named.
+    fn measure(&mut self, sample: u64, tries: u32) {
+        if self.doubtful >= MAX_DOUBTFUL {
+            (self.round_trip, self.doubtful) = (None, 0);
+        }
+        self.doubtful = if tries > 1 { self.doubtful + 1 } else { 0 };
+        self.round_trip = match self.round_trip {
+            None => Some((sample, sample / 2)),
+            before if tries > 1 => before,
+            Some((mean, variation)) => Some(((7 * mean + sample) / 8, (3 * variation + mean.abs_diff(sample)) / 4)),
+        };
     }
 
     /// How long what was named so often may take.
     fn patience(&self, tries: u32) -> u64 {
         let (soonest, latest) = (RENAME_MIN, self.config.idle_every);
         let once = self.round_trip.map_or(self.config.heartbeat_every, |(mean, variation)| mean + 4 * variation);
-        (once.clamp(soonest.min(latest), latest) << (tries - 1).min(6)).min(latest)
+        (once.clamp(soonest.min(latest), latest) << (tries - 1).min(MAX_BACKOFF)).min(latest)
     }
 
     fn send(&mut self, seq: Serial) {
@@ -663,12 +677,16 @@ impl Slot {
 
 impl Recovery {
     fn of(seq: Serial, now: Time) -> Recovery {
-        Recovery { seq, tries: 0, named_at: now, asked: 0 }
+        Recovery { seq, tries: 0, named_at: now, first_named_at: now, asked: 0 }
     }
 }
 
 /// As in QUIC: what lies three before was not overtaken but lost.
 const REORDERED: i32 = 3;
+/// 64 times.
+const MAX_BACKOFF: u32 = 6;
+/// At 5 % loss in each direction one in eight is named twice because it was lost again: so many in a row in one of 10^7.
+const MAX_DOUBTFUL: u32 = 8;
 /// Several round trips of a local network, a guess.
 const RENAME_MIN: u64 = MILLISECOND / 4;
 

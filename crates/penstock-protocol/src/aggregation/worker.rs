@@ -178,6 +178,8 @@ struct Clock {
     round_trip: Option<(u64, u64)>,
     /// The same from asking for a result that the server has to its arrival: no other worker is in it, and no queue of pushes.
     answer: Option<(u64, u64)>,
+    /// Answers to what was asked for more than once, in a row.
+    doubtful: u32,
     backoff: u32,
     progress_at: Time,
     orders: u64,
@@ -226,6 +228,7 @@ impl Worker {
             clock: Clock {
                 round_trip: None,
                 answer: None,
+                doubtful: 0,
                 backoff: 0,
                 progress_at: now,
                 orders: 0,
@@ -469,8 +472,14 @@ impl Worker {
         if !repeated {
             self.measure(now.since(sent_at));
         }
-        if misses == 1 {
-            self.clock.answer = Some(smoothed(self.clock.answer, now.since(missed_at)));
+        if misses > 0 {
+            self.clock.doubtful = if misses > 1 { self.clock.doubtful + 1 } else { 0 };
+            if misses == 1 {
+                self.clock.answer = Some(smoothed(self.clock.answer, now.since(missed_at)));
+            } else if self.clock.doubtful >= MAX_DOUBTFUL {
+                // It may take longer than it did; only the answer to a single question says how long.
+                (self.clock.answer, self.clock.doubtful) = (None, 0);
+            }
         }
         if seq != self.received {
             // Something sent well before it is not back: QUIC's packet threshold (RFC 9002, section 6.1.1). The result is
@@ -622,7 +631,8 @@ impl Worker {
     /// sent twice, and never learns better.
     fn measure(&mut self, sample: u64) {
         self.clock.backoff = 0;
-        let sample = sample.min(self.config.timing.rto_max);
+        // What took longer was a stall, and no measure of anything.
+        let sample = sample.min(self.config.timing.stall_after);
         self.clock.round_trip = Some(smoothed(self.clock.round_trip, sample));
     }
 
@@ -631,14 +641,19 @@ impl Worker {
         let Some((mean, variation)) = self.clock.answer else {
             return self.timeout();
         };
-        ((mean + 4 * variation).max(MILLISECOND) << (misses - 1).min(MAX_BACKOFF)).min(self.config.timing.rto_max)
+        ((mean + 4 * variation).max(MILLISECOND) << (misses - 1).min(MAX_BACKOFF)).min(self.longest())
+    }
+
+    /// Above the usual bound where round trips are longer than that: else everything would be sent twice, for ever.
+    fn longest(&self) -> u64 {
+        self.config.timing.rto_max.max(self.clock.round_trip.map_or(0, |(mean, variation)| 2 * mean + 4 * variation))
     }
 
     fn timeout(&self) -> u64 {
-        let Timing { rto_first, rto_min, rto_max, .. } = self.config.timing;
+        let Timing { rto_first, rto_min, .. } = self.config.timing;
         // Twice the mean: a full window's queue makes the round trip long and even, and one resend too many makes it longer.
         let rto = self.clock.round_trip.map_or(rto_first, |(mean, variation)| 2 * mean + 4 * variation);
-        (rto.clamp(rto_min, rto_max) << self.clock.backoff).min(rto_max)
+        (rto.max(rto_min) << self.clock.backoff).min(self.longest())
     }
 
     fn probe(&self) -> u64 {
@@ -672,6 +687,8 @@ fn smoothed(before: Option<(u64, u64)>, sample: u64) -> (u64, u64) {
 const REORDERED: u64 = 3;
 /// Doublings of the time-out: 64 times.
 const MAX_BACKOFF: u32 = 6;
+/// As at the server: by chance, so many answers in a row that were asked for more than once are very rare.
+const MAX_DOUBTFUL: u32 = 8;
 /// An aggregator that stalled is tried again after a minute at the latest.
 const MAX_DISTRUST: u64 = 60 * SECOND;
 
