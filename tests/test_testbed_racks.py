@@ -413,7 +413,7 @@ def holders(namespaces: set[int]) -> list[str]:
 
 @needs_namespaces
 def test_the_five_commands_of_the_page() -> None:
-    """docs/aggregated.md, "From nothing to DDP over two aggregators", as it stands but for fewer steps and another name: the training
+    """docs/aggregated.md, "From nothing to DDP over two aggregators", as it stands but for steps and the name: the training
     goes through the server, and a rack's link carries little more than one of its two workers'."""
     root = pathlib.Path(__file__).parent.parent
     page = (root / "docs" / "aggregated.md").read_text()
@@ -429,5 +429,9 @@ def test_the_five_commands_of_the_page() -> None:
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert "go through server 10.77.2.1:7471" in said, said
-    carried = {match[1]: float(match[2]) for match in re.finditer(r"^\s*(h0|r0)\s.*?([\d.]+) MB", said, re.MULTILINE)}
-    assert carried, said
+    up = {name: float(match[1]) for name in ("h0", "r0") if (match := re.search(LINK.format(name), said))}
+    assert 0 < up["h0"] < 1.5 * up["r0"] and up["r0"] < 1.5 * up["h0"], said
+
+
+LINK = r"│ {} +│[^│]*│[^│]*│[^│]*│ +([0-9.]+) "
+"""A line of the table of links: what went up, in MB."""
