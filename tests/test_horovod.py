@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -592,6 +593,9 @@ def _printed(command: list[str], kill_rank: int, at: str) -> str:
     """What a job prints that ends well; the first process of a rank is killed when ``at`` is printed."""
     text, killed = "", False
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
+        # A job that hangs says nothing, and reading would wait for ever.
+        deadline = threading.Timer(200, os.killpg, (job.pid, signal.SIGKILL))
+        deadline.start()
         try:
             assert job.stdout is not None
             for line in job.stdout:
@@ -603,6 +607,7 @@ def _printed(command: list[str], kill_rank: int, at: str) -> str:
                     killed = True
             assert job.wait(60) == 0, text
         finally:
+            deadline.cancel()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
     assert killed, text

@@ -6,7 +6,6 @@ A plan is read once, by rank 0, and passed on; what is wrong with it is said wit
 from __future__ import annotations
 
 import ipaddress
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -125,8 +124,8 @@ def init(*, plan: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> N
     elif isinstance(plan, Mapping):
         name = "penstock.init(plan=...)"
         try:
-            text = json.dumps(plan, indent=1)
-        except (TypeError, ValueError) as error:
+            text = yaml.safe_dump(dict(plan))
+        except yaml.YAMLError as error:
             raise ConfigError(f"{name}: {error}; a plan is made of dicts, lists, texts and numbers") from None
         parse(text, name)
         _given = (text, name)

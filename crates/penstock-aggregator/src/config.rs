@@ -39,7 +39,8 @@ pub struct Config {
     pub secret: Option<Vec<u8>>,
     /// UDP trains in one piece (GSO, GRO). Off for measurements that count packets on an interface.
     pub offloads: bool,
-    /// The kernel's buffers of each socket. Too small: packets are lost at full rate although Credit allows them (`kernel_dropped`).
+    /// The kernel's receive buffer of each socket, and of an aggregator the send buffer too. Too small: packets are lost at full
+    /// rate although Credit allows them (`kernel_dropped`).
     pub buffer_bytes: usize,
     /// A job of which nothing was heard for so long is closed.
     pub forget_after: Duration,

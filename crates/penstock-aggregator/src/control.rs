@@ -187,11 +187,11 @@ impl Control {
                 Ok(Err(Refused::Conflict(reason))) => Response::error(409, reason),
                 Err(_) => Response::error(503, "a shard does not answer"),
             };
-            // All shards have the same limits and jobs, so the first refuses for all; but for one that is gone.
-            for opened in &shards[..at] {
-                let (answer, closed) = sync_channel(1);
-                opened.send(Command::Close(job, answer));
-                let _ = closed.recv_timeout(ANSWER);
+            // All shards have the same limits and jobs, so the first refuses for all; but for one that is gone, or so late that the
+            // job may yet be opened there. Then it is closed everywhere, the epoch before too, which some have lost.
+            if at > 0 || refused.status == 503 {
+                drop(shards);
+                self.close_everywhere(&mut registry, job);
             }
             return refused;
         }

@@ -1,7 +1,7 @@
 //! HTTP for a handful of requests a minute: one request a connection, every limit known before a byte is read.
 //!
-//! A stranger can hold [`CONNECTIONS`] connections for [`PATIENCE`], and no packet of a job waits for any of them. Who comes when all
-//! are taken takes the place of the oldest whose request is not here yet, so that strangers who say nothing keep nobody out.
+//! A stranger can hold [`CONNECTIONS`] connections for [`PATIENCE`], and no packet of a job waits for any of them. Who comes when
+//! all are taken takes the place of the oldest that is not being answered, so that strangers who say nothing keep nobody out.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -153,6 +153,18 @@ impl Crowd {
     }
 }
 
+/// A connection that is being answered; also when answering panics it is so no longer.
+struct Answered<'a> {
+    crowd: &'a Crowd,
+    stream: &'a Arc<TcpStream>,
+}
+
+impl Drop for Answered<'_> {
+    fn drop(&mut self) {
+        self.crowd.is_answered(self.stream);
+    }
+}
+
 impl Places {
     fn take(&mut self, stream: &Arc<TcpStream>) -> bool {
         let at = self.waiting.iter().position(|one| Arc::ptr_eq(one, stream));
@@ -167,6 +179,7 @@ fn converse(stream: &Arc<TcpStream>, crowd: &Crowd, handle: &impl Fn(&Request) -
     if !crowd.is_read(stream) {
         return Err(io::ErrorKind::ConnectionAborted.into());
     }
+    let place = Answered { crowd, stream };
     let answered = (|| {
         let response = match read {
             Ok(request) => handle(&request),
@@ -175,7 +188,7 @@ fn converse(stream: &Arc<TcpStream>, crowd: &Crowd, handle: &impl Fn(&Request) -
         };
         response.write(&mut &**stream)
     })();
-    crowd.is_answered(stream);
+    drop(place);
     answered?;
     // What was not read would make the kernel reset the connection before the answer is there.
     stream.shutdown(Shutdown::Write)?;

@@ -300,11 +300,9 @@ def table(rows: Sequence[Row]) -> Table:
             f"{lossless.seconds / row.seconds:.0%}" if lossless and row.loss else "",
             f"{row.busy:.0%}",
         )
-    for row in rows:
-        if row.strangers:
-            shown.caption = (
-                f"storm: the last rack's aggregator refused {row.strangers:.0f} packets of a stranger a second"
-            )
+    storms = [f"{row.strangers:.0f} ({row.workers} workers)" for row in rows if row.strangers]
+    if storms:
+        shown.caption = f"storm: packets of the stranger that were refused in a second: {', '.join(storms)}"
     return shown
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import socket
 import sys
 import tempfile
@@ -67,7 +68,7 @@ def run(
     """
     if np is not None:
         warnings.warn("np is deprecated, use num_proc instead", DeprecationWarning, stacklevel=2)
-        num_proc = np if num_proc == 1 else num_proc
+        num_proc = np
     if hosts is not None and hostfile is not None:
         raise ValueError("Argument hosts and hostfile only allow one provided.")
     if use_gloo and use_mpi:
@@ -84,7 +85,8 @@ def run(
         raise ValueError(f"num_proc={num_proc} is no number of processes")
     if hostfile is not None:
         with open(hostfile) as file:
-            hosts = ",".join(line.strip().replace(" slots=", ":") for line in file if line.strip())
+            lines = [line.split("#", 1)[0].strip() for line in file]
+        hosts = ",".join(re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line)
     if hosts is not None:
         _check_hosts(hosts, num_proc)
     return _launch(_dumps((func, tuple(args), dict(kwargs or {}))), num_proc, start_timeout, output_filename)
@@ -129,7 +131,7 @@ def _launch(call: bytes, num_proc: int, start_timeout: int | None, folder: str |
             # A rank that fails takes others along, and torch tells which it has seen end first.
             rank, failure = error.get_first_failure()
             told = [str(rank), f"exit code {failure.exitcode}: {failure.message}"]
-            for path in sorted(os.listdir(causes))[:1]:
+            for path in sorted(each for each in os.listdir(causes) if not each.endswith(".part"))[:1]:
                 with open(os.path.join(causes, path)) as file:
                     told = file.read().split("\n", 1)
             raise RuntimeError(
@@ -160,8 +162,9 @@ def _on_rank(call: bytes, folder: str | None, causes: str) -> bytes:
         # Before Horovod is shut down here: that fails the others. Their order is that of the host's one clock.
         rank = os.environ["RANK"]
         path = os.path.join(causes, f"{time.monotonic_ns():020}-{rank}")
-        with open(path, "w") as file:
+        with open(f"{path}.part", "w") as file:
             file.write(f"{rank}\n{type(error).__name__}: {error}")
+        os.replace(f"{path}.part", path)
         raise
 
 

@@ -86,7 +86,7 @@ def join(
         timeout: for the whole of it.
         name: for logs and errors.
         job_rank: this process's rank in the job, for messages.
-        aggregate: the group has all ranks of the job: PENSTOCK_PLAN holds for it.
+        aggregate: the group has all ranks of the job: the plan (PENSTOCK_PLAN, `penstock.init`) holds for it.
 
     Raises:
         penstock.errors.Config: a knob or the plan is wrong, a server or aggregator does not do its part, an interface or port

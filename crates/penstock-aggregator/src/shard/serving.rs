@@ -132,6 +132,8 @@ impl Machine for Serving {
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
         };
+        // The epoch before goes first, so that both are never here together.
+        self.jobs.remove(&common.job);
         let open = Open {
             server: Server::new(now, config),
             nodes: Known::all(&job),

@@ -587,10 +587,12 @@ impl Server {
         recovery
     }
 
-    /// RFC 6298, section 2, of what came after it was named so often. Only what was named once says how long it takes. But a patience
-    /// below that would have everything named twice and never learn better: so when some in a row came late, the next
-    /// sample counts whole, however often it was named.
+    /// RFC 6298, section 2, of what came after it was named so often. Only what was named once says how long it takes. But a
+    /// patience below that would have everything named twice and never learn better: so when some in a row came late, the
+    /// next sample counts whole, however often it was named.
     fn measure(&mut self, sample: u64, tries: u32) {
+        // What took longer was an outage. No patience is longer than this.
+        let sample = sample.min(self.config.idle_every);
         if self.doubtful >= MAX_DOUBTFUL {
             (self.round_trip, self.doubtful) = (None, 0);
         }
@@ -685,7 +687,8 @@ impl Recovery {
 const REORDERED: i32 = 3;
 /// 64 times.
 const MAX_BACKOFF: u32 = 6;
-/// At 5 % loss in each direction one in eight is named twice because it was lost again: so many in a row in one of 10^7.
+/// By chance rare: at 5 % loss in each direction one in ten (one in five through an aggregator) is named twice because it was lost
+/// again, and so all of so many in a row in one of 10^8 (10^5).
 const MAX_DOUBTFUL: u32 = 8;
 /// Several round trips of a local network, a guess.
 const RENAME_MIN: u64 = MILLISECOND / 4;

@@ -159,6 +159,47 @@ fn losses() {
     assert_eq!((ask(2), ask(1), ask(0)), (vec![Link(2)], vec![Link(1)], vec![RACK]));
 }
 
+/// However long repairs take, after some of them each is named once: the first patience is a guess, and what they take may change.
+#[test]
+fn patience_is_learnt() {
+    let mut server = Server::new(Time(0), ServerConfig { window: 64, ..config(4) });
+    let (mut now, mut next) = (Time(0), 0);
+    let push = |server: &mut Server, now: Time, from: Link, workers: u64, seq: u32| {
+        let ack = server.ack();
+        let header = Header { ack, credit: ack.plus(63), ..header(Kind::Push, workers, seq, 0) };
+        let block = 1.0_f32.to_be_bytes();
+        server.handle_packet(now, from, &[&header.encode(&block, None)[..], &block].concat()).unwrap();
+    };
+    let missing =
+        |server: &mut Server| sent(server).iter().filter(|(_, header, _)| header.kind == Kind::Missing).count();
+    // The rack's sum of one block is lost and comes after `takes`; says how often it was named until then.
+    let mut repair = |takes: u64| -> usize {
+        for seq in next..next + 4 {
+            push(&mut server, now, Link(2), 4, seq);
+            if seq != next {
+                push(&mut server, now, RACK, 3, seq);
+            }
+        }
+        let mut named = missing(&mut server);
+        let back = now.plus(takes);
+        while server.poll_timeout() < back {
+            let at = server.poll_timeout();
+            server.handle_timeout(at);
+            named += missing(&mut server);
+        }
+        now = back;
+        push(&mut server, now, RACK, 3, next);
+        missing(&mut server);
+        next += 4;
+        named
+    };
+    assert!(repair(20 * MILLISECOND) > 1, "the first guess is too short");
+    assert_eq!([(); 20].map(|()| repair(20 * MILLISECOND)), [1; 20]);
+    assert!(repair(90 * MILLISECOND) > 1, "they take longer than they did");
+    let later = [(); 20].map(|()| repair(90 * MILLISECOND));
+    assert_eq!(later[MAX_DOUBTFUL as usize..], [1; 20 - MAX_DOUBTFUL as usize], "{later:?}");
+}
+
 /// One worker that lost its path takes its whole rack with it, both get results straight, and back again.
 #[test]
 fn bypass() {

@@ -46,7 +46,7 @@ pub struct Timing {
     pub rto_first: u64,
     /// Lower bound of the time-out. Too low: blocks are sent twice whenever a worker is late.
     pub rto_min: u64,
-    /// Upper bound, also of its doubling.
+    /// Upper bound, also of its doubling; where round trips take longer, they are, up to `stall_after`.
     pub rto_max: u64,
     /// How often results are acknowledged while blocks are in flight.
     pub heartbeat_every: u64,
@@ -631,7 +631,7 @@ impl Worker {
     /// sent twice, and never learns better.
     fn measure(&mut self, sample: u64) {
         self.clock.backoff = 0;
-        // What took longer was a stall, and no measure of anything.
+        // What took longer was a stall, and counts as the longest round trip that is believed.
         let sample = sample.min(self.config.timing.stall_after);
         self.clock.round_trip = Some(smoothed(self.clock.round_trip, sample));
     }
@@ -644,9 +644,12 @@ impl Worker {
         ((mean + 4 * variation).max(MILLISECOND) << (misses - 1).min(MAX_BACKOFF)).min(self.longest())
     }
 
-    /// Above the usual bound where round trips are longer than that: else everything would be sent twice, for ever.
+    /// Above the usual bound where round trips are longer than that: else everything would be sent twice, for ever. But a path that
+    /// stalls is given up before.
     fn longest(&self) -> u64 {
-        self.config.timing.rto_max.max(self.clock.round_trip.map_or(0, |(mean, variation)| 2 * mean + 4 * variation))
+        let Timing { rto_max, stall_after, .. } = self.config.timing;
+        let round_trip = self.clock.round_trip.map_or(0, |(mean, variation)| 2 * mean + 4 * variation);
+        round_trip.min(stall_after).max(rto_max)
     }
 
     fn timeout(&self) -> u64 {

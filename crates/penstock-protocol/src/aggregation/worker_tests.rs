@@ -124,6 +124,46 @@ fn overtaken() {
     assert_eq!((at, packets), (now, vec![(SERVER, Kind::Request, seq(0))]));
 }
 
+/// A result that the server has is asked for again after what an answer takes, doubled each time, not after what a push takes.
+#[test]
+fn a_question_has_its_own_clock() {
+    let mut worker = worker(8);
+    (0..3).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
+    sent(&mut worker, Time(0));
+    let at = |ms: u64| Time(ms * MILLISECOND);
+    let ask = |n| vec![(SERVER, Kind::Request, seq(n))];
+    // A round trip takes 50 ms. Then the server has block 1, and its result does not come.
+    worker.handle_packet(at(50), PARENT, &down(Kind::Result, 0, 1, 7, 0)).unwrap();
+    worker.handle_packet(at(50), PARENT, &down(Kind::HeartbeatDown, 0, 2, 7, 0)).unwrap();
+    let (asked, packets) = wait(&mut worker, at(1000));
+    assert_eq!(packets, ask(1));
+    // The answer takes 4 ms, its variation is half of that: 12 ms are enough from now on.
+    worker.handle_packet(asked.plus(4 * MILLISECOND), SERVER, &down(Kind::Result, 1, 2, 7, 0)).unwrap();
+    worker.handle_packet(asked.plus(4 * MILLISECOND), PARENT, &down(Kind::HeartbeatDown, 0, 3, 7, 0)).unwrap();
+    let times: Vec<Time> = (0..3)
+        .map(|_| {
+            let (now, packets) = wait(&mut worker, at(1000));
+            assert_eq!(packets, ask(2));
+            now
+        })
+        .collect();
+    assert_eq!(times[1].since(times[0]), 12 * MILLISECOND);
+    assert_eq!(times[2].since(times[1]), 24 * MILLISECOND);
+}
+
+/// The last block, which nothing overtakes, is asked for soon after the result before it.
+#[test]
+fn the_last_ones() {
+    let mut worker = worker(8);
+    (0..2).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
+    sent(&mut worker, Time(0));
+    let now = Time(5 * MILLISECOND);
+    worker.handle_packet(now, PARENT, &down(Kind::Result, 0, 0, 7, 0)).unwrap();
+    let (at, packets) = wait(&mut worker, Time(SECOND));
+    assert_eq!(packets, [(SERVER, Kind::Request, seq(1))]);
+    assert_eq!(at.since(now), 15 * MILLISECOND, "the mean and four times its half");
+}
+
 /// Whose block is missing sends it again at once; the others wait. Nobody is to send straight because of it.
 #[test]
 fn missing() {
@@ -186,8 +226,8 @@ fn full_blocks() {
 }
 
 proptest! {
-    /// Whatever comes from server and aggregator, and whenever: no panic, at most a window in flight, and each result is taken once
-    /// and only of what was pushed.
+    /// Whatever comes from server and aggregator, and whenever: no panic, at most two windows are pushed beyond what came back,
+    /// and each result is taken once and only of what was pushed.
     #[test]
     fn sequences(steps in proptest::collection::vec(
         (0u32..4, 0usize..8, 0u32..9, 0u32..9, 0u32..12, any::<(u64, u8, u8)>(), 0u64..200), 0..120,
