@@ -508,6 +508,7 @@ def test_a_plan_from_the_script(tmp_path: pathlib.Path) -> None:
     ("given", "words"),
     [
         ("/nowhere/plan.yaml", "penstock.init(plan='/nowhere/plan.yaml'): the file cannot be read"),
+        (["a"], "penstock.init(plan=['a']): a plan is a file's path, or a dict"),
         ({"version": 1}, "penstock.init(plan=...)"),
         ({"version": 1, "aggregated": {"servers": [object()]}}, "penstock.init(plan=...)"),
     ],

@@ -129,6 +129,8 @@ def init(*, plan: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> N
             raise ConfigError(f"{name}: {error}; a plan is made of dicts, lists, texts and numbers") from None
         parse(text, name)
         _given = (text, name)
+    elif not isinstance(plan, str | os.PathLike):
+        raise ConfigError(f"penstock.init(plan={plan!r}): a plan is a file's path, or a dict")
     else:
         path = os.fspath(plan)
         _given = (load(path, f"penstock.init(plan={path!r})"), path)

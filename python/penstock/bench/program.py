@@ -33,9 +33,7 @@ def run_program(
     """
     command = [sys.executable, "-m", f"penstock.bench.{module}", json.dumps(options)]
     try:
-        done = bed.run(
-            command, ranks=ranks, timeout_s=timeout_s, env=env, on_line=on_line, **({} if on is None else {"on": on})
-        )
+        done = bed.run(command, ranks=ranks, timeout_s=timeout_s, env=env, on_line=on_line, on=on)
     except TimeoutError as error:
         raise BenchError(f"{what}: {error}") from error
     if done.returncode:

@@ -4,7 +4,7 @@ use super::{Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, add, since};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
-use penstock_protocol::aggregation::{Action, Admission, Aggregator, Child, Job, JobCounters, Link, Refusal, Shard};
+use penstock_protocol::aggregation::{Action, Admission, Aggregator, Child, Job, JobCounters, Link, Shard};
 use penstock_types::Time;
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -102,10 +102,7 @@ impl Machine for Adding {
             let link = self.link(now, train.from, datagram);
             let mut relays = None;
             let outcome = self.aggregator.handle_packet(link, datagram);
-            let heard = !matches!(
-                outcome,
-                Err(Refusal::Key | Refusal::Epoch | Refusal::Sender | Refusal::Version(_) | Refusal::Malformed(_))
-            );
+            let heard = !matches!(&outcome, Err(refusal) if !refusal.is_from_sender());
             match outcome {
                 Ok(Action::Send { to, header, payload }) => {
                     let job = job_of(&header).expect("a header is long enough");

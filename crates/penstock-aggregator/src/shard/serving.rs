@@ -55,10 +55,7 @@ impl Serving {
             Ok(_) => node.heard = Some(now),
             Err(refusal) => {
                 node.counters.refused[refusal.index()] += 1;
-                if !matches!(
-                    refusal,
-                    Refusal::Key | Refusal::Epoch | Refusal::Sender | Refusal::Version(_) | Refusal::Malformed(_)
-                ) {
+                if refusal.is_from_sender() {
                     node.heard = Some(now);
                 }
             }

@@ -12,6 +12,7 @@
 mod aggregator;
 mod arithmetic;
 mod congestion;
+mod estimate;
 mod key;
 #[cfg(test)]
 mod model;

@@ -124,6 +124,12 @@ impl Refusal {
         "shard",
     ];
 
+    /// Whether the packet comes from who it says, all the same: its sender is alive.
+    #[must_use]
+    pub fn is_from_sender(self) -> bool {
+        !matches!(self, Refusal::Key | Refusal::Epoch | Refusal::Sender | Refusal::Version(_) | Refusal::Malformed(_))
+    }
+
     /// Its place in an array of counters.
     #[must_use]
     pub fn index(self) -> usize {

@@ -12,6 +12,7 @@
 //!   kept from the slowest worker's Ack on: whoever asks gets it again
 //! ```
 
+use super::estimate::{MAX_BACKOFF, MAX_DOUBTFUL, smoothed};
 use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, decode};
 use super::rules::{Refusal, Rule, Rules};
 use super::tree::{Node, Parts, Tree};
@@ -597,11 +598,9 @@ impl Server {
             (self.round_trip, self.doubtful) = (None, 0);
         }
         self.doubtful = if tries > 1 { self.doubtful + 1 } else { 0 };
-        self.round_trip = match self.round_trip {
-            None => Some((sample, sample / 2)),
-            before if tries > 1 => before,
-            Some((mean, variation)) => Some(((7 * mean + sample) / 8, (3 * variation + mean.abs_diff(sample)) / 4)),
-        };
+        if tries == 1 || self.round_trip.is_none() {
+            self.round_trip = Some(smoothed(self.round_trip, sample));
+        }
     }
 
     /// How long what was named so often may take.
@@ -685,11 +684,6 @@ impl Recovery {
 
 /// As in QUIC: what lies three before was not overtaken but lost.
 const REORDERED: i32 = 3;
-/// 64 times.
-const MAX_BACKOFF: u32 = 6;
-/// By chance rare: at 5 % loss in each direction one in ten (one in five through an aggregator) is named twice because it was lost
-/// again, and so all of so many in a row in one of 10^8 (10^5).
-const MAX_DOUBTFUL: u32 = 8;
 /// Several round trips of a local network, a guess.
 const RENAME_MIN: u64 = MILLISECOND / 4;
 

@@ -10,6 +10,7 @@
 //! sent again is decided by the rules, *when* by time-outs, which the model check lets fire at any moment.
 
 use super::congestion::Congestion;
+use super::estimate::{MAX_BACKOFF, MAX_DOUBTFUL, smoothed};
 use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, decode};
 use super::rules::{Refusal, Rule, Rules};
 use super::{Key, Link, Serial};
@@ -659,6 +660,7 @@ impl Worker {
         (rto.max(rto_min) << self.clock.backoff).min(self.longest())
     }
 
+    /// After a result came: how long the last blocks may take before they are asked for.
     fn probe(&self) -> u64 {
         self.clock
             .round_trip
@@ -678,20 +680,8 @@ impl Worker {
     }
 }
 
-/// Mean and variation of RFC 6298, with one more sample.
-fn smoothed(before: Option<(u64, u64)>, sample: u64) -> (u64, u64) {
-    match before {
-        None => (sample, sample / 2),
-        Some((mean, variation)) => ((7 * mean + sample) / 8, (3 * variation + mean.abs_diff(sample)) / 4),
-    }
-}
-
 /// As in QUIC: packets that overtake by three were not reordered, those before are lost.
 const REORDERED: u64 = 3;
-/// Doublings of the time-out: 64 times.
-const MAX_BACKOFF: u32 = 6;
-/// As at the server: by chance, so many answers in a row that were asked for more than once are very rare.
-const MAX_DOUBTFUL: u32 = 8;
 /// An aggregator that stalled is tried again after a minute at the latest.
 const MAX_DISTRUST: u64 = 60 * SECOND;
 
