@@ -18,7 +18,8 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import ranks
-from penstock.bench import aggregated_training, aggregated_training_rank, cli, faults, quantised
+from penstock.bench import cli
+from penstock.bench.aggregated import faults, quantised, training, training_rank
 from penstock.testbed.cluster import unavailable
 
 needs_namespaces = pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts here: {unavailable()}")
@@ -133,7 +134,7 @@ def test_results_keep_their_bits_while_aggregators_are_killed(tmp_path: Path) ->
 def test_a_training_further_away_than_rounding_is_found() -> None:
     """The largest distance of any step decides, not the last loss."""
 
-    def said(*through: float) -> aggregated_training.Outcome:
+    def said(*through: float) -> training.Outcome:
         def record(way: str, *losses: float) -> dict[str, Any]:
             return {"way": way, "losses": list(losses), "struck": {"node": "a0", "step": 1}, "bypasses": 1}
 
@@ -141,7 +142,7 @@ def test_a_training_further_away_than_rounding_is_found() -> None:
             [record("gloo", 3.0, 2.0, 1.0), record("bound", 3.0, 2.25, 1.0), record("int32", *through)],
             [record("gloo", 5.0, 4.0, 3.0), record("bound", 5.0, 4.25, 3.0), record("int32", 5.0, 4.0, 3.0)],
         ]
-        return aggregated_training.summarise(ranks, 2, 0.01)
+        return training.summarise(ranks, 2, 0.01)
 
     near = said(3.0, 2.5, 1.0)
     assert near.losses["gloo"] == [4.0, 3.0, 2.0]
@@ -162,7 +163,7 @@ def test_a_training_keeps_to_the_curve_of_gloo(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     [outcome] = json.loads(path.read_text())["runs"]
     losses = outcome["losses"]
-    assert all(len(losses[way]) == 20 for way in aggregated_training.WAYS)
+    assert all(len(losses[way]) == 20 for way in training.WAYS)
     assert losses["int32"][0] == losses["gloo"][0]
     assert losses["int32"][-1] < losses["int32"][0]
     assert outcome["struck"]["node"] == "a0" and outcome["struck"]["in_flight"] == 1
@@ -183,7 +184,7 @@ def _moved() -> tuple[bool, bool]:
         [1.0, 1e-3]
     ).repeat_interleave(50)
     exact = parts.double().mean(0)
-    hook = aggregated_training_rank.moved_by_the_bound(50, seed=1)
+    hook = training_rank.moved_by_the_bound(50, seed=1)
     bucket = types.SimpleNamespace(buffer=parts[dist.get_rank()].clone)
     moved = (hook(None, bucket).wait().double() - exact).abs()  # type: ignore[arg-type]
     largest = [parts[:, at].abs().max().item() for at in (slice(50), slice(50, 100))]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.bench import aggregated, cli
+from penstock.bench import cli
+from penstock.bench.aggregated import cluster, times
 from penstock.testbed.cluster import unavailable
 from penstock.testbed.topology import Topology
 
@@ -17,20 +18,20 @@ needs_namespaces = pytest.mark.skipif(unavailable() is not None, reason=f"no emu
 
 def test_only_the_links_of_workers_racks_and_server_have_a_limit() -> None:
     """A rack's is that of its workers together. Loss is on the workers' links."""
-    shape = aggregated.topology(6, 100, 0.05)
+    shape = cluster.topology(6, 100, 0.05)
     assert isinstance(shape, Topology) and shape.nodes[6:] == ["a0", "a1", "a2", "s0"]
     assert shape.rates == {"r0": 300, "r1": 300, "a0": 0, "a1": 0, "a2": 0}
     assert shape.losses == {f"h{host}": 0.05 for host in range(6)}
-    small = aggregated.topology(2, 100, 0)
+    small = cluster.topology(2, 100, 0)
     assert small.racks == 1 and not small.core_aggregator and not small.losses
 
 
 def test_a_stranger_is_one_more_host_that_no_plan_names() -> None:
     """Racks' links are as wide as their workers' together, all the same."""
-    shape = aggregated.topology(4, 100, 0.1, stranger=True)
+    shape = cluster.topology(4, 100, 0.1, stranger=True)
     assert shape.hosts == 5 and shape.rates == {"r0": 300, "r1": 100, "a0": 0, "a1": 0, "a2": 0, "h4": 0}
     assert shape.losses == {f"h{host}": 0.1 for host in range(4)}
-    [server] = aggregated.plan(shape, "storm", 64, 4)["aggregated"]["servers"]
+    [server] = cluster.plan(shape, "int32", 64, 4)["aggregated"]["servers"]
     assert [rack["workers"] for rack in server["tree"][0]["children"]] == [[0, 1, 2], [3]]
 
 
@@ -46,17 +47,17 @@ def test_a_storm_is_counted_and_leaves_the_job_its_sums() -> None:
 
 
 def test_plans_name_who_aggregates_where() -> None:
-    shape = aggregated.topology(4, 100, 0)
+    shape = cluster.topology(4, 100, 0)
     racks = [
         {"aggregator": "10.77.1.1:7471", "workers": [0, 1]},
         {"aggregator": "10.77.1.2:7471", "workers": [2, 3]},
     ]
-    [server] = aggregated.plan(shape, "int16", 64)["aggregated"]["servers"]
+    [server] = cluster.plan(shape, "int16", 64, 4)["aggregated"]["servers"]
     assert server["tree"] == [{"aggregator": "10.77.1.3:7471", "children": racks}]
-    assert aggregated.plan(shape, "int16", 64)["aggregated"]["format"] == "int16"
-    direct = aggregated.plan(shape, "server", 64)["aggregated"]
+    assert cluster.plan(shape, "int16", 64, 4)["aggregated"]["format"] == "int16"
+    direct = cluster.plan(shape, "int32", 64, 4, direct=True)["aggregated"]
     assert direct["format"] == "int32" and "tree" not in direct["servers"][0]
-    [server] = aggregated.plan(aggregated.topology(3, 100, 0), "int32", 64)["aggregated"]["servers"]
+    [server] = cluster.plan(cluster.topology(3, 100, 0), "int32", 64, 3)["aggregated"]["servers"]
     assert server["tree"] == [{"aggregator": "10.77.1.1:7471", "workers": [0, 1, 2]}]
 
 
@@ -76,7 +77,7 @@ def test_the_slowest_rank_decides_and_the_first_turn_does_not_count() -> None:
         [record(-1, "ring", 9.0, 9.0), record(0, "ring", 1.0, 4.0), record(0, "int32", 1.0, 1.0)],
         [record(-1, "ring", 9.0, 9.0), record(0, "ring", 3.0, 2.0, sent=500), record(0, "int32", 1.0, 2.0)],
     ]
-    ring, through = aggregated.summarise(ranks, loss=0.0, rate_mbit=0.001)
+    ring, through = times.summarise(ranks, loss=0.0, rate_mbit=0.001)
     assert (ring.seconds, ring.sent, ring.received) == (3.5, 2.0, 2.0)
     assert ring.share == pytest.approx(100 * 8 / 3.5 / 1000)
     assert (through.way, through.seconds, through.workers) == ("int32", 1.5, 2)

@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from penstock import config
-from penstock.bench import aggregated, aggregated_training, faults, machine, readiness, report, training, tuner
+from penstock.bench import machine, readiness, report, training, tuner
+from penstock.bench.aggregated import faults, times
+from penstock.bench.aggregated import training as aggregated_training
 from penstock.bench.collectives import COLLECTIVES, most_ranks
 from penstock.bench.figures import FIGURES
 from penstock.bench.figures import table as figures_table
@@ -394,7 +396,7 @@ def tune(links: Sequence[str], ranks: int, hosts: int, timeout: float, json_path
 @click.option("--workers", default="2,4,8", show_default=True, help="Numbers of workers: 2,4 or 2..8; one a host.")
 @click.option(
     "--ways",
-    default=",".join(aggregated.WAYS),
+    default=",".join(times.WAYS),
     show_default=True,
     help="Also storm: int32, and a stranger's packets meanwhile.",
 )
@@ -456,7 +458,7 @@ def aggregate(
     """
     _check_folders(json_path)
     names = ways.split(",")
-    known = (*aggregated.WAYS, aggregated.STORM)
+    known = (*times.WAYS, times.STORM)
     if unknown := [name for name in names if name not in known]:
         raise click.UsageError(f"no way {', '.join(unknown)}: there are {', '.join(known)}")
     shares = _parse_shares(losses)
@@ -474,12 +476,12 @@ def aggregate(
         if not all(one.is_within for one in outcomes):
             raise click.ClickException("a training through aggregators is further from gloo's than rounding explains")
         return
-    rows: list[aggregated.Row] = []
+    rows: list[times.Row] = []
     with reporting_errors():
         for count in parse_ranks(workers):
             for loss in shares:
                 print(f"{count} workers, loss {loss:g} ...", file=sys.stderr, flush=True)
-                rows += aggregated.measure(
+                rows += times.measure(
                     workers=count,
                     loss=loss,
                     ways=names,
@@ -491,7 +493,7 @@ def aggregate(
                 )
                 if json_path:
                     report.write_json(json_path, machine.describe(), [row.to_dict() for row in rows])
-    result_console().print(aggregated.table(rows))
+    result_console().print(times.table(rows))
 
 
 def _with_kills(

@@ -8,21 +8,13 @@ the bits of a run before, without losses and kills. Who is killed, by whom and w
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from penstock.bench import aggregated
-from penstock.bench.orders import Orders
-from penstock.bench.program import run_program
-from penstock.testbed.cluster import Testbed
-from penstock.testbed.link import LinkSpec
+from penstock.bench.aggregated.cluster import Cluster
 
 STEPS = 5
 """Of a run, beside those that wait for the aggregator's return."""
@@ -138,30 +130,18 @@ def measure(
         BenchError: a daemon or a rank failed or hung, with the end of what it said.
         TestbedUnavailable: no emulated cluster here.
     """
-    shape = aggregated.topology(workers, rate_mbit, 0.0)
-    arguments = {key: value for key, value in shape.to_dict().items() if key != "hosts"}
-    aggregators = [node for node in shape.nodes if node.startswith("a")]
-    faults = [Fault.of_seed(each, aggregators, workers) for each in range(seed, seed + runs)]
-    with ExitStack() as stack:
-        link = LinkSpec(rate_mbit=rate_mbit, mtu=9000, offloads=False)
-        bed = stack.enter_context(Testbed(hosts=workers, link=link, **arguments))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        orders = Orders(bed, stack.enter_context(aggregated.Daemons(bed)), folder / "state.json")
-        plan = folder / "plan.yaml"
-        plan.write_text(json.dumps(aggregated.plan(shape, "int32", window)))
+    with Cluster(workers, rate_mbit=rate_mbit) as cluster:
+        aggregators = [node for node in cluster.topology.nodes if node.startswith("a")]
+        faults = [Fault.of_seed(each, aggregators, workers) for each in range(seed, seed + runs)]
         options = {
-            "plan": str(plan),
-            "state": str(orders.path),
+            "plan": cluster.plan("int32", window),
             "nbytes": nbytes,
             "steps": STEPS,
             "loss": loss,
             "faults": [vars(fault) for fault in faults],
-            "interface": Testbed.interface,
         }
         what = f"faults, {workers} workers, seeds {seed} to {seed + runs - 1}"
-        records = run_program(
-            bed, "faults_rank", options, what=what, ranks=workers, timeout_s=timeout_s, on_line=orders.on_line
-        )
+        records = cluster.run("faults_rank", options, what=what, timeout_s=timeout_s)
     return Outcome(workers, loss, summarise(records, faults))
 
 

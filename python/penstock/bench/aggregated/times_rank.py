@@ -7,24 +7,26 @@ Standard output takes one JSON object a line.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from penstock.bench.aggregated import STORM
-from penstock.bench.interface import counted
+from penstock.bench.aggregated.rank import counted, group_of, say
+from penstock.bench.aggregated.times import STORM
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
     # The default group is for barriers alone.
     dist.init_process_group("gloo")
-    groups = {way: _group(way, options["plans"].get(way)) for way in options["ways"]}
+    plans = options["plans"]
+    groups = {
+        way: group_of(plans[way]) if way in plans else dist.new_group(backend="gloo" if way == "gloo" else "penstock")
+        for way in options["ways"]
+    }
     for turn in range(options["turns"] + 1):
         for way, group in groups.items():
             if way == STORM and dist.get_rank() == 0:
@@ -38,7 +40,7 @@ def main() -> None:
                 Path(options["storm"]).unlink()
             busy, whole = (sum(span[at] for _, span in each) for at in (0, 1))
             # The first turn makes connections and measures round trips.
-            _say(
+            say(
                 way=way,
                 turn=turn - 1,
                 seconds=[took for took, _ in each],
@@ -51,15 +53,6 @@ def main() -> None:
 
 
 DTYPES = {"int16": torch.float16}
-
-
-def _group(way: str, plan: str | None) -> dist.ProcessGroup:
-    if plan is not None:
-        os.environ["PENSTOCK_PLAN"] = plan
-    try:
-        return dist.new_group(backend="gloo" if way == "gloo" else "penstock")
-    finally:
-        os.environ.pop("PENSTOCK_PLAN", None)
 
 
 def _all_reduce(group: dist.ProcessGroup, way: str, elements: int) -> tuple[float, tuple[float, float]]:
@@ -88,10 +81,6 @@ def _processor_s() -> tuple[float, float]:
     """Seconds that all processors together were busy, and seconds in all."""
     fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / 100, sum(fields) / 100
-
-
-def _say(**message: Any) -> None:
-    print(json.dumps({"rank": dist.get_rank(), **message}), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,26 +3,18 @@
 Three trainings from the same start with the same batches, one after the other: DDP over gloo; DDP over gloo with each element of
 the averaged gradients moved, up or down at random, by the most that the other two may lie apart in it; and DDP through
 aggregators, on links that lose packets, one of which is killed (SIGKILL) in the middle of a backward pass and started again
-later. Loss and kill change no bit of a sum (`penstock.bench.faults`), so what is left is rounding: the first two curves show
+later. Loss and kill change no bit of a sum (`faults`), so what is left is rounding: the first two curves show
 how far the third may be from gloo's.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from penstock.bench import aggregated
-from penstock.bench.orders import Orders
-from penstock.bench.program import run_program
-from penstock.testbed.cluster import Testbed
-from penstock.testbed.link import LinkSpec
+from penstock.bench.aggregated.cluster import Cluster
 
 WAYS = ("gloo", "bound", "int32")
 """``bound``: gloo's averages, moved by the bound."""
@@ -82,20 +74,9 @@ def measure(
         BenchError: a daemon or a rank failed or hung, with the end of what it said.
         TestbedUnavailable: no emulated cluster here.
     """
-    shape = aggregated.topology(workers, rate_mbit, 0.0)
-    arguments = {key: value for key, value in shape.to_dict().items() if key != "hosts"}
-    with ExitStack() as stack:
-        link = LinkSpec(rate_mbit=rate_mbit, mtu=9000, offloads=False)
-        bed = stack.enter_context(Testbed(hosts=workers, link=link, **arguments))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        orders = Orders(bed, stack.enter_context(aggregated.Daemons(bed)), folder / "state.json")
-        plan = aggregated.plan(shape, "int32", window)
-        plan["aggregated"]["block_bytes"] = BLOCK_BYTES
-        (folder / "plan.yaml").write_text(json.dumps(plan))
+    with Cluster(workers, rate_mbit=rate_mbit) as cluster:
         options = {
-            "plan": str(folder / "plan.yaml"),
-            "state": str(orders.path),
-            "interface": Testbed.interface,
+            "plan": cluster.plan("int32", window, block_bytes=BLOCK_BYTES),
             "ways": WAYS,
             "steps": steps,
             "batch": batch,
@@ -105,16 +86,7 @@ def measure(
             # The aggregator of rank 0's rack.
             "node": "a0",
         }
-        what = f"training, {workers} workers"
-        records = run_program(
-            bed,
-            "aggregated_training_rank",
-            options,
-            what=what,
-            ranks=workers,
-            timeout_s=timeout_s,
-            on_line=orders.on_line,
-        )
+        records = cluster.run("training_rank", options, what=f"training, {workers} workers", timeout_s=timeout_s)
     return summarise(records, workers, loss)
 
 

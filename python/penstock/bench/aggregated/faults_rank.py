@@ -1,13 +1,12 @@
 """One rank of `penstock bench aggregated --faults`: steps of all-reduces, in one of which it may kill an aggregator.
 
-Standard output takes one JSON object a line: orders (`penstock.bench.orders.Orders`), and what each run has computed.
+Standard output takes one JSON object a line: orders (`striker.order`), and what each run has computed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import penstock.torch
-from penstock.bench import quantised
-from penstock.bench.interface import counted
-from penstock.bench.striker import Striker, order
+from penstock.bench.aggregated import quantised
+from penstock.bench.aggregated.rank import counted, group_of, lane, say
+from penstock.bench.aggregated.striker import Striker, order
 
 
 def main() -> None:
@@ -29,7 +27,7 @@ def main() -> None:
     nbytes, steps = options["nbytes"], options["steps"]
     inputs = [_contributions(dist.get_rank(), step, nbytes) for step in range(steps)]
     first = _Run(options, inputs, -1, None)
-    _say(run=-1, **first.take())
+    say(run=-1, **first.take())
     if dist.get_rank() == 0:
         _check(first.results, nbytes)
     sent = torch.tensor([first.sent / steps])
@@ -40,7 +38,7 @@ def main() -> None:
     dist.barrier()
     for number, fault in enumerate(options["faults"]):
         try:
-            _say(run=number, **_Run(options, inputs, number, fault, step_bytes).take())
+            say(run=number, **_Run(options, inputs, number, fault, step_bytes).take())
         except Exception as error:
             raise RuntimeError(f"the run with seed {fault['seed']} failed: {fault}") from error
     dist.destroy_process_group()
@@ -70,9 +68,7 @@ class _Run:
     def take(self) -> dict[str, Any]:
         """All steps: the digests of all results, and what became of the fault."""
         options, fault = self._options, self._fault
-        os.environ["PENSTOCK_PLAN"] = options["plan"]
-        group = dist.new_group(backend="penstock")
-        del os.environ["PENSTOCK_PLAN"]
+        group = group_of(options["plan"])
         before = counted(options["interface"])[0]
         digests: list[list[str]] = []
         for step in range(options["steps"]):
@@ -84,7 +80,7 @@ class _Run:
             if self._restarted is not None:
                 self._restarted()
             pending = self._mine and self._restarted is None
-            back = torch.tensor([not (pending or _lane()["servers"][0]["is_direct"]), time.monotonic() < until]).int()
+            back = torch.tensor([not (pending or lane()["servers"][0]["is_direct"]), time.monotonic() < until]).int()
             dist.all_reduce(back, op=dist.ReduceOp.MIN)
             returned = bool(back[0])
             if not back[1]:
@@ -92,14 +88,14 @@ class _Run:
             self._step(group, len(digests), digests)
         if self._mine and self._restarted is None:
             raise SystemExit(f"nothing was killed and started again in run {self._number}: {fault}")
-        lane = _lane()
+        told = lane()
         found = {
             "digests": digests,
             "seconds": self._seconds,
             "struck": self._striker and self._striker.told(),
             "returned": returned,
-            "bypasses": lane["servers"][0]["bypasses"],
-            "fallback": lane["fallback"],
+            "bypasses": told["servers"][0]["bypasses"],
+            "fallback": told["fallback"],
         }
         dist.barrier()
         dist.destroy_process_group(group)
@@ -167,15 +163,6 @@ def _check(results: list[list[torch.Tensor]], nbytes: int) -> None:
 
 def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest()[:16]
-
-
-def _lane() -> dict[str, Any]:
-    [lane] = penstock.torch.stats()["aggregated"].values()
-    return dict(lane)
-
-
-def _say(**message: Any) -> None:
-    print(json.dumps({"rank": dist.get_rank(), **message}), flush=True)
 
 
 BUCKETS = (

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.interface import counted
+from penstock.bench.aggregated.rank import counted
 
 
 class Striker:
@@ -20,7 +20,7 @@ class Striker:
     A thread, so that what it interrupts is whatever the rank is doing then.
 
     Args:
-        state: the file of `penstock.bench.orders.Orders`.
+        state: the file that `cluster.Cluster.run` names.
         under_way: says what the rank is doing: ``{"step": ..., "in_flight": N}``. Called on the thread.
     """
 
@@ -48,7 +48,7 @@ class Striker:
 
 
 def order(state: str, **what: Any) -> Callable[[], None]:
-    """Give an order to `penstock.bench.orders.Orders`; what it returns waits until it is done."""
+    """Give an order to whoever runs this (`cluster.Cluster.run`); what it returns waits until it is done."""
     path = Path(state)
     before = json.loads(path.read_text())["done"]
     print(json.dumps(what), flush=True)

@@ -1,12 +1,11 @@
 """One rank of `penstock bench aggregated --training`: trains the demo's model in three ways, one after the other.
 
-Standard output takes one JSON object a line: orders (`penstock.bench.orders.Orders`), and the losses of each way.
+Standard output takes one JSON object a line: orders (`striker.order`), and the losses of each way.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections.abc import Callable
@@ -16,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import penstock.torch
-from penstock.bench import quantised
-from penstock.bench.interface import counted
-from penstock.bench.striker import Striker, order
+from penstock.bench.aggregated import quantised
+from penstock.bench.aggregated.rank import counted, group_of, lane, say
+from penstock.bench.aggregated.striker import Striker, order
 from penstock.bench.training_rank import CONTEXT, CharGPTLoss, adam
 from penstock.demo.char_gpt.data import CharData, random_batch
 
@@ -28,14 +26,14 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
     for way in options["ways"]:
-        print(json.dumps({"rank": dist.get_rank(), "way": way, **_train(way, options)}), flush=True)
+        say(way=way, **_train(way, options))
     dist.destroy_process_group()
 
 
 def _train(way: str, options: dict[str, Any]) -> dict[str, Any]:
     text = CharData.load().train
     batches = torch.Generator().manual_seed(1000 * options["seed"] + dist.get_rank())
-    group = dist.new_group(backend="gloo") if way != "int32" else _through_aggregators(options)
+    group = dist.new_group(backend="gloo") if way != "int32" else group_of(options["plan"])
     torch.manual_seed(options["seed"])
     model = DistributedDataParallel(CharGPTLoss(), process_group=group, gradient_as_bucket_view=True)
     if way == "bound":
@@ -61,13 +59,6 @@ def _train(way: str, options: dict[str, Any]) -> dict[str, Any]:
     del model
     dist.destroy_process_group(group)
     return told
-
-
-def _through_aggregators(options: dict[str, Any]) -> dist.ProcessGroup:
-    os.environ["PENSTOCK_PLAN"] = options["plan"]
-    group = dist.new_group(backend="penstock")
-    del os.environ["PENSTOCK_PLAN"]
-    return group
 
 
 def moved_by_the_bound(block: int, seed: int) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
@@ -137,16 +128,16 @@ class _Fault:
             raise SystemExit(f"nothing was killed and started again in {self._options['steps']} steps: more are needed")
         if self._restarted is not None:
             self._restarted()
-        [lane] = penstock.torch.stats()["aggregated"].values()
-        if lane["fallback"]:
-            raise SystemExit(f"the ranks went on without servers: {lane['fallback']}")
-        server = lane["servers"][0]
+        through = lane()
+        if through["fallback"]:
+            raise SystemExit(f"the ranks went on without servers: {through['fallback']}")
+        server = through["servers"][0]
         struck = self._striker.told() if self._striker is not None else {}
         return {
             "struck": {"node": self._options["node"], **struck},
             "bypasses": server["bypasses"],
             "is_direct": server["is_direct"],
-            "operations": lane["operations"],
+            "operations": through["operations"],
         }
 
     def _under_way(self) -> dict[str, int]:
