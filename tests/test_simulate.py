@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import click.testing
 import pytest
 
-from penstock import _core, cli, errors
+from penstock import _core, cli, errors, simulate
 
 
-def run(*arguments: str) -> click.testing.Result:
-    return click.testing.CliRunner().invoke(cli.main, ["simulate", "aggregation", *arguments])
+def run(*arguments: str, command: str = "aggregation") -> click.testing.Result:
+    return click.testing.CliRunner().invoke(cli.main, ["simulate", command, *arguments])
 
 
 def test_many_seeds() -> None:
@@ -44,6 +45,18 @@ def test_what_is_fixed_is_not_drawn() -> None:
         assert word in result.output, result.output
 
 
+def test_links_can_be_fixed_too() -> None:
+    """Rates come in Mbit/s and become bytes a second, times in milliseconds and become nanoseconds, queues in KiB."""
+    options = (
+        "--rate 120 --queue 64 --delay 0.25 --jitter 0.005 --keyed --loss 0.1 --loss-on workers --patient --no-faults"
+    )
+    result = run(*options.split())
+    assert result.exit_code == 0, result.output
+    fixed = ("rate: 15000000", "queue: 65536", "delay: 250000", "jitter: 5000", "keyed: true", "edge_loss: true")
+    for word in (*fixed, "rto_first: 100000000"):
+        assert word in result.output, result.output
+
+
 def test_a_failed_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure names its seed, its scenario and the last packets, and ends with 1."""
     asked = []
@@ -71,6 +84,8 @@ def test_a_failed_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--workers", "65", "workers is 65; 1 to 64 are possible"),
         ("--window", "3", "window is 3; it must be a power of two"),
         ("--loss", "0.9", "loss is 0.9; 0 to 0.5 are possible"),
+        ("--rate", "-1", "rate_mbit is -1; 0 and more are possible"),
+        ("--queue", "1", "queue in bytes is 1024; 9010 to"),
     ],
 )
 def test_what_is_out_of_bounds(option: str, value: str, message: str) -> None:
@@ -80,3 +95,59 @@ def test_what_is_out_of_bounds(option: str, value: str, message: str) -> None:
     assert message in result.output
     with pytest.raises(errors.Config, match="shape"):
         _core.simulate_aggregation(0, shape="ring")
+
+
+def _outcome(loss: float, workers: int, queue: int, **_: Any) -> dict[str, Any]:
+    """A stand-in: a fifth more time for each per cent lost, and five packets for a block and worker."""
+    packets, dropped = 5 * workers * BLOCKS, workers * BLOCKS // 10 if queue else 0
+    return {"time_ns": 1e9 * (1 + 20 * loss), "packets": packets, "dropped": dropped}
+
+
+BLOCKS = 100
+
+
+@pytest.mark.parametrize(("shape", "crossings"), [("direct", 4), ("star", 1), ("racks", 2), ("core", 1)])
+def test_rates_are_shares_of_the_busiest_link_and_of_no_loss(shape: str, crossings: int) -> None:
+    """The run without loss is what others are held against, also where nobody asks to see it. Without an aggregator the server's
+    link carries each worker's block."""
+    setting: dict[str, Any] = {"rate_mbit": [100.0], "windows": [64], "nbytes": BLOCKS * 8896 - 1, "seeds": 2}
+    seen: list[dict[str, Any]] = []
+
+    def simulated(seed: int, **fixed: Any) -> dict[str, Any]:
+        seen.append({"seed": seed, **fixed})
+        return _outcome(**fixed)
+
+    one, two = simulate.rates(simulated, workers=[4], queues_kib=[0, 64], losses=[0.05], shape=shape, **setting)
+    assert [(each["seed"], each["loss"], each["queue"]) for each in seen] == [
+        (seed, loss, queue) for queue in (0, 65536) for loss in (0.0, 0.05) for seed in (1, 2)
+    ]
+    assert all(each["blocks"] == BLOCKS for each in seen)
+    assert (one.seconds, one.of_lossless, one.packets) == pytest.approx((2.0, 0.5, 20.0))
+    assert one.of_link == pytest.approx(crossings * BLOCKS * 8896 * 8 / 2.0 / 100e6)
+    assert (one.dropped, two.dropped) == pytest.approx((0.0, 0.1))
+
+
+def test_rates_of_the_protocol_itself() -> None:
+    """Without loss a star fills its link whatever the number of workers; with loss it takes longer, more so on every link."""
+    options = ["--workers", "2,4", "--loss", "0,0.05", "--bytes", "4000000", "--rate", "100", "--seeds", "1"]
+    rows = [line.split() for line in run(*options, command="rates").output.splitlines()[1:]]
+    assert [row[1] for row in rows] == ["2", "2", "4", "4"]
+    of_link = [int(row[6].rstrip("%")) for row in rows]
+    assert min(of_link[0], of_link[2]) > 90, rows
+    assert of_link[1] < of_link[0] and of_link[3] < of_link[2]
+    again = run(*options, "--loss-on", "workers", command="rates").output.splitlines()[1:]
+    assert float(again[3].split()[8]) < float(rows[3][8]), "fewer packets for a block"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--rate", "0", "give links a rate"),
+        ("--loss", "much", "give numbers between commas"),
+        ("--queue", "-1", "KiB, or 0"),
+        ("--workers", "2,100", "workers is 100; 1 to 64 are possible"),
+    ],
+)
+def test_rates_that_cannot_be(option: str, value: str, message: str) -> None:
+    result = run(option, value, "--bytes", "100000", command="rates")
+    assert result.exit_code == 2 and message in result.output

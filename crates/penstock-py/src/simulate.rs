@@ -1,16 +1,21 @@
 //! The simulator of in-network aggregation, for `penstock simulate aggregation`.
 
 use crate::error;
-use penstock_protocol::aggregation::simulate::{Fixed, Scenario, Shape};
-use penstock_types::{Failure, FailureKind};
+use penstock_protocol::aggregation::Timing;
+use penstock_protocol::aggregation::simulate::{Fixed, GIGABIT, Scenario, Shape};
+use penstock_types::{Failure, FailureKind, MILLISECOND};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// Runs one seed in virtual time. Returns what it came to; `failure` is None where every result was right.
+///
+/// `rate_mbit` and `queue` (bytes) are 0 for no limit. With `edge_loss` only workers' links lose packets. `patient` takes the
+/// time-outs that jobs have, instead of shorter ones that let many runs fit into a second.
 #[pyfunction]
 #[pyo3(signature = (
-    seed, *, jobs=None, workers=None, shape=None, blocks=None, window=None, floats=None, loss=None, duplicate=None,
-    faults=true, trace=false,
+    seed, *, jobs=None, workers=None, shape=None, blocks=None, window=None, floats=None, keyed=None, loss=None,
+    edge_loss=false, duplicate=None, delay_ms=None, jitter_ms=None, rate_mbit=None, queue=None, patient=false, faults=true,
+    trace=false,
 ))]
 #[allow(clippy::too_many_arguments, reason = "they are keyword-only in Python")]
 pub(crate) fn simulate_aggregation<'py>(
@@ -22,8 +27,15 @@ pub(crate) fn simulate_aggregation<'py>(
     blocks: Option<u32>,
     window: Option<u32>,
     floats: Option<bool>,
+    keyed: Option<bool>,
     loss: Option<f64>,
+    edge_loss: bool,
     duplicate: Option<f64>,
+    delay_ms: Option<f64>,
+    jitter_ms: Option<f64>,
+    rate_mbit: Option<f64>,
+    queue: Option<u64>,
+    patient: bool,
     faults: bool,
     trace: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
@@ -36,7 +48,30 @@ pub(crate) fn simulate_aggregation<'py>(
         Some("core") => Some(Shape::Core),
         Some(other) => return Err(config(format!("shape is {other:?}; direct, star, racks and core are possible"))),
     };
-    let fixed = Fixed { jobs, workers, shape, blocks, window, floats, loss, duplicate, no_faults: !faults };
+    let scaled = |number: Option<f64>, unit: u64| number.map(|number| (number * unit as f64).round() as u64);
+    for (name, number) in [("delay_ms", delay_ms), ("jitter_ms", jitter_ms), ("rate_mbit", rate_mbit)] {
+        if let Some(number) = number.filter(|number| number.is_nan() || *number < 0.0) {
+            return Err(config(format!("{name} is {number}; 0 and more are possible")));
+        }
+    }
+    let fixed = Fixed {
+        jobs,
+        workers,
+        shape,
+        blocks,
+        window,
+        floats,
+        keyed,
+        loss,
+        edge_loss,
+        duplicate,
+        delay: scaled(delay_ms, MILLISECOND),
+        jitter: scaled(jitter_ms, MILLISECOND),
+        rate: scaled(rate_mbit, GIGABIT / 1000),
+        queue,
+        timing: patient.then(Timing::default),
+        no_faults: !faults,
+    };
     fixed.check().map_err(config)?;
     let scenario = Scenario { trace, ..Scenario::draw_with(seed, &fixed) };
     let outcome = py.detach(|| scenario.run());
@@ -45,6 +80,7 @@ pub(crate) fn simulate_aggregation<'py>(
     told.set_item("failure", outcome.failure)?;
     told.set_item("packets", outcome.packets)?;
     told.set_item("lost", outcome.lost)?;
+    told.set_item("dropped", outcome.dropped)?;
     told.set_item("arrived", outcome.arrived)?;
     told.set_item("results", outcome.results)?;
     told.set_item("time_ns", outcome.time)?;

@@ -78,6 +78,8 @@ pub struct Scenario {
     pub keyed: bool,
     /// Probability that a packet is lost.
     pub loss: f64,
+    /// Only what workers send and are sent is lost, not what aggregators and servers exchange.
+    pub edge_loss: bool,
     /// Probability that it arrives twice.
     pub duplicate: f64,
     /// Shortest time on the way, in nanoseconds.
@@ -135,10 +137,24 @@ pub struct Fixed {
     pub window: Option<u32>,
     /// [`Scenario::floats`].
     pub floats: Option<bool>,
+    /// [`Scenario::keyed`].
+    pub keyed: Option<bool>,
     /// [`Scenario::loss`], at most 0.5.
     pub loss: Option<f64>,
+    /// [`Scenario::edge_loss`], which is never drawn.
+    pub edge_loss: bool,
     /// [`Scenario::duplicate`], at most 0.5.
     pub duplicate: Option<f64>,
+    /// [`Scenario::delay`], at most a second.
+    pub delay: Option<u64>,
+    /// [`Scenario::jitter`], at most a second.
+    pub jitter: Option<u64>,
+    /// [`Scenario::rate`], 0 or a hundredth of a [`GIGABIT`] to a thousand of them: below, time-outs are too short.
+    pub rate: Option<u64>,
+    /// [`Scenario::queue`], 0 or what holds a block, to 2^30.
+    pub queue: Option<u64>,
+    /// [`Scenario::timing`], [`IMPATIENT`] if not fixed.
+    pub timing: Option<Timing>,
     /// No restarts, deaths and cuts.
     pub no_faults: bool,
 }
@@ -146,14 +162,21 @@ pub struct Fixed {
 impl Fixed {
     /// What is out of bounds, in words.
     pub fn check(&self) -> Result<(), String> {
-        let within = |name: &str, value: Option<u64>, most: u64| match value {
-            Some(value) if !(1..=most).contains(&value) => Err(format!("{name} is {value}; 1 to {most} are possible")),
+        let within = |name: &str, value: Option<u64>, least: u64, most: u64| match value {
+            Some(value) if !(least..=most).contains(&value) => {
+                Err(format!("{name} is {value}; {least} to {most} are possible"))
+            }
             _ => Ok(()),
         };
-        within("jobs", self.jobs.map(|n| n as u64), 16)?;
-        within("workers", self.workers.map(|n| n as u64), 64)?;
-        within("blocks", self.blocks.map(u64::from), 100_000)?;
-        within("window", self.window.map(u64::from), 1024)?;
+        within("jobs", self.jobs.map(|n| n as u64), 1, 16)?;
+        within("workers", self.workers.map(|n| n as u64), 1, 64)?;
+        within("blocks", self.blocks.map(u64::from), 1, 100_000)?;
+        within("window", self.window.map(u64::from), 1, 1024)?;
+        within("delay in ns", self.delay, 0, SECOND)?;
+        within("jitter in ns", self.jitter, 0, SECOND)?;
+        // 0 is no limit.
+        within("rate in bytes a second", self.rate.filter(|rate| *rate != 0), GIGABIT / 100, GIGABIT * 1000)?;
+        within("queue in bytes", self.queue.filter(|queue| *queue != 0), FULL_BYTES, 1 << 30)?;
         if let Some(window) = self.window.filter(|window| !window.is_power_of_two()) {
             return Err(format!("window is {window}; it must be a power of two"));
         }
@@ -190,12 +213,13 @@ impl Scenario {
             floats: random.below(3) == 0,
             keyed: random.below(2) == 0,
             loss: random.pick(&[0.0, 0.01, 0.05, 0.2]),
+            edge_loss: fixed.edge_loss,
             duplicate: random.pick(&[0.0, 0.02, 0.2]),
             delay: random.pick(&[10, 100, 1000]) * 1000,
             jitter: random.pick(&[0, 50, 5000]) * 1000,
             rate: random.pick(&[0, GIGABIT / 10, GIGABIT]),
             queue: Random(seed ^ 0x0fee_dcab).pick(&[0, 0, 64 << 10, 256 << 10]),
-            timing: IMPATIENT,
+            timing: fixed.timing.unwrap_or(IMPATIENT),
             faults: Vec::new(),
             trace: false,
         };
@@ -205,8 +229,13 @@ impl Scenario {
         scenario.blocks = fixed.blocks.unwrap_or(scenario.blocks);
         scenario.window = fixed.window.unwrap_or(scenario.window);
         scenario.floats = fixed.floats.unwrap_or(scenario.floats);
+        scenario.keyed = fixed.keyed.unwrap_or(scenario.keyed);
         scenario.loss = fixed.loss.unwrap_or(scenario.loss);
         scenario.duplicate = fixed.duplicate.unwrap_or(scenario.duplicate);
+        scenario.delay = fixed.delay.unwrap_or(scenario.delay);
+        scenario.jitter = fixed.jitter.unwrap_or(scenario.jitter);
+        scenario.rate = fixed.rate.unwrap_or(scenario.rate);
+        scenario.queue = fixed.queue.unwrap_or(scenario.queue);
         // About so many packets a fault-free run has.
         let span = u64::from(scenario.blocks) * (scenario.workers * scenario.jobs * 3) as u64;
         let faults = if fixed.no_faults { 0 } else { random.below(4) };
@@ -671,7 +700,10 @@ impl<'a> World<'a> {
 
     fn send(&mut self, to: Link, from: Link, bytes: Vec<u8>) {
         self.packets += 1;
-        let lost = self.random.chance(self.scenario.loss);
+        let is_end = |node: Link| self.scenario.place(node).is_some();
+        let is_worker = |node: Link| self.scenario.place(node).is_some_and(|(_, worker)| worker.is_some());
+        let may_lose = !self.scenario.edge_loss || is_worker(from) || is_worker(to);
+        let lost = self.random.chance(if may_lose { self.scenario.loss } else { 0.0 });
         let copies = if lost { 0 } else { 1 + usize::from(self.random.chance(self.scenario.duplicate)) };
         self.lost += u64::from(lost);
         if self.scenario.trace {
@@ -693,7 +725,6 @@ impl<'a> World<'a> {
             };
             self.note(|| line);
         }
-        let is_end = |node: Link| self.scenario.place(node).is_some();
         let (port, ends) = match (is_end(from), is_end(to)) {
             (true, ends) => (Port::Out(from), ends),
             (false, true) => (Port::In(to), false),

@@ -38,6 +38,7 @@ fn quiet(shape: Shape, workers: usize) -> Scenario {
         floats: false,
         keyed: false,
         loss: 0.0,
+        edge_loss: false,
         duplicate: 0.0,
         delay: 100_000,
         jitter: 50_000,
@@ -100,6 +101,46 @@ fn an_aggregator_dies() {
     };
     let outcome = check(&scenario);
     assert!(outcome.time < SECOND, "{} ms", outcome.time / MILLISECOND);
+}
+
+/// With `edge_loss` no packet between aggregators and server is lost; without it some are.
+#[test]
+fn loss_can_be_on_the_links_of_workers_alone() {
+    for edge_loss in [true, false] {
+        let outcome = check(&Scenario { loss: 0.2, edge_loss, trace: true, ..quiet(Shape::Core, 4) });
+        let lost: Vec<&String> = outcome.trace.iter().filter(|line| line.ends_with("LOST")).collect();
+        // Links 0 to 2 are aggregators, 3 is the server, the others are workers.
+        let is_worker = |line: &str| (4..8).any(|worker| line.contains(&format!("Link({worker})")));
+        assert!(!lost.is_empty());
+        assert_eq!(lost.iter().all(|line| is_worker(line)), edge_loss);
+    }
+}
+
+/// What is fixed takes the place of what a seed draws, all of it.
+#[test]
+fn what_is_fixed_is_not_drawn() {
+    let fixed = Fixed {
+        jobs: Some(1),
+        workers: Some(3),
+        shape: Some(Shape::Core),
+        blocks: Some(9),
+        window: Some(4),
+        floats: Some(true),
+        keyed: Some(true),
+        loss: Some(0.03),
+        edge_loss: true,
+        duplicate: Some(0.07),
+        delay: Some(5),
+        jitter: Some(6),
+        rate: Some(GIGABIT / 3),
+        queue: Some(77_777),
+        timing: Some(Timing::default()),
+        no_faults: true,
+    };
+    fixed.check().unwrap();
+    let shown = |seed| format!("{:?}", Scenario { seed: 0, ..Scenario::draw_with(seed, &fixed) });
+    assert_eq!(shown(1), shown(2));
+    assert_eq!(shown(1), shown(3));
 }
 
 /// The simulator finds what it is there to find: a doubled push that a machine counts twice would show, because every
