@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.bench import cli
+from penstock.bench import cli, figures
 from penstock.bench.aggregated import cluster, times
 from penstock.testbed.cluster import unavailable
 from penstock.testbed.topology import Topology
@@ -83,6 +83,19 @@ def test_the_slowest_rank_decides_and_the_first_turn_does_not_count() -> None:
     assert (through.way, through.seconds, through.workers) == ("int32", 1.5, 2)
 
 
+def test_the_figure_holds_aggregators_against_the_ring() -> None:
+    """Of the link, over the ring, and bytes each way; more bytes than one for one miss the target."""
+
+    def row(way: str, seconds: float, sent: float, received: float) -> times.Row:
+        return times.Row(4, 0.0, way, seconds, 15_000_000, sent, received, 0.3, rate_mbit=120)
+
+    [figure] = [figure for figure in figures.FIGURES if isinstance(figure, figures.AggregatedFigure)]
+    share, over, sent, received = figure.findings([row("ring", 1.875, 1.5, 1.5), row("int32", 1.25, 1.06, 1.2)])
+    assert (share.value, over.value, sent.value, received.value) == pytest.approx((0.8, 1.5, 1.06, 1.2))
+    assert (share.of_target, over.of_target) == pytest.approx((0.8 / 0.9, 1.5 / 1.35))
+    assert (sent.of_target, received.of_target) == pytest.approx((1.0, 1.06 / 1.2))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -108,3 +121,15 @@ def test_a_worker_sends_each_byte_once(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = {row["way"]: row for row in json.loads(path.read_text())["runs"]}
     assert rows["int32"]["sent"] < 1.2 < 1.5 < rows["ring"]["sent"]
+
+
+@needs_namespaces
+def test_the_figure_runs(tmp_path: Path) -> None:
+    """Once, by its name among the published figures."""
+    path = tmp_path / "figures.json"
+    result = CliRunner().invoke(cli.command, ["figures", "aggregated", "--rounds", "1", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    told = json.loads(path.read_text())
+    assert [row["way"] for row in told["runs"][0]["rows"]] == ["ring", "int32"]
+    assert {finding["figure"] for finding in told["findings"]} == {"aggregated"}
+    assert told["findings"][2]["value"] < 1.2

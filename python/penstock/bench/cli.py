@@ -21,7 +21,7 @@ from penstock.bench import machine, readiness, report, training, tuner
 from penstock.bench.aggregated import faults, times
 from penstock.bench.aggregated import training as aggregated_training
 from penstock.bench.collectives import COLLECTIVES, most_ranks
-from penstock.bench.figures import FIGURES
+from penstock.bench.figures import FIGURES, AggregatedFigure, Figure, Finding
 from penstock.bench.figures import table as figures_table
 from penstock.bench.launcher import BenchError
 from penstock.bench.session import ELEMENT_BYTES, Series, Settings, measure, unavailable
@@ -212,24 +212,47 @@ def figures(names: Sequence[str], rounds: int, timeout: float, json_path: str | 
     with reporting_errors():
         description = machine.describe()
         for figure in [by_name[name] for name in names] or FIGURES:
-            on_testbed = figure.link is not None
-            series, _ = choose(",".join(figure.backends), (), on_testbed)
-            series += limits(series, on_testbed, DEFAULT_FLOWS[on_testbed])
-            joins = min(rounds, TESTBED_JOINS) if on_testbed else 1
-            turns = math.ceil(rounds / joins)
-            settings = Settings(
-                "all-reduce", [figure.nbytes], [figure.ranks], rounds=turns, joins=joins, timeout_s=timeout
-            )
-            outcome = run(
-                settings, series, figure.ranks if on_testbed else None, figure.link, f"{figure.name}: {figure.on}"
-            )
-            show(console, outcome)
-            findings += figure.findings(outcome.rows)
-            documents.append({"figure": figure.name} | outcome.document)
+            if isinstance(figure, AggregatedFigure):
+                found, document = _aggregated_again(figure, rounds, timeout, console)
+            else:
+                found, document = _again(figure, rounds, timeout, console)
+            findings += found
+            documents.append({"figure": figure.name} | document)
     console.print(figures_table(findings))
     console.print("The figures of the training demo are those of `penstock demo`.", highlight=False)
     if json_path:
         report.write_json(json_path, description, documents, findings=[vars(finding) for finding in findings])
+
+
+def _again(figure: Figure, rounds: int, timeout: float, console: Console) -> tuple[list[Finding], dict[str, Any]]:
+    on_testbed = figure.link is not None
+    series, _ = choose(",".join(figure.backends), (), on_testbed)
+    series += limits(series, on_testbed, DEFAULT_FLOWS[on_testbed])
+    joins = min(rounds, TESTBED_JOINS) if on_testbed else 1
+    turns = math.ceil(rounds / joins)
+    settings = Settings("all-reduce", [figure.nbytes], [figure.ranks], rounds=turns, joins=joins, timeout_s=timeout)
+    outcome = run(settings, series, figure.ranks if on_testbed else None, figure.link, f"{figure.name}: {figure.on}")
+    show(console, outcome)
+    return figure.findings(outcome.rows), outcome.document
+
+
+def _aggregated_again(
+    figure: AggregatedFigure, rounds: int, timeout: float, console: Console
+) -> tuple[list[Finding], dict[str, Any]]:
+    rows = times.measure(
+        workers=figure.workers,
+        loss=0.0,
+        ways=figure.WAYS,
+        rate_mbit=figure.rate_mbit,
+        nbytes=figure.nbytes,
+        window=figure.window,
+        turns=rounds,
+        operations=1,
+        offloads=False,
+        timeout_s=timeout,
+    )
+    console.print(times.table(rows, f"{figure.name}: {figure.on}"))
+    return figure.findings(rows), {"rows": [row.to_dict() for row in rows]}
 
 
 @click.command()

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rich import box
 from rich.table import Table
 
+from penstock.bench.aggregated import times
 from penstock.bench.report import Row
 from penstock.testbed.link import LinkSpec
 
@@ -65,6 +67,30 @@ class Figure:
         return [
             Finding(self.name, each.what, each.read(by_label[each.label]), each.target, each.unit, each.bound)
             for each in self.targets
+        ]
+
+
+@dataclass(frozen=True)
+class AggregatedFigure:
+    """All-reduces of ``nbytes`` in f32 through aggregators, beside our ring: one worker a host of an emulated cluster."""
+
+    name: str
+    on: str
+    workers: int
+    rate_mbit: float
+    nbytes: int = 16 << 20
+    window: int = 256
+    WAYS: ClassVar = ("ring", "int32")
+
+    def findings(self, rows: Sequence[times.Row]) -> list[Finding]:
+        """The numbers of this figure from the rows of its run, which has `WAYS`."""
+        by_way = {row.way: row for row in rows}
+        ring, through = (by_way[way] for way in self.WAYS)
+        return [
+            Finding(self.name, "int32, share of the link's nominal rate", through.share, 0.90, "%", ">="),
+            Finding(self.name, "int32, times as fast as our ring", ring.seconds / through.seconds, 1.35, "x", ">="),
+            Finding(self.name, "int32, bytes sent for one of the tensor", through.sent, 1.06, "", "<="),
+            Finding(self.name, "int32, bytes received for one", through.received, 1.06, "", "<="),
         ]
 
 
@@ -127,7 +153,7 @@ def _over_gloo(label: str, target: float) -> Target:
     return Target(f"{label}, times as fast as gloo", label, _times_gloo, target, "x")
 
 
-FIGURES = [
+FIGURES: list[Figure | AggregatedFigure] = [
     Figure(
         "capped",
         "2 hosts, 1 Gbit/s link, 200 Mbit/s a flow, 64 MiB",
@@ -200,5 +226,9 @@ FIGURES = [
             Target("resident beyond the tensors, a rank", "penstock-tcp", _grown_mib, 64, " MiB", bound="<="),
         ],
         ranks=5,
+    ),
+    # A rate at which two processors idle for two thirds of the time: the link decides.
+    AggregatedFigure(
+        "aggregated", "4 hosts in 2 racks below a core, 120 Mbit/s links, 16 MiB", workers=4, rate_mbit=120
     ),
 ]

@@ -16,6 +16,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from penstock.plan import MOST_BLOCK_BYTES as PAYLOAD_BYTES
+
 
 def main() -> None:
     address, mbit, flag = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
@@ -67,8 +69,6 @@ def _push(job: int, epoch: int, seq: int) -> bytes:
         value.to_bytes(size, "big") for value, size in (*fields, (0, 2), (PAYLOAD_BYTES, 2), (0, 4), (1, 8), (0, 8))
     )
 
-
-PAYLOAD_BYTES = 8896
 
 if __name__ == "__main__":
     main()

@@ -150,9 +150,9 @@ def summarise(records: Sequence[Sequence[dict[str, Any]]], *, loss: float, rate_
     return rows
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row], title: str = "all-reduce through aggregators") -> Table:
     """A line for each way."""
-    shown = Table(title="all-reduce through aggregators", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("N", "loss", "way"):
         shown.add_column(column, no_wrap=True)
     for column in (

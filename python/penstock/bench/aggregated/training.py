@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.bench.aggregated.cluster import Cluster
+from penstock.plan import MOST_BLOCK_BYTES
 
 WAYS = ("gloo", "bound", "int32")
 """``bound``: gloo's averages, moved by the bound."""
-BLOCK_BYTES = 8896
-"""Of a packet: what fits MTU 9000. The bound is that of a block."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,15 @@ def measure(
         TestbedUnavailable: no emulated cluster here.
     """
     with Cluster(workers, rate_mbit=rate_mbit) as cluster:
+        # The bound is that of a block, whose length the plan so names.
         options = {
-            "plan": cluster.plan("int32", window, block_bytes=BLOCK_BYTES),
+            "plan": cluster.plan("int32", window, block_bytes=MOST_BLOCK_BYTES),
             "ways": WAYS,
             "steps": steps,
             "batch": batch,
             "seed": seed,
             "loss": loss,
-            "block": BLOCK_BYTES // 4,
+            "block": MOST_BLOCK_BYTES // 4,
             # The aggregator of rank 0's rack.
             "node": "a0",
         }
