@@ -298,7 +298,7 @@ def test_rates_are_of_two_looks() -> None:
         "dropped_on_purpose": 0,
     }
 
-    def look(at: float, factor: int) -> dict[str, Any]:
+    def look(at: float, factor: int, role: str = "aggregator") -> dict[str, Any]:
         one = {
             "job": 7,
             "epoch": 2,
@@ -309,6 +309,8 @@ def test_rates_are_of_two_looks() -> None:
             "added": 100 * factor,
             "completed": 20,
             "repeated": 1,
+            "named": 88,
+            "overflowed": 5 * (factor - 1),
             "abandoned": 0,
             "refused": {**counts, "key": 12, "duplicate": 30},
             "silent_s": 0.5,
@@ -316,7 +318,7 @@ def test_rates_are_of_two_looks() -> None:
         }
         return {
             "about": {
-                "role": "aggregator",
+                "role": role,
                 "udp": "10.0.0.1:7471",
                 "penstock": "0",
                 "shards": 1,
@@ -332,10 +334,16 @@ def test_rates_are_of_two_looks() -> None:
             "time": at,
         }
 
-    console = Console(width=200, file=io.StringIO())
-    with console.capture() as captured:
-        console.print(top.render(look(12.0, 3), look(10.0, 1)))
-    text = captured.get()
+    def shown(now: dict[str, Any], before: dict[str, Any] | None) -> str:
+        console = Console(width=120, file=io.StringIO())
+        with console.capture() as captured:
+            console.print(top.render(now, before))
+        return captured.get()
+
+    text = shown(look(12.0, 3), look(10.0, 1))
     for word in ("1,000.0/s", "8.0 Gbit/s", "draining", "3/16", "duplicate 30, key 12", "0.5 s"):
         assert word in text, text
-    assert re.search(r"\b300\s+100\b", text), text
+    assert re.search(r"\b300\s+100\s+20\s+1\s+88\s+0\s+duplicate 30, key 12\s+0.5 s\s*\n", text), text
+    assert "job 7: 10 additions overflowed" in text
+    assert "overflowed" not in shown(look(10.0, 1), None), "an alarm only where there is something"
+    assert "88" not in shown(look(10.0, 1, "server"), None), "servers do not count what they name"

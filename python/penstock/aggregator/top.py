@@ -84,24 +84,24 @@ def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType
         + (f"; [red]thrown away on purpose {socket['dropped_on_purpose']:,}[/]" if socket["dropped_on_purpose"] else "")
         + f"\nstrangers: {_reasons(counted['strangers']) or 'none'}"
     )
-    jobs = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    right = ("epoch", "slots", "memory", "added", "a second", "sums", "again", "abandoned", "silent")
+    jobs = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    left = ("job", "refused")
     for name in (
         "job",
         "epoch",
-        "key",
         "slots",
-        "memory",
+        "MiB",
         "added",
-        "a second",
+        "/s",
         "sums",
         "again",
+        "named",
         "abandoned",
         "refused",
         "silent",
     ):
-        jobs.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    nodes = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        jobs.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    nodes = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("job", "node", "address", "workers", "packets", "GB", "added", "refused", "silent"):
         nodes.add_column(
             name, justify="right" if name in ("packets", "GB", "added", "silent") else "left", overflow="fold"
@@ -111,16 +111,15 @@ def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType
         last = known.get((job["job"], job["epoch"]))
         added = f"{(job['added'] - last['added']) / seconds:,.0f}" if last and seconds else ""
         jobs.add_row(
-            str(job["job"]),
+            f"{job['job']}{'' if job['keyed'] else ' [yellow]no key[/]'}",
             str(job["epoch"]),
-            "yes" if job["keyed"] else "no",
             f"{job['waiting_slots']}/{job['slots']}",
-            f"{job['memory_bytes'] / 2**20:,.1f} MiB",
+            f"{job['memory_bytes'] / 2**20:,.1f}",
             f"{job['added']:,}",
             added,
             f"{job['completed']:,}",
-            f"{job['repeated']:,}",
-            f"{job['abandoned']:,}",
+            # A server counts none of these: 0 would say too much.
+            *(f"{job[name]:,}" if about["role"] == "aggregator" else "" for name in ("repeated", "named", "abandoned")),
             _reasons(job["refused"]),
             f"{job['silent_s']:.1f} s",
         )
@@ -143,7 +142,13 @@ def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType
         f"{len(counted['jobs'])} of {limits['jobs']} jobs, {slots:,} of {limits['slots']:,} slots, "
         f"{memory / 2**20:,.1f} of {limits['memory_bytes'] / 2**20:,.1f} MiB"
     )
-    return Group(head, room, jobs, nodes) if counted["jobs"] else Group(head, room)
+    # Seldom, and then all that matters: what these workers reduce is wrong.
+    alarms = [
+        f"[red]job {job['job']}: {job['overflowed']:,} additions overflowed; a worker pushes integers above its share[/]"
+        for job in counted["jobs"]
+        if job["overflowed"]
+    ]
+    return Group(head, room, *alarms, jobs, nodes) if counted["jobs"] else Group(head, room)
 
 
 def _reasons(counts: dict[str, int]) -> str:
