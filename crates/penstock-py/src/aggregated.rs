@@ -37,8 +37,8 @@ impl UdpSockets {
 type Server = (String, u32, Option<(String, u16)>, u32, u16, Option<[u8; 16]>, u32, u32);
 
 /// From now on, sums and averages in `group` of at least `min_bytes` bytes of floats go through `servers`, each (address, weight,
-/// (aggregator, its shards) or None, job, epoch, key or None, window, first SeqNum). `format`: "int32", "int16" or
-/// "float32". `sockets` are in the order of the servers and this group's from now on; `alarm` and `fallback` are groups of
+/// (aggregator, its shards) or None, job, epoch, key or None, window, first SeqNum). `format`: "int32", "padded" (the
+/// same for switches: packets of one length), "int16" or "float32". `sockets` are in the order of the servers and this group's from now on; `alarm` and `fallback` are groups of
 /// the same ranks that nobody else uses.
 #[pyfunction]
 #[pyo3(signature = (group, sockets, *, rank, world, name, format, payload_bytes, min_bytes, servers, alarm, fallback))]
@@ -59,6 +59,7 @@ pub(crate) fn aggregate(
 ) -> PyResult<()> {
     let wire = match format {
         "int32" => Wire::Int32,
+        "padded" => Wire::Padded,
         "int16" => Wire::Int16,
         "float32" => Wire::Float,
         _ => return Err(PyValueError::new_err(format!("unknown format {format:?}"))),

@@ -283,7 +283,8 @@ impl Core {
                 }
                 let Carried { op, what, .. } = *carried;
                 let op = &self.ops[(op - self.first) as usize];
-                (format, exponent, len) = op.write(server, what, payload);
+                let shape = op.write(server, what, payload);
+                (format, exponent, len) = (shape.format, shape.exponent, shape.packet_bytes);
             }
             Kind::Request => stream.counters.requested += 1,
             _ => {}
@@ -471,15 +472,16 @@ impl Core {
         let Carried { op: number, what, .. } = stream.posted[seq.0 as usize % stream.posted.len()];
         let op = &mut self.ops[(number - self.first) as usize];
         let expected = op.shape(server, what);
-        if expected != (format, exponent, payload.len()) {
+        if (expected.format, expected.exponent, expected.packet_bytes) != (format, exponent, payload.len()) {
             return Err(Trouble::Result(format!(
                 "the result of block {seq} is {} bytes of {format:?} with exponent {exponent}, not {} of {:?} with {}",
                 payload.len(),
-                expected.2,
-                expected.0,
-                expected.1
+                expected.packet_bytes,
+                expected.format,
+                expected.exponent
             )));
         }
+        let payload = &payload[..expected.bytes];
         let layout = op.layout;
         let tensor = op.job.tensor();
         let side = &mut op.sides[server];
@@ -541,34 +543,46 @@ pub(crate) struct Leftover {
     pub(crate) granules: Vec<(usize, usize, bool)>,
 }
 
+/// What a packet looks like.
+struct PacketShape {
+    format: Format,
+    exponent: i16,
+    /// What is meant; zeros lie behind it.
+    bytes: usize,
+    packet_bytes: usize,
+}
+
 impl Op {
     fn has_all(&self) -> bool {
         self.undelivered == 0 && self.sides.iter().all(|side| side.unagreed == 0)
     }
 
-    /// What a packet of this is to look like: format, exponent, length.
-    fn shape(&self, server: usize, what: What) -> (Format, i16, usize) {
+    /// What a packet of this is to look like.
+    fn shape(&self, server: usize, what: What) -> PacketShape {
         let (layout, side) = (&self.layout, &self.sides[server]);
+        let added =
+            |format, exponent, bytes| PacketShape { format, exponent, bytes, packet_bytes: layout.filled(bytes) };
         match what {
-            What::Header => (Format::Exponents, 0, 2 * HEADER_EXPONENTS),
-            What::Exponents(packet) => (Format::Exponents, 0, 2 * side.exponents_of(layout, packet).len()),
+            What::Header => added(Format::Exponents, 0, 2 * HEADER_EXPONENTS),
+            What::Exponents(packet) => added(Format::Exponents, 0, 2 * side.exponents_of(layout, packet).len()),
             What::Block { block, part } => {
                 let (_, len) = side.part(layout, block, part, side.parts(layout, block));
                 match layout.integers.filter(|_| !side.is_full(layout, block)) {
                     Some(integers) => {
-                        let wire = len / layout.dtype.size() * integers.integer().size();
-                        (layout.integer_format(), side.exponents[block], wire)
+                        let bytes = len / layout.dtype.size() * integers.integer().size();
+                        added(layout.integer_format(), side.exponents[block], bytes)
                     }
-                    None => (layout.float_format(), 0, len),
+                    None => PacketShape { format: layout.float_format(), exponent: 0, bytes: len, packet_bytes: len },
                 }
             }
         }
     }
 
     /// Fills in the payload of a packet.
-    fn write(&self, server: usize, what: What, payload: &mut [u8]) -> (Format, i16, usize) {
+    fn write(&self, server: usize, what: What, payload: &mut [u8]) -> PacketShape {
         let shape = self.shape(server, what);
-        let payload = &mut payload[..shape.2];
+        let (payload, zeros) = payload[..shape.packet_bytes].split_at_mut(shape.bytes);
+        zeros.fill(0);
         let (layout, side) = (&self.layout, &self.sides[server]);
         let put = |payload: &mut [u8], codes: &[i16]| {
             for (bytes, code) in payload.as_chunks_mut::<2>().0.iter_mut().zip(codes) {

@@ -1,6 +1,6 @@
 use super::*;
 use penstock_protocol::aggregation::{
-    Action as Reaction, Aggregator, Child, Job as Tenant, Key, Limits, Node, Server, ServerConfig, Timing, Tree,
+    Action as Reaction, Aggregator, Child, Job as Tenant, Key, Limits, Node, Server, ServerConfig, Timing, Tree, decode,
 };
 use penstock_types::{MILLISECOND, SECOND};
 use std::collections::{BTreeMap, BTreeSet};
@@ -194,6 +194,10 @@ impl Network {
                 }
             }
             Who::Rack(rack) => {
+                let is_push = decode(bytes).unwrap().header.kind == Kind::Push;
+                if self.shape.wire == Wire::Padded && is_push {
+                    assert_eq!(bytes.len(), HEADER_BYTES + PAYLOAD, "a switch takes blocks of one length");
+                }
                 let link = match from {
                     Who::Rank(rank) => Link(rank),
                     _ => Link(1000),
@@ -339,7 +343,11 @@ fn all_reduce(shape: Shape, lengths: &[usize], value: impl Fn(u32, usize, usize)
 fn sums_are_those_of_the_definition() {
     let lengths = [300, 16, 1, 1000, 33];
     for world in [2, 3, 5] {
-        for (wire, integer, block) in [(Wire::Int32, DType::I32, PAYLOAD / 4), (Wire::Int16, DType::I16, PAYLOAD / 2)] {
+        for (wire, integer, block) in [
+            (Wire::Int32, DType::I32, PAYLOAD / 4),
+            (Wire::Padded, DType::I32, PAYLOAD / 4),
+            (Wire::Int16, DType::I16, PAYLOAD / 2),
+        ] {
             for (weights, cut) in [(vec![1], None), (vec![1, 1], Some(2))] {
                 for (racks, loss) in [(vec![], 0.0f64), (vec![vec![0, 1]], 0.0), (vec![vec![1], vec![0]], 0.1)] {
                     for keyed in [false, true] {
@@ -375,7 +383,7 @@ fn what_is_not_finite_comes_out_as_ieee_says() {
         values[201] = 1e-3;
         values
     };
-    for wire in [Wire::Int32, Wire::Int16, Wire::Float] {
+    for wire in [Wire::Int32, Wire::Padded, Wire::Int16, Wire::Float] {
         for racks in [vec![], vec![vec![0, 1]]] {
             let tensors = all_reduce(Shape { racks, loss: 0.05, ..Shape::new(2, wire) }, &[300], value);
             assert_eq!(tensors[0], tensors[1]);
@@ -396,8 +404,10 @@ fn what_is_not_finite_comes_out_as_ieee_says() {
 #[test]
 fn averages_and_factors() {
     for (op, expected) in [(ReduceOp::Avg, 2.0f32), (ReduceOp::PremulSum(0.5), 2.0), (ReduceOp::Sum, 4.0)] {
-        for dtype in [DType::F32, DType::F16, DType::BF16] {
-            let shape = Shape { weights: vec![3, 1], loss: 0.1, ..Shape::new(2, Wire::Int32) };
+        let types = [DType::F32, DType::F16, DType::BF16];
+        for (dtype, wire) in types.into_iter().flat_map(|dtype| [(dtype, Wire::Int32), (dtype, Wire::Padded)]) {
+            let racks = vec![vec![0, 1]];
+            let shape = Shape { weights: vec![3, 1], racks, loss: 0.1, ..Shape::new(2, wire) };
             let mut network = Network::new(shape);
             let bits = |value: f32| match dtype {
                 DType::F32 => value.to_ne_bytes().to_vec(),
@@ -409,7 +419,7 @@ fn averages_and_factors() {
                 network.cores[rank].submit(job(dtype, op, tensor, 3));
             }
             network.run_until(|network| network.ended.iter().all(|ended| ended.len() == 1)).unwrap();
-            assert_eq!(tensors, vec![bits(expected).repeat(500); 2], "{op:?} of {dtype}");
+            assert_eq!(tensors, vec![bits(expected).repeat(500); 2], "{op:?} of {dtype} as {wire:?}");
         }
     }
 }

@@ -15,6 +15,9 @@ use penstock_types::DType;
 pub enum Wire {
     /// Integers of 32 bits; float16 and bfloat16 in 16 bits where no bit of a block's largest elements is lost.
     Int32,
+    /// Integers of 32 bits, whatever the tensor's type, and packets of one length, filled up with zeros: what a switch adds.
+    /// Blocks that are not finite go past it, and are as long as they are.
+    Padded,
     /// Integers of 16 bits, whatever the tensor's type: half the bytes of float32, and an error bound 2^16 times as wide.
     Int16,
     /// Elements as the tensor has them; for aggregators that add floats.
@@ -29,16 +32,24 @@ pub(crate) struct Layout {
     pub(crate) integers: Option<FixedPoint>,
     /// The most that a packet carries, a multiple of 64.
     payload_bytes: usize,
+    is_padded: bool,
 }
 
 impl Layout {
     pub(crate) fn new(wire: Wire, dtype: DType, workers: u32, payload_bytes: usize) -> Layout {
         let integers = match wire {
             Wire::Int32 => Some(FixedPoint::new(dtype, workers)),
+            Wire::Padded => Some(FixedPoint::with_integer(dtype, workers, DType::I32)),
             Wire::Int16 => Some(FixedPoint::with_integer(dtype, workers, DType::I16)),
             Wire::Float => None,
         };
-        Layout { dtype, integers, payload_bytes }
+        Layout { dtype, integers, payload_bytes, is_padded: wire == Wire::Padded }
+    }
+
+    /// How long a packet is that carries so many bytes of integers or exponents. Zeros behind them are the same on all ranks, and
+    /// are zeros in the sum and the maximum, which nobody reads.
+    pub(crate) fn filled(&self, bytes: usize) -> usize {
+        if self.is_padded { self.payload_bytes } else { bytes }
     }
 
     /// Bytes of the tensor in a block: a multiple of 16.
@@ -118,7 +129,7 @@ mod tests {
     #[test]
     fn blocks_fit_packets() {
         for payload in [64, 1408, 8832] {
-            for wire in [Wire::Int32, Wire::Int16, Wire::Float] {
+            for wire in [Wire::Int32, Wire::Padded, Wire::Int16, Wire::Float] {
                 for dtype in [DType::F32, DType::F16, DType::BF16] {
                     for workers in [2, 64] {
                         let layout = Layout::new(wire, dtype, workers, payload);
@@ -128,6 +139,7 @@ mod tests {
                         assert_eq!(elements * integer, payload, "a full packet: {layout:?}");
                         assert!(layout.granule_bytes() <= payload, "{layout:?}");
                         assert_eq!(layout.granule_bytes() * layout.full_parts(), layout.block_bytes());
+                        assert_eq!(layout.filled(2), if wire == Wire::Padded { payload } else { 2 });
                     }
                 }
             }
