@@ -3,7 +3,8 @@
 
     control.py --p4info penstock.p4info.txt load penstock.json   # the program onto the switch
     control.py --p4info ... --ports ports.json setup               # the switch's own address, and where hosts are
-    control.py --p4info ... --ports ports.json open 5 job.json     # the body of PUT /jobs/5 of `penstock aggregator`
+    control.py --p4info ... --ports ports.json open 5 job.json     # the body of PUT /jobs/5 of `penstock aggregator`; a job that
+                                                                   # is open just so stays as it is
     control.py --p4info ... counters [5]
     control.py --p4info ... close 5
 
@@ -344,6 +345,19 @@ def open_job(switch: Tables, job: Job, block_words: int = BLOCK_WORDS) -> Place:
     return place
 
 
+def find_open(switch: Tables, job: Job) -> Place | None:
+    """Where the job is open with the very same rows; None where it is not."""
+    admit = next((entry for entry in switch.entries("Aggregator.jobs") if entry.keys == (job.job,)), None)
+    if admit is None:
+        return None
+    place = Place(admit.params["place"], admit.params["base"], admit.params["lease"])
+    what = plan(job, place)
+    tables = ("Aggregator.senders", "Copies.children")
+    rows = [row for table in tables for row in switch.entries(table) if row.keys[0] == place.number]
+    same = {(row.table, row.keys): row for row in rows} == {(row.table, row.keys): row for row in what.entries}
+    return place if same and admit == what.admit else None
+
+
 def close_job(switch: Tables, job: int) -> None:
     """Takes a job's entries away, the one that admits its packets first. Its slots are then anybody's."""
     admit = next((entry for entry in switch.entries("Aggregator.jobs") if entry.keys == (job,)), None)
@@ -442,8 +456,11 @@ def main(arguments: list[str] | None = None) -> int:
                     switch.insert(entry)
             elif given.verb == "open":
                 _, hosts = read_ports(given.ports.read_text())
-                place = open_job(switch, read_job(given.job, given.body.read_text(), hosts), given.block_words)
-                print(f"job {given.job} is open at place {place.number}, slots from {place.base}")
+                job = read_job(given.job, given.body.read_text(), hosts)
+                before = find_open(switch, job)
+                place = before or open_job(switch, job, given.block_words)
+                already = "already " if before else ""
+                print(f"job {given.job} is {already}open at place {place.number}, slots from {place.base}")
             elif given.verb == "close":
                 close_job(switch, given.job)
             else:
@@ -456,7 +473,17 @@ def main(arguments: list[str] | None = None) -> int:
     except Refused as refused:
         print(f"control.py: {refused}", file=sys.stderr)
         return 1
+    except _rpc_error() as error:
+        print(f"control.py: switch {given.switch}: {error.code().name}: {error.details()}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _rpc_error() -> Any:
+    """What a call that the switch refuses, or does not answer, raises."""
+    import grpc
+
+    return grpc.RpcError
 
 
 if __name__ == "__main__":

@@ -1,16 +1,24 @@
-"""The twin of the P4 program behind real P4Runtime on loopback: what tests/test_p4.py lets `p4/control.py` talk to.
+"""The twin of the P4 program behind real P4Runtime: what tests let `p4/control.py` talk to; and, between network interfaces, a
+switch for real frames (tests/live_switch.py).
 
     p4runtime_twin.py P4INFO    # writes the p4info there, prints its port
+    p4runtime_twin.py P4INFO 1=h0 2=h1 --listen unix:twin.sock --block-words 64 --drop 0.05 --seed 7
 
-Then a line on stdin is a question, answered by one of JSON: `tables`, or `packet PORT HEX`. It ends with its stdin. A process
-of its own, because p4runtime's messages need protobuf in its pure Python form, which a process has from the start or never."""
+Then a line on stdin is a question, answered by one of JSON: `tables`, `counters`, `packet PORT HEX`; `mute` and `unmute`, between
+which the aggregator does not hear; `forget`, after which it is as if switched on anew, but for its address and where hosts are.
+It ends with its stdin. A process of its own, because p4runtime's messages need protobuf in its pure Python form, which a process
+has from the start or never."""
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import dataclasses
 import json
 import pathlib
+import random
+import selectors
+import socket
 import sys
 from typing import Any
 
@@ -21,7 +29,18 @@ from p4.v1 import p4runtime_pb2, p4runtime_pb2_grpc
 
 import twin
 
-switch = twin.Switch(16)
+parser = argparse.ArgumentParser()
+parser.add_argument("p4info", type=pathlib.Path)
+parser.add_argument("--listen", default="127.0.0.1:0")
+parser.add_argument("--block-words", type=int, default=16)
+parser.add_argument(
+    "--drop", type=float, default=0.0, help="the share of UDP frames that are lost, coming in and going out"
+)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("ports", nargs="*", help="PORT=INTERFACE")
+options = parser.parse_args()
+
+switch = twin.Switch(options.block_words)
 
 info = p4info_pb2.P4Info()
 for number, (name, (keys, actions)) in enumerate(twin.TABLES.items()):
@@ -121,18 +140,79 @@ def canonical(value: int) -> bytes:
     return value.to_bytes(max(1, (value.bit_length() + 7) // 8), "big")
 
 
-server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
-p4runtime_pb2_grpc.add_P4RuntimeServicer_to_server(Servicer(), server)
-port = server.add_insecure_port("127.0.0.1:0")
-server.start()
-pathlib.Path(sys.argv[1]).write_text(google.protobuf.text_format.MessageToString(info))
-print(port, flush=True)
-for line in sys.stdin:
-    verb, *words = line.split()
+class Wires:
+    """The switch's ports: frames of IPv4 that come in on an interface go through the pipeline, and out."""
+
+    def __init__(self) -> None:
+        self.sockets: dict[int, socket.socket] = {}
+        for number, interface in (port.split("=") for port in options.ports):
+            raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
+            raw.bind((interface, 0))
+            raw.setblocking(False)
+            self.sockets[int(number)] = raw
+        self.random = random.Random(options.seed)
+        self.lost, self.muted = 0, False
+
+    def receive(self, port: int) -> None:
+        for _ in range(64):
+            try:
+                frame = self.sockets[port].recv(1 << 16)
+            except BlockingIOError:
+                return
+            macs = [row.params["mac"].to_bytes(6, "big") for row in switch.entries("Aggregator.here")]
+            if self.loses(frame) or (self.muted and frame[:6] in macs):
+                continue
+            for to, out in switch.packet(port, frame):
+                if to in self.sockets and not self.loses(out):
+                    self.sockets[to].send(out)
+
+    def loses(self, frame: bytes) -> bool:
+        lost = frame[23] == socket.IPPROTO_UDP and self.random.random() < options.drop
+        self.lost += lost
+        return lost
+
+
+def forget() -> None:
+    kept = [row for table in ("Aggregator.here", "Aggregator.forward") for row in switch.entries(table)]
+    switch.__init__(options.block_words)  # type: ignore[misc]
+    for row in kept:
+        switch.insert(row)
+
+
+def answer(verb: str, words: list[str]) -> Any:
     if verb == "tables":
         rows = {name: [dataclasses.asdict(row) for row in table.values()] for name, table in switch.tables.items()}
-        print(json.dumps({"rows": rows, "groups": switch.groups}), flush=True)
+        return {"rows": rows, "groups": switch.groups}
+    if verb == "packet":
+        return [[port, frame.hex()] for port, frame in switch.packet(int(words[0]), bytes.fromhex(words[1]))]
+    if verb == "counters":
+        return {"places": [switch.counters(place) for place in range(twin.JOBS)], "lost": wires.lost}
+    if verb == "forget":
+        forget()
     else:
-        frames = switch.packet(int(words[0]), bytes.fromhex(words[1]))
-        print(json.dumps([[port, frame.hex()] for port, frame in frames]), flush=True)
+        wires.muted = {"mute": True, "unmute": False}[verb]
+    return None
+
+
+server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
+p4runtime_pb2_grpc.add_P4RuntimeServicer_to_server(Servicer(), server)
+port = server.add_insecure_port(options.listen)
+server.start()
+options.p4info.write_text(google.protobuf.text_format.MessageToString(info))
+wires = Wires()
+selector = selectors.DefaultSelector()
+for number, raw in wires.sockets.items():
+    selector.register(raw, selectors.EVENT_READ, number)
+selector.register(sys.stdin, selectors.EVENT_READ, 0)
+print(port, flush=True)
+running = True
+while running:
+    for key, _ in selector.select():
+        if key.data:
+            wires.receive(key.data)
+        elif line := sys.stdin.readline():
+            verb, *rest = line.split()
+            print(json.dumps(answer(verb, rest)), flush=True)
+        else:
+            running = False
 server.stop(None).wait()

@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import signal
+import sys
 import textwrap
 import threading
 import time
@@ -416,6 +417,62 @@ def test_ranks_that_disagree(program: Any, kind: str, words: list[str], tmp_path
 # ------------------------------------------------------------------------------------------------ opening
 
 
+# What a plan names in `switch`, for a daemon in a switch's place: it is given the same body.
+COMMAND = """
+import sys, urllib.request
+address, verb, job, *body = sys.argv[1:]
+method, path = ("PUT", "") if verb == "open" else ("DELETE", "?epoch=1")
+data = open(body[0], "rb").read() if body else None
+request = urllib.request.Request(f"http://{address}/jobs/{job}{path}", data=data, method=method)
+print(urllib.request.urlopen(request).status)
+"""
+
+
+def _switched(tmp_path: pathlib.Path, server: Daemon, address: str, command: list[str]) -> dict[str, str | None]:
+    tree = f'[{{aggregator: "{address}", workers: [0, 1], switch: {json.dumps(command)}}}]'
+    return _plan(tmp_path, f'- {{address: "{server.address}", tree: {tree}}}', "key: none\n")
+
+
+def test_a_switch_is_told_by_a_command(tmp_path: pathlib.Path) -> None:
+    """The job is opened, opened again when it is lost, and closed by the plan's command; 16-bit types travel in 32 bits, and the
+    bits are those of the definition. (tests/test_p4_live.py has a switch.)"""
+    (tmp_path / "tell.py").write_text(COMMAND)
+    with Daemon("server") as server, Daemon("aggregator") as rack:
+        env = _switched(tmp_path, server, rack.address, [sys.executable, str(tmp_path / "tell.py"), rack.address])
+        values = ranks.run(_all_reduces, count=2, env=env)
+        assert rack.get("/jobs")["jobs"] == [], "the job is closed at the end"
+        _assert_sums(values, 2, dict.fromkeys(NARROW, 32), [])
+        for _, stats in values:
+            [one] = stats["0"]["servers"]
+            assert one["parent"] == rack.address
+        with ranks.Ranks(_train, count=2, args=(60, False, 0.05), env=env) as job:
+            job.await_note("step 10", deadline_s=60)
+            rack.kill()
+            rack.start()
+            job.await_note("step 40", deadline_s=30)
+            assert rack.get("/jobs")["jobs"], "it has the job again"
+            outcomes = job.outcomes(timeout_s=60)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    assert f"switch {rack.address} is passed by: 201" in outcomes[0].output
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["/nowhere/control"], "No such file"),
+        ([sys.executable, "-c", "import sys; sys.exit('all 63 places are taken')"], "all 63 places are taken"),
+        ([sys.executable, "-c", "import sys; sys.exit(3)"], "it ended with 3"),
+    ],
+)
+def test_a_switch_that_refuses(command: list[str], words: str, tmp_path: pathlib.Path) -> None:
+    """What the command says is said on all ranks, with the switch and the command."""
+    with Daemon("server") as server:
+        _refused(
+            _switched(tmp_path, server, "127.0.0.1:9", command), "switch 127.0.0.1:9: `", command[0], " open ", words
+        )
+        assert server.get("/jobs")["jobs"] == [], "what was opened is closed"
+
+
 def _init() -> None:
     dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=20))
 
@@ -590,6 +647,63 @@ def test_bad_plans(change: tuple[str, str], line: int | None, words: str) -> Non
         plan.parse(GOOD.replace(*change, 1), "plan.yaml")
     assert words in str(error.value)
     assert str(error.value).startswith("plan.yaml" + (f":{line}: " if line else ":"))
+
+
+SWITCH = """
+version: 1
+aggregated:
+  block_bytes: 256
+  key: none
+  servers:
+    - address: 10.0.0.1:7471
+      tree:
+        - aggregator: 10.0.0.3:7471
+          workers: [2]
+          children:
+            - aggregator: 10.0.0.2:7471
+              switch: [python, control.py]
+              workers: [0, 1]
+"""
+
+
+def test_a_plan_with_a_switch() -> None:
+    [switch] = plan.parse(SWITCH, "p").switches
+    assert (switch.address, switch.switch, switch.workers) == ("10.0.0.2:7471", ("python", "control.py"), (0, 1))
+    assert plan.parse(GOOD, "p").switches == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "words"),
+    [
+        (
+            ("256", "512"),
+            4,
+            "block_bytes: aggregator 10.0.0.2:7471 is a switch, and there `block_bytes` must be 64, 256 or 1024",
+        ),
+        (("256", "auto"), 4, "must be 64, 256 or 1024"),
+        (("  block_bytes: 256\n", ""), 4, "`block_bytes` must be 64, 256 or 1024"),
+        (("key: none", "key: auto"), 5, "`key` must be none"),
+        (("  key: none\n", ""), 4, "`key` must be none"),
+        (("key: none", "key: none\n  format: int16"), 6, "`format` must be int32"),
+        (("key: none", "key: none\n  format: float32"), 6, "`format` must be int32"),
+        (("key: none", "key: none\n  window: 8192"), 6, "`window` must be at most 4096"),
+        (
+            ("[0, 1]", str([0, 1, *range(3, 18)])),
+            12,
+            "a switch has at most 16 children, here are 17: put aggregators below it",
+        ),
+        (("10.0.0.1:7471", "'[fd00::1]:7471'"), 7, "[fd00::1]:7471: a switch reads IPv4 only"),
+        (("[python, control.py]", "control.py"), 13, "switch: must be a list that is not empty"),
+        (("[python, control.py]", "[python, 3]"), 13, "switch[1]: must be a word of the command"),
+    ],
+)
+def test_bad_plans_with_a_switch(change: tuple[str, str], line: int, words: str) -> None:
+    """What a switch cannot do is said with what to write."""
+    assert change[0] in SWITCH
+    with pytest.raises(ConfigError) as error:
+        plan.parse(SWITCH.replace(*change, 1), "plan.yaml")
+    assert words in str(error.value)
+    assert str(error.value).startswith(f"plan.yaml:{line}: "), str(error.value)
 
 
 def test_plans_that_do_not_fit_the_job(tmp_path: pathlib.Path) -> None:

@@ -280,6 +280,20 @@ HOSTS = {f"10.0.0.{i + 1}": {"mac": f"02:00:00:00:00:{i + 1:02x}", "port": i + 1
 PORTS = {"address": "10.0.0.254:7471", "mac": "02:00:00:00:00:fe", "hosts": HOSTS}
 
 
+def test_a_job_that_is_open_is_found() -> None:
+    """With the very same rows; not another one of that number."""
+    switch = twin.Switch(16)
+    assert control.find_open(switch, a_job()) is None
+    place = control.open_job(switch, a_job(), 16)
+    control.open_job(switch, a_job(job=6), 16)
+    assert control.find_open(switch, a_job()) == place
+    moved = (control.Child(replay.host(2), 1), control.Child(replay.host(1), 2))
+    for changes in ({"epoch": 4}, {"window": 8}, {"children": moved}, {"parent": replay.host(8)}):
+        assert control.find_open(switch, a_job(**changes)) is None, changes
+    switch.delete(next(row for row in switch.entries("Copies.children") if row.keys[0] == place.number))
+    assert control.find_open(switch, a_job()) is None
+
+
 def test_job_and_ports_are_read() -> None:
     """The body of PUT /jobs/5 and ports.json make the job that the vectors use."""
     own, found = control.read_ports(json.dumps(PORTS))
@@ -357,6 +371,9 @@ def test_control_over_p4runtime(tmp_path: pathlib.Path) -> None:
             done = script(tmp_path, address, *verb)
             assert done.returncode == 0, done.stderr
         assert done.stdout == "job 5 is open at place 1, slots from 0\n"
+        before = ask("tables")
+        done = script(tmp_path, address, "open", "5", "job.json")
+        assert (done.stdout, ask("tables")) == ("job 5 is already open at place 1, slots from 0\n", before)
 
         direct = replay.TwinNode(16)
         direct.open(opened)
@@ -387,6 +404,11 @@ def test_control_over_p4runtime(tmp_path: pathlib.Path) -> None:
         again = script(tmp_path, address, "close", "5")
         assert (again.returncode, again.stderr) == (1, "control.py: job 5 is not open here\n")
         server.stdin.close()
+        server.wait()
+        gone = script(tmp_path, address, "close", "5")
+        assert gone.returncode == 1 and gone.stderr.startswith(f"control.py: switch {address}: UNAVAILABLE: "), (
+            gone.stderr
+        )
 
 
 def lease(row: twin.Entry, value: int) -> dict[str, int]:

@@ -27,11 +27,18 @@ class Aggregator:
     address: str
     """Where it listens, "IP:PORT"."""
     children: tuple[Child, ...]
+    switch: tuple[str, ...] | None = None
+    """It is a switch: the command that opens and closes jobs there. None: a daemon, which is asked over HTTP."""
 
     @property
     def workers(self) -> tuple[int, ...]:
         """All workers at or below it."""
         return tuple(worker for child in self.children for worker in _workers(child))
+
+    @property
+    def aggregators(self) -> tuple[Aggregator, ...]:
+        """It, and all below it."""
+        return (self, *(one for child in self.children if not isinstance(child, int) for one in child.aggregators))
 
 
 Child: TypeAlias = "int | Aggregator"
@@ -44,6 +51,11 @@ class Server:
     address: str
     fraction: float
     tree: tuple[Aggregator, ...]
+
+    @property
+    def aggregators(self) -> tuple[Aggregator, ...]:
+        """All below it."""
+        return tuple(one for aggregator in self.tree for one in aggregator.aggregators)
 
     def children(self, world: int) -> tuple[Child, ...]:
         """The whole tree of a job of so many workers: those that no aggregator has hang straight below the server."""
@@ -86,6 +98,11 @@ class Plan:
     offloads: bool
     """Whether the kernel cuts and joins datagrams."""
     servers: tuple[Server, ...]
+
+    @property
+    def switches(self) -> tuple[Aggregator, ...]:
+        """The aggregators that are switches. With one, every block is filled up to ``block_bytes``."""
+        return tuple(one for server in self.servers for one in server.aggregators if one.switch is not None)
 
     def check_world(self, world: int) -> None:
         """Raise if the plan does not fit a job of so many workers.
@@ -190,7 +207,7 @@ def parse(text: str, name: str) -> Plan:
         raise entries["servers"].wrong(f"the fractions of the servers add up to {total:g}; they must add up to 1")
     if len({server.address for server in servers}) != len(servers):
         raise entries["servers"].wrong("a server stands here twice")
-    return Plan(
+    made = Plan(
         name=name,
         format=given("format", "int32", lambda entry: entry.word(FORMATS)),
         window=given("window", 256, lambda entry: entry.number("a power of two from 2 to 65536", _is_window)),
@@ -202,6 +219,21 @@ def parse(text: str, name: str) -> Plan:
         offloads=given("offloads", True, lambda entry: entry.flag()),
         servers=servers,
     )
+    for switch in made.switches[:1]:
+        for key, fits, allowed in (
+            ("format", made.format == "int32", "int32: it adds integers of 32 bits"),
+            (
+                "block_bytes",
+                made.block_bytes in SWITCH_BLOCK_BYTES,
+                "64, 256 or 1024: what its program is compiled for",
+            ),
+            ("key", not made.key, "none: it computes no SipHash, so use it on a network that you trust"),
+            ("window", made.window <= SWITCH_SLOTS, f"at most {SWITCH_SLOTS}: it has no more slots"),
+        ):
+            if not fits:
+                at = entries.get(key, section)
+                raise at.wrong(f"aggregator {switch.address} is a switch, and there `{key}` must be {allowed}")
+    return made
 
 
 class _Entry:
@@ -282,11 +314,18 @@ def _server(entry: _Entry) -> Server:
         )
     seen: set[int | str] = set()
     tree = tuple(_aggregator(child, seen) for child in fields["tree"].sequence()) if "tree" in fields else ()
-    return Server(fields["address"].address(), fraction, tree)
+    server = Server(fields["address"].address(), fraction, tree)
+    if any(one.switch is not None for one in server.aggregators):
+        for address in (server.address, *(one.address for one in server.aggregators)):
+            if address.startswith("["):
+                raise entry.wrong(
+                    f"{address}: a switch reads IPv4 only, so its server and all aggregators need such an address"
+                )
+    return server
 
 
 def _aggregator(entry: _Entry, seen: set[int | str]) -> Aggregator:
-    fields = entry.mapping(required=("aggregator",), optional=("workers", "children"))
+    fields = entry.mapping(required=("aggregator",), optional=("workers", "children", "switch"))
     children: list[Child] = []
     if "workers" in fields:
         for worker in fields["workers"].sequence():
@@ -300,11 +339,19 @@ def _aggregator(entry: _Entry, seen: set[int | str]) -> Aggregator:
         children += [_aggregator(child, seen) for child in fields["children"].sequence()]
     if not children:
         raise entry.wrong("an aggregator needs `workers: [...]`, or aggregators as `children:`, or both")
+    switch = None
+    if "switch" in fields:
+        words = fields["switch"].sequence()
+        switch = tuple(word.scalar("a word of the command that opens jobs on the switch", str) for word in words)
+        if len(children) > SWITCH_CHILDREN:
+            raise entry.wrong(
+                f"a switch has at most {SWITCH_CHILDREN} children, here are {len(children)}: put aggregators below it"
+            )
     address = fields["aggregator"].address()
     if address in seen:
         raise fields["aggregator"].wrong(f"aggregator {address} stands twice in the tree of this server")
     seen.add(address)
-    return Aggregator(address, tuple(children))
+    return Aggregator(address, tuple(children), switch)
 
 
 def _workers(child: Child) -> tuple[int, ...]:
@@ -333,6 +380,10 @@ FORMATS = ("int32", "int16", "float32")
 MOST_WORKERS = 64
 # What the packet holds: docs/aggregation.md.
 MOST_BLOCK_BYTES = 8896
+# What p4/penstock.p4 is made for: docs/p4.md.
+SWITCH_BLOCK_BYTES = (64, 256, 1024)
+SWITCH_CHILDREN = 16
+SWITCH_SLOTS = 4096
 # Weights are counted in millionths.
 MIN_FRACTION = 1e-6
 # `init`'s: text and name.

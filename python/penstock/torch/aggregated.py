@@ -2,7 +2,8 @@
 
 All ranks of a group call `attach` together. Each binds its sockets and publishes them; rank 0 opens the jobs and publishes
 how; everybody starts. Rank 0 then looks after the jobs: an aggregator that was restarted is told again, and in the end the
-jobs are closed. docs/aggregated.md says what happens when something dies.
+jobs are closed. Daemons are told over HTTP, switches by the plan's command. docs/aggregated.md says what happens when
+something dies.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import logging
 import secrets
 import socket
 import struct
+import subprocess
+import tempfile
 import threading
 import time
 import urllib.error
@@ -24,6 +27,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -131,7 +135,7 @@ def attach(
             rank=member.rank,
             world=member.world,
             name=member.name,
-            format=agreed.format,
+            format="padded" if agreed.switches else agreed.format,
             payload_bytes=outcome["payload_bytes"],
             min_bytes=agreed.min_bytes,
             servers=[_as_server(agreed, i, one, member.rank) for i, one in enumerate(outcome["servers"])],
@@ -176,6 +180,10 @@ class _Put:
     address: str
     job: int
     body: bytes
+    # Of a switch: the command that opens and closes jobs there, the job's server, and who is at or below it.
+    switch: tuple[str, ...] | None = None
+    server: str = ""
+    workers: int = 0
 
 
 class _Jobs:
@@ -192,7 +200,10 @@ class _Jobs:
         """Open all jobs: at servers first, so that no aggregator forwards to one that does not know the job."""
         servers = []
         for index, server in enumerate(self._plan.servers):
-            shards = {address: self._shards("aggregator", address, until) for address in _aggregators(server)}
+            shards = {
+                node.address: 1 if node.switch else self._shards("aggregator", node.address, until)
+                for node in server.aggregators
+            }
             self._shards("server", server.address, until)
             job, start = secrets.randbits(32), secrets.randbits(32)
             key = secrets.token_hex(16) if self._plan.key else None
@@ -209,7 +220,8 @@ class _Jobs:
             tree = [_tree(child, shards) for child in children]
             self._put(_Put("server", server.address, job, _body({**common, "tree": tree, "workers": workers})), until)
             for child in children:
-                self._open_below(child, {"address": server.address, "shards": 1}, workers, shards, common, job, until)
+                parent = {"address": server.address, "shards": 1}
+                self._open_below(child, parent, workers, shards, common, job, server.address, until)
             servers.append({"job": job, "key": key, "start": start, "shards": shards})
         return {"payload_bytes": self._payload_bytes, "servers": servers}
 
@@ -221,6 +233,7 @@ class _Jobs:
         shards: dict[str, int],
         common: dict[str, Any],
         job: int,
+        server: str,
         until: float,
     ) -> None:
         if isinstance(node, int):
@@ -233,9 +246,10 @@ class _Jobs:
             for child in node.children
         ]
         body = _body({**common, "parent": parent, "children": children})
-        self._put(_Put("aggregator", node.address, job, body), until)
+        below = int(_bitmap(node.workers), 0)
+        self._put(_Put("aggregator", node.address, job, body, node.switch, server, below), until)
         for child in node.children:
-            self._open_below(child, own, workers, shards, common, job, until)
+            self._open_below(child, own, workers, shards, common, job, server, until)
 
     def _shards(self, role: str, address: str, until: float) -> int:
         patience = min(until, time.monotonic() + _START_WITHIN_S)
@@ -258,7 +272,10 @@ class _Jobs:
         return int(answer.get("shards", 1))
 
     def _put(self, put: _Put, until: float) -> None:
-        self._ask(put.role, "PUT", put.address, f"/jobs/{put.job}", put.body, until)
+        if put.switch is None:
+            self._ask(put.role, "PUT", put.address, f"/jobs/{put.job}", put.body, until)
+        else:
+            _command(put, "open", until)
         self._puts.append(put)
 
     def _ask(self, role: str, method: str, address: str, path: str, body: bytes, until: float) -> dict[str, Any]:
@@ -279,7 +296,8 @@ class _Jobs:
 
     def _watch(self, fell_back: Callable[[], bool]) -> None:
         # A server is told once: what it has committed is gone with it.
-        aggregators = [put for put in self._puts if put.role == "aggregator"]
+        aggregators = [put for put in self._puts if put.role == "aggregator" and put.switch is None]
+        switches = {put: _Passed() for put in self._puts if put.switch is not None}
         silent: set[str] = set()
         while not self._stop.wait(_LOOK_EVERY_S):
             if fell_back():
@@ -303,8 +321,32 @@ class _Jobs:
                 if status == 201:
                     log.warning("aggregator %s had lost job %d and has been told again", put.address, put.job)
                 silent.discard(put.address)
+            for put, passed in switches.items():
+                self._look_at_switch(put, passed)
         if not self._stop.is_set():
             self._delete()
+
+    def _look_at_switch(self, put: _Put, passed: _Passed) -> None:
+        """Open a job again at a switch that is passed by: it may have lost it. To ask it at every look would cost a process each
+        time; the server knows who goes past it."""
+        until = time.monotonic() + _LOOK_WITHIN_S
+        try:
+            jobs = _request("GET", put.server, "/jobs", b"", self._secret, until)[1]["jobs"]
+        except (OSError, ValueError):
+            return
+        direct = next((int(job["direct"], 0) for job in jobs if job["job"] == put.job), 0)
+        if not direct & put.workers:
+            passed.pause_s, passed.until = _LOOK_EVERY_S, 0.0
+            return
+        if time.monotonic() < passed.until:
+            return
+        try:
+            said = _command(put, "open", time.monotonic() + _COMMAND_WITHIN_S)
+        except ConfigError as error:
+            said = str(error)
+        log.warning("switch %s is passed by: %s", put.address, said)
+        passed.until = time.monotonic() + passed.pause_s
+        passed.pause_s = min(2 * passed.pause_s, _MOST_PAUSE_S)
 
     def close(self) -> None:
         """Close the jobs everywhere; daemons forget those that they are not told of, after a while."""
@@ -316,9 +358,46 @@ class _Jobs:
     def _delete(self) -> None:
         puts, self._puts = self._puts, []
         for put in reversed(puts):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, ConfigError):
+                if put.switch is not None:
+                    _command(put, "close", time.monotonic() + _COMMAND_WITHIN_S)
+                    continue
                 path = f"/jobs/{put.job}?epoch={_EPOCH}"
                 _request("DELETE", put.address, path, b"", self._secret, time.monotonic() + _LOOK_WITHIN_S)
+
+
+@dataclass
+class _Passed:
+    """A switch that is passed by: when its command runs next, and how long after that once more."""
+
+    until: float = 0.0
+    pause_s: float = 1.0
+
+
+def _command(put: _Put, verb: str, until: float) -> str:
+    """Let a switch's command open a job or close it; what it says.
+
+    Raises:
+        ConfigError: it could not be run, took too long or failed.
+    """
+    assert put.switch is not None
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder, _ONE_COMMAND:
+        words = [*put.switch, verb, str(put.job)]
+        if verb == "open":
+            body = Path(folder, "job.json")
+            body.write_bytes(put.body)
+            words.append(str(body))
+        timeout_s = min(_COMMAND_WITHIN_S, max(0.1, until - time.monotonic()))
+        try:
+            done = subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout_s
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ConfigError(f"switch {put.address}: `{' '.join(words)}`: {error}") from error
+    if done.returncode != 0:
+        why = (done.stderr.strip() or f"it ended with {done.returncode}").splitlines()[-1]
+        raise ConfigError(f"switch {put.address}: `{' '.join(words)}`: {why}")
+    return done.stdout.strip()
 
 
 def _request(
@@ -394,14 +473,6 @@ def _payload_bytes(mtu: int, agreed: plan.Plan) -> int:
     return min(fits // _STEP_BYTES * _STEP_BYTES, plan.MOST_BLOCK_BYTES)
 
 
-def _aggregators(server: plan.Server) -> list[str]:
-    def walk(nodes: tuple[plan.Child, ...]) -> list[str]:
-        below = [[node.address, *walk(node.children)] for node in nodes if not isinstance(node, int)]
-        return [address for addresses in below for address in addresses]
-
-    return walk(server.tree)
-
-
 def _tree(node: plan.Child, shards: dict[str, int]) -> dict[str, Any]:
     if isinstance(node, int):
         return {"worker": node}
@@ -442,6 +513,12 @@ _RETRY_EVERY_S = 0.2
 # How soon an aggregator that is back is used again.
 _LOOK_EVERY_S = 1.0
 _LOOK_WITHIN_S = 2.0
+# Python, gRPC and some hundred rows, on a machine that is busy.
+_COMMAND_WITHIN_S = 30.0
+# How long a switch that stays passed by is left alone between two commands.
+_MOST_PAUSE_S = 60.0
+# Two controllers of one switch would take it from each other.
+_ONE_COMMAND = threading.Lock()
 _HINTS = {
     401: ". PENSTOCK_SECRET (or PENSTOCK_SECRET_FILE) of rank 0 and that of the daemon must be the same",
     409: ". Its limits are arguments: --slots, --memory, --jobs",
