@@ -164,7 +164,10 @@ class Wires:
                 continue
             for to, out in switch.packet(port, frame):
                 if to in self.sockets and not self.loses(out):
-                    self.sockets[to].send(out)
+                    try:
+                        self.sockets[to].send(out)
+                    except OSError:  # the link is full, or down
+                        self.lost += 1
 
     def loses(self, frame: bytes) -> bool:
         lost = frame[23] == socket.IPPROTO_UDP and self.random.random() < options.drop
