@@ -332,9 +332,9 @@ class _Jobs:
         until = time.monotonic() + _LOOK_WITHIN_S
         try:
             jobs = _request("GET", put.server, "/jobs", b"", self._secret, until)[1]["jobs"]
-        except (OSError, ValueError):
+            direct = next((int(job["direct"], 0) for job in jobs if job["job"] == put.job), 0)
+        except (OSError, ValueError, KeyError):
             return
-        direct = next((int(job["direct"], 0) for job in jobs if job["job"] == put.job), 0)
         if not direct & put.workers:
             passed.pause_s, passed.until = _LOOK_EVERY_S, 0.0
             return
@@ -416,7 +416,7 @@ def _request(
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     timeout_s = min(_ANSWER_WITHIN_S, max(0.1, until - time.monotonic()))
     with opener.open(request, timeout=timeout_s) as answer:
-        text = answer.read(1 << 20)
+        text = answer.read(_MOST_ANSWER_BYTES)
         return answer.status, json.loads(text) if text else {}
 
 
@@ -508,6 +508,8 @@ _SIOCGIFMTU = 0x8921  # linux/sockios.h
 # Two windows of the longest blocks, and the kernel's bookkeeping.
 _BUFFER_BYTES = 8 << 20
 _ANSWER_WITHIN_S = 10.0
+# More than all jobs of a server with 64 workers each.
+_MOST_ANSWER_BYTES = 16 << 20
 _START_WITHIN_S = 5.0
 _RETRY_EVERY_S = 0.2
 # How soon an aggregator that is back is used again.
