@@ -93,7 +93,7 @@ pub(crate) struct Avx512Round;
 
 /// `f` of every element. (`array::map` is not inlined where arrays are long, and then nothing is vectorised.)
 #[inline(always)]
-fn map<A: Copy, B: Copy + Default, const N: usize>(a: [A; N], f: impl Fn(A) -> B) -> [B; N] {
+pub(crate) fn map<A: Copy, B: Copy + Default, const N: usize>(a: [A; N], f: impl Fn(A) -> B) -> [B; N] {
     let mut b = [B::default(); N];
     for i in 0..N {
         b[i] = f(a[i]);

@@ -8,7 +8,8 @@
 //!
 //! **The same bits everywhere.** [`Level`] names the instruction sets that the loop is compiled for; the widest that
 //! the machine has is chosen at run time. All levels give the same bits, so ranks on different machines agree:
-//! - every element is computed by the same IEEE 754 operations in the order of the sources, and nothing is fused;
+//! - every element is computed by the same IEEE 754 operations in the order of the sources, and nothing is fused (in
+//!   quantisation other operations stand in where their result is provably the same);
 //! - a NaN that is computed is stored as *the* NaN: positive, quiet, no payload (`0x7fc00000` for f32). Which of two
 //!   NaN payloads survives an addition depends on the order in which the compiler put the operands, and the sign of
 //!   `inf - inf` on the processor's make, so payloads cannot be kept. The compare and select cost nothing that could be
@@ -29,8 +30,9 @@
 //!   the compiler already does, and leave us the conversions.
 //! - **the `half` crate?** Its slice conversions are good; but a reduction that converts slices walks memory three
 //!   times. It is the oracle of the tests.
-//! - **AVX512-BF16 and AVX512-FP16 instructions?** `vcvtneps2bf16` flushes denormals to zero, and FP16 arithmetic
-//!   rounds after every addition: other bits than the other levels give.
+//! - **AVX512-BF16 and AVX512-FP16 instructions in reductions?** `vcvtneps2bf16` flushes denormals to zero, and FP16
+//!   arithmetic rounds after every addition: other bits than the other levels give. Where a block's unit rules both out,
+//!   quantisation uses them (`half.rs`).
 //! - **non-temporal stores?** A reduced frame is sent next, or is the operand of the next step: it should stay in cache.
 //! - **threads?** Who calls knows how many cores are free.
 //! - **pairwise or compensated sums?** A sum has one operand a rank; the order of ranks is the caller's.
@@ -39,6 +41,8 @@ use penstock_types::{DType, ReduceOp};
 
 mod element;
 mod finite;
+#[cfg(target_arch = "x86_64")]
+mod half;
 mod operation;
 mod quantise;
 mod stream;
@@ -139,8 +143,7 @@ pub unsafe fn is_finite(dtype: DType, src: *const u8, bytes: usize) -> bool {
     }
 }
 
-/// The instruction set that [`reduce`] and the others use on this machine, for logs: `"avx512"`, `"avx2"` or
-/// `"portable"`.
+/// The instruction set that [`reduce`] and the others use on this machine, for logs: a [`Level::name`].
 #[must_use]
 pub fn simd_level() -> &'static str {
     Level::best().name()
@@ -165,6 +168,12 @@ pub struct Level(Set);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Set {
+    /// [`Set::Avx512Bf16`], with arithmetic on float16 (Sapphire Rapids 2023, and later).
+    #[cfg(target_arch = "x86_64")]
+    Avx512Fp16,
+    /// [`Set::Avx512`], with rounding to bfloat16, VBMI and VNNI (Zen 4 2022, Sapphire Rapids 2023, and later).
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
     #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
@@ -172,12 +181,13 @@ enum Set {
     Portable,
 }
 
-/// `on!(level, I => expression)` evaluates the expression with `I` as the level's instruction set.
+/// `on!(level, I => expression)` evaluates the expression with `I` as the level's instruction set. What the two levels above
+/// AVX-512 have more, only a few conversions use, which look for it.
 macro_rules! on {
     ($level:expr, $set:ident => $body:expr) => {
         match $level.0 {
             #[cfg(target_arch = "x86_64")]
-            $crate::Set::Avx512 => {
+            $crate::Set::Avx512Fp16 | $crate::Set::Avx512Bf16 | $crate::Set::Avx512 => {
                 type $set = $crate::stream::Avx512;
                 $body
             }
@@ -201,13 +211,8 @@ impl Level {
     #[must_use]
     pub fn best() -> Level {
         #[cfg(target_arch = "x86_64")]
-        {
-            if Avx512::is_here() {
-                return Level(Set::Avx512);
-            }
-            if Avx2::is_here() {
-                return Level(Set::Avx2);
-            }
+        if let Some(level) = VECTOR_LEVELS.into_iter().find(|level| level.is_here()) {
+            return level;
         }
         Level(Set::Portable)
     }
@@ -215,16 +220,50 @@ impl Level {
     /// Every level of this machine, the widest first.
     pub fn supported() -> impl Iterator<Item = Level> {
         #[cfg(target_arch = "x86_64")]
-        let vector = [Avx512::is_here().then_some(Level(Set::Avx512)), Avx2::is_here().then_some(Level(Set::Avx2))];
+        let vector = VECTOR_LEVELS.into_iter().filter(|level| level.is_here());
         #[cfg(not(target_arch = "x86_64"))]
-        let vector = [None];
-        vector.into_iter().flatten().chain([Level(Set::Portable)])
+        let vector = std::iter::empty();
+        vector.chain([Level(Set::Portable)])
     }
 
-    /// `"avx512"`, `"avx2"` or `"portable"`.
+    /// Whether the processor and the kernel support it (looked up once a process).
+    #[cfg(target_arch = "x86_64")]
+    fn is_here(self) -> bool {
+        match self.0 {
+            Set::Avx512Fp16 => Level(Set::Avx512Bf16).is_here() && std::arch::is_x86_feature_detected!("avx512fp16"),
+            Set::Avx512Bf16 => {
+                // All that have the first have the others, but for Cooper Lake.
+                Avx512::is_here()
+                    && std::arch::is_x86_feature_detected!("avx512bf16")
+                    && std::arch::is_x86_feature_detected!("avx512vbmi")
+                    && std::arch::is_x86_feature_detected!("avx512vnni")
+            }
+            Set::Avx512 => Avx512::is_here(),
+            Set::Avx2 => Avx2::is_here(),
+            Set::Portable => true,
+        }
+    }
+
+    /// Whether it has AVX512-FP16.
+    #[cfg(target_arch = "x86_64")]
+    fn has_fp16(self) -> bool {
+        self.0 == Set::Avx512Fp16
+    }
+
+    /// Whether it has AVX512-BF16, VBMI and VNNI.
+    #[cfg(target_arch = "x86_64")]
+    fn has_bf16(self) -> bool {
+        matches!(self.0, Set::Avx512Fp16 | Set::Avx512Bf16)
+    }
+
+    /// `"avx512fp16"`, `"avx512bf16"`, `"avx512"`, `"avx2"` or `"portable"`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512Fp16 => "avx512fp16",
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512Bf16 => "avx512bf16",
             #[cfg(target_arch = "x86_64")]
             Set::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
@@ -302,6 +341,11 @@ impl Level {
         unsafe { on!(self, I => convert::<I, Bf16, f32>(dst, src)) }
     }
 }
+
+/// Of x86-64, the widest first.
+#[cfg(target_arch = "x86_64")]
+const VECTOR_LEVELS: [Level; 4] =
+    [Level(Set::Avx512Fp16), Level(Set::Avx512Bf16), Level(Set::Avx512), Level(Set::Avx2)];
 
 /// Where a kernel reads and writes. Each pointer is good for `elements` elements of its side's type.
 #[derive(Clone, Copy)]

@@ -1,15 +1,17 @@
 //! What is done to accumulators: the operations between two, and what follows the last.
 
-use crate::element::Truth;
+use crate::element::{Truth, map};
 
 /// An operation between the result so far and the next source's element. Commutative, bit for bit.
 pub(crate) trait Apply<T> {
     fn apply(left: T, right: T) -> T;
 }
 
-/// What is done after the last source.
+/// What is done after the last source. To whole arrays, because some instructions do.
 pub(crate) trait Last<T>: Copy {
-    fn apply(self, value: T) -> T;
+    /// # Safety
+    /// The caller is compiled for the instruction set that this type belongs to, if any.
+    unsafe fn apply<const N: usize>(self, values: [T; N]) -> [T; N];
 }
 
 /// Floats as IEEE 754 says; integers wrap; or.
@@ -39,8 +41,8 @@ pub(crate) struct Scale<T>(pub(crate) T);
 
 impl<T> Last<T> for Keep {
     #[inline(always)]
-    fn apply(self, value: T) -> T {
-        value
+    unsafe fn apply<const N: usize>(self, values: [T; N]) -> [T; N] {
+        values
     }
 }
 
@@ -74,15 +76,15 @@ macro_rules! floats {
 
         impl Last<$float> for Divide {
             #[inline(always)]
-            fn apply(self, value: $float) -> $float {
-                value / self.0 as $float
+            unsafe fn apply<const N: usize>(self, values: [$float; N]) -> [$float; N] {
+                map(values, |value| value / self.0 as $float)
             }
         }
 
         impl Last<$float> for Scale<$float> {
             #[inline(always)]
-            fn apply(self, value: $float) -> $float {
-                value * self.0
+            unsafe fn apply<const N: usize>(self, values: [$float; N]) -> [$float; N] {
+                map(values, |value| value * self.0)
             }
         }
     )*};
@@ -113,10 +115,13 @@ macro_rules! divide_in_f64 {
             /// one, q, lies below an integer, it does so by at least 1/n, and as |q| <= 2^31 / n the rounding error is
             /// at most 2^-53 * 2^31 / n, which is less.
             #[inline(always)]
-            fn apply(self, value: $integer) -> $integer {
-                let quotient = f64::from(value) / f64::from(self.0);
-                // SAFETY: `self.0` is not 0 (checked in `reduce`), so the quotient is finite and not larger than `value`.
-                unsafe { quotient.to_int_unchecked() }
+            unsafe fn apply<const N: usize>(self, values: [$integer; N]) -> [$integer; N] {
+                map(values, |value| {
+                    let quotient = f64::from(value) / f64::from(self.0);
+                    // SAFETY: `self.0` is not 0 (checked in `reduce`), so the quotient is finite and not larger than
+                    // `value`.
+                    unsafe { quotient.to_int_unchecked() }
+                })
             }
         }
     )*};
@@ -126,8 +131,8 @@ divide_in_f64!(i8, i16, i32, u8);
 
 impl Last<i64> for Divide {
     #[inline(always)]
-    fn apply(self, value: i64) -> i64 {
-        value / i64::from(self.0)
+    unsafe fn apply<const N: usize>(self, values: [i64; N]) -> [i64; N] {
+        map(values, |value| value / i64::from(self.0))
     }
 }
 

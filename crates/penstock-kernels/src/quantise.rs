@@ -7,8 +7,12 @@ use std::marker::PhantomData;
 
 use penstock_types::DType;
 
-use crate::element::{Bf16, Count, Counts, Numbers, PortableRound, Round, Swapped};
+use crate::element::{Bf16, Bf16Pairs, Count, Counts, Element, Numbers, PortableRound, Round, Swapped, map};
+#[cfg(target_arch = "x86_64")]
+use crate::half::{Bf16FromCounts, F16FromCounts, F16ToCounts, NormalBf16};
 use crate::operation::{Keep, Last, Sum};
+#[cfg(target_arch = "x86_64")]
+use crate::stream::Avx512;
 use crate::stream::{InstructionSet, Kernel, Portable};
 use crate::{Level, Operands, on};
 
@@ -235,7 +239,16 @@ impl Block {
         Level::best().dequantise(self, dst, sums, order);
     }
 
-    fn unit_exponent(self) -> i32 {
+    /// 1.5 * 2^23 units, where float32 holds it to the last place: that place is a unit. So a float32 of at most 2^22 units
+    /// plus this is rounded to an integer of them, to nearest even, and the integer is the sum's bits less those of this;
+    /// and these bits plus an integer, less this as a float, are as many units exactly.
+    fn origin(self) -> Option<f32> {
+        let power = self.unit_exponent() + 23;
+        (-126..=127).contains(&power).then(|| 1.5 * power_of_two(power))
+    }
+
+    /// Far below all others for a block of zeros.
+    pub(crate) fn unit_exponent(self) -> i32 {
         i32::from(self.exponent.0) - self.format.bits
     }
 
@@ -258,7 +271,6 @@ impl Level {
     /// [`block_exponent`] on this level.
     #[must_use]
     pub fn block_exponent(self, dtype: DType, src: &[u8]) -> Exponent {
-        let significand_bits = significand_bits(dtype);
         elements_of(dtype, src.len());
         // SAFETY: `self` vouches for the instruction set.
         let magnitude = unsafe {
@@ -267,21 +279,7 @@ impl Level {
                 _ => on!(self, I => I::run(Largest::<i16>(src, PhantomData))),
             }
         };
-        // Infinity as bits, and the power of two that the last place of a denormal stands for.
-        let (infinity, last_place) = match dtype {
-            DType::F32 => (0x7f80_0000, -149),
-            DType::F16 => (0x7c00, -24),
-            _ => (0x7f80, -133),
-        };
-        let fraction_bits = significand_bits - 1;
-        // The field is 1 for the power above the denormals.
-        let field = magnitude >> fraction_bits;
-        let places = if field == 0 { u32::BITS - magnitude.leading_zeros() } else { field + fraction_bits };
-        match magnitude {
-            0 => Exponent::ZERO,
-            _ if magnitude >= infinity => Exponent::NONFINITE,
-            _ => Exponent((last_place + places as i32) as i16),
-        }
+        exponent_of(dtype, magnitude)
     }
 
     /// [`Block::quantise`] on this level.
@@ -292,6 +290,16 @@ impl Level {
         let operands = Operands { dst: dst.as_mut_ptr(), sources: &[src.as_ptr()], elements };
         // SAFETY: `self` vouches for the instruction set, and both slices hold `elements` elements.
         unsafe {
+            #[cfg(target_arch = "x86_64")]
+            if self.has_fp16()
+                && (dtype, integer) == (DType::F16, DType::I16)
+                && let Some(last) = F16ToCounts::new(block)
+            {
+                return match order.swaps() {
+                    false => Avx512::stream::<i16, i16, Sum, _, 64>(operands, last),
+                    true => Avx512::stream::<i16, Swapped<i16>, Sum, _, 64>(operands, last),
+                };
+            }
             on!(self, I => match (integer, order.swaps()) {
                 (DType::I16, false) => to_counts::<I, i16, false>(block, operands),
                 (DType::I16, true) => to_counts::<I, i16, true>(block, operands),
@@ -309,6 +317,36 @@ impl Level {
         let operands = Operands { dst: dst.as_mut_ptr(), sources: &[sums.as_ptr()], elements };
         // SAFETY: as above.
         unsafe {
+            #[cfg(target_arch = "x86_64")]
+            if self.has_fp16()
+                && (dtype, integer) == (DType::F16, DType::I16)
+                && let Some(last) = F16FromCounts::new(block)
+            {
+                return match order.swaps() {
+                    false => Avx512::stream::<i16, i16, Sum, _, 64>(operands, last),
+                    true => Avx512::stream::<Swapped<i16>, i16, Sum, _, 64>(operands, last),
+                };
+            }
+            #[cfg(target_arch = "x86_64")]
+            if self.has_bf16()
+                && dtype == DType::BF16
+                && let (first, 1.0) = block.factors(1)
+                && let Some(origin) = block.origin()
+            {
+                // As the second factor is 1, the unit is at least 2^-126, and no result but 0 is denormal.
+                type Round = <Avx512 as InstructionSet>::Round;
+                let last = ToValues { first, second: [] };
+                return match (integer, order.swaps()) {
+                    (DType::I16, false) => {
+                        Avx512::stream::<i16, i16, Sum, _, 64>(operands, Bf16FromCounts::<false> { origin });
+                    }
+                    (DType::I16, true) => {
+                        Avx512::stream::<i16, i16, Sum, _, 64>(operands, Bf16FromCounts::<true> { origin });
+                    }
+                    (_, false) => Avx512::stream::<Counts<i32, Round, false>, NormalBf16, Sum, _, 32>(operands, last),
+                    (_, true) => Avx512::stream::<Counts<i32, Round, true>, NormalBf16, Sum, _, 32>(operands, last),
+                };
+            }
             on!(self, I => match (integer, order.swaps()) {
                 (DType::I16, false) => to_values::<I, i16, false>(block, operands),
                 (DType::I16, true) => to_values::<I, i16, true>(block, operands),
@@ -415,6 +453,25 @@ fn significand_bits(dtype: DType) -> u32 {
     }
 }
 
+/// Of a block whose largest magnitude has these bits.
+fn exponent_of(dtype: DType, magnitude: u32) -> Exponent {
+    // Infinity as bits, and the power of two that the last place of a denormal stands for.
+    let (infinity, last_place) = match dtype {
+        DType::F32 => (0x7f80_0000, -149),
+        DType::F16 => (0x7c00, -24),
+        _ => (0x7f80, -133),
+    };
+    let fraction_bits = significand_bits(dtype) - 1;
+    // The field is 1 for the power above the denormals.
+    let field = magnitude >> fraction_bits;
+    let places = if field == 0 { u32::BITS - magnitude.leading_zeros() } else { field + fraction_bits };
+    match magnitude {
+        0 => Exponent::ZERO,
+        _ if magnitude >= infinity => Exponent::NONFINITE,
+        _ => Exponent((last_place + places as i32) as i16),
+    }
+}
+
 fn elements_of(dtype: DType, bytes: usize) -> usize {
     assert!(bytes.is_multiple_of(dtype.size()), "{bytes} bytes are not a whole number of {dtype}");
     bytes / dtype.size()
@@ -431,8 +488,22 @@ unsafe fn to_counts<I: InstructionSet<Round: Round<T>>, T: Count, const SWAP: bo
 where
     PortableRound: Round<T>,
 {
+    let FixedPoint { dtype, integer, largest, .. } = block.format;
+    let origin = block.origin().filter(|_| (dtype, integer) == (DType::BF16, DType::I16));
+    if let Some(origin) = origin {
+        // SAFETY: as for this function.
+        let magnitude = unsafe {
+            let src = std::slice::from_raw_parts(operands.sources[0], operands.elements * dtype.size());
+            let dst = std::slice::from_raw_parts_mut(operands.dst, operands.elements * integer.size());
+            I::run(PlaceBf16::<SWAP>(dst, src, origin))
+        };
+        if exponent_of(dtype, magnitude) <= block.exponent {
+            return;
+        }
+        // The exponent does not cover the block: once more, saturating.
+    }
     let (first, second) = block.factors(-1);
-    let largest = block.format.largest as f32;
+    let largest = largest as f32;
     // SAFETY: as for this function.
     unsafe {
         // The second factor is 1 but for the tiniest exponents. Those can wait: all instruction sets give the same bits.
@@ -499,10 +570,12 @@ struct ToCounts<const MORE: usize> {
 
 impl<const MORE: usize> Last<f32> for ToCounts<MORE> {
     #[inline(always)]
-    fn apply(self, value: f32) -> f32 {
-        let scaled = scale(value, self.first, self.second);
-        let below = if scaled < self.largest { scaled } else { self.largest };
-        if below > -self.largest { below } else { -self.largest }
+    unsafe fn apply<const N: usize>(self, values: [f32; N]) -> [f32; N] {
+        map(values, |value| {
+            let scaled = scale(value, self.first, self.second);
+            let below = if scaled < self.largest { scaled } else { self.largest };
+            if below > -self.largest { below } else { -self.largest }
+        })
     }
 }
 
@@ -515,8 +588,8 @@ struct ToValues<const MORE: usize> {
 
 impl<const MORE: usize> Last<f32> for ToValues<MORE> {
     #[inline(always)]
-    fn apply(self, value: f32) -> f32 {
-        scale(value, self.first, self.second)
+    unsafe fn apply<const N: usize>(self, values: [f32; N]) -> [f32; N] {
+        map(values, |value| scale(value, self.first, self.second))
     }
 }
 
@@ -535,6 +608,50 @@ struct Largest<'a, T>(&'a [u8], PhantomData<T>);
 
 /// Adds a payload (the second) to a slot, wrapping; whether an element overflowed.
 struct AddInto<'a, T, const SWAP: bool>(&'a mut [u8], &'a [u8], PhantomData<T>);
+
+/// bfloat16 (the second) to int16 (the first), by [`Block::origin`]; the largest magnitude, which says whether they are right.
+///
+/// In pairs, as [`Bf16Pairs`] widens them: nothing moves between lanes.
+struct PlaceBf16<'a, const SWAP: bool>(&'a mut [u8], &'a [u8], f32);
+
+impl<const SWAP: bool> Kernel for PlaceBf16<'_, SWAP> {
+    type Output = u32;
+
+    #[inline(always)]
+    fn run(self) -> u32 {
+        let mut largest = [0_i16; 64];
+        let mut targets = self.0.chunks_exact_mut(size_of_val(&largest));
+        let sources = self.1.chunks_exact(size_of_val(&largest));
+        let rest = sources.remainder();
+        for (dst, src) in targets.by_ref().zip(sources) {
+            Self::round(dst, src, self.2, &mut largest);
+        }
+        Self::round(targets.into_remainder(), rest, self.2, &mut largest);
+        largest.into_iter().fold(0, |largest, each| if each > largest { each } else { largest }) as u32
+    }
+}
+
+impl<const SWAP: bool> PlaceBf16<'_, SWAP> {
+    #[inline(always)]
+    fn round(dst: &mut [u8], src: &[u8], origin: f32, largest: &mut [i16; 64]) {
+        let bits: [i16; 64] = load(src);
+        for i in 0..64 {
+            let magnitude = bits[i] & i16::MAX;
+            largest[i] = if magnitude > largest[i] { magnitude } else { largest[i] };
+        }
+        // SAFETY: this type needs no instruction set.
+        let values = unsafe { Bf16Pairs::widen(map(bits, i16::cast_unsigned)) };
+        let placed = map(values, |value| (value + origin).to_bits());
+        let mut counts = [0; 64];
+        for i in 0..32 {
+            let pair = placed[i] & 0xffff | placed[32 + i] << 16;
+            // SAFETY: `counts` has elements `2 * i` and `2 * i + 1`.
+            unsafe { counts.as_mut_ptr().cast::<u32>().add(i).write_unaligned(pair) };
+        }
+        let counts = if SWAP { map(counts, i16::swap_bytes) } else { counts };
+        store(dst, &counts);
+    }
+}
 
 // A closure that is called twice need not be inlined, and then is compiled for the baseline: hence `round`.
 macro_rules! kernels {

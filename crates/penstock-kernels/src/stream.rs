@@ -175,7 +175,7 @@ where
     L: Last<S::Accumulator>,
 {
     let (first, others) = sources.split_first().expect("every kernel has a source");
-    // SAFETY: the caller runs on the instruction set that `S` and `D` belong to.
+    // SAFETY: the caller runs on the instruction set that `S`, `D` and `L` belong to.
     unsafe {
         let mut results = S::widen(load(first.cast()));
         for source in others {
@@ -184,9 +184,6 @@ where
                 results[i] = O::apply(results[i], operands[i]);
             }
         }
-        for value in &mut results {
-            *value = last.apply(*value);
-        }
-        D::narrow(results)
+        D::narrow(last.apply(results))
     }
 }

@@ -170,6 +170,70 @@ fn a_wrong_exponent_saturates_and_never_overflows() {
     }
 }
 
+/// Every 16-bit float, NaN among them, at exponents from one end to the other, as int16 and int32: in a block that the exponent
+/// covers, in one that it covers but for the last element, which is the next above, and all together. What it does not cover saturates, each element by itself.
+#[test]
+fn every_half_is_rounded_or_saturates() {
+    for (dtype, integer) in FORMATS.into_iter().filter(|(dtype, _)| *dtype != DType::F32) {
+        let value_of = |bits: u16| {
+            if dtype == DType::F16 { f16::from_bits(bits).to_f64() } else { bf16::from_bits(bits).to_f64() }
+        };
+        for (workers, step) in [(1, 19), (8, if integer == DType::I16 { 3 } else { 19 }), (16, 17), (300, 18)] {
+            let format = FixedPoint::with_integer(dtype, workers, integer);
+            let largest = i64::from(format.largest());
+            for code in (-148..=128).step_by(step) {
+                let exponent = Exponent::from_code(code).expect("a power");
+                let block = format.at(exponent).expect("finite");
+                let is_covered = |&bits: &u16| value_of(bits).abs() < 2_f64.powi(code.into());
+                let count_of = |bits: u16| match value_of(bits) {
+                    value if is_covered(&bits) => reference_count(format, exponent, value),
+                    value if value < 0.0 => -largest,
+                    _ => largest,
+                };
+                let covered: Vec<u16> = (0..=u16::MAX).filter(is_covered).collect();
+                let outsider = (0..=u16::MAX).find(|bits| !is_covered(bits)).expect("a NaN");
+                let all_but_one = [&covered[..], &[outsider]].concat();
+                for elements in [covered, all_but_one, (0..=u16::MAX).collect()] {
+                    let src: Vec<u8> = elements.iter().flat_map(|bits| bits.to_ne_bytes()).collect();
+                    let counts: Vec<i64> = elements.iter().map(|&bits| count_of(bits)).collect();
+                    for order in [ByteOrder::Native, ByteOrder::Big] {
+                        let expected = encode_integers(integer, &counts, order);
+                        for level in Level::supported() {
+                            let mut dst = vec![0xee; expected.len()];
+                            level.quantise(block, &mut dst, &src, order);
+                            assert!(dst == expected, "{} {format:?} {exponent:?} {order:?}", level.name());
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Every int16, at every exponent, as float16 and bfloat16: what float32 makes of it, rounded to nearest even.
+#[test]
+fn every_int16_becomes_the_nearest_half() {
+    let sums: Vec<i64> = (i16::MIN..=i16::MAX).map(i64::from).collect();
+    for dtype in [DType::F16, DType::BF16] {
+        for (workers, step) in [(1, 5), (8, 1), (300, 7)] {
+            let format = FixedPoint::with_integer(dtype, workers, DType::I16);
+            for code in (-148..=128).step_by(step) {
+                let block = format.at(Exponent::from_code(code).expect("a power")).expect("finite");
+                let values: Vec<f64> = sums.iter().map(|&sum| f64::from((sum as f64 * block.unit()) as f32)).collect();
+                let expected = encode(dtype, &values);
+                for order in [ByteOrder::Native, ByteOrder::Big] {
+                    let src = encode_integers(DType::I16, &sums, order);
+                    for level in Level::supported() {
+                        let mut dst = vec![0xee; expected.len()];
+                        level.dequantise(block, &mut dst, &src, order);
+                        assert!(dst == expected, "{} {format:?} 2^{code} {order:?}", level.name());
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Floats that are no numbers add up as IEEE 754 says in the fallback, in the order of the workers, also for more sources
 /// than one pass takes, and for either byte order.
 #[test]

@@ -71,7 +71,7 @@ fn crc32c(py: Python<'_>, address: usize, length: usize) -> u32 {
     py.detach(|| penstock_engine::crc32c(unsafe { std::slice::from_raw_parts(address as *const u8, length) }))
 }
 
-/// What the reductions of this processor run on: "avx512", "avx2" or "portable".
+/// What the reductions of this processor run on: "avx512fp16", "avx512bf16", "avx512", "avx2" or "portable".
 #[pyfunction]
 fn simd_level() -> &'static str {
     penstock_engine::simd_level()
