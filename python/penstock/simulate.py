@@ -48,6 +48,8 @@ _on_workers = click.option(
 @click.option("--workers", type=int, help="Workers a job.")
 @click.option("--shape", type=_shape, help=_shape_help)
 @click.option("--blocks", type=int, help="Blocks a worker pushes.")
+@click.option("--operation", type=int, help="Blocks of an operation, after which all wait for all; 0: all are one.")
+@click.option("--ahead", type=int, help="First blocks of an operation whose results the others wait for.")
 @click.option("--window", type=int, help="Blocks in flight, a power of two.")
 @click.option("--floats/--integers", default=None, help="What the blocks hold.")
 @click.option("--keyed/--unkeyed", default=None, help="Whether packets carry a MAC; damaged ones then come as well.")
@@ -232,6 +234,9 @@ def show_rates(
         "floats": True,
         "keyed": False,
         "duplicate": 0.0,
+        # As the engine has it: a header, exponents, and then the tensor.
+        "operation": 0,
+        "ahead": 2,
         "patient": True,
         "faults": False,
     }

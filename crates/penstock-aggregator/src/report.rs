@@ -164,6 +164,8 @@ impl Report {
             "Packets to the children that named missing blocks.",
             &each(&|job| job.counters.named),
         );
+        let answered = "Results that a child had lost and got from here.";
+        out.counter("job_answered", answered, &each(&|job| job.counters.answered));
         if role == "server" {
             let told = |value: &dyn Fn(&ServerReport) -> u64| each(&|job| job.server.as_ref().map_or(0, value));
             out.counter("job_committed", "Sums committed.", &told(&|server| server.committed));
@@ -289,6 +291,7 @@ pub(crate) fn add(sum: &mut JobCounters, more: &JobCounters) {
     sum.abandoned += more.abandoned;
     sum.overflowed += more.overflowed;
     sum.named += more.named;
+    sum.answered += more.answered;
     add_all(&mut sum.refused, &more.refused);
 }
 
@@ -302,6 +305,7 @@ pub(crate) fn since(after: &JobCounters, before: &JobCounters) -> JobCounters {
         abandoned: after.abandoned - before.abandoned,
         overflowed: after.overflowed - before.overflowed,
         named: after.named - before.named,
+        answered: after.answered - before.answered,
         refused: std::array::from_fn(|i| after.refused[i] - before.refused[i]),
     }
 }
@@ -311,10 +315,10 @@ fn add_all(sum: &mut [u64; Refusal::COUNT], more: &[u64; Refusal::COUNT]) {
 }
 
 fn counters(counters: &JobCounters) -> Map<String, Value> {
-    let JobCounters { added, completed, repeated, relayed, abandoned, overflowed, named, refused } = counters;
+    let JobCounters { added, completed, repeated, relayed, abandoned, overflowed, named, answered, refused } = counters;
     let value = json!({
         "added": added, "completed": completed, "repeated": repeated, "relayed": relayed, "abandoned": abandoned,
-        "overflowed": overflowed, "named": named, "refused": by_reason(refused),
+        "overflowed": overflowed, "named": named, "answered": answered, "refused": by_reason(refused),
     });
     let Value::Object(map) = value else { unreachable!("it was written as an object") };
     map

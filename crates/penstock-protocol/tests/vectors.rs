@@ -225,6 +225,8 @@ fn job_of(open: &Value) -> Job {
         window: number("window") as u32,
         block_bytes: number("block_bytes") as usize,
         floats: open["floats"].as_bool().unwrap(),
+        // What both modes do; `results` in aggregator_tests.rs has the rest.
+        results: false,
         parent: link(&open["parent"]),
         children: children.iter().map(|child| Child { link: link(&child["link"]), workers: workers(child) }).collect(),
     }

@@ -152,6 +152,7 @@ impl Machine for Adding {
             window: common.window,
             block_bytes: common.block_bytes,
             floats: common.floats,
+            results: true,
             parent: Link(0),
             children: children.map(|(i, workers)| Child { link: Link(i as u32), workers: *workers }).collect(),
         };

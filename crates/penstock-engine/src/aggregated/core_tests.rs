@@ -75,6 +75,7 @@ impl Network {
                 start,
                 parent: if rack_of(rank).is_some() { PARENT } else { SERVER },
                 server: SERVER,
+                ask_parent: shape.wire != Wire::Padded,
                 timing: Timing::default(),
             };
             Core::new(Time(0), config, vec![worker; shape.weights.len()])
@@ -106,6 +107,7 @@ impl Network {
                 window: WINDOW,
                 block_bytes: PAYLOAD,
                 floats: shape.wire == Wire::Float,
+                results: true,
                 parent: Link(1000),
                 children: rack
                     .iter()

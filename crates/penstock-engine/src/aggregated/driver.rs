@@ -2,6 +2,7 @@
 
 use super::core::{Core, CoreConfig, Job, PARENT, SERVER, Trouble};
 use super::fallback::{claims, contribute, finish};
+use super::layout::Wire;
 use super::{LaneSpec, NodeSpec, ServerSpec, ServerStats, Shared};
 use crate::runtime::Call;
 use crate::{Group, Ticket};
@@ -86,6 +87,8 @@ impl Driver {
             start: Serial(server.start),
             parent: if server.parent.is_some() { PARENT } else { SERVER },
             server: SERVER,
+            // Packets of one length are for switches.
+            ask_parent: spec.wire != Wire::Padded,
             timing: Timing::default(),
         };
         let config = CoreConfig {

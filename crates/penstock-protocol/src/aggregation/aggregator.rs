@@ -7,6 +7,8 @@
 //!   │ s-W │ 1111     │ kept  │      s = tag, w in have dropped; if all are in, the sum goes up again  (R3, R4)
 //!   └─────┴──────────┴───────┘      s = tag, else      have |= w, sum += block; if all are in, the sum goes up
 //! ```
+//! A result, on its way down, takes the place of the sum that led to it: a child that loses it gets it from here.
+//!
 //! One packet in, at most one packet out (to one address, or the same bytes to all children); no clock and no queue, so
 //! that a switch can do the same. Everything here may be lost at any time: workers send again until the *server* has
 //! committed.
@@ -44,6 +46,9 @@ pub struct Job {
     /// Also add floats: keeps a block of every child in each slot, so that they are added in order. Costs
     /// `children.len() + 1` times the memory.
     pub floats: bool,
+    /// Keep a result in the slot of its sum, and give it to children that lost it. A switch does not: there a worker's question is
+    /// refused, and its next one goes to the server.
+    pub results: bool,
     /// Where sums go: another aggregator or the server.
     pub parent: Link,
     /// Whose blocks are added, in the order of addition.
@@ -151,6 +156,8 @@ pub struct JobCounters {
     pub relayed: u64,
     /// Times that it told its children whose blocks are missing.
     pub named: u64,
+    /// Results that a child had lost and got from here.
+    pub answered: u64,
     /// Slots that a newer SeqNum took before their sum was complete.
     pub abandoned: u64,
     /// Additions in which an integer overflowed: some worker sent more than its share. The sum goes on, wrapped.
@@ -173,7 +180,7 @@ pub enum Action<'a> {
         /// The block; valid until the next call.
         payload: &'a [u8],
     },
-    /// Send the packet that was just handled, byte for byte, to all of these.
+    /// Send the packet from above that was just handled, byte for byte, to all of these.
     Relay {
         /// The children.
         to: &'a [Link],
@@ -218,8 +225,10 @@ struct Table {
     all: u64,
     children: Vec<Link>,
     slots: Vec<Slot>,
-    /// For each slot the sum; with floats then a block of every child.
+    /// For each slot the sum, or the result; with floats then a block of every child.
     memory: Vec<u8>,
+    /// For each slot the header of the result, where it is here.
+    results: Vec<[u8; HEADER_BYTES]>,
     /// For each child the newest Ack and Credit.
     heart: Vec<Option<(Serial, Serial)>>,
     counters: JobCounters,
@@ -232,9 +241,14 @@ struct Slot {
     format: Format,
     exponent: i16,
     length: u16,
+    /// The result is here instead of the sum.
+    is_result: bool,
+    /// Workers who have asked for its result, each once; whoever asks again starts anew.
+    asked: u64,
 }
 
-const EMPTY: Slot = Slot { tag: None, have: 0, format: Format::None, exponent: 0, length: 0 };
+const EMPTY: Slot =
+    Slot { tag: None, have: 0, format: Format::None, exponent: 0, length: 0, is_result: false, asked: 0 };
 /// With blocks of 8,896 bytes, half a gigabyte in flight; a guess at what nobody needs.
 const MAX_WINDOW: u32 = 1 << 16;
 
@@ -285,6 +299,7 @@ impl Aggregator {
             children: job.children.iter().map(|child| child.link).collect(),
             slots: vec![EMPTY; slots],
             memory: vec![0; needed],
+            results: vec![[0; HEADER_BYTES]; slots],
             heart: vec![None; job.children.len()],
             counters: JobCounters::default(),
             shard: self.shard,
@@ -329,14 +344,14 @@ impl Aggregator {
         let Some(table) = self.jobs.get_mut(&packet.header.job) else {
             return Err(stranger(Refusal::Job));
         };
-        table.handle(from, &packet, self.rules)
+        table.handle(from, &packet, bytes, self.rules)
     }
 }
 
 impl Table {
-    fn handle(&mut self, from: Link, packet: &Packet<'_>, rules: Rules) -> Result<Action<'_>, Refusal> {
+    fn handle(&mut self, from: Link, packet: &Packet<'_>, bytes: &[u8], rules: Rules) -> Result<Action<'_>, Refusal> {
         // Everything that reads or writes the table comes after the key.
-        match self.decide(from, packet, rules) {
+        match self.decide(from, packet, bytes, rules) {
             Ok(Decision::Nothing) => Ok(Action::Nothing),
             Ok(Decision::Relay) => {
                 self.counters.relayed += 1;
@@ -347,18 +362,26 @@ impl Table {
                 let header = header.encode(&[], self.job.key.as_ref());
                 Ok(Action::Send { to: slice::from_ref(&self.job.parent), header, payload: &[] })
             }
-            Ok(Decision::Missing { workers }) => {
+            Ok(Decision::Missing { header }) => {
                 self.counters.named += 1;
-                let header = Header { workers, ..packet.header }.encode(&[], self.job.key.as_ref());
+                let header = header.encode(&[], self.job.key.as_ref());
                 Ok(Action::Send { to: &self.children, header, payload: &[] })
+            }
+            Ok(Decision::Ask) => {
+                let header = *bytes.first_chunk().expect("a packet has a header");
+                Ok(Action::Send { to: slice::from_ref(&self.job.parent), header, payload: &[] })
             }
             Ok(Decision::Sum { index, seq }) => {
                 let slot = self.slots[index];
                 let header = self.upward(Kind::Push, seq, slot.format, slot.exponent, rules);
-                let start = index * self.job.blocks_a_slot() * self.job.block_bytes;
-                let payload = &self.memory[start..start + usize::from(slot.length)];
+                let payload = self.block(index);
                 let header = header.encode(payload, self.job.key.as_ref());
                 Ok(Action::Send { to: slice::from_ref(&self.job.parent), header, payload })
+            }
+            Ok(Decision::Result { index, child }) => {
+                self.counters.answered += 1;
+                let (to, header) = (slice::from_ref(&self.children[child]), self.results[index]);
+                Ok(Action::Send { to, header, payload: self.block(index) })
             }
             Err(refusal) => {
                 self.counters.refused[refusal.index()] += 1;
@@ -367,16 +390,21 @@ impl Table {
         }
     }
 
-    fn decide(&mut self, from: Link, packet: &Packet<'_>, rules: Rules) -> Result<Decision, Refusal> {
+    fn decide(&mut self, from: Link, packet: &Packet<'_>, bytes: &[u8], rules: Rules) -> Result<Decision, Refusal> {
         let header = &packet.header;
         packet.verify(self.job.key.as_ref())?;
         if rules.hold(Rule::Epoch) && header.epoch != self.job.epoch {
             return Err(Refusal::Epoch);
         }
         match header.kind {
-            Kind::Result | Kind::HeartbeatDown if from == self.job.parent => Ok(Decision::Relay),
+            Kind::Result if from == self.job.parent => {
+                self.keep(packet, bytes, rules);
+                Ok(Decision::Relay)
+            }
+            Kind::HeartbeatDown if from == self.job.parent => Ok(Decision::Relay),
             Kind::Missing if from == self.job.parent => self.missing(header, rules),
             Kind::Result | Kind::HeartbeatDown | Kind::Missing => Err(Refusal::Sender),
+            Kind::Request if self.job.results => self.request(from, header, rules),
             Kind::Request => Err(Refusal::Kind),
             Kind::Push => {
                 let child = self.child(from, header.workers)?;
@@ -394,6 +422,67 @@ impl Table {
         }
     }
 
+    /// Keeps a result, for children that lose it. Where it cannot be kept it only passes.
+    fn keep(&mut self, packet: &Packet<'_>, bytes: &[u8], rules: Rules) {
+        let Packet { header, payload, .. } = packet;
+        let (true, Ok(index)) = (self.job.results, self.slot_of(header.seq)) else { return };
+        let slot = &mut self.slots[index];
+        let ahead = slot.ahead(header.seq, rules);
+        if (ahead < 0 && rules.hold(Rule::Stale)) || payload.len() > self.job.block_bytes {
+            return;
+        }
+        if ahead > 0 && slot.have != 0 && slot.have != self.all {
+            self.counters.abandoned += 1;
+        }
+        *slot = Slot {
+            tag: Some(header.seq),
+            have: self.all,
+            format: header.format,
+            exponent: header.exponent,
+            length: payload.len() as u16,
+            is_result: true,
+            asked: 0,
+        };
+        self.results[index].copy_from_slice(&bytes[..HEADER_BYTES]);
+        let start = index * self.job.blocks_a_slot() * self.job.block_bytes;
+        self.memory[start..start + payload.len()].copy_from_slice(payload);
+    }
+
+    /// A worker misses a result. If it is not here, either blocks of children are missing, or those above are asked, once.
+    fn request(&mut self, from: Link, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
+        let speaks = |child: &Child| child.link == from && header.workers & !child.workers == 0;
+        let child = self.job.children.iter().position(speaks).filter(|_| header.workers.is_power_of_two());
+        let child = child.ok_or(Refusal::Sender)?;
+        let index = self.slot_of(header.seq)?;
+        let slot = &mut self.slots[index];
+        let ahead = slot.ahead(header.seq, rules);
+        if ahead < 0 {
+            return Err(Refusal::Stale);
+        }
+        if ahead == 0 && slot.is_result {
+            return Ok(Decision::Result { index, child });
+        }
+        if ahead == 0 && slot.have != self.all {
+            // The asker has results up to Ack, so the server has them; it pushed this block, so Credit allows it to all.
+            let (kind, workers) = (Kind::Missing, self.all & !slot.have);
+            return Ok(Decision::Missing { header: Header { kind, workers, credit: header.seq, flags: 0, ..*header } });
+        }
+        if ahead == 0 {
+            let (before, bit) = (slot.asked, header.workers);
+            slot.asked = if before & bit != 0 { bit } else { before | bit };
+            if before & !bit != 0 && before & bit == 0 {
+                return Ok(Decision::Nothing);
+            }
+        }
+        Ok(Decision::Ask)
+    }
+
+    /// The sum or the result of a slot.
+    fn block(&self, index: usize) -> &[u8] {
+        let start = index * self.job.blocks_a_slot() * self.job.block_bytes;
+        &self.memory[start..start + usize::from(self.slots[index].length)]
+    }
+
     /// What is missing above: a complete sum was lost, or some children's blocks are missing here, too.
     fn missing(&mut self, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
         let asked = header.workers & self.all;
@@ -403,12 +492,15 @@ impl Table {
         if ahead < 0 {
             return Err(Refusal::Stale);
         }
+        if ahead == 0 && slot.is_result {
+            return Err(Refusal::Stale);
+        }
         let have = if ahead == 0 { slot.have } else { 0 };
         Ok(if asked != 0 && have == self.all && rules.hold(Rule::Keep) {
             self.counters.repeated += 1;
             Decision::Sum { index, seq: header.seq }
         } else if asked & !have != 0 {
-            Decision::Missing { workers: asked & !have }
+            Decision::Missing { header: Header { workers: asked & !have, ..*header } }
         } else {
             Decision::Nothing
         })
@@ -439,7 +531,12 @@ impl Table {
                 format: header.format,
                 exponent: header.exponent,
                 length: payload.len() as u16,
+                ..EMPTY
             };
+        }
+        if slot.is_result && slot.tag == Some(header.seq) {
+            self.counters.refused[Refusal::Duplicate.index()] += 1;
+            return Ok(Decision::Result { index, child });
         }
         if slot.have & header.workers != 0 && rules.hold(Rule::Duplicate) {
             self.counters.refused[Refusal::Duplicate.index()] += 1;
@@ -551,8 +648,19 @@ enum Decision {
     Nothing,
     Relay,
     Heartbeat,
-    Sum { index: usize, seq: Serial },
-    Missing { workers: u64 },
+    Sum {
+        index: usize,
+        seq: Serial,
+    },
+    Missing {
+        header: Header,
+    },
+    /// The request goes on, as it is.
+    Ask,
+    Result {
+        index: usize,
+        child: usize,
+    },
 }
 
 #[cfg(test)]
@@ -566,6 +674,8 @@ impl Aggregator {
         use std::hash::Hash;
         for (job, table) in &self.jobs {
             (job, table.job.epoch, &table.slots, &table.heart).hash(state);
+            let kept = table.results.iter().zip(&table.slots).filter(|(_, slot)| slot.is_result);
+            kept.for_each(|(header, _)| header.hash(state));
             // What lies in a slot that nobody has written does not matter.
             let blocks = table.memory.chunks_exact(table.job.blocks_a_slot() * table.job.block_bytes);
             blocks.zip(&table.slots).filter(|(_, slot)| slot.have != 0).for_each(|(memory, _)| memory.hash(state));

@@ -7,7 +7,7 @@ const ABOVE: Link = Link(9);
 
 fn job(window: u32, children: usize) -> Job {
     let children = (0..children).map(|i| Child { link: Link(i as u32), workers: 1 << i }).collect();
-    Job { job: 5, epoch: 3, key: None, window, block_bytes: 8, floats: false, parent: ABOVE, children }
+    Job { job: 5, epoch: 3, key: None, window, block_bytes: 8, floats: false, results: true, parent: ABOVE, children }
 }
 
 fn limits() -> Limits {
@@ -167,6 +167,61 @@ fn relay() {
     assert_eq!(node.handle_packet(Link(1), &result).unwrap_err(), Refusal::Sender);
 }
 
+/// A result takes the place of its sum, and whoever lost it gets it again, byte for byte: who asks, and who pushes again. Where it is
+/// not, those whose blocks are missing hear so, or it is asked for above, once.
+#[test]
+fn results() {
+    let mut node = Aggregator::new(limits());
+    let mut job = job(2, 3);
+    // The last child is an aggregator.
+    job.children[2].workers = 0b1100;
+    node.open(job).unwrap();
+    let result = |seq: u32, block: &[u8]| [&header(Kind::Result, 5, seq).encode(block, None)[..], block].concat();
+    let ask = |worker: u32, seq: u32| header(Kind::Request, worker, seq).encode(&[], None).to_vec();
+    let sent = |node: &mut Aggregator, from: Link, bytes: &[u8]| match node.handle_packet(from, bytes) {
+        Ok(Action::Send { to, header, payload }) => Ok((to.to_vec(), [&header[..], payload].concat())),
+        Ok(Action::Nothing) => Ok((Vec::new(), Vec::new())),
+        Ok(Action::Relay { to }) => Ok((to.to_vec(), bytes.to_vec())),
+        Err(refusal) => Err(refusal),
+    };
+    let all = vec![Link(0), Link(1), Link(2)];
+    let nothing = || Ok((Vec::new(), Vec::new()));
+    // Nothing is here: it may be above.
+    assert_eq!(sent(&mut node, Link(1), &ask(1, 0)), Ok((vec![ABOVE], ask(1, 0))));
+    handle(&mut node, 0, &push(0, 0, 5)).unwrap();
+    let (to, named) = sent(&mut node, Link(0), &ask(0, 0)).unwrap();
+    let told = decode(&named).unwrap().header;
+    assert_eq!((to, told.kind, told.seq, told.workers), (all.clone(), Kind::Missing, Serial(0), 0b1110));
+    assert_eq!((told.ack, told.credit), (Serial(0), Serial(0)), "no more than the asker proves");
+    handle(&mut node, 1, &push(1, 0, 7)).unwrap();
+    let rack = |seq: u32| {
+        [&Header { workers: 0b1100, ..header(Kind::Push, 0, seq) }.encode(&[0, 0, 0, 1], None)[..], &[0, 0, 0, 1]]
+            .concat()
+    };
+    assert_eq!(handle(&mut node, 2, &rack(0)), Ok(Some((0, 0b1111, 13))));
+    // The sum is complete, and lost, or on its way.
+    assert_eq!(sent(&mut node, Link(2), &ask(3, 0)), Ok((vec![ABOVE], ask(3, 0))), "on behalf of a worker below");
+    assert_eq!(sent(&mut node, Link(1), &ask(1, 0)), nothing(), "asked above already");
+    assert_eq!(sent(&mut node, Link(2), &ask(1, 0)), Err(Refusal::Sender));
+    // The result is here.
+    let answer = result(0, &[9; 8]);
+    assert_eq!(sent(&mut node, ABOVE, &answer), Ok((all.clone(), answer.clone())));
+    assert_eq!(sent(&mut node, Link(1), &ask(1, 0)), Ok((vec![Link(1)], answer.clone())));
+    assert_eq!(sent(&mut node, Link(2), &ask(3, 0)), Ok((vec![Link(2)], answer.clone())));
+    assert_eq!(sent(&mut node, Link(0), &push(0, 0, 5)), Ok((vec![Link(0)], answer.clone())), "instead of the sum");
+    let missing = header(Kind::Missing, 0, 0).encode(&[], None);
+    assert_eq!(sent(&mut node, ABOVE, &missing), Err(Refusal::Stale), "it has been committed");
+    // The next round takes the slot; the result of the one before only passes, and one that is too long never stays.
+    assert_eq!(handle(&mut node, 0, &push(0, 2, 1)), Ok(None));
+    assert_eq!(sent(&mut node, ABOVE, &answer), Ok((all.clone(), answer.clone())));
+    assert_eq!(sent(&mut node, Link(1), &ask(1, 0)), Err(Refusal::Stale));
+    assert_eq!(sent(&mut node, ABOVE, &result(2, &[9; 12])), Ok((all, result(2, &[9; 12]))));
+    assert_eq!(handle(&mut node, 1, &push(1, 2, 1)), Ok(None));
+    assert_eq!(handle(&mut node, 2, &rack(2)), Ok(Some((2, 0b1111, 3))), "nothing of a result is in the sum");
+    let counters = node.counters(5).unwrap();
+    assert_eq!((counters.answered, counters.named, counters.relayed, counters.abandoned), (3, 1, 3, 0));
+}
+
 /// Everything that does not belong here is counted and leaves the slots as they are.
 #[test]
 fn strangers() {
@@ -192,7 +247,8 @@ fn strangers() {
         (7, sealed(good, &four, Some(&key)), Refusal::Sender),
         (0, sealed(Header { workers: 3, ..good }, &four, Some(&key)), Refusal::Sender),
         (0, sealed(Header { workers: 1 << 40, ..good }, &four, Some(&key)), Refusal::Sender),
-        (0, sealed(Header { kind: Kind::Request, format: Format::None, ..good }, &[], Some(&key)), Refusal::Kind),
+        (1, sealed(Header { kind: Kind::Request, format: Format::None, ..good }, &[], Some(&key)), Refusal::Sender),
+        (0, sealed(Header { kind: Kind::Result, ..good }, &four, Some(&key)), Refusal::Sender),
         (0, four.to_vec(), Refusal::Malformed(PacketError::Truncated { bytes: 4 })),
     ];
     for (from, bytes, refusal) in &cases {
@@ -278,7 +334,7 @@ fn shards() {
 
 proptest! {
     /// Any sequence of packets, sensible or not, from anywhere: no panic, and a sum that goes up is the sum of the
-    /// blocks of that SeqNum, because workers send the same block under one SeqNum.
+    /// blocks of that SeqNum, because workers send the same block under one SeqNum; a result that goes down again came from above.
     #[test]
     fn sequences(steps in proptest::collection::vec(
         (0u32..10, 0u32..4, 0u32..9, 0u8..20, any::<(u8, u8)>(), proptest::collection::vec(any::<u8>(), 0..70)), 0..200,
@@ -286,6 +342,7 @@ proptest! {
         let mut node = Aggregator::new(limits());
         node.open(Job { floats: true, ..job(2, 3) }).unwrap();
         let block = |worker: u32, seq: u32| (1 + worker as i32) * 1000 + seq as i32;
+        let mut results = std::collections::BTreeSet::new();
         for (from, worker, seq, what, (at, flip), noise) in steps {
             let bytes = match what {
                 0..=7 => push(worker, seq, block(worker, seq)),
@@ -309,10 +366,19 @@ proptest! {
                 _ => noise,
             };
             let from = if what < 8 && from < 8 { worker } else { from };
+            if let Ok(Packet { header, payload, .. }) = decode(&bytes)
+                && header.kind == Kind::Result
+            {
+                results.insert((header.seq.0, payload.to_vec()));
+            }
             if let Ok(Action::Send { header, payload, .. }) = node.handle_packet(Link(from), &bytes)
                 && !payload.is_empty()
             {
                 let header = decode(&[&header[..], payload].concat()).unwrap().header;
+                if header.kind == Kind::Result {
+                    prop_assert!(results.contains(&(header.seq.0, payload.to_vec())), "a result that never came");
+                    continue;
+                }
                 let blocks = (0..3).map(|worker| block(worker, header.seq.0));
                 let sum = match header.format {
                     // The same bytes, read as another type.

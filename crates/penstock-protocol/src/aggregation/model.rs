@@ -368,6 +368,7 @@ fn new_worker(scope: Scope, i: usize, epoch: u16) -> Worker {
         start: scope.start,
         parent: AGGREGATOR,
         server: SERVER,
+        ask_parent: true,
         timing: Timing::default(),
     };
     Worker::with_rules(NOW, config, scope.rules)
@@ -384,6 +385,7 @@ fn new_aggregator(scope: Scope, epoch: u16) -> Aggregator {
         window: scope.window,
         block_bytes: 4,
         floats: false,
+        results: true,
         parent: SERVER,
         children,
     };
@@ -506,7 +508,7 @@ mod tests {
     fn every_interleaving() {
         holds(scope(Story::Plain, 3, 1), 500_000);
         holds(scope(Story::Epochs, 1, 1), 200_000);
-        holds(scope(Story::Cut, 2, 0), 20_000);
+        holds(scope(Story::Cut, 2, 0), 15_000);
         holds(one_slot(2), 100_000);
     }
 

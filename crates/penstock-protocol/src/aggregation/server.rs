@@ -86,6 +86,8 @@ pub struct Server {
     doubtful: u32,
     /// The Credit that was told last.
     told: Serial,
+    /// The Credit of the last heartbeat, and how many have told it.
+    beat: (Serial, u32),
     /// Who is still to hear the heartbeat that is due.
     heartbeat_to: Vec<Link>,
     heartbeat_at: Time,
@@ -177,6 +179,7 @@ impl Server {
             round_trip: None,
             doubtful: 0,
             told: config.start.plus(config.window - 1),
+            beat: (config.start.plus(config.window - 1), BEATS),
             heartbeat_to: Vec::new(),
             heartbeat_at: now.plus(config.idle_every),
             refused: [0; Refusal::COUNT],
@@ -260,7 +263,10 @@ impl Server {
             return;
         }
         self.heartbeat();
-        let busy = self.slowest().0 != self.ack || self.slots.iter().any(|slot| slot.tag.is_some() && !slot.committed);
+        let untold = self.beat.1 < BEATS;
+        let busy = untold
+            || self.slowest().0 != self.ack
+            || self.slots.iter().any(|slot| slot.tag.is_some() && !slot.committed);
         self.heartbeat_at = now.plus(if busy { self.config.heartbeat_every } else { self.config.idle_every });
     }
 
@@ -316,7 +322,7 @@ impl Server {
         if !header.kind.is_upward() {
             return Err(Refusal::Kind);
         }
-        let single = self.sender(from, header.workers)?;
+        let single = self.sender(from, header)?;
         self.hear(header)?;
         // Those who wait for Credit send nothing that would bring it.
         if self.queue.is_empty() && self.credit().ahead_of(self.told) >= (self.config.window / 4).max(4) as i32 {
@@ -332,7 +338,8 @@ impl Server {
                 self.push(now, packet)
             }
             Kind::Request => {
-                self.request(now, header.seq, single.ok_or(Refusal::Sender)?)?;
+                let child = if single.is_none() { Some(from) } else { None };
+                self.request(now, header.seq, header.workers.trailing_zeros(), child)?;
                 Ok(None)
             }
             _ => Ok(None),
@@ -340,7 +347,8 @@ impl Server {
     }
 
     /// Checks that these workers live behind `from`; says whether it is a single worker's own address.
-    fn sender(&self, from: Link, workers: u64) -> Result<Option<u32>, Refusal> {
+    fn sender(&self, from: Link, header: &Header) -> Result<Option<u32>, Refusal> {
+        let workers = header.workers;
         if workers.is_power_of_two() && workers & self.all != 0 {
             let worker = workers.trailing_zeros();
             if self.config.workers[worker as usize] == from {
@@ -348,6 +356,10 @@ impl Server {
             }
         }
         let behind = |node: &Node| match node {
+            // A request goes up as the worker made it.
+            Node::Aggregator { link, .. } if header.kind == Kind::Request => {
+                *link == from && workers.is_power_of_two() && workers & !node.workers() == 0
+            }
             Node::Aggregator { link, .. } => *link == from && node.workers() == workers,
             Node::Worker(_) => false,
         };
@@ -486,8 +498,9 @@ impl Server {
         }
     }
 
-    /// A worker misses a result. One that asks a second time did not get what was done about the first.
-    fn request(&mut self, now: Time, seq: Serial, worker: u32) -> Result<(), Refusal> {
+    /// A worker misses a result. One that asks a second time did not get what was done about the first. `child`: the aggregator
+    /// that passed the question on, for want of the result.
+    fn request(&mut self, now: Time, seq: Serial, worker: u32, child: Option<Link>) -> Result<(), Refusal> {
         let index = self.index(seq);
         let (bit, committed) = (1u64 << worker, self.slots[index].is_committed(seq));
         if (!committed && self.missing(seq) == 0) || !self.rules.hold(Rule::Answer) {
@@ -502,6 +515,11 @@ impl Server {
             if tries == 0 && (again || asked == bit) {
                 self.name(seq);
             }
+            return Ok(());
+        }
+        if let Some(child) = child {
+            self.slots[index].announce.push(child);
+            self.send(seq);
             return Ok(());
         }
         // When a second worker below a child asks, the result was likely lost above them all: it goes to all of them.
@@ -619,7 +637,8 @@ impl Server {
 
     /// Ack and Credit to everybody: through every child, and straight to those who pass it by.
     fn heartbeat(&mut self) {
-        let direct = self.direct();
+        let (direct, credit) = (self.direct(), self.credit());
+        self.beat = (credit, if self.beat.0 == credit { self.beat.1.saturating_add(1) } else { 1 });
         self.heartbeat_to.clear();
         for node in &self.config.tree.children {
             match node {
@@ -682,6 +701,8 @@ impl Recovery {
     }
 }
 
+/// So often in short intervals Credit is told: one may be lost, and whoever waits for it would wait for an idle interval.
+const BEATS: u32 = 3;
 /// As in QUIC: what lies three before was not overtaken but lost.
 const REORDERED: i32 = 3;
 /// Several round trips of a local network, a guess.

@@ -157,6 +157,14 @@ fn losses() {
     };
     assert_eq!((ask(0), ask(1)), (vec![Link(0)], vec![RACK]));
     assert_eq!((ask(2), ask(1), ask(0)), (vec![Link(2)], vec![Link(1)], vec![RACK]));
+    // An aggregator that does not have it passes the question on, and gets it.
+    let packet = header(Kind::Request, 0b10, 2, 0).encode(&[], None);
+    server.handle_packet(again, RACK, &packet).unwrap();
+    assert_eq!(sent(&mut server).into_iter().map(|(to, ..)| to).collect::<Vec<_>>(), [RACK]);
+    for workers in [0b100, 0b11] {
+        let packet = header(Kind::Request, workers, 2, 0).encode(&[], None);
+        assert_eq!(server.handle_packet(again, RACK, &packet), Err(Refusal::Sender), "workers {workers:b}");
+    }
 }
 
 /// However long repairs take, after some of them each is named once: the first patience is a guess, and what they take may change.

@@ -70,6 +70,10 @@ pub struct Scenario {
     pub shape: Shape,
     /// Blocks a worker pushes in each epoch.
     pub blocks: u32,
+    /// So many of them make an operation; the next begins when all workers have all its results. 0: all are one.
+    pub operation: u32,
+    /// So many blocks of an operation all others of it wait for, as for its header and exponents.
+    pub ahead: u32,
     /// SeqNums in flight, a power of two.
     pub window: u32,
     /// Blocks are floats, added in the order of the tree, instead of integers.
@@ -133,6 +137,10 @@ pub struct Fixed {
     pub shape: Option<Shape>,
     /// [`Scenario::blocks`], 1 to 100,000.
     pub blocks: Option<u32>,
+    /// [`Scenario::operation`].
+    pub operation: Option<u32>,
+    /// [`Scenario::ahead`].
+    pub ahead: Option<u32>,
     /// [`Scenario::window`], a power of two up to 1024.
     pub window: Option<u32>,
     /// [`Scenario::floats`].
@@ -209,6 +217,8 @@ impl Scenario {
             workers,
             shape,
             blocks: 4 + random.below(29) as u32,
+            operation: Random(seed ^ 0x0be4_a710).pick(&[0, 0, 3, 8]),
+            ahead: Random(seed ^ 0xa4ea_d000).pick(&[0, 0, 1, 2]),
             window: random.pick(&[1, 2, 4, 8, 16]),
             floats: random.below(3) == 0,
             keyed: random.below(2) == 0,
@@ -227,6 +237,8 @@ impl Scenario {
         scenario.workers = fixed.workers.unwrap_or(workers);
         scenario.shape = fixed.shape.unwrap_or(shape);
         scenario.blocks = fixed.blocks.unwrap_or(scenario.blocks);
+        scenario.operation = fixed.operation.unwrap_or(scenario.operation);
+        scenario.ahead = fixed.ahead.unwrap_or(scenario.ahead);
         scenario.window = fixed.window.unwrap_or(scenario.window);
         scenario.floats = fixed.floats.unwrap_or(scenario.floats);
         scenario.keyed = fixed.keyed.unwrap_or(scenario.keyed);
@@ -418,7 +430,9 @@ impl<'a> World<'a> {
         (0..self.scenario.jobs).all(|job| {
             let newest = self.epochs[job].last().expect("one at least");
             self.drivers[job].iter().flatten().all(|driver| {
-                driver.epoch == newest.number && driver.machine.received() == driver.start.plus(self.scenario.blocks)
+                // An operation ends when a worker knows that all have all results.
+                let end = driver.start.plus(self.scenario.blocks);
+                driver.epoch == newest.number && [driver.machine.received(), driver.machine.everywhere()] == [end; 2]
             })
         })
     }
@@ -606,6 +620,7 @@ impl<'a> World<'a> {
             start: epoch.start,
             parent: self.scenario.parent(job, worker, epoch).unwrap_or(server),
             server,
+            ask_parent: true,
             timing: self.scenario.timing,
         };
         self.drivers[job][worker] = Some(Driver {
@@ -623,7 +638,15 @@ impl<'a> World<'a> {
         let Some(driver) = &mut self.drivers[job][worker] else {
             return;
         };
-        while self.now >= driver.begins && driver.posted < self.scenario.blocks {
+        let Scenario { operation, ahead, blocks, .. } = *self.scenario;
+        while self.now >= driver.begins && driver.posted < blocks {
+            let (posted, machine) = (driver.start.plus(driver.posted), &driver.machine);
+            let of_operation = driver.posted.checked_rem(operation).unwrap_or(driver.posted);
+            if (of_operation == ahead && machine.received() != posted)
+                || (of_operation == 0 && machine.everywhere() != posted)
+            {
+                break;
+            }
             let full = self.scenario.is_full(job, driver.posted);
             if driver.machine.post(if full { Route::Full } else { Route::Tree }).is_none() {
                 break;

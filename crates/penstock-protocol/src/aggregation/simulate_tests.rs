@@ -36,6 +36,8 @@ fn quiet(shape: Shape, workers: usize) -> Scenario {
         blocks: 6,
         window: 2,
         floats: false,
+        operation: 0,
+        ahead: 1,
         keyed: false,
         loss: 0.0,
         edge_loss: false,

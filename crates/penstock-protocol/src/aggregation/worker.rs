@@ -36,6 +36,8 @@ pub struct WorkerConfig {
     pub parent: Link,
     /// The server.
     pub server: Link,
+    /// The aggregator keeps results, so it is asked for what is lost before the server is. A switch does not.
+    pub ask_parent: bool,
     /// When it loses patience.
     pub timing: Timing,
 }
@@ -167,6 +169,8 @@ struct Entry {
     /// When it was asked for last while the server was known to have it, and how often.
     missed_at: Time,
     misses: u32,
+    /// How often the aggregator above was asked for it since it was sent.
+    asked_above: u8,
     /// Position in the order of all transmissions.
     order: u64,
     repeated: bool,
@@ -185,7 +189,13 @@ struct Clock {
     progress_at: Time,
     orders: u64,
     scan_at: Option<Time>,
+    /// While nothing is left to push that would overtake what is lost: when results are asked for that have not come, and how often
+    /// they have been since the last one came.
+    quiet_at: Option<Time>,
+    quiet: u32,
     heartbeat_at: Time,
+    /// Heartbeats since the last result came, or Credit said that all have what is here.
+    beats: u32,
     parent_heard: Time,
     server_heard: Time,
     distrust_until: Time,
@@ -210,6 +220,7 @@ impl Worker {
             asked: false,
             missed_at: now,
             misses: 0,
+            asked_above: 0,
             order: 0,
             repeated: false,
         };
@@ -234,7 +245,10 @@ impl Worker {
                 progress_at: now,
                 orders: 0,
                 scan_at: None,
+                quiet_at: None,
+                quiet: 0,
                 heartbeat_at: now.plus(config.timing.idle_every),
+                beats: 0,
                 parent_heard: now,
                 server_heard: now,
                 distrust_until: Time(0),
@@ -336,7 +350,8 @@ impl Worker {
     /// When [`Worker::handle_timeout`] is due.
     #[must_use]
     pub fn poll_timeout(&self) -> Time {
-        self.clock.scan_at.map_or(self.clock.heartbeat_at, |scan| scan.min(self.clock.heartbeat_at))
+        let Clock { scan_at, quiet_at, heartbeat_at, .. } = self.clock;
+        [scan_at, quiet_at].into_iter().flatten().fold(heartbeat_at, Time::min)
     }
 
     /// Sends again what is late, and tells which results are here.
@@ -344,12 +359,23 @@ impl Worker {
         if self.clock.scan_at.is_some_and(|at| at <= now) {
             self.scan(now);
         }
+        if self.clock.quiet_at.is_some_and(|at| at <= now) {
+            self.break_silence(now);
+        }
         if self.clock.heartbeat_at <= now {
             self.judge_path(now);
             self.heartbeat_due = true;
-            let busy = self.posted != self.received || self.reported != self.received || self.lost != self.direct;
+            let busy = self.posted != self.received || self.lost != self.direct;
             let Timing { heartbeat_every, idle_every, .. } = self.config.timing;
-            self.clock.heartbeat_at = now.plus(if busy { heartbeat_every } else { idle_every });
+            self.clock.heartbeat_at = now.plus(match self.clock.beats {
+                _ if busy => heartbeat_every,
+                // Others may be late, or the way up or down has lost what this worker has or what all have.
+                beats if self.everywhere() != self.received => {
+                    self.clock.beats = (beats + 1).min(MAX_BACKOFF);
+                    (heartbeat_every << beats).min(idle_every)
+                }
+                _ => idle_every,
+            });
         }
     }
 
@@ -362,7 +388,11 @@ impl Worker {
                 return Some(self.send(now, seq));
             }
             if std::mem::take(&mut entry.due_request) {
-                return Some(Outbound { to: self.config.server, header: self.upward(Kind::Request, seq) });
+                // The aggregator above has it most likely; whom it does not answer asks where it is for certain.
+                let above = self.config.ask_parent && entry.asked_above < ASK_ABOVE && !self.direct && !self.lost;
+                entry.asked_above += u8::from(above);
+                let to = if above { self.config.parent } else { self.config.server };
+                return Some(Outbound { to, header: self.upward(Kind::Request, seq) });
             }
             entry.queued = false;
             self.due.pop_front();
@@ -378,7 +408,9 @@ impl Worker {
             self.congestion.on_push();
             let index = self.index(seq);
             self.entries[index].in_flight = true;
-            return Some(self.send(now, seq));
+            let push = self.send(now, seq);
+            self.listen(now);
+            return Some(push);
         }
         if std::mem::take(&mut self.heartbeat_due) {
             let to = if self.direct || self.lost { self.config.server } else { self.config.parent };
@@ -441,8 +473,9 @@ impl Worker {
             return;
         }
         if header.workers >> self.config.worker & 1 == 1 {
-            let Entry { repeated, order, .. } = self.entries[index];
-            if !repeated {
+            let Entry { repeated, due_push, sent_at, order, .. } = self.entries[index];
+            // A loss counts once, however many ask for the block; and what was pushed just now may be on its way.
+            if !repeated && !due_push && now.since(sent_at) >= self.round_trip() / 2 {
                 self.congestion.on_loss(order, self.clock.orders);
             }
             self.again(index, self.rules.hold(Rule::Resend), false);
@@ -491,15 +524,13 @@ impl Worker {
             self.hurry(self.received, ack.oldest(seq), soon, overtaken);
             self.hurry(ack, seq, later, overtaken);
         }
-        if self.next == self.posted {
-            // Nothing comes after the last blocks that would overtake them.
-            self.hurry(self.received, self.next, now.plus(self.probe()), |entry| !entry.asked);
-        }
         while self.received != self.next && self.entries[self.index(self.received)].state == State::Done {
             let index = self.index(self.received);
             self.entries[index].state = State::Free;
             self.received = self.received.plus(1);
         }
+        self.clock.beats = 0;
+        self.listen(now);
         if self.received.ahead_of(self.reported) >= (self.config.window / 4).max(1) as i32 {
             self.heartbeat_due = true;
         }
@@ -512,6 +543,43 @@ impl Worker {
         if self.entries[index].state == State::Sent {
             // Whether it is the block or its result that was lost cannot be told unless Ack has passed it, so ask as well.
             self.again(index, !committed && self.rules.hold(Rule::Resend), self.rules.hold(Rule::Request));
+        }
+    }
+
+    /// A result has come, or the last block has left: from now on it is quiet.
+    fn listen(&mut self, now: Time) {
+        self.clock.quiet = 0;
+        let waits = self.next == self.posted && self.next != self.received;
+        self.clock.quiet_at = waits.then(|| now.plus(self.patience(1)));
+    }
+
+    /// Asks for the first results that have not come. Where others are late, this costs two packets without a block.
+    fn break_silence(&mut self, now: Time) {
+        self.clock.quiet_at = None;
+        if self.next != self.posted {
+            return;
+        }
+        let mut left = ASK_FIRST;
+        let mut seq = self.received;
+        while seq != self.next && left > 0 {
+            let index = self.index(seq);
+            if self.entries[index].state == State::Sent {
+                left -= 1;
+                self.missed(now, seq);
+                self.again(index, false, self.rules.hold(Rule::Request));
+            }
+            seq = seq.plus(1);
+        }
+        self.clock.quiet += 1;
+        self.clock.quiet_at = Some(now.plus(self.patience(self.clock.quiet + 1)));
+    }
+
+    /// A block is asked for: notes when, if the server has it.
+    fn missed(&mut self, now: Time, seq: Serial) {
+        if self.is_newer(self.ack, seq) {
+            let index = self.index(seq);
+            let entry = &mut self.entries[index];
+            (entry.missed_at, entry.misses) = (now, entry.misses + 1);
         }
     }
 
@@ -532,12 +600,11 @@ impl Worker {
             let index = self.index(seq);
             if self.entries[index].state == State::Sent {
                 if self.entries[index].deadline <= now {
-                    let mut later = now.plus(self.timeout());
-                    if self.is_newer(self.ack, seq) {
-                        let entry = &mut self.entries[index];
-                        (entry.missed_at, entry.misses) = (now, entry.misses + 1);
-                        later = now.plus(self.patience(self.entries[index].misses));
-                    }
+                    self.missed(now, seq);
+                    let later = match self.entries[index].misses {
+                        0 => now.plus(self.timeout()),
+                        misses => now.plus(self.patience(misses)),
+                    };
                     // To ask costs little, and leads to what is missing; our own block very likely is not.
                     if std::mem::replace(&mut self.entries[index].asked, true) {
                         self.expire(seq);
@@ -582,7 +649,7 @@ impl Worker {
         self.clock.scan_at = Some(self.clock.scan_at.map_or(deadline, |at| at.min(deadline)));
         let entry = &mut self.entries[index];
         entry.repeated = entry.state != State::Posted;
-        (entry.asked, entry.misses) = (false, 0);
+        (entry.asked, entry.asked_above, entry.misses) = (false, 0, 0);
         (entry.state, entry.sent_at, entry.deadline, entry.order) = (State::Sent, now, deadline, order);
         let straight = self.direct || entry.route == Route::Full;
         let to = if straight { self.config.server } else { self.config.parent };
@@ -639,10 +706,8 @@ impl Worker {
 
     /// How long the answer may take when a result was missed so often.
     fn patience(&self, misses: u32) -> u64 {
-        let Some((mean, variation)) = self.clock.answer else {
-            return self.timeout();
-        };
-        ((mean + 4 * variation).max(MILLISECOND) << (misses - 1).min(MAX_BACKOFF)).min(self.longest())
+        let once = self.clock.answer.map_or(self.config.timing.rto_min, |(mean, variation)| mean + 4 * variation);
+        (once.max(MILLISECOND) << (misses - 1).min(MAX_BACKOFF)).min(self.longest())
     }
 
     /// Above the usual bound where round trips are longer than that: else everything would be sent twice, for ever. But a path that
@@ -660,13 +725,6 @@ impl Worker {
         (rto.max(rto_min) << self.clock.backoff).min(self.longest())
     }
 
-    /// After a result came: how long the last blocks may take before they are asked for.
-    fn probe(&self) -> u64 {
-        self.clock
-            .round_trip
-            .map_or(self.config.timing.rto_min, |(mean, variation)| (mean + 4 * variation).max(MILLISECOND))
-    }
-
     fn round_trip(&self) -> u64 {
         self.clock.round_trip.map_or(self.config.timing.rto_min, |(mean, _)| mean)
     }
@@ -680,8 +738,13 @@ impl Worker {
     }
 }
 
+/// So many results are asked for at once when none comes: as many as nothing overtakes.
+const ASK_FIRST: usize = REORDERED as usize + 1;
 /// As in QUIC: packets that overtake by three were not reordered, those before are lost.
 const REORDERED: u64 = 3;
+/// Questions to the aggregator above before the server is asked: one may be lost, or its answer. A third, or none, cost 2 to 5 % of
+/// the rate in simulation (docs/aggregation.md).
+const ASK_ABOVE: u8 = 3;
 /// An aggregator that stalled is tried again after a minute at the latest.
 const MAX_DISTRUST: u64 = 60 * SECOND;
 
@@ -709,7 +772,7 @@ impl Worker {
         use std::hash::Hash;
         (self.config.epoch, self.received, self.next, self.posted, self.ack, self.credit).hash(state);
         (self.direct, self.lost).hash(state);
-        self.entries.iter().for_each(|entry| (entry.state, entry.route).hash(state));
+        self.entries.iter().for_each(|entry| (entry.state, entry.route, entry.asked_above).hash(state));
     }
 }
 

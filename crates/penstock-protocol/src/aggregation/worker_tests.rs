@@ -15,6 +15,7 @@ fn worker(window: u32) -> Worker {
         start: Serial(u32::MAX - 1),
         parent: PARENT,
         server: SERVER,
+        ask_parent: true,
         timing: Timing::default(),
     };
     Worker::new(Time(0), config)
@@ -84,19 +85,20 @@ fn window_and_credit() {
 /// What is late is asked for after milliseconds, then sent again as well; what the server has is only asked for.
 #[test]
 fn time_outs() {
-    let mut worker = worker(2);
-    worker.post(Route::Tree);
+    let mut worker = worker(1);
+    // The second waits for Credit, so there is more to come.
+    (0..2).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
     sent(&mut worker, Time(0));
-    let again = [(PARENT, Kind::Push, seq(0)), (SERVER, Kind::Request, seq(0))];
+    let again = [(PARENT, Kind::Push, seq(0)), (PARENT, Kind::Request, seq(0))];
     let (first, packets) = wait(&mut worker, Time(SECOND));
-    assert_eq!(packets, again[1..]);
+    assert_eq!(packets, again[1..], "the aggregator may have it");
     assert!((100 * MILLISECOND..150 * MILLISECOND).contains(&first.0), "{first:?}");
     let (second, packets) = wait(&mut worker, Time(SECOND));
     assert_eq!(packets, again);
     assert!(second.since(first) >= 100 * MILLISECOND, "{second:?}");
-    assert!(worker.handle_packet(second, PARENT, &down(Kind::HeartbeatDown, 0, 1, 1, 0)).is_ok());
+    assert!(worker.handle_packet(second, PARENT, &down(Kind::HeartbeatDown, 0, 1, 0, 0)).is_ok());
     let (third, packets) = wait(&mut worker, Time(SECOND));
-    assert_eq!(packets, [(SERVER, Kind::Request, seq(0))]);
+    assert_eq!(packets, [(PARENT, Kind::Request, seq(0))]);
     assert!(third.since(second) < 5 * MILLISECOND, "a result that is missed is asked for soon: {third:?}");
 }
 
@@ -105,63 +107,117 @@ fn time_outs() {
 #[test]
 fn overtaken() {
     let mut worker = worker(8);
-    (0..8).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
+    (0..10).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
     sent(&mut worker, Time(0));
     let now = Time(MILLISECOND);
     for n in 1..=3 {
         worker.handle_packet(now, PARENT, &down(Kind::Result, n, 0, 7, 0)).unwrap();
     }
     let (at, packets) = wait(&mut worker, Time(SECOND));
-    assert_eq!(packets, [(SERVER, Kind::Request, seq(0))]);
+    assert_eq!(packets, [(PARENT, Kind::Request, seq(0))]);
     assert!((MILLISECOND..2 * MILLISECOND).contains(&at.since(now)), "{at:?}");
     let mut worker = self::worker(8);
-    (0..8).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
+    (0..10).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
     sent(&mut worker, Time(0));
     for n in 1..=3 {
         worker.handle_packet(now, PARENT, &down(Kind::Result, n, 1, 7, 0)).unwrap();
     }
     let (at, packets) = wait(&mut worker, Time(SECOND));
-    assert_eq!((at, packets), (now, vec![(SERVER, Kind::Request, seq(0))]));
+    assert_eq!((at, packets), (now, vec![(PARENT, Kind::Request, seq(0))]));
 }
 
-/// A result that the server has is asked for again after what an answer takes, doubled each time, not after what a push takes.
+/// A result that the server has is asked for again after what an answer takes, doubled each time, not after what a push takes;
+/// the aggregator a few times, then the server.
 #[test]
 fn a_question_has_its_own_clock() {
-    let mut worker = worker(8);
-    (0..3).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
+    let mut worker = worker(4);
+    (0..6).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
     sent(&mut worker, Time(0));
     let at = |ms: u64| Time(ms * MILLISECOND);
-    let ask = |n| vec![(SERVER, Kind::Request, seq(n))];
+    let ask = |to, n| vec![(to, Kind::Request, seq(n))];
     // A round trip takes 50 ms. Then the server has block 1, and its result does not come.
-    worker.handle_packet(at(50), PARENT, &down(Kind::Result, 0, 1, 7, 0)).unwrap();
-    worker.handle_packet(at(50), PARENT, &down(Kind::HeartbeatDown, 0, 2, 7, 0)).unwrap();
+    for n in [0, 3] {
+        worker.handle_packet(at(50), PARENT, &down(Kind::Result, n, 1, 3, 0)).unwrap();
+    }
+    worker.handle_packet(at(50), PARENT, &down(Kind::HeartbeatDown, 0, 2, 3, 0)).unwrap();
     let (asked, packets) = wait(&mut worker, at(1000));
-    assert_eq!(packets, ask(1));
+    assert_eq!(packets, ask(PARENT, 1));
     // The answer takes 4 ms, its variation is half of that: 12 ms are enough from now on.
-    worker.handle_packet(asked.plus(4 * MILLISECOND), SERVER, &down(Kind::Result, 1, 2, 7, 0)).unwrap();
-    worker.handle_packet(asked.plus(4 * MILLISECOND), PARENT, &down(Kind::HeartbeatDown, 0, 3, 7, 0)).unwrap();
-    let times: Vec<Time> = (0..3)
-        .map(|_| {
-            let (now, packets) = wait(&mut worker, at(1000));
-            assert_eq!(packets, ask(2));
-            now
-        })
-        .collect();
+    worker.handle_packet(asked.plus(4 * MILLISECOND), PARENT, &down(Kind::Result, 1, 2, 3, 0)).unwrap();
+    worker.handle_packet(asked.plus(4 * MILLISECOND), PARENT, &down(Kind::HeartbeatDown, 0, 4, 3, 0)).unwrap();
+    let times: [Time; 4] = [PARENT, PARENT, PARENT, SERVER].map(|to| {
+        let (now, packets) = wait(&mut worker, at(1000));
+        assert_eq!(packets, ask(to, 2));
+        now
+    });
     assert_eq!(times[1].since(times[0]), 12 * MILLISECOND);
     assert_eq!(times[2].since(times[1]), 24 * MILLISECOND);
 }
 
-/// The last block, which nothing overtakes, is asked for soon after the result before it.
+/// While nothing is left to push, nothing overtakes what is lost: after a silence the first results that have not come are asked for,
+/// and again after twice that time. The next result, or the next block that leaves, ends the silence.
 #[test]
-fn the_last_ones() {
+fn silence() {
     let mut worker = worker(8);
-    (0..2).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
+    (0..6).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
     sent(&mut worker, Time(0));
-    let now = Time(5 * MILLISECOND);
-    worker.handle_packet(now, PARENT, &down(Kind::Result, 0, 0, 7, 0)).unwrap();
-    let (at, packets) = wait(&mut worker, Time(SECOND));
-    assert_eq!(packets, [(SERVER, Kind::Request, seq(1))]);
-    assert_eq!(at.since(now), 15 * MILLISECOND, "the mean and four times its half");
+    let ms = |at: u64| Time(at * MILLISECOND);
+    let asks = |to, numbers: &[u32]| numbers.iter().map(|n| (to, Kind::Request, seq(*n))).collect::<Vec<_>>();
+    assert_eq!(wait(&mut worker, Time(SECOND)), (ms(10), asks(PARENT, &[0, 1, 2, 3])));
+    assert_eq!(wait(&mut worker, Time(SECOND)), (ms(30), asks(PARENT, &[0, 1, 2, 3])));
+    worker.handle_packet(ms(35), PARENT, &down(Kind::Result, 1, 0, 7, 0)).unwrap();
+    assert_eq!(wait(&mut worker, Time(SECOND)), (ms(45), asks(PARENT, &[0, 2, 3, 4])));
+    let late = down(Kind::Result, 0, 0, 7, 0);
+    worker.handle_packet(ms(50), PARENT, &late).unwrap();
+    assert_eq!(worker.post(Route::Tree), Some(seq(6)));
+    assert_eq!(sent(&mut worker, ms(55))[0], (PARENT, Kind::Push, seq(6)));
+    let (at, _) = wait(&mut worker, Time(SECOND));
+    assert_eq!(at, ms(65), "the silence begins with the last block");
+    for n in 2..7 {
+        worker.handle_packet(ms(66), PARENT, &down(Kind::Result, n, 0, 7, 0)).unwrap();
+    }
+    sent(&mut worker, ms(66));
+    assert_eq!(wait(&mut worker, Time(SECOND)).1, [], "all is here");
+}
+
+/// What is here is told in short intervals until Credit says that all have it: an operation ends with that.
+#[test]
+fn until_all_have_all() {
+    let mut worker = worker(2);
+    worker.post(Route::Tree);
+    sent(&mut worker, Time(0));
+    worker.handle_packet(Time(0), PARENT, &down(Kind::Result, 0, 1, 1, 0)).unwrap();
+    let beat = |worker: &mut Worker| {
+        loop {
+            let now = worker.poll_timeout();
+            worker.handle_timeout(now);
+            if sent(worker, now).iter().any(|(_, kind, _)| *kind == Kind::HeartbeatUp) {
+                break now.0 / MILLISECOND;
+            }
+        }
+    };
+    sent(&mut worker, Time(0));
+    assert_eq!([(); 5].map(|()| beat(&mut worker)), [2, 4, 8, 16, 32]);
+    let now = worker.poll_timeout();
+    worker.handle_packet(now, PARENT, &down(Kind::HeartbeatDown, 0, 1, 2, 0)).unwrap();
+    let (before, after) = (beat(&mut worker), beat(&mut worker));
+    assert_eq!(after - before, 100, "an idle interval");
+}
+
+/// A loss counts once in the congestion window, however many ask for the block, and a block that has just left is not lost.
+#[test]
+fn a_loss_counts_once() {
+    let mut worker = worker(64);
+    (0..64).for_each(|n| assert_eq!(worker.post(Route::Tree), Some(seq(n))));
+    sent(&mut worker, Time(0));
+    let window = worker.congestion_window();
+    let name = |worker: &mut Worker, at: u64, n| {
+        worker.handle_packet(Time(at), PARENT, &down(Kind::Missing, n, 0, 63, 0b10)).unwrap();
+    };
+    (0..8).for_each(|_| name(&mut worker, 20 * MILLISECOND, 0));
+    assert_eq!(worker.congestion_window(), window, "one push of eight");
+    (1..8).for_each(|n| name(&mut worker, MILLISECOND, n));
+    assert_eq!(worker.congestion_window(), window, "they may be on their way");
 }
 
 /// Whose block is missing sends it again at once; the others wait. Nobody is to send straight because of it.

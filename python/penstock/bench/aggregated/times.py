@@ -101,6 +101,8 @@ def measure(
             "elements": nbytes // 4,
             "turns": turns,
             "operations": operations,
+            # Above what TCP takes to repeat a lost message twice.
+            "lead_s": 1.0 if loss else 0.05,
         }
         records = cluster.run("times_rank", options, what=f"aggregated, {workers} workers", timeout_s=timeout_s)
         refused = _refused(said) if storm else 0.0

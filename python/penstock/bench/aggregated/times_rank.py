@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.bench.aggregated.rank import counted, group_of, say
+from penstock.bench.aggregated.rank import counted, group_of, say, start_together
 from penstock.bench.aggregated.times import STORM
 
 
@@ -33,7 +33,7 @@ def main() -> None:
                 Path(options["storm"]).touch()
             dist.barrier()
             before = counted(options["interface"])
-            each = [_all_reduce(group, way, options["elements"]) for _ in range(options["operations"])]
+            each = [_all_reduce(group, way, options["elements"], options["lead_s"]) for _ in range(options["operations"])]
             dist.barrier()
             sent, received = (late - early for early, late in zip(before, counted(options["interface"]), strict=True))
             if way == STORM and dist.get_rank() == 0:
@@ -55,7 +55,9 @@ def main() -> None:
 DTYPES = {"int16": torch.float16}
 
 
-def _all_reduce(group: dist.ProcessGroup, way: str, elements: int) -> tuple[float, tuple[float, float]]:
+def _all_reduce(
+    group: dist.ProcessGroup, way: str, elements: int, lead_s: float
+) -> tuple[float, tuple[float, float]]:
     """Seconds of one, and `_processor_s` from its start to its end on all ranks. All ways add small whole numbers exactly."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype = DTYPES.get(way, torch.float32)
@@ -63,7 +65,7 @@ def _all_reduce(group: dist.ProcessGroup, way: str, elements: int) -> tuple[floa
     expected = (
         torch.arange(elements, dtype=torch.int32).remainder(13).mul(world).add(world * (world - 1) // 2).to(dtype)
     )
-    dist.barrier()
+    start_together(lead_s)
     before = _processor_s()
     started = time.perf_counter()
     dist.all_reduce(tensor, group=group)

@@ -92,6 +92,7 @@ impl Scenario {
             window: self.window,
             block_bytes: BLOCK_BYTES,
             floats: self.floats,
+            results: true,
             parent,
             children: children.collect(),
         })
