@@ -26,13 +26,13 @@ class Daemon:
     Args:
         role: "server" or "aggregator".
         *options: as on the command line.
-        listen: where; None: any free port.
+        host: an address of this machine; the port is any free one.
         env: environment variables.
     """
 
-    def __init__(self, role: str, *options: str, listen: str | None = None, env: dict[str, str] | None = None) -> None:
+    def __init__(self, role: str, *options: str, host: str = "127.0.0.1", env: dict[str, str] | None = None) -> None:
         self.role, self.options, self.env = role, options, env or {}
-        self.address = listen or f"127.0.0.1:{_free_port()}"
+        self.address = f"[{host}]:{_free_port(host)}" if ":" in host else f"{host}:{_free_port(host)}"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed in `close`
         self._process: subprocess.Popen[str] | None = None
         self.start()
@@ -88,11 +88,15 @@ class Daemon:
         self.close()
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     """A port that is free for TCP and UDP."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+        with (
+            socket.create_server((host, 0), family=family) as tcp,
+            socket.socket(family, socket.SOCK_DGRAM) as udp,
+        ):
             port = tcp.getsockname()[1]
             with contextlib.suppress(OSError):
-                udp.bind(("127.0.0.1", port))
+                udp.bind((host, port))
                 return int(port)

@@ -293,6 +293,12 @@ def note(text: str, value: Any = None) -> None:
     _to_parent.send(("note", text, value))
 
 
+def has_ipv6() -> bool:
+    """Whether this machine's loopback has ::1."""
+    table = pathlib.Path("/proc/net/if_inet6")
+    return table.exists() and "0" * 31 + "1 " in table.read_text()
+
+
 def losses_of_example(path: str) -> tuple[float, float] | None:
     """Run an example script in this process as ``torchrun`` would: on rank 0 alone, and then on all ranks.
 

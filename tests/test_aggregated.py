@@ -31,7 +31,7 @@ import penstock
 import penstock.torch
 import ranks
 from daemons import Daemon
-from penstock import plan
+from penstock import plan, testbed
 from penstock.errors import Config as ConfigError
 
 BLOCK_BYTES = 1024
@@ -190,6 +190,81 @@ def test_two_servers_and_shards(tmp_path: pathlib.Path) -> None:
         )
         values = ranks.run(_all_reduces, count=2, env=env)
     _assert_sums(values, 2, NARROW, [0.25])
+
+
+def test_ipv6(tmp_path: pathlib.Path) -> None:
+    """Two servers, aggregators with shards, one below another, and ranks, all on IPv6, with 1 % loss: the same bits."""
+    if not ranks.has_ipv6():
+        pytest.skip("no IPv6 here")
+    drop = ("--drop", "0.01")
+    with (
+        Daemon("server", *drop, host="::1") as one,
+        Daemon("server", *drop, host="::1") as two,
+        Daemon("aggregator", *drop, host="::1") as core,
+        Daemon("aggregator", "--shards", "4", *drop, host="::1") as rack,
+    ):
+        env = _plan(
+            tmp_path,
+            f"""
+            - address: "{one.address}"
+              fraction: 0.5
+              tree:
+                - aggregator: "{core.address}"
+                  children: [{{aggregator: "{rack.address}", workers: [0, 2]}}]
+            - address: "{two.address}"
+              fraction: 0.5
+              tree: [{{aggregator: "{rack.address}", workers: [1, 0, 2]}}]
+            """,
+        )
+        values = ranks.run(_all_reduces, count=3, args=(2,), env={**env, "PENSTOCK_INTERFACE": "::1"})
+        assert one.get("/jobs")["jobs"] == [] == rack.get("/jobs")["jobs"], "jobs are closed at the end"
+    _assert_sums(values, 3, NARROW, [0.5], repeats=2)
+    for rank, (_, stats) in enumerate(values):
+        servers = stats["0"]["servers"]
+        assert [server["address"] for server in servers] == [one.address, two.address]
+        assert [server["parent"] for server in servers] == [None if rank == 1 else rack.address, rack.address]
+
+
+def _ones() -> dict[str, Any]:
+    dist.init_process_group("penstock")
+    values = torch.ones(100_000)
+    dist.all_reduce(values)
+    assert values.eq(dist.get_world_size()).all()
+    # Published ten times a second.
+    until = time.monotonic() + 20
+    while not (stats := penstock.torch.stats()["aggregated"]["0"])["servers"][0]["pushed"]:
+        assert time.monotonic() < until, stats
+    dist.destroy_process_group()
+    return dict(stats)
+
+
+def test_ipv6_between_hosts(tmp_path: pathlib.Path) -> None:
+    """Over links of MTU 1500, with blocks as long as fits: IPv6's longer header is counted, so no packet is too long."""
+    with contextlib.ExitStack() as stack:
+        try:
+            bed = stack.enter_context(testbed.Testbed(hosts=2, racks=1, servers=1))
+        except testbed.TestbedUnavailable as error:
+            pytest.skip(f"no testbed here: {error}")
+
+        def daemon(role: str, node: str) -> Daemon:
+            return stack.enter_context(bed.inside(node, lambda: Daemon(role, host=bed.address(node, 6))))
+
+        server, rack = daemon("server", "s0"), daemon("aggregator", "a0")
+        tree = [{"aggregator": rack.address, "workers": [0, 1]}]
+        plan = {"version": 1, "aggregated": {"servers": [{"address": server.address, "tree": tree}]}}
+        own = {rank: {"PENSTOCK_INTERFACE": bed.address(rank, 6)} for rank in range(2)}
+        path = tmp_path / "plan.yaml"
+        path.write_text(json.dumps(plan))
+        found = ranks.run(_ones, count=2, env={"PENSTOCK_PLAN": str(path)}, env_of_rank=own, bed=bed)
+        sockets = (
+            bed.inside("s0", lambda: server.get("/jobs"))["socket"],
+            bed.inside("a0", lambda: rack.get("/jobs"))["socket"],
+        )
+    assert all(one["unsent"] == 0 for one in sockets), sockets
+    for stats in found:
+        (one,) = stats["servers"]
+        # 1500 - 40 - 8 - 48 is 1404, of which 1344 are a multiple of 64; before them a header and a packet of exponents.
+        assert (stats["operations"], stats["fallback"], one["pushed"]) == (1, None, 2 + -(-400_000 // 1344)), stats
 
 
 def test_sixteen_bits_for_everything(tmp_path: pathlib.Path) -> None:
@@ -627,6 +702,14 @@ def test_plans_say_what_they_say() -> None:
         (("  servers:", "  offloads: 1\n  servers:"), 4, "offloads: must be true or false, not '1'"),
         (("10.0.0.1:7471", "10.0.0.1"), 5, "servers[0].address: must be IP:PORT"),
         (("10.0.0.1:7471", "server:7471"), 5, "servers[0].address: must be IP:PORT"),
+        (("10.0.0.1:7471", "fd00::1:7471"), 5, "servers[0].address: must be IP:PORT"),
+        (("10.0.0.1:7471", '"[10.0.0.1]:7471"'), 5, "servers[0].address: must be IP:PORT"),
+        (
+            ("10.0.0.1:7471", "0.0.0.0:7471"),
+            5,
+            "servers[0].address: not all ranks can reach one daemon at '0.0.0.0:7471'",
+        ),
+        (("10.0.0.1:7471", '"[fe80::1]:7471"'), 5, "not all ranks can reach one daemon at '[fe80::1]:7471'"),
         (
             ("7471\n      tree", "7471\n      fraction: 0\n      tree"),
             6,

@@ -24,6 +24,7 @@ import click.testing
 import pytest
 from rich.console import Console
 
+import ranks
 from penstock import _core, cli, errors
 from penstock.aggregator import daemon as daemons
 from penstock.aggregator import top
@@ -42,7 +43,7 @@ def running(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
     try:
         assert process.stdout is not None and process.stderr is not None
         line = process.stdout.readline()
-        told = re.fullmatch(r"penstock (aggregator|server) on (127\.0\.0\.1:\d+)\n", line)
+        told = re.fullmatch(r"penstock (aggregator|server) on (127\.0\.0\.1:\d+|\[::1\]:\d+)\n", line)
         assert told, line + process.stderr.read()
         yield process, told[2]
     finally:
@@ -87,9 +88,9 @@ def push(worker: int, *values: int, job: int = 7) -> bytes:
     return head + (1 << worker).to_bytes(8, "big") + bytes(8) + block
 
 
-def udp() -> socket.socket:
-    one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    one.bind(("127.0.0.1", 0))
+def udp(host: str = "127.0.0.1") -> socket.socket:
+    one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM)
+    one.bind((host, 0))
     one.settimeout(20)
     return one
 
@@ -125,6 +126,30 @@ def test_a_sum() -> None:
         assert 'penstock_job_completed_total{job="7",epoch="1"} 1\n' in metrics
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+def test_ipv6() -> None:
+    """Its own, its neighbours' and the worker's addresses are IPv6: HTTP, packets and `top`, which shows them in brackets."""
+    if not ranks.has_ipv6():
+        pytest.skip("no IPv6 here")
+    with running("aggregator", "--listen", "::1", "--shards", "2") as (_, address):
+        assert address.startswith("[::1]:")
+    with running("aggregator", "--listen", "[::1]:0") as (_, address):
+        (worker, parent), port = [udp("::1") for _ in range(2)], int(address.rpartition(":")[2])
+        body = job([worker], parent)
+        assert request("PUT", address, "/jobs/7", body)[0] == 400, "IPv4 cannot be reached from here"
+        for place, at in ((body["parent"], parent), (body["children"][0], worker)):
+            place["address"] = f"[0:0::1]:{at.getsockname()[1]}"
+        assert request("PUT", address, "/jobs/7", body) == (201, {"shards": 1, "udp": address})
+        worker.sendto(push(0, 5), ("::1", port))
+        packet, source = parent.recvfrom(65536)
+        assert source[:2] == ("::1", port) and packet[48:] == (5).to_bytes(4, "big")
+        output = click.testing.CliRunner().invoke(
+            cli.main, ["aggregator", "top", address, "--once"], env={"COLUMNS": "200"}
+        )
+        assert f"aggregator {address} " in output.output, output.output
+        for one in (worker, parent):
+            assert f" [::1]:{one.getsockname()[1]} " in output.output, output.output
 
 
 def wait_for(address: str, condition: Any) -> dict[str, Any]:
@@ -299,6 +324,16 @@ def test_rates_are_of_two_looks() -> None:
     }
 
     def look(at: float, factor: int, role: str = "aggregator") -> dict[str, Any]:
+        node = {
+            "node": "worker 0",
+            "address": "[fd00::2]:400",
+            "workers": "0x1",
+            "packets": 1,
+            "bytes": 1,
+            "added": 1,
+            "refused": counts,
+            "silent_s": None,
+        }
         one = {
             "job": 7,
             "epoch": 2,
@@ -314,12 +349,13 @@ def test_rates_are_of_two_looks() -> None:
             "abandoned": 0,
             "refused": {**counts, "key": 12, "duplicate": 30},
             "silent_s": 0.5,
-            "nodes": [],
+            "nodes": [node],
         }
         return {
             "about": {
                 "role": role,
-                "udp": "10.0.0.1:7471",
+                # Brackets are no markup.
+                "udp": "[fd00::1]:7471",
                 "penstock": "0",
                 "shards": 1,
                 "uptime_s": 5,
@@ -341,7 +377,16 @@ def test_rates_are_of_two_looks() -> None:
         return captured.get()
 
     text = shown(look(12.0, 3), look(10.0, 1))
-    for word in ("1,000.0/s", "8.0 Gbit/s", "draining", "3/16", "duplicate 30, key 12", "0.5 s"):
+    for word in (
+        "aggregator [fd00::1]:7471",
+        "[fd00::2]:400",
+        "1,000.0/s",
+        "8.0 Gbit/s",
+        "draining",
+        "3/16",
+        "duplicate 30, key 12",
+        "0.5 s",
+    ):
         assert word in text, text
     assert re.search(r"\b300\s+100\s+20\s+1\s+88\s+0\s+duplicate 30, key 12\s+0.5 s\s*\n", text), text
     assert "job 7: 10 additions overflowed" in text

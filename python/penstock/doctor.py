@@ -20,6 +20,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from penstock.errors import PenstockError
@@ -105,7 +106,7 @@ def _print(everyone: list[dict[str, Any]]) -> None:
             trips = [stream["round_trip_s"] for stream in peer["streams"] if stream["round_trip_s"]]
             pairs.add_row(
                 f"{rank} ({one['host']})",
-                f"{peer['rank']} ({peer['address']})",
+                escape(f"{peer['rank']} ({peer['address']})"),
                 peer["medium"],
                 str(len(peer["streams"])),
                 f"{rate * 8 / 1e9:.3f} Gbit/s ({rate / 1e9:.3f} GB/s)",

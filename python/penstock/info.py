@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from penstock import config
@@ -30,11 +31,11 @@ def command(as_json: bool) -> None:
     console = Console()
     about = Table(show_header=False, box=None)
     for name, value in facts["about"].items():
-        about.add_row(f"[bold]{name}[/]", str(value))
+        about.add_row(f"[bold]{name}[/]", escape(str(value)))
     console.print(about)
     knobs = Table("knob", "value", "from", "meaning", title="knobs (environment variables)", show_lines=True)
     for knob in facts["knobs"]:
-        knobs.add_row(knob["name"], knob["value"] or "(empty)", knob["origin"], knob["meaning"])
+        knobs.add_row(knob["name"], escape(knob["value"]) or "(empty)", knob["origin"], knob["meaning"])
     console.print(knobs)
     if facts["wrong"]:
         raise click.ClickException("\n".join(facts["wrong"]))

@@ -292,17 +292,24 @@ class _Entry:
         return str(value)
 
     def address(self) -> str:
+        """As the engine and the daemons write it, so that one address is one text."""
         value = str(self.node.value) if isinstance(self.node, yaml.ScalarNode) else ""
         host, _, port = value.rpartition(":")
         try:
-            ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-            if not port.isdigit() or not 1 <= int(port) <= 65535:
+            six = host.startswith("[") and host.endswith("]")
+            ip: Any = ipaddress.IPv6Address(host[1:-1]) if six else ipaddress.IPv4Address(host)
+            if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
                 raise ValueError
         except ValueError:
             raise self.wrong(
                 f"must be IP:PORT, such as 10.77.2.1:7471 or [fd00::1]:7471, not {_shown(self.node)}"
             ) from None
-        return value
+        # A link-local address means nothing without the interface, which differs from rank to rank.
+        if ip.is_unspecified or ip.is_multicast or (six and (ip.is_link_local or ip.scope_id)):
+            raise self.wrong(
+                f"not all ranks can reach one daemon at {_shown(self.node)}: give an address of its host's"
+            )
+        return f"[{ip}]:{int(port)}" if six else f"{ip}:{int(port)}"
 
 
 def _server(entry: _Entry) -> Server:

@@ -63,6 +63,7 @@ def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType
     """What `fetch` told as tables; with an earlier look, also what changed a second."""
     from rich import box
     from rich.console import Group
+    from rich.markup import escape
     from rich.table import Table
 
     about, counted = now["about"], now["counted"]
@@ -74,7 +75,7 @@ def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType
         return "" if seconds is None else f" ({unit * (socket[name] - earlier[name]) / seconds:,.1f}/s)"
 
     head = (
-        f"[bold]{about['role']}[/] {about['udp']}  penstock {about['penstock']}  {about['shards']} shard"
+        f"[bold]{about['role']}[/] {escape(about['udp'])}  penstock {about['penstock']}  {about['shards']} shard"
         f"{'s' if about['shards'] > 1 else ''}  up {about['uptime_s']:.0f} s"
         f"{'  [yellow]draining[/]' if about['draining'] else ''}\n"
         f"received {socket['received']:,}{rate('received')} in {socket['received_trains']:,} trains, "
@@ -128,7 +129,7 @@ def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType
             nodes.add_row(
                 str(job["job"]),
                 node["node"],
-                node["address"],
+                escape(node["address"]),
                 node["workers"] if node["node"] != "parent" else "",
                 f"{node['packets']:,}",
                 f"{node['bytes'] / 1e9:,.3f}",
