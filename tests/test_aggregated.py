@@ -6,6 +6,7 @@ engine; bit by bit wherever integers travel.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import fake_cuda
 import penstock
 import penstock.torch
 import ranks
@@ -317,6 +319,78 @@ def test_inf_and_nan_come_out(tmp_path: pathlib.Path) -> None:
             assert found[4] == 1.0
 
 
+# ------------------------------------------------------------------------------------------------ tensors on a device
+
+
+def _staged(how: str) -> dict[str, Any]:
+    """Three all-reduces, of CUDA tensors (fakes) but for the second; rank 0's device is late with the first one's tensor."""
+    fake_cuda.install()
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=60 if rank or how != "time-out" else 2))
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    late: list[fake_cuda.Event] = []
+
+    class Late(fake_cuda.Event):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            if rank == 0 and not late:
+                late.append(self)
+                self.has_come.clear()
+
+    torch.cuda.Event = Late
+    tensors = [
+        fake_cuda.place(torch.full((20_000,), 2.0 if rank else 1e3)),
+        torch.full((3000,), 2.0 + rank),
+        torch.full((999,), 3.0 + rank),
+    ]
+    tensors[2] = fake_cuda.place(tensors[2])
+    works = [backend.allreduce([tensor], dist.AllreduceOptions()) for tensor in tensors]
+    if rank == 0:
+        # What the device is still to bring. With the fakes the copy has been made already.
+        with torch.inference_mode():
+            works[0].tickets[0]._staged.twin(tensors[0]).fill_(1.0)
+    ranks.note("running")
+    if how == "time-out":
+        works[0].wait()
+    if how == "the server dies":
+        until = time.monotonic() + 30
+        while not penstock.torch.stats()["aggregated"]["0"]["fallback"]:
+            assert time.monotonic() < until
+    # Rank 1's tensor lacks the other's.
+    assert not any(work.tickets[0].done() for work in works)
+    for event in late:
+        event.has_come.set()
+    for number, (work, tensor) in enumerate(zip(works, tensors, strict=True), 1):
+        work.wait()
+        assert tensor.cpu().eq(2 * number + 1).all(), (number, tensor)
+    stats = penstock.torch.stats()["aggregated"]["0"]
+    dist.destroy_process_group()
+    return dict(stats)
+
+
+@pytest.mark.parametrize("how", ["well", "the server dies", "time-out"])
+def test_tensors_on_a_device(how: str, tmp_path: pathlib.Path) -> None:
+    """CUDA tensors (fakes) go through the servers, in the order of the calls among those on the CPU; an operation waits for its
+    own rank's device, also when a server dies meanwhile, and its time-out says so."""
+    with Daemon("server") as server, Daemon("aggregator") as rack:
+        env = _plan(
+            tmp_path, f"- {{address: {server.address}, tree: [{{aggregator: {rack.address}, workers: [0, 1]}}]}}"
+        )
+        with ranks.Ranks(_staged, count=2, args=(how,), env=env) as job:
+            job.await_note("running", deadline_s=60)
+            if how == "the server dies":
+                server.kill()
+            outcomes = job.outcomes(timeout_s=60)
+    for outcome in outcomes:
+        if how == "time-out":
+            assert outcome.raised is not None and outcome.raised.is_a("Timeout"), str(outcome)
+            assert "its tensor was not ready after 2.0 s" in outcome.raised.text, str(outcome)
+            continue
+        assert outcome.ok, str(outcome)
+        through, among = (3, 0) if how == "well" else (0, 3)
+        assert (outcome.value["operations"], outcome.value["fallback_operations"]) == (through, among)
+
+
 # ------------------------------------------------------------------------------------------------ training
 
 
@@ -487,6 +561,103 @@ def test_ranks_that_disagree(program: Any, kind: str, words: list[str], tmp_path
         assert outcome.raised.is_a(kind), str(outcome)
         for word in words:
             assert word in outcome.raised.text
+
+
+def _fork() -> tuple[list[str], dict[str, Any], bool]:
+    dist.init_process_group("penstock")
+    values = torch.ones(5000)
+    dist.all_reduce(values)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # Nothing but the answer may leave the child.
+        try:
+            answers = []
+            for use in (lambda: dist.all_reduce(torch.ones(5000)), penstock.torch.stats):
+                try:
+                    use()
+                    answers.append("nothing")
+                except BaseException as error:
+                    answers.append(f"{type(error).__name__}: {error}")
+            answers += [at for at in map(_link, os.listdir("/proc/self/fd")) if "anon_inode" in at]
+            dist.destroy_process_group()
+            atexit._run_exitfuncs()
+            os.write(writing, json.dumps(answers).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as answer_from_child:
+        answers = json.loads(answer_from_child.read())
+    ended = os.waitpid(child, 0)[1] == 0
+    for _ in range(20):
+        dist.all_reduce(values.fill_(1.0))
+        assert values.eq(dist.get_world_size()).all()
+    stats = penstock.torch.stats()["aggregated"]["0"]
+    dist.destroy_process_group()
+    return answers, dict(stats), ended
+
+
+def _link(descriptor: str) -> str:
+    with contextlib.suppress(OSError):  # the listing's own
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    return ""
+
+
+def test_fork(tmp_path: pathlib.Path) -> None:
+    """A forked child that reduces, destroys the group and ends: it is told, has none of the lane's descriptors, and its parents'
+    jobs go on."""
+    with Daemon("server") as server, Daemon("aggregator") as left, Daemon("aggregator") as right:
+        found = ranks.run(_fork, count=3, env=_plan(tmp_path, _tree(server, left, right)))
+        assert server.get("/jobs")["jobs"] == [], "the parent has closed it"
+    for answers, stats, ended in found:
+        assert ended and len(answers) == 2, answers
+        assert all("Closed" in answer and "forked" in answer for answer in answers), answers
+        assert (stats["operations"], stats["fallback"]) == (21, None)
+
+
+def _in_flight(who: int, how: str) -> None:
+    """Two ranks have an all-reduce under way, for which the third does not come; one of the two ends it."""
+    dist.init_process_group("penstock")
+    dist.all_reduce(torch.ones(5000))
+    work = dist.all_reduce(torch.ones(500_000), async_op=True) if dist.get_rank() < 2 else dist.irecv(torch.ones(1), 0)
+    assert work is not None
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"waits/{dist.get_rank()}", "")
+    store.wait([f"waits/{rank}" for rank in range(3)])
+    ranks.note("running")
+    if dist.get_rank() == who and how == "abort":
+        dist.group.WORLD._get_backend(torch.device("cpu")).abort()
+    if dist.get_rank() == who and how == "destroy":
+        dist.destroy_process_group()
+    work.wait()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("how", ["abort", "destroy", "interrupt"])
+def test_one_ends_what_is_in_flight(how: str, who: int, tmp_path: pathlib.Path) -> None:
+    """abort, destroy_process_group, Ctrl-C in the middle of an all-reduce: an error on every rank in seconds, which says who and
+    what; and daemons drop the job when rank 0 has ended, long before they would forget it."""
+    with Daemon("server") as server, Daemon("aggregator") as left, Daemon("aggregator") as right:
+        env = _plan(tmp_path, _tree(server, left, right))
+        with ranks.Ranks(_in_flight, count=3, args=(who, how), env=env) as job:
+            job.await_note("running", deadline_s=60)
+            began_s = time.monotonic()
+            if how == "interrupt":
+                job.signal(who, signal.SIGINT)
+            outcomes = job.outcomes(timeout_s=20)
+            for daemon in (server, left, right):
+                assert daemon.get("/jobs")["jobs"] == [], daemon.address
+    for outcome in outcomes:
+        assert outcome.raised is not None and outcome.exit_code == 0, str(outcome)
+        assert outcome.ended_s - began_s < 5
+        if outcome.rank == who and how == "interrupt":
+            assert outcome.raised.is_a("KeyboardInterrupt"), str(outcome)
+            continue
+        kind = "PeerLost" if how == "interrupt" else "Closed"
+        assert outcome.raised.is_a(kind), str(outcome)
+        assert f"rank {who}" in outcome.raised.text, str(outcome)
+        if outcome.rank != 2:
+            assert "aggregated all_reduce(sum, 500000 x float32) #1 of group 0" in outcome.raised.text, str(outcome)
 
 
 # ------------------------------------------------------------------------------------------------ opening

@@ -15,6 +15,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import os
 import secrets
 import socket
 import struct
@@ -60,6 +61,10 @@ class Aggregation:
         """After the group has been left."""
         for sibling in self._siblings:
             sibling.leave()
+        self.close_jobs()
+
+    def close_jobs(self) -> None:
+        """Let the daemons forget them now. What still runs ends with an error, on ranks that have not heard of this one's end."""
         if self._jobs is not None:
             self._jobs.close()
 
@@ -193,6 +198,7 @@ class _Jobs:
         self._plan, self._world, self._workers, self._secret = agreed, world, workers, secret
         self._payload_bytes = agreed.block_bytes or _payload_bytes(mtu, agreed)
         self._puts: list[_Put] = []
+        self._opener = os.getpid()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -349,7 +355,10 @@ class _Jobs:
         passed.pause_s = min(2 * passed.pause_s, _MOST_PAUSE_S)
 
     def close(self) -> None:
-        """Close the jobs everywhere; daemons forget those that they are not told of, after a while."""
+        """Close the jobs everywhere; daemons forget those that they are not told of, after a while. In a forked child it does
+        nothing: the jobs are its parent's."""
+        if os.getpid() != self._opener:
+            return
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

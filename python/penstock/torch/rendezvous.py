@@ -232,11 +232,14 @@ class _Engine:
 
     @classmethod
     def _at_exit(cls) -> None:
-        # Scripts that end without destroy_process_group still say good-bye, so that no peer takes it for a crash.
+        # Scripts that end without destroy_process_group still say good-bye, so that no peer takes it for a crash, and no daemon
+        # keeps a job that nobody has.
         engine = cls.current
         if engine is not None:
             heed.tell()
             engine.core.stop()
+            for aggregation in engine.aggregations.values():
+                aggregation.close_jobs()
 
     @classmethod
     def _renew_lock(cls) -> None:
