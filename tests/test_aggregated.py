@@ -657,7 +657,7 @@ def test_one_ends_what_is_in_flight(how: str, who: int, tmp_path: pathlib.Path) 
         assert outcome.raised.is_a(kind), str(outcome)
         assert f"rank {who}" in outcome.raised.text, str(outcome)
         if outcome.rank != 2:
-            assert "aggregated all_reduce(sum, 500000 x float32) #1 of group 0" in outcome.raised.text, str(outcome)
+            assert "aggregated all_reduce(sum, 500000 x float32) #2 of group 0" in outcome.raised.text, str(outcome)
 
 
 # ------------------------------------------------------------------------------------------------ opening

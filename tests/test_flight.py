@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import penstock
 import ranks
+from daemons import Daemon
 from penstock.flight import describe
 
 
@@ -66,6 +68,41 @@ def test_on_a_signal(tmp_path: pathlib.Path) -> None:
         (tmp_path / "go").touch()
         assert all(outcome.ok for outcome in job.outcomes(timeout_s=30))
     assert ranks.run(_who_handles, count=1) == [True]
+
+
+def test_through_servers(tmp_path: pathlib.Path) -> None:
+    """All-reduces through servers are listed with an order of their own. On a signal: what the one that hangs waits for, and
+    which rank has not come; and again when the time-out has failed the group, with the words of the error."""
+    folder = tmp_path / "records"
+    with Daemon("server") as server, Daemon("aggregator") as rack:
+        plan = tmp_path / "plan.yaml"
+        tree = [{"aggregator": rack.address, "workers": [0, 1, 2]}]
+        plan.write_text(
+            json.dumps({"version": 1, "aggregated": {"servers": [{"address": server.address, "tree": tree}]}})
+        )
+        env = {"PENSTOCK_FLIGHT_RECORDER": str(folder), "PENSTOCK_PLAN": str(plan)}
+        with ranks.Ranks(_come_late, count=3, env=env) as job:
+            job.await_note("waiting", deadline_s=60)
+            until = time.monotonic() + 20
+            # What it waits for is looked at ten times a second.
+            while not ((told := _signalled(job, folder)) and "waits for" in told):
+                assert time.monotonic() < until, told
+            outcomes = job.outcomes(timeout_s=60)
+    lacks = (
+        f"server {server.address}: the first packets of some rank, which has not begun this operation, or they are lost"
+    )
+    all_reduce = "all_reduce(sum, 50000 x float32) (aggregated)"
+    assert f" 0 #2 {all_reduce}: running, waits for {lacks}\n" in told, told
+    assert f" 0 #3 {all_reduce}: running\n" in told, told
+    assert f" 0 #1 {all_reduce}: done after " in told, told
+    assert "group 0, through servers: ranks have come differently far: rank 0 #3, rank 1 #3, rank 2 #1\n" in told, told
+    assert "ranks issued different" not in told and "alarm #0 send/recv" not in told, told
+    for outcome in outcomes:
+        assert outcome.raised is not None and outcome.raised.is_a("Timeout"), str(outcome)
+        assert lacks in outcome.raised.text, str(outcome)
+    told = _flight(folder).stdout
+    assert f" 0 #2 {all_reduce}: FAILED after " in told and f", waited for {lacks}\n" in told, told
+    assert told.count(f"{all_reduce}: FAILED") == 4, told
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
@@ -151,6 +188,27 @@ def _hang() -> None:
     record = penstock.flight_record()
     assert [one["well"] for one in record["operations"] if one["operation"].startswith("barrier")] == [True]
     dist.destroy_process_group()
+
+
+def _come_late() -> None:
+    """Two ranks all-reduce through servers, and one does not come."""
+    late = os.environ["RANK"] == "2"
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=60 if late else 6))
+    dist.all_reduce(torch.ones(50_000))
+    dist.barrier()
+    works = [dist.all_reduce(torch.ones(50_000), async_op=True) for _ in range(0 if late else 2)]
+    ranks.note("waiting")
+    if late:
+        dist.recv(torch.ones(1), 0)
+    for work in works:
+        work.wait()
+
+
+def _signalled(job: ranks.Ranks, folder: pathlib.Path) -> str:
+    """What the records say that all ranks write on a signal; empty as long as not all have."""
+    for rank in range(3):
+        job.signal(rank, signal.SIGUSR2)
+    return _flight(folder).stdout if len(list(folder.glob("rank-*.json"))) == 3 else ""
 
 
 def _who_handles() -> bool:

@@ -26,7 +26,9 @@ def flight_record() -> dict[str, Any]:
         since 1970), ``groups`` (each with ``name`` and why it has ``failed``, or None), ``peers`` (with ``rank``, ``host``,
         ``address``, ``medium`` and why one is ``lost``), and ``operations``, the oldest first, each with ``group``, ``number``
         (of a collective: from 1 on), ``operation``, ``bytes``, ``algorithm``, ``issued_s_ago``, and ``ended_s_ago`` and
-        ``well``, which are None as long as it has not ended.
+        ``well``, which are None as long as it has not ended. Those that go through servers (``algorithm`` is "aggregated")
+        are numbered for themselves, and ``waits_for`` says what the first of them lacks, or lacked when the group failed, as
+        of a tenth of a second before; None where that is not known.
 
     Raises:
         penstock.errors.Closed: no process group of the penstock backend exists.
@@ -49,19 +51,21 @@ def describe(records: Sequence[dict[str, Any]], last: int = 8) -> str:
         for peer in each["peers"]:
             if peer["lost"]:
                 lines.append(f"  lost: {peer['lost']}")
-        shown = [one for one in each["operations"] if one["ended_s_ago"] is None]
-        shown += [one for one in each["operations"][-last:] if one["ended_s_ago"] is not None]
+        operations = [one for one in each["operations"] if not _is_watch(one)]
+        shown = [one for one in operations if one["ended_s_ago"] is None]
+        shown += [one for one in operations[max(0, len(operations) - last) :] if one["ended_s_ago"] is not None]
         for one in sorted(shown, key=lambda one: -one["issued_s_ago"]):
             lines.append(f"  {_operation(one)}")
     return "\n".join(lines + _differences(records)) + "\n"
 
 
 def _operation(one: dict[str, Any]) -> str:
-    end = (
-        "running"
-        if one["ended_s_ago"] is None
-        else f"{'done' if one['well'] else 'FAILED'} after {1e3 * (one['issued_s_ago'] - one['ended_s_ago']):.1f} ms"
-    )
+    lacks = one.get("waits_for")
+    if one["ended_s_ago"] is None:
+        end = "running" + (f", waits for {lacks}" if lacks else "")
+    else:
+        end = f"{'done' if one['well'] else 'FAILED'} after {1e3 * (one['issued_s_ago'] - one['ended_s_ago']):.1f} ms"
+        end += f", waited for {lacks}" if lacks else ""
     return (
         f"-{one['issued_s_ago']:.3f} s  {one['group']} #{one['number']} {one['operation']} ({one['algorithm']}): {end}"
     )
@@ -71,7 +75,7 @@ def _differences(records: Sequence[dict[str, Any]]) -> list[str]:
     """Where ranks issued different operations under one number, and how far each has come."""
     lines: list[str] = []
     collectives = [
-        {(one["group"], one["number"]): one["operation"] for one in each["operations"] if _is_collective(one)}
+        {(_order(one), one["number"]): one["operation"] for one in each["operations"] if _is_collective(one)}
         for each in records
     ]
     groups = sorted({group for each in collectives for group, _ in each})
@@ -95,6 +99,16 @@ def _differences(records: Sequence[dict[str, Any]]) -> list[str]:
                 lines.append(f"group {group} #{number}: ranks issued different operations: {told}")
                 break
     return lines
+
+
+def _order(one: dict[str, Any]) -> str:
+    """What counts the operation. What goes through servers has an order of its own."""
+    return f"{one['group']}, through servers" if one["algorithm"] == "aggregated" else str(one["group"])
+
+
+def _is_watch(one: dict[str, Any]) -> bool:
+    """A message that never comes: its end says that a rank has left (docs/aggregated.md, "How it works")."""
+    return str(one["group"]).endswith("/aggregated/alarm") and not _is_collective(one)
 
 
 def _is_collective(one: dict[str, Any]) -> bool:

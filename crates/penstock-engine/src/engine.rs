@@ -60,6 +60,7 @@ pub struct Engine {
 struct Handle {
     shared: Arc<Shared>,
     wake: Arc<Wake>,
+    recorder: Recorder,
 }
 
 impl Engine {
@@ -103,12 +104,13 @@ impl Engine {
         let (own, mark) = (shared.clone(), landmark.clone());
         let recorder =
             Recorder::new(config.rank, config.generation.0, config.host.clone(), config.flight_recorder.clone());
+        let records = recorder.clone();
         let thread = std::thread::Builder::new()
             .name("penstock".into())
-            .spawn(move || driver.run(&mut Runtime::new(own, node, mark, Thresholds::default(), recorder)))
+            .spawn(move || driver.run(&mut Runtime::new(own, node, mark, Thresholds::default(), records)))
             .map_err(|error| Failure::of_call(FailureKind::Config, format!("cannot start a thread: {error}.")))?;
         Ok(Engine {
-            handle: Arc::new(Handle { shared, wake }),
+            handle: Arc::new(Handle { shared, wake, recorder }),
             contact,
             thread: Mutex::new(Some(thread)),
             _landmark: landmark,
@@ -239,7 +241,7 @@ impl Group {
     /// If the group is aggregated already.
     pub fn aggregate(&self, sockets: Sockets, spec: LaneSpec) -> Result<(), Failure> {
         check_fork()?;
-        let lane = Lane::start_thread(self.alone(), sockets, spec)?;
+        let lane = Lane::start_thread(self.alone(), sockets, spec, self.handle.recorder.clone())?;
         assert!(self.lane.set(lane).is_ok(), "a group is aggregated once");
         Ok(())
     }

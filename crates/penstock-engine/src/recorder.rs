@@ -1,18 +1,17 @@
 //! The flight recorder: the last operations of this process, for when something has gone wrong.
 //!
-//! It is always on: an entry costs less than the lock that brought the operation here. What one rank was waiting for while
+//! It is always on: an entry costs a look at the clock and a lock that is free. What one rank was waiting for while
 //! another did something else is seen when the records of several are laid side by side (`penstock flight`).
 
 use crate::stats::Stats;
 use penstock_plan::Algorithm;
 use penstock_protocol::fingerprint::Fingerprint;
-use penstock_types::Time;
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// One operation, as the recorder knows it.
 #[derive(Clone, Debug)]
@@ -25,23 +24,30 @@ pub(crate) struct Record {
     /// Bytes of the tensor.
     pub(crate) bytes: u64,
     pub(crate) algorithm: Algorithm,
-    pub(crate) issued: Time,
+    pub(crate) issued: Instant,
     /// When it ended, and whether well.
-    pub(crate) ended: Option<(Time, bool)>,
+    pub(crate) ended: Option<(Instant, bool)>,
+    /// What it lacks, or lacked when it failed, as far as somebody has looked.
+    pub(crate) waits_for: Option<String>,
 }
 
 /// Names an entry as long as it is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entry(u64);
 
-/// The last [`MOST_RECORDS`] operations.
-#[derive(Debug)]
+/// The last [`MOST_RECORDS`] operations. A clone is the same recorder: lanes have threads of their own.
+#[derive(Clone, Debug)]
 pub(crate) struct Recorder {
     rank: u32,
     /// Of the job's lives.
     generation: u32,
     host: String,
     folder: Option<PathBuf>,
+    log: Arc<Mutex<Log>>,
+}
+
+#[derive(Debug, Default)]
+struct Log {
     records: VecDeque<Record>,
     /// Entries that are gone.
     forgotten: u64,
@@ -49,28 +55,55 @@ pub(crate) struct Recorder {
 
 impl Recorder {
     pub(crate) fn new(rank: u32, generation: u32, host: String, folder: Option<PathBuf>) -> Recorder {
-        Recorder { rank, generation, host, folder, records: VecDeque::new(), forgotten: 0 }
+        Recorder { rank, generation, host, folder, log: Arc::default() }
     }
 
-    pub(crate) fn issued(&mut self, record: Record) -> Entry {
-        if self.records.len() == MOST_RECORDS {
-            self.records.pop_front();
-            self.forgotten += 1;
+    pub(crate) fn issued(&self, record: Record) -> Entry {
+        let mut log = self.log();
+        if log.records.len() == MOST_RECORDS {
+            log.records.pop_front();
+            log.forgotten += 1;
         }
-        self.records.push_back(record);
-        Entry(self.forgotten + self.records.len() as u64 - 1)
+        log.records.push_back(record);
+        Entry(log.forgotten + log.records.len() as u64 - 1)
     }
 
-    pub(crate) fn ended(&mut self, entry: Entry, now: Time, well: bool) {
-        let at = entry.0.checked_sub(self.forgotten);
-        if let Some(record) = at.and_then(|at| self.records.get_mut(at as usize)) {
-            record.ended = Some((now, well));
+    pub(crate) fn waits_for(&self, entry: Entry, what: String) {
+        self.change(entry, |record| record.waits_for = Some(what));
+    }
+
+    /// The first end counts.
+    pub(crate) fn ended(&self, entry: Entry, now: Instant, well: bool) {
+        self.change(entry, |record| {
+            record.ended.get_or_insert((now, well));
+            if well {
+                record.waits_for = None;
+            }
+        });
+    }
+
+    /// All that runs in a group has failed.
+    pub(crate) fn failed(&self, group: &str, now: Instant) {
+        for record in self.log().records.iter_mut().filter(|record| *record.group == *group) {
+            record.ended.get_or_insert((now, false));
         }
+    }
+
+    fn change(&self, entry: Entry, change: impl FnOnce(&mut Record)) {
+        let mut log = self.log();
+        let at = entry.0.checked_sub(log.forgotten);
+        if let Some(record) = at.and_then(|at| log.records.get_mut(at as usize)) {
+            change(record);
+        }
+    }
+
+    fn log(&self) -> MutexGuard<'_, Log> {
+        self.log.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// All of it as JSON, the oldest operation first; `penstock.flight_record` says what the fields are.
-    pub(crate) fn describe(&self, stats: &Stats, now: Time) -> String {
-        let ago = |time: Time| now.since(time) as f64 / 1e9;
+    pub(crate) fn describe(&self, stats: &Stats, now: Instant) -> String {
+        let ago = |time: Instant| now.saturating_duration_since(time).as_secs_f64();
         let operation = |record: &Record| {
             json!({
                 "group": &*record.group,
@@ -81,6 +114,7 @@ impl Recorder {
                 "issued_s_ago": ago(record.issued),
                 "ended_s_ago": record.ended.map(|(time, _)| ago(time)),
                 "well": record.ended.map(|(_, well)| well),
+                "waits_for": record.waits_for,
             })
         };
         let groups = stats.groups.iter().map(|group| json!({ "name": group.name, "failed": group.failed }));
@@ -96,16 +130,16 @@ impl Recorder {
             "time": SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
             "groups": groups.collect::<Value>(),
             "peers": peers.collect::<Value>(),
-            "operations": self.records.iter().map(operation).collect::<Value>(),
+            "operations": self.log().records.iter().map(operation).collect::<Value>(),
         });
         record.to_string()
     }
 
     /// Writes it to the folder, if there is one. Blocks for as long as the file system does: something has failed already.
-    pub(crate) fn write(&self, stats: &Stats, now: Time) {
+    pub(crate) fn write(&self, stats: &Stats) {
         let Some(folder) = &self.folder else { return };
         let (rank, shown, name) = (self.rank, folder.display(), self.file_name());
-        match self.write_to(folder, stats, now) {
+        match self.write_to(folder, stats) {
             Ok(()) => log::warn!(
                 "penstock: the last operations of rank {rank} are in {shown}/{name}; `penstock flight {shown}` reads them"
             ),
@@ -115,11 +149,11 @@ impl Recorder {
         }
     }
 
-    fn write_to(&self, folder: &Path, stats: &Stats, now: Time) -> io::Result<()> {
+    fn write_to(&self, folder: &Path, stats: &Stats) -> io::Result<()> {
         std::fs::create_dir_all(folder)?;
         // Whoever reads while it is written finds the one before.
         let fresh = folder.join(format!(".rank-{}.{}", self.rank, std::process::id()));
-        std::fs::write(&fresh, self.describe(stats, now))?;
+        std::fs::write(&fresh, self.describe(stats, Instant::now()))?;
         std::fs::rename(fresh, folder.join(self.file_name()))
     }
 
@@ -140,30 +174,48 @@ mod tests {
     use super::*;
     use penstock_protocol::fingerprint::Name;
     use penstock_types::DType;
+    use std::time::Duration;
 
-    /// The last operations stay, the oldest go, and an end finds its operation, or nothing if that is gone.
+    /// The last operations stay, the oldest go, and an end finds its operation, or nothing if that is gone. What one lacked is told
+    /// until it ends well; a group's failure ends what runs there, and nothing else.
     #[test]
     fn the_last_ones_stay() {
-        let mut recorder = Recorder::new(3, 0, "h".into(), None);
+        let recorder = Recorder::new(3, 0, "h".into(), None);
+        let start = Instant::now();
+        let at = |ns| start + Duration::from_nanos(ns);
         let record = |seq| Record {
-            group: "g".into(),
+            group: if seq == 1002 { "f".into() } else { "g".into() },
             seq,
             what: Fingerprint::new(Name::AllReduce, None, DType::F32, None, seq),
             bytes: 4 * seq,
             algorithm: Algorithm::Ring,
-            issued: Time(seq),
+            issued: at(seq),
             ended: None,
+            waits_for: None,
         };
-        let entries: Vec<Entry> = (0..MOST_RECORDS as u64 + 10).map(|seq| recorder.issued(record(seq))).collect();
-        recorder.ended(entries[9], Time(5000), true);
-        recorder.ended(entries[10], Time(5001), false);
-        recorder.ended(entries[1000], Time(5002), true);
-        let record: Value = serde_json::from_str(&recorder.describe(&Stats::default(), Time(6000))).expect("JSON");
+        let entries: Vec<Entry> =
+            (0..MOST_RECORDS as u64 + 10).map(|seq| recorder.clone().issued(record(seq))).collect();
+        recorder.ended(entries[9], at(5000), true);
+        recorder.ended(entries[10], at(5001), false);
+        recorder.waits_for(entries[1000], "nobody".into());
+        recorder.ended(entries[1000], at(5002), true);
+        recorder.waits_for(entries[1002], "rank 7".into());
+        recorder.failed("f", at(5003));
+        recorder.ended(entries[1002], at(5004), false);
+        let record: Value = serde_json::from_str(&recorder.describe(&Stats::default(), at(6000))).expect("JSON");
         let records = record["operations"].as_array().expect("a list");
         assert_eq!((records.len(), &records[0]["number"], &record["rank"]), (MOST_RECORDS, &json!(10), &json!(3)));
-        let ended: Vec<_> = records.iter().filter(|record| !record["well"].is_null()).collect();
-        assert_eq!(ended.len(), 2);
-        assert_eq!((&ended[0]["number"], &ended[0]["well"]), (&json!(10), &json!(false)));
-        assert_eq!((&ended[1]["number"], &ended[1]["ended_s_ago"]), (&json!(1000), &json!(998e-9)));
+        let ended: Vec<_> = (records.iter().filter(|record| !record["well"].is_null()))
+            .map(|record| (&record["number"], &record["well"], &record["ended_s_ago"], &record["waits_for"]))
+            .collect();
+        let (nothing, rank) = (json!(null), json!("rank 7"));
+        assert_eq!(
+            ended,
+            [
+                (&json!(10), &json!(false), &json!(999e-9), &nothing),
+                (&json!(1000), &json!(true), &json!(998e-9), &nothing),
+                (&json!(1002), &json!(false), &json!(997e-9), &rank),
+            ]
+        );
     }
 }

@@ -23,6 +23,7 @@ use std::any::Any;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, mpsc};
+use std::time::Instant;
 
 /// What the callers' threads and the engine's thread share.
 #[derive(Debug, Default)]
@@ -516,8 +517,9 @@ impl Runtime {
             what: call.fingerprint,
             bytes: call.bytes,
             algorithm,
-            issued: now,
+            issued: Instant::now(),
             ended: None,
+            waits_for: None,
         });
         let waiting = Waiting { call, request, steps, ticket, since: now, recorded };
         if hold {
@@ -699,7 +701,7 @@ impl Runtime {
                 }
             }
             self.finished += 1;
-            self.recorder.ended(active.recorded, now, true);
+            self.recorder.ended(active.recorded, Instant::now(), true);
             active.ticket.complete(Ok(()));
             if self.groups[&id].joining.is_some() {
                 self.joined(id);
@@ -909,10 +911,7 @@ impl Runtime {
         self.early.retain(|(_, key), _| key.group != id);
         self.claims.retain(|(group, ..), _| *group != id);
         let ops = std::mem::take(&mut group.ops);
-        let recorded = ops.values().map(|active| active.recorded);
-        for entry in recorded.chain(group.held.values().map(|waiting| waiting.recorded)) {
-            self.recorder.ended(entry, peers.now(), false);
-        }
+        self.recorder.failed(&group.name, Instant::now());
         let tickets: Vec<_> = (ops.iter().map(|(op, active)| (*op, active.fingerprint, active.ticket.clone())))
             .chain(group.held.drain().map(|(op, waiting)| (op, waiting.call.fingerprint, waiting.ticket)))
             .collect();
@@ -932,7 +931,7 @@ impl Runtime {
             region.set_epoch(self.landmark.epoch());
         }
         if failure.kind != FailureKind::Closed {
-            self.recorder.write(&self.stats(peers), peers.now());
+            self.recorder.write(&self.stats(peers));
         }
         let group = self.groups.get_mut(&id).expect("looked up above");
         let joining = group.joining.take();
@@ -1375,8 +1374,8 @@ impl Handler for Runtime {
                     }
                 }
                 Command::Stats(reply) => drop(reply.send(self.stats(peers))),
-                Command::Record(reply) => drop(reply.send(self.recorder.describe(&self.stats(peers), now))),
-                Command::WriteRecord => self.recorder.write(&self.stats(peers), now),
+                Command::Record(reply) => drop(reply.send(self.recorder.describe(&self.stats(peers), Instant::now()))),
+                Command::WriteRecord => self.recorder.write(&self.stats(peers)),
                 Command::Stop => self.stopping = true,
             }
         }

@@ -68,6 +68,19 @@ pub(crate) enum Trouble {
     Result(String),
 }
 
+/// What an operation lacks from a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lack {
+    Nothing,
+    /// What comes before blocks: all ranks' header, or exponents.
+    Agreement,
+    /// Pieces of the result, of so many.
+    Pieces {
+        left: usize,
+        all: usize,
+    },
+}
+
 /// A packet to send; its payload is in the buffer that was passed.
 #[derive(Debug)]
 pub(crate) struct Packet {
@@ -318,18 +331,19 @@ impl Core {
         self.ops.iter().position(late).map(|at| self.first + at as u64)
     }
 
-    /// What the first operation waits for: blocks without a result, of so many, by server.
-    pub(crate) fn waiting(&self) -> Vec<(usize, usize)> {
+    /// What the first operation lacks, by server.
+    pub(crate) fn lacks(&self) -> Vec<Lack> {
         let Some(op) = self.ops.front() else { return Vec::new() };
-        let granules = |side: &Side| side.len.div_ceil(op.layout.granule_bytes());
-        op.sides
-            .iter()
-            .map(|side| {
-                let all = granules(side);
-                let here = op.delivered[side.first_granule..][..all].iter().filter(|here| **here).count();
-                (all - here, all)
-            })
-            .collect()
+        let of = |side: &Side| {
+            let all = side.len.div_ceil(op.layout.granule_bytes());
+            let here = op.delivered[side.first_granule..][..all].iter().filter(|here| **here).count();
+            match side.unagreed {
+                0 if here == all => Lack::Nothing,
+                0 => Lack::Pieces { left: all - here, all },
+                _ => Lack::Agreement,
+            }
+        };
+        op.sides.iter().map(of).collect()
     }
 
     /// The first server that was silent for too long.

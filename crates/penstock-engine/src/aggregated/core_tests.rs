@@ -465,6 +465,7 @@ fn held_operations_keep_their_place() {
     second.iter_mut().for_each(|tensor| tensor.copy_from_slice(&f32s(&[3.0; 50])));
     network.run_until(|network| network.now > Time(200 * MILLISECOND)).unwrap();
     assert_eq!(network.ended, vec![Vec::<u64>::new(); 2]);
+    assert_eq!(network.cores[0].lacks(), [Lack::Agreement]);
     first[1].copy_from_slice(&f32s(&[2.0; 50]));
     network.cores[1].release(0);
     network.run_until(|network| network.ended.iter().all(|ended| *ended == [0, 1])).unwrap();
@@ -475,7 +476,7 @@ fn held_operations_keep_their_place() {
 /// the same. (`fallback.rs` tests the arithmetic that goes on from there.)
 #[test]
 fn nothing_that_was_handed_out_is_lacking_elsewhere() {
-    let mut partly = 0;
+    let (mut partly, mut counted) = (0, 0);
     for seed in 0..150 {
         let shape =
             Shape { racks: vec![vec![0, 1]], loss: 0.05, seed, weights: vec![1, 2], ..Shape::new(3, Wire::Int32) };
@@ -523,9 +524,22 @@ fn nothing_that_was_handed_out_is_lacking_elsewhere() {
                 network.cores[rank].take_first();
             }
         }
+        let lacks: Vec<Vec<Lack>> = network.cores.iter().map(Core::lacks).collect();
         let left: Vec<Leftover> =
             network.cores.iter_mut().filter_map(|core| core.take_first()).map(|(_, left)| left).collect();
         assert_eq!(left.len(), 3);
+        for (lacks, left) in lacks.iter().zip(&left) {
+            let pieces = lacks.iter().map(|lack| match lack {
+                Lack::Nothing => Some(0),
+                Lack::Agreement => None,
+                Lack::Pieces { left, .. } => Some(*left),
+            });
+            // Where nothing is agreed on, nothing is counted.
+            if let Some(pieces) = pieces.sum::<Option<usize>>() {
+                assert_eq!(pieces, left.granules.iter().filter(|(_, _, here)| !here).count(), "seed {seed}");
+                counted += 1;
+            }
+        }
         for i in 0..left[0].granules.len() {
             let (start, len, _) = left[0].granules[i];
             let have: Vec<usize> = (0..3).filter(|rank| left[*rank].granules[i].2).collect();
@@ -537,4 +551,5 @@ fn nothing_that_was_handed_out_is_lacking_elsewhere() {
         }
     }
     assert!(partly > 20, "only {partly} granules were somewhere and not everywhere");
+    assert!(counted > 20, "what is lacking was counted only {counted} times");
 }

@@ -1,13 +1,14 @@
 //! The lane's thread: turns what the core wants into system calls, and the core's troubles into the group's failures.
 
-use super::core::{Core, CoreConfig, Job, PARENT, SERVER, Trouble};
+use super::core::{Core, CoreConfig, Job, Lack, PARENT, SERVER, Trouble};
 use super::fallback::{claims, contribute, finish};
 use super::layout::Wire;
 use super::{LaneSpec, NodeSpec, ServerSpec, ServerStats, Shared};
+use crate::recorder::{Entry, Record, Recorder};
 use crate::runtime::Call;
 use crate::{Group, Ticket};
 use penstock_net::datagrams::Datagrams;
-use penstock_plan::Collective;
+use penstock_plan::{Algorithm, Collective};
 use penstock_protocol::aggregation::{Key, Link, Serial, Timing, WorkerConfig};
 use penstock_protocol::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp, SECOND, Time};
@@ -46,6 +47,7 @@ pub(super) struct Driver {
     shared: Arc<Shared>,
     group: Group,
     spec: LaneSpec,
+    recorder: Recorder,
     sockets: Vec<Datagrams>,
     core: Core,
     epoch: Instant,
@@ -74,10 +76,17 @@ struct Running {
     priority: Priority,
     /// What keeps the tensor alive.
     keep: Option<Box<dyn Any + Send>>,
+    recorded: Entry,
 }
 
 impl Driver {
-    pub(super) fn new(shared: Arc<Shared>, group: Group, sockets: Vec<Datagrams>, spec: LaneSpec) -> Driver {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        group: Group,
+        sockets: Vec<Datagrams>,
+        spec: LaneSpec,
+        recorder: Recorder,
+    ) -> Driver {
         let worker = |server: &ServerSpec| WorkerConfig {
             job: server.job,
             epoch: server.epoch,
@@ -126,6 +135,7 @@ impl Driver {
             shared,
             group,
             spec,
+            recorder,
             sockets,
             core,
             epoch: Instant::now(),
@@ -262,7 +272,19 @@ impl Driver {
             self.core.submit(job);
         }
         let Call { fingerprint, priority, keep, .. } = call;
-        self.running.push_back(Running { ticket, job, fingerprint, priority, keep });
+        let recorded = self.recorder.issued(Record {
+            group: self.spec.name.as_str().into(),
+            seq: self.first + self.running.len() as u64 + 1,
+            what: fingerprint,
+            bytes: call.bytes,
+            algorithm: Algorithm::Aggregated,
+            issued: Instant::now(),
+            ended: None,
+            waits_for: None,
+        });
+        let recorder = self.recorder.clone();
+        ticket.on_done(move |result| recorder.ended(recorded, Instant::now(), result.is_ok()));
+        self.running.push_back(Running { ticket, job, fingerprint, priority, keep, recorded });
     }
 
     fn receive(&mut self) {
@@ -309,8 +331,9 @@ impl Driver {
                 self.group.fail(Failure::fatal(
                     FailureKind::Mismatch,
                     format!(
-                        "aggregated operation #{op} of group {} is {} on rank {} but {} on another. Every rank must issue the \
+                        "aggregated operation #{} of group {} is {} on rank {} but {} on another. Every rank must issue the \
                          same operations in the same order, with the same sizes, dtypes and roots.",
+                        op + 1,
                         self.spec.name,
                         ours.describe(),
                         self.spec.rank,
@@ -421,14 +444,10 @@ impl Driver {
             let running = &self.running[(op - self.first) as usize];
             let seconds = running.job.timeout as f64 / SECOND as f64;
             let message = if running.job.ready {
-                let waits = self.spec.servers.iter().zip(self.core.waiting()).filter(|(_, (left, _))| *left > 0);
-                let waits: Vec<String> = waits
-                    .map(|(server, (left, all))| format!("server {}: {left} of {all} pieces", server.address))
-                    .collect();
                 format!(
                     "no end after {seconds:.1} s; what lacks: {}. `penstock aggregator top` at the server shows which worker's \
                      blocks are missing. Raise the time-out (timeout= of init_process_group) if that is expected.",
-                    if waits.is_empty() { "the other ranks' results".to_owned() } else { waits.join("; ") }
+                    self.lacks()
                 )
             } else {
                 format!(
@@ -436,6 +455,7 @@ impl Driver {
                      ended. Raise the time-out (timeout= of init_process_group) if that is expected."
                 )
             };
+            self.publish();
             self.group.fail(Failure::fatal(FailureKind::Timeout, message));
             self.wait_for_failure();
         }
@@ -460,7 +480,27 @@ impl Driver {
         Some(reason)
     }
 
+    /// What the first operation waits for, in words.
+    fn lacks(&self) -> String {
+        if self.running.front().is_some_and(|running| !running.job.ready) {
+            return "its tensor, which the device has not filled".to_owned();
+        }
+        let of = |(server, lack): (&ServerSpec, Lack)| match lack {
+            Lack::Nothing => None,
+            Lack::Agreement => Some(format!(
+                "server {}: the first packets of some rank, which has not begun this operation, or they are lost",
+                server.address
+            )),
+            Lack::Pieces { left, all } => Some(format!("server {}: {left} of {all} pieces", server.address)),
+        };
+        let lacks: Vec<String> = self.spec.servers.iter().zip(self.core.lacks()).filter_map(of).collect();
+        if lacks.is_empty() { "the other ranks, which lack results".to_owned() } else { lacks.join("; ") }
+    }
+
     fn publish(&mut self) {
+        if let Some(running) = self.running.front() {
+            self.recorder.waits_for(running.recorded, self.lacks());
+        }
         let mut stats = self.shared.stats();
         for (server, entry) in stats.servers.iter_mut().enumerate() {
             let counters = self.core.counters(server);
@@ -510,7 +550,7 @@ impl Driver {
         self.failed.get_or_insert(failure.clone());
         let (rank, name) = (self.spec.rank, self.spec.name.clone());
         for (i, running) in std::mem::take(&mut self.running).into_iter().enumerate() {
-            let number = self.first + i as u64;
+            let number = self.first + i as u64 + 1;
             let what = running.fingerprint.describe();
             let message =
                 format!("aggregated {what} #{number} of group {name} on rank {rank} failed: {}", failure.message);
@@ -532,9 +572,9 @@ impl Driver {
              here on. Sums agree within the bound of docs/quantisation.md, not bit by bit."
         );
         self.publish();
-        {
-            let mut stats = self.shared.stats();
-            stats.fallback = Some(reason.to_owned());
+        self.shared.stats().fallback = Some(reason.to_owned());
+        for running in &self.running {
+            self.recorder.waits_for(running.recorded, "the ranks, which go on without servers".to_owned());
         }
         let (first, given) = self.core.fallback_point();
         let mut point = [first as i64, given as i64];

@@ -11,6 +11,7 @@ mod driver;
 mod fallback;
 mod layout;
 
+use crate::recorder::Recorder;
 use crate::runtime::Call;
 use crate::{Group, Ticket, check_fork};
 use driver::{Command, Driver};
@@ -183,7 +184,12 @@ struct Mailbox {
 
 impl Lane {
     /// Starts the thread for `group`, which must be the group without its lane.
-    pub(crate) fn start_thread(group: Group, sockets: Sockets, spec: LaneSpec) -> Result<Lane, Failure> {
+    pub(crate) fn start_thread(
+        group: Group,
+        sockets: Sockets,
+        spec: LaneSpec,
+        recorder: Recorder,
+    ) -> Result<Lane, Failure> {
         let config = |error: io::Error| {
             Failure::of_call(FailureKind::Config, format!("cannot start the thread for aggregation: {error}."))
         };
@@ -199,7 +205,7 @@ impl Lane {
             min_bytes: spec.min_bytes,
             bypassed: AtomicBool::new(false),
         };
-        let driver = Driver::new(shared, group, sockets.0, spec);
+        let driver = Driver::new(shared, group, sockets.0, spec, recorder);
         std::thread::Builder::new().name("penstock-udp".into()).spawn(move || driver.run()).map_err(config)?;
         Ok(lane)
     }
