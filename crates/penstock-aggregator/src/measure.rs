@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde_json::json;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
@@ -69,6 +69,10 @@ pub struct Round {
     pub seconds: f64,
     /// Processor time of the loop's thread in seconds.
     pub cpu_seconds: f64,
+    /// Seconds in which the loop's thread could have run and had no processor.
+    pub waited_seconds: f64,
+    /// The same of the thread that is all workers and the parent.
+    pub peers_waited_seconds: f64,
     /// Datagrams that came in, a stranger's among them.
     pub datagrams: u64,
     /// Trains in which they came.
@@ -127,7 +131,7 @@ impl fmt::Display for Measured {
             writeln!(
                 f,
                 "{name:<24} {:7.2} Gbit/s in, {:7.2} a core, {:9.0} packets/s ({:9.0} a core), {:4.1} a train, core {:3.0} % busy, \
-                 {} dropped, {} sums lost",
+                 {} dropped, {} sums lost; ready without a processor: {:.0} % of the time, its peers {:.0} %",
                 of(&Round::gigabits),
                 of(&Round::gigabits_per_core),
                 of(&|round| round.datagrams as f64 / round.seconds),
@@ -136,6 +140,8 @@ impl fmt::Display for Measured {
                 of(&|round| 100.0 * round.cpu_seconds / round.seconds),
                 rounds.iter().map(|round| round.kernel_dropped).sum::<u64>(),
                 rounds.iter().map(|round| round.lost).sum::<u64>(),
+                of(&|round| 100.0 * round.waited_seconds / round.seconds),
+                of(&|round| 100.0 * round.peers_waited_seconds / round.seconds),
             )?;
         }
         write!(f, "adding has {:.0} % of the rate of only receiving and sending", 100.0 * self.share())
@@ -213,16 +219,18 @@ fn round(options: &Options, format: Format, adds: bool) -> Result<Round, String>
             let last = *children.last().expect("one worker at least");
             shard::start_passing(socket, &settings, last, parent[0]).map_err(fails("the loop"))?
         };
-        let (before, cpu_before, start) = (report(&handle)?, cpu_seconds(), Instant::now());
+        let (before, sched_before, start) = (report(&handle)?, of_shard(), Instant::now());
         let _ = send_go.send(());
         let pushed = peers.join().expect("the peers' thread panicked")?;
-        let (seconds, after, cpu_after) = (start.elapsed().as_secs_f64(), report(&handle)?, cpu_seconds());
+        let (seconds, after, sched_after) = (start.elapsed().as_secs_f64(), report(&handle)?, of_shard());
         handle.join();
         let count = |of: fn(&DatagramCounters) -> u64| of(&after.socket) - of(&before.socket);
         let datagrams = count(|socket| socket.received);
         Ok(Round {
             seconds,
-            cpu_seconds: cpu_after - cpu_before,
+            cpu_seconds: sched_after.ran - sched_before.ran,
+            waited_seconds: sched_after.waited - sched_before.waited,
+            peers_waited_seconds: pushed.waited_seconds,
             datagrams,
             trains: count(|socket| socket.received_trains),
             bytes: pushed.sums * u64::from(options.workers) * options.block_bytes as u64,
@@ -239,17 +247,30 @@ fn report(handle: &Handle) -> Result<Report, String> {
     report.recv_timeout(Duration::from_secs(10)).map_err(|_| "the shard does not answer".into())
 }
 
-/// Processor time of the shard's thread, of whom there is one at a time: the first number of its schedstat, in nanoseconds.
-fn cpu_seconds() -> f64 {
+/// What a thread's schedstat says, in seconds: how long it ran, and how long it could have and had no processor.
+#[derive(Clone, Copy, Default)]
+struct Scheduled {
+    ran: f64,
+    waited: f64,
+}
+
+impl Scheduled {
+    /// Of the thread with this folder in /proc; zeros where the kernel does not count.
+    fn of(thread: &Path) -> Scheduled {
+        let text = std::fs::read_to_string(thread.join("schedstat")).unwrap_or_default();
+        let mut numbers = text.split(' ').map(|number| number.parse::<f64>().unwrap_or_default() * 1e-9);
+        let mut next = || numbers.next().unwrap_or_default();
+        Scheduled { ran: next(), waited: next() }
+    }
+}
+
+/// Of the shard's thread, of whom there is one at a time.
+fn of_shard() -> Scheduled {
     let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-    let mine = threads.filter(|thread| {
+    let mut mine = threads.filter(|thread| {
         std::fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name.starts_with("penstock-shard"))
     });
-    let times = mine.filter_map(|thread| {
-        let text = std::fs::read_to_string(thread.path().join("schedstat")).ok()?;
-        text.split(' ').next()?.parse::<f64>().ok()
-    });
-    times.sum::<f64>() * 1e-9
+    mine.next().map(|thread| Scheduled::of(&thread.path())).unwrap_or_default()
 }
 
 /// All workers and the parent.
@@ -268,6 +289,7 @@ struct Peers<'a> {
 struct Pushed {
     sums: u64,
     lost: u64,
+    waited_seconds: f64,
 }
 
 impl Peers<'_> {
@@ -300,7 +322,9 @@ impl Peers<'_> {
 
     fn push(&mut self) -> Result<Pushed, String> {
         let end = Instant::now() + Duration::from_secs_f64(self.options.seconds);
-        let mut pushed = Pushed { sums: 0, lost: 0 };
+        let mut pushed = Pushed { sums: 0, lost: 0, waited_seconds: 0.0 };
+        let own = Path::new("/proc/thread-self");
+        let before = Scheduled::of(own);
         let (mut next, mut outstanding) = (0u32, 0u64);
         while Instant::now() < end {
             while outstanding < 2 * u64::from(self.options.burst) {
@@ -315,6 +339,7 @@ impl Peers<'_> {
             }
             outstanding = if came == 0 { 0 } else { outstanding.saturating_sub(came) };
         }
+        pushed.waited_seconds = Scheduled::of(own).waited - before.waited;
         Ok(pushed)
     }
 
@@ -331,7 +356,7 @@ impl Peers<'_> {
                         Header { kind, job: JOB, epoch: 1, format, flags, seq, ack, credit, exponent, workers };
                     stranger.queue(to, &header.encode(block, None), block);
                 }
-                stranger.flush().map_err(|error| format!("a stranger's packet: {error}"))?;
+                send_all(stranger).map_err(|error| format!("a stranger's packet: {error}"))?;
             }
             for seq in (0..self.options.burst).map(|i| first.wrapping_add(i)) {
                 let header = Header {
@@ -348,13 +373,7 @@ impl Peers<'_> {
                 };
                 socket.queue(to, &header.encode(block, self.key.as_ref()), block);
             }
-            loop {
-                socket.flush().map_err(|error| format!("a push: {error}"))?;
-                if !socket.is_blocked() {
-                    break;
-                }
-                let _ = poll(&mut [PollFd::new(socket, PollFlags::OUT)], None);
-            }
+            send_all(socket).map_err(|error| format!("a push: {error}"))?;
         }
         Ok(())
     }
@@ -377,6 +396,17 @@ impl Peers<'_> {
             .map_err(|error| format!("a sum: {error}"))?;
         pushed.sums += count;
         if wrong { Err("a sum is wrong".into()) } else { Ok(count) }
+    }
+}
+
+/// Blocks until the kernel has everything.
+fn send_all(socket: &mut Datagrams) -> std::io::Result<()> {
+    loop {
+        socket.flush()?;
+        if !socket.is_blocked() {
+            return Ok(());
+        }
+        let _ = poll(&mut [PollFd::new(socket, PollFlags::OUT)], None);
     }
 }
 
@@ -415,6 +445,7 @@ mod tests {
             let measured = run(&options).unwrap();
             for round in measured.adding.iter().chain(&measured.passing) {
                 assert!(round.sums > 0 && round.bytes > 0, "{format}: {round:?}");
+                assert!(round.cpu_seconds > 0.0 && round.waited_seconds >= 0.0, "{format}: {round:?}");
             }
             let json: serde_json::Value = serde_json::from_str(&measured.to_string()).unwrap();
             assert!(json["share"].as_f64().unwrap() > 0.0);
