@@ -34,6 +34,17 @@ enum Story {
     Cut,
 }
 
+/// Which faults happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kinds {
+    All,
+    /// No time-outs and heartbeats while packets are on their way. These send packets of their own, which makes most of the states: a
+    /// second fault costs a factor of 20 without them, and several hundred with them.
+    Packets,
+    /// Losses and restarts alone.
+    Losses,
+}
+
 /// What is explored.
 #[derive(Clone, Copy, Debug)]
 struct Scope {
@@ -43,6 +54,8 @@ struct Scope {
     start: Serial,
     /// How many, on any one way through.
     faults: u8,
+    /// Of which kinds.
+    kinds: Kinds,
     rules: Rules,
 }
 
@@ -112,10 +125,13 @@ impl World {
     fn events(&self) -> Vec<Event> {
         let mut events: Vec<Event> = (0..self.flying.len()).map(Event::Arrive).collect();
         if self.faults_left > 0 {
-            events.extend((0..self.flying.len()).flat_map(|i| [Event::ArriveAndStay(i), Event::Lose(i)]));
+            events.extend((0..self.flying.len()).map(Event::Lose));
+            if self.scope.kinds != Kinds::Losses {
+                events.extend((0..self.flying.len()).map(Event::ArriveAndStay));
+            }
             events.push(Event::Restart);
         }
-        if self.flying.is_empty() || self.faults_left > 0 {
+        if self.flying.is_empty() || (self.faults_left > 0 && self.scope.kinds == Kinds::All) {
             for (i, worker) in self.workers.iter().enumerate() {
                 events.extend(worker.outstanding().into_iter().map(|seq| Event::Expire(i, seq)));
                 events.push(Event::WorkerHeartbeat(i));
@@ -491,7 +507,7 @@ impl World {
 
 fn scope(story: Story, blocks: u32, faults: u8) -> Scope {
     // The second and third SeqNum lie on either side of the wrap-around.
-    Scope { story, blocks, window: 2, start: Serial(u32::MAX - 1), faults, rules: Rules::default() }
+    Scope { story, blocks, window: 2, start: Serial(u32::MAX - 1), faults, kinds: Kinds::All, rules: Rules::default() }
 }
 
 /// Two rounds in one slot, either side of the wrap-around: small enough for faults to come together.
@@ -512,17 +528,30 @@ mod tests {
         holds(one_slot(2), 100_000);
     }
 
-    /// Nor with three faults together.
+    /// Nor do two faults together, of the kinds that leave few enough states; nor one while a link is cut.
     #[test]
-    #[ignore = "takes half a minute; for changes of a rule"]
+    fn faults_together() {
+        holds(Scope { kinds: Kinds::Packets, ..scope(Story::Plain, 3, 2) }, 1_000_000);
+        holds(Scope { kinds: Kinds::Packets, ..scope(Story::Cut, 2, 1) }, 500_000);
+        holds(Scope { kinds: Kinds::Losses, ..scope(Story::Epochs, 1, 2) }, 200_000);
+    }
+
+    /// Nor three.
+    #[test]
+    #[ignore = "takes two minutes; for changes of a rule"]
     fn three_faults() {
         holds(one_slot(3), 400_000);
+        holds(Scope { kinds: Kinds::Losses, ..scope(Story::Plain, 3, 3) }, 1_000_000);
+        holds(Scope { kinds: Kinds::Losses, ..scope(Story::Cut, 2, 2) }, 2_000_000);
     }
 
     fn holds(scope: Scope, least: usize) {
         let explored = explore(scope);
-        let Scope { story, blocks, window, faults, .. } = scope;
-        println!("{story:?}, {blocks} blocks, window {window}, {faults} faults: {} states", explored.states);
+        let Scope { story, blocks, window, faults, kinds, .. } = scope;
+        println!(
+            "{story:?}, {blocks} blocks, window {window}, {faults} faults of {kinds:?}: {} states",
+            explored.states
+        );
         if let Some((what, steps)) = explored.broken {
             panic!("{what}\n{scope:?}\n{}", steps.join("\n"));
         }
