@@ -68,6 +68,8 @@ pub struct Scenario {
     pub workers: usize,
     /// Who sends to whom.
     pub shape: Shape,
+    /// Shards of each aggregator, a power of two: SeqNum s goes to shard s modulo this.
+    pub shards: u32,
     /// Blocks a worker pushes in each epoch.
     pub blocks: u32,
     /// So many of them make an operation; the next begins when all workers have all its results. 0: all are one.
@@ -216,6 +218,8 @@ impl Scenario {
             jobs,
             workers,
             shape,
+            // Of a generator of its own, as below: what a seed drew before there were shards stays.
+            shards: Random(seed ^ 0x005b_a2d5).pick(&[1, 1, 2, 4]),
             blocks: 4 + random.below(29) as u32,
             operation: Random(seed ^ 0x0be4_a710).pick(&[0, 0, 3, 8]),
             ahead: Random(seed ^ 0xa4ea_d000).pick(&[0, 0, 1, 2]),
@@ -321,6 +325,8 @@ enum Event {
     Arrive {
         to: Link,
         from: Link,
+        /// Of an aggregator: its port.
+        shard: u32,
         bytes: Vec<u8>,
     },
     /// A packet between workers and servers is at the switch between them.
@@ -349,7 +355,8 @@ struct World<'a> {
     now: Time,
     events: BTreeMap<(Time, u64), Event>,
     serial: u64,
-    aggregators: Vec<Aggregator>,
+    /// Shards of each.
+    aggregators: Vec<Vec<Aggregator>>,
     /// Until when packets to an aggregator are lost.
     down_until: Vec<Time>,
     /// What each aggregator should have open, by job.
@@ -489,23 +496,23 @@ impl<'a> World<'a> {
             }
             Event::Forward { to, from, bytes } => {
                 if let Some(at) = self.through(Port::In(to), &bytes) {
-                    self.at(at, Event::Arrive { to, from, bytes });
+                    self.at(at, Event::Arrive { to, from, shard: 0, bytes });
                 }
                 Ok(())
             }
-            Event::Arrive { to, from, bytes } => {
+            Event::Arrive { to, from, shard, bytes } => {
                 self.arrived += 1;
                 while self.faults.first().is_some_and(|(at, _)| *at < self.arrived) {
                     let (_, fault) = self.faults.remove(0);
                     self.note(|| format!("{fault:?}"));
                     self.fail(fault);
                 }
-                self.arrive(to, from, &bytes)
+                self.arrive(to, from, shard, &bytes)
             }
         }
     }
 
-    fn arrive(&mut self, to: Link, from: Link, bytes: &[u8]) -> Result<(), String> {
+    fn arrive(&mut self, to: Link, from: Link, shard: u32, bytes: &[u8]) -> Result<(), String> {
         if self.cut.contains(&(to, from)) || self.cut.contains(&(from, to)) {
             return Ok(());
         }
@@ -515,13 +522,14 @@ impl<'a> World<'a> {
                 if self.now < self.down_until[number] {
                     return Ok(());
                 }
-                let sent: Vec<(Link, Vec<u8>)> = match self.aggregators[number].handle_packet(from, bytes) {
-                    Ok(Action::Send { to, header, payload }) => {
-                        to.iter().map(|to| (*to, [&header[..], payload].concat())).collect()
-                    }
-                    Ok(Action::Relay { to }) => to.iter().map(|to| (*to, bytes.to_vec())).collect(),
-                    Ok(Action::Nothing) | Err(_) => Vec::new(),
-                };
+                let sent: Vec<(Link, Vec<u8>)> =
+                    match self.aggregators[number][shard as usize].handle_packet(from, bytes) {
+                        Ok(Action::Send { to, header, payload }) => {
+                            to.iter().map(|to| (*to, [&header[..], payload].concat())).collect()
+                        }
+                        Ok(Action::Relay { to }) => to.iter().map(|to| (*to, bytes.to_vec())).collect(),
+                        Ok(Action::Nothing) | Err(_) => Vec::new(),
+                    };
                 sent.into_iter().for_each(|(next, bytes)| self.send(next, to, bytes));
             }
             Some((job, None)) => {
@@ -601,9 +609,12 @@ impl<'a> World<'a> {
     }
 
     fn open_epoch(&mut self, aggregator: usize, job: usize, epoch: usize) {
-        match self.scenario.job(aggregator, job, &self.epochs[job][epoch]) {
-            Some(config) => self.aggregators[aggregator].open(config).expect("there is room"),
-            None => self.aggregators[aggregator].close(job as u32),
+        let config = self.scenario.job(aggregator, job, &self.epochs[job][epoch]);
+        for shard in &mut self.aggregators[aggregator] {
+            match &config {
+                Some(config) => shard.open(config.clone()).expect("there is room"),
+                None => shard.close(job as u32),
+            }
         }
     }
 
@@ -753,6 +764,10 @@ impl<'a> World<'a> {
             (false, true) => (Port::In(to), false),
             (false, false) => (Port::Between(from, to), false),
         };
+        let shard = match decode(&bytes) {
+            Ok(packet) if !is_end(to) => packet.header.seq.0 % self.scenario.shards,
+            _ => 0,
+        };
         let Some(left) = self.through(port, &bytes) else {
             self.note(|| "  DROPPED".into());
             return;
@@ -760,7 +775,10 @@ impl<'a> World<'a> {
         for _ in 0..copies {
             let at = left.plus(self.scenario.delay + self.random.below(self.scenario.jitter + 1));
             let bytes = bytes.clone();
-            self.at(at, if ends { Event::Forward { to, from, bytes } } else { Event::Arrive { to, from, bytes } });
+            self.at(
+                at,
+                if ends { Event::Forward { to, from, bytes } } else { Event::Arrive { to, from, shard, bytes } },
+            );
         }
         if self.scenario.keyed && self.random.below(64) == 0 {
             // Damage, or a stranger: somewhere a bit is flipped.
@@ -768,7 +786,7 @@ impl<'a> World<'a> {
             let bit = self.random.below(bytes.len() as u64 * 8) as usize;
             bytes[bit / 8] ^= 1 << (bit % 8);
             let at = self.now.plus(self.scenario.delay);
-            self.at(at, Event::Arrive { to, from, bytes });
+            self.at(at, Event::Arrive { to, from, shard, bytes });
         }
     }
 

@@ -33,6 +33,7 @@ fn quiet(shape: Shape, workers: usize) -> Scenario {
         jobs: 1,
         workers,
         shape,
+        shards: 1,
         blocks: 6,
         window: 2,
         floats: false,
@@ -53,13 +54,13 @@ fn quiet(shape: Shape, workers: usize) -> Scenario {
 }
 
 /// A worker dies, an aggregator restarts, dies for good, or loses a link, at every single packet of a run, in every
-/// shape, with integers and with floats.
+/// shape, with integers, with floats, and with two shards.
 #[test]
 fn faults_at_every_packet() {
     let mut runs = 0;
     for (shape, aggregators) in [(Shape::Star, 1), (Shape::Racks, 2), (Shape::Core, 3)] {
-        for floats in [false, true] {
-            let scenario = Scenario { floats, ..quiet(shape, 3) };
+        for (floats, shards) in [(false, 1), (true, 1), (false, 2)] {
+            let scenario = Scenario { floats, shards, ..quiet(shape, 3) };
             let mut faults = vec![Fault::Kill { job: 0, worker: 1 }, Fault::Cut { job: 0, worker: 2 }];
             for aggregator in 0..aggregators {
                 faults.extend([Fault::Restart { aggregator, down: 3 * MILLISECOND }, Fault::Die { aggregator }]);
@@ -77,11 +78,12 @@ fn faults_at_every_packet() {
 }
 
 /// Without faults a worker sends each block once and gets each result once, however many there are: what in-network
-/// aggregation is for. Heartbeats and requests are small.
+/// aggregation is for, also where its aggregator has shards. Heartbeats and requests are small.
 #[test]
 fn each_block_travels_once() {
-    for workers in [2, 8, 64] {
-        let scenario = Scenario { blocks: 200, window: 64, jitter: 0, trace: true, ..quiet(Shape::Star, workers) };
+    for (workers, shards) in [(2, 1), (8, 4), (64, 2)] {
+        let scenario =
+            Scenario { blocks: 200, window: 64, jitter: 0, trace: true, shards, ..quiet(Shape::Star, workers) };
         let outcome = check(&scenario);
         assert_eq!(outcome.results, 200 * workers as u64);
         // A push of every worker, a sum, a result, and one to every worker.

@@ -63,9 +63,11 @@ impl Scenario {
         self.keyed.then(|| Key(u128::from(word).to_be_bytes()))
     }
 
-    pub(super) fn aggregator(&self) -> Aggregator {
-        let slots = self.jobs * self.window as usize;
-        Aggregator::new(Limits { jobs: self.jobs, slots, memory_bytes: slots * BLOCK_BYTES * (self.workers + 1) })
+    /// All shards of an aggregator, without jobs.
+    pub(super) fn aggregator(&self) -> Vec<Aggregator> {
+        let slots = self.jobs * (self.window / self.shards).max(1) as usize;
+        let limits = Limits { jobs: self.jobs, slots, memory_bytes: slots * BLOCK_BYTES * (self.workers + 1) };
+        (0..self.shards).map(|index| Aggregator::sharded(limits, Shard { index, count: self.shards })).collect()
     }
 
     /// A job as an aggregator sees it, unless nobody is below.
