@@ -155,6 +155,7 @@ def simulate_aggregation(
     workers: int | None = None,
     shape: str | None = None,
     blocks: int | None = None,
+    shards: int | None = None,
     operation: int | None = None,
     ahead: int | None = None,
     window: int | None = None,

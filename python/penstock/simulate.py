@@ -47,6 +47,7 @@ _on_workers = click.option(
 @click.option("--jobs", type=int, help="Jobs that share the aggregators.")
 @click.option("--workers", type=int, help="Workers a job.")
 @click.option("--shape", type=_shape, help=_shape_help)
+@click.option("--shards", type=int, help="Shards of each aggregator, a power of two.")
 @click.option("--blocks", type=int, help="Blocks a worker pushes.")
 @click.option("--operation", type=int, help="Blocks of an operation, after which all wait for all; 0: all are one.")
 @click.option("--ahead", type=int, help="First blocks of an operation whose results the others wait for.")
@@ -235,6 +236,7 @@ def show_rates(
         "keyed": False,
         "duplicate": 0.0,
         # As the engine has it: a header, exponents, and then the tensor.
+        "shards": 1,
         "operation": 0,
         "ahead": 2,
         "patient": True,

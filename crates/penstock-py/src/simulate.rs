@@ -13,7 +13,7 @@ use pyo3::types::PyDict;
 /// time-outs that jobs have, instead of shorter ones that let many runs fit into a second.
 #[pyfunction]
 #[pyo3(signature = (
-    seed, *, jobs=None, workers=None, shape=None, blocks=None, operation=None, ahead=None, window=None, floats=None, keyed=None, loss=None,
+    seed, *, jobs=None, workers=None, shape=None, blocks=None, shards=None, operation=None, ahead=None, window=None, floats=None, keyed=None, loss=None,
     edge_loss=false, duplicate=None, delay_ms=None, jitter_ms=None, rate_mbit=None, queue=None, patient=false, faults=true,
     trace=false,
 ))]
@@ -25,6 +25,7 @@ pub(crate) fn simulate_aggregation<'py>(
     workers: Option<usize>,
     shape: Option<&str>,
     blocks: Option<u32>,
+    shards: Option<u32>,
     operation: Option<u32>,
     ahead: Option<u32>,
     window: Option<u32>,
@@ -61,6 +62,7 @@ pub(crate) fn simulate_aggregation<'py>(
         workers,
         shape,
         blocks,
+        shards,
         operation,
         ahead,
         window,

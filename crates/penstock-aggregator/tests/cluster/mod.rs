@@ -315,6 +315,7 @@ impl Cluster {
                     start: Serial(job.start),
                     parent: Link(u32::from(parents[worker].is_some())),
                     server: Link(0),
+                    ask_parent: true,
                     timing: if job.patient {
                         Timing {
                             path_dead_after: 100 * SECOND,

@@ -501,6 +501,9 @@ impl Table {
             Decision::Sum { index, seq: header.seq }
         } else if asked & !have != 0 {
             Decision::Missing { header: Header { workers: asked & !have, ..*header } }
+        } else if asked == 0 && self.job.results {
+            // Others' blocks: these children need not take their path for broken.
+            Decision::Missing { header: *header }
         } else {
             Decision::Nothing
         })

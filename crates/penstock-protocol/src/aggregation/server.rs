@@ -278,7 +278,8 @@ impl Server {
             return Some(Transmit { to, header, payload: &[] });
         }
         while let Some((to, seq)) = self.names.pop_front() {
-            let workers = self.missing(seq) & self.behind(to);
+            let missing = self.missing(seq);
+            let workers = if missing & self.behind(to) == 0 { missing } else { missing & self.behind(to) };
             if workers != 0 {
                 let header = Header { workers, ..self.downward(Kind::Missing, seq) };
                 return Some(Transmit { to, header: header.encode(&[], self.config.key.as_ref()), payload: &[] });
@@ -514,6 +515,11 @@ impl Server {
             // A gap is a better reason, and is followed up by the clock. An asker's clock may only be too fast.
             if tries == 0 && (again || asked == bit) {
                 self.name(seq);
+            }
+            // Whose block is here learns that others' are not.
+            let to = child.unwrap_or(self.config.workers[worker as usize]);
+            if self.missing(seq) & self.behind(to) == 0 {
+                self.names.push_back((to, seq));
             }
             return Ok(());
         }

@@ -139,6 +139,8 @@ pub struct Fixed {
     pub shape: Option<Shape>,
     /// [`Scenario::blocks`], 1 to 100,000.
     pub blocks: Option<u32>,
+    /// [`Scenario::shards`], a power of two up to 64.
+    pub shards: Option<u32>,
     /// [`Scenario::operation`].
     pub operation: Option<u32>,
     /// [`Scenario::ahead`].
@@ -187,8 +189,11 @@ impl Fixed {
         // 0 is no limit.
         within("rate in bytes a second", self.rate.filter(|rate| *rate != 0), GIGABIT / 100, GIGABIT * 1000)?;
         within("queue in bytes", self.queue.filter(|queue| *queue != 0), FULL_BYTES, 1 << 30)?;
-        if let Some(window) = self.window.filter(|window| !window.is_power_of_two()) {
-            return Err(format!("window is {window}; it must be a power of two"));
+        within("shards", self.shards.map(u64::from), 1, 64)?;
+        for (name, value) in [("window", self.window), ("shards", self.shards)] {
+            if let Some(value) = value.filter(|value| !value.is_power_of_two()) {
+                return Err(format!("{name} is {value}; it must be a power of two"));
+            }
         }
         for (name, value) in [("loss", self.loss), ("duplicate", self.duplicate)] {
             if let Some(value) = value.filter(|value| !(0.0..=0.5).contains(value)) {
@@ -241,6 +246,7 @@ impl Scenario {
         scenario.workers = fixed.workers.unwrap_or(workers);
         scenario.shape = fixed.shape.unwrap_or(shape);
         scenario.blocks = fixed.blocks.unwrap_or(scenario.blocks);
+        scenario.shards = fixed.shards.unwrap_or(scenario.shards);
         scenario.operation = fixed.operation.unwrap_or(scenario.operation);
         scenario.ahead = fixed.ahead.unwrap_or(scenario.ahead);
         scenario.window = fixed.window.unwrap_or(scenario.window);

@@ -128,6 +128,9 @@ fn what_is_fixed_is_not_drawn() {
         workers: Some(3),
         shape: Some(Shape::Core),
         blocks: Some(9),
+        shards: Some(2),
+        operation: Some(5),
+        ahead: Some(1),
         window: Some(4),
         floats: Some(true),
         keyed: Some(true),
@@ -145,6 +148,25 @@ fn what_is_fixed_is_not_drawn() {
     let shown = |seed| format!("{:?}", Scenario { seed: 0, ..Scenario::draw_with(seed, &fixed) });
     assert_eq!(shown(1), shown(2));
     assert_eq!(shown(1), shown(3));
+}
+
+/// Whoever waits for a worker that comes seconds late does not blame the aggregators for it.
+#[test]
+fn a_late_worker() {
+    for (shape, late) in [Shape::Star, Shape::Racks, Shape::Core].into_iter().flat_map(|shape| [(shape, 0), (shape, 3)])
+    {
+        for loss in [0.0, 0.05] {
+            let scenario = Scenario { timing: Timing::default(), blocks: 40, window: 16, loss, ..quiet(shape, 4) };
+            let mut world = World::new(&scenario);
+            let begins = Time(5 * SECOND);
+            world.drivers[0][late].as_mut().expect("alive").begins = begins;
+            world.at(begins, Event::Wake { node: scenario.worker_link(0, late) });
+            world.run().expect("every result is right");
+            assert!(world.now > begins);
+            let blamed: Vec<u32> = world.drivers[0].iter().flatten().map(|driver| driver.machine.stalls()).collect();
+            assert_eq!(blamed, [0; 4], "{shape:?}, worker {late} is late, loss {loss}");
+        }
+    }
 }
 
 /// The simulator finds what it is there to find: a doubled push that a machine counts twice would show, because every

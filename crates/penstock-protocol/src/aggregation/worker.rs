@@ -481,6 +481,8 @@ impl Worker {
             self.again(index, self.rules.hold(Rule::Resend), false);
         } else {
             self.entries[index].deadline = now.plus(self.timeout());
+            // It waits for others, not for a path that has broken.
+            self.made_progress(now);
         }
     }
 
@@ -571,7 +573,9 @@ impl Worker {
             seq = seq.plus(1);
         }
         self.clock.quiet += 1;
-        self.clock.quiet_at = Some(now.plus(self.patience(self.clock.quiet + 1)));
+        // Often enough to hear that others are late before the path is blamed.
+        let patience = self.patience(self.clock.quiet + 1).min(self.config.timing.stall_after / 4);
+        self.clock.quiet_at = Some(now.plus(patience));
     }
 
     /// A block is asked for: notes when, if the server has it.
@@ -757,6 +761,11 @@ impl Worker {
     pub(crate) fn outstanding(&self) -> Vec<Serial> {
         let sent = |seq: &Serial| self.entries[self.index(*seq)].state == State::Sent;
         (0..2 * self.config.window).map(|i| self.received.plus(i)).filter(sent).collect()
+    }
+
+    /// How often the path above was blamed.
+    pub(crate) fn stalls(&self) -> u32 {
+        self.clock.stalls
     }
 
     pub(crate) fn heartbeat_now(&mut self) {
