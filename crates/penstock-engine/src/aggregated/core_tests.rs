@@ -477,7 +477,7 @@ fn held_operations_keep_their_place() {
 #[test]
 fn nothing_that_was_handed_out_is_lacking_elsewhere() {
     let (mut partly, mut counted) = (0, 0);
-    for seed in 0..150 {
+    for seed in 0..400 {
         let shape =
             Shape { racks: vec![vec![0, 1]], loss: 0.05, seed, weights: vec![1, 2], ..Shape::new(3, Wire::Int32) };
         let mut network = Network::new(shape);

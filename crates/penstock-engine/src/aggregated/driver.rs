@@ -432,8 +432,8 @@ impl Driver {
                 log::log!(
                     level,
                     "penstock: group {name}: rank {rank} sends straight to server {address}: aggregator {parent}, or one \
-                     between, is not heard, or nothing has come through for a second, as when a rank is late. The sums stay \
-                     the same."
+                     between, is not heard, or nothing has come through for a second (behind a switch also where a rank is \
+                     late). The sums stay the same."
                 );
             } else {
                 log::log!(level, "penstock: group {name}: rank {rank} sends through aggregator {parent} again");

@@ -173,7 +173,7 @@ pub enum Action<'a> {
     Nothing,
     /// Send this header, and this block behind it.
     Send {
-        /// To whom: the parent, or all children.
+        /// To whom: the parent, a child, or all children.
         to: &'a [Link],
         /// The header.
         header: [u8; HEADER_BYTES],
@@ -462,19 +462,17 @@ impl Table {
         if ahead == 0 && slot.is_result {
             return Ok(Decision::Result { index, child });
         }
-        if ahead == 0 && slot.have != self.all {
-            // The asker has results up to Ack, so the server has them; it pushed this block, so Credit allows it to all.
-            let (kind, workers) = (Kind::Missing, self.all & !slot.have);
-            return Ok(Decision::Missing { header: Header { kind, workers, credit: header.seq, flags: 0, ..*header } });
+        if ahead > 0 {
+            return Ok(Decision::Ask);
         }
-        if ahead == 0 {
-            let (before, bit) = (slot.asked, header.workers);
-            slot.asked = if before & bit != 0 { bit } else { before | bit };
-            if before & !bit != 0 && before & bit == 0 {
-                return Ok(Decision::Nothing);
-            }
-        }
-        Ok(Decision::Ask)
+        let (before, bit) = (slot.asked, header.workers);
+        let again = before & bit != 0;
+        slot.asked = if again { bit } else { before | bit };
+        Ok(match self.all & !slot.have {
+            _ if before != 0 && !again => Decision::Nothing,
+            0 => Decision::Ask,
+            workers => Decision::Missing { header: Header { kind: Kind::Missing, workers, flags: 0, ..*header } },
+        })
     }
 
     /// The sum or the result of a slot.
@@ -538,6 +536,9 @@ impl Table {
             };
         }
         if slot.is_result && slot.tag == Some(header.seq) {
+            if usize::from(slot.length) != payload.len() {
+                return Err(Refusal::Length);
+            }
             self.counters.refused[Refusal::Duplicate.index()] += 1;
             return Ok(Decision::Result { index, child });
         }

@@ -192,7 +192,8 @@ fn results() {
     let (to, named) = sent(&mut node, Link(0), &ask(0, 0)).unwrap();
     let told = decode(&named).unwrap().header;
     assert_eq!((to, told.kind, told.seq, told.workers), (all.clone(), Kind::Missing, Serial(0), 0b1110));
-    assert_eq!((told.ack, told.credit), (Serial(0), Serial(0)), "no more than the asker proves");
+    assert_eq!(sent(&mut node, Link(1), &ask(1, 0)), nothing(), "all have been told");
+    assert_eq!(sent(&mut node, Link(0), &ask(0, 0)).unwrap().0, all, "somebody asks again");
     handle(&mut node, 1, &push(1, 0, 7)).unwrap();
     let rack = |seq: u32| {
         [&Header { workers: 0b1100, ..header(Kind::Push, 0, seq) }.encode(&[0, 0, 0, 1], None)[..], &[0, 0, 0, 1]]
@@ -200,15 +201,22 @@ fn results() {
     };
     assert_eq!(handle(&mut node, 2, &rack(0)), Ok(Some((0, 0b1111, 13))));
     // The sum is complete, and lost, or on its way.
-    assert_eq!(sent(&mut node, Link(2), &ask(3, 0)), Ok((vec![ABOVE], ask(3, 0))), "on behalf of a worker below");
+    assert_eq!(sent(&mut node, Link(2), &ask(3, 0)), nothing(), "asked already");
+    assert_eq!(
+        sent(&mut node, Link(2), &ask(3, 0)),
+        Ok((vec![ABOVE], ask(3, 0))),
+        "again, on behalf of a worker below"
+    );
     assert_eq!(sent(&mut node, Link(1), &ask(1, 0)), nothing(), "asked above already");
     assert_eq!(sent(&mut node, Link(2), &ask(1, 0)), Err(Refusal::Sender));
     // The result is here.
-    let answer = result(0, &[9; 8]);
+    let answer = result(0, &[9; 4]);
     assert_eq!(sent(&mut node, ABOVE, &answer), Ok((all.clone(), answer.clone())));
     assert_eq!(sent(&mut node, Link(1), &ask(1, 0)), Ok((vec![Link(1)], answer.clone())));
     assert_eq!(sent(&mut node, Link(2), &ask(3, 0)), Ok((vec![Link(2)], answer.clone())));
     assert_eq!(sent(&mut node, Link(0), &push(0, 0, 5)), Ok((vec![Link(0)], answer.clone())), "instead of the sum");
+    let longer = [&header(Kind::Push, 0, 0).encode(&[0; 8], None)[..], &[0; 8]].concat();
+    assert_eq!(sent(&mut node, Link(0), &longer), Err(Refusal::Length), "only to a block as long");
     let missing = header(Kind::Missing, 0, 0).encode(&[], None);
     assert_eq!(sent(&mut node, ABOVE, &missing), Err(Refusal::Stale), "it has been committed");
     // The next round takes the slot; the result of the one before only passes, and one that is too long never stays.
@@ -219,7 +227,7 @@ fn results() {
     assert_eq!(handle(&mut node, 1, &push(1, 2, 1)), Ok(None));
     assert_eq!(handle(&mut node, 2, &rack(2)), Ok(Some((2, 0b1111, 3))), "nothing of a result is in the sum");
     let counters = node.counters(5).unwrap();
-    assert_eq!((counters.answered, counters.named, counters.relayed, counters.abandoned), (3, 1, 3, 0));
+    assert_eq!((counters.answered, counters.named, counters.relayed, counters.abandoned), (3, 2, 3, 0));
 }
 
 /// Everything that does not belong here is counted and leaves the slots as they are.

@@ -28,7 +28,7 @@ pub enum Kind {
     HeartbeatUp = 3,
     /// What blocks the server has, on its way down.
     HeartbeatDown = 4,
-    /// A worker asks the server for a result.
+    /// A worker asks for a result.
     Request = 5,
     /// Whose blocks are missing, on its way down.
     Missing = 6,

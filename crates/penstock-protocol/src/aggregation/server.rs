@@ -519,13 +519,14 @@ impl Server {
             // Whose block is here learns that others' are not.
             let to = child.unwrap_or(self.config.workers[worker as usize]);
             if self.missing(seq) & self.behind(to) == 0 {
-                self.names.push_back((to, seq));
+                self.tell(to, seq);
             }
             return Ok(());
         }
         if let Some(child) = child {
-            self.slots[index].announce.push(child);
-            self.send(seq);
+            if asked & self.behind(child) == bit {
+                self.repeat(seq, child);
+            }
             return Ok(());
         }
         // When a second worker below a child asks, the result was likely lost above them all: it goes to all of them.
@@ -536,12 +537,23 @@ impl Server {
             _ => None,
         });
         match above.map(|(link, set)| (link, (asked & set).count_ones())) {
-            None | Some((_, 1)) => self.slots[index].wanted |= bit,
-            Some((link, 2)) => self.slots[index].announce.push(link),
-            Some(_) => return Ok(()),
+            None | Some((_, 1)) => {
+                self.slots[index].wanted |= bit;
+                self.send(seq);
+            }
+            Some((link, 2)) => self.repeat(seq, link),
+            Some(_) => {}
+        }
+        Ok(())
+    }
+
+    /// Sends a result to a child again: once, however many ask before it has left.
+    fn repeat(&mut self, seq: Serial, child: Link) {
+        let index = self.index(seq);
+        if !self.slots[index].announce.contains(&child) {
+            self.slots[index].announce.push(child);
         }
         self.send(seq);
-        Ok(())
     }
 
     /// Blocks well before one that is committed, and not there, were lost: by as many SeqNums as QUIC waits (RFC 9002,
@@ -562,15 +574,21 @@ impl Server {
     /// Tells the children whose blocks are missing so.
     fn name(&mut self, seq: Serial) {
         let (missing, direct) = (self.missing(seq), self.direct());
-        for node in &self.config.tree.children {
+        for at in 0..self.config.tree.children.len() {
+            let node = &self.config.tree.children[at];
             match node {
-                _ if node.workers() & missing == 0 => {}
-                Node::Aggregator { link, .. } if node.workers() & direct == 0 => self.names.push_back((*link, seq)),
-                _ => {
-                    let links = bits(node.workers() & missing).map(|worker| (self.config.workers[worker], seq));
-                    self.names.extend(links);
+                Node::Aggregator { link, .. } if node.workers() & missing != 0 && node.workers() & direct == 0 => {
+                    self.tell(*link, seq);
                 }
+                _ => bits(node.workers() & missing).for_each(|worker| self.tell(self.config.workers[worker], seq)),
             }
+        }
+    }
+
+    /// Lets somebody hear whose blocks are missing. Those who ask faster than packets leave are not all answered.
+    fn tell(&mut self, to: Link, seq: Serial) {
+        if self.names.len() < self.slots.len() * (self.config.workers.len() + 1) {
+            self.names.push_back((to, seq));
         }
     }
 

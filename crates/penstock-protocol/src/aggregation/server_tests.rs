@@ -1,4 +1,5 @@
 use super::*;
+use proptest::prelude::*;
 
 const RACK: Link = Link(10);
 
@@ -157,7 +158,15 @@ fn losses() {
     };
     assert_eq!((ask(0), ask(1)), (vec![Link(0)], vec![RACK]));
     assert_eq!((ask(2), ask(1), ask(0)), (vec![Link(2)], vec![Link(1)], vec![RACK]));
-    // An aggregator that does not have it passes the question on, and gets it.
+    // An aggregator that does not have it passes a question on, and gets it: once, until somebody asks again.
+    let passed_on = |server: &mut Server, worker: u32| -> Vec<Link> {
+        let packet = header(Kind::Request, 1 << worker, 3, 0).encode(&[], None);
+        server.handle_packet(again, RACK, &packet).unwrap();
+        sent(server).into_iter().map(|(to, ..)| to).collect()
+    };
+    assert_eq!(passed_on(&mut server, 0), [RACK]);
+    assert_eq!(passed_on(&mut server, 1), []);
+    assert_eq!(passed_on(&mut server, 1), [RACK]);
     let packet = header(Kind::Request, 0b10, 2, 0).encode(&[], None);
     server.handle_packet(again, RACK, &packet).unwrap();
     assert_eq!(sent(&mut server).into_iter().map(|(to, ..)| to).collect::<Vec<_>>(), [RACK]);
@@ -231,4 +240,37 @@ fn bypass() {
     assert_eq!(server.direct(), 0);
     beat(&mut server, 2, FLAG_LOST);
     assert_eq!(server.direct(), 0, "there is nothing to pass by");
+}
+
+proptest! {
+    /// Whatever comes, from whomever: no panic, each SeqNum is committed once and in the window, and what waits to be sent has a bound,
+    /// also where nothing leaves.
+    #[test]
+    fn sequences(steps in proptest::collection::vec(
+        (0usize..5, 0u64..16, 0u32..6, 0u32..6, 0u8..4, any::<u8>(), any::<bool>()), 0..300,
+    )) {
+        let mut server = Server::new(Time(0), config(4));
+        let mut committed = std::collections::BTreeSet::new();
+        let mut now = Time(0);
+        for (from, workers, seq, ack, kind, flags, leaves) in steps {
+            let kind = [Kind::Push, Kind::Request, Kind::HeartbeatUp, Kind::Result][usize::from(kind)];
+            let from = [Link(0), Link(1), Link(2), RACK, Link(99)][from];
+            let block: &[u8] = if kind.has_block() { &[0; 4] } else { &[] };
+            let flags = if kind == Kind::Push { 0 } else { flags & FLAG_LOST };
+            let format = if kind.has_block() { Format::F32 } else { Format::None };
+            let header = Header { flags, format, ..header(kind, workers, seq, ack) };
+            let packet = [&header.encode(block, None)[..], block].concat();
+            let (low, high) = (server.ack(), server.credit());
+            if let Ok(Some(seq)) = server.handle_packet(now, from, &packet) {
+                prop_assert!(committed.insert(seq.0), "{seq} is committed twice");
+                prop_assert!(!low.is_newer_than(seq) && !seq.is_newer_than(high), "{seq} lies outside {low} to {high}");
+            }
+            now = now.plus(MILLISECOND / 2);
+            server.handle_timeout(now);
+            if leaves {
+                prop_assert!(sent(&mut server).len() < 100);
+            }
+            prop_assert!(server.names.len() <= 2 * 4 && server.slots.iter().all(|slot| slot.announce.len() <= 3));
+        }
+    }
 }

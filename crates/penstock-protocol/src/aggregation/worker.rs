@@ -327,18 +327,27 @@ impl Worker {
         if from != self.config.parent && from != self.config.server {
             return Err(Refusal::Sender);
         }
-        // The server has nothing that we did not send.
+        // An aggregator answers questions by itself: only the server's heartbeats tell that the way to it is whole.
+        if from == self.config.parent && header.kind == Kind::HeartbeatDown {
+            self.clock.parent_heard = now;
+        }
+        if from == self.config.server || header.kind == Kind::HeartbeatDown {
+            self.clock.server_heard = now;
+        }
+        if header.kind == Kind::Missing {
+            // Its Ack and Credit may be another worker's.
+            self.named(now, &header);
+            return Ok(Received::Control);
+        }
+        // The server has nothing that we did not send, and grants no more than we can take.
         if self.is_newer(header.ack, self.next) {
             return Err(Refusal::Ack);
         }
-        if from == self.config.parent {
-            self.clock.parent_heard = now;
+        let bounded = self.rules.hold(Rule::Window) && self.rules.hold(Rule::Commit);
+        if bounded && self.is_newer(header.credit, self.most()) {
+            return Err(Refusal::Credit);
         }
-        self.clock.server_heard = now;
-        self.hear(now, &header);
-        if header.kind == Kind::Missing {
-            self.named(now, &header);
-        }
+        self.hear(now, from, &header);
         if header.kind != Kind::Result {
             return Ok(Received::Control);
         }
@@ -427,7 +436,7 @@ impl Worker {
     }
 
     /// Ack, Credit and who is to pass aggregators by, from any packet that comes down.
-    fn hear(&mut self, now: Time, header: &Header) {
+    fn hear(&mut self, now: Time, from: Link, header: &Header) {
         let is_old = self.is_newer(self.ack, header.ack) || self.is_newer(self.credit, header.credit);
         if self.is_newer(header.credit, self.credit) {
             self.credit = header.credit;
@@ -443,7 +452,8 @@ impl Worker {
             // What is committed and not here after the time that packets overtake each other was lost.
             self.hurry(before, header.ack, now.plus(self.round_trip() / 4), |_| true);
         }
-        if !is_old && header.kind != Kind::Missing {
+        // A result that an aggregator has kept says what was so when it came.
+        if !is_old && (from == self.config.server || header.kind == Kind::HeartbeatDown) {
             let direct = self.config.parent != self.config.server && header.workers >> self.config.worker & 1 == 1;
             if direct && !self.direct {
                 // What went up through the aggregator may be lost with it.
@@ -455,6 +465,11 @@ impl Worker {
             }
             self.direct = direct;
         }
+    }
+
+    /// The highest result that it can take.
+    fn most(&self) -> Serial {
+        self.received.plus(self.config.window - 1)
     }
 
     /// The server has the block.
@@ -674,7 +689,7 @@ impl Worker {
             flags,
             seq,
             ack: self.received,
-            credit: self.received.plus(self.config.window - 1),
+            credit: self.most(),
             exponent: 0,
             workers: 1 << self.config.worker,
         }
@@ -746,8 +761,8 @@ impl Worker {
 const ASK_FIRST: usize = REORDERED as usize + 1;
 /// As in QUIC: packets that overtake by three were not reordered, those before are lost.
 const REORDERED: u64 = 3;
-/// Questions to the aggregator above before the server is asked: one may be lost, or its answer. A third, or none, cost 2 to 5 % of
-/// the rate in simulation (docs/aggregation.md).
+/// Questions to the aggregator above before the server is asked: one may be lost, or its answer (docs/aggregation.md has what other
+/// numbers leave).
 const ASK_ABOVE: u8 = 3;
 /// An aggregator that stalled is tried again after a minute at the latest.
 const MAX_DISTRUST: u64 = 60 * SECOND;

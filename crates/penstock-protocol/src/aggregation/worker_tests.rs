@@ -237,6 +237,29 @@ fn missing() {
     assert_eq!(named(3, 0b010), [], "was never sent");
 }
 
+/// What an aggregator says by itself does not hide that the server is dead, and takes no number of other workers for the server's.
+#[test]
+fn an_aggregator_is_not_the_server() {
+    let mut worker = worker(2);
+    worker.post(Route::Tree);
+    sent(&mut worker, Time(0));
+    let at = |ms: u64| Time(ms * MILLISECOND);
+    for ms in (0..5000).step_by(250) {
+        assert_eq!(worker.server_is_lost(at(ms)), ms > 4000);
+        // Ack and Credit of a worker that lies.
+        worker.handle_packet(at(ms), PARENT, &down(Kind::Missing, 0, 1, 100, 0b1)).unwrap();
+    }
+    assert_eq!(worker.everywhere(), seq(0));
+    assert_eq!(worker.handle_packet(at(5000), PARENT, &down(Kind::HeartbeatDown, 0, 0, 2, 0)), Err(Refusal::Credit));
+    assert_eq!(worker.handle_packet(at(5000), PARENT, &down(Kind::HeartbeatDown, 0, 0, 1, 0)), Ok(Received::Control));
+    assert!(!worker.server_is_lost(at(5100)));
+    // Credit has not moved, so what a kept result says of the way is not older; only heartbeats are believed.
+    worker.handle_packet(at(5100), PARENT, &down(Kind::Result, 0, 0, 1, 0b10)).unwrap();
+    assert!(!worker.is_direct());
+    worker.handle_packet(at(5100), PARENT, &down(Kind::HeartbeatDown, 0, 0, 1, 0b10)).unwrap();
+    assert!(worker.is_direct());
+}
+
 /// An aggregator that falls silent is reported to the server, which decides; blocks then go straight, and back.
 #[test]
 fn a_lost_path() {

@@ -33,7 +33,9 @@ def main() -> None:
                 Path(options["storm"]).touch()
             dist.barrier()
             before = counted(options["interface"])
-            each = [_all_reduce(group, way, options["elements"], options["lead_s"]) for _ in range(options["operations"])]
+            each = [
+                _all_reduce(group, way, options["elements"], options["lead_s"]) for _ in range(options["operations"])
+            ]
             dist.barrier()
             sent, received = (late - early for early, late in zip(before, counted(options["interface"]), strict=True))
             if way == STORM and dist.get_rank() == 0:
@@ -55,9 +57,7 @@ def main() -> None:
 DTYPES = {"int16": torch.float16}
 
 
-def _all_reduce(
-    group: dist.ProcessGroup, way: str, elements: int, lead_s: float
-) -> tuple[float, tuple[float, float]]:
+def _all_reduce(group: dist.ProcessGroup, way: str, elements: int, lead_s: float) -> tuple[float, tuple[float, float]]:
     """Seconds of one, and `_processor_s` from its start to its end on all ranks. All ways add small whole numbers exactly."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype = DTYPES.get(way, torch.float32)
