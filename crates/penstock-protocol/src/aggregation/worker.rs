@@ -488,9 +488,9 @@ impl Worker {
             return;
         }
         if header.workers >> self.config.worker & 1 == 1 {
-            let Entry { repeated, due_push, sent_at, order, .. } = self.entries[index];
-            // A loss counts once, however many ask for the block; and what was pushed just now may be on its way.
-            if !repeated && !due_push && now.since(sent_at) >= self.round_trip() / 2 {
+            let Entry { repeated, due_push, order, .. } = self.entries[index];
+            // A loss counts once, however many ask for the block; and the last that were pushed may be on their way.
+            if !repeated && !due_push && self.next.ahead_of(header.seq) > REORDERED as i32 {
                 self.congestion.on_loss(order, self.clock.orders);
             }
             self.again(index, self.rules.hold(Rule::Resend), false);
