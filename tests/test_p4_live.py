@@ -51,9 +51,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], pathlib.P
 @contextlib.contextmanager
 def _daemon(switch: LiveSwitch, role: str, host: int, *options: str) -> Iterator[Daemon]:
     """A daemon on a host; what it is asked must be asked there."""
-    address = f"{switch.bed.address(host)}:7471"
     env = switch.bed.environment()
-    with contextlib.closing(switch.bed.inside(host, lambda: Daemon(role, *options, listen=address, env=env))) as daemon:
+    with contextlib.closing(switch.bed.inside(host, lambda: Daemon(role, *options, host=switch.bed.address(host), env=env))) as daemon:
         yield daemon
 
 
