@@ -52,7 +52,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], pathlib.P
 def _daemon(switch: LiveSwitch, role: str, host: int, *options: str) -> Iterator[Daemon]:
     """A daemon on a host; what it is asked must be asked there."""
     env = switch.bed.environment()
-    with contextlib.closing(switch.bed.inside(host, lambda: Daemon(role, *options, host=switch.bed.address(host), env=env))) as daemon:
+    with contextlib.closing(
+        switch.bed.inside(host, lambda: Daemon(role, *options, host=switch.bed.address(host), env=env))
+    ) as daemon:
         yield daemon
 
 
