@@ -28,6 +28,7 @@ def command() -> None:
     """Run the shipped protocol in virtual time, with seeded faults."""
 
 
+_count = click.IntRange(0, 2**32 - 1)
 _shape = click.Choice(list(SHAPES))
 _shape_help = "No aggregator, one, one a rack, or two racks below a core."
 _on_workers = click.option(
@@ -44,21 +45,21 @@ _on_workers = click.option(
 @click.option(
     "--runs", type=click.IntRange(1), default=1, show_default=True, help="How many seeds, one after the other."
 )
-@click.option("--jobs", type=int, help="Jobs that share the aggregators.")
-@click.option("--workers", type=int, help="Workers a job.")
+@click.option("--jobs", type=_count, help="Jobs that share the aggregators.")
+@click.option("--workers", type=_count, help="Workers a job.")
 @click.option("--shape", type=_shape, help=_shape_help)
-@click.option("--shards", type=int, help="Shards of each aggregator, a power of two.")
-@click.option("--blocks", type=int, help="Blocks a worker pushes.")
-@click.option("--operation", type=int, help="Blocks of an operation, after which all wait for all; 0: all are one.")
-@click.option("--ahead", type=int, help="First blocks of an operation whose results the others wait for.")
-@click.option("--window", type=int, help="Blocks in flight, a power of two.")
+@click.option("--shards", type=_count, help="Shards of each aggregator, a power of two.")
+@click.option("--blocks", type=_count, help="Blocks a worker pushes.")
+@click.option("--operation", type=_count, help="Blocks of an operation, after which all wait for all; 0: all are one.")
+@click.option("--ahead", type=_count, help="First blocks of an operation whose results the others wait for.")
+@click.option("--window", type=_count, help="Blocks in flight, a power of two.")
 @click.option("--floats/--integers", default=None, help="What the blocks hold.")
 @click.option("--keyed/--unkeyed", default=None, help="Whether packets carry a MAC; damaged ones then come as well.")
 @click.option("--loss", type=float, help="Probability that a packet is lost.")
 @_on_workers
 @click.option("--duplicate", type=float, help="Probability that a packet arrives twice.")
 @click.option("--rate", "rate_mbit", type=float, help="Mbit/s of a link, each way; 0: no limit.")
-@click.option("--queue", "queue_kib", type=int, help="KiB that wait at a switch's port; 0: no limit.")
+@click.option("--queue", "queue_kib", type=_count, help="KiB that wait at a switch's port; 0: no limit.")
 @click.option("--delay", "delay_ms", type=float, help="Milliseconds on the way at least.")
 @click.option("--jitter", "jitter_ms", type=float, help="Milliseconds that may come on top.")
 @click.option(
@@ -93,11 +94,11 @@ def aggregation(seed: int, runs: int, trace: int, loss_on: str, queue_kib: int |
 
 def _run(seed: int, trace: int, fixed: dict[str, Any]) -> dict[str, Any]:
     """One seed. Where it failed, tells its last packets and ends with 1. Raises click.UsageError on what is out of bounds."""
-    from penstock import _core, errors
+    from penstock import _core
 
     try:
         outcome = _core.simulate_aggregation(seed, **fixed)
-    except errors.Config as error:
+    except ValueError as error:
         raise click.UsageError(str(error)) from None
     if outcome["failure"]:
         told = _core.simulate_aggregation(seed, trace=True, **fixed)

@@ -1,20 +1,21 @@
 //! The simulator of in-network aggregation, for `penstock simulate aggregation`.
 
-use crate::error;
 use penstock_protocol::aggregation::Timing;
 use penstock_protocol::aggregation::simulate::{Fixed, GIGABIT, Scenario, Shape};
-use penstock_types::{Failure, FailureKind, MILLISECOND};
+use penstock_types::MILLISECOND;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// Runs one seed in virtual time. Returns what it came to; `failure` is None where every result was right.
+/// Raises ValueError: a number out of bounds.
 ///
 /// `rate_mbit` and `queue` (bytes) are 0 for no limit. With `edge_loss` only workers' links lose packets. `patient` takes the
 /// time-outs that jobs have, instead of shorter ones that let many runs fit into a second.
 #[pyfunction]
 #[pyo3(signature = (
-    seed, *, jobs=None, workers=None, shape=None, blocks=None, shards=None, operation=None, ahead=None, window=None, floats=None, keyed=None, loss=None,
-    edge_loss=false, duplicate=None, delay_ms=None, jitter_ms=None, rate_mbit=None, queue=None, patient=false, faults=true,
+    seed, *, jobs=None, workers=None, shape=None, blocks=None, shards=None, operation=None, ahead=None, window=None,
+    floats=None, keyed=None, loss=None, edge_loss=false, duplicate=None, delay_ms=None, jitter_ms=None, rate_mbit=None, queue=None, patient=false, faults=true,
     trace=false,
 ))]
 #[allow(clippy::too_many_arguments, reason = "they are keyword-only in Python")]
@@ -42,7 +43,7 @@ pub(crate) fn simulate_aggregation<'py>(
     faults: bool,
     trace: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let config = |message: String| error(py, &Failure::of_call(FailureKind::Config, message));
+    let config = PyValueError::new_err::<String>;
     let shape = match shape {
         None => None,
         Some("direct") => Some(Shape::Direct),

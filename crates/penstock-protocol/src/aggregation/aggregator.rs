@@ -15,7 +15,7 @@
 
 use super::packet::{FLAG_FULL, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, decode};
 use super::rules::{Refusal, Rule, Rules};
-use super::{Key, Link, Serial, arithmetic};
+use super::{Key, Link, Serial, arithmetic, asks_again};
 use std::collections::BTreeMap;
 use std::{fmt, slice};
 
@@ -444,7 +444,7 @@ impl Table {
             asked: 0,
         };
         self.results[index].copy_from_slice(&bytes[..HEADER_BYTES]);
-        let start = index * self.job.blocks_a_slot() * self.job.block_bytes;
+        let start = self.start_of(index);
         self.memory[start..start + payload.len()].copy_from_slice(payload);
     }
 
@@ -465,19 +465,22 @@ impl Table {
         if ahead > 0 {
             return Ok(Decision::Ask);
         }
-        let (before, bit) = (slot.asked, header.workers);
-        let again = before & bit != 0;
-        slot.asked = if again { bit } else { before | bit };
+        asks_again(&mut slot.asked, header.workers);
         Ok(match self.all & !slot.have {
-            _ if before != 0 && !again => Decision::Nothing,
+            _ if slot.asked != header.workers => Decision::Nothing,
             0 => Decision::Ask,
             workers => Decision::Missing { header: Header { kind: Kind::Missing, workers, flags: 0, ..*header } },
         })
     }
 
+    /// Where a slot's memory begins.
+    fn start_of(&self, index: usize) -> usize {
+        index * self.job.blocks_a_slot() * self.job.block_bytes
+    }
+
     /// The sum or the result of a slot.
     fn block(&self, index: usize) -> &[u8] {
-        let start = index * self.job.blocks_a_slot() * self.job.block_bytes;
+        let start = self.start_of(index);
         &self.memory[start..start + usize::from(self.slots[index].length)]
     }
 

@@ -38,3 +38,11 @@ pub use worker::{Outbound, Received, Route, Timing, Worker, WorkerConfig};
 /// The driver's number for an address: where a packet came from, or where one goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Link(pub u32);
+
+/// Notes that a worker asks for a result, in a set of those who have; says whether it had. Who asks again has not got what was done
+/// about the first question, so the set begins anew.
+fn asks_again(asked: &mut u64, bit: u64) -> bool {
+    let again = *asked & bit != 0;
+    *asked = if again { bit } else { *asked | bit };
+    again
+}

@@ -16,7 +16,7 @@ use super::estimate::{MAX_BACKOFF, MAX_DOUBTFUL, smoothed};
 use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, decode};
 use super::rules::{Refusal, Rule, Rules};
 use super::tree::{Node, Parts, Tree};
-use super::{Key, Link, Serial, arithmetic};
+use super::{Key, Link, Serial, arithmetic, asks_again};
 use penstock_types::{MILLISECOND, Time};
 use std::collections::VecDeque;
 
@@ -339,7 +339,7 @@ impl Server {
                 self.push(now, packet)
             }
             Kind::Request => {
-                let child = if single.is_none() { Some(from) } else { None };
+                let child = single.is_none().then_some(from);
                 self.request(now, header.seq, header.workers.trailing_zeros(), child)?;
                 Ok(None)
             }
@@ -508,8 +508,7 @@ impl Server {
             return Err(Refusal::Stale);
         }
         let recovery = self.recovery(seq, now);
-        let again = recovery.asked & bit != 0;
-        recovery.asked = if again { bit } else { recovery.asked | bit };
+        let again = asks_again(&mut recovery.asked, bit);
         let Recovery { asked, tries, .. } = *recovery;
         if !committed {
             // A gap is a better reason, and is followed up by the clock. An asker's clock may only be too fast.

@@ -187,7 +187,8 @@ impl Fixed {
         within("delay in ns", self.delay, 0, SECOND)?;
         within("jitter in ns", self.jitter, 0, SECOND)?;
         // 0 is no limit.
-        within("rate in bytes a second", self.rate.filter(|rate| *rate != 0), GIGABIT / 100, GIGABIT * 1000)?;
+        let megabits = self.rate.filter(|rate| *rate != 0).map(|rate| rate / (GIGABIT / 1000));
+        within("rate in Mbit/s", megabits, 10, 1_000_000)?;
         within("queue in bytes", self.queue.filter(|queue| *queue != 0), FULL_BYTES, 1 << 30)?;
         within("shards", self.shards.map(u64::from), 1, 64)?;
         for (name, value) in [("window", self.window), ("shards", self.shards)] {

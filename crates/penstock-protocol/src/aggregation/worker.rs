@@ -570,7 +570,7 @@ impl Worker {
         self.clock.quiet_at = waits.then(|| now.plus(self.patience(1)));
     }
 
-    /// Asks for the first results that have not come. Where others are late, this costs two packets without a block.
+    /// Asks for the first results that have not come. Where others are late, this costs small packets, and tells so.
     fn break_silence(&mut self, now: Time) {
         self.clock.quiet_at = None;
         if self.next != self.posted {
