@@ -8,7 +8,7 @@ from typing import Any
 import click.testing
 import pytest
 
-from penstock import _core, cli, errors, simulate
+from penstock import _core, cli, simulate
 
 
 def run(*arguments: str, command: str = "aggregation") -> click.testing.Result:
@@ -86,6 +86,8 @@ def test_a_failed_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--loss", "0.9", "loss is 0.9; 0 to 0.5 are possible"),
         ("--rate", "-1", "rate_mbit is -1; 0 and more are possible"),
         ("--queue", "1", "queue in bytes is 1024; 9010 to"),
+        ("--rate", "5", "rate in Mbit/s is 5; 10 to"),
+        ("--ahead", "-1", "-1 is not in the range"),
     ],
 )
 def test_what_is_out_of_bounds(option: str, value: str, message: str) -> None:
@@ -93,7 +95,7 @@ def test_what_is_out_of_bounds(option: str, value: str, message: str) -> None:
     result = run(option, value)
     assert result.exit_code == 2
     assert message in result.output
-    with pytest.raises(errors.Config, match="shape"):
+    with pytest.raises(ValueError, match="shape"):
         _core.simulate_aggregation(0, shape="ring")
 
 
