@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 import ranks
 from penstock import elastic
-from penstock.elastic.membership import Report, Rules, decide
+from penstock.elastic.membership import Lobby, Report, Roster, Rules, decide
 from penstock.elastic.sampler import cut
 from penstock.torch import rendezvous
 
@@ -118,6 +118,25 @@ def test_the_store_dies() -> None:
         assert left.raised is not None and left.raised.is_a("penstock.errors.Config"), str(left)
         assert "the store of elastic job 'default' is gone" in left.raised.text
         assert left.output.count("the elastic store does not answer") == 1
+
+
+def test_the_store_dies_before_the_end(tmp_path: pathlib.Path) -> None:
+    """A training that ends without its store returns its result on all ranks, with a warning."""
+    with contextlib.ExitStack() as stack:
+        kept = _started(stack, [sys.executable, "-m", "penstock.elastic.store", "--port=0"], {})
+        assert kept.stdout is not None
+        env = {"PENSTOCK_ELASTIC_STORE": kept.stdout.readline().strip().partition("=")[2]}
+        job = stack.enter_context(ranks.Ranks(_work_until, count=2, args=(str(tmp_path / "end"),), env=env))
+        job.await_note("step 5", deadline_s=30)
+        kept.terminate()
+        kept.wait(10)
+        (tmp_path / "end").touch()
+        ended = job.outcomes(timeout_s=60)
+    assert all(one.ok for one in ended), ended
+    assert ended[0].value == ended[1].value > 5
+    for one in ended:
+        assert "run() returns its result" in one.output
+        assert "timed out after" not in one.output
 
 
 def test_a_stopped_rank_is_left_behind_and_comes_back(store: str) -> None:
@@ -277,13 +296,13 @@ NEW = Report(9, -1)
 
 
 @pytest.mark.parametrize(
-    ("reports", "previous", "has_state", "waited_s", "members"),
+    ("reports", "previous", "committed", "waited_s", "members"),
     [
-        pytest.param([A, B, C], (1, 2, 3), True, 0, [1, 2, 3], id="all are here: at once"),
-        pytest.param([C, A], (1, 2, 3), True, 9, [], id="one may still come"),
-        pytest.param([C, A], (1, 2, 3), True, 10, [1, 3], id="it did not come in time"),
-        pytest.param([Report(1, 7, lost=(2,)), C], (1, 2, 3), True, 0, [1, 3], id="it is known to be dead: at once"),
-        pytest.param([Report(1, 7, lost=(2,)), B, C], (1, 2, 3), True, 0, [1, 2, 3], id="taken for dead, but here"),
+        pytest.param([A, B, C], (1, 2, 3), 7, 0, [1, 2, 3], id="all are here: at once"),
+        pytest.param([C, A], (1, 2, 3), 7, 9, [], id="one may still come"),
+        pytest.param([C, A], (1, 2, 3), 7, 10, [1, 3], id="it did not come in time"),
+        pytest.param([Report(1, 7, lost=(2,)), C], (1, 2, 3), 7, 0, [1, 3], id="it is known to be dead: at once"),
+        pytest.param([Report(1, 7, lost=(2,)), B, C], (1, 2, 3), 7, 0, [1, 2, 3], id="taken for dead, but here"),
         pytest.param(
             [Report(1, 7, lost=(3,)), Report(2, 7, lost=(3,))],
             (1, 2, 3),
@@ -300,25 +319,200 @@ NEW = Report(9, -1)
             [1, 2, 3],
             id="two halves that take each other for dead, both here",
         ),
-        pytest.param([A, NEW], (1, 2), True, 10, [1, 9], id="a newcomer takes its place"),
-        pytest.param([A, B, C, NEW], (1, 2, 3), True, 0, [1, 2, 3], id="full: a newcomer waits in reserve"),
-        pytest.param([A], (1, 2), True, 99, [], id="below min_ranks"),
-        pytest.param([NEW, Report(8, -1)], (1, 2), True, 99, [], id="nobody has the state"),
-        pytest.param([NEW, Report(1, -1), C], (1, 3), True, 0, [1, 3, 9], id="one has it"),
-        pytest.param([A, B, Report(9, -1, pulse="unsure")], (1, 2), True, 0, [], id="does the newcomer live?"),
-        pytest.param([A, B, Report(9, -1, pulse="dead")], (1, 2), True, 0, [1, 2], id="it does not"),
-        pytest.param([Report(1, -1), Report(2, -1)], (), False, 9, [], id="the start: more may come"),
-        pytest.param([Report(1, -1), Report(2, -1)], (), False, 10, [1, 2], id="the start: enough"),
-        pytest.param([Report(1, -1), Report(2, -1), NEW], (), False, 0, [1, 2, 9], id="the start: full"),
+        pytest.param([A, NEW], (1, 2), 7, 10, [1, 9], id="a newcomer takes its place"),
+        pytest.param([A, B, C, NEW], (1, 2, 3), 7, 0, [1, 2, 3], id="full: a newcomer waits in reserve"),
+        pytest.param([A], (1, 2), 7, 99, [], id="below min_ranks"),
+        pytest.param([NEW, Report(8, -1)], (1, 2), 7, 99, [], id="nobody has the state"),
+        pytest.param([NEW, Report(1, -1), C], (1, 3), 7, 0, [1, 3, 9], id="one has it"),
+        pytest.param([A, B, Report(9, -1, pulse="unsure")], (1, 2), 7, 0, [], id="does the newcomer live?"),
+        pytest.param([A, B, Report(9, -1, pulse="dead")], (1, 2), 7, 0, [1, 2], id="it does not"),
+        pytest.param([Report(1, -1), Report(2, -1)], (), 0, 9, [], id="the start: more may come"),
+        pytest.param([Report(1, -1), Report(2, -1)], (), 0, 10, [1, 2], id="the start: enough"),
+        pytest.param([Report(1, -1), Report(2, -1), NEW], (), 0, 0, [1, 2, 9], id="the start: full"),
     ],
 )
 def test_who_is_in_a_generation(
-    reports: list[Report], previous: tuple[int, ...], has_state: bool, waited_s: float, members: list[int]
+    reports: list[Report], previous: tuple[int, ...], committed: int, waited_s: float, members: list[int]
 ) -> None:
     """The decision, case by case; the members' order is their age."""
-    chosen, why = decide(reports, previous, has_state, waited_s, RULES)
+    chosen, why = decide(reports, previous, committed, waited_s, RULES)
     assert [one.member for one in chosen] == members
     assert why
+
+
+@pytest.mark.parametrize("steps", [1000, 0])
+def test_newcomers_do_not_begin_a_lost_job_anew(steps: int) -> None:
+    """The last member of generation 1 commits 1000 steps, reports, waits for another that is dead, and dies. Three newcomers
+    wait, and then hear that the state is lost. A job that has committed nothing is begun by them."""
+    # The window is longer than the silence after which a worker counts as dead.
+    job = SimulatedJob(Rules(window_s=8, wait_s=30))
+    first, second = job.join(2)
+    job.pass_s(10)
+    assert first.trains and second.trains
+    job.kill(second)
+    for _ in range(steps):
+        job.commit([first])
+    newcomers = job.join(3)
+    job.report([first], knows_who_died=False)
+    job.kill(first)
+    job.pass_s(40)
+    if steps:
+        assert [type(one.error) for one in newcomers] == [elastic.StateLost] * 3
+        assert "the job has committed 1000 step(s)" in str(newcomers[0].error)
+    else:
+        assert all(one.trains for one in newcomers)
+
+
+def test_newcomers_do_not_begin_a_job_anew_whose_members_died_at_once() -> None:
+    """No member could report: what they had written down at their first commit is enough."""
+    job = SimulatedJob(Rules(window_s=1, wait_s=20))
+    members = job.join(2)
+    job.pass_s(3)
+    job.commit(members)
+    for one in members:
+        job.kill(one)
+    newcomers = job.join(2)
+    job.pass_s(30)
+    assert [type(one.error) for one in newcomers] == [elastic.StateLost] * 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_schedules_of_joins_deaths_and_commits(seed: int) -> None:
+    """Whatever happens in whatever order, every generation goes on from what the member that committed most has committed
+    (`SimulatedJob` asserts it at each), nothing that was committed is begun anew, and nobody waits longer than it should."""
+    dice = random.Random(seed)
+    rules = Rules(dice.choice([1, 1, 2]), dice.choice([None, 2, 3]), window_s=dice.choice([1, 8]), wait_s=30)
+    job = SimulatedJob(rules)
+    job.join(dice.randint(1, 4))
+    for _ in range(dice.randint(10, 60)):
+        training = [one for one in job.workers if one.trains]
+        living = [one for one in job.workers if one.lives]
+        event = dice.choices(["pass", "join", "kill", "commit", "torn commit", "change"], [6, 1, 1, 4, 1, 1])[0]
+        if event == "pass":
+            job.pass_s(dice.choice([0.1, 1, 12]))
+        elif event == "join" and len(living) < 6:
+            job.join(dice.randint(1, 2))
+        elif event == "kill" and living:
+            job.kill(dice.choice(living))
+            if dice.random() < 0.7:
+                job.report([one for one in training if one.lives], knows_who_died=dice.random() < 0.5)
+        elif event == "commit":
+            job.commit(training)
+        elif event == "torn commit" and training:
+            # A step whose end only some have seen; who has not may be the one that dies.
+            job.commit(dice.sample(training, dice.randint(0, len(training))))
+            job.kill(dice.choice(training))
+            job.report([one for one in training if one.lives])
+        elif event == "change":
+            job.report(training)
+    # Those who still train notice that somebody is gone; then nothing happens any more, and every wait must end.
+    job.report([one for one in job.workers if one.trains])
+    job.pass_s(3 * rules.wait_s)
+    for one in job.workers:
+        assert not one.lives or one.trains, f"{one} waits for ever, seed {seed}"
+        if isinstance(one.error, elastic.StateLost):
+            assert job.longest or "may still come" in str(one.error), (
+                f"{one} mourns a state that never was, seed {seed}"
+            )
+
+
+@dataclasses.dataclass
+class SimulatedWorker:
+    """One worker of a `SimulatedJob`: a real lobby, and what it has committed."""
+
+    lobby: Lobby
+    trains: bool = False
+    lives: bool = True
+    committed: tuple[int, ...] | None = None
+    """The steps that its state has seen, each with a number of its own; None: it has no state of the job."""
+    roster: Roster | None = None
+    """A generation that it wants to build, and waits for the others to come."""
+    error: Exception | None = None
+
+
+class SimulatedJob:
+    """Workers with real lobbies in virtual time, and a model of what they must come to.
+
+    A generation is built when all its members have heard of it; where one has died, the others report again.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.workers: list[SimulatedWorker] = []
+        self.longest: tuple[int, ...] = ()
+        """What the members of the last generation have committed, at most."""
+        self._store = dist.HashStore()
+        self._now_s = 0.0
+        self._steps = itertools.count()
+
+    def join(self, count: int) -> list[SimulatedWorker]:
+        came = []
+        for _ in range(count):
+            lobby = Lobby(self._store, "simulated", self.rules)
+            # Without the thread a call, which a store in this process does not need.
+            lobby.store = dist.PrefixStore("penstock/elastic/simulated", self._store)
+            lobby.report(-1)
+            came.append(SimulatedWorker(lobby))
+        self.workers += came
+        return came
+
+    def kill(self, one: SimulatedWorker) -> None:
+        one.lives = one.trains = False
+
+    def commit(self, workers: list[SimulatedWorker]) -> None:
+        """These come to the end of the same step."""
+        step = next(self._steps)
+        for one in workers:
+            assert one.committed is not None
+            one.committed = (*one.committed, step)
+            one.lobby.has_committed(len(one.committed))
+            self.longest = max(self.longest, one.committed, key=len)
+
+    def report(self, workers: list[SimulatedWorker], *, knows_who_died: bool = True) -> None:
+        """These leave their generation, and want to be in the next."""
+        for one in workers:
+            one.trains, one.roster = False, None
+            last = one.lobby._last
+            dead = [
+                rank
+                for rank, member in enumerate(last.members)
+                if knows_who_died and not any(other.lives and other.lobby.member == member for other in self.workers)
+            ]
+            one.lobby.report(-1 if one.committed is None else len(one.committed), dead)
+
+    def pass_s(self, seconds: float) -> None:
+        end_s = self._now_s + seconds
+        while self._now_s < end_s:
+            self._now_s += 0.1
+            for one in self.workers:
+                if not one.lives or one.trains or one.roster is not None:
+                    continue
+                try:
+                    one.roster = one.lobby.poll(self._now_s)
+                except (elastic.LeftBehind, elastic.StateLost, elastic.TooFew) as error:
+                    one.lives, one.error = False, error
+            self._build()
+
+    def _build(self) -> None:
+        for one in self.workers:
+            roster = one.roster
+            if roster is None:
+                continue
+            members = [other for other in self.workers if other.lobby.member in roster.members]
+            if not all(other.lives for other in members):
+                self.report([other for other in members if other.lives and other.roster == roster])
+            elif all(other.roster == roster for other in members):
+                self._begin(roster, members)
+
+    def _begin(self, roster: Roster, members: list[SimulatedWorker]) -> None:
+        known = [one.committed for one in members if one.committed is not None]
+        best = max(known, key=len, default=())
+        given = members[roster.donor].committed or ()
+        assert len(given) == len(best) == max(roster.step, 0), f"{roster} is given {given}, and {best} is there"
+        assert given or not self.longest, f"{roster} begins anew, and {len(self.longest)} steps had been committed"
+        for one in members:
+            one.committed, one.trains, one.roster = given, True, None
+        self.longest = given
 
 
 # --------------------------------------------------------------------------------------------------- in a worker
@@ -411,6 +605,22 @@ def _work(story: Story) -> Told:
         print(error, flush=True)
         elastic.run(train, state, **{**FAST, **story.options})
     return Told(_digest(state), worlds, losses, _weights(state), state.seed)
+
+
+def _work_until(path: str) -> int | None:
+    """Train until there is a file at ``path``; how many steps that were."""
+
+    def train(state: elastic.State) -> int:
+        end = torch.zeros(1)
+        while not end.item():
+            if pathlib.Path(path).exists():
+                end += 1
+            dist.all_reduce(end)
+            state.commit()
+            ranks.note(f"step {state.step}")
+        return state.step
+
+    return elastic.run(train, elastic.State(), **{**FAST, "min_ranks": 2, "max_ranks": 2})
 
 
 class _Heard(logging.Handler):

@@ -64,12 +64,13 @@ def run(
             at the second look that it is there for.
 
     Returns:
-        what ``train`` returned; None on a worker that found the job finished.
+        what ``train`` returned, also (with a warning) where the store or the other workers died after that; None on a worker
+        that found the job finished.
 
     Raises:
         penstock.elastic.LeftBehind: the others took this worker for dead. Calling ``run`` again joins as a newcomer.
         penstock.elastic.TooFew: fewer than ``min_ranks`` for ``wait_s``; ``state`` is as last committed.
-        penstock.elastic.StateLost: a newcomer to a job whose members are all gone.
+        penstock.elastic.StateLost: a newcomer to a job that has committed steps, and whose members have not come for ``wait_s``.
         penstock.errors.Config: there is no store, or an argument is wrong.
         Other errors of ``train`` pass, and the other workers go on without this one.
 
@@ -92,11 +93,20 @@ def run(
     except Finished as end:
         if not worker.done:
             log.warning("%s; this worker came too late to do anything", end)
-    except (LeftBehind, TooFew):
-        # Of a step that failed nothing is left.
-        state.restore()
-        raise
-    except dist.DistError as error:
+    except (LeftBehind, TooFew, dist.DistError) as error:
+        if worker.done and not isinstance(error, LeftBehind):
+            log.warning(
+                "job %r: %s This worker's training had come to its end before, and run() returns its result; the others of "
+                "generation %d may not have come so far",
+                job,
+                _sentence(error),
+                worker.lobby.generation,
+            )
+            return worker.result
+        if isinstance(error, (LeftBehind, TooFew)):
+            # Of a step that failed nothing is left.
+            state.restore()
+            raise
         raise ConfigError(
             f"the store of elastic job {job!r} is gone, so that no new generation can be agreed on: "
             f"{str(error).splitlines()[0]}. Start the job again from a checkpoint, with a new store."
@@ -183,7 +193,9 @@ class _Worker:
             return False
         self._failures = 0
         self._commits = 0
-        self.state._after_commit = self._look_for_newcomers
+        if self.state.step > 0:
+            self._tell(self.lobby.has_committed, self.state.step)
+        self.state._after_commit = self._after_commit
         level = logging.INFO if roster.generation == 1 else logging.WARNING
         log.log(
             level,
@@ -198,21 +210,26 @@ class _Worker:
         )
         return True
 
-    def _look_for_newcomers(self) -> None:
+    def _after_commit(self) -> None:
         self._commits += 1
-        if self._commits % self.check_every:
+        looks = self._commits % self.check_every == 0
+        # Every rank's first commit: from here on there is a state that can be lost.
+        if self._commits == 1 or (looks and dist.get_rank() == 0):
+            self._tell(self.lobby.has_committed, self.state.step)
+        if not looks:
             return
         # One rank looks and the answer travels, so that all decide alike.
         flag = torch.zeros(1, dtype=torch.int32)
-        if dist.get_rank() == 0 and self._newcomer_waits():
+        if dist.get_rank() == 0 and self._tell(self.lobby.newcomer_waits):
             flag += 1
         dist.all_reduce(flag)
         if flag.item():
             raise MembershipChanged
 
-    def _newcomer_waits(self) -> bool:
+    def _tell(self, ask: Callable[..., Any], *args: Any) -> Any:
+        """What the lobby answers; None, with one warning, where the store is dead: training goes on without it."""
         try:
-            return self.lobby.newcomer_waits()
+            return ask(*args)
         except dist.DistError as error:
             if not self._store_failed:
                 log.warning(
@@ -221,7 +238,12 @@ class _Worker:
                     str(error).splitlines()[0],
                 )
             self._store_failed = True
-            return False
+            return None
+
+
+def _sentence(error: Exception) -> str:
+    first = str(error).splitlines()[0]
+    return first if isinstance(error, PenstockError) else f"the elastic store does not answer ({first})."
 
 
 def _lost_ranks() -> dict[int, str]:

@@ -3,6 +3,8 @@
 ```text
   members               how many have ever registered: a member's number is its age
   current               a generation that is closed; the next ones may be closed already (a hint to start looking from)
+  committed             how many steps the job has committed, as far as a member has written it down: in its first commit of a
+                        generation, at every look for newcomers, and in every report. Missing: no member has committed yet
   G/slots               how many have reported for generation G
   G/slot/S              one report: {"member", "step", "lost", "host"}
   G/beat/S              counts up as long as the one who reported waits
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -97,14 +100,15 @@ class Roster:
 
 
 def decide(
-    reports: Iterable[Report], previous: Sequence[int], has_state: bool, waited_s: float, rules: Rules
+    reports: Iterable[Report], previous: Sequence[int], committed: int, waited_s: float, rules: Rules
 ) -> tuple[list[Report], str]:
     """Who is in the next generation, by age, and why; nobody as long as it is better to wait.
 
     Args:
         reports: all that have come for this generation.
         previous: the members of the generation before; empty before the first.
-        has_state: whether that generation had trained, so that there is a state to be kept.
+        committed: steps that the job is known to have committed. Above 0 there is a state to be kept, and only a member
+            of the last generation can have it.
         waited_s: since the first of the previous members reported (before the first generation: the first of all).
 
     Whoever is called lost is not waited for, and is in all the same if it has reported: a worker that was stopped and goes on is
@@ -113,10 +117,11 @@ def decide(
     """
     alive = sorted((one for one in reports if one.pulse != "dead"), key=lambda one: one.member)
     came = {one.member for one in alive}
-    if has_state and all(one.step < 0 for one in alive):
+    if committed > 0 and all(one.step < 0 for one in alive):
         return (
             [],
-            f"no member of the last generation ({_numbers(previous)}) has come, and only they have the job's state",
+            f"the job has committed {committed} step(s), only the last generation's members ({_numbers(previous)}) have its "
+            "state, and none of them is here",
         )
     lost = {member for one in alive for member in one.lost}
     missing = [member for member in previous if member not in came and member not in lost]
@@ -148,6 +153,9 @@ class Lobby:
         self._slot = 0
         self._step = -1
         self._beats: dict[int, int] = {}
+        self._watch: _Watch | None = None
+        self._waits_since_s: float | None = None
+        self._said = ""
 
     @property
     def generation(self) -> int:
@@ -174,9 +182,16 @@ class Lobby:
             "host": f"{socket.gethostname()} (process {os.getpid()})",
         }
         self._step = step
+        if step > 0:
+            self.has_committed(step)
+        self._watch = None
         self._slot = self.store.add(f"{following}/slots", 1)
         self._beat(following)
         self.store.set(f"{following}/slot/{self._slot}", json.dumps(content))
+
+    def has_committed(self, step: int) -> None:
+        """Write down how far the job has come. Nobody begins the job anew from here on, even if all members die."""
+        self.store.set("committed", str(step))
 
     def await_roster(self) -> Roster:
         """Wait until the next generation with this worker in it is decided. `report` comes first.
@@ -186,39 +201,36 @@ class Lobby:
             LeftBehind: the others went on without this worker, which had been a member.
             TooFew, StateLost: after ``wait_s``.
         """
-        began_s = time.monotonic()
-        said = ""
-        while True:
-            following = self.generation + 1
-            watch = _Watch(self._last.members)
-            while (roster := self._roster(following, timedelta(seconds=_POLL_S))) is None:
-                self._beat(following)
-                now_s = time.monotonic()
-                reports = watch.look(self.store, following, now_s)
-                chosen, why = decide(
-                    reports, self._last.members, self._last.step >= 0, watch.waited_s(now_s), self.rules
-                )
-                if chosen:
-                    self._close(following, chosen, why)
-                    continue
-                if why != said:
-                    log.info("generation %d: member %d waits: %s", following, self.member, why)
-                    said = why
-                if now_s - began_s > self.rules.wait_s:
-                    raise self._waited_too_long(reports, why)
-            self._last = roster
-            self._beats = {}
-            if self.member in roster.members:
-                return roster
-            if self._step >= 0:
-                raise LeftBehind(
-                    f"generation {following} of job {self.job!r} went on without this worker (member {self.member}): it was "
-                    "taken for dead, because it was silent for too long. Its state is out of date. Call run() again, or "
-                    "start the worker again, and it joins as a newcomer; raise PENSTOCK_PEER_TIMEOUT where workers are "
-                    "suspended."
-                )
-            log.info("generation %d is full or began before this worker came; it waits for the next", following)
-            self.report(-1)
+        while (roster := self.poll(time.monotonic())) is None:
+            time.sleep(_POLL_S)
+        return roster
+
+    def poll(self, now_s: float) -> Roster | None:
+        """One look of `await_roster`, at the time ``now_s``: None as long as the generation is not decided."""
+        following = self.generation + 1
+        if self._watch is None:
+            self._watch = _Watch(self._last.members)
+        if self._waits_since_s is None:
+            self._waits_since_s = now_s
+        if (roster := self._roster(following)) is None:
+            if now_s >= self._watch.next_s:
+                self._look(following, now_s)
+            return None
+        self._last = roster
+        self._beats = {}
+        if self.member in roster.members:
+            self._waits_since_s = None
+            return roster
+        if self._step >= 0:
+            raise LeftBehind(
+                f"generation {following} of job {self.job!r} went on without this worker (member {self.member}): it was "
+                "taken for dead, because it was silent for too long. Its state is out of date. Call run() again, or "
+                "start the worker again, and it joins as a newcomer; raise PENSTOCK_PEER_TIMEOUT where workers are "
+                "suspended."
+            )
+        log.info("generation %d is full or began before this worker came; it waits for the next", following)
+        self.report(-1)
+        return None
 
     def newcomer_waits(self) -> bool:
         """Whether somebody who lives has reported for the next generation, and there is room. For one rank, between steps;
@@ -233,23 +245,40 @@ class Lobby:
         """The job has come to its end: nobody needs to wait for another generation."""
         self.store.compare_set(f"{self.generation + 1}/roster", "", json.dumps({"finished": step}))
 
+    def _look(self, following: int, now_s: float) -> None:
+        """Show that this worker lives, look who else does, and close the generation where it is time."""
+        assert self._watch is not None and self._waits_since_s is not None, "poll sets both"
+        self._beat(following)
+        reports = self._watch.look(self.store, following, now_s)
+        # Read after the reports: what a member has committed before its report counts.
+        known = int(self.store.get("committed")) if self.store.check(["committed"]) else 0
+        committed = max([known, *(one.step for one in reports)])
+        chosen, why = decide(reports, self._last.members, committed, self._watch.waited_s(now_s), self.rules)
+        if chosen:
+            self._close(following, chosen, why)
+            return
+        if why != self._said:
+            log.info("generation %d: member %d waits: %s", following, self.member, why)
+            self._said = why
+        if now_s - self._waits_since_s > self.rules.wait_s:
+            raise self._waited_too_long(reports, committed, why)
+
     def _find_last(self) -> Roster:
         generation = int(self.store.get("current")) if self.store.check(["current"]) else 0
         last = Roster(generation, (), -1, 0) if generation == 0 else None
         while True:
             if last is None:
-                last = self._roster(generation, timedelta(seconds=_POLL_S))
+                last = self._roster(generation)
                 assert last is not None, "it is closed before it becomes current"
             if not self.store.check([f"{last.generation + 1}/roster"]):
                 return last
             generation, last = last.generation + 1, None
 
-    def _roster(self, generation: int, timeout: timedelta) -> Roster | None:
-        """The generation's roster, waited for; None if there is none yet."""
+    def _roster(self, generation: int) -> Roster | None:
+        """The generation's roster; None if there is none yet."""
         key = f"{generation}/roster"
-        try:
-            self.store.wait([key], timeout)
-        except dist.DistStoreError:
+        # Not a wait with a time-out: torch prints a line for each that expires.
+        if not self.store.check([key]):
             return None
         content = json.loads(self.store.get(key))
         if "finished" in content:
@@ -268,10 +297,12 @@ class Lobby:
     def _beat(self, generation: int) -> None:
         self.store.add(f"{generation}/beat/{self._slot}", 1)
 
-    def _waited_too_long(self, reports: list[Report], why: str) -> TimeoutError_:
+    def _waited_too_long(self, reports: list[Report], committed: int, why: str) -> TimeoutError_:
         here = len([one for one in reports if one.pulse != "dead"])
         what = f"generation {self.generation + 1} of job {self.job!r} did not come about in {self.rules.wait_s:g} s: {why}."
-        if here < self.rules.min_ranks and not (self._last.step >= 0 and all(one.step < 0 for one in reports)):
+        if here < self.rules.min_ranks and not (
+            committed > 0 and all(one.step < 0 for one in reports if one.pulse != "dead")
+        ):
             return TooFew(
                 f"{what} Start more workers with the same PENSTOCK_ELASTIC_STORE, or lower min_ranks. This worker has "
                 + ("no state yet." if self._step < 0 else f"committed {self._step} step(s); state.restore() has them.")
@@ -331,8 +362,10 @@ class _Watch:
         self._beats: dict[int, int] = {}
         self._moves: dict[int, int] = {}
         self._first_s: float | None = None
+        self.next_s = -math.inf
 
     def look(self, store: Any, generation: int, now_s: float) -> list[Report]:
+        self.next_s = now_s + _LOOK_S
         beats = _beats(store, generation)
         for slot, beat in beats.items():
             if slot not in self._reports and store.check([f"{generation}/slot/{slot}"]):
@@ -389,9 +422,12 @@ def _numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"
 
 
-# How often a waiting worker looks and beats. A guess: people take it for at once. A look at one report costs the store some
-# 26 us (measured for `penstock.torch.rendezvous`), so 50 waiting workers take a third of a core.
-_POLL_S = 0.2
+# How often a waiting worker asks for the roster, which decides how late it hears of it: one message, 26 us of the store's
+# time (measured for `penstock.torch.rendezvous`).
+_POLL_S = 0.05
+# How often it looks at all reports, and beats. A guess: people take it for at once. A look at one report costs the store some
+# 26 us, so 50 waiting workers take a third of a core.
+_LOOK_S = 0.2
 # The default of PENSTOCK_PEER_TIMEOUT and a second more: who is this silent is dead to the group as well.
 _SILENT_S = 5.0
 # Workers and their store are often started together; importing torch takes a store some seconds.
