@@ -235,6 +235,96 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: pathlib.Path, caplog: pyt
     assert caplog.text.count("do not fit its name") == 2
 
 
+def test_a_fresh_run_in_an_old_folder_keeps_its_own_checkpoints(tmp_path: pathlib.Path) -> None:
+    """It saves at lower steps than what lies there: its own are kept and loaded again, and the other run's are left alone. A
+    restarted run that loads its last checkpoint goes on in its place."""
+    old = _state(seed=1)
+    for old.step in (1000, 2000, 3000):
+        elastic.Checkpoints(tmp_path, keep=2).save(_committed(old))
+    old_ones = {path.name for path in tmp_path.iterdir()}
+    assert len(old_ones) == 2
+    fresh = _state(seed=2)
+    for fresh.step in (10, 20, 30):
+        elastic.Checkpoints(tmp_path, keep=2).save(_committed(fresh))
+    restarted = _state(seed=3)
+    assert elastic.Checkpoints(tmp_path).load(restarted)
+    assert restarted.step == 31 and _digest(restarted) == _digest(fresh)
+    # Another life of the fresh run: it prunes what that run has left, and nothing else.
+    for restarted.step in (40, 50):
+        elastic.Checkpoints(tmp_path, keep=2).save(_committed(restarted))
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert old_ones < kept
+    assert sorted(int(name[5:17]) for name in kept - old_ones) == [41, 51]
+
+
+def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: pathlib.Path) -> None:
+    """SIGKILL while a checkpoint is written: the one before is loaded."""
+    with ranks.Ranks(_save_and_block, count=1, args=(str(tmp_path),)) as job:
+        job.await_note("writes", deadline_s=30)
+        assert (tmp_path / "unfinished").exists()
+        job.signal(0, signal.SIGKILL)
+        job.outcomes(timeout_s=10)
+    state = _state(seed=2)
+    assert elastic.Checkpoints(tmp_path).load(state)
+    assert state.step == 1
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_an_interrupted_commit_leaves_the_last_one(at: int) -> None:
+    """Ctrl-C at any place in the copying of a commit: the snapshot is the last commit as a whole, and restore brings it back.
+    The next commit is whole, too."""
+    things = {f"thing{index}": Fragile(torch.zeros(3)) for index in range(5)}
+    state = elastic.State(total=0.0, **things)
+
+    def step(number: int) -> None:
+        state.total = float(number)
+        for thing in things.values():
+            thing.tensor.fill_(number)
+
+    for number in (1, 2):
+        step(number)
+        state.commit()
+    step(3)
+    things[f"thing{at}"].breaks = True
+    with pytest.raises(KeyboardInterrupt):
+        state.commit()
+    things[f"thing{at}"].breaks = False
+    saved = state.snapshot()
+    assert saved["step"] == 2 and saved["values"] == {"total": 2.0}
+    assert [thing["tensor"].tolist() for thing in saved["objects"].values()] == [[2.0] * 3] * 5
+    state.restore()
+    assert state.step == 2 and state.total == 2.0
+    assert all(thing.tensor.tolist() == [2.0] * 3 for thing in things.values())
+    step(3)
+    state.commit()
+    assert state.snapshot()["step"] == 3
+    assert [thing["tensor"].tolist() for thing in state.snapshot()["objects"].values()] == [[3.0] * 3] * 5
+
+
+class Fragile:
+    """A part of a state. Copying what comes behind its tensor is interrupted if it ``breaks``."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.breaks = tensor, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor, "rest": Breaks() if self.breaks else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor.copy_(state["tensor"])
+
+
+class Breaks:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise KeyboardInterrupt
+
+
+def _committed(state: elastic.State) -> elastic.State:
+    state.total += 1
+    state.commit()
+    return state
+
+
 def test_restore_goes_back_to_the_last_commit() -> None:
     """Everything that a step has touched since then is as it was, and gradients are gone."""
     state = _state(seed=1)
@@ -621,6 +711,22 @@ def _work_until(path: str) -> int | None:
         return state.step
 
     return elastic.run(train, elastic.State(), **{**FAST, "min_ranks": 2, "max_ranks": 2})
+
+
+def _save_and_block(folder: str) -> None:
+    checkpoints, state = elastic.Checkpoints(folder), _state(seed=1)
+    state.commit()
+    checkpoints.save(state)
+    fsync = os.fsync
+
+    def blocking(handle: int) -> None:
+        fsync(handle)
+        ranks.note("writes")
+        threading.Event().wait()
+
+    os.fsync = blocking
+    state.commit()
+    checkpoints.save(state)
 
 
 class _Heard(logging.Handler):

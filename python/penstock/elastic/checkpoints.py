@@ -3,6 +3,10 @@
 A checkpoint is an ordinary file of ``torch.save``, named ``step-<step>-<the first 16 digits of its SHA-256>.pt``. It is
 written under another name, brought to the disk, and renamed: it is whole or not there. A file whose bytes do not fit its name
 (a bad disk, a copy cut short) is passed over when the newest is looked for.
+
+A folder may hold the checkpoints of several runs. Steps of one run grow; so a save at a step that is not beyond the newest
+checkpoint begins another run, and its files are named ``step-<step>-run-<number>-<digits>.pt``. The newest checkpoint is that
+of the last run, and `Checkpoints.save` removes old files of its own run only.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ class Checkpoints:
 
     Args:
         folder: made where it is missing.
-        keep: how many to keep; two or more, so that a damaged one has one before it.
+        keep: how many of a run to keep; two or more, so that a damaged one has one before it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
@@ -51,9 +55,22 @@ class Checkpoints:
             torch.save(tree, file)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.rename(self.folder / f"step-{tree['step']:012d}-{_digest(unfinished)}.pt")
+        found = self._found()
+        run, newest = found[0][0] if found else (0, -1)
+        if tree["step"] <= newest:
+            run += 1
+            log.warning(
+                "the folder %s holds checkpoints of another run, up to step %d: they are kept, and those of this run, which "
+                "has come to step %d, go first from now on",
+                self.folder,
+                newest,
+                tree["step"],
+            )
+        number = f"-run-{run}" if run else ""
+        unfinished.rename(self.folder / f"step-{tree['step']:012d}{number}-{_digest(unfinished)}.pt")
         _sync_folder(self.folder)
-        for _, old in self._found()[self.keep :]:
+        own = [path for (other, _), path in self._found() if other == run]
+        for old in own[self.keep :]:
             old.unlink(missing_ok=True)
 
     def load(self, state: State) -> bool:
@@ -74,7 +91,7 @@ class Checkpoints:
         return tree is not None
 
     def _newest(self) -> Any:
-        for step, path in self._found():
+        for (_, step), path in self._found():
             try:
                 if not path.stem.endswith(_digest(path)):
                     log.warning("checkpoint %s is damaged (its bytes do not fit its name); trying the one before", path)
@@ -87,11 +104,11 @@ class Checkpoints:
             return tree
         return None
 
-    def _found(self) -> list[tuple[int, Path]]:
-        """What is there, the newest first."""
+    def _found(self) -> list[tuple[tuple[int, int], Path]]:
+        """What is there, as ((run, step), path), the newest first."""
         paths = self.folder.glob("step-*.pt") if self.folder.is_dir() else []
         named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
-        return sorted(((int(match[1]), path) for match, path in named), reverse=True)
+        return sorted((((int(match[2] or 0), int(match[1])), path) for match, path in named), reverse=True)
 
 
 def _digest(path: Path) -> str:
@@ -115,6 +132,6 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-_NAME = re.compile(r"step-(\d{12})-[0-9a-f]{16}\.pt")
+_NAME = re.compile(r"step-(\d{12})(?:-run-(\d+))?-[0-9a-f]{16}\.pt")
 _UNFINISHED = "unfinished"
 _BLOCK = 1 << 20

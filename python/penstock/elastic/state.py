@@ -31,7 +31,8 @@ class State:
             named ``sampler``), and plain values (numbers, texts, lists of them), which may be assigned to later. The model
             is the bare module: wrap it in DistributedDataParallel inside ``train``, anew in every generation.
 
-    Memory: a second copy of all tensors. `commit` costs one copy of them in memory, and `run` a broadcast of them a rebuild.
+    Memory: two more copies of all tensors, the last commit and the one that is being written. `commit` costs one copy of them
+    in memory, and `run` a broadcast of them a rebuild.
     """
 
     def __init__(self, *, step: int = 0, **things: Any) -> None:
@@ -45,6 +46,7 @@ class State:
         self._seed = torch.initial_seed()
         self.__dict__.update(things)
         self._saved: Any = None
+        self._spare: Any = None
         self._save()
 
     def __getattr__(self, name: str) -> Any:
@@ -56,6 +58,8 @@ class State:
         ``optimizer.step()`` on all ranks, and after whatever else belongs to the step (a schedule's step, for instance).
 
         Inside `run` every ``check_every``-th call also asks, over the network, whether a newcomer waits.
+
+        What interrupts it (Ctrl-C, no memory) leaves the last commit or this one, each as a whole: `restore` goes there.
 
         Raises:
             MembershipChanged: (inside `run`) one does; let it pass.
@@ -99,7 +103,7 @@ class State:
         torch.manual_seed((self._seed + self.step * _STEPS + dist.get_rank()) % (1 << 63))
 
     def snapshot(self) -> Any:
-        """The last commit, as a tree of dicts, lists, tensors and values. Not a copy: read it before the next commit."""
+        """The last commit, as a tree of dicts, lists, tensors and values. Not a copy: later commits write over it."""
         return self._saved
 
     def adopt(self, tree: Any) -> None:
@@ -115,7 +119,11 @@ class State:
             "values": {name: self.__dict__[name] for name in self._values},
             "objects": {name: thing.state_dict() for name, thing in self._objects.items()},
         }
-        self._saved = _copied(live, self._saved)
+        # Not into the last commit itself, and at no time under two names: whatever interrupts this leaves a commit whole.
+        spare, self._spare = self._spare, None
+        saved = _copied(live, spare)
+        spare, self._saved = self._saved, saved
+        self._spare = spare
 
 
 @dataclass(frozen=True)
