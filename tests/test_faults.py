@@ -35,6 +35,7 @@ import penstock
 import ranks
 from backends import ALL, Backend
 from penstock import doctor
+from penstock.torch import rendezvous
 from torch_uses import batch, know, perceptron, regression, same
 
 MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
@@ -345,6 +346,25 @@ def test_wrong_knob_on_one_rank() -> None:
         assert "rank 1" in outcome.raised.text and "nosuch0" in outcome.raised.text, outcome.raised.text
 
 
+@pytest.mark.parametrize("knob", ["PENSTOCK_INTERFACE", "PENSTOCK_PLAN", "PENSTOCK_ALGORITHM"])
+def test_wrong_knob_on_a_rank_0_that_holds_the_store(knob: str) -> None:
+    """Ranks started by hand: the store ends with rank 0, and yet the others hear what is wrong with rank 0's settings."""
+    with _occupied_port() as port:
+        pass
+    by_hand = {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(port)}
+    with ranks.Ranks(_start_and_reduce, count=3, env=by_hand, env_of_rank={0: {knob: "nosuch0"}}) as job:
+        outcomes = job.outcomes(timeout_s=60, grace_s=20)
+    assert outcomes[0].raised is not None and outcomes[0].raised.is_a("penstock.errors.Config"), str(outcomes[0])
+    for outcome in outcomes[1:]:
+        assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Refused"), str(outcome)
+        assert "rank 0" in outcome.raised.text and "nosuch0" in outcome.raised.text, outcome.raised.text
+
+
+def test_who_holds_the_store() -> None:
+    """A rank whose store is another process's does not wait for its readers when it fails; one that serves it does."""
+    assert ranks.run(_serves_store, count=1) == [(False, True)]
+
+
 def test_one_line_at_init() -> None:
     """PENSTOCK_LOG=info prints what carries a group, once for the group."""
     with ranks.Ranks(
@@ -536,6 +556,12 @@ def _start(timeout_s: float = 120.0) -> tuple[int, int]:
 def _job_store() -> dist.Store:
     """The store of `ranks.Ranks`, without the prefixes that torch gives to groups."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def _serves_store() -> tuple[bool, bool]:
+    elsewhere = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    here = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    return tuple(rendezvous._is_served_here(dist.PrefixStore("group", store)) for store in (elsewhere, here))
 
 
 def _start_and_reduce(timeout_s: float = 30.0) -> float:

@@ -8,6 +8,7 @@ reads all of it and connects.
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import functools
 import json
@@ -18,7 +19,6 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -121,7 +121,7 @@ def join(
         )
         _await_links(group, ticket, store, timeout, name)
     except BaseException as error:
-        _tell_failure(store, rank, error)
+        _tell_failure(store, rank, world, error)
         if group is not None:
             # Other groups keep the engine running: it must not keep this one, nor let members wait for it.
             group.abort(f"rank {rank} could not join: {error or type(error).__name__}".rstrip("."))
@@ -336,18 +336,23 @@ def _plan(settings: config.Settings, world: int) -> tuple[str, str] | None:
 
 def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name: str) -> None:
     """Wait until all ranks have published, or one of them has given up."""
-    until = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            return store.wait(keys, timedelta(seconds=1))
-        except dist.DistStoreError:
-            _check_failed(store, name)
-            if time.monotonic() > until:
-                missing = [key for key in keys if not store.check([key])]
-                raise TimeoutError_(
-                    f"rank {rank} waited {timeout} for the other ranks of group {name}; nothing came from rank(s) "
-                    f"{', '.join(missing)}. Did they start?"
-                ) from None
+    began_s = time.monotonic()
+    waiting = collections.deque(keys)
+    while waiting:
+        # Not a wait with a time-out: torch prints a line for each that expires.
+        if store.check([waiting[0]]):
+            waiting.popleft()
+            continue
+        _check_failed(store, name)
+        waited_s = time.monotonic() - began_s
+        if waited_s > timeout.total_seconds():
+            missing = [key for key in waiting if not store.check([key])]
+            raise TimeoutError_(
+                f"rank {rank} waited {timeout} for the other ranks of group {name}; nothing came from rank(s) "
+                f"{', '.join(missing)}. Did they start?"
+            )
+        # So a join is late by a twentieth of what it had to wait anyway.
+        time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 20), _SLICE_S))
 
 
 def _check_failed(store: Any, name: str) -> None:
@@ -382,13 +387,48 @@ def _await_links(group: _core.Group, ticket: _core.Ticket, store: Any, timeout: 
             ticket.wait()  # Raises, and says who is missing.
 
 
-def _tell_failure(store: Any, rank: int, error: BaseException) -> None:
-    """Let the others fail now instead of at their time-out."""
+def _tell_failure(store: Any, rank: int, world: int, error: BaseException) -> None:
+    """Let the others fail now instead of at their time-out, and with the reason.
+
+    A rank that serves the store takes it along when it ends, so it stays until all have failed, or for `_LINGER_S`.
+    """
+    if not isinstance(error, PenstockError):
+        return
     try:
-        if isinstance(error, PenstockError) and not store.check([_FAILED]):
+        if not store.check([_FAILED]):
             store.set(_FAILED, f"rank {rank}: {type(error).__name__}: {error}")
+        store.add(_KNOWN, 1)
+        until = time.monotonic() + _LINGER_S
+        while _is_served_here(store) and store.add(_KNOWN, 0) < world and time.monotonic() < until:
+            time.sleep(_LINGER_PAUSE_S)
     except Exception as trouble:  # the store may be what failed
         log.debug("cannot tell the other ranks: %s", trouble)
+
+
+def _is_served_here(store: Any) -> bool:
+    """Whether the store's server is in this process: it listens on the store's port."""
+    port = getattr(_base(store), "port", None)
+    if port is None:
+        return False
+    own = set()
+    for handle in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the handle of this very list is closed
+            own.add(os.readlink(f"/proc/self/fd/{handle}"))
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(table) as lines:
+            for line in lines:
+                fields = line.split()
+                listens = fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port
+                if listens and f"socket:[{fields[9]}]" in own:
+                    return True
+    return False
+
+
+def _base(store: Any) -> Any:
+    """The store under all prefixes."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
 
 
 def _print_log(level: str) -> None:
@@ -410,8 +450,7 @@ def _warn_of_strangers() -> None:
 
 def _master(store: Any) -> str | None:
     """ "host:port" of the job's master, for the route to it."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = _base(store)
     host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
     port = getattr(store, "port", None) or os.environ.get("MASTER_PORT") or "1"
     if not host:
@@ -432,7 +471,7 @@ def _announce(membership: Membership, settings: config.Settings, agreed: dict[st
     # What is possible between ranks of a host is found out pair by pair; a fallback is to be seen here.
     others = {int(member.split(" ")[2]) for member in members} - {membership.engine.job_rank}
     peers = membership.engine.core.stats()["peers"]
-    media = Counter(peer["medium"] for peer in peers if peer["rank"] in others and peer["lost"] is None)
+    media = collections.Counter(peer["medium"] for peer in peers if peer["rank"] in others and peer["lost"] is None)
     interfaces = ", ".join(f"{name} {address}" for name, address in membership.engine.interfaces)
     hosts = len({member.split(" ")[3] for member in members})
     guard = "PENSTOCK_SECRET" if agreed["secret"] is None else "generated (guards against accidents only)"
@@ -454,6 +493,11 @@ def _announce(membership: Membership, settings: config.Settings, agreed: dict[st
 heed = _Heed()
 _generation: int | None = None
 _FAILED = "failed"
+_KNOWN = "failed/known"  # how many ranks have given up
+# Long enough for ranks that were started together, short enough for people who wait for their prompt.
+_LINGER_S = 2.0
+_LINGER_PAUSE_S = 0.02
+_LISTENS = "0A"  # TCP_LISTEN in include/net/tcp_states.h
 # All-reduces after which nobody is likely to make a reducer still: some hundred steps. A guess; a training of days should not
 # learn at its end that nothing was looked for.
 _MANY = 1000
@@ -462,6 +506,8 @@ _BATCH = 512
 # How late a rank learns that another has given up: chosen for people, who take it for at once. A look costs the store
 # 26 us (measured, over loopback), so 512 ranks that wait take 3 % of a core.
 _SLICE_S = 0.5
+# Ranks that are started together come within milliseconds of each other.
+_SHORTEST_PAUSE_S = 0.001
 # How far behind the slowest rank may be at the end of its job for this to be orderly.
 _LAST_S = 5.0
 os.register_at_fork(after_in_child=_Engine._renew_lock)
