@@ -6,8 +6,10 @@ import contextlib
 import io
 import json
 import os
+import pathlib
 import re
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,7 +22,7 @@ import torch.distributed as dist
 import penstock
 import ranks
 from backends import ALL
-from penstock import config, doctor, info
+from penstock import cli, config, doctor, info
 
 
 def test_info_shows_values_and_where_they_come_from() -> None:
@@ -69,6 +71,69 @@ def test_doctor_checks_two_ranks_here() -> None:
     assert ended.returncode == (1 if "! rank" in ended.stdout else 0), ended.stdout
 
 
+def test_doctor_cuts_nothing() -> None:
+    """On a terminal that is too narrow for its tables cells are folded; a log file has whole lines."""
+    for env, width in (({"COLUMNS": "60"}, 60), ({"COLUMNS": None}, 200)):
+        ended = _penstock(["doctor", "--mebibytes=1"], {"PENSTOCK_SHM": "0", **env})
+        assert "…" not in ended.stdout and ended.stdout.count("127.0.0.1") >= (0 if width == 60 else 2), ended.stdout
+        assert max(map(len, ended.stdout.splitlines()[1:])) <= width, ended.stdout
+        # Of every address all characters are there, one cell below the other.
+        letters = "".join(
+            re.sub(r"[^0-9.:]", "", line.split("│")[2]) for line in ended.stdout.splitlines() if line.count("│") == 7
+        )
+        assert re.search(r"127\.0\.0\.1:\d+", letters), ended.stdout
+
+
+def test_doctor_is_warm_before_it_times() -> None:
+    """A rate is the median of exchanges after some that do not count: one slow exchange, the first above all, is not in it."""
+    (rates,) = {tuple(each) for each in ranks.run(_with_a_slow_exchange, count=2)}
+    assert rates == (1000.0,)
+
+
+@pytest.mark.parametrize("verb", ["doctor", "run"])
+def test_interrupted_verbs_end_without_a_traceback(verb: str, tmp_path: pathlib.Path) -> None:
+    """Ctrl-C at a terminal, which goes to all processes of the job, while ranks run."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    arguments = ["run", "--nproc=2", str(script)] if verb == "run" else ["doctor", "--mebibytes=4096"]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**inherited, "PENSTOCK_LOG": "info"},
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            said = ""
+            while ("epoch" if verb == "run" else "2 ranks") not in said and (line := process.stdout.readline()):
+                said += line
+            os.killpg(process.pid, signal.SIGINT)
+            rest, _ = process.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert "Traceback" not in rest and process.returncode == 130, said + rest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "--nproc", "abc", "train.py"], "argument --nproc: abc is not a number of ranks, such as 2"),
+        (["bench", "foo"], "The commands are aggregated, all-gather, all-reduce"),
+        (["testbed", "dwn"], "Did you mean 'down'?"),
+    ],
+)
+def test_errors_on_the_command_line_are_short(arguments: list[str], words: str) -> None:
+    """What is wrong and what there is, in three lines, without a usage of a page."""
+    ended = click.testing.CliRunner().invoke(cli.main, arguments)
+    assert ended.exit_code == 2 and words in ended.stderr, ended.output
+    assert len(ended.stderr.strip().splitlines()) <= 4, ended.stderr
+
+
 def test_doctor_warns() -> None:
     """A limit that is too low is named with what to do, and is a failure to the shell."""
     with ranks.Ranks(_with_few_files, count=2, args=(2048,), env={"COLUMNS": "300"}) as job:
@@ -112,6 +177,37 @@ def _check_that_fails() -> tuple[str, str, bool]:
     return ended, said.getvalue(), dist.is_initialized()
 
 
+def _with_a_slow_exchange() -> list[float]:
+    """The rate that is shown, where the first exchange and one other take long."""
+    times = iter([9.0, 1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 1.0])
+    doctor._exchange = lambda *_: next(times)
+    shown: list[float] = []
+    doctor._print = lambda everyone: shown.extend(one["rates"][1 - rank] for rank, one in enumerate(everyone))
+    dist.init_process_group("penstock")
+    doctor._check(1000)
+    gathered: list[list[float]] = [[], []]
+    dist.all_gather_object(gathered, shown)
+    dist.destroy_process_group()
+    return sorted(set(gathered[0]))
+
+
+TRAINS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(64, 4)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+for epoch in range(10**9):
+    for a, b in loader:
+        loss = ((model(a) - b) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print("epoch", epoch, flush=True)
+"""
+
+
 def _with_few_files(allowed: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
     doctor.command(["--mebibytes=1"], prog_name="penstock doctor")
@@ -132,11 +228,12 @@ def _flood() -> int:
     return int(most)
 
 
-def _penstock(arguments: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def _penstock(arguments: list[str], env: Mapping[str, str | None]) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    wanted = {**inherited, "COLUMNS": "300", **env}
     return subprocess.run(
         [sys.executable, "-m", "penstock", *arguments],
-        env={**inherited, "COLUMNS": "300", **env},
+        env={name: value for name, value in wanted.items() if value is not None},
         capture_output=True,
         text=True,
         timeout=120,

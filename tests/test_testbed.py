@@ -551,6 +551,37 @@ def test_a_testbed_stays_up_until_it_is_taken_down() -> None:
 
 
 @needs_namespaces
+def test_a_run_says_that_its_testbed_was_taken_down() -> None:
+    """In one line, instead of a signal that nobody sent on purpose and tables of a link that is gone."""
+    name = f"test-{os.getpid()}"
+    invoke("up", "--name", name)
+    try:
+        program = "print('ready', flush=True); import time; time.sleep(1000)"
+        command = [*penstock("run", "-n", "2", "--name", name), "--", *python(program)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
+            cluster.take_down(name)
+            _, errors = process.communicate(timeout=30)
+    finally:
+        if name in cluster.read_states():
+            cluster.take_down(name)
+    assert process.returncode == 1
+    assert (
+        errors
+        == f"penstock testbed: testbed '{name}' was taken down while the run was on; nothing of the run is left\n"
+    )
+
+
+@needs_namespaces
+def test_ranks_on_emulated_hosts_start_quietly() -> None:
+    """Emulated hosts have no names; torch's store does not complain of each connection."""
+    program = "import torch.distributed as dist; dist.init_process_group('penstock'); print('ready')"
+    output = invoke("run", "-n", "2", "--", *python(program))
+    assert output.count("ready") == 2 and "cannot be retrieved" not in output, output
+
+
+@needs_namespaces
 def test_a_testbed_whose_keeper_was_killed_is_not_up() -> None:
     """Its file is stale: `show` does not list it, and the name is free again."""
     name = f"test-{os.getpid()}"

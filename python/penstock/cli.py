@@ -13,8 +13,26 @@ import importlib
 import click
 
 
-class Verbs(click.Group):
+class Group(click.Group):
+    """A group that says which commands it has to whoever asks for another."""
+
+    kind = "command"
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        names = self.list_commands(ctx)
+        if args and args[0] not in names and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], names, n=1)
+            hint = f"Did you mean '{near[0]}'?" if near else f"The {self.kind}s are {', '.join(sorted(names))}."
+            ctx.fail(f"No such {self.kind} '{args[0]}'. {hint}")
+        return super().resolve_command(ctx, args)
+
+
+class Verbs(Group):
     """A group whose commands are the modules that `VERBS` names."""
+
+    kind = "verb"
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(VERBS)
@@ -25,15 +43,6 @@ class Verbs(click.Group):
         command = importlib.import_module(f"penstock.{cmd_name}").command
         assert isinstance(command, click.Command), f"penstock.{cmd_name}.command is not a click command"
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0], VERBS, n=1)
-            hint = f"Did you mean '{near[0]}'?" if near else f"The verbs are {', '.join(sorted(VERBS))}."
-            ctx.fail(f"No such verb '{args[0]}'. {hint}")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):

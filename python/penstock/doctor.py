@@ -9,21 +9,23 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+import signal
 import socket
+import statistics
 import struct
-import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock.errors import PenstockError
+from penstock.testbed.cluster import Loopback
 
 __all__ = ["command"]
 
@@ -34,6 +36,8 @@ __all__ = ["command"]
 def command(mebibytes: int, timeout: float) -> None:
     """Check reachability, rate, MTU and limits between all pairs of ranks."""
     if "RANK" in os.environ:
+        # Of a rank that is told to end nobody wants to read where it was.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         healthy = _run(mebibytes << 20, timeout)
         sys.exit(0 if healthy else 1)
     click.echo("RANK is not set: checking two ranks on this machine. For a cluster: torchrun ... -m penstock doctor")
@@ -68,7 +72,7 @@ def _check(size: int) -> bool:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     rates: dict[int, float] = {}
-    block = torch.zeros(size, dtype=torch.uint8)
+    sent, received = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     # One pair at a time, so that a pair's rate is its own.
     for a in range(world):
         for b in range(a + 1, world):
@@ -76,10 +80,8 @@ def _check(size: int) -> bool:
             if rank not in (a, b):
                 continue
             other = b if rank == a else a
-            _exchange(dist, torch, block[: min(size, 1 << 20)], other)
-            started = time.perf_counter()
-            _exchange(dist, torch, block, other)
-            rates[other] = size / (time.perf_counter() - started)
+            seconds = [_exchange(dist, sent, received, other) for _ in range(_WARM_UP + _REPEATS)]
+            rates[other] = size / statistics.median(seconds[_WARM_UP:])
     own: dict[str, Any] = {"rates": rates, "stats": stats(), "limits": _limits(), "host": socket.gethostname()}
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, own)
@@ -88,18 +90,22 @@ def _check(size: int) -> bool:
     return not any(one["limits"]["warnings"] for one in everyone)
 
 
-def _exchange(dist: Any, torch: Any, block: Any, other: int) -> None:
-    """Both directions at once."""
-    received = torch.empty_like(block)
-    sending = dist.isend(block, other)
+def _exchange(dist: Any, sent: Any, received: Any, other: int) -> float:
+    """Both directions at once; the seconds that it took."""
+    started = time.perf_counter()
+    sending = dist.isend(sent, other)
     receiving = dist.irecv(received, other)
     sending.wait()
     receiving.wait()
+    return time.perf_counter() - started
 
 
 def _print(everyone: list[dict[str, Any]]) -> None:
+    # A log file has room for whole lines; on a narrow terminal cells are folded. Nothing is cut.
     console = Console()
-    pairs = Table("from", "to", "medium", "streams", "rate each way", "round trip", title="pairs of ranks")
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_WIDTH_OF_FILES)
+    pairs = _table("from", "to", "medium", "streams", "rate each way", "round trip", title="pairs of ranks")
     for rank, one in enumerate(everyone):
         for peer in sorted(one["stats"]["peers"], key=lambda peer: peer["rank"]):
             rate = one["rates"].get(peer["rank"], 0.0)
@@ -113,7 +119,7 @@ def _print(everyone: list[dict[str, Any]]) -> None:
                 f"{min(trips) * 1e3:.3f} ms" if trips else "-",
             )
     console.print(pairs)
-    hosts = Table("rank", "open files", "locked memory", "congestion control", "interfaces (MTU)", title="limits")
+    hosts = _table("rank", "open files", "locked memory", "congestion control", "interfaces (MTU)", title="limits")
     for rank, one in enumerate(everyone):
         limits = one["limits"]
         hosts.add_row(str(rank), limits["files"], limits["memlock"], limits["congestion"], limits["interfaces"])
@@ -123,6 +129,10 @@ def _print(everyone: list[dict[str, Any]]) -> None:
         console.print(f"[yellow]! {warning}[/]")
     if not warnings:
         console.print("[green]all pairs reach each other; nothing to mend[/]")
+
+
+def _table(*columns: str, title: str) -> Table:
+    return Table(*(Column(name, overflow="fold") for name in columns), title=title)
 
 
 def _limits() -> dict[str, Any]:
@@ -162,14 +172,30 @@ def _read(path: str) -> str:
 
 
 def _start_two(mebibytes: int, timeout: float) -> int:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock"]
-    process = subprocess.Popen([*command, "doctor", f"--mebibytes={mebibytes}", f"--timeout={timeout}"])
+    command = [sys.executable, "-m", "penstock", "doctor", f"--mebibytes={mebibytes}", f"--timeout={timeout}"]
+    console = Console()
+    width = {"COLUMNS": str(console.width)} if console.is_terminal else {}
+    interrupted = False
+
+    def interrupt(*_: object) -> NoReturn:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    def show(_: int, line: str) -> None:
+        if not interrupted:
+            click.echo(line)
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
-        return process.wait()
+        with Loopback(hosts=1) as bed:
+            return 1 if bed.run(command, ranks=2, env=width, on_line=show).returncode else 0
     except KeyboardInterrupt:
-        process.terminate()
-        process.wait()
-        return 130
+        click.echo("interrupted: both ranks have ended", err=True)
+        return 128 + signal.SIGINT
 
 
+# The first exchange touches fresh pages and finds the streams' rates; a single one may meet whatever else the machine does.
+_WARM_UP, _REPEATS = 2, 7
+_WIDTH_OF_FILES = 200
 _SIOCGIFMTU = 0x8921

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from penstock.cli import Group
 from penstock.plan import MOST_BLOCK_BYTES
 
 __all__ = ["Rate", "command", "rates"]
@@ -23,7 +24,7 @@ SHAPES = {"direct": None, "star": 1, "racks": 2, "core": 1}
 """How often a block crosses the server's link each way; None: once for each worker."""
 
 
-@click.group()
+@click.group(cls=Group)
 def command() -> None:
     """Run the shipped protocol in virtual time, with seeded faults."""
 

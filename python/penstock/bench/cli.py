@@ -25,6 +25,7 @@ from penstock.bench.figures import FIGURES, AggregatedFigure, Figure, Finding
 from penstock.bench.figures import table as figures_table
 from penstock.bench.launcher import BenchError
 from penstock.bench.session import ELEMENT_BYTES, Series, Settings, measure, unavailable
+from penstock.cli import Group
 from penstock.errors import Config as ConfigError
 from penstock.testbed.cluster import Loopback, Testbed, TestbedUnavailable
 from penstock.testbed.link import LinkSpec
@@ -39,7 +40,7 @@ MOST_RANKS = 64
 """As many as a testbed has hosts. Each is a process that imports torch: a few hundred megabytes."""
 
 
-@click.group(name="bench")
+@click.group(name="bench", cls=Group)
 def command() -> None:
     """Measure collectives: time, bandwidth, share of the limit, beside other backends.
 

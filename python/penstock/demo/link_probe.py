@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import signal
 import statistics
 import time
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ def exchange(bed: Bed, flows: int, nbytes: int) -> Carriage:
     addresses = [mesh.address for mesh in meshes]
 
     def run(rank: int, result: Connection) -> None:
+        # A Ctrl-C at a terminal comes here as well; the demo says what there is to say.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         seconds = []
         try:
             bed.inside(rank, lambda: meshes[rank].connect(addresses, flows))

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -71,6 +72,7 @@ def parse(arguments: Sequence[str]) -> Wanted:
 
     parser = get_args_parser()
     parser.prog = "penstock run"
+    parser.error = _refuse
     _add_own(parser)
     everything = parser.parse_args(list(arguments))
     before = list(arguments[: len(arguments) - len(everything.training_script_args) - 1])
@@ -100,10 +102,21 @@ def torchrun_options(wanted: Wanted, gpus: int) -> list[str]:
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc", type=int, default=None)
+    parser.add_argument("--nproc", type=_ranks, default=None)
     parser.add_argument("--batch", choices=["global", "per-rank"], default="global")
     parser.add_argument("--scale-lr", action="store_true")
     parser.add_argument("--keep", action="store_true")
+
+
+def _ranks(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks, such as 2")
+    return int(text)
+
+
+def _refuse(message: str) -> NoReturn:
+    """In one line: torchrun's usage is long, and says nothing of our options."""
+    raise click.UsageError(message)
 
 
 def _start(wanted: Wanted, source: str, script: Path, folder: Path) -> int:
@@ -126,7 +139,7 @@ def _start(wanted: Wanted, source: str, script: Path, folder: Path) -> int:
     if ranks.isdigit():
         # torchrun gives each rank one thread where nobody says otherwise; the cores are there to be shared.
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(ranks))))
-    command = [sys.executable, "-m", "torch.distributed.run", *options, *target, *wanted.arguments]
+    command = [sys.executable, "-m", "penstock.run.torchrun", *options, *target, *wanted.arguments]
     with subprocess.Popen(command, env=env) as child:
         # A Ctrl-C reaches torchrun too, and torchrun ends its ranks; a SIGTERM is handed on.
         signal.signal(signal.SIGTERM, lambda *_: child.terminate())

@@ -8,6 +8,7 @@ under "spawn" or "forkserver") import the original, which has the same functions
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import types
 from pathlib import Path
@@ -25,7 +26,23 @@ def main() -> None:
     module.__file__ = original
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
-    exec(code, module.__dict__)
+    interrupted = False
+
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        exec(code, module.__dict__)
+    except Exception:
+        # A KeyboardInterrupt that passes through torch's C++ code arrives as a RuntimeError.
+        if not interrupted:
+            raise
+        sys.exit(128 + signal.SIGINT)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
+from penstock.cli import Group
 from penstock.testbed import cluster, topology
 from penstock.testbed.cluster import Bed, Loopback, Testbed, TestbedUnavailable
 from penstock.testbed.link import FlowClass, LinkSpec
@@ -22,7 +23,7 @@ from penstock.testbed.topology import LinkTraffic
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@click.group(name="testbed")
+@click.group(name="testbed", cls=Group)
 def command() -> None:
     """Emulate a cluster on this machine: hosts, a switch, rates, loss, delay.
 
@@ -144,6 +145,8 @@ def run(
                 timeout_s=timeout,
                 on_line=_print_line,
             )
+            if name is not None and isinstance(bed, Testbed) and bed.is_gone():
+                _fail(f"testbed '{name}' was taken down while the run was on; nothing of the run is left")
             if not quiet:
                 _print_traffic(done.counters, done.flows, done.wall_s)
                 if isinstance(bed, Testbed) and bed.topology.racks:

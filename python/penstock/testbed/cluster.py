@@ -176,6 +176,9 @@ class Testbed(Bed):
     __test__ = False
     interface = "eth0"
 
+    _attached_to: int | None = None
+    """The keeper of the testbed that `attach` found."""
+
     def __init__(
         self, *, hosts: int = 2, link: LinkSpec | None = None, name: str | None = None, **topology: Any
     ) -> None:
@@ -209,6 +212,7 @@ class Testbed(Bed):
         bed.topology = Topology(**state["topology"])
         Bed.__init__(bed, hosts=bed.topology.hosts)
         bed.link, bed.name = LinkSpec(**state["link"]), name
+        bed._attached_to = state["keeper"]
         bed._prepare()
         try:
             for number in state["namespaces"]:
@@ -218,6 +222,12 @@ class Testbed(Bed):
             bed.close()
             raise
         return bed
+
+    def is_gone(self) -> bool:
+        """Whether a testbed that was attached has been taken down, or begins to."""
+        assert self.name is not None
+        state = read_states().get(self.name)
+        return state is None or state["keeper"] != self._attached_to
 
     def keep(self) -> None:
         """Let the testbed outlive this process under its name, until ``penstock testbed down``.

@@ -11,7 +11,7 @@ not a PID namespace: ranks would not know the process ids that the rest of the m
 It runs as a script, ``python -I -S keeper.py MARK PARENT FD...``, and imports nothing of Penstock, so that it starts
 in 20 ms and stays small. Its standard input is a pipe whose other end only the maker holds. A line
 ``detach PATH`` on it turns the testbed into one that stays (``penstock testbed up``) until SIGTERM; PATH is the file
-that says so to others, removed at the end.
+that says so to others, removed when the testbed begins to end.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def main(arguments: list[str]) -> None:
         if state_file is not None:
             signal.sigwait({signal.SIGTERM})
     finally:
-        sweep(mark, namespaces)
         if state_file is not None:
+            # First: whoever sees a process of the testbed die can see that the testbed is not up any more.
             try:
                 os.unlink(state_file)
             except FileNotFoundError:
                 pass
+        sweep(mark, namespaces)
 
 
 def watch(parent: int) -> str | None:
