@@ -1,6 +1,8 @@
-"""A training whose loss becomes infinite on one rank in the third step, and a rank that leaves early: see docs/debugging.md."""
+"""A training that breaks when asked to: a gradient becomes infinite on one rank, a rank leaves early, a weight differs, a rank
+is slow. docs/debugging.md shows what you see then."""
 
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -12,12 +14,16 @@ rank = dist.get_rank()
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 penstock.torch.GradientReducer(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(1, 6):
+for step in range(1, 31 if "slow" in sys.argv else 6):
     data = torch.randn(4, 8)
     if "infinite" in sys.argv and step == 3 and rank == 1:
         data[0, 0] = torch.inf
     if "leave" in sys.argv and step == 3 and rank == 1:
         raise SystemExit("rank 1 has had enough")
+    if "differ" in sys.argv and step == 3 and rank == 1:
+        model[0].weight.data[0, 0] += 0.001
+    if "slow" in sys.argv and rank == 1:
+        time.sleep(0.02)
     optimizer.zero_grad()
     model(data).square().mean().backward()
     optimizer.step()

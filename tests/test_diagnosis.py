@@ -37,8 +37,13 @@ def test_info_shows_values_and_where_they_come_from() -> None:
         assert shown["origin"] == ("environment" if knob.name in set_here else "default"), shown
         assert shown["value"] == {**set_here, "PENSTOCK_SECRET": "(set, not shown)"}.get(knob.name, knob.default), shown
         assert shown["meaning"] == knob.meaning
+    table = _penstock(["info", "--all"], set_here)
+    assert table.returncode == 0 and "stone" not in table.stdout, table.stderr
+    rows = re.findall(r"│ (PENSTOCK_\w+)", table.stdout)
+    assert set(rows[:2]) == set(set_here) and set(rows) == {knob.name for knob in config.KNOBS}, rows
     table = _penstock(["info"], set_here)
-    assert table.returncode == 0 and "stone" not in table.stdout and "PENSTOCK_STREAMS" in table.stdout, table.stderr
+    assert set(re.findall(r"│ (PENSTOCK_\w+)", table.stdout)) == set(set_here)
+    assert f"{len(config.KNOBS) - 2} more knobs" in table.stdout, table.stdout
 
 
 @pytest.mark.parametrize("wrong", ["PENSTOCK_STREAMS", "PENSTOCK_INTERFACE", "TORCHELASTIC_RESTART_COUNT"])
@@ -46,7 +51,7 @@ def test_info_shows_values_and_where_they_come_from() -> None:
 def test_info_refuses_a_wrong_value(wrong: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table, or the JSON, still comes; then the variable is named, and the exit code says it too."""
     monkeypatch.setenv(wrong, "nosuch0")
-    ended = click.testing.CliRunner().invoke(info.command, ["--json"] if form == "json" else [])
+    ended = click.testing.CliRunner().invoke(info.command, ["--json"] if form == "json" else ["--all"])
     assert ended.exit_code == 1 and "PENSTOCK_LOG" in ended.output, ended.output
     (told,) = json.loads(ended.stdout)["wrong"] if form == "json" else [ended.stderr]
     assert wrong in told and "nosuch0" in told and "Traceback" not in ended.output, ended.output

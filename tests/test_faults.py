@@ -332,6 +332,7 @@ def test_wrong_knob(knob: str, value: str, word: str) -> None:
     for outcome in outcomes:
         assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.PenstockError"), str(outcome)
         assert knob in outcome.raised.text and word in outcome.raised.text, outcome.raised.text
+        assert "The group is" not in outcome.raised.text, "there was none yet"
     first = next(outcome for outcome in outcomes if outcome.raised.is_a("penstock.errors.Config"))
     assert first.raised.is_a("ValueError")
 
@@ -385,6 +386,7 @@ def test_port_in_use() -> None:
             for outcome in job.outcomes(timeout_s=60, grace_s=20):
                 assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Config"), str(outcome)
                 assert str(port) in outcome.raised.text, outcome.raised.text
+                assert "The group is" not in outcome.raised.text, "there was none yet"
         knobs = {**TCP.env, "PENSTOCK_PORT_RANGE": f"{port}-{port + 20}"}
         assert ranks.run(_start_and_reduce, count=2, env=knobs) == [2.0, 2.0]
 

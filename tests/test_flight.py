@@ -253,6 +253,27 @@ def test_the_example(how: str, tmp_path: pathlib.Path) -> None:
     assert "0/rounds #2 all_reduce(band, 18 x uint8) (exchange): done" in shown, shown
 
 
+@pytest.mark.parametrize(
+    ("how", "check", "told"),
+    [
+        (
+            "differ",
+            "mismatch",
+            "Diverged: the parameter 0.weight is not alike on all ranks: rank 0 and rank 1 hold different bits",
+        ),
+        ("slow", "slow", "PENSTOCK_CHECK=slow: in the last 20 steps rank 1 was last in "),
+    ],
+)
+def test_the_examples_of_checks(how: str, check: str, told: str) -> None:
+    """What docs/debugging.md shows of PENSTOCK_CHECK=mismatch and slow."""
+    env = os.environ | {"PENSTOCK_CHECK": check}
+    example = pathlib.Path(__file__).parent.parent / "examples" / "debugging.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example), how]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert told in done.stderr, done.stderr
+    assert (done.returncode == 0) == (how == "slow"), done.stderr
+
+
 def _flight(folder: pathlib.Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "penstock", "flight", str(folder), *options]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

@@ -21,9 +21,10 @@ __all__ = ["command", "gather"]
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def command(as_json: bool) -> None:
-    """Show versions, the machine, and every knob with its value, origin and meaning."""
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables: always with every knob.")
+@click.option("--all", "everything", is_flag=True, help="Every knob, not only those that are set.")
+def command(as_json: bool, everything: bool) -> None:
+    """Show versions, the machine, and the knobs: value, origin and meaning. Those that are set come first."""
     facts = gather()
     if as_json:
         click.echo(json.dumps(facts, indent=2))
@@ -33,10 +34,16 @@ def command(as_json: bool) -> None:
     for name, value in facts["about"].items():
         about.add_row(f"[bold]{name}[/]", escape(str(value)))
     console.print(about)
-    knobs = Table("knob", "value", "from", "meaning", title="knobs (environment variables)", show_lines=True)
-    for knob in facts["knobs"]:
-        knobs.add_row(knob["name"], escape(knob["value"]) or "(empty)", knob["origin"], knob["meaning"])
-    console.print(knobs)
+    here = [knob for knob in facts["knobs"] if knob["origin"] != "default"]
+    others = [knob for knob in facts["knobs"] if knob["origin"] == "default"]
+    shown = [*here, *others] if everything else here
+    if shown:
+        knobs = Table("knob", "value", "from", "meaning", title="knobs (environment variables)", show_lines=True)
+        for knob in shown:
+            knobs.add_row(knob["name"], escape(knob["value"]) or "(empty)", knob["origin"], knob["meaning"])
+        console.print(knobs)
+    if len(shown) < len(facts["knobs"]):
+        console.print(f"{len(others)} more knobs have their defaults: penstock info --all", highlight=False)
     if facts["wrong"]:
         raise click.ClickException("\n".join(facts["wrong"]))
 

@@ -1,6 +1,6 @@
 //! Aggregators and servers, for `penstock aggregator` and `penstock server`.
 
-use crate::error;
+use crate::setup_error;
 use penstock_aggregator::{Config, Role};
 use penstock_types::{Failure, FailureKind};
 use pyo3::prelude::*;
@@ -35,7 +35,7 @@ impl Daemon {
         drain_timeout_s: f64,
         drop: Option<(f64, u64)>,
     ) -> PyResult<Daemon> {
-        let config_error = |message: String| error(py, &Failure::of_call(FailureKind::Config, message));
+        let config_error = |message: String| setup_error(py, &Failure::of_call(FailureKind::Config, message));
         let role = match role {
             "aggregator" => Role::Aggregator,
             "server" => Role::Server,

@@ -1,6 +1,6 @@
 //! `Engine`, `Group` and `Ticket`, as Python sees them.
 
-use crate::{callbacks, error};
+use crate::{callbacks, error, setup_error};
 use penstock_engine::fingerprint::{Fingerprint, Name};
 use penstock_engine::plan::{Algorithm, Collective, Splits, UnknownAlgorithm};
 use penstock_engine::{Call, Config, Contact, GroupSpec};
@@ -54,7 +54,7 @@ impl Engine {
             socket_buffer_bytes,
             flight_recorder,
         };
-        py.detach(|| penstock_engine::Engine::start(&config)).map(Engine).map_err(|failure| error(py, &failure))
+        py.detach(|| penstock_engine::Engine::start(&config)).map(Engine).map_err(|failure| setup_error(py, &failure))
     }
 
     /// One line of text that others need to reach this process.

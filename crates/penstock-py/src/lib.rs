@@ -57,7 +57,7 @@ fn choose_interfaces(
         Ok((interfaces, reason)) => {
             Ok((interfaces.into_iter().map(|i| (i.name, i.address.to_string())).collect(), reason))
         }
-        Err(message) => Err(error(py, &Failure::of_call(penstock_types::FailureKind::Config, message))),
+        Err(message) => Err(setup_error(py, &Failure::of_call(penstock_types::FailureKind::Config, message))),
     }
 }
 
@@ -92,9 +92,18 @@ fn init_logging(level: &str) {
 
 /// The one place where failures become exceptions: `penstock.errors.<Kind>(message)` with `group_lives` set.
 fn error(py: Python<'_>, failure: &Failure) -> PyErr {
+    exception(py, failure, &failure.text())
+}
+
+/// A failure of what comes before any group: its text says nothing about one.
+fn setup_error(py: Python<'_>, failure: &Failure) -> PyErr {
+    exception(py, failure, &failure.message)
+}
+
+fn exception(py: Python<'_>, failure: &Failure, text: &str) -> PyErr {
     let build = || -> PyResult<Bound<'_, PyAny>> {
         let class = py.import("penstock.errors")?.getattr(failure.kind.name())?;
-        let exception = class.call1((failure.text(),))?;
+        let exception = class.call1((text,))?;
         exception.setattr("group_lives", failure.group_lives)?;
         Ok(exception)
     };

@@ -69,8 +69,7 @@ def serve(
             drop=None if drop is None else (drop, seed),
         )
     except errors.Config as error:
-        text = str(error).removeprefix("Config: ").removesuffix(" The group is still usable.")
-        raise click.ClickException(text) from None
+        raise click.ClickException(str(error)) from None
     signals = 0
 
     def ask(number: int, _: Any) -> None:

@@ -205,7 +205,9 @@ class ProgressRow:
             tokens = sum(step.tokens for step in training.steps[0][-span:])
             rate = (training.sent_bytes[-1] - training.sent_bytes[-1 - span]) / seconds
             share = f" ({rate / self._payload:3.0%})" if self._payload else ""
-            news += f"  {tokens / seconds:6,.0f} tokens/s  link {rate / 1e6:5.1f} MB/s{share}"
+            # Ranks of one host read each other's memory, and what crosses loopback then is only their talk about it.
+            carried = f"link {rate / 1e6:5.1f} MB/s{share}" if self._payload or rate > 1e6 else "shared memory"
+            news += f"  {tokens / seconds:6,.0f} tokens/s  {carried}"
         self._progress.update(self._task, completed=done, news=news)
 
 

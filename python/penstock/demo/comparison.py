@@ -211,7 +211,7 @@ def rows(comparison: Comparison) -> list[Row]:
     table += [
         Row("tokens per second", [f"{r.tokens_per_s:,.0f}" for r in results], "characters, both ranks together"),
         Row("sent per rank and step", [f"{r.sent_bytes_per_step / 1e6:.2f} MB" for r in results], planned),
-        Row("link use", [f"{r.sent_bytes_per_s / 1e6:.1f} MB/s" for r in results], "per rank, over whole steps"),
+        Row("link use", [link_text(r, comparison.link) for r in results], "per rank, over whole steps"),
     ]
     if comparison.link:
         payload = payload_rate(comparison.link)
@@ -233,6 +233,13 @@ def rows(comparison: Comparison) -> list[Row]:
         Row("validation loss", [f"{r.validation_loss:.4f}" for r in results], "nats, on text not trained on"),
     ]
     return table
+
+
+def link_text(result: Result, link: LinkSpec | None) -> str:
+    """What a rank puts on its link; ranks of one host may read each other's memory instead."""
+    if link is None and result.sent_bytes_per_step < CROSSED_SHARE * result.planned_bytes_per_step:
+        return "shared memory"
+    return f"{result.sent_bytes_per_s / 1e6:.1f} MB/s"
 
 
 def setting_text(setting: dict[str, Any] | None) -> str:
