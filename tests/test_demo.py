@@ -319,9 +319,98 @@ def test_steps_in_which_the_tuner_tries_are_left_out() -> None:
     training = trained(losses=[[3.0] * 20] * 2, seconds=[5.0] * 12 + [1.0] * 8)
     tried = [dataclasses.replace(step, tuning=step.number <= 12) for step in training.steps[0]]
     settled = dataclasses.replace(training, steps=[tried, tried])
-    assert settled.settled_from == 12 and comparison.summarise(settled, None, None).step_s == 1.0
+    assert settled.settled_indices == list(range(12, 20)) and settled.tuned_in_time
+    assert comparison.summarise(settled, None, None).step_s == 1.0
     never = [dataclasses.replace(step, tuning=True) for step in training.steps[0]]
-    assert dataclasses.replace(training, steps=[never, never]).settled_from == WARM_UP_STEPS
+    endless = dataclasses.replace(training, steps=[never, never])
+    assert endless.settled_indices == list(range(WARM_UP_STEPS, 20)) and not endless.tuned_in_time
+    # Tuned, and once more at the end, because a step's time has drifted: those trials do not count either.
+    again = [dataclasses.replace(step, tuning=step.number <= 10 or step.number > 17) for step in training.steps[0]]
+    retuned = dataclasses.replace(training, steps=[again, again], sent_bytes=[float(i * i) for i in range(20)])
+    assert retuned.settled_indices == list(range(10, 17)) and retuned.tuned_in_time
+    assert retuned.settled_sent_bytes() == 16 * 16 - 9 * 9
+
+
+def tuned_comparison(tuned_s: float, *, tries: int = 60, chosen_s: float | None = 1.5) -> comparison.Comparison:
+    """Gloo at 6 s a step, Penstock at 2 s, and the tuner: 100 steps, of which ``tries`` are trials of 3 s."""
+    link = LinkSpec(rate_mbit=1000, flow_mbit=200)
+    default, other = ({"streams": 16, "unit_bytes": size << 20} for size in (4, 2))
+    trainings = []
+    for way, step_s in (("gloo", 6.0), ("penstock", 2.0), ("penstock+tuner", tuned_s)):
+        is_tuned = way == "penstock+tuner"
+        seconds = [3.0] * tries + [step_s] * (100 - tries) if is_tuned else [step_s] * 100
+        training = dataclasses.replace(
+            trained(label=way, losses=[[3.0] * 100] * 2, seconds=seconds), way=Way.parse(way)
+        )
+        if is_tuned:
+            tried = [dataclasses.replace(step, tuning=step.number <= tries) for step in training.steps[0]]
+            tuning = {"budget": 100, "default": default, "default_s": 1.75, "chosen_s": chosen_s}
+            end = {**training.ends[0], "setting": default if chosen_s == 1.75 else other, "tuning": tuning}
+            training = dataclasses.replace(training, steps=[tried, tried], ends=[end, end])
+        trainings.append(training)
+    # Where the processors do both, sending slows the computation that the prediction begins with.
+    foreseen = [
+        prediction.predict_step(Phases(0.125, 0.25, 0.125), [1_000_000], 2, rate, 1e-8) for rate in (2e5, 6e5, 7e5)
+    ]
+    results = tuple(comparison.summarise(*pair, link) for pair in zip(trainings, foreseen, strict=True))
+    return comparison.Comparison(results, link, {}, ABOUT, (), quick=False)
+
+
+@pytest.mark.parametrize("tuned_s", [1.5, 2.25, 9.0])
+def test_every_number_of_the_report_has_one_source(tuned_s: float) -> None:
+    """Whatever is said of a step's time, a speed-up or a prediction, in headline, cards and drawing, is what the table says."""
+    whole = tuned_comparison(tuned_s)
+    table = {row.name.strip(): row.texts for row in comparison.rows(whole)}
+    best = 1 if tuned_s > 2 else 2
+    headline, cards = report.headline(whole), report.cards(whole)
+    assert table["speed-up, measured"][best] in headline and cards[0][0] == table["speed-up, measured"][best]
+    assert whole.results[best].label in headline and whole.results[best].label in cards[0][1]
+    assert f"predicted {table['speed-up, predicted'][best]}" in cards[0][2]
+    assert cards[1][0] == table["share of the link"][best]
+    drawing = report.svg("breakdown", lambda: report.draw_breakdown(whole.results))
+    shown = re.findall(r">([\d.]+ ms)(?:, (\d+%) communication)?<", drawing)
+    assert [time for time, share in shown if share] == table["step time"]
+    assert [share for _, share in shown if share] == table["communication share"]
+    assert [time for time, share in shown if not share] == table["predicted step time"]
+
+
+def test_the_report_says_what_tuning_cost_and_gained() -> None:
+    """In trials, and by the tuner's own contest; plainly where it was slower, kept its default, or came to no end."""
+    (gained,) = comparison.tuning_sentences(tuned_comparison(1.5))
+    assert "60 steps of trials took 90.0 s more than as many after them" in gained
+    assert "16 × 2 MiB, takes 1500.0 ms" in gained and "its default, 16 × 4 MiB, 1750.0 ms" in gained
+    assert "paid back 360 steps after the choice" in gained
+    _, slower = comparison.tuning_sentences(tuned_comparison(2.25))
+    assert "penstock+tuner was slower than penstock, which has no tuner: 2250.0 ms against 2000.0 ms" in slower
+    (kept,) = comparison.tuning_sentences(tuned_comparison(1.5, chosen_s=1.75))
+    assert "it kept its default, 16 × 4 MiB: nothing was faster" in kept
+    unfinished, *_ = comparison.tuning_sentences(tuned_comparison(1.5, tries=100, chosen_s=None))
+    assert "still trying settings when the training ended" in unfinished
+    # What was never chosen is no headline.
+    assert tuned_comparison(1.0, tries=100, chosen_s=None).featured.label == "penstock"
+
+
+@pytest.mark.parametrize("trouble", ["a file in the way", "a full disk"])
+def test_a_report_that_cannot_be_written_is_found_before_the_training(trouble: str, tmp_path: pathlib.Path) -> None:
+    """In a line, in no time, and what lies there is left as it is."""
+    command = [*DEMO, "--quick", "--no-testbed"]
+    if trouble == "a full disk":
+        if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+            pytest.skip("a full disk needs the right to mount one: run as root")
+        page = tmp_path / "disk" / "report.html"
+        page.parent.mkdir()
+        full = f"mount -t tmpfs -o size=16k none {page.parent} && echo before > {page} && "
+        shown = subprocess.list2cmdline([*command, f"--report={page}"])
+        command = ["unshare", "-m", "sh", "-c", f"{full} {shown}; code=$?; cat {page}; ls -A {page.parent}; exit $code"]
+    else:
+        (tmp_path / "file").write_text("before")
+        command.append(f"--report={tmp_path / 'file' / 'report.html'}")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2 and "the report cannot be written to" in done.stderr, done.stderr
+    assert ("No space left" if trouble == "a full disk" else "File exists") in done.stderr, done.stderr
+    assert "ranks" not in done.stdout
+    if trouble == "a full disk":
+        assert done.stdout == "before\nreport.html\n", done.stdout
 
 
 def test_what_the_hook_gained_stands_apart_from_what_the_backend_gained() -> None:
@@ -358,6 +447,14 @@ def test_a_training_that_bypassed_the_link_is_a_problem() -> None:
     assert comparison.bypasses([honest]) == ()
     (problem,) = comparison.bypasses([honest, sneaky])
     assert "with other a rank sent 0.90 MB" in problem and "must send 1.00 MB" in problem
+
+
+ABOUT = {
+    "date": "2026-01-01",
+    "hardware": {"cpu": {"model": "a processor", "usable": 2}, "memory_bytes": 2**33},
+    "system": {"kernel": "6.1", "congestion_control": "bbr", "load_average_at_start": 0.0},
+    "versions": {"penstock": "0.1.0", "python": "3.11"},
+}
 
 
 def trained(

@@ -195,8 +195,20 @@ def buckets(replica: nn.Module) -> dict[str, list[int]]:
 
 
 def chosen(reducer: Any) -> dict[str, Any]:
-    """How the hook sends gradients in the end, if there is one."""
-    return {"setting": reducer.setting.to_json()} if reducer else {}
+    """How the hook sends gradients in the end, if there is one; and what its tuner has measured, if there is one."""
+    if not reducer:
+        return {}
+    setting = reducer.setting
+    if reducer.tuner is None:
+        return {"setting": setting.to_json()}
+    medians, default = reducer.tuner.session.medians, reducer.tuner.space.default
+    tuning = {
+        "budget": reducer.tuner.options.budget,
+        "default": default.to_json(),
+        "default_s": medians.get(default),
+        "chosen_s": medians.get(setting),
+    }
+    return {"setting": setting.to_json(), "tuning": tuning}
 
 
 class Log:

@@ -17,10 +17,10 @@ from rich.table import Table
 
 from penstock import config
 from penstock.bench import machine
-from penstock.demo.comparison import Comparison, disagreements, payload_rate, rows, summarise, verdict
+from penstock.demo.comparison import Comparison, disagreements, payload_rate, rows, summarise, tuning_sentences, verdict
 from penstock.demo.link_probe import Carriage, exchange
 from penstock.demo.prediction import Prediction, predict_step, units
-from penstock.demo.report import write_report
+from penstock.demo.report import check_writable, write_report
 from penstock.demo.training import Bed, Training, TrainingFailed, Way, train
 from penstock.testbed import LinkSpec, Loopback, Testbed, TestbedUnavailable
 
@@ -57,6 +57,12 @@ def command(steps: int | None, backends: str, report: Path, seed: int, no_testbe
         raise click.BadParameter("name at least one", param_hint="--backends")
     if unknown := unknown_backends(ways):
         raise click.BadParameter(unknown, param_hint="--backends")
+    try:
+        check_writable(report)
+    except OSError as error:
+        raise click.BadParameter(
+            f"the report cannot be written to {report}: {error.strerror}", param_hint="--report"
+        ) from None
     try:
         comparison = run(console, ways, steps or (20 if quick else 200), seed, testbed=not no_testbed, quick=quick)
     except TrainingFailed as failure:
@@ -224,6 +230,8 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     console.print()
     console.print(table)
     console.print(verdict(comparison), style="bold", soft_wrap=True)
+    for told in tuning_sentences(comparison):
+        console.print(told, soft_wrap=True)
     for problem in comparison.problems:
         console.print(f"Problem: {problem}.", style="bold red", soft_wrap=True)
 

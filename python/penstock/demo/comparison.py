@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import struct
 from collections.abc import Sequence
@@ -39,6 +40,10 @@ class Result:
         """What of the step is not computation."""
         return max(0.0, self.step_s - self.compute.total_s)
 
+    @property
+    def communication_share(self) -> float:
+        return self.communication_s / self.step_s
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -58,6 +63,13 @@ class Comparison:
 
     def speed_up(self, result: Result) -> float:
         return self.results[0].step_s / result.step_s
+
+    @property
+    def featured(self) -> Result:
+        """What headline and cards speak of: the fastest of those that are held against the first, trials of a tuner aside."""
+        _, *others = self.results
+        tuned = [each for each in others if each.training.tuned_in_time]
+        return max(tuned or others or self.results, key=self.speed_up)
 
     @property
     def plain(self) -> Result | None:
@@ -88,7 +100,7 @@ class Row:
 def summarise(training: Training, prediction: Prediction | None, link: LinkSpec | None) -> Result:
     seconds = training.step_seconds()
     step_s = statistics.median(seconds)
-    sent = training.sent_bytes[-1] - training.sent_bytes[training.settled_from - 1]
+    sent = training.settled_sent_bytes()
     payload = payload_rate(link)
     return Result(
         training=training,
@@ -179,6 +191,46 @@ def verdict(comparison: Comparison) -> str:
     )
 
 
+def tuning_sentences(comparison: Comparison) -> list[str]:
+    """What each tuner has cost and gained, and whether the tuned training was slower than one without the tuner."""
+    found = []
+    for result in comparison.results:
+        if "tuning" not in result.training.ends[0]:
+            continue
+        found.append(f"{result.label}: {tuning_sentence(result)}")
+        for other in comparison.results:
+            is_rival = other.training.way.backend == "penstock" and not other.training.way.tunes
+            if is_rival and other.step_s < result.step_s:
+                found.append(
+                    f"{result.label} was slower than {other.label}, which has no tuner: {milliseconds(result.step_s)} against "
+                    f"{milliseconds(other.step_s)} a step. Use {other.label} here, or run it again to see how far both move."
+                )
+    return found
+
+
+def tuning_sentence(result: Result) -> str:
+    tuning, setting = result.training.ends[0]["tuning"], result.training.ends[0]["setting"]
+    if not result.training.tuned_in_time:
+        return (
+            f"the tuner was still trying settings when the training ended. It needs {tuning['budget']} steps; the figures here "
+            "are those of its trials."
+        )
+    tried = [step.phases.total_s for step in result.training.steps[0] if step.tuning]
+    lost_s = sum(tried) - len(tried) * result.step_s
+    more = "more" if lost_s > 0 else "less"
+    cost = f"{len(tried)} steps of trials took {abs(lost_s):.1f} s {more} than as many after them"
+    if setting == tuning["default"] or not tuning["chosen_s"] or not tuning["default_s"]:
+        return f"{cost}; it kept its default, {setting_text(setting)}: nothing was faster beyond the noise of its own contest."
+    gain_s = tuning["default_s"] - tuning["chosen_s"]
+    text = (
+        f"{cost}; in its own measurements its choice, {setting_text(setting)}, takes {milliseconds(tuning['chosen_s'])} from "
+        f"step to step, and its default, {setting_text(tuning['default'])}, {milliseconds(tuning['default_s'])}"
+    )
+    return text + (
+        f": paid back {math.ceil(lost_s / gain_s)} steps after the choice." if lost_s > 0 and gain_s > 0 else "."
+    )
+
+
 def rows(comparison: Comparison) -> list[Row]:
     """The table, the same on the terminal and in the report."""
     results = comparison.results
@@ -187,7 +239,7 @@ def rows(comparison: Comparison) -> list[Row]:
     table = [
         Row("step time", [milliseconds(r.step_s) for r in results], "median"),
         Row("  compute-only", [milliseconds(r.compute.total_s) for r in results], "the same step, nothing sent"),
-        Row("  communication share", [f"{r.communication_s / r.step_s:.0%}" for r in results], "the rest of the step"),
+        Row("  communication share", [f"{r.communication_share:.0%}" for r in results], "the rest of the step"),
     ]
     if comparison.link:
         texts = [milliseconds(r.prediction.step_s) if r.prediction else "–" for r in results]

@@ -24,10 +24,14 @@ class Transfer:
 class Prediction:
     """A step as it should be."""
 
-    step_s: float
+    compute: Phases  # with what sending takes from it, where processors do both
     exposed_s: float  # communication that no computation hides
     bytes_per_s: float  # the rate that it assumes, in each direction
     transfers: tuple[Transfer, ...]
+
+    @property
+    def step_s(self) -> float:
+        return self.compute.total_s + self.exposed_s
 
 
 def predict_step(
@@ -72,7 +76,7 @@ def _play(compute: Phases, piece_bytes: Sequence[int], ranks: int, bytes_per_s: 
         free_s = begin_s + wire_bytes(nbytes, ranks) / bytes_per_s
         transfers.append(Transfer(ready_s, begin_s, free_s))
     exposed_s = max(0.0, free_s - backward_end_s)
-    return Prediction(compute.total_s + exposed_s, exposed_s, bytes_per_s, tuple(transfers))
+    return Prediction(compute, exposed_s, bytes_per_s, tuple(transfers))
 
 
 def wire_bytes(nbytes: float, ranks: int) -> float:

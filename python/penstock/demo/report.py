@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import io
+import os
 import re
 import string
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,36 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from penstock.demo.comparison import Comparison, Result, Row, payload_rate, rows, verdict
+from penstock.demo.comparison import (
+    Comparison,
+    Result,
+    Row,
+    milliseconds,
+    payload_rate,
+    rows,
+    tuning_sentences,
+    verdict,
+)
 from penstock.demo.training import Phases
+from penstock.tune.tuner import write_whole
 
 
 def write_report(comparison: Comparison, path: Path) -> None:
-    """Write the page. Raises: OSError. Cost: a second, most of it matplotlib's import."""
+    """Write the page, whole or not at all. Cost: a second, most of it matplotlib's import.
+
+    Raises: OSError; what was there is then unchanged.
+    """
+    write_whole(path, render(comparison))
+
+
+def check_writable(path: Path) -> None:
+    """Find out, before minutes are spent, whether `write_report` could write there. Leaves nothing but folders.
+
+    Raises: OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(comparison), encoding="utf-8")
+    with tempfile.TemporaryFile(dir=path.parent) as file:
+        os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
 
 
 def render(comparison: Comparison) -> str:
@@ -33,6 +57,7 @@ def render(comparison: Comparison) -> str:
         setting=html.escape(setting(comparison)),
         cards="\n".join(card(*each) for each in cards(comparison)),
         verdict=html.escape(verdict(comparison)),
+        tuning="".join(f"<p>{html.escape(each)}</p>" for each in tuning_sentences(comparison)),
         problems=html_list([f"Problem: {each}." for each in comparison.problems]) if comparison.problems else "",
         losses=svg("losses", lambda: draw_losses(results)),
         breakdown=svg("breakdown", lambda: draw_breakdown(results)),
@@ -51,8 +76,11 @@ def headline(comparison: Comparison) -> str:
     base, *others = comparison.results
     if not others:
         return f"Training with {base.label}: {1e3 * base.step_s:.0f} ms a step"
-    best = max(others, key=comparison.speed_up)
-    return f"The same training, {comparison.speed_up(best):.1f} times as fast with {best.label} as with {base.label}"
+    best = comparison.featured
+    gain = comparison.speed_up(best)
+    if gain <= 1:
+        return f"The same training, no faster with {best.label} than with {base.label}: {gain:.2f} ×"
+    return f"The same training, {gain:.2f} × as fast with {best.label} as with {base.label}"
 
 
 def setting(comparison: Comparison) -> str:
@@ -72,27 +100,27 @@ def setting(comparison: Comparison) -> str:
 def cards(comparison: Comparison) -> list[tuple[str, str, str]]:
     """Number, what it is, and what stands behind it."""
     base, *others = comparison.results
-    last = others[-1] if others else base
+    best = comparison.featured
     found = []
     if others:
-        foreseen = comparison.predicted_speed_up(last)
+        foreseen = comparison.predicted_speed_up(best)
         note = (
             f"predicted {foreseen:.2f} ×, before it ran"
             if foreseen
-            else f"{1e3 * last.step_s:.0f} ms instead of {1e3 * base.step_s:.0f} ms"
+            else f"{milliseconds(best.step_s)} instead of {milliseconds(base.step_s)}"
         )
-        found.append((f"{comparison.speed_up(last):.2f} ×", "faster steps", note))
-    if last.link_share is not None and base.link_share is not None:
+        found.append((f"{comparison.speed_up(best):.2f} ×", f"as fast a step, with {best.label}", note))
+    if best.link_share is not None and base.link_share is not None:
         note = (
             f"{base.label}: {base.link_share:.0%}; averaged over whole steps" if others else "averaged over whole steps"
         )
-        found.append((f"{last.link_share:.0%}", f"of the link, with {last.label}", note))
+        found.append((f"{best.link_share:.0%}", f"of the link, with {best.label}", note))
     if others:
         same = not comparison.disagreements
         found.append(
             ("bit-identical" if same else "different", "loss curves", "and final weights" if same else "see below")
         )
-    found.append((f"{last.validation_loss:.3f}", "validation loss", "nats a character; 4.17 is guessing"))
+    found.append((f"{best.validation_loss:.4f}", "validation loss", "nats a character; 4.17 is guessing"))
     return found
 
 
@@ -205,7 +233,8 @@ def draw_losses(results: tuple[Result, ...]) -> Figure:
         by_time.annotate(
             f"{seconds[-1]:.0f} s",
             (seconds[-1], smooth[-1]),
-            xytext=(0, -8),
+            # One below the other: trainings may end together.
+            xytext=(0, -8 - 11 * i),
             textcoords="offset points",
             ha="center",
             va="top",
@@ -216,22 +245,24 @@ def draw_losses(results: tuple[Result, ...]) -> Figure:
     by_time.set(xlabel="seconds since the first step")
     by_time.set_title("by time: where they part")
     by_time.margins(x=0.08)
-    by_step.set_ylim(bottom=by_step.get_ylim()[0] - 0.12)  # room for the seconds below the ends
+    low, high = by_step.get_ylim()
+    by_step.set_ylim(bottom=low - (high - low) * 0.07 * len(results))  # room for the seconds below the ends
     by_step.legend()
     return figure
 
 
 def draw_breakdown(results: tuple[Result, ...]) -> Figure:
-    bars: list[tuple[str, Phases, float, str, bool]] = []
+    bars: list[tuple[str, Phases, float, str, str, bool]] = []
     for i, result in enumerate(results):
-        bars.append((result.label, result.compute, result.communication_s, colour(i), False))
+        told = f"{milliseconds(result.step_s)}, {result.communication_share:.0%} communication"
+        bars.append((result.label, result.compute, result.communication_s, told, colour(i), False))
         if result.prediction:
-            compute = results[0].compute
-            bars.append(("predicted", compute, result.prediction.exposed_s, colour(i), True))
-    figure = Figure(figsize=(9, 0.7 + 0.42 * len(bars)), layout="constrained")
+            told = milliseconds(result.prediction.step_s)
+            bars.append(("predicted", result.prediction.compute, result.prediction.exposed_s, told, colour(i), True))
+    figure = Figure(figsize=(9, 1.0 + 0.42 * len(bars)), layout="constrained")
     axes = figure.subplots()
-    longest = max(phases.total_s + communication for _, phases, communication, _, _ in bars)
-    for y, (_, phases, communication_s, backend_colour, predicted) in enumerate(bars):
+    longest = max(phases.total_s + communication for _, phases, communication, _, _, _ in bars)
+    for y, (_, phases, communication_s, told, backend_colour, predicted) in enumerate(bars):
         left = 0.0
         parts = [
             (phases.forward_s, GREYS[0]),
@@ -250,9 +281,8 @@ def draw_breakdown(results: tuple[Result, ...]) -> Figure:
                 linewidth=0,
             )
             left += seconds
-        share = communication_s / left
         axes.annotate(
-            f"{1e3 * left:.0f} ms, {share:.0%} communication",
+            told,
             (1e3 * left, y),
             xytext=(6, 0),
             textcoords="offset points",
@@ -266,7 +296,7 @@ def draw_breakdown(results: tuple[Result, ...]) -> Figure:
     axes.tick_params(axis="y", length=0)
     names = ["forward", "backward", "optimizer"]
     handles = [Patch(color=grey) for grey in GREYS]
-    axes.legend([*handles], names, loc="lower right", ncols=1)
+    figure.legend(handles, names, loc="outside upper right", ncols=3)
     return figure
 
 
@@ -359,6 +389,9 @@ INK = "#010203"
 COLOURS = ("#e08a2e", "#2f86c9", "#4ca64c", "#b05fb0")
 GREYS = ("#b9b9b9", "#8f8f8f", "#6c6c6c")
 """Of middle lightness: they stand out on white and on black."""
+
+ROOM_BYTES = 1 << 20
+"""A report has some 100 KiB."""
 
 SMOOTHING_STEPS = 10
 SAMPLE_S = 0.5

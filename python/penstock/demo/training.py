@@ -39,6 +39,10 @@ class Way:
         return f"{self.backend}+{self.front}" if self.front else self.backend
 
     @property
+    def tunes(self) -> bool:
+        return self.front == "tuner"
+
+    @property
     def arguments(self) -> list[str]:
         """For `SCRIPT`."""
         return ["--backend", self.backend, *FRONTS[self.front]]
@@ -89,14 +93,22 @@ class Training:
 
     def settled(self, rank: int = 0) -> list[Step]:
         """A rank's steps without the first ones, in which connections, buckets and buffers come into being, and without those in
-        which the tuner tried settings, if it came to an end."""
-        return self.steps[rank][self.settled_from :]
+        which the tuner tried settings. Where it never came to an end, its trials are all there is."""
+        return [self.steps[rank][i] for i in self.settled_indices]
 
     @property
-    def settled_from(self) -> int:
-        """How many steps come before the settled ones."""
-        tried = max((step.number for step in self.steps[0] if step.tuning), default=0)
-        return WARM_UP_STEPS if tried == len(self.steps[0]) else max(WARM_UP_STEPS, tried)
+    def settled_indices(self) -> list[int]:
+        late = range(WARM_UP_STEPS, len(self.steps[0]))
+        return [i for i in late if not self.steps[0][i].tuning] or list(late)
+
+    @property
+    def tuned_in_time(self) -> bool:
+        """Whether there are steps after the tuner's choice. True without a tuner."""
+        return not all(step.tuning for step in self.steps[0][WARM_UP_STEPS:])
+
+    def settled_sent_bytes(self) -> float:
+        """What a rank put on its link in the settled steps."""
+        return sum(self.sent_bytes[i] - self.sent_bytes[i - 1] for i in self.settled_indices)
 
     def step_seconds(self) -> list[float]:
         return [step.phases.total_s for step in self.settled()]
