@@ -22,7 +22,7 @@ use penstock_plan::{Algorithm, Collective};
 use penstock_types::{DType, Failure, FailureKind, ReduceOp};
 use std::io;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -170,9 +170,31 @@ pub(crate) struct Lane {
 struct Shared {
     mailbox: Mutex<Mailbox>,
     bell: Bell,
-    /// Operations that have not ended.
-    pending: AtomicU64,
+    pending: Pending,
     stats: Mutex<LaneStats>,
+}
+
+/// Operations that have not ended, and some that have.
+///
+/// Why not a counter that a callback of the ticket decreases? Whoever waits for a ticket wakes before its callbacks have run; a
+/// rank that left then would tell the others that it had left while operations were running.
+#[derive(Debug, Default)]
+struct Pending(Mutex<Vec<Ticket>>);
+
+impl Pending {
+    fn add(&self, ticket: &Ticket) {
+        let mut tickets = self.tickets();
+        tickets.retain(|each| each.result().is_none());
+        tickets.push(ticket.clone());
+    }
+
+    fn is_any(&self) -> bool {
+        self.tickets().iter().any(|each| each.result().is_none())
+    }
+
+    fn tickets(&self) -> MutexGuard<'_, Vec<Ticket>> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
 }
 
 #[derive(Debug, Default)]
@@ -196,7 +218,7 @@ impl Lane {
         let shared = Arc::new(Shared {
             mailbox: Mutex::default(),
             bell: Bell::new().map_err(config)?,
-            pending: AtomicU64::new(0),
+            pending: Pending::default(),
             stats: Mutex::default(),
         });
         let lane = Lane {
@@ -220,11 +242,7 @@ impl Lane {
     }
 
     pub(crate) fn start(&self, call: Call, ticket: Ticket) {
-        self.shared.pending.fetch_add(1, Ordering::Relaxed);
-        let shared = self.shared.clone();
-        ticket.on_done(move |_| {
-            shared.pending.fetch_sub(1, Ordering::Relaxed);
-        });
+        self.shared.pending.add(&ticket);
         self.shared.post(Command::Start(call, ticket.clone()), Some(&ticket));
     }
 
@@ -240,17 +258,13 @@ impl Lane {
     /// The group is left: why it fails if operations are running.
     pub(crate) fn left(&self) -> Option<Failure> {
         let message = format!("rank {} destroyed the group while operations were running.", self.rank);
-        self.is_busy().then(|| Failure::fatal(FailureKind::Closed, message))
+        self.shared.pending.is_any().then(|| Failure::fatal(FailureKind::Closed, message))
     }
 
     /// Somebody has waited for long enough: why the group fails if operations are running.
     pub(crate) fn expired(&self, waited: Duration) -> Option<Failure> {
         let message = format!("rank {} has given up waiting after {:.1} s.", self.rank, waited.as_secs_f64());
-        self.is_busy().then(|| Failure::fatal(FailureKind::Timeout, message))
-    }
-
-    fn is_busy(&self) -> bool {
-        self.shared.pending.load(Ordering::Relaxed) > 0
+        self.shared.pending.is_any().then(|| Failure::fatal(FailureKind::Timeout, message))
     }
 
     /// Ends the thread, soon.
@@ -294,5 +308,31 @@ impl Shared {
 
     fn stats(&self) -> MutexGuard<'_, LaneStats> {
         self.stats.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    /// Whoever has waited for an operation and leaves at once leaves nothing running, however late the ticket's callbacks are.
+    #[test]
+    fn what_was_waited_for_is_not_pending() {
+        let (pending, ticket) = (Pending::default(), Ticket::default());
+        let (release, released) = mpsc::channel();
+        ticket.on_done(move |_| released.recv().expect("the test sends, or has failed"));
+        pending.add(&ticket);
+        assert!(pending.is_any());
+        std::thread::scope(|scope| {
+            scope.spawn(|| ticket.complete(Ok(())));
+            assert_eq!(ticket.wait(None), Some(Ok(())));
+            let is_any = pending.is_any();
+            release.send(()).expect("the callback waits");
+            assert!(!is_any);
+        });
+        pending.add(&Ticket::default());
+        assert!(pending.is_any());
+        assert_eq!(pending.tickets().len(), 1, "what has ended is forgotten");
     }
 }
