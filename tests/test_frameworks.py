@@ -1,0 +1,38 @@
+"""Proves that the scripts of docs/frameworks.md run as they stand there, each where its framework is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "frameworks.md"
+# What a block is called is the package that it needs; the Trainer's is of another name.
+SCRIPTS = re.findall(r"^```python (\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+PACKAGES = {"trainer": ["transformers", "accelerate"]}
+
+
+@pytest.mark.parametrize(("name", "script"), SCRIPTS, ids=[name for name, _ in SCRIPTS])
+def test_the_script_of_the_page_trains(name: str, script: str, tmp_path: pathlib.Path) -> None:
+    """Two ranks under torchrun, over Penstock, to the end. What the script asserts of its backend holds."""
+    for package in PACKAGES.get(name, [name]):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    # Not under the name of the package that it imports.
+    path = tmp_path / f"{name}_script.py"
+    path.write_text(script, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
+    env = {**os.environ, "PENSTOCK_LOG": "info", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("final loss") == 2, done.stdout
+    assert re.search(r"group \S+: 2 ranks on 1 host name", done.stderr), done.stderr
+
+
+def test_the_page_has_a_script_for_each_framework() -> None:
+    assert [name for name, _ in SCRIPTS] == ["trainer", "accelerate", "lightning", "lightning_fabric", "torch"]
