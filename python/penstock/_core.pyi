@@ -18,6 +18,7 @@ __all__ = [
     "choose_interfaces",
     "crc32c",
     "init_logging",
+    "memory_order",
     "parse_bytes",
     "simd_level",
     "simulate_aggregation",
@@ -79,6 +80,7 @@ class Group:
         tag: int = 0,
         input_splits: Sequence[int] | None = None,
         output_splits: Sequence[int] | None = None,
+        order: int = 0,
         priority: int = 0,
         hold: bool = False,
         timeout_s: float,
@@ -146,6 +148,7 @@ def check_fork() -> None: ...
 def choose_interfaces(named: Sequence[tuple[str, str]], master: str | None) -> tuple[list[tuple[str, str]], str]: ...
 def crc32c(address: int, length: int) -> int: ...
 def init_logging(level: str) -> None: ...
+def memory_order(dimensions: Sequence[int]) -> int: ...
 def parse_bytes(text: str) -> int: ...
 def simd_level() -> str: ...
 def simulate_aggregation(

@@ -1,6 +1,6 @@
 //! One suite for all media: every collective, over real sockets, between engines in one process.
 
-use penstock_engine::fingerprint::{Fingerprint, Name};
+use penstock_engine::fingerprint::{Fingerprint, Name, Order};
 use penstock_engine::plan::{Collective, Splits};
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
@@ -116,6 +116,7 @@ fn call(collective: Collective, name: Name, bytes: u64, input: &[u32], output: &
         input: input.as_ptr().cast(),
         output: output.as_mut_ptr().cast(),
         tag: 0,
+        coflow: 0,
         priority: Priority(0),
         hold: false,
         timeout: 20_000_000_000,
@@ -322,6 +323,86 @@ fn send_and_receive() {
                 wait(&ticket).unwrap_or_else(|error| panic!("{medium:?}, {len}: {error}"));
             }
             assert!(received == sent, "{medium:?}, {len} elements");
+        }
+    }
+}
+
+/// The two directions between two ranks have nothing to do with each other: both send under one tag before they receive,
+/// by one element unlike, and one asks with a long message, is heard late, and gets a short answer. Both receive later than
+/// the engine's patience before it asks the other side.
+#[test]
+fn directions_are_apart() {
+    let message = |collective, buffer: &mut Vec<u32>| {
+        let bytes = 4 * buffer.len() as u64;
+        let input = buffer.clone();
+        let mut call = call(collective, Name::PointToPoint, bytes, &input, buffer);
+        call.fingerprint = Fingerprint::new(Name::PointToPoint, None, DType::I32, None, buffer.len() as u64);
+        call.input = call.output;
+        call
+    };
+    std::thread::scope(|scope| {
+        for medium in MEDIA {
+            for [there, back] in [[200_000, 200_001], [200_000, 10], [10, 200_000], [2000, 2001]] {
+                scope.spawn(move || {
+                    let world = world(2, medium);
+                    let mut sent = [filled(0, there), filled(1, back)];
+                    let mut received = [vec![0; back], vec![0; there]];
+                    let late = Duration::from_millis(1300);
+                    let mut tickets = Vec::new();
+                    for (rank, buffer) in (0u32..).zip(&mut sent) {
+                        let call = message(Collective::Send { to: 1 - rank }, buffer);
+                        // SAFETY: the buffers outlive the waits below.
+                        tickets.push(unsafe { world.groups[rank as usize].start(call) });
+                    }
+                    for (rank, buffer) in (0u32..).zip(&mut received) {
+                        if rank == 1 && there > 10_000 {
+                            // Rank 0 has received what rank 1 sent, or waits for it, and its own message waits.
+                            assert!(tickets[0].wait(Some(late)).is_none(), "{medium:?}: it ended without a receiver");
+                        }
+                        let call = message(Collective::Recv { from: 1 - rank }, buffer);
+                        // SAFETY: as above.
+                        tickets.push(unsafe { world.groups[rank as usize].start(call) });
+                    }
+                    for ticket in tickets {
+                        wait(&ticket).unwrap_or_else(|error| panic!("{medium:?}, {there} and {back}: {error}"));
+                    }
+                    assert!(received == [filled(1, back), filled(0, there)], "{medium:?}, {there} and {back}");
+                });
+            }
+        }
+    });
+}
+
+/// Tensors in different memory order do not meet: both ranks learn in words how they differ.
+#[test]
+fn memory_orders_are_compared() {
+    for medium in MEDIA {
+        let world = world(2, medium);
+        let permuted = Order::of(&[0, 2, 3, 1]).expect("channels-last");
+        for orders in [[permuted; 2], [Order::default(), permuted]] {
+            let mut tensors = [filled(0, 24), filled(1, 24)];
+            let tickets: Vec<Ticket> = (0..2)
+                .map(|rank| {
+                    let mut call = call(Collective::AllReduce, Name::AllReduce, 96, &[], &mut tensors[rank]);
+                    call.fingerprint = call.fingerprint.with_order(orders[rank]);
+                    // SAFETY: the buffers outlive the waits below.
+                    unsafe { world.groups[rank].start(call) }
+                })
+                .collect();
+            for ticket in tickets {
+                match wait(&ticket) {
+                    Ok(()) => assert_eq!(orders[0], orders[1], "{medium:?}"),
+                    Err(failure) => {
+                        assert_ne!(orders[0], orders[1], "{medium:?}: {failure}");
+                        assert_eq!(failure.kind, FailureKind::Mismatch, "{failure}");
+                        for part in
+                            ["different memory order", "row-major on rank 0", "dimensions (0, 2, 3, 1) on rank 1"]
+                        {
+                            assert!(failure.message.contains(part), "{medium:?}: {failure}");
+                        }
+                    }
+                }
+            }
         }
     }
 }

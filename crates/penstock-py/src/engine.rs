@@ -1,7 +1,7 @@
 //! `Engine`, `Group` and `Ticket`, as Python sees them.
 
 use crate::{callbacks, error};
-use penstock_engine::fingerprint::{Fingerprint, Name};
+use penstock_engine::fingerprint::{Fingerprint, Name, Order};
 use penstock_engine::plan::{Algorithm, Collective, Splits, UnknownAlgorithm};
 use penstock_engine::{Call, Config, Contact, GroupSpec};
 use penstock_types::{DType, Generation, GroupId, Priority, ReduceOp};
@@ -175,10 +175,11 @@ pub(crate) struct Group(pub(crate) penstock_engine::Group);
 #[pymethods]
 impl Group {
     /// Starts an operation on `bytes` bytes (as the plan counts them) of `elements` elements. `input` and `output` are
-    /// addresses; whatever keeps them valid goes into `keep`, which is held until the operation has ended.
+    /// addresses; whatever keeps them valid goes into `keep`, which is held until the operation has ended. `order` is the
+    /// memory order of the tensor, as `memory_order` gives it: part of what ranks compare.
     #[pyo3(signature = (
         collective, *, dtype, elements, bytes, input, output, op=None, factor=1.0, rank=0, tag=0, input_splits=None,
-        output_splits=None, priority=0, hold=false, timeout_s, keep=None
+        output_splits=None, order=0, priority=0, hold=false, timeout_s, keep=None
     ))]
     #[allow(clippy::too_many_arguments)]
     fn start(
@@ -195,6 +196,7 @@ impl Group {
         tag: u32,
         input_splits: Option<Vec<u64>>,
         output_splits: Option<Vec<u64>>,
+        order: u16,
         priority: i32,
         hold: bool,
         timeout_s: f64,
@@ -226,7 +228,7 @@ impl Group {
         };
         let call = Call {
             collective,
-            fingerprint: Fingerprint::new(name, op, dtype, root, elements),
+            fingerprint: Fingerprint::new(name, op, dtype, root, elements).with_order(Order(order)),
             dtype,
             op: op.unwrap_or(ReduceOp::Sum),
             bytes,
@@ -234,6 +236,7 @@ impl Group {
             input: input as *const u8,
             output: output as *mut u8,
             tag,
+            coflow: 0,
             priority: Priority(priority),
             hold,
             timeout: (timeout_s * 1e9) as u64,
@@ -308,6 +311,20 @@ impl Ticket {
     fn on_done(&self, callback: Py<PyAny>) {
         self.0.on_done(|_| callbacks::later(callback));
     }
+}
+
+/// The number of a memory order, for `Group.start`: the dimensions of a dense tensor as they lie in memory, outermost
+/// first. `(0, 2, 3, 1)` is torch's channels-last. Row-major order is 0, whatever the number of dimensions.
+///
+/// Raises ValueError for what is not a permutation, or not row-major and of more than 8 dimensions.
+#[pyfunction]
+pub(crate) fn memory_order(dimensions: Vec<usize>) -> PyResult<u16> {
+    Order::of(&dimensions).map(|order| order.0).ok_or_else(|| {
+        PyValueError::new_err(format!(
+            "{dimensions:?} is not a permutation of at most {} dimensions",
+            Order::MAX_DIMENSIONS
+        ))
+    })
 }
 
 pub(crate) fn dtype_named(name: &str) -> PyResult<DType> {
