@@ -10,7 +10,9 @@ use crate::ticket::Ticket;
 use penstock_net::fds::Fd;
 use penstock_net::memory::{Landmark, Mapping, Region, Remote};
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
-use penstock_plan::{Algorithm, Collective, Planner, Request, Steps, Thresholds, Topology, choose, segment_bytes};
+use penstock_plan::{
+    Algorithm, Collective, Planner, Request, Splits, Steps, Thresholds, Topology, choose, segment_bytes,
+};
 use penstock_protocol::fingerprint::{Fingerprint, Name};
 use penstock_protocol::frame::{Channel, Direction, Kind, Reference};
 use penstock_protocol::handshake::{Hello, NodeKey};
@@ -50,7 +52,10 @@ pub(crate) enum Command {
     Stats(mpsc::Sender<Stats>),
     Record(mpsc::Sender<String>),
     WriteRecord,
-    Stop,
+    /// End; wait until peers have taken what was sent to them, as far as their operations' time-outs allow, or not at all.
+    Stop {
+        wait: bool,
+    },
 }
 
 /// A group to join.
@@ -85,7 +90,7 @@ pub struct Call {
     /// Bytes, as [`Request::bytes`] means it.
     pub bytes: u64,
     /// Unequal parts of an all-to-all.
-    pub splits: Option<penstock_plan::Splits>,
+    pub splits: Option<Splits>,
     /// The contribution; null where the operation is in place.
     pub input: *const u8,
     /// The result.
@@ -144,8 +149,12 @@ pub(crate) struct Runtime {
     work: BTreeSet<(Priority, Time, GroupId, OpId)>,
     recorder: Recorder,
     stopping: bool,
+    /// How long the end waits for peers to take what was sent to them.
+    patience: u64,
     effects: Vec<Effect>,
     finished: u64,
+    /// Of the operations so far.
+    longest_timeout: u64,
 }
 
 struct PeerInfo {
@@ -292,6 +301,8 @@ struct Active {
     operation: Operation,
     ticket: Ticket,
     fingerprint: Fingerprint,
+    /// Of an all-to-all: the parts in bytes, and the bytes of an element.
+    splits: Option<(Splits, u64)>,
     coflow: u32,
     recorded: Recorded,
     priority: Priority,
@@ -304,6 +315,16 @@ struct Active {
     /// A scaled copy of the contribution stands in for the user's.
     scaled: Option<Vec<u8>>,
     _keep: Option<Box<dyn Any + Send>>,
+}
+
+impl Active {
+    /// What this rank and another compare of the operation.
+    fn fingerprint(&self, rank: u32, other: u32) -> Fingerprint {
+        let Some((splits, element)) = &self.splits else { return self.fingerprint };
+        let [sent, received] = [&splits.input, &splits.output].map(|parts| parts[other as usize] / element);
+        let (up, down) = if rank < other { (sent, received) } else { (received, sent) };
+        self.fingerprint.of_pair(up, down)
+    }
 }
 
 enum Early {
@@ -349,8 +370,10 @@ impl Runtime {
             work: BTreeSet::new(),
             recorder,
             stopping: false,
+            patience: 0,
             effects: Vec::new(),
             finished: 0,
+            longest_timeout: 0,
         }
     }
 
@@ -522,6 +545,10 @@ impl Runtime {
             Collective::Recv { from } => Sequence::Receives { from, tag: call.tag },
             _ => Sequence::Collectives,
         });
+        // A join's own operation has none.
+        if call.timeout != u64::MAX {
+            self.longest_timeout = self.longest_timeout.max(call.timeout);
+        }
         let hold = call.hold;
         let recorded = self.recorder.issued(Record {
             group: group.name.clone(),
@@ -569,6 +596,7 @@ impl Runtime {
             operation: Operation::new(steps, memory),
             ticket,
             fingerprint: call.fingerprint,
+            splits: call.splits.map(|splits| (splits, call.dtype.size() as u64)),
             coflow: call.coflow,
             recorded,
             priority: call.priority,
@@ -608,7 +636,7 @@ impl Runtime {
     /// Compares what peers have said of an operation with what it is here. False if the group has failed of it.
     fn check_claims(&mut self, peers: &mut Peers, id: GroupId, op: OpId) -> bool {
         let group = &self.groups[&id];
-        let ours = group.ops[&op].fingerprint;
+        let active = &group.ops[&op];
         let MessageKey { channel, op: seq, .. } = op.key(id, group.rank, 0);
         // Others may use the same tag in the same direction.
         let with = op.other().and_then(|rank| group.members[rank as usize]);
@@ -629,7 +657,10 @@ impl Runtime {
                 entry.remove();
             }
         }
-        let odd = from_early.chain(claimed).find(|(_, theirs)| *theirs != ours);
+        let odd = from_early.chain(claimed).find(|(peer, theirs)| {
+            let other = group.members.iter().position(|member| *member == Some(*peer));
+            other.is_some_and(|other| active.fingerprint(group.rank, other as u32) != *theirs)
+        });
         match odd {
             Some((peer, theirs)) => {
                 self.mismatch(peers, id, op, peer, theirs);
@@ -673,7 +704,8 @@ impl Runtime {
                     // A group of the sender's has failed. If it is this one, its report comes before the answer.
                     let group = &self.groups[&id];
                     let peer = group.members[from as usize].expect("plans receive from other ranks");
-                    peers.machine(peer).probe(op.key(id, group.rank, message), group.ops[&op].fingerprint);
+                    let fingerprint = group.ops[&op].fingerprint(group.rank, from);
+                    peers.machine(peer).probe(op.key(id, group.rank, message), fingerprint);
                 }
                 Effect::Open { from, message, count } => {
                     if let Err(misfit) = self.opened(peers, id, op, from, message, count, &mut effects) {
@@ -723,14 +755,17 @@ impl Runtime {
     ) {
         let group = self.groups.get_mut(&id).expect("its operation is running");
         let peer = group.members[to as usize].expect("plans send to other ranks");
-        let key = op.key(id, group.rank, message);
+        let rank = group.rank;
+        let key = op.key(id, rank, message);
         let active = group.ops.get_mut(&op).expect("it is running");
         let machine = peers.machine(peer);
-        let owned = len as u64 <= machine.eager_limit();
+        let is_short = len as u64 <= machine.eager_limit();
+        // Beyond the credit a short message stays where it is until it is granted. One without bytes has no place.
+        let owned = is_short && (len == 0 || machine.has_credit(len as u64));
         let info = &mut self.peers[peer as usize];
         let (mut region, mut place) = (0, address as u64);
         if info.local
-            && !owned
+            && !is_short
             && let Some((number, shared, offset)) = find(&self.regions, address as u64, len as u64)
         {
             let has_room = info.offered.len() < MAX_MAPPINGS;
@@ -764,7 +799,7 @@ impl Runtime {
         machine.send(Outgoing {
             key,
             priority: active.priority,
-            fingerprint: active.fingerprint,
+            fingerprint: active.fingerprint(rank, to),
             coflow: active.coflow,
             body,
         });
@@ -787,8 +822,8 @@ impl Runtime {
     ) -> Result<(), Misfit> {
         let group = &self.groups[&id];
         let peer = group.members[from as usize].expect("plans receive from other ranks");
-        let fingerprint = group.ops[&op].fingerprint;
         let rank = group.rank;
+        let fingerprint = group.ops[&op].fingerprint(rank, from);
         let key = |message| op.key(id, rank, message);
         let mut wanted = false;
         if !self.early.is_empty() {
@@ -869,6 +904,13 @@ impl Runtime {
                 FailureKind::Mismatch,
                 format!("{who} follows another plan: PENSTOCK_* knobs differ between ranks."),
             ),
+            Misfit::Frame { offset, len } => Failure::fatal(
+                FailureKind::Mismatch,
+                format!(
+                    "{who} sent bytes {offset}+{len} of a message, which are not whole elements inside it. Its process is \
+                     defective, or is not Penstock."
+                ),
+            ),
             Misfit::Unreadable(error) => {
                 // A rank whose memory is gone has died, or has failed and left; which, and why, its socket is about to
                 // tell.
@@ -886,8 +928,15 @@ impl Runtime {
         let rank = group.members.iter().position(|member| *member == Some(peer)).unwrap_or_default();
         let own = group.contacts[group.rank as usize].describe();
         let other = group.contacts[rank].describe();
-        let difference = Fingerprint::difference(group.ops[&op].fingerprint, &own, theirs, &other);
-        let message = format!("operation #{} of group {} is {difference}", op.seq, group.name);
+        let ours = group.ops[&op].fingerprint(group.rank, rank as u32);
+        let lower = group.rank < rank as u32;
+        let message = match Fingerprint::difference_of_pair(ours, theirs, &own, &other, lower) {
+            Some(difference) => format!("in all_to_all #{} of group {}, {difference}", op.seq, group.name),
+            None => {
+                let difference = Fingerprint::difference(ours, &own, theirs, &other);
+                format!("operation #{} of group {} is {difference}", op.seq, group.name)
+            }
+        };
         self.fail_group(peers, id, Failure::fatal(FailureKind::Mismatch, message), true);
     }
 
@@ -900,8 +949,9 @@ impl Runtime {
         let failure = Failure { group_lives: false, ..failure };
         group.failed = Some(failure.clone());
         self.closed.insert(id, None);
-        self.early.retain(|(_, key), _| key.group != id);
+        self.forget_early(peers, id);
         self.claims.retain(|(group, ..), _| *group != id);
+        let group = self.groups.get_mut(&id).expect("looked up above");
         let ops = std::mem::take(&mut group.ops);
         self.recorder.failed(&group.name, Instant::now());
         let tickets: Vec<_> = (ops.iter().map(|(op, active)| (*op, active.fingerprint, active.ticket.clone())))
@@ -955,6 +1005,15 @@ impl Runtime {
         }
     }
 
+    /// Drops what came for operations of a group that nobody will post any more. Their senders may use the credit again.
+    fn forget_early(&mut self, peers: &mut Peers, id: GroupId) {
+        for ((peer, _), early) in self.early.extract_if(|(_, key), _| key.group == id) {
+            if let Early::Bytes { total, .. } = early {
+                peers.machine(peer).consumed(total);
+            }
+        }
+    }
+
     /// The groups that a peer is in.
     fn groups_of(&self, peer: PeerId) -> Vec<GroupId> {
         self.groups.iter().filter(|(_, group)| group.members.contains(&Some(peer))).map(|(id, _)| *id).collect()
@@ -966,6 +1025,36 @@ impl Runtime {
     fn operation_of(&self, peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
         let group = self.groups.get(&key.group)?;
         operation_of(group.rank, &group.members, peer, key)
+    }
+
+    /// What a peer wants to send while nobody here has posted the receive: its tag and number, for people.
+    fn sends_in_vain(&self, id: GroupId, peer: PeerId) -> Option<String> {
+        let group = self.groups.get(&id)?;
+        // What has come as bytes is sent, as far as the peer is concerned.
+        let waits = |early: &Early| !matches!(early, Early::Bytes { .. });
+        let early = self.early.iter().filter(|((from, key), early)| *from == peer && key.group == id && waits(early));
+        let early = early.map(|((_, key), _)| *key);
+        let claimed = self
+            .claims
+            .iter()
+            .filter(|((group, ..), claims)| *group == id && claims.iter().any(|(from, _)| *from == peer));
+        let claimed = claimed.map(|((group, channel, op), _)| MessageKey {
+            group: *group,
+            channel: *channel,
+            op: *op,
+            message: 0,
+        });
+        early
+            .chain(claimed)
+            .filter_map(|key| {
+                let (_, op) = self.operation_of(peer, &key)?;
+                match op.sequence {
+                    Sequence::Receives { tag, .. } if op.seq >= group.issued.count(op.sequence) => Some((tag, op.seq)),
+                    _ => None,
+                }
+            })
+            .min()
+            .map(|(tag, seq)| format!("tag {tag}, from #{seq} on"))
     }
 
     fn active(&self, id: GroupId, op: OpId) -> Option<&Active> {
@@ -983,9 +1072,10 @@ impl Runtime {
             .sum();
         let of = |active: &Active| active.operation.memory_bytes() + active.scaled.as_ref().map_or(0, Vec::len);
         let operations: usize = self.groups.values().flat_map(|group| group.ops.values()).map(of).sum();
+        let copied: usize = (0..self.peers.len()).map(|peer| peers.look(peer as PeerId).copied_bytes()).sum();
         Stats {
             finished_operations: self.finished,
-            memory_bytes: (held + operations + peers.buffer_bytes()) as u64,
+            memory_bytes: (held + operations + copied + peers.buffer_bytes()) as u64,
             groups: self
                 .groups
                 .values()
@@ -1039,7 +1129,7 @@ impl Handler for Runtime {
     fn place(&mut self, peer: PeerId, header: &Header) -> Result<Option<*mut u8>, FrameError> {
         let Some((from, op)) = self.operation_of(peer, &header.key) else { return Ok(None) };
         let Some(active) = self.active(header.key.group, op) else { return Ok(None) };
-        if active.fingerprint != header.fingerprint {
+        if active.fingerprint(self.groups[&header.key.group].rank, from) != header.fingerprint {
             return Ok(None);
         }
         let len = u64::from(header.length);
@@ -1088,8 +1178,8 @@ impl Handler for Runtime {
             return Err(FrameError::OutOfTurn("a message in the direction in which this rank sends"));
         }
         let active = known.and_then(|(from, op)| Some((from, op, self.active(id, op)?)));
-        if let Some((_, op, active)) = active
-            && active.fingerprint != header.fingerprint
+        if let Some((from, op, active)) = active
+            && active.fingerprint(self.groups[&id].rank, from) != header.fingerprint
         {
             self.mismatch(peers, id, op, peer, header.fingerprint);
             return Ok(());
@@ -1168,7 +1258,7 @@ impl Handler for Runtime {
             }
             Event::Granted(key, theirs) | Event::Probe(key, theirs) => {
                 let probe = matches!(event, Event::Probe(..));
-                let Some((_, op)) = self.operation_of(peer, &key) else {
+                let Some((other, op)) = self.operation_of(peer, &key) else {
                     if let Some(departed) = self.closed.get(&key.group) {
                         let never = departed.as_ref().filter(|departed| probe && !departed.has_issued(peer, &key));
                         if let Some(departed) = never {
@@ -1185,7 +1275,7 @@ impl Handler for Runtime {
                 let group = &self.groups[&key.group];
                 let issued = group.issued.count(op.sequence);
                 match group.ops.get(&op) {
-                    Some(active) if active.fingerprint != theirs => {
+                    Some(active) if active.fingerprint(group.rank, other) != theirs => {
                         return self.mismatch(peers, key.group, op, peer, theirs);
                     }
                     Some(_) => {}
@@ -1305,7 +1395,7 @@ impl Handler for Runtime {
                         watch.complete(Err(Failure::fatal(FailureKind::Closed, "the group was destroyed.")));
                     }
                     self.closed.entry(id).or_insert_with(|| left.map(Departed::from));
-                    self.early.retain(|(_, key), _| key.group != id);
+                    self.forget_early(peers, id);
                     self.claims.retain(|(group, ..), _| *group != id);
                 }
                 Command::Retune(id, algorithm, streams) => {
@@ -1356,7 +1446,10 @@ impl Handler for Runtime {
                 Command::Stats(reply) => drop(reply.send(self.stats(peers))),
                 Command::Record(reply) => drop(reply.send(self.recorder.describe(&self.stats(peers), Instant::now()))),
                 Command::WriteRecord => self.recorder.write(&self.stats(peers)),
-                Command::Stop => self.stopping = true,
+                Command::Stop { wait } => {
+                    self.stopping = true;
+                    self.patience = if wait { self.longest_timeout.max(LEAST_PATIENCE) } else { UNHEARD };
+                }
             }
         }
     }
@@ -1382,7 +1475,8 @@ impl Handler for Runtime {
                 active.probed = now;
                 for rank in active.operation.awaited() {
                     if let Some(peer) = group.members[rank as usize] {
-                        peers.machine(peer).probe(op.key(*id, group.rank, PROBE), active.fingerprint);
+                        let fingerprint = active.fingerprint(group.rank, rank);
+                        peers.machine(peer).probe(op.key(*id, group.rank, PROBE), fingerprint);
                     }
                 }
             }
@@ -1405,13 +1499,26 @@ impl Handler for Runtime {
                     }
                 })
                 .collect();
+            let blocked: Vec<String> = (group.members.iter().enumerate())
+                .filter(|(rank, _)| op.sequence.is_send_to(*rank as u32))
+                .filter_map(|(rank, peer)| Some((rank, self.sends_in_vain(id, (*peer)?)?)))
+                .map(|(rank, key)| {
+                    format!(
+                        " {} waits in turn until this rank receives what it sends ({}): ranks that send to each other before \
+                         they receive block each other. Let one of them receive first, or use isend or batch_isend_irecv.",
+                        group.contacts[rank].describe(),
+                        key
+                    )
+                })
+                .collect();
             let failure = Failure::fatal(
                 FailureKind::Timeout,
                 format!(
-                    "no end after {:.1} s, waiting for {}. Raise the time-out (timeout= of init_process_group) if that \
+                    "no end after {:.1} s, waiting for {}.{} Raise the time-out (timeout= of init_process_group) if that \
                      is expected.",
                     active.timeout as f64 / SECOND as f64,
-                    awaited.join("; ")
+                    awaited.join("; "),
+                    blocked.concat()
                 ),
             );
             self.fail_group(peers, id, failure, true);
@@ -1469,6 +1576,28 @@ impl Handler for Runtime {
     fn stopping(&self) -> bool {
         self.stopping
     }
+
+    fn patience(&self) -> u64 {
+        self.patience
+    }
+
+    fn undelivered(&mut self, peers: &mut Peers, peer: PeerId) {
+        let info = &self.peers[peer as usize];
+        // Operations of a group that has failed have told so.
+        let failed = |key: &MessageKey| matches!(self.closed.get(&key.group), Some(None));
+        let mut messages: Vec<_> = peers.look(peer).undelivered().filter(|(key, _)| !failed(key)).collect();
+        messages.sort_unstable_by_key(|(key, _)| *key);
+        let Some((key, fingerprint)) = messages.first() else { return };
+        let why = info.lost.as_ref().map_or("it did not take them in time", String::as_str);
+        log::error!(
+            "penstock: {} messages were sent to {} and not delivered before this process left, the first of {} #{}: {why}. \
+             What that rank receives of them fails there.",
+            messages.len(),
+            info.contact.describe(),
+            fingerprint.describe(),
+            key.op.0,
+        );
+    }
 }
 
 impl Group {
@@ -1479,6 +1608,12 @@ impl Group {
 
     fn is_busy(&self) -> bool {
         !self.ops.is_empty() || !self.held.is_empty() || self.joining.is_some()
+    }
+}
+
+impl Sequence {
+    fn is_send_to(self, rank: u32) -> bool {
+        matches!(self, Sequence::Sends { to, .. } if to == rank)
     }
 }
 
@@ -1590,6 +1725,10 @@ const JOIN_OPS: u64 = 1;
 const PROBE: u32 = u32::MAX;
 /// An operation without progress asks the ranks it waits for after this long.
 const PROBE_AFTER: u64 = SECOND;
+/// What the end waits for at least where somebody wants to wait: for the good-bye to be taken.
+const LEAST_PATIENCE: u64 = 2 * SECOND;
+/// What the end waits for where nobody wants to wait: a good-bye leaves, and nothing is asked back.
+const UNHEARD: u64 = 100 * MILLISECOND;
 /// How long the socket of a rank whose memory is gone may take to say why.
 const UNREADABLE_WITHIN: u64 = SECOND;
 /// Messages of operations that are not posted: their bytes are bounded by credit, their number by this.

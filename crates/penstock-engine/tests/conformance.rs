@@ -291,6 +291,118 @@ fn all_to_all() {
     }
 }
 
+/// Ranks of an all-to-all that disagree on what passes between two of them both learn it at once, and which two: whether one
+/// side is empty or both are not, with short parts and long ones, whoever comes first.
+#[test]
+fn all_to_all_that_disagrees() {
+    for medium in MEDIA {
+        for [sent, expected] in [[5, 0], [0, 5], [5, 6], [700_003, 0], [0, 700_003], [700_003, 700_002], [5, 700_003]] {
+            for first in [0, 1] {
+                let world = world(3, medium);
+                // Rank 0 sends `sent` elements to rank 1, which expects others; every other part is 7 long.
+                let splits = |rank: usize| {
+                    let mut parts = [[28; 3], [28; 3]];
+                    match rank {
+                        0 => parts[0][1] = 4 * sent,
+                        1 => parts[1][0] = 4 * expected,
+                        _ => {}
+                    }
+                    Splits { input: parts[0].to_vec(), output: parts[1].to_vec() }
+                };
+                let mut buffers = vec![vec![0; 14 + 700_003]; 6];
+                let mut tickets = [const { None }; 3];
+                for rank in [first, 1 - first, 2] {
+                    let [input, output] = buffers.get_disjoint_mut([rank, rank + 3]).expect("two");
+                    let mut call = call(Collective::AllToAll, Name::AllToAll, 0, input, output);
+                    call.fingerprint = Fingerprint::new(Name::AllToAll, None, DType::I32, None, 0);
+                    call.splits = Some(splits(rank));
+                    // SAFETY: the buffers outlive the waits below.
+                    tickets[rank] = Some(unsafe { world.groups[rank].start(call) });
+                }
+                let context = format!("{medium:?}, {sent} for {expected}, rank {first} first");
+                for (rank, ticket) in tickets.iter().flatten().enumerate().take(2) {
+                    let ended = ticket.wait(Some(Duration::from_secs(10))).expect("ends at once");
+                    let failure = ended.expect_err(&format!("{context}: rank {rank} succeeded"));
+                    assert_eq!(failure.kind, FailureKind::Mismatch, "{context}: {failure}");
+                    let [sends, to] =
+                        [format!("sends {sent} elements to rank 1"), format!("which expects {expected}.")];
+                    assert!(failure.message.contains(&sends) && failure.message.contains(&to), "{context}: {failure}");
+                }
+                // Nothing touches the buffers after this.
+                drop(world);
+            }
+        }
+    }
+}
+
+/// Beyond the eager credit a short message stays with its sender, whose operation stays open until the receiver has it; what
+/// ended before is delivered, and the engine's memory stays bounded.
+#[test]
+fn short_messages_wait_for_credit() {
+    for medium in MEDIA {
+        let world = world(2, medium);
+        let (count, len) = (2000usize, 1000usize);
+        let sent: Vec<_> = (0..count).map(|message| filled(message as u32, len)).collect();
+        let fingerprint = Fingerprint::new(Name::PointToPoint, None, DType::I32, None, len as u64);
+        let tickets: Vec<Ticket> = sent
+            .iter()
+            .map(|data| {
+                let mut call = call(Collective::Send { to: 1 }, Name::PointToPoint, 4 * len as u64, data, &mut []);
+                call.fingerprint = fingerprint;
+                // SAFETY: the buffers outlive the waits below.
+                unsafe { world.groups[0].start(call) }
+            })
+            .collect();
+        let memory = || world.engines[0].stats().expect("it runs").memory_bytes;
+        assert!(memory() < 4 << 20, "{medium:?}: {} bytes", memory());
+        let ended = tickets.iter().filter(|ticket| ticket.result().is_some()).count();
+        assert!((100..400).contains(&ended), "{medium:?}: {ended} ended without a receiver");
+        let mut received = vec![vec![0; len]; count];
+        let receipts: Vec<Ticket> = received
+            .iter_mut()
+            .map(|output| {
+                let mut call = call(Collective::Recv { from: 0 }, Name::PointToPoint, 4 * len as u64, &[], output);
+                call.fingerprint = fingerprint;
+                // SAFETY: as above.
+                unsafe { world.groups[1].start(call) }
+            })
+            .collect();
+        for ticket in tickets.iter().chain(&receipts) {
+            wait(ticket).unwrap_or_else(|error| panic!("{medium:?}: {error}"));
+        }
+        assert!(received == sent, "{medium:?}");
+        assert!(memory() < 4 << 20, "{medium:?}: {} bytes", memory());
+    }
+}
+
+/// Two ranks that send to each other more than the credit before they receive are both named at the time-out.
+#[test]
+fn ranks_that_block_each_other_are_named() {
+    for medium in [MEDIA[1], Medium::Memory] {
+        for (count, len) in [(400, 1000), (1, 700_003)] {
+            let world = world(2, medium);
+            let data = filled(0, len);
+            let mut tickets = Vec::new();
+            for rank in 0..2u32 {
+                for _ in 0..count {
+                    let to = Collective::Send { to: 1 - rank };
+                    let mut call = call(to, Name::PointToPoint, 4 * len as u64, &data, &mut []);
+                    call.fingerprint = Fingerprint::new(Name::PointToPoint, None, DType::I32, None, len as u64);
+                    call.timeout = 2_000_000_000;
+                    // SAFETY: the buffer outlives the waits below.
+                    tickets.push(unsafe { world.groups[rank as usize].start(call) });
+                }
+            }
+            let failures: Vec<Failure> = tickets.iter().filter_map(|ticket| wait(ticket).err()).collect();
+            assert!(failures.len() >= 2, "{medium:?}");
+            for failure in failures {
+                assert_eq!(failure.kind, FailureKind::Timeout, "{medium:?}: {failure}");
+                assert!(failure.message.contains("block each other"), "{medium:?}: {failure}");
+            }
+        }
+    }
+}
+
 /// Messages with tags meet by tag and order, whatever the order of posting; large ones wait for their receiver.
 #[test]
 fn send_and_receive() {

@@ -203,6 +203,46 @@ fn half_a_frame_of_a_failed_group() {
     }
 }
 
+/// A frame that cuts an element in two is refused where it meets the reduction: the group fails, the failure names the peer,
+/// and the engine lives.
+#[test]
+fn a_frame_that_cuts_an_element() {
+    let engine = engine();
+    let (group, joined) = join(&engine, &contact(LARGEST, Vec::new()));
+    let mut peer = Hand::new(connect(&engine, tcp));
+    peer.join(JOB);
+    wait(&joined).expect("joined");
+    let mut tensor = vec![1u32; 16_000];
+    let mut reduce = call(Collective::Reduce { root: 0 }, &mut tensor);
+    reduce.fingerprint = Fingerprint::new(Name::Reduce, Some(ReduceOp::Sum), DType::I32, Some(0), 16_000);
+    let fingerprint = reduce.fingerprint;
+    // SAFETY: the buffer outlives the wait below.
+    let ticket = unsafe { group.start(reduce) };
+    let grant = loop {
+        let (header, _) = peer.read();
+        if header.kind == Kind::Grant {
+            break header;
+        }
+    };
+    let body = Body::Owned(vec![1; 64_000].into());
+    peer.machine.send(Outgoing { key: grant.key, priority: Priority(0), fingerprint, coflow: 0, body });
+    let mut frame = loop {
+        let frame = peer.machine.poll_frame(0, NOW).expect("a data frame");
+        if frame.header.kind == Kind::Data {
+            break frame;
+        }
+    };
+    frame.header.length = 16_385;
+    let payload = vec![1; 16_385];
+    peer.stream.write_all(&[&seal(frame.header, &payload)[..], &payload].concat()).expect("the engine reads");
+    let failure = wait(&ticket).expect_err("refused");
+    assert_eq!(failure.kind, FailureKind::Mismatch, "{failure}");
+    for part in ["rank 1", "sent bytes 0+16385", "not whole elements"] {
+        assert!(failure.message.contains(part), "{failure}");
+    }
+    engine.stats().expect("it runs");
+}
+
 // ------------------------------------------------------------------------------------------------------------- helpers
 
 fn engine() -> Engine {

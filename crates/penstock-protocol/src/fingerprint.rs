@@ -114,6 +114,48 @@ impl Fingerprint {
         Fingerprint { order, ..self }
     }
 
+    /// The same all-to-all as two of its ranks see it, which must agree only on what passes between them: so many elements
+    /// from the lower to the higher, and so many back. Whatever one sends to the other carries both numbers: each rank hears
+    /// from every other before it is done, so that both find what differs. Of the way back 30 bits are kept.
+    #[must_use]
+    pub fn of_pair(self, up: u64, down: u64) -> Fingerprint {
+        let what = self.what & !(ROOT_MASK << 36 | ELEMENTS_MASK) | (down & ROOT_MASK) << 36 | up & ELEMENTS_MASK;
+        Fingerprint { what, order: Order((down >> ROOT_BITS) as u16) }
+    }
+
+    /// How two ranks disagree on what passes between them, as a sentence: `ours` and `theirs` come from
+    /// [`Fingerprint::of_pair`]. `None` where they disagree on something else.
+    #[must_use]
+    pub fn difference_of_pair(
+        ours: Fingerprint,
+        theirs: Fingerprint,
+        we: &str,
+        they: &str,
+        we_are_lower: bool,
+    ) -> Option<String> {
+        let rest = |fingerprint: Fingerprint| fingerprint.what >> (ROOT_BITS + ELEMENTS_BITS);
+        if ours.what >> 60 != Name::AllToAll as u64 || rest(ours) != rest(theirs) || ours == theirs {
+            return None;
+        }
+        let counts = |fingerprint: Fingerprint| {
+            let down = fingerprint.what >> ELEMENTS_BITS & ROOT_MASK | u64::from(fingerprint.order.0) << ROOT_BITS;
+            let (up, down) = (fingerprint.what & ELEMENTS_MASK, down);
+            if we_are_lower { [up, down] } else { [down, up] }
+        };
+        let ([sent, expected], [theirs_expected, theirs_sent]) = (counts(ours), counts(theirs));
+        let mut told = Vec::new();
+        if sent != theirs_expected {
+            told.push(format!("{we} sends {sent} elements to {they}, which expects {theirs_expected}"));
+        }
+        if expected != theirs_sent {
+            told.push(format!("{they} sends {theirs_sent} elements to {we}, which expects {expected}"));
+        }
+        Some(format!(
+            "{}. The input split of the one and the output split of the other must be equal.",
+            told.join(", and ")
+        ))
+    }
+
     /// All of it as one number, for those who cut it into pieces.
     #[must_use]
     pub fn bits(self) -> u128 {
@@ -207,8 +249,10 @@ const NAMES: [&str; 10] = [
     "send/recv",
 ];
 const REDUCTIONS: [&str; 9] = ["sum", "avg", "premul_sum", "product", "min", "max", "band", "bor", "bxor"];
-const ROOT_MASK: u64 = 0x3fff;
-const ELEMENTS_MASK: u64 = (1 << 36) - 1;
+const ROOT_BITS: u32 = 14;
+const ROOT_MASK: u64 = (1 << ROOT_BITS) - 1;
+const ELEMENTS_BITS: u32 = 36;
+const ELEMENTS_MASK: u64 = (1 << ELEMENTS_BITS) - 1;
 
 #[cfg(test)]
 mod tests {
@@ -241,6 +285,31 @@ mod tests {
         let rooted = Fingerprint::new(Name::Broadcast, None, DType::BF16, Some(3), 7);
         assert_eq!(rooted.describe(), "broadcast(7 x bfloat16, root 3)");
     }
+    /// Two ranks of an all-to-all agree on what passes between them, or each can say what differs; an empty part counts.
+    #[test]
+    fn pairs_are_compared() {
+        let base = Fingerprint::new(Name::AllToAll, None, DType::F32, None, 0);
+        let counts = [0, 1, 5, 1 << 14, (1 << 30) - 1];
+        for (up, down) in counts.into_iter().flat_map(|up| counts.map(|down| (up, down))) {
+            let lower = base.of_pair(up, down);
+            assert_eq!(Fingerprint::difference_of_pair(lower, lower, "a", "b", true), None);
+            for (other_up, other_down) in counts.into_iter().flat_map(|up| counts.map(|down| (up, down))) {
+                let higher = base.of_pair(other_up, other_down);
+                assert_eq!(lower == higher, (up, down) == (other_up, other_down));
+                let text = Fingerprint::difference_of_pair(lower, higher, "a", "b", true);
+                assert_eq!(text, Fingerprint::difference_of_pair(higher, lower, "b", "a", false).map(|text| text));
+                let Some(text) = text else { continue };
+                let sends = format!("a sends {up} elements to b, which expects {other_up}");
+                assert_eq!(text.contains(&sends), up != other_up, "{text}");
+                let back = format!("b sends {other_down} elements to a, which expects {down}");
+                assert_eq!(text.contains(&back), down != other_down, "{text}");
+            }
+        }
+        let other = Fingerprint::new(Name::AllToAll, None, DType::F64, None, 0).of_pair(0, 0);
+        assert_eq!(Fingerprint::difference_of_pair(base.of_pair(0, 0), other, "a", "b", true), None);
+        assert!(Fingerprint::difference(base.of_pair(1, 2), "a", other, "b").contains("x float64"));
+    }
+
     /// Every permutation of up to eight dimensions has a number of its own, and comes back from it; all row-major ones
     /// share 0.
     #[test]

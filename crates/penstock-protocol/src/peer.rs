@@ -12,9 +12,10 @@
 //!                 (large only)        ▲              │
 //!                                     └── stream lost┘
 //! ```
-//! A message below the eager limit is copied and leaves at once within the eager credit; a longer one leaves after the
-//! receiver has granted it, that is, after it has posted the operation and knows where the bytes go. So a node never
-//! holds more for a peer than the eager credit, and an operation that all ranks have posted never waits for memory.
+//! A message below the eager limit is copied and leaves at once within the eager credit. Beyond the credit it stays where
+//! it is, like a longer one, and leaves after the receiver has granted it, that is, after the receiver has posted the
+//! operation and knows where the bytes go. So neither the sender nor the receiver holds more than the eager credit for the
+//! other, and an operation that all ranks have posted never waits for memory.
 
 use crate::fingerprint::Fingerprint;
 use crate::frame::{
@@ -42,7 +43,7 @@ pub struct PeerConfig {
     pub eager_credit_bytes: u64,
     /// The peer can read our memory: longer messages travel as references.
     pub references: bool,
-    /// Descriptors can be passed to the peer: so do messages in memory that we share, of any length.
+    /// Descriptors can be passed to the peer: messages above [`Peer::eager_limit`] in memory that we share travel as references.
     pub descriptors: bool,
     /// Cover payloads with a CRC32C.
     pub checksum: bool,
@@ -292,6 +293,29 @@ impl Peer {
         if self.config.references { self.config.eager_bytes.min(REFERENCE_ABOVE) } else { self.config.eager_bytes }
     }
 
+    /// Whether the eager credit is enough for a message of so many bytes, as [`Body::Owned`]. One that has to wait for credit
+    /// stays in its tensor, as [`Body::Memory`].
+    #[must_use]
+    pub fn has_credit(&self, total: u64) -> bool {
+        self.credit.fits(total, self.config.eager_credit_bytes)
+    }
+
+    /// Bytes of messages that were copied and not yet acknowledged.
+    #[must_use]
+    pub fn copied_bytes(&self) -> usize {
+        let copied = |message: &Message| match &message.body {
+            Body::Owned(bytes) => bytes.len(),
+            Body::Memory { .. } => 0,
+        };
+        self.outgoing.values().map(copied).sum()
+    }
+
+    /// The messages that have left on credit, which their sender takes for sent, and that the peer has not acknowledged.
+    pub fn undelivered(&self) -> impl Iterator<Item = (MessageKey, Fingerprint)> {
+        let on_credit = self.outgoing.values().filter(|message| matches!(message.way, Way::Eager { .. }));
+        on_credit.map(|message| (message.key, message.fingerprint))
+    }
+
     // ------------------------------------------------------------------ streams
 
     /// A stream has passed its hand-shake.
@@ -364,8 +388,9 @@ impl Peer {
 
     // ------------------------------------------------------------------ outgoing
 
-    /// Queues a message. [`Body::Owned`] is for messages up to `eager_bytes`; a longer one waits for its grant like one
-    /// in memory.
+    /// Queues a message. [`Body::Owned`] is for messages up to `eager_bytes` that the credit is enough for
+    /// ([`Peer::has_credit`]). Others wait for their grant; a short one is announced, because receivers grant unasked only
+    /// what is above [`Peer::eager_limit`].
     pub fn send(&mut self, outgoing: Outgoing) {
         let issue = self.next_issue;
         self.next_issue += 1;
@@ -386,6 +411,7 @@ impl Peer {
         };
         let span = u64::from(key.message)..u64::from(key.message) + 1;
         if let Body::Memory { place, .. } = message.body
+            && total > self.eager_limit()
             && (self.config.references || (self.config.descriptors && place.region != 0))
         {
             message.way = Way::Reference;
@@ -401,17 +427,18 @@ impl Peer {
             op.granted.remove(span);
             self.remembered += op.remembered();
             self.ready.insert((priority, issue));
-        } else if matches!(message.body, Body::Owned(_)) {
-            if total <= self.config.eager_bytes && self.credit.reserve(total, self.config.eager_credit_bytes) {
-                message.way = Way::Eager { serial: 0 };
-                self.ready.insert((priority, issue));
-            } else {
-                let mut header = Header::new(Kind::Announce, key);
-                header.fingerprint = fingerprint;
-                header.coflow = coflow;
-                header.total = total;
-                self.control(header, None);
-            }
+        } else if matches!(message.body, Body::Owned(_))
+            && total <= self.config.eager_bytes
+            && self.credit.reserve(total, self.config.eager_credit_bytes)
+        {
+            message.way = Way::Eager { serial: 0 };
+            self.ready.insert((priority, issue));
+        } else if matches!(message.body, Body::Owned(_)) || total <= self.eager_limit() {
+            let mut header = Header::new(Kind::Announce, key);
+            header.fingerprint = fingerprint;
+            header.coflow = coflow;
+            header.total = total;
+            self.control(header, None);
         }
         let before = self.by_key.insert(key, issue);
         debug_assert!(before.is_none(), "{key:?} is sent twice");
@@ -1318,9 +1345,13 @@ struct Credit {
 }
 
 impl Credit {
+    fn fits(&self, total: u64, limit: u64) -> bool {
+        self.reserved - self.returned + eager_cost(total) <= limit
+    }
+
     /// Puts a message on credit if there is enough.
     fn reserve(&mut self, total: u64, limit: u64) -> bool {
-        let fits = self.reserved - self.returned + eager_cost(total) <= limit;
+        let fits = self.fits(total, limit);
         if fits {
             self.reserved += eager_cost(total);
         }

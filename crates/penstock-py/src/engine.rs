@@ -162,9 +162,24 @@ impl Engine {
         self.0.unshare(number);
     }
 
-    /// Says good-bye to the peers and ends the thread.
-    fn stop(&self, py: Python<'_>) {
+    /// Says good-bye to the peers and ends the thread. With `wait`, blocks until they have taken what was sent to them,
+    /// leave or are lost, or until the longest time-out of an operation so far; what was not delivered is logged. Ctrl-C
+    /// ends the wait.
+    #[pyo3(signature = (*, wait=true))]
+    fn stop(&self, py: Python<'_>, wait: bool) -> PyResult<()> {
+        self.0.begin_stop(wait);
+        let mut interrupted = Ok(());
+        while !self.0.has_stopped() {
+            py.detach(|| std::thread::sleep(STOP_CHECK));
+            if interrupted.is_ok() {
+                interrupted = py.check_signals();
+                if interrupted.is_err() {
+                    self.0.begin_stop(false);
+                }
+            }
+        }
         py.detach(|| self.0.stop());
+        interrupted
     }
 }
 
@@ -350,5 +365,7 @@ pub(crate) fn reduce_op(name: &str, factor: f64) -> PyResult<ReduceOp> {
     })
 }
 
+/// How often a thread that waits for the engine's end looks for that, and for signals.
+const STOP_CHECK: Duration = Duration::from_millis(2);
 /// How often a waiting thread looks for signals.
 const SIGNAL_CHECK: Duration = Duration::from_millis(100);

@@ -116,7 +116,7 @@ fn grants_reach_the_last_number() {
     peer.grant(key(u32::MAX), u32::MAX, Fingerprint::default());
     let head = Header { key: key(u32::MAX), ..data(0, 1000, 1000) };
     assert_eq!(header(&mut peer, &head, OpStatus::Active), Ok(Arrival::Take));
-    let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 10 };
+    let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 40_000 };
     peer.send(Outgoing {
         key: key(u32::MAX),
         priority: Priority(0),

@@ -230,7 +230,7 @@ fn references_are_read_once() {
     assert!(a.is_quiet() && b.is_quiet());
 }
 
-/// To a peer that takes descriptors, what lies in shared memory goes by reference and what does not as bytes; the offer
+/// To a peer that takes descriptors, what is long and lies in shared memory goes by reference and what does not as bytes; the offer
 /// comes before the reference to it.
 #[test]
 fn shared_memory_is_offered_before_it_is_named() {
@@ -238,13 +238,13 @@ fn shared_memory_is_offered_before_it_is_named() {
     let [mut a, mut b] = pair(&config, 1);
     a.share(7, 1 << 20);
     let place = Reference { address: 4096, epoch: 3, region: 7 };
-    let body = Body::Memory { place, len: 1000 };
+    let body = Body::Memory { place, len: 40_000 };
     a.send(Outgoing { key: key(0), priority: Priority(0), fingerprint: FIVE, coflow: 0, body });
     memory(&mut a, 1, 1 << 20);
     a.unshare(7);
     let sent = drain(&mut a, &mut b, 0);
     let kinds: Vec<_> = sent.iter().map(|(header, _)| (header.kind, header.offset, header.total)).collect();
-    assert_eq!(kinds, [(Kind::Share, 7, 1 << 20), (Kind::Reference, 0, 1000), (Kind::Unshare, 7, 0)]);
+    assert_eq!(kinds, [(Kind::Share, 7, 1 << 20), (Kind::Reference, 0, 40_000), (Kind::Unshare, 7, 0)]);
     assert!(sent.iter().all(|(_, finish)| finish.apply));
     b.done(key(0));
     b.grant(key(1), 1, FIVE);
@@ -389,11 +389,11 @@ fn late_grants_are_not_kept() {
 /// Headers count: messages of no bytes fill a window, too, and it opens again with their acks.
 #[test]
 fn empty_messages_fill_the_window() {
-    let config = PeerConfig { unacked_limit_bytes: 96_000, ..PeerConfig::default() };
+    let config = PeerConfig { unacked_limit_bytes: 1000 * Header::BYTES as u64, ..PeerConfig::default() };
     let [mut a, mut b] = pair(&config, 1);
-    (0..3000).for_each(|message| memory(&mut a, message, 0));
     b.grant(key(0), 3000, FIVE);
     drain(&mut b, &mut a, 0);
+    (0..3000).for_each(|message| memory(&mut a, message, 0));
     let frames: Vec<Outbound> = std::iter::from_fn(|| a.poll_frame(0, NOW)).collect();
     assert_eq!(frames.len(), 1000);
     frames.iter().for_each(|frame| assert!(take(&mut b, 0, frame, OpStatus::Active).1.apply));
