@@ -13,7 +13,7 @@ use penstock_types::{Failure, FailureKind, Generation, GroupId};
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -51,6 +51,7 @@ pub struct Engine {
     handle: Arc<Handle>,
     contact: Contact,
     thread: Mutex<Option<JoinHandle<()>>>,
+    is_stopping: AtomicBool,
     /// Peers may look at it for as long as the contact is out.
     _landmark: Arc<Landmark>,
     next_region: AtomicU64,
@@ -113,6 +114,7 @@ impl Engine {
             handle: Arc::new(Handle { shared, wake, recorder }),
             contact,
             thread: Mutex::new(Some(thread)),
+            is_stopping: AtomicBool::new(false),
             _landmark: landmark,
             next_region: AtomicU64::new(1),
         })
@@ -174,7 +176,21 @@ impl Engine {
         self.handle.command(Command::WriteRecord, &Ticket::default());
     }
 
-    /// Tells the peers, lets them take what is left, and ends the thread. Blocks for up to 2.5 s.
+    /// Begins to end the thread: tells the peers, and lets them take what was sent to them. With `wait` that takes as long as
+    /// the other side needs, until it leaves or is lost, or until the longest time-out of an operation so far; what was not
+    /// delivered is logged. Without, 0.1 s. A later call may change that.
+    pub fn begin_stop(&self, wait: bool) {
+        self.is_stopping.store(true, Ordering::Relaxed);
+        self.handle.command(Command::Stop { wait }, &Ticket::default());
+    }
+
+    /// Whether the thread has ended.
+    pub fn has_stopped(&self) -> bool {
+        let thread = self.thread.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        fds::forked() || thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// [`Engine::begin_stop`] with `wait`, unless that was called; blocks until the thread has ended.
     pub fn stop(&self) {
         let thread = self.thread.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
         let Some(thread) = thread else { return };
@@ -183,7 +199,9 @@ impl Engine {
             std::mem::forget(thread);
             return;
         }
-        self.handle.command(Command::Stop, &Ticket::default());
+        if !self.is_stopping.load(Ordering::Relaxed) {
+            self.begin_stop(true);
+        }
         if thread.join().is_err() {
             log::error!("penstock: the engine's thread has panicked");
         }

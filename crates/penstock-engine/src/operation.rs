@@ -112,6 +112,8 @@ pub(crate) enum Misfit {
     Unknown,
     /// It has, with another length.
     Length { expected: u64, got: u64 },
+    /// A frame of it does not lie inside it, or cuts an element in two.
+    Frame { offset: u64, len: u64 },
     /// Reading the sender's memory failed.
     Unreadable(String),
 }
@@ -248,12 +250,17 @@ impl Operation {
     ) -> Result<(), Misfit> {
         let (step, segment, operand) = self.find(from, message).ok_or(Misfit::Unknown)?;
         let steps = self.steps.clone();
+        let Instance { started, done, .. } = *self.instance(step, segment);
+        if !started || done {
+            return Err(Misfit::Unknown);
+        }
         match &steps.steps[step as usize].action {
             Action::Recv { dst, .. } => {
                 let (start, expected) = dst.segment(segment);
                 check_length(expected, total)?;
                 match incoming {
                     Incoming::Bytes { offset, payload } => {
+                        check_frame(offset, payload, expected, 1)?;
                         let place = self.address(dst.buf, start).wrapping_add(offset as usize);
                         // SAFETY: `check_length` and the frame's own bounds keep it inside the slice.
                         unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), place, payload.len()) };
@@ -269,6 +276,9 @@ impl Operation {
             Action::Reduce { dst, sources, last } => {
                 let (_, expected) = dst.segment(segment);
                 check_length(expected, total)?;
+                if let Incoming::Bytes { offset, payload } = &incoming {
+                    check_frame(*offset, payload, expected, self.memory.dtype.size() as u64)?;
+                }
                 let messages = sources.iter().filter(|source| matches!(source, Operand::Message { .. })).count();
                 if let Incoming::Bytes { offset, payload } = incoming
                     && messages == 1
@@ -699,6 +709,17 @@ fn take_frame(slot: &mut Option<Held>, offset: u64, payload: &[u8], expected: u6
     Ok(())
 }
 
+/// A frame lies inside its message and holds whole elements of so many bytes: arithmetic takes nothing else. Our own
+/// senders cut at multiples of 16 bytes.
+fn check_frame(offset: u64, payload: &[u8], expected: u64, element: u64) -> Result<(), Misfit> {
+    let len = payload.len() as u64;
+    let fits = offset.checked_add(len).is_some_and(|end| end <= expected);
+    if fits && offset.is_multiple_of(element) && len.is_multiple_of(element) {
+        return Ok(());
+    }
+    Err(Misfit::Frame { offset, len })
+}
+
 fn check_length(expected: u64, got: u64) -> Result<(), Misfit> {
     if expected == got { Ok(()) } else { Err(Misfit::Length { expected, got }) }
 }
@@ -725,6 +746,7 @@ mod tests {
     use super::*;
     use penstock_net::memory::Landmark;
     use penstock_plan::{Algorithm, Collective, Request, Topology, steps};
+    use proptest::prelude::*;
 
     /// A receive of 100 KB from rank 0, whose memory is our own: the sender's bytes, the landmark, the operation.
     fn receive(result: &mut [u8]) -> Operation {
@@ -936,5 +958,170 @@ mod tests {
         let (rank, misfit) = operation.work(&mut effects).expect_err("nobody has page 1");
         assert!(rank == 0 && matches!(misfit, Misfit::Unreadable(_)), "{misfit:?}");
         assert!(effects.is_empty() && !operation.is_done());
+    }
+    /// Frames whose bytes are not whole elements of the message, or do not lie inside it, are refused before anything is
+    /// reduced; those that are, at any offset, are taken.
+    #[test]
+    fn frames_hold_whole_elements() {
+        let request = Request {
+            collective: Collective::Reduce { root: 0 },
+            world: 2,
+            rank: 0,
+            topology: Topology::separate_hosts(2),
+            bytes: 40_000,
+            element_bytes: 4,
+            splits: None,
+            segment_bytes: 1 << 20,
+        };
+        let steps = Arc::new(steps(&request, Algorithm::Direct).expect("a plan"));
+        for (offset, len, fits) in [
+            (0, 16_385, false),
+            (16_385, 4, false),
+            (2, 4, false),
+            (39_996, 8, false),
+            (u64::MAX - 3, 4, false),
+            (0, 16_384, true),
+            (39_996, 4, true),
+            (0, 40_000, true),
+        ] {
+            let mut result = vec![1.0f32; 10_000];
+            let output = result.as_mut_ptr().cast();
+            let memory = Memory { dtype: DType::F32, op: ReduceOp::Sum, world: 2, input: std::ptr::null(), output };
+            let (mut operation, mut effects) = (Operation::new(steps.clone(), memory), Vec::new());
+            operation.start(&mut effects);
+            let payload = 2.0f32.to_le_bytes().repeat(len as usize / 4 + 1);
+            let incoming = Incoming::Bytes { offset, payload: &payload[..len as usize] };
+            let taken = operation.on_message(1, 0, 40_000, incoming, &mut effects);
+            assert_eq!(taken, if fits { Ok(()) } else { Err(Misfit::Frame { offset, len }) });
+            drop(operation);
+            let reduced = result.iter().filter(|value| **value == 3.0).count() as u64;
+            assert_eq!(reduced, if fits { len / 4 } else { 0 }, "{offset}+{len}");
+        }
+    }
+
+    /// What may happen to an operation: frames of any shape, and what the runtime tells it.
+    #[derive(Clone, Debug)]
+    enum Call {
+        Frame { from: u32, message: u32, total: Option<u64>, offset: u64, len: usize },
+        Placed { from: u32, message: u32, offset: u64, len: u64 },
+        Sent { to: u32, message: u32 },
+        Confirmed { from: u32, message: u32 },
+        Source { to: u32, message: u32 },
+        Work,
+    }
+
+    fn call() -> impl Strategy<Value = Call> {
+        let message = || prop_oneof![8 => 0u32..6, 1 => Just(u32::MAX)];
+        let place = || prop_oneof![3 => (0u64..40).prop_map(|n| n * 16), 1 => 0u64..700, 1 => Just(u64::MAX)];
+        let length = || prop_oneof![3 => (0u64..40).prop_map(|n| n * 16), 1 => 0u64..700];
+        prop_oneof![
+            8 => (0u32..5, message(), proptest::option::weighted(0.1, place()), place(), length())
+                .prop_map(|(from, message, total, offset, len)| Call::Frame { from, message, total, offset, len: len as usize }),
+            1 => (0u32..5, message(), place(), length())
+                .prop_map(|(from, message, offset, len)| Call::Placed { from, message, offset, len }),
+            3 => (0u32..5, message()).prop_map(|(to, message)| Call::Sent { to, message }),
+            1 => (0u32..5, message()).prop_map(|(from, message)| Call::Confirmed { from, message }),
+            1 => (0u32..5, message()).prop_map(|(to, message)| Call::Source { to, message }),
+            1 => Just(Call::Work),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+        /// Whatever frames come, whenever: an operation never panics, and touches only its own buffers. A frame is taken
+        /// only for a message that is open, has the length that the plan gives it, and is not over.
+        #[test]
+        fn any_frames_are_survived(
+            which in 0usize..9,
+            dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F64), Just(DType::U8)],
+            rank in 0u32..4,
+            elements in 0u64..80,
+            one_host: bool,
+            calls in proptest::collection::vec(call(), 1..60),
+        ) {
+            let (world, size) = (4u32, dtype.size() as u64);
+            let collective = [
+                Collective::AllReduce,
+                Collective::ReduceScatter,
+                Collective::AllGather,
+                Collective::Broadcast { root: 1 },
+                Collective::Reduce { root: 2 },
+                Collective::Gather { root: 0 },
+                Collective::Scatter { root: 3 },
+                Collective::AllToAll,
+                Collective::Barrier,
+            ][which];
+            let splits = (collective == Collective::AllToAll).then(|| {
+                let parts: Vec<u64> = (0..u64::from(world)).map(|to| elements * size * ((to + 1) % 3)).collect();
+                penstock_plan::Splits { input: parts.clone(), output: parts }
+            });
+            let whole = elements * size * u64::from(world);
+            let request = Request {
+                collective,
+                world,
+                rank,
+                topology: if one_host { Topology::one_host(world) } else { Topology::separate_hosts(world) },
+                bytes: if collective == Collective::Barrier { 0 } else { whole },
+                element_bytes: size as u32,
+                splits,
+                segment_bytes: 64,
+            };
+            for algorithm in Algorithm::of(collective) {
+                let Ok(steps) = steps(&request, *algorithm) else { continue };
+                const GUARD: usize = 64;
+                let input = vec![1u8; request.input_bytes() as usize];
+                let mut output = vec![0xa5u8; request.output_bytes() as usize + 2 * GUARD];
+                let memory = Memory {
+                    dtype,
+                    op: ReduceOp::Max,
+                    world,
+                    input: input.as_ptr(),
+                    output: output.as_mut_ptr().wrapping_add(GUARD),
+                };
+                let (mut operation, mut effects) = (Operation::new(Arc::new(steps), memory), Vec::new());
+                operation.start(&mut effects);
+                for call in &calls {
+                    match *call {
+                        Call::Frame { from, message, total, offset, len } => {
+                            let open = operation.is_open(from, message);
+                            let expected = operation.expected(from, message);
+                            let total = total.or(expected).unwrap_or(64);
+                            let payload = vec![7u8; len];
+                            let incoming = Incoming::Bytes { offset, payload: &payload };
+                            if operation.on_message(from, message, total, incoming, &mut effects).is_ok() {
+                                prop_assert_eq!(open, Some(true));
+                                prop_assert_eq!(expected, Some(total));
+                                prop_assert!(total == 0 || offset.checked_add(len as u64).is_some_and(|end| end <= total));
+                            }
+                        }
+                        Call::Placed { from, message, offset, len } => {
+                            let total = operation.expected(from, message).unwrap_or(0);
+                            let inside = offset.checked_add(len).is_some_and(|end| end <= total);
+                            if inside && let Some(place) = operation.place(from, message, offset, len, total) {
+                                let own = output.as_ptr_range();
+                                let ends = place.wrapping_add(len as usize).cast_const();
+                                let scratch = operation.scratch.as_ptr_range();
+                                prop_assert!(
+                                    own.start.wrapping_add(GUARD) <= place && ends <= own.end.wrapping_sub(GUARD)
+                                        || scratch.start <= place && ends <= scratch.end
+                                );
+                                let incoming = Incoming::Placed { len: len as usize };
+                                let _ = operation.on_message(from, message, total, incoming, &mut effects);
+                            }
+                        }
+                        Call::Sent { to, message } => operation.on_sent(to, message, &mut effects),
+                        Call::Confirmed { from, message } => operation.on_confirmed(from, message, &mut effects),
+                        Call::Source { to, message } => drop(operation.source(to, message, 0, 0)),
+                        Call::Work => drop(operation.work(&mut effects)),
+                    }
+                    effects.clear();
+                    let _ = (operation.awaited(), operation.memory_bytes());
+                }
+                drop(operation);
+                prop_assert!(output[..GUARD].iter().chain(&output[output.len() - GUARD..]).all(|byte| *byte == 0xa5));
+                prop_assert!(input.iter().all(|byte| *byte == 1));
+            }
+        }
     }
 }

@@ -448,6 +448,7 @@ impl Reducer {
             input: std::ptr::null(),
             output: address,
             tag: 0,
+            coflow: 0,
             priority: Priority(0),
             hold: false,
             timeout: self.0.timeout,

@@ -10,9 +10,11 @@ use crate::ticket::Ticket;
 use penstock_net::fds::Fd;
 use penstock_net::memory::{Landmark, Mapping, Region, Remote};
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
-use penstock_plan::{Algorithm, Collective, Planner, Request, Steps, Thresholds, Topology, choose, segment_bytes};
+use penstock_plan::{
+    Algorithm, Collective, Planner, Request, Splits, Steps, Thresholds, Topology, choose, segment_bytes,
+};
 use penstock_protocol::fingerprint::{Fingerprint, Name};
-use penstock_protocol::frame::{Kind, Reference};
+use penstock_protocol::frame::{Channel, Direction, Kind, Reference};
 use penstock_protocol::handshake::{Hello, NodeKey};
 use penstock_protocol::peer::{Body, Event, FLAG_EAGER, OpStatus, Outgoing, Report};
 use penstock_protocol::{FrameError, Header, MessageKey};
@@ -50,7 +52,10 @@ pub(crate) enum Command {
     Stats(mpsc::Sender<Stats>),
     Record(mpsc::Sender<String>),
     WriteRecord,
-    Stop,
+    /// End; wait until peers have taken what was sent to them, as far as their operations' time-outs allow, or not at all.
+    Stop {
+        wait: bool,
+    },
 }
 
 /// A group to join.
@@ -85,13 +90,15 @@ pub struct Call {
     /// Bytes, as [`Request::bytes`] means it.
     pub bytes: u64,
     /// Unequal parts of an all-to-all.
-    pub splits: Option<penstock_plan::Splits>,
+    pub splits: Option<Splits>,
     /// The contribution; null where the operation is in place.
     pub input: *const u8,
     /// The result.
     pub output: *mut u8,
     /// Tag of a send or receive.
     pub tag: u32,
+    /// The operations that are of use only together with this one; 0 for none. Frames carry it, and nothing reads it yet.
+    pub coflow: u32,
     /// How urgent.
     pub priority: Priority,
     /// Take the operation's place in the order now, but do not touch the buffers before [`crate::Group::release`]: the
@@ -135,15 +142,19 @@ pub(crate) struct Runtime {
     /// What came for operations that are not posted yet, or not ready for it.
     early: HashMap<(PeerId, MessageKey), Early>,
     /// What peers believe of operations that are not posted yet.
-    claims: HashMap<(GroupId, u32, OpSeq), Vec<(PeerId, u64)>>,
+    claims: HashMap<(GroupId, Channel, OpSeq), Vec<(PeerId, Fingerprint)>>,
     /// Groups that have a reason to fail, and until when somebody else may come up with a better one.
     doomed: Vec<(Time, GroupId, Failure)>,
     /// Operations with messages to read from other processes' memory, most urgent first. Some may be over.
     work: BTreeSet<(Priority, Time, GroupId, OpId)>,
     recorder: Recorder,
     stopping: bool,
+    /// How long the end waits for peers to take what was sent to them.
+    patience: u64,
     effects: Vec<Effect>,
     finished: u64,
+    /// Of the operations so far.
+    longest_timeout: u64,
 }
 
 struct PeerInfo {
@@ -189,10 +200,7 @@ struct Group {
     contacts: Vec<Contact>,
     topology: Topology,
     algorithm: Option<Algorithm>,
-    next_op: u64,
-    /// Next point-to-point operation by (other rank, channel): sends and receives.
-    next_send: HashMap<(u32, u32), u64>,
-    next_recv: HashMap<(u32, u32), u64>,
+    issued: Issued,
     ops: HashMap<OpId, Active>,
     /// Operations that have their place but not their buffers.
     held: HashMap<OpId, Waiting>,
@@ -203,37 +211,54 @@ struct Group {
     last_algorithm: String,
 }
 
+/// How many operations a rank has issued in a group.
+#[derive(Debug, Default)]
+struct Issued {
+    collectives: u64,
+    /// Sends and receives, by their sequence.
+    messages: HashMap<Sequence, u64>,
+}
+
+impl Issued {
+    fn count(&self, sequence: Sequence) -> u64 {
+        match sequence {
+            Sequence::Collectives => self.collectives,
+            messages => self.messages.get(&messages).copied().unwrap_or_default(),
+        }
+    }
+
+    /// Gives the next operation its name.
+    fn next(&mut self, sequence: Sequence) -> OpId {
+        let count = match sequence {
+            Sequence::Collectives => &mut self.collectives,
+            messages => self.messages.entry(messages).or_default(),
+        };
+        *count += 1;
+        OpId { sequence, seq: *count - 1 }
+    }
+}
+
 /// How far this rank had come in a group that it has left.
 struct Departed {
+    rank: u32,
     members: Vec<Option<PeerId>>,
-    next_op: u64,
-    next_send: HashMap<(u32, u32), u64>,
-    next_recv: HashMap<(u32, u32), u64>,
+    issued: Issued,
 }
 
 impl From<Group> for Departed {
-    fn from(Group { members, next_op, next_send, next_recv, .. }: Group) -> Self {
-        Self { members, next_op, next_send, next_recv }
+    fn from(Group { rank, members, issued, .. }: Group) -> Self {
+        Self { rank, members, issued }
     }
 }
 
 impl Departed {
     /// Whether this rank took part in what a peer asks about: then the peer has, or will get, all that it needs.
     fn has_issued(&self, peer: PeerId, key: &MessageKey) -> bool {
-        let Some(other) = self.members.iter().position(|member| *member == Some(peer)) else { return false };
-        let issued = match key.channel {
-            0 => self.next_op,
-            // A peer asks alike about what it sends and what it awaits.
-            channel => {
-                let of = |next: &HashMap<_, u64>| next.get(&(other as u32, channel)).copied().unwrap_or_default();
-                of(&self.next_send).max(of(&self.next_recv))
-            }
-        };
-        key.op.0 < issued
+        operation_of(self.rank, &self.members, peer, key).is_some_and(|(_, op)| op.seq < self.issued.count(op.sequence))
     }
 
     fn report(&self) -> Report {
-        let issued = self.next_op.saturating_sub(JOIN_OPS);
+        let issued = self.issued.collectives.saturating_sub(JOIN_OPS);
         let message = format!("it has left the group (destroy_process_group) after {issued} collectives.");
         Report { kind: FailureKind::Closed, message }
     }
@@ -248,10 +273,18 @@ struct Joining {
 
 /// Names an operation within its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-enum OpId {
-    Collective(u64),
-    Send { to: u32, channel: u32, op: u64 },
-    Recv { from: u32, channel: u32, op: u64 },
+struct OpId {
+    sequence: Sequence,
+    /// Its place in that sequence, from 0 on.
+    seq: u64,
+}
+
+/// Operations of a group that are counted together: what [`Channel`] is between two ranks, as one of them sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Sequence {
+    Collectives,
+    Sends { to: u32, tag: u32 },
+    Receives { from: u32, tag: u32 },
 }
 
 struct Waiting {
@@ -268,6 +301,9 @@ struct Active {
     operation: Operation,
     ticket: Ticket,
     fingerprint: Fingerprint,
+    /// Of an all-to-all: the parts in bytes, and the bytes of an element.
+    splits: Option<(Splits, u64)>,
+    coflow: u32,
     recorded: Recorded,
     priority: Priority,
     started: Time,
@@ -281,14 +317,24 @@ struct Active {
     _keep: Option<Box<dyn Any + Send>>,
 }
 
+impl Active {
+    /// What this rank and another compare of the operation.
+    fn fingerprint(&self, rank: u32, other: u32) -> Fingerprint {
+        let Some((splits, element)) = &self.splits else { return self.fingerprint };
+        let [sent, received] = [&splits.input, &splits.output].map(|parts| parts[other as usize] / element);
+        let (up, down) = if rank < other { (sent, received) } else { (received, sent) };
+        self.fingerprint.of_pair(up, down)
+    }
+}
+
 enum Early {
     Bytes {
-        fingerprint: u64,
+        fingerprint: Fingerprint,
         total: u64,
         payload: Vec<u8>,
     },
     Remote {
-        fingerprint: u64,
+        fingerprint: Fingerprint,
         total: u64,
         remote: Remote,
     },
@@ -324,8 +370,10 @@ impl Runtime {
             work: BTreeSet::new(),
             recorder,
             stopping: false,
+            patience: 0,
             effects: Vec::new(),
             finished: 0,
+            longest_timeout: 0,
         }
     }
 
@@ -364,9 +412,7 @@ impl Runtime {
             members,
             contacts: spec.members,
             algorithm: spec.algorithm,
-            next_op: 0,
-            next_send: HashMap::new(),
-            next_recv: HashMap::new(),
+            issued: Issued::default(),
             ops: HashMap::new(),
             held: HashMap::new(),
             joining: Some(Joining { ticket, hosts: None }),
@@ -435,6 +481,7 @@ impl Runtime {
             input: std::ptr::from_ref(&*own).cast(),
             output: hosts.as_mut_ptr().cast(),
             tag: 0,
+            coflow: 0,
             priority: Priority(0),
             hold: false,
             // Whoever waits for the join knows how long it may take.
@@ -493,27 +540,19 @@ impl Runtime {
             }
         };
         group.last_algorithm = reason;
-        let channel = call.tag.wrapping_add(1);
-        let op = match call.collective {
-            Collective::Send { to } => {
-                let next = group.next_send.entry((to, channel)).or_default();
-                *next += 1;
-                OpId::Send { to, channel, op: *next - 1 }
-            }
-            Collective::Recv { from } => {
-                let next = group.next_recv.entry((from, channel)).or_default();
-                *next += 1;
-                OpId::Recv { from, channel, op: *next - 1 }
-            }
-            _ => {
-                group.next_op += 1;
-                OpId::Collective(group.next_op - 1)
-            }
-        };
+        let op = group.issued.next(match call.collective {
+            Collective::Send { to } => Sequence::Sends { to, tag: call.tag },
+            Collective::Recv { from } => Sequence::Receives { from, tag: call.tag },
+            _ => Sequence::Collectives,
+        });
+        // A join's own operation has none.
+        if call.timeout != u64::MAX {
+            self.longest_timeout = self.longest_timeout.max(call.timeout);
+        }
         let hold = call.hold;
         let recorded = self.recorder.issued(Record {
             group: group.name.clone(),
-            seq: op.wire().1,
+            seq: op.seq,
             what: call.fingerprint,
             bytes: call.bytes,
             algorithm,
@@ -557,6 +596,8 @@ impl Runtime {
             operation: Operation::new(steps, memory),
             ticket,
             fingerprint: call.fingerprint,
+            splits: call.splits.map(|splits| (splits, call.dtype.size() as u64)),
+            coflow: call.coflow,
             recorded,
             priority: call.priority,
             started: since,
@@ -581,10 +622,9 @@ impl Runtime {
             return;
         }
         let Some(active) = group.ops.get(&op) else { return };
-        let (channel, seq) = op.wire();
         let reason = active.operation.awaited_messages().into_iter().find_map(|(rank, message)| {
             let peer = group.members[rank as usize]?;
-            let key = |message| MessageKey { group: id, channel, op: OpSeq(seq), message };
+            let key = |message| op.key(id, group.rank, message);
             let is_here = message.is_some_and(|message| self.early.contains_key(&(peer, key(message))));
             self.peers[peer as usize].lost.clone().filter(|_| !is_here)
         });
@@ -595,33 +635,32 @@ impl Runtime {
 
     /// Compares what peers have said of an operation with what it is here. False if the group has failed of it.
     fn check_claims(&mut self, peers: &mut Peers, id: GroupId, op: OpId) -> bool {
-        let (channel, seq) = op.wire();
-        let ours = self.groups[&id].ops[&op].fingerprint.0;
         let group = &self.groups[&id];
-        // What came as a message concerns what we receive, what came as a grant or probe what we send; the two
-        // directions of a pair may use the same channel and position.
-        let (incoming, outgoing) = match op {
-            OpId::Collective(_) => (None, None),
-            OpId::Recv { from, .. } => (group.members[from as usize], Some(PeerId::MAX)),
-            OpId::Send { to, .. } => (Some(PeerId::MAX), group.members[to as usize]),
-        };
+        let active = &group.ops[&op];
+        let MessageKey { channel, op: seq, .. } = op.key(id, group.rank, 0);
+        // Others may use the same tag in the same direction.
+        let with = op.other().and_then(|rank| group.members[rank as usize]);
+        let concerns = |peer: &PeerId| with.is_none_or(|only| only == *peer);
         let from_early = self.early.iter().filter_map(|((peer, key), early)| {
-            let same = key.group == id && key.channel == channel && key.op.0 == seq;
+            let same = (key.group, key.channel, key.op) == (id, channel, seq) && concerns(peer);
             match early {
-                Early::Bytes { fingerprint, .. } | Early::Remote { fingerprint, .. }
-                    if same && incoming.is_none_or(|only| only == *peer) =>
-                {
+                Early::Bytes { fingerprint, .. } | Early::Remote { fingerprint, .. } if same => {
                     Some((*peer, *fingerprint))
                 }
                 _ => None,
             }
         });
-        let claimed = self.claims.get(&(id, channel, OpSeq(seq))).into_iter().flatten().copied();
-        let claimed = claimed.filter(|(peer, _)| outgoing.is_none_or(|only| only == *peer));
-        let odd = from_early.chain(claimed).find(|(_, theirs)| *theirs != ours);
-        if !matches!(op, OpId::Recv { .. }) {
-            self.claims.remove(&(id, channel, OpSeq(seq)));
+        let mut claimed = Vec::new();
+        if let Entry::Occupied(mut entry) = self.claims.entry((id, channel, seq)) {
+            claimed.extend(entry.get_mut().extract_if(.., |(peer, _)| concerns(peer)));
+            if entry.get().is_empty() {
+                entry.remove();
+            }
         }
+        let odd = from_early.chain(claimed).find(|(peer, theirs)| {
+            let other = group.members.iter().position(|member| *member == Some(*peer));
+            other.is_some_and(|other| active.fingerprint(group.rank, other as u32) != *theirs)
+        });
         match odd {
             Some((peer, theirs)) => {
                 self.mismatch(peers, id, op, peer, theirs);
@@ -657,17 +696,16 @@ impl Runtime {
                     self.send(peers, id, op, to, message, address, len, &mut effects);
                 }
                 Effect::Read { from, message } => {
-                    let (channel, seq) = op.wire();
-                    let peer = self.groups[&id].members[from as usize].expect("plans receive from other ranks");
-                    peers.machine(peer).done(MessageKey { group: id, channel, op: OpSeq(seq), message });
+                    let group = &self.groups[&id];
+                    let peer = group.members[from as usize].expect("plans receive from other ranks");
+                    peers.machine(peer).done(op.key(id, group.rank, message));
                 }
                 Effect::Doubt { from, message } => {
                     // A group of the sender's has failed. If it is this one, its report comes before the answer.
-                    let (channel, seq) = op.wire();
-                    let peer = self.groups[&id].members[from as usize].expect("plans receive from other ranks");
-                    let fingerprint = self.groups[&id].ops[&op].fingerprint.0;
-                    let key = MessageKey { group: id, channel, op: OpSeq(seq), message };
-                    peers.machine(peer).probe(key, fingerprint);
+                    let group = &self.groups[&id];
+                    let peer = group.members[from as usize].expect("plans receive from other ranks");
+                    let fingerprint = group.ops[&op].fingerprint(group.rank, from);
+                    peers.machine(peer).probe(op.key(id, group.rank, message), fingerprint);
                 }
                 Effect::Open { from, message, count } => {
                     if let Err(misfit) = self.opened(peers, id, op, from, message, count, &mut effects) {
@@ -687,17 +725,11 @@ impl Runtime {
         }
         if group.ops.get(&op).is_some_and(|active| active.operation.is_done()) {
             let active = group.ops.remove(&op).expect("looked up above");
-            let (channel, seq) = op.wire();
-            match op {
-                OpId::Collective(_) => {
-                    for peer in group.members.iter().flatten() {
-                        peers.machine(*peer).retire(id, channel, OpSeq(seq));
-                    }
-                }
-                OpId::Send { to: rank, .. } | OpId::Recv { from: rank, .. } => {
-                    if let Some(peer) = group.members[rank as usize] {
-                        peers.machine(peer).retire(id, channel, OpSeq(seq));
-                    }
+            let MessageKey { channel, op: seq, .. } = op.key(id, group.rank, 0);
+            let with = op.other();
+            for (_, peer) in (0..).zip(&group.members).filter(|(rank, _)| with.is_none_or(|only| only == *rank)) {
+                if let Some(peer) = peer {
+                    peers.machine(*peer).retire(id, channel, seq);
                 }
             }
             self.finished += 1;
@@ -723,14 +755,17 @@ impl Runtime {
     ) {
         let group = self.groups.get_mut(&id).expect("its operation is running");
         let peer = group.members[to as usize].expect("plans send to other ranks");
+        let rank = group.rank;
+        let key = op.key(id, rank, message);
         let active = group.ops.get_mut(&op).expect("it is running");
-        let (channel, seq) = op.wire();
         let machine = peers.machine(peer);
-        let owned = len as u64 <= machine.eager_limit();
+        let is_short = len as u64 <= machine.eager_limit();
+        // Beyond the credit a short message stays where it is until it is granted. One without bytes has no place.
+        let owned = is_short && (len == 0 || machine.has_credit(len as u64));
         let info = &mut self.peers[peer as usize];
         let (mut region, mut place) = (0, address as u64);
         if info.local
-            && !owned
+            && !is_short
             && let Some((number, shared, offset)) = find(&self.regions, address as u64, len as u64)
         {
             let has_room = info.offered.len() < MAX_MAPPINGS;
@@ -762,9 +797,10 @@ impl Runtime {
             Body::Memory { place, len: len as u64 }
         };
         machine.send(Outgoing {
-            key: MessageKey { group: id, channel, op: OpSeq(seq), message },
+            key,
             priority: active.priority,
-            fingerprint: active.fingerprint.0,
+            fingerprint: active.fingerprint(rank, to),
+            coflow: active.coflow,
             body,
         });
         if owned && len > 0 {
@@ -786,9 +822,9 @@ impl Runtime {
     ) -> Result<(), Misfit> {
         let group = &self.groups[&id];
         let peer = group.members[from as usize].expect("plans receive from other ranks");
-        let fingerprint = group.ops[&op].fingerprint.0;
-        let (channel, seq) = op.wire();
-        let key = |message| MessageKey { group: id, channel, op: OpSeq(seq), message };
+        let rank = group.rank;
+        let fingerprint = group.ops[&op].fingerprint(rank, from);
+        let key = |message| op.key(id, rank, message);
         let mut wanted = false;
         if !self.early.is_empty() {
             for message in message..message + count {
@@ -868,6 +904,13 @@ impl Runtime {
                 FailureKind::Mismatch,
                 format!("{who} follows another plan: PENSTOCK_* knobs differ between ranks."),
             ),
+            Misfit::Frame { offset, len } => Failure::fatal(
+                FailureKind::Mismatch,
+                format!(
+                    "{who} sent bytes {offset}+{len} of a message, which are not whole elements inside it. Its process is \
+                     defective, or is not Penstock."
+                ),
+            ),
             Misfit::Unreadable(error) => {
                 // A rank whose memory is gone has died, or has failed and left; which, and why, its socket is about to
                 // tell.
@@ -880,23 +923,21 @@ impl Runtime {
         self.fail_group(peers, id, failure, true);
     }
 
-    fn mismatch(&mut self, peers: &mut Peers, id: GroupId, op: OpId, peer: PeerId, theirs: u64) {
+    fn mismatch(&mut self, peers: &mut Peers, id: GroupId, op: OpId, peer: PeerId, theirs: Fingerprint) {
         let group = &self.groups[&id];
-        let ours = group.ops[&op].fingerprint.describe();
         let rank = group.members.iter().position(|member| *member == Some(peer)).unwrap_or_default();
-        let failure = Failure::fatal(
-            FailureKind::Mismatch,
-            format!(
-                "operation #{} of group {} is {ours} on {} but {} on {}. Every rank must issue the same operations in \
-                 the same order, with the same sizes, dtypes and roots.",
-                op.wire().1,
-                group.name,
-                group.contacts[group.rank as usize].describe(),
-                Fingerprint(theirs).describe(),
-                group.contacts[rank].describe(),
-            ),
-        );
-        self.fail_group(peers, id, failure, true);
+        let own = group.contacts[group.rank as usize].describe();
+        let other = group.contacts[rank].describe();
+        let ours = group.ops[&op].fingerprint(group.rank, rank as u32);
+        let lower = group.rank < rank as u32;
+        let message = match Fingerprint::difference_of_pair(ours, theirs, &own, &other, lower) {
+            Some(difference) => format!("in all_to_all #{} of group {}, {difference}", op.seq, group.name),
+            None => {
+                let difference = Fingerprint::difference(ours, &own, theirs, &other);
+                format!("operation #{} of group {} is {difference}", op.seq, group.name)
+            }
+        };
+        self.fail_group(peers, id, Failure::fatal(FailureKind::Mismatch, message), true);
     }
 
     /// Ends a group: all its operations fail, nothing touches their buffers any more, the other ranks are told.
@@ -908,8 +949,9 @@ impl Runtime {
         let failure = Failure { group_lives: false, ..failure };
         group.failed = Some(failure.clone());
         self.closed.insert(id, None);
-        self.early.retain(|(_, key), _| key.group != id);
+        self.forget_early(peers, id);
         self.claims.retain(|(group, ..), _| *group != id);
+        let group = self.groups.get_mut(&id).expect("looked up above");
         let ops = std::mem::take(&mut group.ops);
         self.recorder.failed(&group.name, Instant::now());
         let tickets: Vec<_> = (ops.iter().map(|(op, active)| (*op, active.fingerprint, active.ticket.clone())))
@@ -918,11 +960,11 @@ impl Runtime {
         // The loop lets go of the buffers before it does anything else: readers are revoked, half-written frames copied.
         // Until then the operations keep them alive. Peers that read our memory at this moment will find that they cannot
         // trust what they got.
-        let members = group.members.clone();
+        let (rank, members) = (group.rank, group.members.clone());
         peers.drop_group(
             id,
             Box::new(move |peer, key, offset, len| {
-                let (to, op) = send_to(&members, peer, key)?;
+                let (to, op) = operation_of(rank, &members, peer, key)?;
                 ops.get(&op)?.operation.source(to, key.message, offset, len)
             }),
         );
@@ -951,7 +993,7 @@ impl Runtime {
         let (rank, name) = (group.rank, group.name.clone());
         let own = group.contacts[rank as usize].describe();
         for (op, fingerprint, ticket) in tickets {
-            let what = format!("{} #{} of group {name} on {own}", fingerprint.describe(), op.wire().1);
+            let what = format!("{} #{} of group {name} on {own}", fingerprint.describe(), op.seq);
             let failure = Failure { message: format!("{what} failed: {}", failure.message), ..failure.clone() };
             peers.after_drop(Box::new(move || ticket.complete(Err(failure))));
         }
@@ -963,6 +1005,15 @@ impl Runtime {
         }
     }
 
+    /// Drops what came for operations of a group that nobody will post any more. Their senders may use the credit again.
+    fn forget_early(&mut self, peers: &mut Peers, id: GroupId) {
+        for ((peer, _), early) in self.early.extract_if(|(_, key), _| key.group == id) {
+            if let Early::Bytes { total, .. } = early {
+                peers.machine(peer).consumed(total);
+            }
+        }
+    }
+
     /// The groups that a peer is in.
     fn groups_of(&self, peer: PeerId) -> Vec<GroupId> {
         self.groups.iter().filter(|(_, group)| group.members.contains(&Some(peer))).map(|(id, _)| *id).collect()
@@ -970,18 +1021,40 @@ impl Runtime {
 
     // ------------------------------------------------------------------ names
 
-    fn incoming_op(&self, peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
+    /// The rank of a peer in a group and the operation, as it is called here, of a message between it and this rank.
+    fn operation_of(&self, peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
         let group = self.groups.get(&key.group)?;
-        let from = group.members.iter().position(|member| *member == Some(peer))? as u32;
-        let op = match key.channel {
-            0 => OpId::Collective(key.op.0),
-            channel => OpId::Recv { from, channel, op: key.op.0 },
-        };
-        Some((from, op))
+        operation_of(group.rank, &group.members, peer, key)
     }
 
-    fn outgoing_op(&self, peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
-        send_to(&self.groups.get(&key.group)?.members, peer, key)
+    /// What a peer wants to send while nobody here has posted the receive: its tag and number, for people.
+    fn sends_in_vain(&self, id: GroupId, peer: PeerId) -> Option<String> {
+        let group = self.groups.get(&id)?;
+        // What has come as bytes is sent, as far as the peer is concerned.
+        let waits = |early: &Early| !matches!(early, Early::Bytes { .. });
+        let early = self.early.iter().filter(|((from, key), early)| *from == peer && key.group == id && waits(early));
+        let early = early.map(|((_, key), _)| *key);
+        let claimed = self
+            .claims
+            .iter()
+            .filter(|((group, ..), claims)| *group == id && claims.iter().any(|(from, _)| *from == peer));
+        let claimed = claimed.map(|((group, channel, op), _)| MessageKey {
+            group: *group,
+            channel: *channel,
+            op: *op,
+            message: 0,
+        });
+        early
+            .chain(claimed)
+            .filter_map(|key| {
+                let (_, op) = self.operation_of(peer, &key)?;
+                match op.sequence {
+                    Sequence::Receives { tag, .. } if op.seq >= group.issued.count(op.sequence) => Some((tag, op.seq)),
+                    _ => None,
+                }
+            })
+            .min()
+            .map(|(tag, seq)| format!("tag {tag}, from #{seq} on"))
     }
 
     fn active(&self, id: GroupId, op: OpId) -> Option<&Active> {
@@ -999,9 +1072,10 @@ impl Runtime {
             .sum();
         let of = |active: &Active| active.operation.memory_bytes() + active.scaled.as_ref().map_or(0, Vec::len);
         let operations: usize = self.groups.values().flat_map(|group| group.ops.values()).map(of).sum();
+        let copied: usize = (0..self.peers.len()).map(|peer| peers.look(peer as PeerId).copied_bytes()).sum();
         Stats {
             finished_operations: self.finished,
-            memory_bytes: (held + operations + peers.buffer_bytes()) as u64,
+            memory_bytes: (held + operations + copied + peers.buffer_bytes()) as u64,
             groups: self
                 .groups
                 .values()
@@ -1009,7 +1083,7 @@ impl Runtime {
                     name: group.name.to_string(),
                     rank: group.rank,
                     world: group.members.len() as u32,
-                    issued: group.next_op.saturating_sub(JOIN_OPS),
+                    issued: group.issued.collectives.saturating_sub(JOIN_OPS),
                     active: group.ops.len() as u64,
                     algorithm: group.last_algorithm.clone(),
                     failed: group.failed.as_ref().map(ToString::to_string),
@@ -1045,21 +1119,17 @@ impl Handler for Runtime {
         if group.failed.is_some() {
             return OpStatus::Retired;
         }
-        let Some((from, op)) = self.incoming_op(peer, key) else { return OpStatus::Retired };
+        let Some((_, op)) = self.operation_of(peer, key) else { return OpStatus::Retired };
         if group.ops.contains_key(&op) {
             return OpStatus::Active;
         }
-        let issued = match key.channel {
-            0 => group.next_op,
-            channel => group.next_recv.get(&(from, channel)).copied().unwrap_or_default(),
-        };
-        if key.op.0 < issued && !group.held.contains_key(&op) { OpStatus::Retired } else { OpStatus::Early }
+        if group.is_over(op) { OpStatus::Retired } else { OpStatus::Early }
     }
 
     fn place(&mut self, peer: PeerId, header: &Header) -> Result<Option<*mut u8>, FrameError> {
-        let Some((from, op)) = self.incoming_op(peer, &header.key) else { return Ok(None) };
+        let Some((from, op)) = self.operation_of(peer, &header.key) else { return Ok(None) };
         let Some(active) = self.active(header.key.group, op) else { return Ok(None) };
-        if active.fingerprint.0 != header.fingerprint {
+        if active.fingerprint(self.groups[&header.key.group].rank, from) != header.fingerprint {
             return Ok(None);
         }
         let len = u64::from(header.length);
@@ -1080,7 +1150,7 @@ impl Handler for Runtime {
     }
 
     fn source(&self, peer: PeerId, key: &MessageKey, offset: u64, len: usize) -> Option<*const u8> {
-        let (to, op) = self.outgoing_op(peer, key)?;
+        let (to, op) = self.operation_of(peer, key)?;
         self.active(key.group, op)?.operation.source(to, key.message, offset, len)
     }
 
@@ -1103,10 +1173,13 @@ impl Handler for Runtime {
             return Ok(());
         }
         let eager = header.kind == Kind::Data && header.flags & FLAG_EAGER != 0;
-        let known = self.incoming_op(peer, &key);
+        let known = self.operation_of(peer, &key);
+        if known.is_some_and(|(_, op)| matches!(op.sequence, Sequence::Sends { .. })) {
+            return Err(FrameError::OutOfTurn("a message in the direction in which this rank sends"));
+        }
         let active = known.and_then(|(from, op)| Some((from, op, self.active(id, op)?)));
-        if let Some((_, op, active)) = active
-            && active.fingerprint.0 != header.fingerprint
+        if let Some((from, op, active)) = active
+            && active.fingerprint(self.groups[&id].rank, from) != header.fingerprint
         {
             self.mismatch(peers, id, op, peer, header.fingerprint);
             return Ok(());
@@ -1172,7 +1245,7 @@ impl Handler for Runtime {
     fn event(&mut self, peers: &mut Peers, peer: PeerId, event: Event) {
         match event {
             Event::Sent(key) => {
-                if let Some((to, op)) = self.outgoing_op(peer, &key) {
+                if let Some((to, op)) = self.operation_of(peer, &key) {
                     let now = peers.now();
                     self.drive(
                         peers,
@@ -1185,7 +1258,7 @@ impl Handler for Runtime {
             }
             Event::Granted(key, theirs) | Event::Probe(key, theirs) => {
                 let probe = matches!(event, Event::Probe(..));
-                let Some((other, op)) = self.outgoing_op(peer, &key) else {
+                let Some((other, op)) = self.operation_of(peer, &key) else {
                     if let Some(departed) = self.closed.get(&key.group) {
                         let never = departed.as_ref().filter(|departed| probe && !departed.has_issued(peer, &key));
                         if let Some(departed) = never {
@@ -1200,17 +1273,14 @@ impl Handler for Runtime {
                     return;
                 };
                 let group = &self.groups[&key.group];
-                let issued = match key.channel {
-                    0 => group.next_op,
-                    channel => group.next_send.get(&(other, channel)).copied().unwrap_or_default(),
-                };
+                let issued = group.issued.count(op.sequence);
                 match group.ops.get(&op) {
-                    Some(active) if active.fingerprint.0 != theirs => {
+                    Some(active) if active.fingerprint(group.rank, other) != theirs => {
                         return self.mismatch(peers, key.group, op, peer, theirs);
                     }
                     Some(_) => {}
                     None => {
-                        if (key.op.0 >= issued || group.held.contains_key(&op)) && group.failed.is_none() {
+                        if !group.is_over(op) && group.failed.is_none() {
                             let claims = self.claims.entry((key.group, key.channel, key.op)).or_default();
                             if !claims.contains(&(peer, theirs)) {
                                 claims.push((peer, theirs));
@@ -1224,7 +1294,7 @@ impl Handler for Runtime {
                 }
             }
             Event::Issued(key, count) => {
-                if let Some((from, op)) = self.incoming_op(peer, &key)
+                if let Some((from, op)) = self.operation_of(peer, &key)
                     && let Some(active) = self.groups.get_mut(&key.group).and_then(|group| group.ops.get_mut(&op))
                 {
                     active.issued.insert(from, count);
@@ -1325,7 +1395,7 @@ impl Handler for Runtime {
                         watch.complete(Err(Failure::fatal(FailureKind::Closed, "the group was destroyed.")));
                     }
                     self.closed.entry(id).or_insert_with(|| left.map(Departed::from));
-                    self.early.retain(|(_, key), _| key.group != id);
+                    self.forget_early(peers, id);
                     self.claims.retain(|(group, ..), _| *group != id);
                 }
                 Command::Retune(id, algorithm, streams) => {
@@ -1376,7 +1446,10 @@ impl Handler for Runtime {
                 Command::Stats(reply) => drop(reply.send(self.stats(peers))),
                 Command::Record(reply) => drop(reply.send(self.recorder.describe(&self.stats(peers), Instant::now()))),
                 Command::WriteRecord => self.recorder.write(&self.stats(peers)),
-                Command::Stop => self.stopping = true,
+                Command::Stop { wait } => {
+                    self.stopping = true;
+                    self.patience = if wait { self.longest_timeout.max(LEAST_PATIENCE) } else { UNHEARD };
+                }
             }
         }
     }
@@ -1400,11 +1473,10 @@ impl Handler for Runtime {
                     continue;
                 }
                 active.probed = now;
-                let (channel, seq) = op.wire();
                 for rank in active.operation.awaited() {
                     if let Some(peer) = group.members[rank as usize] {
-                        let key = MessageKey { group: *id, channel, op: OpSeq(seq), message: PROBE };
-                        peers.machine(peer).probe(key, active.fingerprint.0);
+                        let fingerprint = active.fingerprint(group.rank, rank);
+                        peers.machine(peer).probe(op.key(*id, group.rank, PROBE), fingerprint);
                     }
                 }
             }
@@ -1420,20 +1492,33 @@ impl Handler for Runtime {
                     let who = group.contacts[rank as usize].describe();
                     match active.issued.get(&rank) {
                         Some(&count) => {
-                            let joining = if matches!(op, OpId::Collective(_)) { JOIN_OPS } else { 0 };
+                            let joining = if op.sequence == Sequence::Collectives { JOIN_OPS } else { 0 };
                             format!("{who}, which has issued {} operations so far", count.saturating_sub(joining))
                         }
                         None => who,
                     }
                 })
                 .collect();
+            let blocked: Vec<String> = (group.members.iter().enumerate())
+                .filter(|(rank, _)| op.sequence.is_send_to(*rank as u32))
+                .filter_map(|(rank, peer)| Some((rank, self.sends_in_vain(id, (*peer)?)?)))
+                .map(|(rank, key)| {
+                    format!(
+                        " {} waits in turn until this rank receives what it sends ({}): ranks that send to each other before \
+                         they receive block each other. Let one of them receive first, or use isend or batch_isend_irecv.",
+                        group.contacts[rank].describe(),
+                        key
+                    )
+                })
+                .collect();
             let failure = Failure::fatal(
                 FailureKind::Timeout,
                 format!(
-                    "no end after {:.1} s, waiting for {}. Raise the time-out (timeout= of init_process_group) if that \
+                    "no end after {:.1} s, waiting for {}.{} Raise the time-out (timeout= of init_process_group) if that \
                      is expected.",
                     active.timeout as f64 / SECOND as f64,
-                    awaited.join("; ")
+                    awaited.join("; "),
+                    blocked.concat()
                 ),
             );
             self.fail_group(peers, id, failure, true);
@@ -1491,25 +1576,83 @@ impl Handler for Runtime {
     fn stopping(&self) -> bool {
         self.stopping
     }
+
+    fn patience(&self) -> u64 {
+        self.patience
+    }
+
+    fn undelivered(&mut self, peers: &mut Peers, peer: PeerId) {
+        let info = &self.peers[peer as usize];
+        // Operations of a group that has failed have told so.
+        let failed = |key: &MessageKey| matches!(self.closed.get(&key.group), Some(None));
+        let mut messages: Vec<_> = peers.look(peer).undelivered().filter(|(key, _)| !failed(key)).collect();
+        messages.sort_unstable_by_key(|(key, _)| *key);
+        let Some((key, fingerprint)) = messages.first() else { return };
+        let why = info.lost.as_ref().map_or("it did not take them in time", String::as_str);
+        log::error!(
+            "penstock: {} messages were sent to {} and not delivered before this process left, the first of {} #{}: {why}. \
+             What that rank receives of them fails there.",
+            messages.len(),
+            info.contact.describe(),
+            fingerprint.describe(),
+            key.op.0,
+        );
+    }
 }
 
 impl Group {
+    /// Whether an operation has begun and ended here. One that is held has not begun.
+    fn is_over(&self, op: OpId) -> bool {
+        op.seq < self.issued.count(op.sequence) && !self.ops.contains_key(&op) && !self.held.contains_key(&op)
+    }
+
     fn is_busy(&self) -> bool {
         !self.ops.is_empty() || !self.held.is_empty() || self.joining.is_some()
     }
 }
 
+impl Sequence {
+    fn is_send_to(self, rank: u32) -> bool {
+        matches!(self, Sequence::Sends { to, .. } if to == rank)
+    }
+}
+
 impl OpId {
-    /// Channel and position, as frames carry them.
-    fn wire(self) -> (u32, u64) {
-        match self {
-            OpId::Collective(op) => (0, op),
-            OpId::Send { channel, op, .. } | OpId::Recv { channel, op, .. } => (channel, op),
+    /// Its message of this number, as frames between this rank and the other of a point-to-point operation name it.
+    fn key(self, group: GroupId, rank: u32, message: u32) -> MessageKey {
+        let channel = match self.sequence {
+            Sequence::Collectives => Channel::Collective,
+            Sequence::Sends { to, tag } => Channel::PointToPoint { direction: Direction::between(rank, to), tag },
+            Sequence::Receives { from, tag } => {
+                Channel::PointToPoint { direction: Direction::between(from, rank), tag }
+            }
+        };
+        MessageKey { group, channel, op: OpSeq(self.seq), message }
+    }
+
+    /// The other rank of a point-to-point operation.
+    fn other(self) -> Option<u32> {
+        match self.sequence {
+            Sequence::Collectives => None,
+            Sequence::Sends { to: other, .. } | Sequence::Receives { from: other, .. } => Some(other),
         }
     }
 }
 
-/// The rank of a peer in a group and the operation, as it is called here, of a message to it.
+/// The rank of a peer among the members of a group and the operation, as rank `rank` calls it, that a key names between
+/// the two.
+fn operation_of(rank: u32, members: &[Option<PeerId>], peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
+    let other = members.iter().position(|member| *member == Some(peer))? as u32;
+    let sequence = match key.channel {
+        Channel::Collective => Sequence::Collectives,
+        Channel::PointToPoint { direction, tag } if direction == Direction::between(rank, other) => {
+            Sequence::Sends { to: other, tag }
+        }
+        Channel::PointToPoint { tag, .. } => Sequence::Receives { from: other, tag },
+    };
+    Some((other, OpId { sequence, seq: key.op.0 }))
+}
+
 /// Why a join has not ended although this rank is connected to everybody.
 fn unconnected_others(group: &Group, waited: u64) -> String {
     let (rank, name, waited) = (group.rank, &group.name, seconds(waited));
@@ -1518,15 +1661,6 @@ fn unconnected_others(group: &Group, waited: u64) -> String {
 
 fn seconds(nanoseconds: u64) -> String {
     format!("{:.1} s", nanoseconds as f64 / SECOND as f64)
-}
-
-fn send_to(members: &[Option<PeerId>], peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
-    let to = members.iter().position(|member| *member == Some(peer))? as u32;
-    let op = match key.channel {
-        0 => OpId::Collective(key.op.0),
-        channel => OpId::Send { to, channel, op: key.op.0 },
-    };
-    Some((to, op))
 }
 
 /// The region that has these bytes, and where in it they are.
@@ -1541,9 +1675,6 @@ fn check_call(call: &Call) -> Result<(), Failure> {
             FailureKind::Config,
             format!("{} is not defined on {}. Nothing was sent.", call.op.name(), call.dtype),
         ));
-    }
-    if call.tag == u32::MAX {
-        return Err(Failure::of_call(FailureKind::Config, "tags must be below 2^32 - 1. Nothing was sent."));
     }
     Ok(())
 }
@@ -1594,6 +1725,10 @@ const JOIN_OPS: u64 = 1;
 const PROBE: u32 = u32::MAX;
 /// An operation without progress asks the ranks it waits for after this long.
 const PROBE_AFTER: u64 = SECOND;
+/// What the end waits for at least where somebody wants to wait: for the good-bye to be taken.
+const LEAST_PATIENCE: u64 = 2 * SECOND;
+/// What the end waits for where nobody wants to wait: a good-bye leaves, and nothing is asked back.
+const UNHEARD: u64 = 100 * MILLISECOND;
 /// How long the socket of a rank whose memory is gone may take to say why.
 const UNREADABLE_WITHIN: u64 = SECOND;
 /// Messages of operations that are not posted: their bytes are bounded by credit, their number by this.

@@ -1,6 +1,6 @@
 //! One suite for all media: every collective, over real sockets, between engines in one process.
 
-use penstock_engine::fingerprint::{Fingerprint, Name};
+use penstock_engine::fingerprint::{Fingerprint, Name, Order};
 use penstock_engine::plan::{Collective, Splits};
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
@@ -116,6 +116,7 @@ fn call(collective: Collective, name: Name, bytes: u64, input: &[u32], output: &
         input: input.as_ptr().cast(),
         output: output.as_mut_ptr().cast(),
         tag: 0,
+        coflow: 0,
         priority: Priority(0),
         hold: false,
         timeout: 20_000_000_000,
@@ -290,6 +291,118 @@ fn all_to_all() {
     }
 }
 
+/// Ranks of an all-to-all that disagree on what passes between two of them both learn it at once, and which two: whether one
+/// side is empty or both are not, with short parts and long ones, whoever comes first.
+#[test]
+fn all_to_all_that_disagrees() {
+    for medium in MEDIA {
+        for [sent, expected] in [[5, 0], [0, 5], [5, 6], [700_003, 0], [0, 700_003], [700_003, 700_002], [5, 700_003]] {
+            for first in [0, 1] {
+                let world = world(3, medium);
+                // Rank 0 sends `sent` elements to rank 1, which expects others; every other part is 7 long.
+                let splits = |rank: usize| {
+                    let mut parts = [[28; 3], [28; 3]];
+                    match rank {
+                        0 => parts[0][1] = 4 * sent,
+                        1 => parts[1][0] = 4 * expected,
+                        _ => {}
+                    }
+                    Splits { input: parts[0].to_vec(), output: parts[1].to_vec() }
+                };
+                let mut buffers = vec![vec![0; 14 + 700_003]; 6];
+                let mut tickets = [const { None }; 3];
+                for rank in [first, 1 - first, 2] {
+                    let [input, output] = buffers.get_disjoint_mut([rank, rank + 3]).expect("two");
+                    let mut call = call(Collective::AllToAll, Name::AllToAll, 0, input, output);
+                    call.fingerprint = Fingerprint::new(Name::AllToAll, None, DType::I32, None, 0);
+                    call.splits = Some(splits(rank));
+                    // SAFETY: the buffers outlive the waits below.
+                    tickets[rank] = Some(unsafe { world.groups[rank].start(call) });
+                }
+                let context = format!("{medium:?}, {sent} for {expected}, rank {first} first");
+                for (rank, ticket) in tickets.iter().flatten().enumerate().take(2) {
+                    let ended = ticket.wait(Some(Duration::from_secs(10))).expect("ends at once");
+                    let failure = ended.expect_err(&format!("{context}: rank {rank} succeeded"));
+                    assert_eq!(failure.kind, FailureKind::Mismatch, "{context}: {failure}");
+                    let [sends, to] =
+                        [format!("sends {sent} elements to rank 1"), format!("which expects {expected}.")];
+                    assert!(failure.message.contains(&sends) && failure.message.contains(&to), "{context}: {failure}");
+                }
+                // Nothing touches the buffers after this.
+                drop(world);
+            }
+        }
+    }
+}
+
+/// Beyond the eager credit a short message stays with its sender, whose operation stays open until the receiver has it; what
+/// ended before is delivered, and the engine's memory stays bounded.
+#[test]
+fn short_messages_wait_for_credit() {
+    for medium in MEDIA {
+        let world = world(2, medium);
+        let (count, len) = (2000usize, 1000usize);
+        let sent: Vec<_> = (0..count).map(|message| filled(message as u32, len)).collect();
+        let fingerprint = Fingerprint::new(Name::PointToPoint, None, DType::I32, None, len as u64);
+        let tickets: Vec<Ticket> = sent
+            .iter()
+            .map(|data| {
+                let mut call = call(Collective::Send { to: 1 }, Name::PointToPoint, 4 * len as u64, data, &mut []);
+                call.fingerprint = fingerprint;
+                // SAFETY: the buffers outlive the waits below.
+                unsafe { world.groups[0].start(call) }
+            })
+            .collect();
+        let memory = || world.engines[0].stats().expect("it runs").memory_bytes;
+        assert!(memory() < 4 << 20, "{medium:?}: {} bytes", memory());
+        let ended = tickets.iter().filter(|ticket| ticket.result().is_some()).count();
+        assert!((100..400).contains(&ended), "{medium:?}: {ended} ended without a receiver");
+        let mut received = vec![vec![0; len]; count];
+        let receipts: Vec<Ticket> = received
+            .iter_mut()
+            .map(|output| {
+                let mut call = call(Collective::Recv { from: 0 }, Name::PointToPoint, 4 * len as u64, &[], output);
+                call.fingerprint = fingerprint;
+                // SAFETY: as above.
+                unsafe { world.groups[1].start(call) }
+            })
+            .collect();
+        for ticket in tickets.iter().chain(&receipts) {
+            wait(ticket).unwrap_or_else(|error| panic!("{medium:?}: {error}"));
+        }
+        assert!(received == sent, "{medium:?}");
+        assert!(memory() < 4 << 20, "{medium:?}: {} bytes", memory());
+    }
+}
+
+/// Two ranks that send to each other more than the credit before they receive are both named at the time-out.
+#[test]
+fn ranks_that_block_each_other_are_named() {
+    for medium in [MEDIA[1], Medium::Memory] {
+        for (count, len) in [(400, 1000), (1, 700_003)] {
+            let world = world(2, medium);
+            let data = filled(0, len);
+            let mut tickets = Vec::new();
+            for rank in 0..2u32 {
+                for _ in 0..count {
+                    let to = Collective::Send { to: 1 - rank };
+                    let mut call = call(to, Name::PointToPoint, 4 * len as u64, &data, &mut []);
+                    call.fingerprint = Fingerprint::new(Name::PointToPoint, None, DType::I32, None, len as u64);
+                    call.timeout = 2_000_000_000;
+                    // SAFETY: the buffer outlives the waits below.
+                    tickets.push(unsafe { world.groups[rank as usize].start(call) });
+                }
+            }
+            let failures: Vec<Failure> = tickets.iter().filter_map(|ticket| wait(ticket).err()).collect();
+            assert!(failures.len() >= 2, "{medium:?}");
+            for failure in failures {
+                assert_eq!(failure.kind, FailureKind::Timeout, "{medium:?}: {failure}");
+                assert!(failure.message.contains("block each other"), "{medium:?}: {failure}");
+            }
+        }
+    }
+}
+
 /// Messages with tags meet by tag and order, whatever the order of posting; large ones wait for their receiver.
 #[test]
 fn send_and_receive() {
@@ -322,6 +435,86 @@ fn send_and_receive() {
                 wait(&ticket).unwrap_or_else(|error| panic!("{medium:?}, {len}: {error}"));
             }
             assert!(received == sent, "{medium:?}, {len} elements");
+        }
+    }
+}
+
+/// The two directions between two ranks have nothing to do with each other: both send under one tag before they receive,
+/// by one element unlike, and one asks with a long message, is heard late, and gets a short answer. Both receive later than
+/// the engine's patience before it asks the other side.
+#[test]
+fn directions_are_apart() {
+    let message = |collective, buffer: &mut Vec<u32>| {
+        let bytes = 4 * buffer.len() as u64;
+        let input = buffer.clone();
+        let mut call = call(collective, Name::PointToPoint, bytes, &input, buffer);
+        call.fingerprint = Fingerprint::new(Name::PointToPoint, None, DType::I32, None, buffer.len() as u64);
+        call.input = call.output;
+        call
+    };
+    std::thread::scope(|scope| {
+        for medium in MEDIA {
+            for [there, back] in [[200_000, 200_001], [200_000, 10], [10, 200_000], [2000, 2001]] {
+                scope.spawn(move || {
+                    let world = world(2, medium);
+                    let mut sent = [filled(0, there), filled(1, back)];
+                    let mut received = [vec![0; back], vec![0; there]];
+                    let late = Duration::from_millis(1300);
+                    let mut tickets = Vec::new();
+                    for (rank, buffer) in (0u32..).zip(&mut sent) {
+                        let call = message(Collective::Send { to: 1 - rank }, buffer);
+                        // SAFETY: the buffers outlive the waits below.
+                        tickets.push(unsafe { world.groups[rank as usize].start(call) });
+                    }
+                    for (rank, buffer) in (0u32..).zip(&mut received) {
+                        if rank == 1 && there > 10_000 {
+                            // Rank 0 has received what rank 1 sent, or waits for it, and its own message waits.
+                            assert!(tickets[0].wait(Some(late)).is_none(), "{medium:?}: it ended without a receiver");
+                        }
+                        let call = message(Collective::Recv { from: 1 - rank }, buffer);
+                        // SAFETY: as above.
+                        tickets.push(unsafe { world.groups[rank as usize].start(call) });
+                    }
+                    for ticket in tickets {
+                        wait(&ticket).unwrap_or_else(|error| panic!("{medium:?}, {there} and {back}: {error}"));
+                    }
+                    assert!(received == [filled(1, back), filled(0, there)], "{medium:?}, {there} and {back}");
+                });
+            }
+        }
+    });
+}
+
+/// Tensors in different memory order do not meet: both ranks learn in words how they differ.
+#[test]
+fn memory_orders_are_compared() {
+    for medium in MEDIA {
+        let world = world(2, medium);
+        let permuted = Order::of(&[0, 2, 3, 1]).expect("channels-last");
+        for orders in [[permuted; 2], [Order::default(), permuted]] {
+            let mut tensors = [filled(0, 24), filled(1, 24)];
+            let tickets: Vec<Ticket> = (0..2)
+                .map(|rank| {
+                    let mut call = call(Collective::AllReduce, Name::AllReduce, 96, &[], &mut tensors[rank]);
+                    call.fingerprint = call.fingerprint.with_order(orders[rank]);
+                    // SAFETY: the buffers outlive the waits below.
+                    unsafe { world.groups[rank].start(call) }
+                })
+                .collect();
+            for ticket in tickets {
+                match wait(&ticket) {
+                    Ok(()) => assert_eq!(orders[0], orders[1], "{medium:?}"),
+                    Err(failure) => {
+                        assert_ne!(orders[0], orders[1], "{medium:?}: {failure}");
+                        assert_eq!(failure.kind, FailureKind::Mismatch, "{failure}");
+                        for part in
+                            ["different memory order", "row-major on rank 0", "dimensions (0, 2, 3, 1) on rank 1"]
+                        {
+                            assert!(failure.message.contains(part), "{medium:?}: {failure}");
+                        }
+                    }
+                }
+            }
         }
     }
 }

@@ -352,6 +352,7 @@ fn all_reduce<T>(group: &Group, op: ReduceOp, dtype: DType, elements: &mut [T]) 
         input: std::ptr::null(),
         output: elements.as_mut_ptr().cast(),
         tag: 0,
+        coflow: 0,
         priority: Priority(0),
         hold: false,
         timeout: 20_000_000_000,

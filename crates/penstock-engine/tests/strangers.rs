@@ -3,7 +3,7 @@
 use penstock_engine::fingerprint::{Fingerprint, Name};
 use penstock_engine::plan::Collective;
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
-use penstock_protocol::frame::Kind;
+use penstock_protocol::frame::{Channel, Direction, Kind, VERSION_MAJOR};
 use penstock_protocol::handshake::{Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
 use penstock_protocol::peer::{Body, OpStatus, Outgoing, Payload, Peer, PeerConfig, seal, verify};
 use penstock_protocol::{Header, MessageKey};
@@ -23,13 +23,13 @@ fn a_connector_of_another_version_is_refused() {
     let engine = engine();
     let (_group, ticket) = join(&engine, &contact(LARGEST, Vec::new()));
     let (mut tcp, mut local) = (tcp(&engine), local(&engine));
-    let newer = |stream: &mut dyn Stream| shake_hands(stream, &hello(&engine, (2, 0)));
+    let newer = |stream: &mut dyn Stream| shake_hands(stream, &hello(&engine, (NEWER, 0)));
     for result in [newer(&mut tcp), newer(&mut local)] {
         let Err(HandshakeError::Refused { code, reason }) = result else { panic!("{result:?}") };
         assert_eq!(code, RefusalCode::Version as u8, "{reason}");
-        assert!(reason.contains("theirs is 2.0, ours 1.0"), "{reason}");
+        assert!(reason.contains(&newer_than_ours()), "{reason}");
     }
-    until(|| logged("theirs is 2.0, ours 1.0") == 2);
+    until(|| logged(&newer_than_ours()) == 2);
     assert!(ticket.result().is_none(), "a stranger has ended the join");
     let mut peer = connect(&engine, self::local);
     assert!(peer.read(&mut [0; 1024]).expect("frames") > 0);
@@ -40,7 +40,7 @@ fn a_connector_of_another_version_is_refused() {
 #[test]
 fn a_connector_that_refuses_is_heard() {
     fn refuse(stream: &mut dyn Stream, engine: &Engine, secret: &[u8], version: u8) -> HandshakeError {
-        let mut connector = Connector::new(hello(engine, (1, 0)), secret);
+        let mut connector = Connector::new(hello(engine, (VERSION_MAJOR, 0)), secret);
         stream.write_all(&connector.poll_transmit()).expect("the engine reads");
         // CHALLENGE, its length, the version; then features, nonce and proof.
         let mut challenge = [0; 73];
@@ -59,10 +59,15 @@ fn a_connector_that_refuses_is_heard() {
     // Answered after the join was begun.
     engine.stats().expect("it runs");
     let wrong = "refused: the job secret does not match; set the same PENSTOCK_SECRET";
-    let newer = "rank 1 (on test) failed: refused: protocol versions differ: theirs is 3.0, ours 1.0";
-    for (secret, version, found, expected) in
-        [(SECRET, 3, HandshakeError::Version { theirs: (3, 0) }, newer), (b"other", 1, HandshakeError::Secret, wrong)]
-    {
+    // No other test logs this version.
+    let (later, theirs) = (NEWER + 1, (NEWER + 1, 0));
+    let newer = format!(
+        "rank 1 (on test) failed: refused: protocol versions differ: theirs is {later}.0, ours {VERSION_MAJOR}.0"
+    );
+    for (secret, version, found, expected) in [
+        (SECRET, later, HandshakeError::Version { theirs }, newer.as_str()),
+        (b"other", VERSION_MAJOR, HandshakeError::Secret, wrong),
+    ] {
         for stream in [&mut tcp(&engine) as &mut dyn Stream, &mut self::local(&engine)] {
             assert_eq!(refuse(stream, &engine, secret, version), found);
         }
@@ -77,11 +82,12 @@ fn a_connector_that_refuses_is_heard() {
 #[test]
 fn an_acceptor_of_another_version_is_named() {
     let mut acceptor = Acceptor::new([1; 32], 0);
-    acceptor.refuse(RefusalCode::Version, "protocol versions differ: theirs is 1.0, ours 2.0");
+    let older = format!("theirs is {VERSION_MAJOR}.0, ours {NEWER}.0");
+    acceptor.refuse(RefusalCode::Version, &format!("protocol versions differ: {older}"));
     let refusal = acceptor.poll_transmit();
     // CHALLENGE, its length, the version; then features, nonce and proof.
-    let challenge = [&[2, 70, 0, 2, 0][..], &[0; 68]].concat();
-    for (answer, expected) in [(refusal, "theirs is 1.0, ours 2.0"), (challenge, "theirs is 2.0, ours 1.0")] {
+    let challenge = [&[2, 70, 0, NEWER, 0][..], &[0; 68]].concat();
+    for (answer, expected) in [(refusal, older), (challenge, newer_than_ours())] {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("bound");
         let engine = engine();
@@ -91,7 +97,7 @@ fn an_acceptor_of_another_version_is_named() {
         stream.write_all(&answer).expect("the engine reads");
         let failure = wait(&ticket).expect_err("refused");
         assert_eq!(failure.kind, FailureKind::Refused, "{failure}");
-        assert!(failure.message.contains(expected) && failure.message.contains("rank 1"), "{failure}");
+        assert!(failure.message.contains(&expected) && failure.message.contains("rank 1"), "{failure}");
     }
 }
 
@@ -145,8 +151,8 @@ fn half_a_frame_of_a_failed_group() {
         let kept = tensor.clone();
         // SAFETY: the buffer outlives the wait below.
         let lost = unsafe { first.start(call(Collective::Send { to: 1 }, &mut tensor)) };
-        let fingerprint = fingerprint(tensor.len()).0;
-        peer.machine.grant(MessageKey { group: JOB, channel: 1, op: OpSeq(0), message: 0 }, 1000, fingerprint);
+        let fingerprint = fingerprint(tensor.len());
+        peer.machine.grant(MessageKey { group: JOB, channel: TO_PEER, op: OpSeq(0), message: 0 }, 1000, fingerprint);
         peer.flush();
         let sent = || engine.stats().expect("it runs").peers[0].streams[0].1.sent_bytes;
         until(|| sent() > 100_000);
@@ -176,9 +182,10 @@ fn half_a_frame_of_a_failed_group() {
         // SAFETY: as above.
         let ticket = unsafe { second.start(call(Collective::Recv { from: 1 }, &mut result)) };
         peer.machine.send(Outgoing {
-            key: MessageKey { group: OTHER, channel: 1, op: OpSeq(0), message: 0 },
+            key: MessageKey { group: OTHER, channel: FROM_PEER, op: OpSeq(0), message: 0 },
             priority: Priority(0),
-            fingerprint: self::fingerprint(10).0,
+            fingerprint: self::fingerprint(10),
+            coflow: 0,
             body: Body::Owned([7; 40].into()),
         });
         peer.flush();
@@ -194,6 +201,46 @@ fn half_a_frame_of_a_failed_group() {
             _ => run(&engine, connect(&engine, local), medium, &group, &joined),
         }
     }
+}
+
+/// A frame that cuts an element in two is refused where it meets the reduction: the group fails, the failure names the peer,
+/// and the engine lives.
+#[test]
+fn a_frame_that_cuts_an_element() {
+    let engine = engine();
+    let (group, joined) = join(&engine, &contact(LARGEST, Vec::new()));
+    let mut peer = Hand::new(connect(&engine, tcp));
+    peer.join(JOB);
+    wait(&joined).expect("joined");
+    let mut tensor = vec![1u32; 16_000];
+    let mut reduce = call(Collective::Reduce { root: 0 }, &mut tensor);
+    reduce.fingerprint = Fingerprint::new(Name::Reduce, Some(ReduceOp::Sum), DType::I32, Some(0), 16_000);
+    let fingerprint = reduce.fingerprint;
+    // SAFETY: the buffer outlives the wait below.
+    let ticket = unsafe { group.start(reduce) };
+    let grant = loop {
+        let (header, _) = peer.read();
+        if header.kind == Kind::Grant {
+            break header;
+        }
+    };
+    let body = Body::Owned(vec![1; 64_000].into());
+    peer.machine.send(Outgoing { key: grant.key, priority: Priority(0), fingerprint, coflow: 0, body });
+    let mut frame = loop {
+        let frame = peer.machine.poll_frame(0, NOW).expect("a data frame");
+        if frame.header.kind == Kind::Data {
+            break frame;
+        }
+    };
+    frame.header.length = 16_385;
+    let payload = vec![1; 16_385];
+    peer.stream.write_all(&[&seal(frame.header, &payload)[..], &payload].concat()).expect("the engine reads");
+    let failure = wait(&ticket).expect_err("refused");
+    assert_eq!(failure.kind, FailureKind::Mismatch, "{failure}");
+    for part in ["rank 1", "sent bytes 0+16385", "not whole elements"] {
+        assert!(failure.message.contains(part), "{failure}");
+    }
+    engine.stats().expect("it runs");
 }
 
 // ------------------------------------------------------------------------------------------------------------- helpers
@@ -297,11 +344,16 @@ fn shake_hands(stream: &mut dyn Stream, hello: &Hello) -> Result<u32, HandshakeE
 fn connect<S: Stream>(engine: &Engine, open: impl Fn(&Engine) -> S) -> S {
     loop {
         let mut stream = open(engine);
-        match shake_hands(&mut stream, &hello(engine, (1, 0))) {
+        match shake_hands(&mut stream, &hello(engine, (VERSION_MAJOR, 0))) {
             Ok(_) => return stream,
             Err(error) => assert!(error.is_temporary(), "{error}"),
         }
     }
+}
+
+/// How errors say that a peer has another version.
+fn newer_than_ours() -> String {
+    format!("theirs is {NEWER}.0, ours {VERSION_MAJOR}.0")
 }
 
 fn fingerprint(elements: usize) -> Fingerprint {
@@ -319,6 +371,7 @@ fn call(collective: Collective, tensor: &mut [u32]) -> Call {
         input: tensor.as_ptr().cast(),
         output: tensor.as_mut_ptr().cast(),
         tag: 0,
+        coflow: 0,
         priority: Priority(0),
         hold: false,
         timeout: 20_000_000_000,
@@ -373,7 +426,7 @@ impl<S: Stream> Hand<S> {
             let (Header { kind, key, fingerprint, .. }, payload) = self.read();
             if kind == Kind::Data && key.group == group {
                 let body = Body::Owned(payload.into());
-                self.machine.send(Outgoing { key, priority: Priority(0), fingerprint, body });
+                self.machine.send(Outgoing { key, priority: Priority(0), fingerprint, coflow: 0, body });
                 return self.flush();
             }
         }
@@ -408,6 +461,11 @@ impl log::Log for Lines {
     fn flush(&self) {}
 }
 
+/// A version of the protocol that the engine does not speak.
+const NEWER: u8 = VERSION_MAJOR + 1;
+/// The engine is rank 0 of its groups, the peer rank 1.
+const TO_PEER: Channel = Channel::PointToPoint { direction: Direction::Up, tag: 0 };
+const FROM_PEER: Channel = Channel::PointToPoint { direction: Direction::Down, tag: 0 };
 const JOB: GroupId = GroupId(77);
 const OTHER: GroupId = GroupId(78);
 const NOW: Time = Time(0);

@@ -82,6 +82,10 @@ pub trait Handler {
     fn work(&mut self, peers: &mut Peers);
     /// Whether the loop should say good-bye and end.
     fn stopping(&self) -> bool;
+    /// How long the end may wait, in nanoseconds, for peers that live to take what was sent to them.
+    fn patience(&self) -> u64;
+    /// The loop ends although a peer, which has not left in good order, has not taken all that was sent to it.
+    fn undelivered(&mut self, peers: &mut Peers, peer: PeerId);
 }
 
 /// An answer to a HELLO.
@@ -380,11 +384,16 @@ impl Driver {
             let now = self.now();
             self.peers.now = now;
             if handler.stopping() {
-                let by = *stop_by.get_or_insert_with(|| {
+                let since = *stop_by.get_or_insert_with(|| {
                     self.say_bye();
-                    now.plus(LINGER)
+                    now
                 });
-                if now >= by || self.is_drained() {
+                let waited = now.since(since);
+                // What a sender was told had succeeded is delivered; for an answer to the good-bye nobody waits that long.
+                if self.is_drained(|machine| machine.is_quiet())
+                    || waited >= handler.patience()
+                    || (waited >= LINGER && self.is_drained(|machine| machine.undelivered().next().is_none()))
+                {
                     break;
                 }
             }
@@ -415,6 +424,11 @@ impl Driver {
                 self.follow_orders(handler, now);
                 self.pump(handler, now);
                 handler.work(&mut self.peers);
+            }
+        }
+        for peer in 0..self.links.len() {
+            if self.links[peer].was_up && !self.links[peer].said_bye {
+                handler.undelivered(&mut self.peers, peer as PeerId);
             }
         }
         self.half_close();
@@ -1229,12 +1243,13 @@ impl Driver {
         }
     }
 
-    fn is_drained(&self) -> bool {
+    /// Whether of all peers that can still be reached this holds.
+    fn is_drained(&self, is_quiet: impl Fn(&Peer) -> bool) -> bool {
         (0..self.links.len()).all(|peer| {
             let link = &self.links[peer];
             !link.was_up
                 || link.finished
-                || self.peers.machines[peer].is_quiet()
+                || is_quiet(&self.peers.machines[peer])
                 || self.peers.machines[peer].stream_count() == 0
         })
     }

@@ -1,4 +1,4 @@
-//! What a rank believes an operation to be, in 64 bits.
+//! What a rank believes an operation to be, in 80 bits.
 //!
 //! Every data frame, grant and probe carries it, so a rank that issues another operation, dtype, length, root or
 //! reduction is found at the first frame. It is packed, not hashed: whoever finds the mismatch can print both sides
@@ -8,12 +8,91 @@
 //!   63      60 59       56 55      50 49          36 35                    0
 //!   | kind (4) | reduce (4)| dtype (6)| root (14)   | elements (36)        |
 //! ```
+//! The other 16 bits are the memory order of the tensor ([`Order`]). An element-wise operation takes tensors whose
+//! elements do not lie in row-major order, but then they must lie in the same order on every rank.
 
 use penstock_types::{DType, ReduceOp};
 
 /// What an operation is, as far as ranks must agree on it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fingerprint(pub u64);
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Fingerprint {
+    /// Operation, reduction, dtype, root and elements, packed.
+    pub what: u64,
+    /// In which order the elements lie in memory.
+    pub order: Order,
+}
+
+/// In which order the elements of a dense tensor lie in memory: a permutation of its dimensions, outermost first.
+///
+/// 0 is row-major, whatever the number of dimensions. Another permutation of `n` dimensions is the number of all
+/// permutations of fewer dimensions (`1! + ... + (n-1)!`) plus its place among those of `n`, in lexicographic order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Order(pub u16);
+
+impl Order {
+    /// The order of a tensor whose dimensions lie in memory as `permutation` lists them, outermost first: `[0, 2, 3, 1]`
+    /// for torch's channels-last. `None` where this is not a permutation, or not row-major and of more than
+    /// [`Order::MAX_DIMENSIONS`] dimensions.
+    #[must_use]
+    pub fn of(permutation: &[usize]) -> Option<Order> {
+        let n = permutation.len();
+        let mut left: Vec<usize> = (0..n).collect();
+        if permutation == left {
+            return Some(Order(0));
+        }
+        if n > Order::MAX_DIMENSIONS {
+            return None;
+        }
+        let mut code = (1..n).map(factorial).sum::<usize>();
+        for dimension in permutation {
+            let at = left.iter().position(|other| other == dimension)?;
+            left.remove(at);
+            code += at * factorial(left.len());
+        }
+        Some(Order(u16::try_from(code).expect("1! + ... + 8! is below 2^16")))
+    }
+
+    /// The permutation that it stands for; `None` for row-major order, and for a number that stands for nothing.
+    #[must_use]
+    pub fn permutation(self) -> Option<Vec<usize>> {
+        let mut code = usize::from(self.0);
+        let n = (1..=Order::MAX_DIMENSIONS).find(|n| {
+            let fits = code < factorial(*n);
+            code -= if fits { 0 } else { factorial(*n) };
+            fits
+        })?;
+        let mut left: Vec<usize> = (0..n).collect();
+        let permutation: Vec<usize> = (0..n)
+            .map(|at| {
+                let count = factorial(n - 1 - at);
+                let dimension = left.remove(code / count);
+                code %= count;
+                dimension
+            })
+            .collect();
+        (!permutation.is_sorted()).then_some(permutation)
+    }
+
+    /// For people: `row-major` or `dimensions (0, 2, 3, 1)`.
+    #[must_use]
+    pub fn describe(self) -> String {
+        match self.permutation() {
+            None if self == Order::default() => "row-major".into(),
+            None => format!("unknown ({})", self.0),
+            Some(permutation) => {
+                let dimensions: Vec<String> = permutation.iter().map(ToString::to_string).collect();
+                format!("dimensions ({})", dimensions.join(", "))
+            }
+        }
+    }
+
+    /// Tensors of more dimensions must be row-major.
+    pub const MAX_DIMENSIONS: usize = 8;
+}
+
+fn factorial(n: usize) -> usize {
+    (1..=n).product()
+}
 
 impl Fingerprint {
     /// Packs an operation. `name` is an index into [`NAMES`]; `root` is cut to 14 bits and `elements` to 36.
@@ -21,30 +100,109 @@ impl Fingerprint {
     pub fn new(name: Name, reduce: Option<ReduceOp>, dtype: DType, root: Option<u32>, elements: u64) -> Fingerprint {
         let reduce = reduce.map_or(0, |op| 1 + REDUCTIONS.iter().position(|name| *name == op.name()).unwrap_or(14));
         let root = root.map_or(ROOT_MASK, u64::from) & ROOT_MASK;
-        Fingerprint(
-            (name as u64) << 60
-                | (reduce as u64) << 56
-                | (dtype as u64 & 0x3f) << 50
-                | root << 36
-                | elements & ELEMENTS_MASK,
+        let what = (name as u64) << 60
+            | (reduce as u64) << 56
+            | (dtype as u64 & 0x3f) << 50
+            | root << 36
+            | elements & ELEMENTS_MASK;
+        Fingerprint { what, order: Order::default() }
+    }
+
+    /// The same operation on tensors of this memory order.
+    #[must_use]
+    pub fn with_order(self, order: Order) -> Fingerprint {
+        Fingerprint { order, ..self }
+    }
+
+    /// The same all-to-all as two of its ranks see it, which must agree only on what passes between them: so many elements
+    /// from the lower to the higher, and so many back. Whatever one sends to the other carries both numbers: each rank hears
+    /// from every other before it is done, so that both find what differs. Of the way back 30 bits are kept.
+    #[must_use]
+    pub fn of_pair(self, up: u64, down: u64) -> Fingerprint {
+        let what = self.what & !(ROOT_MASK << 36 | ELEMENTS_MASK) | (down & ROOT_MASK) << 36 | up & ELEMENTS_MASK;
+        Fingerprint { what, order: Order((down >> ROOT_BITS) as u16) }
+    }
+
+    /// How two ranks disagree on what passes between them, as a sentence: `ours` and `theirs` come from
+    /// [`Fingerprint::of_pair`]. `None` where they disagree on something else.
+    #[must_use]
+    pub fn difference_of_pair(
+        ours: Fingerprint,
+        theirs: Fingerprint,
+        we: &str,
+        they: &str,
+        we_are_lower: bool,
+    ) -> Option<String> {
+        let rest = |fingerprint: Fingerprint| fingerprint.what >> (ROOT_BITS + ELEMENTS_BITS);
+        if ours.what >> 60 != Name::AllToAll as u64 || rest(ours) != rest(theirs) || ours == theirs {
+            return None;
+        }
+        let counts = |fingerprint: Fingerprint| {
+            let down = fingerprint.what >> ELEMENTS_BITS & ROOT_MASK | u64::from(fingerprint.order.0) << ROOT_BITS;
+            let (up, down) = (fingerprint.what & ELEMENTS_MASK, down);
+            if we_are_lower { [up, down] } else { [down, up] }
+        };
+        let ([sent, expected], [theirs_expected, theirs_sent]) = (counts(ours), counts(theirs));
+        let mut told = Vec::new();
+        if sent != theirs_expected {
+            told.push(format!("{we} sends {sent} elements to {they}, which expects {theirs_expected}"));
+        }
+        if expected != theirs_sent {
+            told.push(format!("{they} sends {theirs_sent} elements to {we}, which expects {expected}"));
+        }
+        Some(format!(
+            "{}. The input split of the one and the output split of the other must be equal.",
+            told.join(", and ")
+        ))
+    }
+
+    /// All of it as one number, for those who cut it into pieces.
+    #[must_use]
+    pub fn bits(self) -> u128 {
+        u128::from(self.order.0) << 64 | u128::from(self.what)
+    }
+
+    /// What [`Fingerprint::bits`] was made from.
+    #[must_use]
+    pub fn from_bits(bits: u128) -> Fingerprint {
+        Fingerprint { what: bits as u64, order: Order((bits >> 64) as u16) }
+    }
+
+    /// How an operation that is `ours` on one rank and `theirs` on another differs, as the middle of a sentence.
+    #[must_use]
+    pub fn difference(ours: Fingerprint, our_rank: &str, theirs: Fingerprint, their_rank: &str) -> String {
+        if ours.what == theirs.what {
+            return format!(
+                "{} of tensors in different memory order: {} on {our_rank} but {} on {their_rank}. Every rank must give \
+                 tensors of the same memory format (torch's contiguous() makes a tensor row-major).",
+                ours.describe(),
+                ours.order.describe(),
+                theirs.order.describe()
+            );
+        }
+        format!(
+            "{} on {our_rank} but {} on {their_rank}. Every rank must issue the same operations in the same order, with \
+             the same sizes, dtypes and roots.",
+            ours.describe(),
+            theirs.describe()
         )
     }
 
     /// For people: `all_reduce(sum, 1024 x float32)`.
     #[must_use]
     pub fn describe(self) -> String {
-        let name = NAMES.get((self.0 >> 60) as usize).copied().unwrap_or("unknown operation");
-        let reduce = (self.0 >> 56 & 0xf) as usize;
-        let dtype = (self.0 >> 50 & 0x3f) as u8;
+        let name = NAMES.get((self.what >> 60) as usize).copied().unwrap_or("unknown operation");
+        let reduce = (self.what >> 56 & 0xf) as usize;
+        let dtype = (self.what >> 50 & 0x3f) as u8;
         let dtype =
             DType::ALL.iter().find(|known| **known as u8 == dtype).map_or("unknown dtype", |known| known.name());
-        let root = self.0 >> 36 & ROOT_MASK;
+        let root = self.what >> 36 & ROOT_MASK;
         let mut text = format!("{name}(");
         if reduce > 0 {
             text += REDUCTIONS.get(reduce - 1).copied().unwrap_or("?");
             text += ", ";
         }
-        text += &format!("{} x {dtype}", self.0 & ELEMENTS_MASK);
+        text += &format!("{} x {dtype}", self.what & ELEMENTS_MASK);
         if root != ROOT_MASK {
             text += &format!(", root {root}");
         }
@@ -91,8 +249,10 @@ const NAMES: [&str; 10] = [
     "send/recv",
 ];
 const REDUCTIONS: [&str; 9] = ["sum", "avg", "premul_sum", "product", "min", "max", "band", "bor", "bxor"];
-const ROOT_MASK: u64 = 0x3fff;
-const ELEMENTS_MASK: u64 = (1 << 36) - 1;
+const ROOT_BITS: u32 = 14;
+const ROOT_MASK: u64 = (1 << ROOT_BITS) - 1;
+const ELEMENTS_BITS: u32 = 36;
+const ELEMENTS_MASK: u64 = (1 << ELEMENTS_BITS) - 1;
 
 #[cfg(test)]
 mod tests {
@@ -112,7 +272,72 @@ mod tests {
         for other in others {
             assert_ne!(base, other);
         }
+        let permuted = base.with_order(Order::of(&[0, 2, 3, 1]).expect("channels-last"));
+        assert!(permuted != base && Fingerprint::from_bits(permuted.bits()) == permuted);
+        assert_eq!(
+            Fingerprint::difference(base, "rank 0", permuted, "rank 1"),
+            "all_reduce(sum, 1024 x float32) of tensors in different memory order: row-major on rank 0 but dimensions (0, \
+             2, 3, 1) on rank 1. Every rank must give tensors of the same memory format (torch's contiguous() makes a \
+             tensor row-major)."
+        );
+        let text = Fingerprint::difference(base, "rank 0", others[2], "rank 1");
+        assert!(text.starts_with("all_reduce(sum, 1024 x float32) on rank 0 but all_reduce(sum, 1025 x"), "{text}");
         let rooted = Fingerprint::new(Name::Broadcast, None, DType::BF16, Some(3), 7);
         assert_eq!(rooted.describe(), "broadcast(7 x bfloat16, root 3)");
+    }
+    /// Two ranks of an all-to-all agree on what passes between them, or each can say what differs; an empty part counts.
+    #[test]
+    fn pairs_are_compared() {
+        let base = Fingerprint::new(Name::AllToAll, None, DType::F32, None, 0);
+        let counts = [0, 1, 5, 1 << 14, (1 << 30) - 1];
+        for (up, down) in counts.into_iter().flat_map(|up| counts.map(|down| (up, down))) {
+            let lower = base.of_pair(up, down);
+            assert_eq!(Fingerprint::difference_of_pair(lower, lower, "a", "b", true), None);
+            for (other_up, other_down) in counts.into_iter().flat_map(|up| counts.map(|down| (up, down))) {
+                let higher = base.of_pair(other_up, other_down);
+                assert_eq!(lower == higher, (up, down) == (other_up, other_down));
+                let text = Fingerprint::difference_of_pair(lower, higher, "a", "b", true);
+                assert_eq!(text, Fingerprint::difference_of_pair(higher, lower, "b", "a", false).map(|text| text));
+                let Some(text) = text else { continue };
+                let sends = format!("a sends {up} elements to b, which expects {other_up}");
+                assert_eq!(text.contains(&sends), up != other_up, "{text}");
+                let back = format!("b sends {other_down} elements to a, which expects {down}");
+                assert_eq!(text.contains(&back), down != other_down, "{text}");
+            }
+        }
+        let other = Fingerprint::new(Name::AllToAll, None, DType::F64, None, 0).of_pair(0, 0);
+        assert_eq!(Fingerprint::difference_of_pair(base.of_pair(0, 0), other, "a", "b", true), None);
+        assert!(Fingerprint::difference(base.of_pair(1, 2), "a", other, "b").contains("x float64"));
+    }
+
+    /// Every permutation of up to eight dimensions has a number of its own, and comes back from it; all row-major ones
+    /// share 0.
+    #[test]
+    fn orders_are_permutations() {
+        fn all(n: usize) -> Vec<Vec<usize>> {
+            let Some(last) = n.checked_sub(1) else { return vec![Vec::new()] };
+            let insert = |at: usize, mut shorter: Vec<usize>| {
+                shorter.insert(at, last);
+                shorter
+            };
+            all(last).into_iter().flat_map(|shorter| (0..n).map(move |at| insert(at, shorter.clone()))).collect()
+        }
+        let mut seen = std::collections::HashSet::new();
+        for n in 0..=Order::MAX_DIMENSIONS {
+            for permutation in all(n) {
+                let order = Order::of(&permutation).expect("a permutation");
+                if permutation.is_sorted() {
+                    assert_eq!((order, order.permutation()), (Order(0), None));
+                } else {
+                    assert!(seen.insert(order), "{permutation:?}");
+                    assert_eq!(order.permutation(), Some(permutation));
+                }
+            }
+        }
+        assert_eq!(Order::of(&(0..20).collect::<Vec<_>>()), Some(Order(0)));
+        for wrong in [&[1, 1][..], &[0, 2], &[1], &[1, 0, 2, 3, 4, 5, 6, 7, 8]] {
+            assert_eq!(Order::of(wrong), None, "{wrong:?}");
+        }
+        assert_eq!(Order(u16::MAX).describe(), "unknown (65535)");
     }
 }

@@ -5,28 +5,89 @@
 //!        +-------+----+----+-------+--------------+------+--------+--------------+
 //!   0    | magic | ver|kind| flags |    group     | gen. |priority|      op      |
 //!        +-------+----+----+-------+--------------+------+--------+--------------+
-//!   32   |channel| message |      offset          |     total     | length | ack |
+//!   32   |  tag  | message |      offset          |     total     | length | ack |
 //!        +-------+---------+-------+--------------+------+--------+--------+-----+
 //!   64   |    fingerprint  |        credit        |header|payload |    serial    |
 //!        |                 |                      |  sum |   sum  |              |
-//!        +-----------------+----------------------+------+--------+--------------+ 96
+//!        +---+---+----+----+-----+----------------+------+--------+--------------+ 96
+//!  96    |cl.|dir|order | coflow |
+//!        +---+---+------+--------+ 104
 //! ```
 //! All numbers are little-endian. `length` bytes of payload follow.
+//!
+//! `cl.` (class), `dir` (direction) and `tag` are the frame's [`Channel`]: class 0 is a group's collectives, with
+//! direction and tag 0; class 1 is point-to-point messages, in direction 0 from the lower to the higher of two ranks, in
+//! direction 1 back. Other classes are refused.
+//!
+//! `order` belongs to the fingerprint: the memory order of the tensor ([`crate::fingerprint::Order`]). `coflow` names
+//! the messages that are of use only together, such as those of one backward pass. It is carried, and nothing reads it
+//! yet.
 //!
 //! `ack` and `credit` belong to the stream and to the pair of nodes, not to the frame they ride on: every frame in one
 //! direction tells how many frames of the other direction have been taken.
 
+use crate::fingerprint::{Fingerprint, Order};
 use penstock_types::{Generation, GroupId, OpSeq, Priority};
 
+/// Operations that are counted together: the `op`-th of a channel on one rank meets the `op`-th on the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Channel {
+    /// A group's collectives.
+    Collective,
+    /// Messages from one rank to another under one tag. The direction is part of the name: what rank 0 sends to rank 1
+    /// and what rank 1 sends to rank 0 under the same tag have nothing to do with each other.
+    PointToPoint {
+        /// From which of the two ranks to which.
+        direction: Direction,
+        /// The user's tag.
+        tag: u32,
+    },
+}
+
+/// The direction of a point-to-point message between two ranks of its group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Direction {
+    /// From the lower rank to the higher one.
+    Up = 0,
+    /// From the higher rank to the lower one.
+    Down = 1,
+}
+
+impl Direction {
+    /// The direction of what rank `from` sends to rank `to`.
+    #[must_use]
+    pub fn between(from: u32, to: u32) -> Direction {
+        if from < to { Direction::Up } else { Direction::Down }
+    }
+}
+
+impl Channel {
+    /// Class, direction and tag, as frames carry them.
+    fn encode(self) -> (u8, u8, u32) {
+        match self {
+            Channel::Collective => (0, 0, 0),
+            Channel::PointToPoint { direction, tag } => (1, direction as u8, tag),
+        }
+    }
+
+    fn decode(class: u8, direction: u8, tag: u32) -> Result<Channel, FrameError> {
+        match (class, direction, tag) {
+            (0, 0, 0) => Ok(Channel::Collective),
+            (1, 0, tag) => Ok(Channel::PointToPoint { direction: Direction::Up, tag }),
+            (1, 1, tag) => Ok(Channel::PointToPoint { direction: Direction::Down, tag }),
+            _ => Err(FrameError::Channel { class, direction, tag }),
+        }
+    }
+}
+
 /// Names one message between two nodes: the `message`-th of operation `op` in a channel of a group.
-///
-/// Channel 0 is the group's collectives; point-to-point operations have a channel of their own for every tag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MessageKey {
     /// The group.
     pub group: GroupId,
-    /// 0 for collectives, otherwise derived from the tag.
-    pub channel: u32,
+    /// Which of the group's orders of issue.
+    pub channel: Channel,
     /// Position in the channel's order of issue.
     pub op: OpSeq,
     /// The number that the plan gave it.
@@ -129,7 +190,9 @@ pub struct Header {
     /// Counted frames of the other direction of this stream that were taken, modulo 2^32.
     pub ack: u32,
     /// What the sender believes the operation to be ([`crate::fingerprint`]).
-    pub fingerprint: u64,
+    pub fingerprint: Fingerprint,
+    /// The messages that are of use only together with this one; 0 for none. Not read yet.
+    pub coflow: u32,
     /// Bytes of eager messages of the other direction that were consumed so far.
     pub credit: u64,
     /// CRC32C of the payload; 0 unless [`FLAG_PAYLOAD_SUM`] is set.
@@ -142,7 +205,7 @@ pub struct Header {
 
 impl Header {
     /// Bytes of an encoded header.
-    pub const BYTES: usize = 96;
+    pub const BYTES: usize = 104;
 
     /// A header of `kind` for `key`, all else zero.
     #[must_use]
@@ -157,7 +220,8 @@ impl Header {
             total: 0,
             length: 0,
             ack: 0,
-            fingerprint: 0,
+            fingerprint: Fingerprint::default(),
+            coflow: 0,
             credit: 0,
             payload_sum: 0,
             serial: 0,
@@ -177,22 +241,27 @@ impl Header {
         out[16..20].copy_from_slice(&self.generation.0.to_le_bytes());
         out[20..24].copy_from_slice(&self.priority.0.to_le_bytes());
         out[24..32].copy_from_slice(&self.key.op.0.to_le_bytes());
-        out[32..36].copy_from_slice(&self.key.channel.to_le_bytes());
+        let (class, direction, tag) = self.key.channel.encode();
+        out[32..36].copy_from_slice(&tag.to_le_bytes());
         out[36..40].copy_from_slice(&self.key.message.to_le_bytes());
         out[40..48].copy_from_slice(&self.offset.to_le_bytes());
         out[48..56].copy_from_slice(&self.total.to_le_bytes());
         out[56..60].copy_from_slice(&self.length.to_le_bytes());
         out[60..64].copy_from_slice(&self.ack.to_le_bytes());
-        out[64..72].copy_from_slice(&self.fingerprint.to_le_bytes());
+        out[64..72].copy_from_slice(&self.fingerprint.what.to_le_bytes());
         out[72..80].copy_from_slice(&self.credit.to_le_bytes());
         out[84..88].copy_from_slice(&self.payload_sum.to_le_bytes());
         out[88..96].copy_from_slice(&self.serial.to_le_bytes());
+        out[96] = class;
+        out[97] = direction;
+        out[98..100].copy_from_slice(&self.fingerprint.order.0.to_le_bytes());
+        out[100..104].copy_from_slice(&self.coflow.to_le_bytes());
         let sum = crc32c::crc32c(&out);
         out[80..84].copy_from_slice(&sum.to_le_bytes());
         out
     }
 
-    /// Reads a header, believing nothing: magic, version, kind, sum, and that the lengths fit together.
+    /// Reads a header, believing nothing: magic, version, sum, kind, channel, and that the lengths fit together.
     pub fn decode(bytes: &[u8; Header::BYTES]) -> Result<Header, FrameError> {
         let u16_at = |at: usize| u16::from_le_bytes(bytes[at..at + 2].try_into().expect("2 bytes"));
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
@@ -214,7 +283,7 @@ impl Header {
             flags: u16_at(6),
             key: MessageKey {
                 group: GroupId(u64_at(8)),
-                channel: u32_at(32),
+                channel: Channel::decode(bytes[96], bytes[97], u32_at(32))?,
                 op: OpSeq(u64_at(24)),
                 message: u32_at(36),
             },
@@ -224,7 +293,8 @@ impl Header {
             total: u64_at(48),
             length: u32_at(56),
             ack: u32_at(60),
-            fingerprint: u64_at(64),
+            fingerprint: Fingerprint { what: u64_at(64), order: Order(u16_at(98)) },
+            coflow: u32_at(100),
             credit: u64_at(72),
             payload_sum: u32_at(84),
             serial: u64_at(88),
@@ -286,6 +356,15 @@ pub enum FrameError {
     Version(u8),
     /// An unknown kind.
     Kind(u8),
+    /// An unknown class of channel, or one that has no such direction or tag.
+    Channel {
+        /// Its claimed class.
+        class: u8,
+        /// Its claimed direction.
+        direction: u8,
+        /// Its claimed tag.
+        tag: u32,
+    },
     /// The header's own checksum does not hold.
     HeaderSum,
     /// The payload's checksum does not hold.
@@ -318,6 +397,9 @@ impl std::fmt::Display for FrameError {
                 write!(f, "a frame of protocol version {version}; this is {VERSION_MAJOR}")
             }
             FrameError::Kind(kind) => write!(f, "a frame of unknown kind {kind}"),
+            FrameError::Channel { class, direction, tag } => {
+                write!(f, "a frame of an unknown channel (class {class}, direction {direction}, tag {tag})")
+            }
             FrameError::HeaderSum => write!(f, "a frame header whose checksum does not hold"),
             FrameError::PayloadSum => write!(f, "a frame whose payload checksum does not hold"),
             FrameError::Length { kind, length } => write!(f, "a {kind:?} frame of {length} bytes"),
@@ -334,7 +416,7 @@ impl std::error::Error for FrameError {}
 /// First bytes of every frame.
 pub const FRAME_MAGIC: [u8; 4] = *b"PSTK";
 /// Peers must agree on it.
-pub const VERSION_MAJOR: u8 = 1;
+pub const VERSION_MAJOR: u8 = 2;
 /// Newer minors only add feature bits.
 pub const VERSION_MINOR: u8 = 0;
 /// The payload is covered by `payload_sum`.
@@ -358,14 +440,20 @@ mod tests {
         Header {
             kind: Kind::Data,
             flags: FLAG_PAYLOAD_SUM,
-            key: MessageKey { group: GroupId(u64::MAX - 3), channel: 7, op: OpSeq(1 << 40), message: 12 },
+            key: MessageKey {
+                group: GroupId(u64::MAX - 3),
+                channel: Channel::PointToPoint { direction: Direction::Down, tag: 7 },
+                op: OpSeq(1 << 40),
+                message: 12,
+            },
             generation: Generation(3),
             priority: Priority(-5),
             offset: 1 << 33,
             total: 1 << 34,
             length: 65536,
             ack: u32::MAX,
-            fingerprint: 0x0123_4567_89ab_cdef,
+            fingerprint: Fingerprint { what: 0x0123_4567_89ab_cdef, order: Order(0xfedc) },
+            coflow: 0x7654_3210,
             credit: 1 << 50,
             payload_sum: 0xdead_beef,
             serial: 1 << 51,
@@ -376,6 +464,34 @@ mod tests {
     #[test]
     fn round_trip() {
         assert_eq!(Header::decode(&header().encode()), Ok(header()));
+    }
+
+    /// Every channel survives the wire, two channels never look alike there, and what names no channel is refused.
+    #[test]
+    fn channels_survive_the_wire() {
+        let mut seen = std::collections::HashMap::new();
+        for (class, direction, tag) in
+            (0..=255u8).flat_map(|class| (0..4u8).flat_map(move |dir| [0, 1, u32::MAX].map(|tag| (class, dir, tag))))
+        {
+            let mut frame = header().encode();
+            (frame[96], frame[97]) = (class, direction);
+            frame[32..36].copy_from_slice(&tag.to_le_bytes());
+            frame[80..84].fill(0);
+            let sum = crc32c::crc32c(&frame);
+            frame[80..84].copy_from_slice(&sum.to_le_bytes());
+            let known = (class == 0 && direction == 0 && tag == 0) || (class == 1 && direction < 2);
+            match Header::decode(&frame) {
+                Ok(decoded) => {
+                    assert!(known && decoded.encode() == frame, "{class} {direction} {tag}");
+                    assert_eq!(seen.insert(decoded.key.channel, (class, direction, tag)), None);
+                }
+                Err(error) => {
+                    assert!(!known);
+                    assert_eq!(error, FrameError::Channel { class, direction, tag });
+                }
+            }
+        }
+        assert_eq!(seen.len(), 1 + 2 * 3);
     }
 
     /// No single flipped bit goes unnoticed.
@@ -414,12 +530,17 @@ mod tests {
         /// Arbitrary bytes never panic the decoder, not even with the right magic, version and sum; what it accepts it
         /// would write the same way, and its lengths fit together.
         #[test]
-        fn garbage_is_refused_calmly(bytes in proptest::collection::vec(any::<u8>(), Header::BYTES), kind in 0u8..16) {
+        fn garbage_is_refused_calmly(
+            bytes in proptest::collection::vec(any::<u8>(), Header::BYTES),
+            kind in 0u8..16,
+            (class, direction) in (0u8..3, 0u8..3),
+        ) {
             let mut frame: [u8; Header::BYTES] = bytes.try_into().expect("as many");
             prop_assert!(Header::decode(&frame).is_err());
             frame[0..4].copy_from_slice(&FRAME_MAGIC);
             frame[4] = VERSION_MAJOR;
             frame[5] = kind;
+            (frame[96], frame[97]) = (class, direction);
             // Lengths that are small often enough to fit.
             frame[58..60].fill(0);
             frame[80..84].fill(0);

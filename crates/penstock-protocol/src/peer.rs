@@ -12,13 +12,15 @@
 //!                 (large only)        ▲              │
 //!                                     └── stream lost┘
 //! ```
-//! A message below the eager limit is copied and leaves at once within the eager credit; a longer one leaves after the
-//! receiver has granted it, that is, after it has posted the operation and knows where the bytes go. So a node never
-//! holds more for a peer than the eager credit, and an operation that all ranks have posted never waits for memory.
+//! A message below the eager limit is copied and leaves at once within the eager credit. Beyond the credit it stays where
+//! it is, like a longer one, and leaves after the receiver has granted it, that is, after the receiver has posted the
+//! operation and knows where the bytes go. So neither the sender nor the receiver holds more than the eager credit for the
+//! other, and an operation that all ranks have posted never waits for memory.
 
+use crate::fingerprint::Fingerprint;
 use crate::frame::{
-    FLAG_PAYLOAD_SUM, FrameError, Header, Kind, MAX_FRAME_BYTES, MAX_REPORT_BYTES, MIN_FRAME_BYTES, MessageKey,
-    Reference,
+    Channel, FLAG_PAYLOAD_SUM, FrameError, Header, Kind, MAX_FRAME_BYTES, MAX_REPORT_BYTES, MIN_FRAME_BYTES,
+    MessageKey, Reference,
 };
 use crate::ranges::Ranges;
 use crate::stream::{FRAME_GRAIN, Stream, StreamStats};
@@ -41,7 +43,7 @@ pub struct PeerConfig {
     pub eager_credit_bytes: u64,
     /// The peer can read our memory: longer messages travel as references.
     pub references: bool,
-    /// Descriptors can be passed to the peer: so do messages in memory that we share, of any length.
+    /// Descriptors can be passed to the peer: messages above [`Peer::eager_limit`] in memory that we share travel as references.
     pub descriptors: bool,
     /// Cover payloads with a CRC32C.
     pub checksum: bool,
@@ -77,7 +79,9 @@ pub struct Outgoing {
     /// How urgent.
     pub priority: Priority,
     /// What we believe the operation to be.
-    pub fingerprint: u64,
+    pub fingerprint: Fingerprint,
+    /// The messages that are of use only together with this one; 0 for none.
+    pub coflow: u32,
     /// The bytes.
     pub body: Body,
 }
@@ -177,11 +181,11 @@ pub enum Event {
     /// The receiver has all of a message whose body was [`Body::Memory`]: its bytes may change now.
     Sent(MessageKey),
     /// The peer waits for us in this operation, which it believes to be this.
-    Probe(MessageKey, u64),
+    Probe(MessageKey, Fingerprint),
     /// How many operations the peer has issued in the channel of the key.
     Issued(MessageKey, u64),
     /// The peer is ready for messages of this operation, which it believes to be this.
-    Granted(MessageKey, u64),
+    Granted(MessageKey, Fingerprint),
     /// The group has failed at the peer, or the peer forwards that it has.
     Report(GroupId, Report),
     /// The peer leaves in good order.
@@ -289,6 +293,29 @@ impl Peer {
         if self.config.references { self.config.eager_bytes.min(REFERENCE_ABOVE) } else { self.config.eager_bytes }
     }
 
+    /// Whether the eager credit is enough for a message of so many bytes, as [`Body::Owned`]. One that has to wait for credit
+    /// stays in its tensor, as [`Body::Memory`].
+    #[must_use]
+    pub fn has_credit(&self, total: u64) -> bool {
+        self.credit.fits(total, self.config.eager_credit_bytes)
+    }
+
+    /// Bytes of messages that were copied and not yet acknowledged.
+    #[must_use]
+    pub fn copied_bytes(&self) -> usize {
+        let copied = |message: &Message| match &message.body {
+            Body::Owned(bytes) => bytes.len(),
+            Body::Memory { .. } => 0,
+        };
+        self.outgoing.values().map(copied).sum()
+    }
+
+    /// The messages that have left on credit, which their sender takes for sent, and that the peer has not acknowledged.
+    pub fn undelivered(&self) -> impl Iterator<Item = (MessageKey, Fingerprint)> {
+        let on_credit = self.outgoing.values().filter(|message| matches!(message.way, Way::Eager { .. }));
+        on_credit.map(|message| (message.key, message.fingerprint))
+    }
+
     // ------------------------------------------------------------------ streams
 
     /// A stream has passed its hand-shake.
@@ -361,17 +388,19 @@ impl Peer {
 
     // ------------------------------------------------------------------ outgoing
 
-    /// Queues a message. [`Body::Owned`] is for messages up to `eager_bytes`; a longer one waits for its grant like one
-    /// in memory.
+    /// Queues a message. [`Body::Owned`] is for messages up to `eager_bytes` that the credit is enough for
+    /// ([`Peer::has_credit`]). Others wait for their grant; a short one is announced, because receivers grant unasked only
+    /// what is above [`Peer::eager_limit`].
     pub fn send(&mut self, outgoing: Outgoing) {
         let issue = self.next_issue;
         self.next_issue += 1;
-        let Outgoing { key, priority, fingerprint, body } = outgoing;
+        let Outgoing { key, priority, fingerprint, coflow, body } = outgoing;
         let total = body.len();
         let mut message = Message {
             key,
             priority,
             fingerprint,
+            coflow,
             total,
             body,
             way: Way::Granted,
@@ -382,12 +411,14 @@ impl Peer {
         };
         let span = u64::from(key.message)..u64::from(key.message) + 1;
         if let Body::Memory { place, .. } = message.body
+            && total > self.eager_limit()
             && (self.config.references || (self.config.descriptors && place.region != 0))
         {
             message.way = Way::Reference;
             let mut header = Header::new(Kind::Reference, key);
             header.fingerprint = fingerprint;
             header.total = total;
+            header.coflow = coflow;
             header.priority = priority;
             header.length = Reference::BYTES as u32;
             self.control(header, Some(&place.encode()));
@@ -396,16 +427,18 @@ impl Peer {
             op.granted.remove(span);
             self.remembered += op.remembered();
             self.ready.insert((priority, issue));
-        } else if matches!(message.body, Body::Owned(_)) {
-            if total <= self.config.eager_bytes && self.credit.reserve(total, self.config.eager_credit_bytes) {
-                message.way = Way::Eager { serial: 0 };
-                self.ready.insert((priority, issue));
-            } else {
-                let mut header = Header::new(Kind::Announce, key);
-                header.fingerprint = fingerprint;
-                header.total = total;
-                self.control(header, None);
-            }
+        } else if matches!(message.body, Body::Owned(_))
+            && total <= self.config.eager_bytes
+            && self.credit.reserve(total, self.config.eager_credit_bytes)
+        {
+            message.way = Way::Eager { serial: 0 };
+            self.ready.insert((priority, issue));
+        } else if matches!(message.body, Body::Owned(_)) || total <= self.eager_limit() {
+            let mut header = Header::new(Kind::Announce, key);
+            header.fingerprint = fingerprint;
+            header.coflow = coflow;
+            header.total = total;
+            self.control(header, None);
         }
         let before = self.by_key.insert(key, issue);
         debug_assert!(before.is_none(), "{key:?} is sent twice");
@@ -413,7 +446,7 @@ impl Peer {
     }
 
     /// Tells the peer that we are ready for messages `key.message..key.message + count`.
-    pub fn grant(&mut self, key: MessageKey, count: u32, fingerprint: u64) {
+    pub fn grant(&mut self, key: MessageKey, count: u32, fingerprint: Fingerprint) {
         let mut header = Header::new(Kind::Grant, key);
         header.offset = u64::from(count);
         header.fingerprint = fingerprint;
@@ -427,7 +460,7 @@ impl Peer {
     }
 
     /// Asks the peer where it is in this operation.
-    pub fn probe(&mut self, key: MessageKey, fingerprint: u64) {
+    pub fn probe(&mut self, key: MessageKey, fingerprint: Fingerprint) {
         let mut header = Header::new(Kind::Probe, key);
         header.fingerprint = fingerprint;
         self.control(header, None);
@@ -442,7 +475,7 @@ impl Peer {
 
     /// Tells the peer that a group has failed. Overtakes everything that is not yet written.
     pub fn report(&mut self, group: GroupId, report: &Report) {
-        let key = MessageKey { group, channel: 0, op: OpSeq(0), message: report.kind as u32 };
+        let key = MessageKey { group, channel: Channel::Collective, op: OpSeq(0), message: report.kind as u32 };
         let mut text = report.message.as_str();
         while text.len() > MAX_REPORT_BYTES as usize {
             let last = text.char_indices().next_back().map_or(0, |(at, _)| at);
@@ -484,22 +517,10 @@ impl Peer {
 
     /// Forgets everything about an operation: it is finished here. A copied message that still waits for its grant or
     /// its ack goes on.
-    ///
-    /// Two point-to-point operations, one in each direction, may bear the same key; what is not finished of the other
-    /// one stays.
-    pub fn retire(&mut self, group: GroupId, channel: u32, op: OpSeq) {
-        let key = OpKey { group, channel, op };
-        let Some(op) = self.ops.get_mut(&key) else { return };
-        self.remembered -= op.remembered();
-        if channel == 0 || op.is_received() {
-            let granted = std::mem::take(&mut op.granted);
-            if channel == 0 || granted.is_empty() {
-                self.ops.remove(&key);
-                return;
-            }
-            *op = Op { granted, ..Op::default() };
+    pub fn retire(&mut self, group: GroupId, channel: Channel, op: OpSeq) {
+        if let Some(op) = self.ops.remove(&OpKey { group, channel, op }) {
+            self.remembered -= op.remembered();
         }
-        self.remembered += op.remembered();
     }
 
     /// Forgets a whole group: it has failed or was closed. Messages not yet taken are dropped, except eager ones that
@@ -512,7 +533,7 @@ impl Peer {
             }
             keep
         });
-        let first = MessageKey { group, channel: 0, op: OpSeq(0), message: 0 };
+        let first = MessageKey { group, channel: Channel::Collective, op: OpSeq(0), message: 0 };
         let issues: Vec<u64> =
             self.by_key.range(first..).take_while(|(key, _)| key.group == group).map(|(_, issue)| *issue).collect();
         for issue in issues {
@@ -627,6 +648,7 @@ impl Peer {
         let mut header = Header::new(Kind::Data, message.key);
         header.priority = message.priority;
         header.fingerprint = message.fingerprint;
+        header.coflow = message.coflow;
         header.offset = frame.offset;
         header.total = message.total;
         header.length = frame.len;
@@ -959,10 +981,9 @@ impl Peer {
 
     fn handle_grant(&mut self, header: &Header, status: OpStatus) -> Result<(), FrameError> {
         let span = granted_span(header);
-        // Nothing more will be sent in a collective that is over. For other channels the status is that of what we
-        // receive.
+        // Nothing more will be sent in an operation that is over.
         let mut open = Ranges::default();
-        if status != OpStatus::Retired || header.key.channel != 0 {
+        if status != OpStatus::Retired {
             open.insert(span.clone());
         }
         if !span.is_empty() {
@@ -1089,7 +1110,7 @@ impl Report {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct OpKey {
     group: GroupId,
-    channel: u32,
+    channel: Channel,
     op: OpSeq,
 }
 
@@ -1115,13 +1136,6 @@ impl Op {
     /// Records that the peer can make us keep without credit.
     fn remembered(&self) -> usize {
         self.granted.count() + self.references
-    }
-
-    /// Every message that we are ready for is here, and none is half here.
-    fn is_received(&self) -> bool {
-        let is_given = |message: u32| self.given.covers(&(u64::from(message)..u64::from(message) + 1));
-        let here = self.incoming.keys().filter(|message| is_given(**message)).count() as u64;
-        here == self.given.total() && self.incoming.values().all(Incoming::is_whole)
     }
 }
 
@@ -1153,7 +1167,8 @@ struct Control {
 struct Message {
     key: MessageKey,
     priority: Priority,
-    fingerprint: u64,
+    fingerprint: Fingerprint,
+    coflow: u32,
     total: u64,
     body: Body,
     way: Way,
@@ -1292,10 +1307,6 @@ impl Incoming {
         Ok(Arrival::Take)
     }
 
-    fn is_whole(&self) -> bool {
-        self.by_reference || self.done.covers(&(0..self.total.max(1)))
-    }
-
     /// A stream is gone, and with it what it was reading.
     fn lose(&mut self, stream: StreamId) {
         for arriving in self.arriving.values_mut().filter(|arriving| arriving.on == Some(stream)) {
@@ -1334,9 +1345,13 @@ struct Credit {
 }
 
 impl Credit {
+    fn fits(&self, total: u64, limit: u64) -> bool {
+        self.reserved - self.returned + eager_cost(total) <= limit
+    }
+
     /// Puts a message on credit if there is enough.
     fn reserve(&mut self, total: u64, limit: u64) -> bool {
-        let fits = self.reserved - self.returned + eager_cost(total) <= limit;
+        let fits = self.fits(total, limit);
         if fits {
             self.reserved += eager_cost(total);
         }
@@ -1404,7 +1419,7 @@ fn no_payload() -> Payload {
     Payload::Owned(Arc::default(), 0..0)
 }
 
-const NO_MESSAGE: MessageKey = MessageKey { group: GroupId(0), channel: 0, op: OpSeq(0), message: 0 };
+const NO_MESSAGE: MessageKey = MessageKey { group: GroupId(0), channel: Channel::Collective, op: OpSeq(0), message: 0 };
 /// The message travels on eager credit.
 pub const FLAG_EAGER: u16 = 2;
 /// Above this, one copy by `process_vm_readv` (some microseconds to start) beats two through a socket.

@@ -59,6 +59,7 @@ impl Ranges {
     }
 
     /// How many numbers it holds.
+    #[cfg(test)]
     pub(crate) fn total(&self) -> u64 {
         self.ranges.iter().map(|(start, end)| end - start).sum()
     }

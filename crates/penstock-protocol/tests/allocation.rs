@@ -3,6 +3,8 @@
 //! A binary of its own, because it counts every allocation of the process.
 
 use penstock_protocol::Reference;
+use penstock_protocol::fingerprint::Fingerprint;
+use penstock_protocol::frame::Channel;
 use penstock_protocol::peer::{Body, OpStatus, Outgoing, Peer, PeerConfig};
 use penstock_protocol::{Header, Kind, MessageKey};
 use penstock_types::{GroupId, MILLISECOND, OpSeq, Priority, Time};
@@ -46,10 +48,16 @@ fn idle_polls_do_not_allocate() {
 
     let mut peer = Peer::new(PeerConfig::default(), Time(0));
     (0..8).for_each(|stream| peer.stream_up(stream, Time(0)));
-    let key = |message| MessageKey { group: GroupId(1), channel: 0, op: OpSeq(0), message };
+    let key = |message| MessageKey { group: GroupId(1), channel: Channel::Collective, op: OpSeq(0), message };
     for message in 0..4000 {
         let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 1000 };
-        peer.send(Outgoing { key: key(message), priority: Priority(0), fingerprint: 0, body });
+        peer.send(Outgoing {
+            key: key(message),
+            priority: Priority(0),
+            fingerprint: Fingerprint::default(),
+            coflow: 0,
+            body,
+        });
     }
     let grant = Header { offset: 2000, ..Header::new(Kind::Grant, key(0)) };
     peer.handle_header(0, &grant, OpStatus::Active, Time(0)).expect("a good header");

@@ -1,7 +1,7 @@
 //! `Engine`, `Group` and `Ticket`, as Python sees them.
 
 use crate::{callbacks, error, setup_error};
-use penstock_engine::fingerprint::{Fingerprint, Name};
+use penstock_engine::fingerprint::{Fingerprint, Name, Order};
 use penstock_engine::plan::{Algorithm, Collective, Splits, UnknownAlgorithm};
 use penstock_engine::{Call, Config, Contact, GroupSpec};
 use penstock_types::{DType, Generation, GroupId, Priority, ReduceOp};
@@ -162,9 +162,24 @@ impl Engine {
         self.0.unshare(number);
     }
 
-    /// Says good-bye to the peers and ends the thread.
-    fn stop(&self, py: Python<'_>) {
+    /// Says good-bye to the peers and ends the thread. With `wait`, blocks until they have taken what was sent to them,
+    /// leave or are lost, or until the longest time-out of an operation so far; what was not delivered is logged. Ctrl-C
+    /// ends the wait.
+    #[pyo3(signature = (*, wait=true))]
+    fn stop(&self, py: Python<'_>, wait: bool) -> PyResult<()> {
+        self.0.begin_stop(wait);
+        let mut interrupted = Ok(());
+        while !self.0.has_stopped() {
+            py.detach(|| std::thread::sleep(STOP_CHECK));
+            if interrupted.is_ok() {
+                interrupted = py.check_signals();
+                if interrupted.is_err() {
+                    self.0.begin_stop(false);
+                }
+            }
+        }
         py.detach(|| self.0.stop());
+        interrupted
     }
 }
 
@@ -175,10 +190,11 @@ pub(crate) struct Group(pub(crate) penstock_engine::Group);
 #[pymethods]
 impl Group {
     /// Starts an operation on `bytes` bytes (as the plan counts them) of `elements` elements. `input` and `output` are
-    /// addresses; whatever keeps them valid goes into `keep`, which is held until the operation has ended.
+    /// addresses; whatever keeps them valid goes into `keep`, which is held until the operation has ended. `order` is the
+    /// memory order of the tensor, as `memory_order` gives it: part of what ranks compare.
     #[pyo3(signature = (
         collective, *, dtype, elements, bytes, input, output, op=None, factor=1.0, rank=0, tag=0, input_splits=None,
-        output_splits=None, priority=0, hold=false, timeout_s, keep=None
+        output_splits=None, order=0, priority=0, hold=false, timeout_s, keep=None
     ))]
     #[allow(clippy::too_many_arguments)]
     fn start(
@@ -195,6 +211,7 @@ impl Group {
         tag: u32,
         input_splits: Option<Vec<u64>>,
         output_splits: Option<Vec<u64>>,
+        order: u16,
         priority: i32,
         hold: bool,
         timeout_s: f64,
@@ -226,7 +243,7 @@ impl Group {
         };
         let call = Call {
             collective,
-            fingerprint: Fingerprint::new(name, op, dtype, root, elements),
+            fingerprint: Fingerprint::new(name, op, dtype, root, elements).with_order(Order(order)),
             dtype,
             op: op.unwrap_or(ReduceOp::Sum),
             bytes,
@@ -234,6 +251,7 @@ impl Group {
             input: input as *const u8,
             output: output as *mut u8,
             tag,
+            coflow: 0,
             priority: Priority(priority),
             hold,
             timeout: (timeout_s * 1e9) as u64,
@@ -310,6 +328,20 @@ impl Ticket {
     }
 }
 
+/// The number of a memory order, for `Group.start`: the dimensions of a dense tensor as they lie in memory, outermost
+/// first. `(0, 2, 3, 1)` is torch's channels-last. Row-major order is 0, whatever the number of dimensions.
+///
+/// Raises ValueError for what is not a permutation, or not row-major and of more than 8 dimensions.
+#[pyfunction]
+pub(crate) fn memory_order(dimensions: Vec<usize>) -> PyResult<u16> {
+    Order::of(&dimensions).map(|order| order.0).ok_or_else(|| {
+        PyValueError::new_err(format!(
+            "{dimensions:?} is not a permutation of at most {} dimensions",
+            Order::MAX_DIMENSIONS
+        ))
+    })
+}
+
 pub(crate) fn dtype_named(name: &str) -> PyResult<DType> {
     DType::from_name(name).ok_or_else(|| PyValueError::new_err(format!("unknown dtype {name:?}")))
 }
@@ -333,5 +365,7 @@ pub(crate) fn reduce_op(name: &str, factor: f64) -> PyResult<ReduceOp> {
     })
 }
 
+/// How often a thread that waits for the engine's end looks for that, and for signals.
+const STOP_CHECK: Duration = Duration::from_millis(2);
 /// How often a waiting thread looks for signals.
 const SIGNAL_CHECK: Duration = Duration::from_millis(100);

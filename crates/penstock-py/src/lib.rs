@@ -21,7 +21,7 @@ mod _core {
     use super::daemon::{Daemon, parse_bytes};
 
     #[pymodule_export]
-    use super::engine::{Engine, Group, Ticket};
+    use super::engine::{Engine, Group, Ticket, memory_order};
 
     #[pymodule_export]
     use super::aggregated::{UdpSockets, aggregate, aggregated_stats};

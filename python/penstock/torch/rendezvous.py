@@ -17,6 +17,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -228,7 +229,8 @@ class _Engine:
                 shared.use(None)
         if last:
             heed.tell()
-            self.core.stop()
+            # Whoever interrupts the script does not wait for others.
+            self.core.stop(wait=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
 
     @classmethod
     def _at_exit(cls) -> None:
@@ -237,7 +239,7 @@ class _Engine:
         engine = cls.current
         if engine is not None:
             heed.tell()
-            engine.core.stop()
+            engine.core.stop(wait=not isinstance(getattr(sys, "last_value", None), KeyboardInterrupt))
             for aggregation in engine.aggregations.values():
                 aggregation.close_jobs()
 

@@ -47,7 +47,7 @@ pub(crate) struct Job {
     pub(crate) address: *mut u8,
     pub(crate) bytes: usize,
     /// What ranks must agree on.
-    pub(crate) fingerprint: u64,
+    pub(crate) fingerprint: u128,
     /// The tensor holds the contribution: otherwise [`Core::release`] says when.
     pub(crate) ready: bool,
     pub(crate) started: Time,
@@ -63,7 +63,7 @@ unsafe impl Send for Job {}
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Trouble {
     /// Ranks mean different things with operation `op`; another rank's fingerprint.
-    Mismatch { op: u64, theirs: u64 },
+    Mismatch { op: u64, theirs: u128 },
     /// A result that no honest server sends.
     Result(String),
 }

@@ -257,7 +257,7 @@ fn f32s(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_ne_bytes()).collect()
 }
 
-fn job(dtype: DType, op: ReduceOp, tensor: &mut [u8], fingerprint: u64) -> Job {
+fn job(dtype: DType, op: ReduceOp, tensor: &mut [u8], fingerprint: u128) -> Job {
     Job {
         dtype,
         op,
@@ -331,7 +331,7 @@ fn all_reduce(shape: Shape, lengths: &[usize], value: impl Fn(u32, usize, usize)
         .collect();
     for (rank, tensors) in tensors.iter_mut().enumerate() {
         for (op, tensor) in tensors.iter_mut().enumerate() {
-            let number = network.cores[rank].submit(job(DType::F32, ReduceOp::Sum, tensor, op as u64));
+            let number = network.cores[rank].submit(job(DType::F32, ReduceOp::Sum, tensor, op as u128));
             assert_eq!(number, op as u64);
         }
     }
@@ -442,7 +442,7 @@ fn a_mismatch_is_noticed_by_all() {
     let mut network = Network::new(Shape::new(3, Wire::Int32));
     let mut tensors: Vec<Vec<u8>> = (0..3).map(|rank| f32s(&vec![1.0; if rank == 1 { 100 } else { 200 }])).collect();
     for (rank, tensor) in tensors.iter_mut().enumerate() {
-        let fingerprint = tensor.len() as u64;
+        let fingerprint = tensor.len() as u128;
         network.cores[rank].submit(job(DType::F32, ReduceOp::Sum, tensor, fingerprint));
     }
     let trouble = network.run_until(|_| false).unwrap_err();
@@ -487,7 +487,7 @@ fn nothing_that_was_handed_out_is_lacking_elsewhere() {
             for (op, tensor) in tensors.iter_mut().enumerate() {
                 // One of them was not even given the last one yet.
                 if rank != 2 || op < 3 {
-                    network.cores[rank].submit(job(DType::F32, ReduceOp::Sum, tensor, op as u64));
+                    network.cores[rank].submit(job(DType::F32, ReduceOp::Sum, tensor, op as u128));
                 }
             }
         }

@@ -188,6 +188,7 @@ impl Driver {
                 input: std::ptr::null(),
                 output: std::ptr::from_mut(&mut *never).cast(),
                 tag: 0,
+                coflow: 0,
                 priority: Priority(0),
                 hold: false,
                 timeout: u64::MAX,
@@ -263,7 +264,7 @@ impl Driver {
             op: call.op,
             address: call.output,
             bytes: call.bytes as usize,
-            fingerprint: call.fingerprint.0,
+            fingerprint: call.fingerprint.bits(),
             ready: !call.hold,
             started: self.now(),
             timeout: call.timeout,
@@ -331,13 +332,15 @@ impl Driver {
                 self.group.fail(Failure::fatal(
                     FailureKind::Mismatch,
                     format!(
-                        "aggregated operation #{} of group {} is {} on rank {} but {} on another. Every rank must issue the \
-                         same operations in the same order, with the same sizes, dtypes and roots.",
+                        "aggregated operation #{} of group {} is {}",
                         op + 1,
                         self.spec.name,
-                        ours.describe(),
-                        self.spec.rank,
-                        Fingerprint(theirs).describe(),
+                        Fingerprint::difference(
+                            *ours,
+                            &format!("rank {}", self.spec.rank),
+                            Fingerprint::from_bits(theirs),
+                            "another",
+                        ),
                     ),
                 ));
                 self.wait_for_failure();
@@ -723,6 +726,7 @@ fn plain(job: &Job, priority: Priority, keep: Option<Box<dyn Any + Send>>) -> Ca
         input: std::ptr::null(),
         output: job.address,
         tag: 0,
+        coflow: 0,
         priority,
         hold: false,
         timeout: job.timeout,

@@ -98,13 +98,13 @@ impl Layout {
 
 /// What an operation is, as exponents: the maximum over all ranks shows whether all mean the same.
 ///
-/// Each 13 bits of the fingerprint go out as they are and negated, so that the maxima are the largest and the smallest of
+/// Each 13 bits of the fingerprint's 80 go out as they are and negated, so that the maxima are the largest and the smallest of
 /// all ranks.
 pub(crate) const HEADER_EXPONENTS: usize = 2 * PIECES;
-const PIECES: usize = 5;
+const PIECES: usize = 7;
 const PIECE_BITS: usize = 13;
 
-pub(crate) fn header(fingerprint: u64) -> [i16; HEADER_EXPONENTS] {
+pub(crate) fn header(fingerprint: u128) -> [i16; HEADER_EXPONENTS] {
     std::array::from_fn(|i| {
         let piece = (fingerprint >> (PIECE_BITS * (i / 2)) & ((1 << PIECE_BITS) - 1)) as i16;
         if i % 2 == 0 { piece } else { -piece }
@@ -112,11 +112,11 @@ pub(crate) fn header(fingerprint: u64) -> [i16; HEADER_EXPONENTS] {
 }
 
 /// What another rank means, where the maxima show that not all mean `own`. Exact if ranks mean two different things.
-pub(crate) fn other_fingerprint(own: u64, maxima: &[i16]) -> Option<u64> {
-    let mut other = 0u64;
+pub(crate) fn other_fingerprint(own: u128, maxima: &[i16]) -> Option<u128> {
+    let mut other = 0u128;
     for (i, (pair, mine)) in maxima.as_chunks::<2>().0.iter().zip(header(own).as_chunks::<2>().0).enumerate() {
         let piece = if pair[0] != mine[0] { pair[0] } else { -pair[1] };
-        other |= (piece as u64) << (PIECE_BITS * i);
+        other |= (piece as u128) << (PIECE_BITS * i);
     }
     (other != own).then_some(other)
 }
@@ -149,7 +149,7 @@ mod tests {
     /// Any rank sees that another means something else, and what, wherever the two differ.
     #[test]
     fn headers_show_differences() {
-        let values = [0, 1, u64::MAX, 0x0123_4567_89ab_cdef, 1 << 63, 0x7fff_ffff_ffff_ffff];
+        let values = [0, 1, (1 << 80) - 1, 0xfedc_0123_4567_89ab_cdef, 1 << 79, (1 << 79) - 1];
         for a in values {
             for b in values {
                 let maxima: Vec<i16> = header(a).into_iter().zip(header(b)).map(|(a, b)| a.max(b)).collect();

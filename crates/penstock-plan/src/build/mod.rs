@@ -21,7 +21,7 @@ use crate::{
 /// One rank's steps for a request.
 ///
 /// The result is a pure function of the arguments. It is compact: its size grows with the number of ranks, not with
-/// the number of bytes. Empty for 0 bytes (but for a barrier); copies only for one rank.
+/// the number of bytes. Empty for 0 bytes (but for a barrier, and an all-to-all with splits); copies only for one rank.
 ///
 /// # Errors
 /// [`PlanError`] where the request contradicts itself or `algorithm` is not [`Algorithm::of`] the collective.

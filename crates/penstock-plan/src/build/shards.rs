@@ -3,7 +3,7 @@
 //! leaves out the copy of a place onto itself.
 
 use crate::{
-    Buf, Operand, Slice,
+    Action, Buf, Operand, Slice,
     build::{Draft, SCRATCH_SEGMENTS, all_reduce::in_rank_order, lag, same},
     partition::{Chunks, Ring},
 };
@@ -99,7 +99,8 @@ pub(super) fn all_gather_direct(draft: &mut Draft<'_>) {
 
 /// Every rank sends to each other rank what that one wants, its successor first, so that not all turn to one receiver.
 ///
-/// Each pair of ranks numbers its messages from 0, because nobody knows how much passes between two others.
+/// Each pair of ranks numbers its messages from 0, because nobody knows how much passes between two others. With splits
+/// an empty part is notified: a rank hears from every other what that one means to pass, and to get.
 pub(super) fn all_to_all(draft: &mut Draft<'_>) {
     let chunks = Chunks::equal(draft.bytes, draft.world);
     let splits = draft.request.splits.as_ref();
@@ -110,16 +111,26 @@ pub(super) fn all_to_all(draft: &mut Draft<'_>) {
     };
     draft.messages(match splits {
         None => chunks.max(),
-        Some(splits) => splits.input.iter().chain(&splits.output).copied().max().unwrap_or(0),
+        Some(splits) => splits.input.iter().chain(&splits.output).copied().max().unwrap_or(0).max(1),
     });
     for peer in draft.others() {
-        draft.send(peer, 0, place(draft, Buf::Input, peer), []);
+        let src = place(draft, Buf::Input, peer);
+        if splits.is_some() && src.len == 0 {
+            draft.push(1, Action::Notify { to: peer, message: 0 }, []);
+        } else {
+            draft.send(peer, 0, src, []);
+        }
     }
     let (dst, src) = (place(draft, Buf::Output, draft.rank), place(draft, Buf::Input, draft.rank));
     draft.copy(dst, src, []);
     let mut others: Vec<u32> = draft.others().collect();
     others.reverse();
     for peer in others {
-        draft.recv(peer, 0, place(draft, Buf::Output, peer), []);
+        let dst = place(draft, Buf::Output, peer);
+        if splits.is_some() && dst.len == 0 {
+            draft.push(1, Action::Await { from: peer, message: 0 }, []);
+        } else {
+            draft.recv(peer, 0, dst, []);
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! Every message arrives once, whole and right, whatever the streams do.
 
 use super::world::{Action, Message, Op, Seed, StreamSpec, World};
+use crate::frame::Direction;
 use crate::peer::*;
 use rand::Rng;
 use std::collections::BTreeMap;
@@ -72,7 +73,7 @@ fn add_collectives(world: &mut World, nodes: usize, eager_bytes: u64) {
             }
         }
         let priority = Priority(world.rng.random_range(-2..3));
-        let op = world.add(Op { group: GroupId(1), channel: 0, seq: OpSeq(seq), priority, messages });
+        let op = world.add(Op { group: GroupId(1), channel: Channel::Collective, seq: OpSeq(seq), priority, messages });
         for (node, clock) in clocks.iter_mut().enumerate() {
             *clock = clock.plus(world.rng.random_range(0..pace));
             world.plan(*clock, Action::Post { node, op });
@@ -81,12 +82,13 @@ fn add_collectives(world: &mut World, nodes: usize, eager_bytes: u64) {
 }
 
 /// Channels of one message an operation, whose receiver posts in another order than the sender. Both directions of a
-/// pair may use the same channel.
+/// pair may use the same tag.
 fn add_point_to_point(world: &mut World, nodes: usize, eager_bytes: u64) {
     let pace = world.rng.random_range(1..100 * MILLISECOND);
     let from = world.rng.random_range(0..nodes);
     let to = (from + world.rng.random_range(1..nodes)) % nodes;
-    for (channel, from, to) in [(1, from, to), (1, to, from), (2, from, to)] {
+    for (tag, from, to) in [(1, from, to), (1, to, from), (2, from, to)] {
+        let channel = Channel::PointToPoint { direction: Direction::between(from as u32, to as u32), tag };
         for seq in 0..world.rng.random_range(0..8) {
             let (len, copied) = length(&mut world.rng, eager_bytes);
             let messages = vec![Message { from, to, number: 0, len, copied }];

@@ -134,7 +134,13 @@ fn operations_survive_a_stall() {
         let start = world.now;
         let messages = [(0, 1), (1, 0)].map(|(from, to)| Message { from, to, number: 0, len: 900_000, copied: false });
         let (group, seq) = (GroupId(1), OpSeq(0));
-        let op = world.add(Op { group, channel: 0, seq, priority: Priority(0), messages: messages.to_vec() });
+        let op = world.add(Op {
+            group,
+            channel: Channel::Collective,
+            seq,
+            priority: Priority(0),
+            messages: messages.to_vec(),
+        });
         (0..2).for_each(|node| world.plan(start, Action::Post { node, op }));
         world.plan(start.plus(at * MILLISECOND), Action::Rate { pair: 0, stream: 1, mbit_per_s: 0.0 });
         world.run(5 * SECOND, World::idle);

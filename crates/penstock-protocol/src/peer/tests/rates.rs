@@ -23,7 +23,8 @@ fn post(world: &mut World, len: u64, both_ways: bool, priority: i32) -> usize {
     let ways: &[(usize, usize)] = if both_ways { &[(0, 1), (1, 0)] } else { &[(0, 1)] };
     let messages = ways.iter().map(|&(from, to)| Message { from, to, number: 0, len, copied: false }).collect();
     let seq = OpSeq(world.ops.len() as u64);
-    let op = world.add(Op { group: GroupId(1), channel: 0, seq, priority: Priority(priority), messages });
+    let op =
+        world.add(Op { group: GroupId(1), channel: Channel::Collective, seq, priority: Priority(priority), messages });
     for node in 0..2 {
         world.plan(world.now, Action::Post { node, op });
     }

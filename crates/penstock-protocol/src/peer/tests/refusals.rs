@@ -1,12 +1,13 @@
 //! Frames that a peer may not send are refused; nothing that it sends makes us panic or hold without bound.
 
+use crate::frame::Direction;
 use crate::peer::*;
 use proptest::prelude::*;
 
 const NOW: Time = Time(1_000_000);
 
 fn key(message: u32) -> MessageKey {
-    MessageKey { group: GroupId(7), channel: 0, op: OpSeq(3), message }
+    MessageKey { group: GroupId(7), channel: Channel::Collective, op: OpSeq(3), message }
 }
 
 fn peer(config: PeerConfig) -> Peer {
@@ -18,7 +19,7 @@ fn peer(config: PeerConfig) -> Peer {
 /// A posted operation that has granted its messages 0 and 1.
 fn ready() -> Peer {
     let mut peer = peer(PeerConfig::default());
-    peer.grant(key(0), 2, 0);
+    peer.grant(key(0), 2, Fingerprint::default());
     peer
 }
 
@@ -84,7 +85,7 @@ fn credit_that_was_never_used_does_not_come_back() {
     let mut peer = peer(PeerConfig::default());
     let credit = |credit| Header { credit, ..Header::new(Kind::Ack, key(0)) };
     let body = Body::Owned(vec![0; 100].into());
-    peer.send(Outgoing { key: key(0), priority: Priority(0), fingerprint: 0, body });
+    peer.send(Outgoing { key: key(0), priority: Priority(0), fingerprint: Fingerprint::default(), coflow: 0, body });
     out_of_turn(header(&mut peer, &credit(1), OpStatus::Active), "credit");
     peer.poll_frame(0, NOW).expect("on credit");
     out_of_turn(header(&mut peer, &credit(229), OpStatus::Active), "credit");
@@ -112,11 +113,17 @@ fn data_needs_its_grant() {
 #[test]
 fn grants_reach_the_last_number() {
     let mut peer = peer(PeerConfig::default());
-    peer.grant(key(u32::MAX), u32::MAX, 0);
+    peer.grant(key(u32::MAX), u32::MAX, Fingerprint::default());
     let head = Header { key: key(u32::MAX), ..data(0, 1000, 1000) };
     assert_eq!(header(&mut peer, &head, OpStatus::Active), Ok(Arrival::Take));
-    let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 10 };
-    peer.send(Outgoing { key: key(u32::MAX), priority: Priority(0), fingerprint: 0, body });
+    let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 40_000 };
+    peer.send(Outgoing {
+        key: key(u32::MAX),
+        priority: Priority(0),
+        fingerprint: Fingerprint::default(),
+        coflow: 0,
+        body,
+    });
     let grant = Header { offset: u64::MAX, ..Header::new(Kind::Grant, key(u32::MAX)) };
     whole(&mut peer, &grant, OpStatus::Active).expect("a grant");
     assert!(std::iter::from_fn(|| peer.poll_frame(1, NOW)).any(|frame| frame.header.kind == Kind::Data));
@@ -227,7 +234,7 @@ fn references_are_checked() {
 
     let config = PeerConfig { references: true, ..PeerConfig::default() };
     let mut peer = peer(config);
-    peer.grant(key(0), 2, 0);
+    peer.grant(key(0), 2, Fingerprint::default());
     assert_eq!(whole(&mut peer, &reference, OpStatus::Active), Ok(Finish { apply: true, revoke: None }));
     out_of_turn(header(&mut peer, &data(0, 5000, 5000), OpStatus::Active), "by reference");
     assert_eq!(
@@ -239,7 +246,7 @@ fn references_are_checked() {
 
     let mut peer = ready();
     let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 100 };
-    peer.send(Outgoing { key: key(3), priority: Priority(0), fingerprint: 0, body });
+    peer.send(Outgoing { key: key(3), priority: Priority(0), fingerprint: Fingerprint::default(), coflow: 0, body });
     let done = |message, serial| Header { serial, ..Header::new(Kind::Done, key(message)) };
     out_of_turn(whole(&mut peer, &done(3, 0), OpStatus::Active), "not given by reference");
     assert!(whole(&mut peer, &done(4, 1), OpStatus::Active).is_ok(), "one that is forgotten");
@@ -257,10 +264,10 @@ fn what_is_remembered_is_bounded() {
         whole(&mut peer, &grant(op), OpStatus::Early).expect("room");
     }
     assert_eq!(peer.remembered, MAX_REMEMBERED);
-    peer.retire(GroupId(7), 0, OpSeq(17));
+    peer.retire(GroupId(7), Channel::Collective, OpSeq(17));
     whole(&mut peer, &grant(MAX_REMEMBERED as u64), OpStatus::Early).expect("room again");
     out_of_turn(whole(&mut peer, &grant(1 << 20), OpStatus::Early), "more grants");
-    peer.retire(GroupId(7), 0, OpSeq(1 << 20));
+    peer.retire(GroupId(7), Channel::Collective, OpSeq(1 << 20));
     let reference = Header { length: 8, total: 1, serial: 1 << 21, ..Header::new(Kind::Reference, key(5)) };
     out_of_turn(whole(&mut peer, &reference, OpStatus::Early), "more grants");
     peer.forget_group(GroupId(7));
@@ -314,7 +321,12 @@ fn number() -> impl Strategy<Value = u64> {
 }
 
 fn any_key() -> impl Strategy<Value = MessageKey> {
-    (0u64..2, 0u32..2, 0u64..3, prop_oneof![0u32..4, Just(u32::MAX), any::<u32>()])
+    let channel = prop_oneof![
+        Just(Channel::Collective),
+        Just(Channel::PointToPoint { direction: Direction::Up, tag: 0 }),
+        Just(Channel::PointToPoint { direction: Direction::Down, tag: 0 }),
+    ];
+    (0u64..2, channel, 0u64..3, prop_oneof![0u32..4, Just(u32::MAX), any::<u32>()])
         .prop_map(|(group, channel, op, message)| MessageKey { group: GroupId(group), channel, op: OpSeq(op), message })
 }
 
@@ -412,11 +424,11 @@ proptest! {
                         continue;
                     }
                     let body = if copied { Body::Owned(vec![1; len as usize].into()) } else { Body::Memory { place: Reference { address: 1, epoch: 0, region: 0 }, len } };
-                    peer.send(Outgoing { key, priority: Priority(priority), fingerprint: 0, body });
+                    peer.send(Outgoing { key, priority: Priority(priority), fingerprint: Fingerprint::default(), coflow: 0, body });
                 }
-                Call::Grant(key, count) => peer.grant(key, count, 0),
+                Call::Grant(key, count) => peer.grant(key, count, Fingerprint::default()),
                 Call::Done(key) => peer.done(key),
-                Call::Probe(key) => peer.probe(key, 0),
+                Call::Probe(key) => peer.probe(key, Fingerprint::default()),
                 Call::Retire(key) => peer.retire(key.group, key.channel, key.op),
                 Call::Forget(group) => peer.forget_group(GroupId(group)),
                 Call::Up(stream) => peer.stream_up(stream, now),

@@ -22,7 +22,7 @@ pub(super) struct StreamSpec {
 #[derive(Clone, Debug)]
 pub(super) struct Op {
     pub(super) group: GroupId,
-    pub(super) channel: u32,
+    pub(super) channel: Channel,
     pub(super) seq: OpSeq,
     pub(super) priority: Priority,
     pub(super) messages: Vec<Message>,
@@ -254,8 +254,8 @@ impl World {
         let id = self.ops.len();
         let key = OpKey { group: op.group, channel: op.channel, op: op.seq };
         let senders: Vec<usize> = match op.channel {
-            0 => (0..self.locals.len()).collect(),
-            _ => vec![op.messages[0].from],
+            Channel::Collective => (0..self.locals.len()).collect(),
+            Channel::PointToPoint { .. } => vec![op.messages[0].from],
         };
         for from in senders {
             assert!(self.index.insert((key, from), id).is_none());
@@ -528,9 +528,10 @@ impl World {
         Ok(())
     }
 
-    /// Of the operation in which `node` receives from `other`, as the engine does it.
+    /// Of an operation between `node` and `other`, as the engine does it.
     fn status(&self, node: usize, other: usize, key: &MessageKey) -> OpStatus {
-        match self.index.get(&(OpKey::of(key), other)).map(|op| &self.locals[node][*op]) {
+        let op = |from| self.index.get(&(OpKey::of(key), from));
+        match op(other).or(op(node)).map(|op| &self.locals[node][*op]) {
             Some(local) if local.retired || local.failed => OpStatus::Retired,
             Some(local) if local.posted => OpStatus::Active,
             _ => OpStatus::Early,
@@ -623,7 +624,7 @@ impl World {
     fn grant(&mut self, op: usize, message: usize) {
         let spec = self.ops[op].messages[message];
         let key = self.key(op, message);
-        self.peer(spec.to, spec.from).grant(key, 1, 0);
+        self.peer(spec.to, spec.from).grant(key, 1, Fingerprint::default());
     }
 
     fn post(&mut self, node: usize, op: usize) {
@@ -669,7 +670,13 @@ impl World {
         if self.locals[spec.from][op].failed {
             return;
         }
-        self.peer(spec.from, spec.to).send(Outgoing { key, priority, fingerprint: 0, body });
+        self.peer(spec.from, spec.to).send(Outgoing {
+            key,
+            priority,
+            fingerprint: Fingerprint::default(),
+            coflow: 0,
+            body,
+        });
         self.locals[spec.from][op].to_issue -= 1;
         self.retire_if_done(spec.from, op);
     }
@@ -863,7 +870,11 @@ pub(super) fn pattern(from: usize, key: &MessageKey, offset: u64, out: &mut [u8]
     }
     // A prime that is no multiple of any frame's length.
     const TABLE_BYTES: usize = 65_521;
-    let name = [key.group.0, u64::from(key.channel), key.op.0, u64::from(key.message), from as u64];
+    let channel = match key.channel {
+        Channel::Collective => 0,
+        Channel::PointToPoint { direction, tag } => 1 + 2 * u64::from(tag) + direction as u64,
+    };
+    let name = [key.group.0, channel, key.op.0, u64::from(key.message), from as u64];
     let start = name.iter().fold(17u64, |hash, word| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29));
     TABLE.with(|table| {
         let mut at = ((start % TABLE_BYTES as u64 + offset) % TABLE_BYTES as u64) as usize;

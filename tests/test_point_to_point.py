@@ -1,0 +1,244 @@
+"""Proves what messages from rank to rank promise: they meet by direction, tag and order, however late the receiver is, and
+what a sender was told to be sent arrives, in bounded memory. Parts of an all-to-all are such messages too."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import pathlib
+import random
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import penstock
+import penstock.errors
+import ranks
+from backends import BACKENDS, Backend
+
+# More than the engine's patience (1 s) before it asks the other side where it is.
+LATE_S = 1.3
+
+
+def _pattern(key: object, count: int) -> torch.Tensor:
+    seed = random.Random(str(key)).randrange(1 << 20)
+    return torch.arange(seed, seed + count, dtype=torch.float32)
+
+
+def _check(tensor: torch.Tensor, key: object) -> None:
+    assert torch.equal(tensor, _pattern(key, tensor.numel())), f"{key}: {tensor.numel()} elements, {tensor[:4]}"
+
+
+def _ask(rank: int) -> None:
+    """Rank 0 asks with a large tensor; rank 1 receives late and answers with a small one of the same tag."""
+    answer, question = torch.empty(10), torch.empty(200_000)
+    if rank == 0:
+        sent = dist.isend(_pattern("question", 200_000), 1)
+        dist.recv(answer, 1)
+        _check(answer, "answer")
+        sent.wait()
+    else:
+        time.sleep(LATE_S)
+        dist.recv(question, 0)
+        _check(question, "question")
+        dist.send(_pattern("answer", 10), 0)
+
+
+def _cross(rank: int) -> None:
+    """Both send first, by one element unlike, and receive late."""
+    counts = [300_000, 300_001]
+    sent = dist.isend(_pattern(rank, counts[rank]), 1 - rank)
+    time.sleep(LATE_S)
+    received = torch.empty(counts[1 - rank])
+    dist.recv(received, 1 - rank)
+    _check(received, 1 - rank)
+    sent.wait()
+
+
+def _generated(rank: int, seed: int) -> None:
+    """Messages in both directions under few tags, sizes from nothing to long, posted in random orders, one side late."""
+    shared, own = random.Random(seed), random.Random(f"{seed} {rank}")
+    sizes = [0, 1, 10, 2048, 8191, 8192, 8193, 70_000, 200_000]
+    messages = [(sender, tag, turn, shared.choice(sizes)) for sender in (0, 1) for tag in range(3) for turn in range(4)]
+    lines: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    for message in messages:
+        lines.setdefault(message[:2], []).append(message)
+    late = shared.randrange(2) == rank
+    works, received = [], []
+    while any(lines.values()):
+        line = own.choice([line for line in lines.values() if line])
+        message = line.pop(0)
+        sender, tag, _, count = message
+        if sender == rank:
+            works.append(dist.isend(_pattern(message, count), 1 - rank, tag=tag))
+        else:
+            if late:
+                time.sleep(LATE_S)
+                late = False
+            received.append((message, torch.empty(count)))
+            works.append(dist.irecv(received[-1][1], 1 - rank, tag=tag))
+    own.shuffle(works)
+    for work in works:
+        work.wait()
+    for message, tensor in received:
+        _check(tensor, message)
+
+
+def _program(backend: str, part: str, seed: int) -> None:
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=30))
+    rank = dist.get_rank()
+    match part:
+        case "ask":
+            _ask(rank)
+        case "cross":
+            _cross(rank)
+        case _:
+            _generated(rank, seed)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize(("part", "seed"), [("ask", 0), ("cross", 0), *(("generated", seed) for seed in range(4))])
+def test_directions(backend: Backend, part: str, seed: int) -> None:
+    """The two directions between two ranks have nothing to do with each other, whatever their sizes, under one tag."""
+    ranks.run(_program, count=2, args=(backend.name, part, seed), env=backend.env)
+
+
+def _leaves(backend: str, count: int) -> None:
+    """Rank 0 sends more than fits anywhere and leaves; rank 1 receives when an impatient sender would be gone."""
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=30))
+    if dist.get_rank() == 0:
+        for turn in range(count):
+            dist.send(_pattern(turn, 2048), 1)
+    else:
+        time.sleep(3)
+        received = torch.empty(2048)
+        for turn in range(count):
+            dist.recv(received, 0)
+            _check(received, turn)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_what_was_sent_arrives(backend: Backend) -> None:
+    """A send that returned is delivered although the sender leaves before the receiver looks."""
+    ranks.run(_leaves, count=2, args=(backend.name, 400), env=backend.env)
+
+
+def _ahead(backend: str, count: int) -> int:
+    """Rank 0 sends ahead of a receiver that comes late; returns by how many bytes that made it grow."""
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=30))
+    tensor, grown = _pattern("ahead", 2048), 0
+    if dist.get_rank() == 0:
+        dist.send(tensor, 1)
+        before = _resident_bytes()
+        works = [dist.isend(tensor, 1) for _ in range(count)]
+        held = penstock.stats()["memory_bytes"]
+        grown = _resident_bytes() - before
+        assert held < 4 << 20, f"the engine holds {held} bytes"
+        for work in works:
+            work.wait()
+    else:
+        received = torch.empty(2048)
+        time.sleep(LATE_S)
+        for _ in range(count + 1):
+            dist.recv(received, 0)
+            _check(received, "ahead")
+    dist.barrier()
+    dist.destroy_process_group()
+    return grown
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_senders_run_ahead_in_bounded_memory(backend: Backend) -> None:
+    """Messages that nobody has received yet stay in the tensors: 3,000 of 8 KiB cost neither the engine nor the process 24 MB."""
+    grown = ranks.run(_ahead, count=2, args=(backend.name, 3000), env=backend.env)[0]
+    assert grown < 16 << 20, f"{grown} bytes"
+
+
+def _block(backend: str) -> str:
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=3))
+    with pytest.raises(penstock.errors.Timeout) as failure:
+        for _ in range(400):
+            dist.send(torch.zeros(2048), 1 - dist.get_rank())
+    dist.destroy_process_group()
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_ranks_that_block_each_other(backend: Backend) -> None:
+    """Two ranks that send to each other before they receive are both named when the time is over, with the cure."""
+    for text in ranks.run(_block, count=2, args=(backend.name,), env=backend.env):
+        assert "block each other" in text and "isend" in text, text
+        assert "rank 0" in text and "rank 1" in text, text
+
+
+def _disagree(backend: str, sent: int, expected: int) -> str:
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=30))
+    rank = dist.get_rank()
+    inputs, outputs = ([4, sent], [4, 4]) if rank == 0 else ([4, 4], [expected, 4])
+    with pytest.raises(penstock.errors.Mismatch) as failure:
+        dist.all_to_all_single(torch.zeros(sum(outputs), 2), torch.ones(sum(inputs), 2), outputs, inputs)
+    dist.destroy_process_group()
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize(("sent", "expected"), [(5, 0), (0, 5), (500_000, 0)])
+def test_all_to_all_that_disagrees(backend: Backend, sent: int, expected: int) -> None:
+    """Splits that disagree are an error on both ranks, at once, that names the two; also where one side is empty."""
+    for text in ranks.run(_disagree, count=2, args=(backend.name, sent, expected), env=backend.env, timeout_s=20):
+        assert f"sends {2 * sent} elements to rank 1" in text and f"expects {2 * expected}." in text, text
+
+
+def _to_a_stopped_rank(backend: str) -> float:
+    """Rank 0 sends to rank 1, which is stopped, and leaves; returns how long leaving took."""
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 1:
+        ranks.note("ready")
+        dist.recv(torch.empty(2048), 0)
+        return 0
+    ranks.note("ready")
+    deadline = time.monotonic() + 20
+    while "T (stopped)" not in pathlib.Path(f"/proc/{pids[1]}/status").read_text():
+        assert time.monotonic() < deadline
+    start = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt):
+        for _ in range(3):
+            dist.send(torch.zeros(2048), 1)
+        start = time.monotonic()
+        ranks.note("leaves")
+        dist.destroy_process_group()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_what_is_not_delivered_is_told(backend: Backend, interrupt: bool) -> None:
+    """Whoever leaves waits for a rank that has not taken what was sent to it, until that is lost, and says what it was; Ctrl-C
+    ends the wait."""
+    env = {**backend.env, "PENSTOCK_PEER_TIMEOUT": "30" if interrupt else "2"}
+    with ranks.Ranks(_to_a_stopped_rank, count=2, args=(backend.name,), env=env) as job:
+        job.await_note("ready", deadline_s=40)
+        job.signal(1, signal.SIGSTOP)
+        job.await_note("leaves", deadline_s=40, of=[0])
+        if interrupt:
+            job.signal(0, signal.SIGINT)
+        (outcome,) = job.outcomes(timeout_s=25, of=[0])
+        assert outcome.ok, outcome
+        assert "messages were sent to rank 1" in outcome.output and "send/recv(2048 x float32) #0" in outcome.output, (
+            outcome
+        )
+        assert outcome.value < 20, f"{outcome.value} s"
