@@ -11,14 +11,14 @@ import collections
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from penstock.errors import Config as ConfigError
-from penstock.torch import rendezvous
+from penstock.torch import Devices, rendezvous
 from penstock.torch.staging import Side, Staged, StagedTicket
 from penstock.torch.work import Ticket, Work
 
@@ -604,13 +604,12 @@ def _class() -> Any:
     class PenstockProcessGroup(_Collectives, dist.ProcessGroup):
         """Where only groups can be written in Python, it also answers for what torch's C++ group would know."""
 
-        _device_types: ClassVar[list[torch.device]] = [torch.device("cpu"), torch.device("cuda")]
-
         def __init__(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
             dist.ProcessGroup.__init__(self, membership.rank, membership.world)
             self._setup(membership, timeout)
             self._group_name = ""
             self._group_desc = ""
+            self._device_types = [torch.device(name) for name in Devices()]
             self._lately: collections.deque[Work] = collections.deque(maxlen=_LATELY)
 
         @property
