@@ -46,6 +46,8 @@ class Membership:
     name: str
     engine: _Engine
     store: Any
+    keys: Any
+    """The part of the store that only this life of the group uses."""
     aggregation: aggregated.Aggregation | None = None
     """What its large all-reduces go through; None: they go among the ranks."""
     last: _core.Ticket | None = None
@@ -129,7 +131,7 @@ def join(
         if engine is not None:
             engine.release()
         raise
-    membership = Membership(group, rank, world, name, engine, own)
+    membership = Membership(group, rank, world, name, engine, own, store)
     if rank == 0:
         _announce(membership, settings, agreed, members)
     if agreed["plan"] is not None:
@@ -345,7 +347,7 @@ def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name
             if time.monotonic() > until:
                 missing = [key for key in keys if not store.check([key])]
                 raise TimeoutError_(
-                    f"rank {rank} waited {timeout} for the other ranks of group {name}; nothing came from rank(s) "
+                    f"Timed out after {timeout}: rank {rank} of group {name} waited for the others, and nothing came from rank(s) "
                     f"{', '.join(missing)}. Did they start?"
                 ) from None
 
