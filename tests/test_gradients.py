@@ -533,7 +533,7 @@ def _refused() -> None:
         GradientReducer(nn.Linear(1, 1, device="meta"), group)
     sparse = nn.Embedding(3, 2, sparse=True)
     GradientReducer(sparse.parameters(), group)
-    with pytest.raises(ConfigError, match="gradient of parameter 0 is .*sparse.* the model is given as a module"):
+    with pytest.raises(ConfigError, match=r"gradient of parameter 0 is .*sparse.* the model is given as a module"):
         sparse(torch.tensor([1])).sum().backward()
     dist.destroy_process_group()
 

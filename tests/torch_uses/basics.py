@@ -341,7 +341,7 @@ def sparse_all_reduce_alone(backend: str) -> object:
 @use()
 def spans(backend: str) -> object:
     """torch.profiler shows an operation from its issue to its end, with its shapes, once a call, and as asynchronous."""
-    with world(backend) as (rank, size):
+    with world(backend) as (rank, _):
         store = dist.distributed_c10d._get_default_store()
         tensors = [torch.ones(3, 5), torch.ones(7)]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:

@@ -270,7 +270,9 @@ class Lobby:
 
     def _waited_too_long(self, reports: list[Report], why: str) -> TimeoutError_:
         here = len([one for one in reports if one.pulse != "dead"])
-        what = f"Timed out after {self.rules.wait_s:g} s: there is no generation {self.generation + 1} of job {self.job!r}: {why}."
+        what = (
+            f"Timed out after {self.rules.wait_s:g} s: no generation {self.generation + 1} of job {self.job!r}: {why}."
+        )
         if here < self.rules.min_ranks and not (self._last.step >= 0 and all(one.step < 0 for one in reports)):
             return TooFew(
                 f"{what} Start more workers with the same PENSTOCK_ELASTIC_STORE, or lower min_ranks. This worker has "

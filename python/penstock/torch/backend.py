@@ -411,10 +411,7 @@ class _Collectives:
         return self._work([ticket], tensors, source=src)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
-        raise _refusal(
-            "recv from any source is not supported: name the source rank (torch does not pass on which rank it was "
-            "to backends written in Python)"
-        )
+        raise _refusal("recv from any source is not supported: name the source rank")
 
     recvAnysource = recv_anysource
 

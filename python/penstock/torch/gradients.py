@@ -95,7 +95,7 @@ class GradientReducer:
 
     Raises:
         penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, or of a
-            dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is sparse that need not be (below).
+            dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is unexpectedly sparse (below).
         penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters.
 
     Blocking: the constructor until all ranks have called it, ``backward`` until its gradients are reduced.
@@ -273,8 +273,8 @@ class GradientReducer:
         assert gradient is not None, "autograd has just accumulated it"
         if gradient.layout is not torch.strided:
             raise ConfigError(
-                f"the gradient of {self._names[index]} is {gradient.layout}. Sparse gradients are reduced where the model is given "
-                "as a module and they come from its nn.Embedding or nn.EmbeddingBag with sparse=True; make others dense"
+                f"the gradient of {self._names[index]} is {gradient.layout}. Sparse gradients are reduced where the model is "
+                "given as a module and they come from its nn.Embedding or nn.EmbeddingBag with sparse=True; make others dense"
             )
         self._submit(index, gradient)
 

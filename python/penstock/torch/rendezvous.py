@@ -347,7 +347,7 @@ def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name
             if time.monotonic() > until:
                 missing = [key for key in keys if not store.check([key])]
                 raise TimeoutError_(
-                    f"Timed out after {timeout}: rank {rank} of group {name} waited for the others, and nothing came from rank(s) "
+                    f"Timed out after {timeout}: rank {rank} of group {name} waited for others; nothing came from rank(s) "
                     f"{', '.join(missing)}. Did they start?"
                 ) from None
 

@@ -245,7 +245,8 @@ def _wrapped(work: Any) -> Work | None:
     if work._get_op_type() != _UNKNOWN:
         return None
     # The wrapper asks the `get_future` of what it stands for, on this thread.
-    _asking.found = found = []
+    found: list[Work] = []
+    _asking.found = found
     try:
         work.get_future()
     except RuntimeError:  # the work of another backend that has no futures
