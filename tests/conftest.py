@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import compileall
+import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
 
 import pytest
 
@@ -26,8 +28,33 @@ def pytest_configure() -> None:
     os.environ["MPLBACKEND"] = "Agg"
     # Every rank and every command is a new process, and half of what it needs to start is to compile our modules, where
     # PYTHONDONTWRITEBYTECODE is set: once, here.
-    for folder in ("python", "tests"):
-        compileall.compile_dir(ROOT / folder, quiet=2)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for folder in ("python", "tests"):
+            compileall.compile_dir(ROOT / folder, quiet=2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[object]:
+    with _skipped_without_hosts():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Iterator[object]:
+    with _skipped_without_hosts():
+        return (yield)
+
+
+@contextlib.contextmanager
+def _skipped_without_hosts() -> Iterator[None]:
+    """A test that needs emulated hosts is skipped, with the reason, where there can be none."""
+    # Not above: importing Penstock reads the environment, which `pytest_configure` cleans first.
+    from penstock.testbed import TestbedUnavailable
+
+    try:
+        yield
+    except TestbedUnavailable as reason:
+        pytest.skip(f"no emulated hosts here: {reason}")
 
 
 # What torchrun exports to a rank.
