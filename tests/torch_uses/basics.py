@@ -359,6 +359,11 @@ def spans(backend: str) -> object:
             dist.all_reduce_coalesced(tensors)
             dist.broadcast(tensors[1], src=0)
             dist.barrier()
+            if backend != "gloo":  # which knows no coalescing
+                neighbour, got = (rank + 1) % 2, torch.zeros(2)
+                sent = dist.P2POp(dist.isend, torch.full((2,), float(rank)), neighbour)
+                for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, got, neighbour)]):
+                    work.wait()
         spans = [event for event in profile.events() if event.name.startswith(f"{backend}:")]
         found = [(span.name.partition(":")[2], span.input_shapes, span.is_async) for span in spans]
         assert found == [
@@ -366,6 +371,7 @@ def spans(backend: str) -> object:
             ("all_reduce", [[3, 5], [7]], True),
             ("broadcast", [[7]], True),
             ("barrier", [], True),
+            *([] if backend == "gloo" else [("coalesced", [], True)]),
         ], found
         if rank == 0:
             assert spans[0].time_range.elapsed_us() >= 1e6 * late_s, "the span ends before the operation does"

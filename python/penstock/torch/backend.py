@@ -73,12 +73,13 @@ def of(group: Any = None) -> Any:
 
 def _span(name: str, shown: Callable[..., Iterable[torch.Tensor]]) -> Callable[[_Call], _Call]:
     """Show a call to torch's profiler as ``penstock:name``, from its issue to the end of what it has started, with the shapes of
-    what ``shown`` makes of its arguments: as gloo shows its own. Without a profiler it costs a look at a flag."""
+    what ``shown`` makes of its arguments: as gloo shows its own. Coalesced calls are one span together. Without a profiler it
+    costs a look at a flag."""
 
     def decorate(call: _Call) -> _Call:
         @functools.wraps(call)
         def with_span(self: Any, *args: Any, **kwargs: Any) -> Work:
-            if not profiler._is_profiler_enabled:
+            if not profiler._is_profiler_enabled or (self._coalesced is not None and name != "coalesced"):
                 return call(self, *args, **kwargs)
             span = torch.autograd._record_function_with_args_enter(f"penstock:{name}", *shown(*args))
             try:
@@ -490,6 +491,7 @@ class _Collectives:
         """Calls up to `end_coalescing` are waited for together. They start at once: any number may be in flight."""
         self._coalesced = []
 
+    @_span("coalesced", _nothing)
     def end_coalescing(self, _device: Any = None) -> Work:
         works, self._coalesced = self._coalesced or [], None
         tickets = [ticket for work in works for ticket in work.tickets]
