@@ -314,10 +314,8 @@ class GradientReducer:
                 self._submit(index, torch.zeros_like(parameter), absent=True)
             else:
                 self._submit(index, parameter.grad)
-        flushed = self._reducer.flush()
-        means = self._start_sparse()
-        flushed.wait()
-        averages = self._deliver_sparse(means)
+        self._reducer.flush().wait()
+        averages = self._reduce_sparse()
         gradients, self._pass = self._pass, None
         if self._slow:
             self._slow.passed(self._reducer.stats()["round_s"])
@@ -329,9 +327,13 @@ class GradientReducer:
         if self._tuning is not None:
             self._tuning.end()
 
-    def _start_sparse(self) -> list[tuple[torch.nn.Parameter, torch.Tensor, Any]]:
+    def _reduce_sparse(self) -> list[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+        """Average the sparse gradients. All ranks have come to the end of the pass.
+
+        Returns: the values of each average, with its parameter and name.
+        """
         started = []
-        for parameter in self._sparse:
+        for name, parameter in zip(self._sparse_names, self._sparse, strict=True):
             gradient = parameter.grad
             if gradient is None:  # not used here, but perhaps elsewhere
                 mean = torch.sparse_coo_tensor(
@@ -339,20 +341,15 @@ class GradientReducer:
                 )
             else:
                 mean = gradient.clone() if gradient.is_sparse else gradient.to_sparse(1)
-            started.append((parameter, mean, dist.all_reduce(mean, dist.ReduceOp.AVG, self._group, async_op=True)))
-        return started
-
-    def _deliver_sparse(
-        self, means: list[tuple[torch.nn.Parameter, torch.Tensor, Any]]
-    ) -> list[tuple[str, torch.nn.Parameter, torch.Tensor]]:
-        for parameter, mean, work in means:
+            work = dist.all_reduce(mean, dist.ReduceOp.AVG, self._group, async_op=True)
+            started.append((name, parameter, mean, work))
+        for _, parameter, mean, work in started:
             work.wait()
             if parameter.grad is not None:
                 parameter.grad.copy_(mean if parameter.grad.is_sparse else mean.to_dense())
             elif mean._nnz():
                 parameter.grad = mean
-        rows = zip(self._sparse_names, means, strict=True)
-        return [(name, parameter, mean.values()) for name, (parameter, mean, _) in rows]
+        return [(name, parameter, mean.values()) for name, parameter, mean, _ in started]
 
     def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
         """Everything is reduced, and lies in these tensors."""
