@@ -748,8 +748,11 @@ def _class() -> Any:
             self._setup(membership, timeout)
             self._group_name = ""
             self._group_desc = ""
-            self._device_types = [torch.device(name) for name in Devices()]
             self._lately: collections.deque[Work] = collections.deque(maxlen=_LATELY)
+
+        @property
+        def _device_types(self) -> list[torch.device]:
+            return [torch.device(name) for name in Devices()]
 
         @property
         def group_name(self) -> str:
