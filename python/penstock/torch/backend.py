@@ -780,7 +780,7 @@ def _class() -> Any:
             # torch's C++ side keeps only its half of a Work, and a wait without the other one never ends. DDP lets it
             # wait, in the backward pass, for an all-reduce of one element that it issued in the forward pass (Join).
             work = super()._work(*args, **kwargs)
-            if sum(output.nbytes for output in work.outputs) <= _SMALL_BYTES:
+            if sum(output.numel() * output.element_size() for output in work.outputs) <= _SMALL_BYTES:
                 self._lately.append(work)
             return work
 
