@@ -366,13 +366,15 @@ def spans(backend: str) -> object:
                     work.wait()
         spans = [event for event in profile.events() if event.name.startswith(f"{backend}:")]
         found = [(span.name.partition(":")[2], span.input_shapes, span.is_async) for span in spans]
-        assert found == [
+        assert found[:4] == [
             ("all_reduce", [[3, 5]], True),
             ("all_reduce", [[3, 5], [7]], True),
             ("broadcast", [[7]], True),
             ("barrier", [], True),
-            *([] if backend == "gloo" else [("coalesced", [], True)]),
         ], found
+        # Up to 2.13 torch makes a batch of single calls on the CPU.
+        single = [("send", [[2]], True), ("recv", [[2]], True)]
+        assert found[4:] in ([] if backend == "gloo" else [("coalesced", [], True)], single), found
         if rank == 0:
             assert spans[0].time_range.elapsed_us() >= 1e6 * late_s, "the span ends before the operation does"
         return bits(*tensors)
