@@ -100,6 +100,7 @@ def install() -> None:
     torch.cuda.Event, torch.cuda.Stream = Event, Stream
     torch.cuda.current_stream = lambda device=None: _current()
     torch.cuda.stream = use
+    torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda device=None: (0, 0)
 
 

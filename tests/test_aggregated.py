@@ -382,7 +382,7 @@ def test_tensors_on_a_device(how: str, tmp_path: pathlib.Path) -> None:
     for outcome in outcomes:
         if how == "time-out":
             assert outcome.raised is not None and outcome.raised.is_a("Timeout"), str(outcome)
-            assert "its tensor was not ready after 2.0 s" in outcome.raised.text, str(outcome)
+            assert "Timed out after 2.0 s: its tensor was not ready" in outcome.raised.text, str(outcome)
             continue
         assert outcome.ok, str(outcome)
         through, among = (3, 0) if how == "well" else (0, 3)

@@ -509,7 +509,7 @@ def _completed(on_fakes: bool) -> None:
     place = _place(on_fakes)
     rank, world = _start()
     tensor, parts = place(torch.full((5000,), float(rank))), [place(torch.zeros(5000)) for _ in range(world)]
-    # From the backend itself: torch 2.14 and newer hand out an object whose is_completed knows nothing of ours.
+    # From the backend itself, for its tickets.
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     works = [
         backend.allreduce([tensor], dist.AllreduceOptions()),

@@ -532,10 +532,60 @@ def _refused() -> None:
     with pytest.raises(ConfigError, match="lies on meta"):
         GradientReducer(nn.Linear(1, 1, device="meta"), group)
     sparse = nn.Embedding(3, 2, sparse=True)
-    GradientReducer(sparse, group)
-    with pytest.raises(ConfigError, match="sparse gradients are not supported"):
+    GradientReducer(sparse.parameters(), group)
+    with pytest.raises(ConfigError, match=r"gradient of parameter 0 is .*sparse.* the model is given as a module"):
         sparse(torch.tensor([1])).sum().backward()
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("hooked", ["reducer", "ddp"])
+def test_sparse_gradients(hooked: str) -> None:
+    """Embeddings with sparse gradients train as in one process, also where a rank does not use one, or nobody does."""
+    values = ranks.run(_train_sparse, count=2, args=(hooked,), env={"PENSTOCK_CHECK": "mismatch"})
+    assert values[0] == values[1]
+
+
+class _Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.bags = nn.ModuleList([nn.EmbeddingBag(30, 4, mode="sum", sparse=True) for _ in range(3)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, used: list[int], words: torch.Tensor) -> torch.Tensor:
+        return self.head(sum(self.bags[index](words) for index in used)).square().sum()
+
+
+def _train_sparse(hooked: str) -> list[list[float]]:
+    dist.init_process_group("penstock")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    trained, alone = _Bags(), _Bags()
+    model: Any = trained
+    if hooked == "ddp":
+        model = DistributedDataParallel(trained)
+        ddp_hook(model)
+    else:
+        GradientReducer(trained)
+    for step in range(3):
+        # The first bag is used by all, the second by rank 0, the third by nobody; DDP itself refuses that.
+        used = [[0, 1, 2], [0, 1, 2]] if hooked == "ddp" else [[0, 1], [0]]
+        words = [
+            torch.randint(30, (6, 3), generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world)
+        ]
+        for one in (trained, alone):
+            one.zero_grad()
+        model(used[rank], words[rank]).backward()
+        (sum(alone(used[r], words[r]) for r in range(world)) / world).backward()
+        for (name, got), expected in zip(trained.named_parameters(), alone.parameters(), strict=True):
+            if expected.grad is None:
+                assert got.grad is None or not got.grad._nnz(), name
+                continue
+            assert got.grad is not None and got.grad.is_sparse == expected.grad.is_sparse, name
+            torch.testing.assert_close(got.grad.to_dense(), expected.grad.to_dense(), rtol=1e-5, atol=1e-5)
+            for parameter in (got, expected):
+                parameter.data -= 0.05 * parameter.grad.to_dense()
+    dist.destroy_process_group()
+    return [parameter.flatten().tolist() for parameter in trained.parameters()]
 
 
 def _train_for_ever(hooked: str) -> None:

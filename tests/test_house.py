@@ -242,6 +242,21 @@ def test_import_penstock_alone_is_light() -> None:
     python("import penstock, sys; assert 'torch' not in sys.modules; assert 'penstock._core' not in sys.modules")
 
 
+def test_devices_are_those_of_the_machine() -> None:
+    """A group serves "cuda" where there is a device; looking for one is left until a group is made."""
+    program = (
+        "import torch, torch.distributed as dist\n"
+        "asked = []\n"
+        "torch.cuda.is_available = lambda: asked.append(1) or found\n"
+        "import penstock\n"
+        "assert 'penstock' in dist.Backend.backend_list and not asked\n"
+        "for found, devices in ((False, ['cpu']), (True, ['cpu', 'cuda'])):\n"
+        "    assert list(dist.BackendConfig('penstock').device_backend_map) == devices\n"
+        "assert asked"
+    )
+    python(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
 def test_a_broken_installation_does_not_break_import_torch() -> None:
     """A script that never asked for Penstock runs, and is told in one line what is wrong."""
     program = (

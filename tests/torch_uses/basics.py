@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import os
 import random
+import re
 import threading
 import time
 
@@ -97,7 +99,6 @@ def polling(backend: str) -> object:
             dist.barrier(async_op=True),
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=True),
         ]
-        # Torch 2.14 and newer hand out a Work of their own, whose is_completed asks no backend; futures can be polled.
         # Each is asked for once, as asking again would look for its end.
         futures = [work.get_future() for work in works]
         deadline_s = time.monotonic() + TIMEOUT.total_seconds()
@@ -211,6 +212,172 @@ def monitored_barrier(backend: str) -> object:
         dist.monitored_barrier(timeout=TIMEOUT)
         dist.monitored_barrier(timeout=TIMEOUT, wait_all_ranks=True)
         return None
+
+
+@use(ranks=4, since=(2, 14))
+def monitored_barrier_times_out(backend: str) -> object:
+    """Its time-out names the first missing rank, or all of them with wait_all_ranks, and a time-out of zero is no time."""
+    with world(backend) as (rank, size):
+        cases = [(0.3, True, "Ranks 2, 3 failed"), (0.3, False, "Rank 2 failed")]
+        if backend != "gloo":  # where zero is zero on rank 0 only
+            cases.append((0.0, True, "Rank 0 timed out"))
+        for seconds, wait_all, expected in cases:
+            group = dist.new_group(backend=backend)
+            if rank < 2:
+                began_s = time.monotonic()
+                with pytest.raises(RuntimeError) as raised:
+                    dist.monitored_barrier(group, datetime.timedelta(seconds=seconds), wait_all)
+                assert time.monotonic() - began_s < 10, "it did not wait for the group's time-out"
+                text = str(raised.value)
+                if rank == 0:
+                    assert re.search(f"{expected}.* (to pass|in) monitoredBarrier", text), text
+                if backend != "gloo":
+                    assert isinstance(raised.value, TimeoutError) and "Timed out" in text, text
+                    assert "Missing are rank(s) 2, 3 of the group" in text or "rank(s) 1, 2, 3" in text, text
+            dist.barrier()
+        return size
+
+
+@use()
+def polling_works(backend: str) -> object:
+    """is_completed, is_success, exception, result: what a program that polls is told of works that run, and of ended ones."""
+    with world(backend) as (rank, size):
+        tensor = torch.full((100,), float(rank))
+        if rank == 0:
+            work = dist.all_reduce(tensor, async_op=True)
+            assert not work.is_completed(), "rank 1 begins after this"
+        dist.barrier(dist.new_group(backend=backend))
+        if rank == 1:
+            work = dist.all_reduce(tensor, async_op=True)
+        until_s = time.monotonic() + TIMEOUT.total_seconds()
+        while not work.is_completed():
+            assert time.monotonic() < until_s, "the work has not ended"
+        assert work.is_success() and work.exception() is None
+        same(tensor, float(sum(range(size))))
+        work.wait()
+        assert work.is_completed()
+        work = dist.barrier(async_op=True)
+        work.wait()
+        assert work.is_completed() and work.is_success()
+        return bits(tensor)
+
+
+@use(without={"gloo": "its works have other errors"})
+def polling_a_failure(backend: str) -> object:
+    """A work that fails has completed, has no success, and its exception is the one that wait raises."""
+    with world(backend) as (rank, _):
+        group = dist.new_group(backend=backend, timeout=datetime.timedelta(seconds=0.2))
+        if rank == 0:
+            work = dist.all_reduce(torch.zeros(100), group=group, async_op=True)
+            until_s = time.monotonic() + TIMEOUT.total_seconds()
+            while not work.is_completed():
+                assert time.monotonic() < until_s, "the work has not ended"
+            assert not work.is_success()
+            assert isinstance(work.exception(), TimeoutError) and "Timed out" in str(work.exception())
+            with pytest.raises(TimeoutError, match="Timed out"):
+                work.wait()
+        dist.barrier()
+        return None
+
+
+def _sparse(rank: int, rows: int = 50) -> torch.Tensor:
+    """A COO tensor that is not coalesced; ranks have different numbers of entries, and rank 1 has none."""
+    count = 0 if rank == 1 else 20 + 10 * rank
+    index = torch.randint(rows, (1, count), generator=torch.Generator().manual_seed(rank))
+    return torch.sparse_coo_tensor(index, integers(count, 3, seed=rank), (rows, 3))
+
+
+@use(ranks=3)
+def sparse_all_reduce(backend: str) -> object:
+    """Sparse tensors are added up, coalesced, with dense operations in flight around them in any order of waits."""
+    with world(backend) as (rank, size):
+        expected = sum(_sparse(r).to_dense() for r in range(size))
+        dense = [torch.full((1000,), float(rank)) for _ in range(2)]
+        tensors = [_sparse(rank), _sparse(rank).coalesce()]
+        works = []
+        for tensor, beside in zip(tensors, dense, strict=True):
+            works += [dist.all_reduce(tensor, async_op=True), dist.all_reduce(beside, async_op=True)]
+        for work in reversed(works):
+            work.wait()
+        for tensor in tensors:
+            assert tensor.is_coalesced()
+            same(tensor.to_dense(), expected)
+        same(dense[1], float(sum(range(size))))
+        nothing = torch.sparse_coo_tensor(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(0), (4, 5))
+        dist.all_reduce(nothing)
+        same(nothing.to_dense(), torch.zeros(4, 5))
+        return bits(tensors[0].indices(), tensors[0].values())
+
+
+@use(ranks=3, without={"gloo": "it waits for the time-out where sizes differ, and has no AVG"})
+def sparse_all_reduce_refuses(backend: str) -> object:
+    """Ranks whose sparse tensors differ in shape all hear so and can go on; AVG is known, MAX is refused."""
+    with world(backend) as (rank, size):
+        with pytest.raises(RuntimeError, match=r"rank 2 \(52, 3\)") as raised:
+            dist.all_reduce(_sparse(rank, rows=50 + rank // 2 * 2))
+        assert raised.value.group_lives
+        with pytest.raises(ValueError, match="knows SUM and AVG, not MAX"):
+            dist.all_reduce(_sparse(rank), op=dist.ReduceOp.MAX)
+        tensor = _sparse(rank)
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+        close(tensor.to_dense(), sum(_sparse(r).to_dense() for r in range(size)) / size)
+        return bits(tensor.values())
+
+
+@use(without={"gloo": "a rank that waits alone ends in other words"})
+def sparse_all_reduce_alone(backend: str) -> object:
+    """A sparse all-reduce that the other rank never joins ends at its time-out, and with it the group."""
+    with world(backend) as (rank, _):
+        group = dist.new_group(backend=backend, timeout=datetime.timedelta(seconds=1))
+        if rank == 0:
+            with pytest.raises(TimeoutError, match="Timed out"):
+                dist.all_reduce(_sparse(0), group=group)
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.ones(1), group=group)
+        dist.barrier()
+        return None
+
+
+@use()
+def spans(backend: str) -> object:
+    """torch.profiler shows an operation from its issue to its end, with its shapes, once a call, and as asynchronous."""
+    with world(backend) as (rank, _):
+        store = dist.distributed_c10d._get_default_store()
+        tensors = [torch.ones(3, 5), torch.ones(7)]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+            if rank == 0:
+                work = dist.all_reduce(tensors[0], async_op=True)
+                issued_s = time.perf_counter()
+                store.set("issued", "")
+                store.wait(["late"])
+                late_s = time.perf_counter() - issued_s
+                work.wait()
+            else:
+                store.wait(["issued"])
+                store.set("late", "")
+                dist.all_reduce(tensors[0])
+            dist.all_reduce_coalesced(tensors)
+            dist.broadcast(tensors[1], src=0)
+            dist.barrier()
+            if backend != "gloo":  # which knows no coalescing
+                neighbour, got = (rank + 1) % 2, torch.zeros(2)
+                sent = dist.P2POp(dist.isend, torch.full((2,), float(rank)), neighbour)
+                for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, got, neighbour)]):
+                    work.wait()
+        spans = [event for event in profile.events() if event.name.startswith(f"{backend}:")]
+        found = [(span.name.partition(":")[2], span.input_shapes, span.is_async) for span in spans]
+        assert found[:4] == [
+            ("all_reduce", [[3, 5]], True),
+            ("all_reduce", [[3, 5], [7]], True),
+            ("broadcast", [[7]], True),
+            ("barrier", [], True),
+        ], found
+        # Up to 2.13 torch makes a batch of single calls on the CPU.
+        single = [("send", [[2]], True), ("recv", [[2]], True)]
+        assert found[4:] in ([] if backend == "gloo" else [("coalesced", [], True)], single), found
+        if rank == 0:
+            assert spans[0].time_range.elapsed_us() >= 1e6 * late_s, "the span ends before the operation does"
+        return bits(*tensors)
 
 
 @use()

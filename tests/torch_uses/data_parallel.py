@@ -17,6 +17,7 @@ from torch_uses import (
     close_parameters,
     integers,
     joined_batch,
+    noise,
     perceptron,
     regression,
     same,
@@ -253,3 +254,32 @@ class _Checkpointed(torch.nn.Module):
 
     def forward(self, x_BF: torch.Tensor) -> torch.Tensor:
         return torch.utils.checkpoint.checkpoint(self.inner, x_BF, use_reentrant=False)
+
+
+@use()
+def sparse_embeddings(backend: str) -> object:
+    """DDP over EmbeddingBag(sparse=True): the same weights as one process that sees all ranks' batches."""
+    with world(backend) as (rank, size):
+        model = DistributedDataParallel(_bag())
+        alone = _bag()
+        for trained, ranks in ((model, [rank]), (alone, range(size))):
+            stepper = torch.optim.SGD(trained.parameters(), lr=0.5)
+            for step in range(3):
+                stepper.zero_grad()
+                words = torch.cat([_words(step, r) for r in ranks])
+                (trained(words).square().sum() * (size if trained is model else 1) / size).backward()
+                stepper.step()
+        close_parameters(dict(model.module.named_parameters()), alone)
+        return bits(*model.parameters())
+
+
+def _bag() -> torch.nn.Module:
+    bag = torch.nn.Sequential(torch.nn.EmbeddingBag(40, 8, sparse=True), torch.nn.Linear(8, 2))
+    with torch.no_grad():
+        for seed, parameter in enumerate(bag.parameters()):
+            parameter.copy_(noise(*parameter.shape, seed=seed) / 8)
+    return bag
+
+
+def _words(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(40, (4, 5), generator=torch.Generator().manual_seed(10 * step + rank))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.distributed._shard.sharded_tensor as sharded_tensor_api
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -124,6 +126,23 @@ def full_state_from_rank_0(backend: str) -> object:
             for name, expected in perceptron().state_dict().items():
                 same(back[name], expected, name)
         return bits(*(parameter.full_tensor() for parameter in model.parameters()))
+
+
+@use()
+def sharded_tensor(backend: str) -> object:
+    """ShardedTensor.gather puts the shards together where it is asked to, on the device that the group serves."""
+    with world(backend) as (rank, size):
+        spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(size)])
+        whole = integers(10, 3, seed=4)
+        tensor = sharded_tensor_api.zeros(spec, 10, 3)
+        (shard,) = tensor.local_shards()
+        (start, _), (rows, _) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        shard.tensor.copy_(whole[start : start + rows])
+        gathered = torch.zeros(10, 3) if rank == 0 else None
+        tensor.gather(0, gathered)
+        if gathered is not None:
+            same(gathered, whole)
+        return bits(whole)
 
 
 def _sharded(seed: int = 7) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

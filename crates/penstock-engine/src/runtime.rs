@@ -444,7 +444,7 @@ impl Runtime {
         });
         let unlinked: Vec<String> = unlinked.collect();
         format!(
-            "rank {rank} has no connection after {waited} with {} of the {} other members of group {name}: {}. Firewalls, \
+            "Timed out after {waited}: rank {rank} has no connection with {} of the {} other members of group {name}: {}. Firewalls, \
              PENSTOCK_INTERFACE and PENSTOCK_PORT_RANGE decide who reaches whom; `penstock doctor` looks at all pairs.",
             unlinked.len(),
             group.members.len() - 1,
@@ -1422,7 +1422,10 @@ impl Handler for Runtime {
                         // Who lacks a member knows more, and should be heard first.
                         Some(joining) if joining.hosts.is_some() => (unconnected_others(group, waited), SECOND),
                         Some(_) => (self.missing(peers, group, waited), 0),
-                        None => (format!("rank {} has given up waiting after {}.", group.rank, seconds(waited)), 0),
+                        None => (
+                            format!("Timed out after {}: rank {} has given up waiting.", seconds(waited), group.rank),
+                            0,
+                        ),
                     };
                     let failure = Failure::fatal(FailureKind::Timeout, message);
                     match patience {
@@ -1514,7 +1517,7 @@ impl Handler for Runtime {
             let failure = Failure::fatal(
                 FailureKind::Timeout,
                 format!(
-                    "no end after {:.1} s, waiting for {}.{} Raise the time-out (timeout= of init_process_group) if that \
+                    "Timed out after {:.1} s, waiting for {}.{} Raise the time-out (timeout= of init_process_group) if that \
                      is expected.",
                     active.timeout as f64 / SECOND as f64,
                     awaited.join("; "),
@@ -1527,8 +1530,8 @@ impl Handler for Runtime {
             let failure = Failure::fatal(
                 FailureKind::Timeout,
                 format!(
-                    "its tensor was not ready after {:.1} s: what the device was to do before this operation has not \
-                     ended. Raise the time-out (timeout= of init_process_group) if that is expected.",
+                    "Timed out after {:.1} s: its tensor was not ready. What the device was to do before this operation \
+                     has not ended. Raise the time-out (timeout= of init_process_group) if that is expected.",
                     timeout as f64 / SECOND as f64,
                 ),
             );
@@ -1656,7 +1659,9 @@ fn operation_of(rank: u32, members: &[Option<PeerId>], peer: PeerId, key: &Messa
 /// Why a join has not ended although this rank is connected to everybody.
 fn unconnected_others(group: &Group, waited: u64) -> String {
     let (rank, name, waited) = (group.rank, &group.name, seconds(waited));
-    format!("rank {rank} is connected to all members of group {name}, but after {waited} some are not to each other.")
+    format!(
+        "Timed out after {waited}: rank {rank} is connected to all members of group {name}, but some are not to each other."
+    )
 }
 
 fn seconds(nanoseconds: u64) -> String {

@@ -610,7 +610,10 @@ fn held_for_too_long() {
             let failure = wait(ticket).expect_err("never released");
             assert_eq!(failure.kind, FailureKind::Timeout, "{medium:?}, rank {rank}: {failure}");
             let text = failure.to_string();
-            assert!(text.contains("all_reduce") && text.contains("not ready after 0.3 s"), "{text}");
+            assert!(
+                text.contains("all_reduce") && text.contains("Timed out after 0.3 s: its tensor was not ready"),
+                "{text}"
+            );
         }
         assert!(wait(&tickets[1]).expect_err("as above").to_string().contains("rank 0"));
         world.groups[0].release(&tickets[0]);

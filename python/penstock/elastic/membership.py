@@ -299,7 +299,9 @@ class Lobby:
 
     def _waited_too_long(self, reports: list[Report], committed: int, why: str) -> TimeoutError_:
         here = len([one for one in reports if one.pulse != "dead"])
-        what = f"generation {self.generation + 1} of job {self.job!r} did not come about in {self.rules.wait_s:g} s: {why}."
+        what = (
+            f"Timed out after {self.rules.wait_s:g} s: no generation {self.generation + 1} of job {self.job!r}: {why}."
+        )
         if here < self.rules.min_ranks and not (
             committed > 0 and all(one.step < 0 for one in reports if one.pulse != "dead")
         ):

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,7 +42,32 @@ def register() -> None:
     import torch.distributed as dist
 
     if "penstock" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("penstock", _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend("penstock", _create, extended_api=True, devices=["cpu"])
+        dist.Backend.backend_capability["penstock"] = Devices()  # type: ignore[assignment]
+
+
+class Devices(Sequence[str]):
+    """The device types that a group serves: "cpu", and "cuda" where the machine has a CUDA device.
+
+    torch reads them whenever a group is made, and only then are they looked up: asking for CUDA devices takes long and
+    initialises the driver, after which forked children cannot use it; `import torch` must do neither. *Why not always
+    both, as gloo?* From a backend other than gloo torch concludes that what it serves exists: `ShardedTensor.gather` and
+    checkpoints would ask for the current CUDA device, and fail where there is none.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        import torch
+
+        yield "cpu"
+        if torch.cuda.is_available():
+            yield "cuda"
+
+    # `list(self)` would ask for the length first.
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(iter(self))[index]
 
 
 def stats() -> dict[str, Any]:

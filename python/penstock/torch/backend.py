@@ -8,21 +8,28 @@ same calls from `_Collectives`; `create` tests which base can be constructed.
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.autograd import profiler
 
 from penstock.errors import Config as ConfigError
-from penstock.torch import rendezvous
+from penstock.errors import PenstockError
+from penstock.torch import Devices, rendezvous
+from penstock.torch.sparse import SparseReductions
 from penstock.torch.staging import Side, Staged, StagedTicket
-from penstock.torch.work import Ticket, Work
+from penstock.torch.work import Expires, Ticket, Work, answer_for_wrappers
 
 __all__ = ["create", "of"]
+
+_Call: TypeAlias = Callable[..., Work]
 
 
 def create(options: Any, pg_options: Any) -> Any:
@@ -64,6 +71,46 @@ def of(group: Any = None) -> Any:
     return found
 
 
+def _span(name: str, shown: Callable[..., Iterable[torch.Tensor]]) -> Callable[[_Call], _Call]:
+    """Show a call to torch's profiler as ``penstock:name``, from its issue to the end of what it has started, with the shapes of
+    what ``shown`` makes of its arguments: as gloo shows its own. Coalesced calls are one span together. Without a profiler it
+    costs a look at a flag."""
+
+    def decorate(call: _Call) -> _Call:
+        @functools.wraps(call)
+        def with_span(self: Any, *args: Any, **kwargs: Any) -> Work:
+            if not profiler._is_profiler_enabled or (self._coalesced is not None and name != "coalesced"):
+                return call(self, *args, **kwargs)
+            span = torch.autograd._record_function_with_args_enter(f"penstock:{name}", *shown(*args))
+            try:
+                work = call(self, *args, **kwargs)
+            except BaseException:
+                torch.autograd._record_function_with_args_exit(span)
+                raise
+            work.end_span(span)
+            return work
+
+        return with_span
+
+    return decorate
+
+
+def _first(tensors: Iterable[torch.Tensor], *_: Any) -> Iterable[torch.Tensor]:
+    return tensors
+
+
+def _second(_output: Any, given: Any, *_: Any) -> Iterable[torch.Tensor]:
+    return [given] if isinstance(given, torch.Tensor) else given
+
+
+def _lists(_outputs: Any, input_lists: Sequence[list[torch.Tensor]], *_: Any) -> Iterable[torch.Tensor]:
+    return input_lists[0] if input_lists else []
+
+
+def _nothing(*_: Any) -> Iterable[torch.Tensor]:
+    return []
+
+
 class _Collectives:
     """torch's calls, for either base class. ``self._member`` is the group's membership.
 
@@ -93,17 +140,22 @@ class _Collectives:
         self._member = membership
         self._timeout = timeout
         self._issued = 0
+        self._monitored = 0
         self._coalesced: list[Work] | None = None
         self._sides: dict[torch.device, Side] = {}
         self._siblings: list[rendezvous.Membership] = []
+        self._sparse: SparseReductions | None = None
         self._options = c10d.Backend.Options("penstock", timeout) if hasattr(c10d.Backend, "Options") else None
         _alive.add(self)
 
     # ------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
-        return self._each(tensors, lambda tensor: self._all_reduce(tensor, opts), tensors)
+        if any(tensor.layout is torch.sparse_coo for tensor in tensors):
+            return self.allreduce_sparse(tensors, opts)
+        return self.allreduce_coalesced(tensors, opts)
 
+    @_span("all_reduce", _first)
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         return self._each(tensors, lambda tensor: self._all_reduce(tensor, opts), tensors)
 
@@ -111,9 +163,39 @@ class _Collectives:
         rendezvous.heed.count_all_reduce()
         return self._start("all_reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp)
 
+    @_span("sparse_all_reduce", _first)
     def allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> Work:
-        raise _refusal("all_reduce of sparse tensors is not supported; make them dense first")
+        """Sum or average of COO tensors, which become the coalesced result; see `sparse`. CUDA tensors go through the host, and
+        for those the call waits for the device."""
+        for tensor in tensors:
+            if tensor.layout is not torch.sparse_coo:
+                raise _refusal(f"all_reduce: sparse COO tensors cannot share a call with a {tensor.layout} tensor")
+            if str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
+                raise _refusal(f"all_reduce: {tensor.dtype} cannot be reduced")
+        op, _ = _reduction(opts.reduceOp, "all_reduce", None)
+        if op not in ("sum", "avg"):
+            raise _refusal(f"all_reduce of sparse tensors knows SUM and AVG, not {op.upper()}; make them dense first")
+        if self._sparse is None:
+            self._sparse = SparseReductions(lambda: self.sibling("sparse"), self._fail)
+        self._issued += 1
+        timeout = opts.timeout if _is_set(opts.timeout) else self._timeout
+        tickets = [
+            self._sparse.start(tensor.detach().coalesce().cpu(), average=op == "avg", timeout_s=timeout.total_seconds())
+            for tensor in tensors
+        ]
 
+        def finish() -> None:
+            # Not into a detached tensor: a sparse one gets new indices, which the two do not share.
+            with torch.no_grad():
+                for ticket, tensor in zip(tickets, tensors, strict=True):
+                    tensor.copy_(ticket.sum)
+
+        return self._work(tickets, list(tensors), finish, group=self._sparse)
+
+    def _fail(self, error: BaseException) -> None:
+        self._member.group.abort(f"rank {self._member.rank}: {error}")
+
+    @_span("reduce", _first)
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         return self._each(
             tensors,
@@ -123,14 +205,17 @@ class _Collectives:
             tensors,
         )
 
+    @_span("reduce_scatter", _second)
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         return self._work([self._reduce_scatter(output, input, opts)], [output])
 
+    @_span("reduce_scatter", _second)
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> Work:
         return self._work([self._reduce_scatter(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
+    @_span("reduce_scatter", _lists)
     def reduce_scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Work:
         tickets, copies = [], []
         for output, inputs in zip(outputs, input_lists, strict=True):
@@ -159,6 +244,7 @@ class _Collectives:
 
     # ------------------------------------------------------------------ moving data
 
+    @_span("broadcast", _first)
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         return self._each(
             tensors,
@@ -166,15 +252,21 @@ class _Collectives:
             tensors,
         )
 
+    @_span("all_gather", _second)
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         return self._work([self._all_gather(output, input, opts)], [output])
 
+    @_span("all_gather", _second)
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         return self._work([self._all_gather(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
+    @_span("all_gather", _second)
     def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
+        return self._all_gather_lists(output_lists, inputs, opts)
+
+    def _all_gather_lists(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
         tickets, copies = [], []
         for outputs, input in zip(output_lists, inputs, strict=True):
             self._check_list("all_gather", outputs, input, own=self._member.rank)
@@ -190,16 +282,18 @@ class _Collectives:
         flattened = [tensor for outputs in output_lists for tensor in outputs]
         return self._work(tickets, flattened, lambda: _spread(copies))
 
+    @_span("all_gather", _second)
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
     ) -> Work:
         # Here the lists are by rank, then by input.
-        return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
+        return self._all_gather_lists([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
         self._check_whole("all_gather", whole=output, part=input)
         return self._start("all_gather", opts, tensor=output, input=input, output=output)
 
+    @_span("gather", _second)
     def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
         (input,) = inputs
         root = opts.rootRank == self._member.rank
@@ -211,6 +305,7 @@ class _Collectives:
         ticket = self._start("gather", opts, tensor=input, input=input, output=flat, rank=opts.rootRank)
         return self._work([ticket], outputs, None if flat is None else lambda: _spread([(flat, outputs)]))
 
+    @_span("scatter", _lists)
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Work:
         (output,) = outputs
         flat = None
@@ -220,6 +315,7 @@ class _Collectives:
         ticket = self._start("scatter", opts, tensor=output, input=flat, output=output, rank=opts.rootRank)
         return self._work([ticket], outputs)
 
+    @_span("all_to_all", _second)
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -241,6 +337,7 @@ class _Collectives:
             [output],
         )
 
+    @_span("all_to_all", _second)
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work:
         flat_input, flat_output = _joined(inputs), torch.cat([tensor.reshape(-1) for tensor in outputs])
         ticket = self._all_to_all(
@@ -271,32 +368,51 @@ class _Collectives:
             elements=0,
         )
 
+    @_span("barrier", _nothing)
     def barrier(self, opts: Any) -> Work:
         return self._work([self._start("barrier", opts)], [])
 
     def monitored_barrier(self, opts: Any, wait_all: bool = False) -> None:
-        """A barrier whose time-out names the ranks that did not come. ``wait_all`` changes nothing: all are named."""
+        """A barrier whose time-out names the ranks that did not come. All of them are named; with ``wait_all`` the error also
+        begins with all of them, in torch's words, and with the first one without.
+
+        Raises:
+            penstock.errors.Timeout: some ranks did not come in time (zero is no time at all). The group is unusable.
+        """
+        self._monitored += 1
+        rank, world = self._member.rank, self._member.world
         timeout = opts.timeout if _is_set(opts.timeout) else self._timeout
-        self.barrier(opts).wait(timeout + timedelta(seconds=5))
+        store = dist.PrefixStore(f"monitored_barrier/{self._monitored}", self._member.keys)
+        store.set(str(rank), "here")
+        try:
+            self.barrier(opts).wait()
+        except PenstockError as error:
+            # The store is asked, since the barrier's messages tell only of neighbours.
+            with contextlib.suppress(dist.DistError):
+                missing = [other for other in range(world) if not store.check([str(other)])]
+                if missing:
+                    raise type(error)(_missed(rank, missing, timeout, wait_all, error)) from None
+            raise
+        with contextlib.suppress(dist.DistError):
+            store.delete_key(str(rank))
 
     monitoredBarrier = monitored_barrier
 
     # ------------------------------------------------------------------ point to point
 
+    @_span("send", _first)
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         (tensor,) = tensors
         return self._work([self._start("send", None, tensor=tensor, input=tensor, rank=dst, tag=tag)], tensors)
 
+    @_span("recv", _first)
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         (tensor,) = tensors
         ticket = self._start("recv", None, tensor=tensor, output=tensor, rank=src, tag=tag)
         return self._work([ticket], tensors, source=src)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
-        raise _refusal(
-            "recv from any source is not supported: name the source rank (torch does not pass on which rank it was "
-            "to backends written in Python)"
-        )
+        raise _refusal("recv from any source is not supported: name the source rank")
 
     recvAnysource = recv_anysource
 
@@ -306,6 +422,8 @@ class _Collectives:
         """Leave the group: torch calls this from destroy_process_group."""
         if self in _alive:
             _alive.discard(self)
+            if self._sparse is not None:
+                self._sparse.close()
             self.forget_siblings(list(self._siblings))
             self._member.leave()
             while self._sides:
@@ -321,8 +439,11 @@ class _Collectives:
         """Join another group of the same ranks, for operations that have an order of their own. Blocks until all ranks have
         called it, with the same name; it is left with this group at the latest. With ``aggregate`` its all-reduces go through
         servers if this group's do."""
-        self._siblings.append(self._member.sibling(name, self._timeout, aggregate=aggregate))
-        return self._siblings[-1]
+        sibling = self._member.sibling(name, self._timeout, aggregate=aggregate)
+        self._siblings.append(sibling)
+        if self not in _alive:  # shut down meanwhile, by another thread
+            self.forget_siblings([sibling])
+        return sibling
 
     def forget_siblings(self, siblings: Iterable[rendezvous.Membership]) -> None:
         """Leave them, if they are not left already."""
@@ -370,6 +491,7 @@ class _Collectives:
         """Calls up to `end_coalescing` are waited for together. They start at once: any number may be in flight."""
         self._coalesced = []
 
+    @_span("coalesced", _nothing)
     def end_coalescing(self, _device: Any = None) -> Work:
         works, self._coalesced = self._coalesced or [], None
         tickets = [ticket for work in works for ticket in work.tickets]
@@ -441,25 +563,23 @@ class _Collectives:
             input, output = (None if one is None else staged.twin(one) for one in (input, output))
         # The storages, not the tensors: `tensor.data = ...` would take the memory from under the engine.
         keep = [one.untyped_storage() for one in (input, output) if one is not None]
-        # As torch.profiler.record_function, in a microsecond instead of 15.
-        with torch._C._profiler._RecordFunctionFast(f"penstock:{collective}"):
-            ticket = self._member.group.start(
-                collective,
-                dtype=dtype,
-                elements=count if elements is None else elements,
-                bytes=0 if tensor is None else tensor.nbytes,
-                input=0 if input is None else input.data_ptr(),
-                output=0 if output is None else output.data_ptr(),
-                op=op,
-                factor=factor,
-                rank=rank,
-                tag=tag,
-                input_splits=None if splits is None else splits[0],
-                output_splits=None if splits is None else splits[1],
-                hold=staged is not None,
-                timeout_s=timeout.total_seconds(),
-                keep=keep,
-            )
+        ticket = self._member.group.start(
+            collective,
+            dtype=dtype,
+            elements=count if elements is None else elements,
+            bytes=0 if tensor is None else tensor.nbytes,
+            input=0 if input is None else input.data_ptr(),
+            output=0 if output is None else output.data_ptr(),
+            op=op,
+            factor=factor,
+            rank=rank,
+            tag=tag,
+            input_splits=None if splits is None else splits[0],
+            output_splits=None if splits is None else splits[1],
+            hold=staged is not None,
+            timeout_s=timeout.total_seconds(),
+            keep=keep,
+        )
         return ticket if staged is None else StagedTicket(staged, ticket)
 
     def _side(self, device: torch.device) -> Side:
@@ -474,8 +594,9 @@ class _Collectives:
         outputs: list[torch.Tensor],
         finish: Callable[[], object] | None = None,
         source: int = -1,
+        group: Expires | None = None,
     ) -> Work:
-        work = Work(self._member.group, tickets, outputs, finish, source)
+        work = Work(group or self._member.group, tickets, outputs, finish, source)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -562,6 +683,23 @@ def _reduction(reduce: Any, collective: str, tensor: torch.Tensor | None) -> tup
     return name, factor
 
 
+def _missed(rank: int, missing: list[int], timeout: timedelta, wait_all: bool, error: PenstockError) -> str:
+    """What a rank that came says, with the phrases that users of gloo look for."""
+    named = missing if wait_all else missing[:1]
+    ms = round(timeout.total_seconds() * 1000)
+    failed = (
+        f"Rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))} failed to pass monitoredBarrier in {ms} ms"
+    )
+    if rank == 0:
+        failed = f"Rank 0 timed out in monitoredBarrier after {ms} ms: {failed}"
+    else:
+        failed = (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0: "
+            f"{failed}"
+        )
+    return f"{failed}. Missing are rank(s) {', '.join(map(str, missing))} of the group. {error}"
+
+
 def _alike(tensors: Sequence[torch.Tensor]) -> bool:
     return all(tensor.numel() == tensors[0].numel() for tensor in tensors)
 
@@ -586,7 +724,7 @@ def _spread(copies: Iterable[tuple[torch.Tensor, Sequence[torch.Tensor]]]) -> No
 
 def _is_set(timeout: timedelta) -> bool:
     """torch passes a negative time-out for "none given"."""
-    return timeout.total_seconds() > 0
+    return timeout.total_seconds() >= 0
 
 
 def _class() -> Any:
@@ -597,6 +735,7 @@ def _class() -> Any:
         class PenstockBackend(_Collectives, base):  # type: ignore[misc, valid-type]
             def __init__(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
                 base.__init__(self, membership.rank, membership.world)
+                answer_for_wrappers()
                 self._setup(membership, timeout)
 
         return PenstockBackend
@@ -604,14 +743,16 @@ def _class() -> Any:
     class PenstockProcessGroup(_Collectives, dist.ProcessGroup):
         """Where only groups can be written in Python, it also answers for what torch's C++ group would know."""
 
-        _device_types: ClassVar[list[torch.device]] = [torch.device("cpu"), torch.device("cuda")]
-
         def __init__(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
             dist.ProcessGroup.__init__(self, membership.rank, membership.world)
             self._setup(membership, timeout)
             self._group_name = ""
             self._group_desc = ""
             self._lately: collections.deque[Work] = collections.deque(maxlen=_LATELY)
+
+        @property
+        def _device_types(self) -> list[torch.device]:
+            return [torch.device(name) for name in Devices()]
 
         @property
         def group_name(self) -> str:
@@ -639,7 +780,7 @@ def _class() -> Any:
             # torch's C++ side keeps only its half of a Work, and a wait without the other one never ends. DDP lets it
             # wait, in the backward pass, for an all-reduce of one element that it issued in the forward pass (Join).
             work = super()._work(*args, **kwargs)
-            if sum(output.nbytes for output in work.outputs) <= _SMALL_BYTES:
+            if sum(output.numel() * output.element_size() for output in work.outputs) <= _SMALL_BYTES:
                 self._lately.append(work)
             return work
 

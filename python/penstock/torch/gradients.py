@@ -94,8 +94,8 @@ class GradientReducer:
             are.
 
     Raises:
-        penstock.errors.Config: the group is not of the penstock backend; a parameter is sparse, on another device than CPU,
-            or of a dtype that cannot be averaged; ``tune`` makes no sense.
+        penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, or of a
+            dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is unexpectedly sparse (below).
         penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters.
 
     Blocking: the constructor until all ranks have called it, ``backward`` until its gradients are reduced.
@@ -103,6 +103,9 @@ class GradientReducer:
     ``backward`` raises `penstock.errors.NotFinite` on all ranks, naming the parameter, the rank and the step. With ``mismatch``
     it raises `penstock.errors.Diverged` where ranks hold other parameters or averages. With ``slow`` the log names the rank
     that keeps the others waiting.
+    Sparse gradients: those of a module's ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` stay sparse. They are
+    averaged at the end of the pass, one after the other, from what all ranks have (docs/algorithms.md); ``wire``, the tuner and
+    the check for NaN leave them alone.
     Memory: small gradients are copied into units (at most ``unit_bytes`` more than are in flight); large ones are reduced
     where they lie.
     """
@@ -121,10 +124,13 @@ class GradientReducer:
         parameters = list(model.parameters() if isinstance(model, torch.nn.Module) else model)
         names = {one: name for name, one in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
         # Autograd makes gradients from the last layer to the first, nearly.
-        self._parameters = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
-        if not self._parameters:
+        sparse = _sparse_weights(model) if isinstance(model, torch.nn.Module) else set()
+        trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
+        self._parameters = [parameter for parameter in trained if parameter not in sparse]
+        self._sparse = [parameter for parameter in trained if parameter in sparse]
+        if not trained:
             raise ConfigError("there is no parameter that requires a gradient")
-        for parameter in self._parameters:
+        for parameter in trained:
             if parameter.device.type != "cpu":
                 raise ConfigError(
                     f"a parameter lies on {parameter.device}; gradients are reduced on the CPU only. Use "
@@ -132,6 +138,7 @@ class GradientReducer:
                 )
         if unit_bytes <= 0:
             raise ConfigError(f"unit_bytes must be positive, not {unit_bytes}")
+        self._group = group
         self._backend = backend.of(group)
         plan = tuning.agree(tune, group)
         if broadcast:
@@ -142,6 +149,7 @@ class GradientReducer:
         asked = config.read().check
         rendezvous.heed.take()
         self._names = [names.get(one, f"parameter {index}") for index, one in enumerate(self._parameters)]
+        self._sparse_names = [names[one] for one in self._sparse]
         self._gather = checks.gatherer(self._units, self._backend.timeout_s)
         self._is_compared = "mismatch" in asked
         self._slow: checks.SlowCheck | None = None
@@ -193,6 +201,7 @@ class GradientReducer:
             parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
             for index, parameter in enumerate(self._parameters)
         ]
+        self._hooks += [one.register_post_accumulate_grad_hook(self._sparse_ready) for one in self._sparse]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -259,6 +268,23 @@ class GradientReducer:
     def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
         if not self._enabled:
             return
+        self._begin()
+        gradient = parameter.grad
+        assert gradient is not None, "autograd has just accumulated it"
+        if gradient.layout is not torch.strided:
+            raise ConfigError(
+                f"the gradient of {self._names[index]} is {gradient.layout}. Sparse gradients are reduced where the model is "
+                "given as a module and they come from its nn.Embedding or nn.EmbeddingBag with sparse=True; make others dense"
+            )
+        self._submit(index, gradient)
+
+    def _sparse_ready(self, parameter: torch.nn.Parameter) -> None:
+        # Sparse gradients are reduced at the end of the pass, in the parameters' order: autograd's may differ between ranks.
+        if self._enabled:
+            self._begin()
+
+    def _begin(self) -> None:
+        """A gradient of a pass is ready: see that the pass is ended."""
         task = torch._C._current_graph_task_id()
         if self._pass is None or task != self._task:
             # Each pass needs a callback of its own, which autograd calls at its end on the thread that called backward(): one
@@ -269,11 +295,6 @@ class GradientReducer:
                 self._tuning.begin()
             self._pass = self._pass or {}
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        gradient = parameter.grad
-        assert gradient is not None, "autograd has just accumulated it"
-        if gradient.layout is not torch.strided:
-            raise ConfigError(f"a gradient is {gradient.layout}: sparse gradients are not supported; make them dense")
-        self._submit(index, gradient)
 
     def _submit(self, index: int, gradient: torch.Tensor, absent: bool = False) -> None:
         assert self._pass is not None
@@ -294,6 +315,7 @@ class GradientReducer:
             else:
                 self._submit(index, parameter.grad)
         self._reducer.flush().wait()
+        averages = self._reduce_sparse()
         gradients, self._pass = self._pass, None
         if self._slow:
             self._slow.passed(self._reducer.stats()["round_s"])
@@ -301,9 +323,33 @@ class GradientReducer:
         if self._is_compared:
             rows = zip(self._names, self._parameters, (gradients[at] for at in range(len(self._names))), strict=True)
             when = f"in step {self._reducer.stats()['steps']} (PENSTOCK_CHECK=mismatch)"
-            checks.compare(self._gather, list(rows)[::-1], when)
+            checks.compare(self._gather, [*list(rows)[::-1], *averages], when)
         if self._tuning is not None:
             self._tuning.end()
+
+    def _reduce_sparse(self) -> list[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+        """Average the sparse gradients. All ranks have come to the end of the pass.
+
+        Returns: the values of each average, with its parameter and name.
+        """
+        started = []
+        for name, parameter in zip(self._sparse_names, self._sparse, strict=True):
+            gradient = parameter.grad
+            if gradient is None:  # not used here, but perhaps elsewhere
+                mean = torch.sparse_coo_tensor(
+                    torch.zeros(1, 0, dtype=torch.int64), parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape
+                )
+            else:
+                mean = gradient.clone() if gradient.is_sparse else gradient.to_sparse(1)
+            work = dist.all_reduce(mean, dist.ReduceOp.AVG, self._group, async_op=True)
+            started.append((name, parameter, mean, work))
+        for _, parameter, mean, work in started:
+            work.wait()
+            if parameter.grad is not None:
+                parameter.grad.copy_(mean if parameter.grad.is_sparse else mean.to_dense())
+            elif mean._nnz():
+                parameter.grad = mean
+        return [(name, parameter, mean.values()) for name, parameter, mean, _ in started]
 
     def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
         """Everything is reduced, and lies in these tensors."""
@@ -331,7 +377,10 @@ class _BucketReducer(GradientReducer):
         self._model = weakref.ref(model)
         self._check_passes()
         super().__init__(model, model.process_group, broadcast=False, **options)
-        self._group = model.process_group
+        # DDP hands them over in buckets of their own.
+        for hook in self._hooks[len(self._parameters) :]:
+            hook.remove()
+        self._sparse = self._sparse_names = []
         self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._full: list[tuple[dist.GradBucket, torch.futures.Future[torch.Tensor]]] = []
 
@@ -344,7 +393,8 @@ class _BucketReducer(GradientReducer):
 
     def bucket_is_full(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP waits for the future after `_finish`, which was queued before."""
-        if not self._hooks:  # closed; DDP keeps its hook
+        is_closed = not self._hooks  # DDP keeps its own
+        if is_closed or bucket.buffer().is_sparse:
             work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=self._group, async_op=True)
             return work.get_future().then(lambda done: done.value()[0])
         self._check_passes()
@@ -383,6 +433,12 @@ class _BucketReducer(GradientReducer):
                 if gradient.data_ptr() != place.data_ptr():
                     place.copy_(gradient)
             future.set_result(bucket.buffer())
+
+
+def _sparse_weights(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The parameters whose gradients are sparse, as DistributedDataParallel finds them."""
+    embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag))
+    return {parameter for one in embeddings if one.sparse for parameter in one.parameters(recurse=False)}
 
 
 def _bucket_is_full(this: _BucketReducer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -47,6 +47,8 @@ class Membership:
     name: str
     engine: _Engine
     store: Any
+    keys: Any
+    """The part of the store that only this life of the group uses."""
     aggregation: aggregated.Aggregation | None = None
     """What its large all-reduces go through; None: they go among the ranks."""
     last: _core.Ticket | None = None
@@ -130,7 +132,7 @@ def join(
         if engine is not None:
             engine.release()
         raise
-    membership = Membership(group, rank, world, name, engine, own)
+    membership = Membership(group, rank, world, name, engine, own, store)
     if rank == 0:
         _announce(membership, settings, agreed, members)
     if agreed["plan"] is not None:
@@ -350,7 +352,7 @@ def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name
         if waited_s > timeout.total_seconds():
             missing = [key for key in waiting if not store.check([key])]
             raise TimeoutError_(
-                f"rank {rank} waited {timeout} for the other ranks of group {name}; nothing came from rank(s) "
+                f"Timed out after {timeout}: rank {rank} of group {name} waited for others; nothing came from rank(s) "
                 f"{', '.join(missing)}. Did they start?"
             )
         # So a join is late by a twentieth of what it had to wait anyway.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from penstock.errors import PenstockError
 from penstock.torch.staging import StagedTicket
 
-__all__ = ["Ticket", "Work"]
+__all__ = ["Expires", "Ticket", "Work", "answer_for_wrappers"]
 
 
 class Ticket(Protocol):
@@ -38,10 +39,8 @@ class Work(dist.Work):
     torch's C++ side forwards only `wait` and `get_future` of a Python Work. The future is made when it is asked for:
     DDP asks for one a bucket, everybody else waits, and making it costs more than a small operation.
 
-    Torch 2.14 and newer hand out a Work of their own around this one, and that asks nobody for the rest: after a failure too its
-    `is_success` is True, its `exception` None, `is_completed` False, and c10d's ``getError``, which is not bound, SUCCESS.
-    Nothing here can mend that: the state behind them is private to C++, and Python may neither override nor set it. What
-    `wait` raises and the future holds is the truth.
+    Torch 2.14 and newer hand out a Work of their own around this one, which answers the other questions by itself and wrongly;
+    `answer_for_wrappers` mends that.
 
     Args:
         group: what the operation fails with when a caller waits no longer.
@@ -72,6 +71,7 @@ class Work(dist.Work):
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._source = source
         self._parts = parts
+        self._span: Any = None
         # After what `finish` has queued, on each device; other streams than the one that it ran on wait for them.
         self._copied: list[tuple[torch.device, Any]] = []
 
@@ -91,7 +91,27 @@ class Work(dist.Work):
             ticket.wait()
         self._finished()
         self._complete_future()
+        for work in (self, *self._parts):
+            if work._span is not None:
+                work._span.wait()
         return True
+
+    def end_span(self, span: Any) -> None:
+        """Let a span of torch's profiler end with the operation, well or not. `wait` does not return before it has."""
+        # Python can end a span on another thread only as a callback of a future; and only a span that ends on another thread
+        # counts as asynchronous, also where the operation has ended by now. Callbacks of tickets have threads of their own.
+        ended: torch.futures.Future[None] = torch.futures.Future()
+        self._span = torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(span, ended)
+
+        def end() -> None:
+            with self._lock:
+                if self._has_ended() and not ended.done():
+                    ended.set_result(None)
+
+        for ticket in self.tickets:
+            ticket.on_done(end)
+        if not self.tickets:
+            threading.Thread(target=end, name="penstock-span").start()
 
     def settle(self, timeout_s: float) -> bool:
         """Block until the operation has ended, well or not, for so long at the most. Whether it has. It runs on."""
@@ -151,6 +171,9 @@ class Work(dist.Work):
         reads as tensors, and crashes; a callback of ``then`` that raises becomes a C++ error. So the base future only
         says "ended", and what is handed out is its ``then``.
         """
+        if (asking := getattr(_asking, "found", None)) is not None:
+            asking.append(self)
+            return _NO_FUTURE
         with self._lock:
             if self._future is None:
                 # A future that knows its devices makes its readers' streams wait for the copies back.
@@ -188,6 +211,56 @@ class Work(dist.Work):
             torch.cuda.current_stream(device).wait_event(event)
         for part in self._parts:
             part._finished()
+
+
+def answer_for_wrappers() -> None:
+    """Make the object that torch 2.14 and newer wrap around a `Work` answer as the `Work` does.
+
+    The wrapper, ``PyProcessGroup::PyWorkHolder`` (torch/csrc/distributed/c10d/py/PyProcessGroup.hpp), forwards ``wait`` and
+    ``getFuture`` alone. What else it is asked it answers from fields of its own that nobody sets: a loop of ``while not
+    work.is_completed()`` would never end, a failure would count as success, and a receive would not know its source. Nothing
+    that a backend can return changes that, a work that torch makes of a future neither: ``WORK_OVERRIDE`` wraps it as well.
+
+    So the questions are asked of `Work` by replacing their methods in torch's class, from the first group of this backend on.
+    Works of other backends answer as before: theirs know which operation they are, and the wrapper does not.
+    """
+    if hasattr(dist.Work, "_penstock_answers"):
+        return
+    for name in ("is_completed", "is_success", "exception", "result", "source_rank", "_source_rank"):
+        setattr(dist.Work, name, _answering(name, getattr(dist.Work, name)))
+    dist.Work._penstock_answers = True  # type: ignore[attr-defined]
+
+
+def _answering(name: str, original: Any) -> Any:
+    @functools.wraps(original)
+    def answer(self: Any) -> Any:
+        inner = _wrapped(self)
+        return original(self) if inner is None else getattr(inner, name)()
+
+    return answer
+
+
+def _wrapped(work: Any) -> Work | None:
+    """The `Work` that torch's object stands for, if it is one of ours."""
+    if work._get_op_type() != _UNKNOWN:
+        return None
+    # The wrapper asks the `get_future` of what it stands for, on this thread.
+    found: list[Work] = []
+    _asking.found = found
+    try:
+        work.get_future()
+    except RuntimeError:  # the work of another backend that has no futures
+        return None
+    finally:
+        del _asking.found
+    return found[0] if found else None
+
+
+_asking = threading.local()
+_NO_FUTURE: Any = torch.futures.Future()
+"""What `get_future` returns to somebody who only wants to know whom it asks."""
+_UNKNOWN = 100
+"""c10d's OpType::UNKNOWN (torch/csrc/distributed/c10d/Work.hpp)."""
 
 
 def _cuda_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:

@@ -448,14 +448,14 @@ impl Driver {
             let seconds = running.job.timeout as f64 / SECOND as f64;
             let message = if running.job.ready {
                 format!(
-                    "no end after {seconds:.1} s; what lacks: {}. `penstock aggregator top` at the server shows which worker's \
+                    "Timed out after {seconds:.1} s; what lacks: {}. `penstock aggregator top` at the server shows which worker's \
                      blocks are missing. Raise the time-out (timeout= of init_process_group) if that is expected.",
                     self.lacks()
                 )
             } else {
                 format!(
-                    "its tensor was not ready after {seconds:.1} s: what the device was to do before this operation has not \
-                     ended. Raise the time-out (timeout= of init_process_group) if that is expected."
+                    "Timed out after {seconds:.1} s: its tensor was not ready. What the device was to do before this \
+                     operation has not ended. Raise the time-out (timeout= of init_process_group) if that is expected."
                 )
             };
             self.publish();

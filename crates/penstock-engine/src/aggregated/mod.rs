@@ -263,7 +263,8 @@ impl Lane {
 
     /// Somebody has waited for long enough: why the group fails if operations are running.
     pub(crate) fn expired(&self, waited: Duration) -> Option<Failure> {
-        let message = format!("rank {} has given up waiting after {:.1} s.", self.rank, waited.as_secs_f64());
+        let message =
+            format!("Timed out after {:.1} s: rank {} has given up waiting.", waited.as_secs_f64(), self.rank);
         self.shared.pending.is_any().then(|| Failure::fatal(FailureKind::Timeout, message))
     }
 

@@ -1,0 +1,171 @@
+"""All-reduces of sparse tensors (COO), as gloo does them: the ranks gather their indices and values, and each adds them up.
+
+How much a rank has is known only when it has told, so an all-reduce takes three all-gathers: of shapes and counts, of indices,
+of values. They cannot be issued from the caller's thread, which must not wait, and elsewhere they would have no place in the
+group's order. So a group's sparse all-reduces run one after the other on a thread of their own, in a sibling group.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock import _core
+from penstock.errors import Closed, Mismatch
+from penstock.torch import checks
+
+__all__ = ["SparseReductions", "SparseTicket", "add_up"]
+
+
+class SparseReductions:
+    """One group's all-reduces of sparse tensors.
+
+    Args:
+        join: joins the sibling group (`penstock.torch.rendezvous.Membership`), on this object's thread. All ranks do so with
+            their first sparse all-reduce.
+        fail: called with the error of one that failed, unless its group lives.
+    """
+
+    def __init__(self, join: Callable[[], Any], fail: Callable[[BaseException], object]) -> None:
+        self._join = join
+        self._fail = fail
+        self._queue: queue.SimpleQueue[tuple[SparseTicket, torch.Tensor, bool, float] | None] = queue.SimpleQueue()
+        self._member: Any = None
+        threading.Thread(target=self._run, name="penstock-sparse", daemon=True).start()
+
+    def start(self, tensor: torch.Tensor, *, average: bool, timeout_s: float) -> SparseTicket:
+        """Add up ``tensor``, on the CPU, over all ranks. Does not block; the tensor must not change before the end."""
+        _core.check_fork()  # The thread is the parent's.
+        ticket = SparseTicket()
+        self._queue.put((ticket, tensor, average, timeout_s))
+        return ticket
+
+    def expire(self, waited_s: float) -> None:
+        """Fail what is running: somebody has waited for so many seconds, and waits no longer."""
+        if self._member is not None:
+            self._member.group.expire(waited_s)
+
+    def close(self) -> None:
+        """End the thread. What is waiting fails. Does not block; the sibling group is left by its owner."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        while (job := self._queue.get()) is not None:
+            ticket, tensor, average, timeout_s = job
+            try:
+                if failure is not None:
+                    raise failure
+                if self._member is None:
+                    self._member = self._join()
+                gather = checks.gatherer(self._member, timeout_s)
+                ticket.end(add_up(tensor, gather, average=average))
+            except BaseException as error:
+                ticket.end(error)
+                if failure is None and not getattr(error, "group_lives", False):
+                    failure = error
+                    self._fail(error)
+        while not self._queue.empty():
+            if (left := self._queue.get()) is not None:
+                left[0].end(Closed("all_reduce of a sparse tensor: the group was destroyed."))
+
+
+class SparseTicket:
+    """The pending sum."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], object]] = []
+        self._outcome: torch.Tensor | BaseException | None = None
+
+    @property
+    def sum(self) -> torch.Tensor:
+        """The coalesced sum; the ticket must have ended well."""
+        assert isinstance(self._outcome, torch.Tensor)
+        return self._outcome
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it has ended; raise what it failed with. With a time-out: whether it has ended."""
+        if not self._ended.wait(timeout_s):
+            return False
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return True
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def on_done(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` once it has ended: on the thread of the reductions, or at once on this one."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def end(self, outcome: torch.Tensor | BaseException) -> None:
+        self._outcome = outcome
+        with self._lock:
+            self._ended.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+def add_up(tensor: torch.Tensor, gather: checks.Gather, *, average: bool) -> torch.Tensor:
+    """The coalesced sum (or mean) of the ranks' tensors, the same bits on all of them. Blocks.
+
+    Args:
+        tensor: coalesced.
+        gather: nothing else may need its group meanwhile.
+
+    Raises:
+        penstock.errors.Mismatch: shapes or numbers of sparse dimensions differ, on all ranks. The group lives.
+
+    Memory: indices and values of all ranks, each padded to the longest.
+    """
+    head = torch.zeros(_HEAD, dtype=torch.int64)
+    head[: tensor.dim() + 3] = torch.tensor([tensor._nnz(), tensor.sparse_dim(), tensor.dim(), *tensor.shape])
+    heads = gather(head)
+    if not (heads[:, 1:] == heads[0, 1:]).all():
+        raise _mismatch(heads)
+    counts = heads[:, 0].tolist()
+    most = max(counts)
+    values = tensor.values()
+    padded_indices = torch.zeros(most, tensor.sparse_dim(), dtype=torch.int64)
+    padded_indices[: tensor._nnz()] = tensor.indices().t()
+    padded_values = values.new_zeros(most, *values.shape[1:])
+    padded_values[: tensor._nnz()] = values
+    all_indices = _gathered(padded_indices, gather, len(counts))
+    all_values = _gathered(padded_values, gather, len(counts))
+    indices = torch.cat([part[:count] for part, count in zip(all_indices, counts, strict=True)])
+    values = torch.cat([part[:count] for part, count in zip(all_values, counts, strict=True)])
+    total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
+    return total / len(counts) if average else total
+
+
+def _gathered(mine: torch.Tensor, gather: checks.Gather, world: int) -> torch.Tensor:
+    if mine.numel() == 0:
+        return mine.new_empty(world, *mine.shape)
+    return gather(mine.reshape(-1)).view(world, *mine.shape)
+
+
+def _mismatch(heads: torch.Tensor) -> Mismatch:
+    told = []
+    for rank, (_, sparse, dims, *shape) in enumerate(heads.tolist()):
+        told.append(f"rank {rank} {tuple(shape[:dims])} with {sparse} sparse dimension(s)")
+    error = Mismatch(
+        f"all_reduce of a sparse tensor: the ranks' tensors differ: {'; '.join(told)}. The group is still usable."
+    )
+    error.group_lives = True
+    return error
+
+
+_HEAD = 67
+"""Three numbers, and a size for each dimension; torch allows 64."""
