@@ -130,7 +130,7 @@ def test_rendered_script_runs(tmp_path: pathlib.Path) -> None:
     program = generate.generate(3, wrong=False, avoid=known.AVOID)
     script = tmp_path / "program.py"
     script.write_text(render.script(program, ["nothing"]))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("has ended") == program["ranks"], done.stdout
     assert "WRONG" not in done.stdout, done.stdout
