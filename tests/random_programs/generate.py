@@ -1,0 +1,490 @@
+"""A seed becomes a program: calls, and for each rank the steps in which it makes them.
+
+A program is plain data (JSON), so that it can be stored, shrunk and rendered:
+
+```text
+  {"seed": 7, "ranks": 3, "timeout_s": 40, "medium": "memory",
+   "groups": {"world": [0, 1, 2], "g1": [0, 2]},
+   "calls": {"0": {"call": "all_reduce", "group": "world", "counts": [17], "dtype": "float32", ...}},
+   "steps": [[["issue", "0"], ["pause", 250], ["wait", "0"]], ...]         one list a rank
+   "wrong": null}
+```
+Why a right program cannot block for ever: calls lie on one timeline. A rank may issue a call up to a few places later than
+the others, but calls of one group keep their order, and a rank waits for a call only at a place where every rank has issued
+it. Take the blocked rank that waits for the call whose last issue comes first: each rank that has not issued that call is
+blocked before it, in a wait for a call whose last issue comes even earlier. There is none.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from typing import Any
+
+from collectives import reference
+from random_programs import shrink
+
+Program = dict[str, Any]
+
+ITEM_BYTES = {
+    "float32": 4,
+    "float64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "bool": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+# Where the engine changes how it sends: references above 8 KiB on one host, eager messages up to 32 KiB, frames of 16 to
+# 256 KiB.
+EDGES_BYTES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10]
+# Calls that torch only has in a blocking form.
+BLOCKING = {
+    "monitored_barrier",
+    "functional all_reduce",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "reducer",
+    "hvd allreduce",
+    "new_group",
+    "destroy_group",
+}
+ROOTED = {"broadcast", "reduce", "gather", "scatter", "broadcast_object_list", "gather_object", "scatter_object_list"}
+REDUCING = {
+    "all_reduce",
+    "all_reduce_coalesced",
+    "coalesced all_reduce",
+    "functional all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "coalesced reduce_scatter_tensor",
+}
+# Calls and how often they come, for groups of any size.
+WEIGHTS = {
+    "all_reduce": 16,
+    "all_reduce_coalesced": 3,
+    "coalesced all_reduce": 2,
+    "functional all_reduce": 1,
+    "reduce": 5,
+    "broadcast": 8,
+    "all_gather": 6,
+    "all_gather_into_tensor": 6,
+    "coalesced all_gather_into_tensor": 2,
+    "gather": 4,
+    "scatter": 4,
+    "reduce_scatter": 5,
+    "reduce_scatter_tensor": 5,
+    "coalesced reduce_scatter_tensor": 2,
+    "all_to_all": 4,
+    "all_to_all_single": 5,
+    "barrier": 3,
+    "monitored_barrier": 1,
+    "all_gather_object": 1,
+    "broadcast_object_list": 1,
+    "gather_object": 1,
+    "scatter_object_list": 1,
+    "message": 18,
+    "exchange": 5,
+    "reducer": 2,
+    "hvd allreduce": 1,
+    "new_group": 5,
+    "destroy_group": 2,
+}
+# What a wrong program does, and how often.
+WRONG = {
+    "count": 5,
+    "dtype": 4,
+    "reduce": 3,
+    "root": 3,
+    "call": 3,
+    "order": 3,
+    "missing": 2,
+    "leave": 2,
+    "kill": 1,
+    "stop": 1,
+    "timeout": 1,
+}
+WRONG_SHARE = 0.08
+
+
+def generate(seed: int, *, medium: str = "memory", avoid: Collection[str] = (), wrong: bool | None = None) -> Program:
+    """The program of a seed. ``avoid`` names known findings (see `known`), ``wrong`` forces or forbids a wrong program."""
+    rng = random.Random(seed)
+    ranks = rng.choice([2, 2, 3, 3, 4])
+    program: Program = {
+        "seed": seed,
+        "ranks": ranks,
+        "timeout_s": 40,
+        "medium": medium,
+        "groups": {"world": list(range(ranks))},
+        "calls": {},
+    }
+    sizes = rng.choice(["small", "small", "mixed", "mixed", "edges", "large"])
+    length = rng.choice([1, 3, 6, 10, 16, 25] if sizes != "large" else [1, 3, 6, 10])
+    exact = rng.random() < 0.6
+    alive = ["world"]
+    for number in range(length):
+        spec = _call(rng, program, alive, sizes, exact, number, avoid)
+        if spec is not None:
+            program["calls"][str(number)] = spec
+    is_wrong = rng.random() < WRONG_SHARE
+    _lay_out(rng, program, avoid)
+    program["wrong"] = None
+    if is_wrong if wrong is None else wrong:
+        _spoil(rng, program, avoid)
+    return program
+
+
+def members(program: Program, spec: dict[str, Any]) -> list[int]:
+    """The job's ranks that make a call."""
+    if spec["call"] == "new_group":
+        return list(range(program["ranks"]))
+    group = program["groups"][spec["group"]]
+    return [group[spec["src"]], group[spec["dst"]]] if spec["call"] == "message" else group
+
+
+# ---------------------------------------------------------------------------------------------------------------- calls
+
+
+def _call(
+    rng: random.Random,
+    program: Program,
+    alive: list[str],
+    sizes: str,
+    exact: bool,
+    number: int,
+    avoid: Collection[str],
+) -> dict[str, Any] | None:
+    group = rng.choice(alive)
+    size = len(program["groups"][group])
+    names = [name for name in WEIGHTS if name not in avoid]
+    call = rng.choices(names, [WEIGHTS[name] for name in names])[0]
+    if call == "new_group":
+        name = f"g{number}"
+        chosen = sorted(rng.sample(range(program["ranks"]), rng.randint(1, program["ranks"])))
+        program["groups"][name] = chosen
+        alive.append(name)
+        return {"call": call, "group": name}
+    if call == "destroy_group":
+        if group == "world":
+            return None
+        alive.remove(group)
+        return {"call": call, "group": group}
+    if call == "hvd allreduce" and program["ranks"] != size:
+        return None
+    if call in ("message", "exchange") and size < 2:
+        return None
+    spec: dict[str, Any] = {"call": call, "group": group, "key": f"{program['seed']} {number}", "exact": exact}
+    if call in ("barrier", "monitored_barrier"):
+        return spec
+    if call in ROOTED:
+        spec["root"] = rng.randrange(size)
+    if call.endswith(("object", "object_list")):
+        spec["count"] = rng.choice([0, 1, 100, 40_000])
+        return spec
+    if call in REDUCING:
+        spec["reduce"] = rng.choice(["SUM"] * 4 + reference.OPERATIONS)
+        kinds = [kind for kind in reference.REDUCIBLE if reference.is_defined(spec["reduce"], kind)]
+        spec["dtype"] = rng.choice(kinds)
+    elif call in ("reducer", "hvd allreduce"):
+        spec["dtype"] = rng.choice(["float32", "float32", "float64", "bfloat16", "float16"])
+        spec["reduce"] = "AVG"
+    else:
+        spec["dtype"] = rng.choice(reference.ALL_DTYPES)
+    item = ITEM_BYTES[spec["dtype"]]
+    several = call.startswith("coalesced") or call in ("all_reduce_coalesced", "reducer", "hvd allreduce")
+    spec["counts"] = [_count(rng, sizes, item) for _ in range(rng.randint(1, 5) if several else 1)]
+    if call in ("all_gather", "reduce_scatter") and rng.random() < 0.3:
+        spec["counts"] = [_count(rng, sizes, item) for _ in range(size)]
+    if call in ("all_to_all", "all_to_all_single"):
+        _add_splits(rng, spec, size, sizes, item, avoid)
+    if call == "message":
+        spec["src"], spec["dst"] = rng.sample(range(size), 2)
+        spec["tag"] = rng.choice([0, 0, 0, 1, 7])
+        if "messages both ways" in avoid and spec["src"] > spec["dst"]:
+            spec["tag"] += 100
+    if call == "exchange":
+        pairs = [tuple(rng.sample(range(size), 2)) for _ in range(rng.randint(1, 2 * size))]
+        spec["back_tag"] = 100 if "messages both ways" in avoid else 0
+        spec["messages"] = [[src, dst, _count(rng, sizes, item)] for src, dst in pairs]
+    if call in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        spec["in_place"] = rng.random() < 0.3
+        spec["stacked"] = rng.random() < 0.3 and not spec["in_place"]
+    if call == "reducer":
+        spec["steps"] = rng.randint(1, 3)
+        spec["closed"] = rng.random() < 0.5 or "reducer without close" in avoid
+        spec["unused_percent"] = rng.choice([0, 0, 10, 40])
+        spec["counts"] = [max(1, count) for count in spec["counts"]]
+        # Not more units than a loaded machine reduces in a moment.
+        spec["unit_bytes"] = max(rng.choice([64, 4096, 1 << 16, 4 << 20]), sum(spec["counts"]) * item // 200)
+    if call == "hvd allreduce":
+        spec["counts"] = [max(1, count) for count in spec["counts"]]
+    # Horovod compares shapes.
+    kinds = ["flat", "slice"] if call == "hvd allreduce" else ["flat", "flat", "matrix", "slice", "scalar", "shared"]
+    if call in ("all_gather", "gather", "scatter", "all_to_all", "reduce_scatter"):
+        kinds.append("strided")
+    spec["layouts"] = [rng.choice(kinds) for _ in range(rng.randint(1, 3))]
+    element_wise = call in ("all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "message")
+    if rng.random() < 0.1 and element_wise and "channels_last" not in avoid:
+        # The same order in memory on all ranks.
+        spec["layouts"] = ["channels_last"]
+    return spec
+
+
+def _count(rng: random.Random, sizes: str, item: int) -> int:
+    if sizes == "small":
+        return rng.choice([0, 1, 2, 3, 5, 17, 100, 1023])
+    if sizes == "edges":
+        return max(0, rng.choice(EDGES_BYTES[:4]) // item + rng.choice([-1, 0, 1]))
+    if sizes == "large":
+        return rng.choice([1, 100_003, (1 << 20) // item + rng.choice([-1, 0, 1]), (3 << 20) // item - 5])
+    return rng.choice([0, 1, 7, 511, 5000, max(0, rng.choice(EDGES_BYTES) // item + rng.choice([-1, 0, 1])), 33_333])
+
+
+def _add_splits(
+    rng: random.Random, spec: dict[str, Any], size: int, sizes: str, item: int, avoid: Collection[str]
+) -> None:
+    spec["width"] = rng.choice([1, 1, 3, 16])
+    most = max(1, _count(rng, sizes, item) // spec["width"])
+    shape = rng.choice(["even", "uneven", "sparse"])
+    if shape == "even":
+        rows = [[most] * size for _ in range(size)]
+    elif shape == "uneven":
+        rows = [[rng.randint(0, most) for _ in range(size)] for _ in range(size)]
+    else:
+        rows = [[rng.choice([0, 0, most]) for _ in range(size)] for _ in range(size)]
+    spec["splits"], spec["even"] = rows, shape == "even"
+
+
+# ------------------------------------------------------------------------------------------------------------- timeline
+
+
+def _lay_out(rng: random.Random, program: Program, avoid: Collection[str]) -> None:
+    """Give each rank its steps: when it issues a call, when it waits, where it pauses."""
+    calls, ranks = program["calls"], program["ranks"]
+    slack = rng.choice([0, 1, 3, 6])
+    blocking_share = rng.choice([0.0, 0.3, 0.7, 1.0])
+    issue_at: dict[tuple[str, int], int] = {}
+    latest: dict[tuple[str, int], int] = {}  # where a rank issued the last call of a group
+    floor = 0  # the place of the last call that blocks: everything before it was issued before it
+    complete_at: dict[str, int] = {}
+    for number, (name, spec) in enumerate(calls.items()):
+        place = 4 * number
+        blocks = spec["call"] in BLOCKING
+        if blocks:
+            floor = place = max([place, *(at + 1 for at in complete_at.values())])
+        # Collectives keep their order, and so do messages of one tag.
+        order = spec["group"]
+        if spec["call"] in ("message", "exchange"):
+            order += f" messages {spec.get('tag', 0) % 100}"
+        for rank in members(program, spec):
+            late = 0 if blocks else 4 * rng.randint(0, slack)
+            issue_at[name, rank] = max(place + late, floor, latest.get((order, rank), 0))
+        complete_at[name] = max(issue_at[name, rank] for rank in members(program, spec))
+        for rank in members(program, spec):
+            if blocks:
+                issue_at[name, rank] = complete_at[name]
+            latest[order, rank] = issue_at[name, rank]
+    end = 4 * len(calls) + 40
+    steps: list[list[list[Any]]] = []
+    for rank in range(ranks):
+        events: list[tuple[int, int, int, list[Any]]] = []  # place, issues before waits, order, step
+        for number, (name, spec) in enumerate(calls.items()):
+            if (name, rank) not in issue_at:
+                continue
+            at = issue_at[name, rank]
+            if spec["call"] in BLOCKING:
+                # What it blocks for comes after everything that is waited for at the same place.
+                events.append((at, 0, number, ["call", name]))
+                continue
+            if rng.random() < 0.02 and _can_be_refused(spec, avoid):
+                events.append((at, 0, number, ["refused", name]))
+            if at == complete_at[name] and rng.random() < blocking_share:
+                events.append((at, 0, number, ["call", name]))
+                continue
+            events.append((at, 0, number, ["issue", name]))
+            if rng.random() < 0.05:
+                events.append((at, 0, number, ["drop", name]))
+            leaves = [
+                issue_at[other, rank]
+                for other, of in calls.items()
+                if of["call"] == "destroy_group" and of["group"] == spec["group"] and (other, rank) in issue_at
+            ]
+            last = min([end, *leaves]) - 1
+            until = rng.choice([complete_at[name], rng.randint(complete_at[name], max(complete_at[name], last)), last])
+            events.append((min(until, max(last, complete_at[name])), 1, rng.randrange(1 << 30), ["wait", name]))
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            length_us = int(10 ** rng.uniform(1, 4.3))
+            events.append((rng.randrange(max(1, end)), 2, 0, ["pause", length_us]))
+        if rng.random() < 0.003:
+            # Longer than the second after which the engine asks where a message is.
+            events.append((rng.randrange(max(1, end)), 2, 0, ["pause", 1_400_000]))
+        steps.append([event[3] for event in sorted(events, key=lambda event: event[:3])])
+    program["steps"] = steps
+
+
+def _can_be_refused(spec: dict[str, Any], avoid: Collection[str]) -> bool:
+    """Whether a strided tensor in the place of its last one makes the call fail before anything is sent."""
+    if spec["call"] not in (
+        "all_reduce",
+        "all_reduce_coalesced",
+        "broadcast",
+        "reduce",
+        "message",
+        "all_gather_into_tensor",
+    ):
+        return False
+    return len(spec["counts"]) == 1 or "refused tensor in a list" not in avoid
+
+
+# ---------------------------------------------------------------------------------------------------------------- wrong
+
+
+def _spoil(rng: random.Random, program: Program, avoid: Collection[str]) -> None:
+    """Make one rank deviate; ``program["wrong"]`` says how, for `judge`. Nothing changes where no call is fit for it."""
+    kinds = [kind for kind in WRONG if f"wrong {kind}" not in avoid]
+    kind = rng.choices(kinds, [WRONG[kind] for kind in kinds])[0]
+    fit = [name for name, spec in program["calls"].items() if _is_fit(kind, program, spec, avoid)]
+    # What makes groups waits in the store for a rank that is gone, until the group's time-out, as with any backend.
+    making: tuple[str, ...] = ("new_group", "reducer", "hvd allreduce") if kind in ("leave", "kill", "timeout") else ()
+    if "groups of a failed group" in avoid:
+        making += ("reducer", "hvd allreduce")
+    names = list(program["calls"])
+    last = max([i for i, name in enumerate(names) if program["calls"][name]["call"] in making], default=-1)
+    fit = [name for name in fit if names.index(name) > last]
+    if not fit:
+        return
+    name = rng.choice(fit)
+    spec = program["calls"][name]
+    rank = rng.choice(members(program, spec))
+    steps = program["steps"][rank]
+    at = next(i for i, step in enumerate(steps) if step[0] in ("issue", "call") and step[1] == name)
+    wrong = {"kind": kind, "rank": rank, "call": name}
+    if kind == "count":
+        counts = list(spec["counts"])
+        counts[0] = counts[0] + rng.choice([1, 2, 1000]) if rng.random() < 0.5 else max(1, counts[0] // 2)
+        if counts == spec["counts"]:
+            counts[0] += 1
+        steps[at] = [*steps[at], {"counts": counts}]
+    elif kind == "dtype":
+        kinds = [k for k in ("float32", "int32", "int64", "uint8") if k != spec["dtype"]]
+        if "reduce" in spec:
+            kinds = [k for k in kinds if reference.is_defined(spec["reduce"], k)]
+        if not kinds:
+            return
+        steps[at] = [*steps[at], {"dtype": rng.choice(kinds)}]
+    elif kind == "reduce":
+        kinds = [o for o in reference.OPERATIONS if o != spec["reduce"] and reference.is_defined(o, spec["dtype"])]
+        if not kinds:
+            return
+        steps[at] = [*steps[at], {"reduce": rng.choice(kinds)}]
+    elif kind == "root":
+        size = len(program["groups"][spec["group"]])
+        steps[at] = [*steps[at], {"root": (spec["root"] + rng.randrange(1, size)) % size}]
+    elif kind == "call":
+        other = "barrier" if spec["call"] == "all_reduce" else "all_reduce"
+        steps[at] = [
+            *steps[at],
+            {"call": other, "reduce": "SUM", "dtype": "float32", "counts": [11], "layouts": ["flat"]},
+        ]
+    elif kind == "missing":
+        program["steps"][rank] = [step for step in steps if step[0] == "pause" or step[1] != name]
+    elif kind == "order":
+        later = [
+            i
+            for i, step in enumerate(steps)
+            if i > at
+            and step[0] in ("issue", "call")
+            and program["calls"][step[1]]["group"] == spec["group"]
+            and program["calls"][step[1]]["call"] not in BLOCKING
+            and program["calls"][step[1]]["call"] not in ("message", "exchange")
+        ]
+        if not later:
+            return
+        other = later[0]
+        if _alike(program["calls"][steps[other][1]], spec):
+            return
+        wrong["other"] = steps[other][1]
+        waits = [i for i, step in enumerate(steps) if step == ["wait", name]]
+        if waits and waits[0] < other:
+            return
+        steps[at], steps[other] = steps[other], steps[at]
+    elif kind in ("leave", "kill"):
+        del steps[at + rng.randint(0, 1) :]
+        steps.append([kind])
+    elif kind == "stop":
+        steps.insert(at + rng.randint(0, 1), ["stop", rng.choice([0.05, 0.3, 1.5])])
+    elif kind == "timeout":
+        steps.insert(at, ["pause", 3_500_000])
+        program["timeout_s"] = 1.5
+    program["wrong"] = wrong
+
+
+def _is_fit(kind: str, program: Program, spec: dict[str, Any], avoid: Collection[str]) -> bool:
+    call = spec["call"]
+    size = len(members(program, spec))
+    if size < 2 or call in ("new_group", "destroy_group") or f"wrong {kind} of {call}" in avoid:
+        return False
+    if kind in ("leave", "kill", "stop", "timeout"):
+        return call not in ("reducer", "hvd allreduce")
+    if call in BLOCKING or call.startswith("all_to_all") or call == "exchange":
+        return False
+    if kind == "count":
+        return len(spec.get("counts", ())) == 1 and not spec.get("in_place")
+    if kind == "dtype":
+        # Where nothing is sent, nothing can be seen.
+        return len(spec.get("counts", ())) == 1 and spec["counts"][0] > 0 and not spec.get("in_place")
+    if kind == "reduce":
+        return "reduce" in spec and sum(spec["counts"]) > 0
+    if kind == "root":
+        return "root" in spec and sum(spec["counts"]) > 0
+    if kind in ("call", "order", "missing"):
+        # A call that sends nothing ends at once.
+        return call != "message" and not ("wrong root" in avoid and sum(spec.get("counts", [1])) == 0)
+    raise AssertionError(kind)
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    names = ("call", "counts", "dtype", "reduce", "root")
+    return all(one.get(name) == other.get(name) for name in names)
+
+
+# ----------------------------------------------------------------------------------------------------------------- gloo
+
+
+def for_gloo(program: Program) -> Program:
+    """The calls of a right program that gloo has as well, on what it takes."""
+    return shrink.without(program, {name for name, spec in program["calls"].items() if not _is_gloos(spec)})
+
+
+def _is_gloos(spec: dict[str, Any]) -> bool:
+    if spec["call"] in ("new_group", "destroy_group", "reducer", "hvd allreduce", "all_to_all") or spec[
+        "call"
+    ].startswith("coalesced"):
+        return False
+    layouts = set(spec.get("layouts", ()))
+    if {"strided", "channels_last"} & layouts or spec.get("stacked"):
+        return False
+    if {"matrix", "scalar"} & layouts and ("gather" in spec["call"] or "scatter" in spec["call"]):
+        return False  # it compares shapes
+    if spec["call"] in ("all_gather", "reduce_scatter") and len(spec["counts"]) > 1:
+        return False
+    if "reduce" in spec:
+        return spec["reduce"] in ("SUM", "PRODUCT", "MIN", "MAX") and spec["dtype"] in _GLOO_DTYPES
+    return spec.get("dtype", "float32") in _GLOO_DTYPES
+
+
+_GLOO_DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64")

@@ -1,0 +1,288 @@
+"""What every tensor of a call must hold after it, in NumPy, without a network.
+
+A call of a program is a dict (see `generate`). `slots` lists the tensors that one rank passes to it, each with what it holds
+before the call and what it must hold after it. `run` makes the tensors; `pool` and `judge` never see them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives import reference
+
+Spec = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Slot:
+    """One tensor of a call on one rank."""
+
+    before: torch.Tensor
+    """One-dimensional; its dtype and length are the tensor's."""
+    after: torch.Tensor | np.ndarray | None
+    """A tensor: these bits. An array: these values within ``bound``. None: undefined after the call."""
+    bound: Any = 0
+    layout: str = "flat"
+    label: str = ""
+    listed: bool = False
+    """One of a list that goes through a flat copy, so that it need not be contiguous."""
+    part: slice | None = None
+    """What ``after`` speaks of, if not of all; the rest is undefined after the call."""
+
+
+def values(spec: Spec, rank: int, part: int, count: int) -> torch.Tensor:
+    """What group rank ``rank`` gives as its tensor number ``part``.
+
+    With ``exact`` values are small integers, so that sums, products of four and averages over 1, 2 and 4 ranks are exact in
+    every dtype and in every order.
+    """
+    dtype = spec["dtype"]
+    key = f"{spec['key']} {part}"
+    if not spec.get("exact") or dtype not in reference.FLOATS:
+        return reference.fill(rank, count, dtype, key=key)
+    generator = np.random.default_rng([rank, count, zlib.crc32(key.encode())])
+    numbers = generator.integers(1, 6, count) * generator.choice([-1, 1], count)
+    scale = {"AVG": 4, "PRODUCT": 1}.get(spec.get("reduce", ""), 3)
+    if spec.get("reduce") == "PRODUCT":
+        numbers = np.clip(numbers, -3, 3)
+    return torch.from_numpy((numbers * scale).astype(np.float64)).to(getattr(torch, dtype))
+
+
+def poison(count: int, dtype: str) -> torch.Tensor:
+    """What an output holds before the call: no value that a call gives."""
+    kind = getattr(torch, dtype)
+    if dtype == "bool":
+        return torch.zeros(count, dtype=kind)
+    tensor = torch.empty(count, dtype=kind)
+    reference.raw(tensor).fill_(0x6B)
+    return tensor
+
+
+def reduced(spec: Spec, inputs: list[torch.Tensor]) -> tuple[np.ndarray, Any]:
+    """The reduction of ``inputs`` and how far off each element may be: nothing where it is exact."""
+    operation = spec["reduce"]
+    expected, bound = reference.reduced(operation, inputs)
+    exact = spec.get("exact") and (
+        operation in ("SUM", "PRODUCT", "MIN", "MAX") or (operation == "AVG" and len(inputs) in (1, 2, 4))
+    )
+    return expected, 0 if exact else bound
+
+
+def slots(spec: Spec, size: int, rank: int) -> list[Slot]:
+    """The tensors that group rank ``rank`` of ``size`` passes to a call, in the order in which `run` takes them."""
+    found = _SLOTS[spec["call"]](spec, size, rank)
+    layouts = spec.get("layouts", ["flat"])
+    for index, slot in enumerate(found):
+        slot.layout = layouts[(index + rank) % len(layouts)]
+        if slot.layout == "strided" and not slot.listed:
+            slot.layout = "flat"
+        slot.label = slot.label or f"tensor {index}"
+    return found
+
+
+def objects(spec: Spec, rank: int) -> Any:
+    """The Python object that group rank ``rank`` gives to an object collective."""
+    generator = np.random.default_rng([rank, zlib.crc32(spec["key"].encode())])
+    return {
+        "from": rank,
+        "key": spec["key"],
+        "text": "x" * int(generator.integers(0, spec["count"] + 1)),
+        "numbers": generator.integers(0, 100, 3).tolist(),
+    }
+
+
+def expected_objects(spec: Spec, size: int, rank: int) -> Any:
+    """What an object collective leaves on group rank ``rank``; None where that is undefined."""
+    root = spec.get("root", 0)
+    everything = [objects(spec, other) for other in range(size)]
+    return {
+        "all_gather_object": everything,
+        "broadcast_object_list": [everything[root]],
+        "gather_object": everything if rank == root else None,
+        "scatter_object_list": [{"to": rank, **everything[root]}],
+    }[spec["call"]]
+
+
+# ------------------------------------------------------------------------------------------------ one function a call
+
+
+def _all_reduce(spec: Spec, size: int, rank: int) -> list[Slot]:
+    found = []
+    for part, count in enumerate(spec["counts"]):
+        inputs = [values(spec, other, part, count) for other in range(size)]
+        expected, bound = reduced(spec, inputs)
+        found.append(Slot(inputs[rank], expected, bound))
+    return found
+
+
+def _reduce(spec: Spec, size: int, rank: int) -> list[Slot]:
+    found = _all_reduce(spec, size, rank)
+    if rank != spec["root"]:
+        for slot in found:
+            slot.after = None
+    return found
+
+
+def _broadcast(spec: Spec, size: int, rank: int) -> list[Slot]:
+    (count,) = spec["counts"]
+    given = values(spec, spec["root"], 0, count)
+    before = given.clone() if rank == spec["root"] else poison(count, spec["dtype"])
+    return [Slot(before, given)]
+
+
+def _all_gather(spec: Spec, size: int, rank: int) -> list[Slot]:
+    """The input, then an output for each rank; ``counts`` has one number, or one for each rank."""
+    counts = spec["counts"] * size if len(spec["counts"]) == 1 else spec["counts"]
+    given = [values(spec, other, 0, counts[other]) for other in range(size)]
+    listed = len(spec["counts"]) == 1
+    outputs = [Slot(poison(counts[r], spec["dtype"]), given[r], listed=listed) for r in range(size)]
+    return [Slot(given[rank], given[rank]), *outputs]
+
+
+def _all_gather_into_tensor(spec: Spec, size: int, rank: int) -> list[Slot]:
+    """Pairs of input and output; in place the input is a part of the output and no slot of its own."""
+    found = []
+    for part, count in enumerate(spec["counts"]):
+        given = [values(spec, other, part, count) for other in range(size)]
+        before = poison(size * count, spec["dtype"])
+        if spec.get("in_place"):
+            before[rank * count : (rank + 1) * count] = given[rank]
+        else:
+            found.append(Slot(given[rank], given[rank]))
+        found.append(Slot(before, torch.cat(given)))
+    return found
+
+
+def _gather(spec: Spec, size: int, rank: int) -> list[Slot]:
+    found = _all_gather(spec, size, rank)
+    return found if rank == spec["root"] else found[:1]
+
+
+def _scatter(spec: Spec, size: int, rank: int) -> list[Slot]:
+    """The output, then on the root an input for each rank."""
+    (count,) = spec["counts"]
+    given = [values(spec, spec["root"], part, count) for part in range(size)]
+    inputs = [Slot(one, one, listed=True) for one in given] if rank == spec["root"] else []
+    return [Slot(poison(count, spec["dtype"]), given[rank]), *inputs]
+
+
+def _reduce_scatter(spec: Spec, size: int, rank: int) -> list[Slot]:
+    """The output, then an input for each rank; ``counts`` has one number, or one for each rank."""
+    counts = spec["counts"] * size if len(spec["counts"]) == 1 else spec["counts"]
+    expected, bound = reduced(spec, [values(spec, other, rank, counts[rank]) for other in range(size)])
+    inputs = [values(spec, rank, part, counts[part]) for part in range(size)]
+    parts = [Slot(one, one, listed=len(spec["counts"]) == 1) for one in inputs]
+    return [Slot(poison(counts[rank], spec["dtype"]), expected, bound), *parts]
+
+
+def _reduce_scatter_tensor(spec: Spec, size: int, rank: int) -> list[Slot]:
+    """Pairs of input and output; in place the output is a part of the input, whose other parts are then undefined."""
+    found = []
+    for part, count in enumerate(spec["counts"]):
+        inputs = [values(spec, other, part, count * size) for other in range(size)]
+        mine = slice(rank * count, (rank + 1) * count)
+        expected, bound = reduced(spec, [one[mine] for one in inputs])
+        if spec.get("in_place"):
+            found.append(Slot(inputs[rank], expected, bound, part=mine))
+        else:
+            found += [Slot(inputs[rank], inputs[rank]), Slot(poison(count, spec["dtype"]), expected, bound)]
+    return found
+
+
+def _all_to_all(spec: Spec, size: int, rank: int) -> list[Slot]:
+    """An output from each rank, then an input for each rank; ``splits[s][d]`` rows of ``width`` go from s to d."""
+    rows, width = spec["splits"], spec["width"]
+    sent = [[values(spec, s, d, rows[s][d] * width) for d in range(size)] for s in range(size)]
+    outputs = [Slot(poison(rows[s][rank] * width, spec["dtype"]), sent[s][rank], listed=True) for s in range(size)]
+    return outputs + [Slot(one, one, listed=True) for one in sent[rank]]
+
+
+def _all_to_all_single(spec: Spec, size: int, rank: int) -> list[Slot]:
+    parts = _all_to_all(spec, size, rank)
+    received = torch.cat([one.after for one in parts[:size] if isinstance(one.after, torch.Tensor)])
+    output = Slot(torch.cat([one.before for one in parts[:size]]), received)
+    joined = torch.cat([one.before for one in parts[size:]])
+    return [output, Slot(joined, joined)]
+
+
+def _message(spec: Spec, size: int, rank: int) -> list[Slot]:
+    (count,) = spec["counts"]
+    given = values(spec, spec["src"], 0, count)
+    return [Slot(given, given) if rank == spec["src"] else Slot(poison(count, spec["dtype"]), given)]
+
+
+def _exchange(spec: Spec, size: int, rank: int) -> list[Slot]:
+    """A tensor for each of the batch's messages that this rank sends or receives, in their order."""
+    found = []
+    for number, (src, dst, count) in enumerate(spec["messages"]):
+        given = values(spec, src, number, count)
+        if rank == src:
+            found.append(Slot(given, given))
+        elif rank == dst:
+            found.append(Slot(poison(count, spec["dtype"]), given))
+    return found
+
+
+def gradients(spec: Spec, size: int, rank: int) -> list[tuple[list[torch.Tensor | None], list[Any]]]:
+    """For each step of a reducer: the gradients that this rank makes (None: the parameter is not used), and the average that
+    every rank must get with its bound (None: no rank uses it)."""
+    steps = []
+    for step in range(spec["steps"]):
+        used = [
+            [
+                None
+                if (zlib.crc32(f"{spec['key']} {step} {other} {index}".encode()) % 100 < spec["unused_percent"])
+                else values(spec, other, 1000 * step + index, count)
+                for index, count in enumerate(spec["counts"])
+            ]
+            for other in range(size)
+        ]
+        averages: list[Any] = []
+        for index, count in enumerate(spec["counts"]):
+            column = [used[other][index] for other in range(size)]
+            if all(one is None for one in column):
+                averages.append(None)
+                continue
+            zeros = torch.zeros(count, dtype=getattr(torch, spec["dtype"]))
+            averages.append(reduced(spec, [zeros if one is None else one for one in column]))
+        steps.append((used[rank], averages))
+    return steps
+
+
+def _nothing(spec: Spec, size: int, rank: int) -> list[Slot]:
+    return []
+
+
+_SLOTS = {
+    "barrier": _nothing,
+    "monitored_barrier": _nothing,
+    "all_reduce": _all_reduce,
+    "all_reduce_coalesced": _all_reduce,
+    "coalesced all_reduce": _all_reduce,
+    "functional all_reduce": _all_reduce,
+    "hvd allreduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "coalesced all_gather_into_tensor": _all_gather_into_tensor,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "coalesced reduce_scatter_tensor": _reduce_scatter_tensor,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all_single,
+    "message": _message,
+    "exchange": _exchange,
+    "all_gather_object": _nothing,
+    "broadcast_object_list": _nothing,
+    "gather_object": _nothing,
+    "scatter_object_list": _nothing,
+    "reducer": _nothing,
+}

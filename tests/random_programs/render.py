@@ -1,0 +1,400 @@
+"""Writes a program as a script of plain torch calls that anyone can run: ``python SCRIPT [BACKEND]``.
+
+The script needs torch and the backend only. It makes its own tensors, of the same sizes, dtypes and layouts but with other
+values, and says what came out where that is not as expected; an error or a hang shows by itself.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+Spec = dict[str, Any]
+
+
+def script(program: dict[str, Any], complaints: list[str]) -> str:
+    """The text of the script; ``complaints`` go into its head."""
+    said = textwrap.indent("\n".join(text[:600] for text in complaints[:3]), "#   ", lambda _: True)
+    environment = 'os.environ["PENSTOCK_SHM"] = "0"\n' if program["medium"] == "tcp" else ""
+    ranks = "\n".join(_rank(program, rank) for rank in range(program["ranks"]))
+    return (
+        f"# A random program (seed {program['seed']}), made small. What the tester said of it:\n{said}\n"
+        f"{_HEAD.format(ranks=program['ranks'], environment=environment, timeout_s=program['timeout_s'])}\n{ranks}\n{_TAIL}"
+    )
+
+
+def _rank(program: dict[str, Any], rank: int) -> str:
+    lines = [f"def rank_{rank}(dist, groups):"]
+    for step in program["steps"][rank]:
+        lines += [f"    {line}" for line in _step(program, rank, step)]
+    return "\n".join([*lines, "    pass", "", ""])
+
+
+def _step(program: dict[str, Any], rank: int, step: list[Any]) -> Iterator[str]:
+    what = step[0]
+    if what == "pause":
+        yield f"time.sleep({step[1] / 1e6})"
+    elif what == "stop":
+        yield f"subprocess.Popen(['/bin/sh', '-c', f'sleep {step[1]}; kill -CONT {{os.getpid()}}'])"
+        yield "os.kill(os.getpid(), signal.SIGSTOP)"
+    elif what == "kill":
+        yield "os.kill(os.getpid(), signal.SIGKILL)"
+    elif what == "leave":
+        yield "return"
+    elif what == "refused":
+        yield f"# here call {step[1]} was first made with a strided tensor in the last place, which is refused"
+    elif what == "drop":
+        yield f"tensors_{step[1]} = None"
+    elif what == "wait":
+        yield f"wait(work_{step[1]})"
+        yield f"check_{step[1]}()" if not _is_dropped(program, rank, step[1]) else "pass"
+    else:
+        spec = {**program["calls"][step[1]], **(step[2] if len(step) > 2 else {})}
+        yield from _call(program, rank, step[1], spec, later=what == "issue", checked=len(step) == 2)
+
+
+def _is_dropped(program: dict[str, Any], rank: int, name: str) -> bool:
+    return ["drop", name] in program["steps"][rank]
+
+
+def _call(program: dict[str, Any], rank: int, name: str, spec: Spec, *, later: bool, checked: bool) -> Iterator[str]:
+    members = program["groups"][spec["group"]]
+    group = f'groups["{spec["group"]}"]'
+    if spec["call"] == "new_group":
+        yield f"{group} = dist.new_group({members})"
+        return
+    if spec["call"] == "destroy_group":
+        yield f"dist.destroy_process_group({group})"
+        return
+    size, me = len(members), members.index(rank)
+    tensors, call, expected = _RENDERED.get(spec["call"], _other)(spec, members, me)
+    how = f", group={group}" + (f", async_op={later}" if spec["call"] not in _NO_ASYNC else "")
+    yield f"# call {name} of group ranks {members}, here {me} of {size}"
+    yield f"tensors_{name} = t = [{', '.join(tensors)}]"
+    if "with " in call or "\n" in call:
+        yield from call.format(how=how, group=group).splitlines()
+    else:
+        yield f"work_{name} = " + call.format(how=how, group=group, later=later)
+    yield f"check_{name} = check('call {name}', t, [{', '.join(expected)}])" if checked else f"check_{name} = nothing"
+    if not later:
+        yield f"wait(work_{name})"
+        yield f"check_{name}()"
+
+
+def _fill(spec: Spec, rank: int, part: int, count: int, number: int = 0) -> str:
+    layouts = spec.get("layouts", ["flat"])
+    layout = layouts[number % len(layouts)]
+    made = f"fill({rank}, {part}, {count}, torch.{spec['dtype']})"
+    return made if layout == "flat" else f'lay({made}, "{layout}")'
+
+
+def _empty(spec: Spec, count: int) -> str:
+    return f"torch.zeros({count}, dtype=torch.{spec['dtype']})"
+
+
+def _sum(spec: Spec, size: int, part: int, count: int, cut: str = "") -> str:
+    if spec["reduce"] != "SUM":
+        return "None"
+    return " + ".join(f"fill({r}, {part}, {count}, torch.{spec['dtype']}){cut}" for r in range(size))
+
+
+def _op(spec: Spec) -> str:
+    return "dist._make_nccl_premul_sum(0.37)" if spec["reduce"] == "PREMUL_SUM" else f"dist.ReduceOp.{spec['reduce']}"
+
+
+def _all_reduce(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    counts = spec["counts"]
+    tensors = [_fill(spec, me, part, count, part) for part, count in enumerate(counts)]
+    expected = [_sum(spec, len(members), part, count) for part, count in enumerate(counts)]
+    if spec["call"] == "all_reduce":
+        call = f"dist.all_reduce(t[0], op={_op(spec)}{{how}})"
+    elif spec["call"] == "all_reduce_coalesced":
+        call = f"dist.all_reduce_coalesced(t, op={_op(spec)}{{how}})"
+    elif spec["call"] == "reduce":
+        call = f"dist.reduce(t[0], dst={members[spec['root']]}, op={_op(spec)}{{how}})"
+        expected = expected if me == spec["root"] else ["None"]
+    else:
+        call = (
+            f"coalesced({{group}}, {{later}}, lambda: [dist.all_reduce(x, op={_op(spec)}, group={{group}}) for x in t])"
+        )
+    return tensors, call, expected
+
+
+def _broadcast(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    (count,) = spec["counts"]
+    given = _fill(spec, spec["root"], 0, count)
+    return (
+        [given if me == spec["root"] else _empty(spec, count)],
+        f"dist.broadcast(t[0], src={members[spec['root']]}{{how}})",
+        [given],
+    )
+
+
+def _all_gather(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    size = len(members)
+    counts = spec["counts"] * size if len(spec["counts"]) == 1 else spec["counts"]
+    given = [_fill({**spec, "layouts": ["flat"]}, r, 0, counts[r]) for r in range(size)]
+    outputs = [_empty(spec, count) for count in counts]
+    if spec["call"] == "all_gather":
+        return [given[me], *outputs], "dist.all_gather(t[1:], t[0]{how})", ["None", *given]
+    root = members[spec["root"]]
+    if me != spec["root"]:
+        return [given[me]], f"dist.gather(t[0], None, dst={root}{{how}})", ["None"]
+    return [given[me], *outputs], f"dist.gather(t[0], t[1:], dst={root}{{how}})", ["None", *given]
+
+
+def _all_gather_into_tensor(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    tensors, expected = [], []
+    for part, count in enumerate(spec["counts"]):
+        given = [_fill({**spec, "layouts": ["flat"]}, r, part, count) for r in range(len(members))]
+        tensors += [given[me], _empty(spec, count * len(members))]
+        expected += ["None", f"torch.cat([{', '.join(given)}])"]
+    if spec["call"] == "all_gather_into_tensor":
+        return tensors, "dist.all_gather_into_tensor(t[1], t[0]{how})", expected
+    each = "lambda: [dist.all_gather_into_tensor(o, i, group={group}) for i, o in zip(t[::2], t[1::2])]"
+    return tensors, f"coalesced({{group}}, {{later}}, {each})", expected
+
+
+def _reduce_scatter_tensor(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    tensors, expected, size = [], [], len(members)
+    for part, count in enumerate(spec["counts"]):
+        tensors += [_fill(spec, me, part, count * size), _empty(spec, count)]
+        cut = f"[{me * count}:{(me + 1) * count}]"
+        expected += ["None", _sum(spec, size, part, count * size, cut)]
+    if spec["call"] == "reduce_scatter_tensor":
+        return tensors, f"dist.reduce_scatter_tensor(t[1], t[0], op={_op(spec)}{{how}})", expected
+    each = (
+        f"lambda: [dist.reduce_scatter_tensor(o, i, op={_op(spec)}, group={{group}}) for i, o in zip(t[::2], t[1::2])]"
+    )
+    return tensors, f"coalesced({{group}}, {{later}}, {each})", expected
+
+
+def _reduce_scatter(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    size = len(members)
+    counts = spec["counts"] * size if len(spec["counts"]) == 1 else spec["counts"]
+    parts = [_fill(spec, me, part, counts[part], part) for part in range(size)]
+    return (
+        [_empty(spec, counts[me]), *parts],
+        f"dist.reduce_scatter(t[0], t[1:], op={_op(spec)}{{how}})",
+        [_sum(spec, size, me, counts[me])],
+    )
+
+
+def _scatter(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    (count,) = spec["counts"]
+    given = [_fill(spec, spec["root"], part, count, part) for part in range(len(members))]
+    root = members[spec["root"]]
+    if me != spec["root"]:
+        return [_empty(spec, count)], f"dist.scatter(t[0], None, src={root}{{how}})", [given[me]]
+    return [_empty(spec, count), *given], f"dist.scatter(t[0], t[1:], src={root}{{how}})", [given[me]]
+
+
+def _all_to_all(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    size, rows, width = len(members), spec["splits"], spec["width"]
+    outputs = [_empty(spec, rows[s][me] * width) for s in range(size)]
+    inputs = [_fill(spec, me, d, rows[me][d] * width, d) for d in range(size)]
+    expected = [_fill({**spec, "layouts": ["flat"]}, s, me, rows[s][me] * width) for s in range(size)]
+    if spec["call"] == "all_to_all":
+        return [*outputs, *inputs], f"dist.all_to_all(t[:{size}], t[{size}:]{{how}})", expected
+    received = [rows[s][me] for s in range(size)]
+    flat = [_fill({**spec, "layouts": ["flat"]}, me, d, rows[me][d] * width) for d in range(size)]
+    tensors = [f"torch.zeros({sum(received)}, {width}, dtype=torch.{spec['dtype']})"]
+    tensors.append(f"torch.cat([{', '.join(flat)}]).view({sum(rows[me])}, {width})")
+    splits = "" if spec["even"] else f", output_split_sizes={received}, input_split_sizes={rows[me]}"
+    call = f"dist.all_to_all_single(t[0], t[1]{splits}{{how}})"
+    return tensors, call, [f"torch.cat([{', '.join(expected)}])"]
+
+
+def _message(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    (count,) = spec["counts"]
+    given = _fill(spec, spec["src"], 0, count)
+    if me == spec["src"]:
+        return [given], f"dist.isend(t[0], {members[spec['dst']]}, tag={spec['tag']}{{how}})", ["None"]
+    return [_empty(spec, count)], f"dist.irecv(t[0], {members[spec['src']]}, tag={spec['tag']}{{how}})", [given]
+
+
+def _exchange(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    tensors, calls, expected = [], [], []
+    for number, (src, dst, count) in enumerate(spec["messages"]):
+        given = _fill(spec, src, number, count)
+        tag = spec["back_tag"] if src > dst else 0
+        if me == src:
+            calls.append(f"dist.P2POp(dist.isend, t[{len(tensors)}], {members[dst]}, {{group}}, {tag})")
+            tensors.append(given)
+            expected.append("None")
+        elif me == dst:
+            calls.append(f"dist.P2POp(dist.irecv, t[{len(tensors)}], {members[src]}, {{group}}, {tag})")
+            tensors.append(_empty(spec, count))
+            expected.append(given)
+    return tensors, f"dist.batch_isend_irecv([{', '.join(calls)}])" if calls else "[]", expected
+
+
+def _barrier(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    later = ", async_op={later}" if spec["call"] == "barrier" else ""
+    return [], f"dist.{spec['call']}(group={{group}}{later})", []
+
+
+def _objects(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    root = members[spec.get("root", 0)]
+    text = f"'x' * {spec['count']}"
+    call = {
+        "all_gather_object": f"dist.all_gather_object([None] * {len(members)}, {text}, group={{group}})",
+        "broadcast_object_list": f"dist.broadcast_object_list([{text}], src={root}, group={{group}})",
+        "gather_object": f"dist.gather_object({text}, "
+        f"{f'[None] * {len(members)}' if members[me] == root else None}, dst={root}, group={{group}})",
+        "scatter_object_list": f"dist.scatter_object_list([None], [{text}] * {len(members)}, src={root}, group={{group}})",
+    }[spec["call"]]
+    return [], call, []
+
+
+def _reducer(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    counts = f"{spec['counts']}, torch.{spec['dtype']}, {spec['steps']}, {spec['unit_bytes']}"
+    counts += f", {spec['closed']}"
+    return [], f"reduce_gradients({counts}, {{group}})", []
+
+
+def _hvd(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    return [_fill(spec, me, part, count, part) for part, count in enumerate(spec["counts"])], "horovod(t)", []
+
+
+def _other(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    raise AssertionError(f"{spec['call']} has no form in a script")
+
+
+_RENDERED = {
+    "all_reduce": _all_reduce,
+    "all_reduce_coalesced": _all_reduce,
+    "coalesced all_reduce": _all_reduce,
+    "functional all_reduce": lambda spec, members, me: _all_reduce({**spec, "call": "all_reduce"}, members, me),
+    "reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "gather": _all_gather,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "coalesced all_gather_into_tensor": _all_gather_into_tensor,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "coalesced reduce_scatter_tensor": _reduce_scatter_tensor,
+    "reduce_scatter": _reduce_scatter,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all,
+    "message": _message,
+    "exchange": _exchange,
+    "barrier": _barrier,
+    "monitored_barrier": _barrier,
+    "all_gather_object": _objects,
+    "broadcast_object_list": _objects,
+    "gather_object": _objects,
+    "scatter_object_list": _objects,
+    "reducer": _reducer,
+    "hvd allreduce": _hvd,
+}
+# Calls whose functions take no async_op.
+_NO_ASYNC = {"message"}
+
+_HEAD = '''
+import datetime, os, signal, subprocess, sys, time
+
+import torch
+import torch.multiprocessing
+
+RANKS, TIMEOUT_S = {ranks}, {timeout_s}
+{environment}
+
+def fill(rank, part, count, dtype):
+    """Small integers that tell where they come from."""
+    return ((torch.arange(count) * 7 + 3 * rank + part) % 5 + 1).to(dtype)
+
+
+def lay(tensor, layout):
+    if layout == "slice":
+        whole = torch.zeros(tensor.numel() + 2, dtype=tensor.dtype)
+        whole[1:-1] = tensor
+        return whole[1:-1]
+    if layout == "strided":
+        whole = torch.zeros(tensor.numel() * 2, dtype=tensor.dtype)
+        whole[::2] = tensor
+        return whole[::2]
+    if layout == "matrix" and tensor.numel() % 2 == 0:
+        return tensor.view(-1, 2)
+    if layout == "channels_last" and tensor.numel() % 8 == 0 and tensor.numel():
+        return tensor.view(1, 2, 2, -1).permute(0, 3, 1, 2)
+    if layout == "scalar" and tensor.numel() == 1:
+        return tensor.view(())
+    if layout == "shared":
+        import penstock
+        shared = penstock.empty(tensor.numel(), dtype=tensor.dtype)
+        shared.copy_(tensor)
+        return shared
+    return tensor
+
+
+def wait(works):
+    for work in works if isinstance(works, list) else [works]:
+        if work is not None:
+            work.wait()
+
+
+def check(what, tensors, expected):
+    def compare():
+        for index, (found, wanted) in enumerate(zip(tensors, expected)):
+            if wanted is not None and not torch.equal(found.reshape(-1), wanted.reshape(-1)):
+                print(f"WRONG: {{what}}, tensor {{index}}: {{found}} instead of {{wanted}}", flush=True)
+    return compare
+
+
+def nothing():
+    pass
+
+
+def coalesced(group, later, each):
+    import torch.distributed as dist
+    with dist._coalescing_manager(group, device=torch.device("cpu"), async_ops=later) as manager:
+        each()
+    return manager if later else None
+
+
+def reduce_gradients(counts, dtype, steps, unit_bytes, closed, group):
+    from penstock.torch import GradientReducer
+    parameters = [torch.nn.Parameter(torch.ones(count, dtype=dtype)) for count in counts]
+    reducer = GradientReducer(parameters, group, unit_bytes=unit_bytes)
+    for _ in range(steps):
+        sum((one * 3).sum() for one in parameters).backward()
+        for one in parameters:
+            assert (one.grad == 3).all(), one.grad
+            one.grad = None
+    if closed:
+        reducer.close()
+
+
+def horovod(tensors):
+    import penstock.horovod.torch as hvd
+    hvd.init()
+    handles = [hvd.allreduce_async(one, name=str(index)) for index, one in enumerate(tensors)]
+    for handle in handles:
+        hvd.synchronize(handle)
+    hvd.shutdown()
+
+'''
+
+_TAIL = """
+def main(rank, backend, store_file):
+    import torch.distributed as dist
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_file, RANKS)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=TIMEOUT_S)
+    )
+    globals()[f"rank_{rank}"](dist, {"world": dist.group.WORLD})
+    dist.destroy_process_group()
+    print(f"rank {rank} has ended", flush=True)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    folder = tempfile.mkdtemp()
+    backend = sys.argv[1] if len(sys.argv) > 1 else "penstock"
+    torch.multiprocessing.spawn(main, (backend, os.path.join(folder, "store")), nprocs=RANKS)
+"""

@@ -1,0 +1,679 @@
+"""One rank of a program: makes the tensors, makes the calls, compares what comes out, looks for what is left behind.
+
+`serve` is what the processes of a pool run; `script` is what a rendered script runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import ranks
+from collectives import reference
+from penstock.errors import Closed, PeerLost, PenstockError
+from random_programs import model, mutants
+
+Spec = dict[str, Any]
+
+
+def serve(medium: str) -> None:
+    """Run the programs that the pool puts into the store, one after the other, until it says "end"."""
+    # The store outlives every program, as torchrun's outlives every restart.
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=datetime.timedelta(hours=2)
+    )
+    _warm_up()
+    number = 0
+    while True:
+        order = json.loads(store.get(f"program {number}"))
+        if order == "end":
+            return
+        if rank < order["program"]["ranks"]:
+            with mutants.planted(order["mutant"]):
+                report = run(order["program"], order["backend"], store, f"{number}", rank)
+            ranks.note(f"report {number}", report)
+        number += 1
+
+
+def run(program: dict[str, Any], backend: str, store: Any, name: str, rank: int) -> dict[str, Any]:
+    """Run one program on this rank.
+
+    Returns: ``ends``: for each step that made or waited for a call, how that went; ``complaints``: what is wrong whatever the
+        program is; ``digests``: of results that must have the same bits on all ranks; ``seconds``.
+    """
+    started_s = time.monotonic()
+    before = _held()
+    rank_of = _Rank(program, backend, rank)
+    try:
+        if rank_of.begin(dist.PrefixStore(f"programs/{name}", store)):
+            rank_of.play()
+            if backend != "penstock":
+                # gloo fails to connect to a rank that has nothing to do and leaves.
+                dist.barrier()
+    except Exception:
+        rank_of.complain(f"the tester failed:\n{traceback.format_exc()}")
+    rank_of.end()
+    rank_of.look_for_leaks(before)
+    return {
+        "ends": rank_of.ends,
+        "complaints": rank_of.complaints,
+        "digests": rank_of.digests,
+        "seconds": round(time.monotonic() - started_s, 3),
+    }
+
+
+class _Rank:
+    def __init__(self, program: dict[str, Any], backend: str, rank: int) -> None:
+        self.program, self.backend, self.rank = program, backend, rank
+        self.groups: dict[str, Any] = {}
+        self.pending: dict[str, _Pending] = {}
+        self.ends: list[dict[str, Any]] = []
+        self.complaints: list[str] = []
+        self.digests: dict[str, int] = {}
+        self.storages: list[tuple[str, StorageWeakRef]] = []
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.is_over = False
+
+    def complain(self, text: str) -> None:
+        if len(self.complaints) < 20:
+            self.complaints.append(text)
+
+    def begin(self, store: Any) -> bool:
+        def init() -> None:
+            dist.init_process_group(
+                self.backend,
+                store=store,
+                rank=self.rank,
+                world_size=self.program["ranks"],
+                timeout=datetime.timedelta(seconds=self.program["timeout_s"]),
+            )
+            self.groups["world"] = dist.group.WORLD
+
+        # A wrong program's first call may fail on one rank while another is still joining.
+        return self._try("", "init", init)
+
+    def play(self) -> None:
+        for step in self.program["steps"][self.rank]:
+            what = step[0]
+            if what == "pause":
+                time.sleep(step[1] / 1e6)
+            elif what == "stop":
+                self._stop(step[1])
+            elif what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif what == "leave":
+                return
+            elif what == "refused":
+                self._refused(step[1])
+            elif what == "drop":
+                if step[1] in self.pending:
+                    self.pending[step[1]].drop()
+            elif what == "wait":
+                pending = self.pending.pop(step[1], None)
+                if pending is not None:
+                    self._try(step[1], "wait", lambda pending=pending: self._finish(pending))
+            else:
+                self._issue(step[1], step[2] if len(step) > 2 else {}, blocking=what == "call")
+            if self.is_over:
+                return
+        # What the program has not waited for, because shrinking took the wait away.
+        for name in list(self.pending):
+            pending = self.pending.pop(name)
+            self._try(name, "wait", lambda pending=pending: self._finish(pending))
+
+    def _issue(self, name: str, changes: Spec, *, blocking: bool) -> None:
+        spec = {**self.program["calls"][name], **changes}
+        if spec["call"] == "new_group":
+            self._try(name, "call", lambda: self._new_group(spec))
+            return
+        group = self.groups.get(spec["group"])
+        if group is None:
+            return
+        if spec["call"] == "destroy_group":
+            self._try(name, "call", lambda: dist.destroy_process_group(self.groups.pop(spec["group"])))
+            return
+        pending = _Pending(self, name, spec, group, compared=not changes)
+        if not self._try(name, "issue", lambda: pending.issue(blocking)):
+            return
+        if blocking:
+            self._try(name, "wait", lambda: self._finish(pending))
+        else:
+            self.pending[name] = pending
+
+    def _refused(self, name: str) -> None:
+        """Make a call with a tensor that cannot be served in the last place: it must say so, and send nothing."""
+        if self.backend != "penstock" or self.program["calls"][name]["group"] not in self.groups:
+            return
+        spec = self.program["calls"][name]
+        pending = _Pending(self, name, spec, self.groups[spec["group"]], compared=False)
+        last = pending.tensors[-1]
+        pending.tensors[-1] = last.new_zeros(2 * max(2, last.numel()))[::2]
+        try:
+            pending.issue(blocking=True)
+        except PenstockError as error:
+            if not error.group_lives:
+                self.complain(f"call {name}: a refused tensor's error says that the group is lost: {error}")
+        else:
+            self.complain(f"call {name}: a tensor of strides {pending.tensors[-1].stride()} was not refused")
+
+    def _new_group(self, spec: Spec) -> None:
+        made = dist.new_group(self.program["groups"][spec["group"]])
+        if made is not dist.GroupMember.NON_GROUP_MEMBER:
+            self.groups[spec["group"]] = made
+
+    def _finish(self, pending: _Pending) -> None:
+        pending.wait()
+        pending.check()
+
+    def _try(self, name: str, step: str, action: Callable[[], object]) -> bool:
+        """Do it, and note how it ended."""
+        started_s = time.monotonic()
+        end: dict[str, Any] = {"call": name, "step": step}
+        try:
+            action()
+        except Exception as error:
+            end |= {
+                "kinds": [kind.__name__ for kind in type(error).__mro__],
+                "text": str(error)[:1000],
+                "lives": bool(getattr(error, "group_lives", False)),
+            }
+            # A program that has lost a rank ends; one that is told that its ranks disagree may go on in other groups.
+            self.is_over = (
+                isinstance(error, (PeerLost, Closed)) or "PeerLost: " in str(error) or "Closed: " in str(error)
+            )
+        ended_s = time.monotonic()
+        end["seconds"] = round(ended_s - started_s, 3)
+        if self.program["calls"].get(name, {}).get("call") in ("barrier", "monitored_barrier"):
+            # The clock is the same for all processes of a machine.
+            end["from_s"], end["to_s"] = started_s, ended_s
+        self.ends.append(end)
+        return "kinds" not in end
+
+    def _stop(self, length_s: float) -> None:
+        """Stop this process, as a debugger or a suspended machine does; another process continues it."""
+        pid = os.getpid()
+        self.children.append(subprocess.Popen(["/bin/sh", "-c", f"sleep {length_s}; kill -CONT {pid}"]))
+        os.kill(pid, signal.SIGSTOP)
+
+    def end(self) -> None:
+        self.pending.clear()
+        self.groups.clear()
+        if dist.is_initialized():
+            self._try("", "destroy", dist.destroy_process_group)
+        for child in self.children:
+            child.wait()
+
+    def look_for_leaks(self, before: tuple[int, int]) -> None:
+        """Everything that this program used is given back, soon after its last group has gone."""
+        deadline_s = time.monotonic() + _SETTLE_S
+        while True:
+            gc.collect()
+            alive = [label for label, one in self.storages if not one.expired()]
+            descriptors, threads = _held()
+            grown = descriptors > before[0] or threads > before[1]
+            if not alive and not grown:
+                break
+            if time.monotonic() > deadline_s:
+                if alive:
+                    self.complain(f"leak: still held after the end: the memory of {', '.join(alive[:5])}")
+                if grown:
+                    self.complain(
+                        f"leak: {descriptors} descriptors and {threads} threads at the end, {before[0]} and {before[1]} "
+                        f"before; threads: {_threads()}; open: {_open_files()}"
+                    )
+                break
+            time.sleep(0.01)
+        self.storages.clear()
+
+
+class _Pending:
+    """A call that was made: its tensors, its work, and what must come out."""
+
+    def __init__(self, rank: _Rank, name: str, spec: Spec, group: Any, *, compared: bool) -> None:
+        self.rank, self.name, self.spec, self.group = rank, name, spec, group
+        self.compared = compared
+        members = rank.program["groups"][spec["group"]]
+        self.size, self.me = len(members), members.index(rank.rank)
+        self.global_ranks = members
+        self.what = f"call {name} ({spec['call']} in {spec['group']})"
+        self.slots = model.slots(spec, self.size, self.me)
+        self.made = [_Made(slot, index) for index, slot in enumerate(self.slots)]
+        self.tensors = [made.tensor for made in self.made]
+        rank.storages += [
+            (f"{self.what} {made.slot.label}", StorageWeakRef(made.whole.untyped_storage())) for made in self.made
+        ]
+        self.works: list[Any] = []
+        self.value: Any = None
+
+    def issue(self, blocking: bool) -> None:
+        found = _CALLS[self.spec["call"]](self, not blocking)
+        self.works = [] if found is None else found if isinstance(found, list) else [found]
+
+    def wait(self) -> None:
+        order = list(self.works)
+        random.Random(self.name).shuffle(order)
+        for work in order:
+            work.wait()
+
+    def drop(self) -> None:
+        """The program no longer holds the tensors; the engine must."""
+        self.made, self.tensors = [], []
+
+    def check(self) -> None:
+        if self.compared:
+            for made in self.made:
+                text = made.wrong()
+                if text:
+                    self.rank.complain(f"{self.what}, {made.slot.label}: {text}")
+        if self.compared and self.made and self.spec["call"] in _ALIKE:
+            digest = 0
+            for made in self.made:
+                if isinstance(made.slot.after, np.ndarray):
+                    digest = zlib.crc32(_bytes(made.tensor), digest)
+            self.rank.digests[self.name] = digest
+
+    def expect(self, found: Any, expected: Any) -> None:
+        if expected is not None and found != expected and self.compared:
+            self.rank.complain(f"{self.what}: {_short(found)} instead of {_short(expected)}")
+
+    @property
+    def root(self) -> int:
+        return self.global_ranks[self.spec["root"]]
+
+    @property
+    def op(self) -> Any:
+        if self.spec["reduce"] == "PREMUL_SUM":
+            return dist._make_nccl_premul_sum(reference.PREMUL_FACTOR)
+        return getattr(dist.ReduceOp, self.spec["reduce"])
+
+
+class _Made:
+    """A tensor of a layout, in memory with a guard on both sides where it is a slice."""
+
+    def __init__(self, slot: model.Slot, index: int) -> None:
+        self.slot = slot
+        flat, count, layout = slot.before, slot.before.numel(), slot.layout
+        self.guards: list[torch.Tensor] = []
+        if layout == "slice":
+            edge = (1, 3, 64)[index % 3]
+            self.whole = model.poison(count + 2 * edge, str(flat.dtype).removeprefix("torch."))
+            self.tensor = self.whole[edge : edge + count]
+            self.tensor.copy_(flat)
+            self.guards = [self.whole[:edge], self.whole[edge + count :]]
+            self.guard_bits = [_bytes(one) for one in self.guards]
+        elif layout == "strided" and count > 1:
+            self.whole = model.poison(2 * count, str(flat.dtype).removeprefix("torch."))
+            self.tensor = self.whole[::2]
+            self.tensor.copy_(flat)
+            self.guards = [self.whole[1::2]]
+            self.guard_bits = [_bytes(one) for one in self.guards]
+        elif layout == "shared" and flat.dtype not in _NOT_SHARED:
+            import penstock
+
+            self.whole = self.tensor = penstock.empty(count, dtype=flat.dtype)
+            self.tensor.copy_(flat)
+        else:
+            self.whole = self.tensor = flat.clone()
+            if layout == "matrix" and count % 2 == 0:
+                self.tensor = self.whole.view(-1, 2) if count % 4 else self.whole.view(2, -1, 2)
+            if layout == "channels_last" and count % 8 == 0 and count:
+                self.tensor = self.whole.view(1, 2, 2, -1).permute(0, 3, 1, 2)
+            if layout == "scalar" and count == 1:
+                self.tensor = self.whole.view(())
+
+    def wrong(self) -> str | None:
+        """What is wrong with the tensor after its call."""
+        for guard, bits in zip(self.guards, self.guard_bits if self.guards else [], strict=True):
+            if _bytes(guard) != bits:
+                return f"memory beside the tensor ({self.slot.layout}) has changed"
+        # In the order in memory, which is the model's.
+        flat = self.whole if self.whole.numel() == self.tensor.numel() else self.tensor
+        after, found = self.slot.after, flat.detach().reshape(-1)[self.slot.part or slice(None)]
+        if after is None:
+            return None
+        if isinstance(after, torch.Tensor):
+            if _bytes(found) == _bytes(after):
+                return None
+            differs = (_words(found) != _words(after)).any(-1)
+            first = int(np.flatnonzero(differs)[0])
+            return (
+                f"{int(differs.sum())} of {found.numel()} elements ({found.dtype}) are wrong, the first at {first}: "
+                f"{found[first].item()} instead of {after[first].item()}"
+            )
+        numbers = found.double().numpy() if found.is_floating_point() else found.numpy()
+        with np.errstate(invalid="ignore"):
+            off = ~(np.abs(numbers.astype(np.float64) - after.astype(np.float64)) <= self.slot.bound)
+        if numbers.dtype == after.dtype and not np.any(self.slot.bound):
+            off = numbers != after
+        if not off.any():
+            return None
+        first = int(np.flatnonzero(off)[0])
+        return (
+            f"{int(off.sum())} of {found.numel()} elements ({found.dtype}) are wrong, the first at {first}: "
+            f"{numbers[first]} instead of {after[first]}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ one function a call
+# Each makes the call and returns its work, or works, or None if it blocked.
+
+
+def _all_reduce(p: _Pending, later: bool) -> Any:
+    return dist.all_reduce(p.tensors[0], op=p.op, group=p.group, async_op=later)
+
+
+def _all_reduce_coalesced(p: _Pending, later: bool) -> Any:
+    return dist.all_reduce_coalesced(p.tensors, op=p.op, group=p.group, async_op=later)
+
+
+def _coalesced(p: _Pending, later: bool, each: Callable[[], None]) -> Any:
+    with dist._coalescing_manager(p.group, device=torch.device("cpu"), async_ops=later) as manager:
+        each()
+    return manager if later else None
+
+
+def _coalesced_all_reduce(p: _Pending, later: bool) -> Any:
+    return _coalesced(p, later, lambda: [dist.all_reduce(one, op=p.op, group=p.group) for one in p.tensors])
+
+
+def _pairs(p: _Pending) -> list[list[torch.Tensor]]:
+    return [p.tensors[at : at + 2] for at in range(0, len(p.tensors), 2)]
+
+
+def _coalesced_all_gather(p: _Pending, later: bool) -> Any:
+    return _coalesced(
+        p, later, lambda: [dist.all_gather_into_tensor(whole, own, group=p.group) for own, whole in _pairs(p)]
+    )
+
+
+def _coalesced_reduce_scatter(p: _Pending, later: bool) -> Any:
+    return _coalesced(
+        p, later, lambda: [dist.reduce_scatter_tensor(own, whole, op=p.op, group=p.group) for whole, own in _pairs(p)]
+    )
+
+
+def _functional_all_reduce(p: _Pending, later: bool) -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    if p.spec["reduce"] == "PREMUL_SUM":
+        dist.all_reduce(p.tensors[0], op=p.op, group=p.group)
+    else:
+        result = functional.all_reduce(p.tensors[0], p.spec["reduce"].lower(), p.group)
+        p.tensors[0].copy_(functional.wait_tensor(result))
+
+
+def _reduce(p: _Pending, later: bool) -> Any:
+    return dist.reduce(p.tensors[0], dst=p.root, op=p.op, group=p.group, async_op=later)
+
+
+def _broadcast(p: _Pending, later: bool) -> Any:
+    return dist.broadcast(p.tensors[0], src=p.root, group=p.group, async_op=later)
+
+
+def _all_gather(p: _Pending, later: bool) -> Any:
+    return dist.all_gather(p.tensors[1:], p.tensors[0], group=p.group, async_op=later)
+
+
+def _own_part(p: _Pending, whole: torch.Tensor) -> torch.Tensor:
+    (count,) = p.spec["counts"]
+    return whole.view(-1)[p.me * count : (p.me + 1) * count]
+
+
+def _all_gather_into_tensor(p: _Pending, later: bool) -> Any:
+    whole = p.tensors[-1]
+    own = _own_part(p, whole) if p.spec["in_place"] else p.tensors[0]
+    if p.spec["stacked"]:
+        whole = whole.view(p.size, -1) if whole.numel() else whole.view(p.size, 0)
+    return dist.all_gather_into_tensor(whole, own, group=p.group, async_op=later)
+
+
+def _reduce_scatter_tensor(p: _Pending, later: bool) -> Any:
+    whole = p.tensors[0]
+    own = _own_part(p, whole) if p.spec["in_place"] else p.tensors[1]
+    return dist.reduce_scatter_tensor(own, whole, op=p.op, group=p.group, async_op=later)
+
+
+def _gather(p: _Pending, later: bool) -> Any:
+    outputs = p.tensors[1:] if p.me == p.spec["root"] else None
+    return dist.gather(p.tensors[0], outputs, dst=p.root, group=p.group, async_op=later)
+
+
+def _scatter(p: _Pending, later: bool) -> Any:
+    inputs = p.tensors[1:] if p.me == p.spec["root"] else None
+    return dist.scatter(p.tensors[0], inputs, src=p.root, group=p.group, async_op=later)
+
+
+def _reduce_scatter(p: _Pending, later: bool) -> Any:
+    return dist.reduce_scatter(p.tensors[0], p.tensors[1:], op=p.op, group=p.group, async_op=later)
+
+
+def _all_to_all(p: _Pending, later: bool) -> Any:
+    return dist.all_to_all(p.tensors[: p.size], p.tensors[p.size :], group=p.group, async_op=later)
+
+
+def _all_to_all_single(p: _Pending, later: bool) -> Any:
+    output, given = (
+        one.view(-1, p.spec["width"]) if one.numel() else one.view(0, p.spec["width"]) for one in p.tensors
+    )
+    received = [p.spec["splits"][s][p.me] for s in range(p.size)]
+    splits = {} if p.spec["even"] else {"output_split_sizes": received, "input_split_sizes": p.spec["splits"][p.me]}
+    return dist.all_to_all_single(output, given, group=p.group, async_op=later, **splits)
+
+
+def _barrier(p: _Pending, later: bool) -> Any:
+    return dist.barrier(group=p.group, async_op=later)
+
+
+def _monitored_barrier(p: _Pending, later: bool) -> None:
+    dist.monitored_barrier(group=p.group)
+
+
+def _message(p: _Pending, later: bool) -> Any:
+    src, dst = p.global_ranks[p.spec["src"]], p.global_ranks[p.spec["dst"]]
+    tag = p.spec["tag"]
+    if p.me == p.spec["src"]:
+        return (dist.isend if later else dist.send)(p.tensors[0], dst, group=p.group, tag=tag)
+    found = (dist.irecv if later else dist.recv)(p.tensors[0], src, group=p.group, tag=tag)
+    return found if later else p.expect(found, src)
+
+
+def _exchange(p: _Pending, later: bool) -> Any:
+    calls, tensors = [], iter(p.tensors)
+    for src, dst, _ in p.spec["messages"]:
+        if p.me in (src, dst):
+            how, peer = (dist.isend, dst) if p.me == src else (dist.irecv, src)
+            tag = p.spec["back_tag"] if src > dst else 0
+            calls.append(dist.P2POp(how, next(tensors), p.global_ranks[peer], group=p.group, tag=tag))
+    works = dist.batch_isend_irecv(calls) if calls else []
+    if later:
+        return works
+    for work in works:
+        work.wait()
+    return None
+
+
+def _all_gather_object(p: _Pending, later: bool) -> None:
+    found: list[Any] = [None] * p.size
+    dist.all_gather_object(found, model.objects(p.spec, p.me), group=p.group)
+    p.expect(found, model.expected_objects(p.spec, p.size, p.me))
+
+
+def _broadcast_object_list(p: _Pending, later: bool) -> None:
+    found = [model.objects(p.spec, p.me) if p.me == p.spec["root"] else None]
+    dist.broadcast_object_list(found, src=p.root, group=p.group)
+    p.expect(found, model.expected_objects(p.spec, p.size, p.me))
+
+
+def _gather_object(p: _Pending, later: bool) -> None:
+    found = [None] * p.size if p.me == p.spec["root"] else None
+    dist.gather_object(model.objects(p.spec, p.me), found, dst=p.root, group=p.group)
+    p.expect(found, model.expected_objects(p.spec, p.size, p.me))
+
+
+def _scatter_object_list(p: _Pending, later: bool) -> None:
+    given = [{"to": rank, **model.objects(p.spec, p.me)} for rank in range(p.size)]
+    found: list[Any] = [None]
+    dist.scatter_object_list(found, given if p.me == p.spec["root"] else None, src=p.root, group=p.group)
+    p.expect(found, model.expected_objects(p.spec, p.size, p.me))
+
+
+def _reducer(p: _Pending, later: bool) -> None:
+    """Backward passes whose gradients are known: each parameter's is what the loss multiplies it with."""
+    if p.rank.backend != "penstock":
+        return
+    from penstock.torch import GradientReducer
+
+    kind = getattr(torch, p.spec["dtype"])
+    parameters = [torch.nn.Parameter(torch.zeros(count, dtype=kind)) for count in p.spec["counts"]]
+    reducer = GradientReducer(parameters, p.group, unit_bytes=p.spec["unit_bytes"])
+    try:
+        _train(p, parameters)
+    finally:
+        if p.spec["closed"]:
+            reducer.close()
+
+
+def _train(p: _Pending, parameters: list[torch.nn.Parameter]) -> None:
+    for number, (given, averages) in enumerate(model.gradients(p.spec, p.size, p.me)):
+        for parameter in parameters:
+            parameter.grad = None
+        terms = [(parameter * one).sum() for parameter, one in zip(parameters, given, strict=True) if one is not None]
+        if not terms:
+            # The others would wait for a pass that touches no parameter.
+            terms = [(parameters[0] * torch.zeros_like(parameters[0])).sum()]
+            averages = [
+                (np.zeros(p.spec["counts"][0]), 0) if index == 0 and one is None else one
+                for index, one in enumerate(averages)
+            ]
+        sum(terms).backward()  # type: ignore[union-attr]
+        for index, (parameter, one) in enumerate(zip(parameters, averages, strict=True)):
+            if one is None or parameter.grad is None:
+                # Whether another rank made an empty pass is its own affair: None and zeros are both right.
+                made = parameter.grad is not None and parameter.grad.abs().max() != 0
+                if made or (one is not None and one[0].any()):
+                    p.rank.complain(f"{p.what}, step {number}, parameter {index}: {parameter.grad} instead of {one}")
+                continue
+            made = _Made(model.Slot(parameter.grad, *one), 0)
+            text = made.wrong()
+            if text:
+                p.rank.complain(f"{p.what}, step {number}, parameter {index}: {text}")
+            key = f"{p.name}/{number}/{index}"
+            p.rank.digests[key] = zlib.crc32(_bytes(parameter.grad))
+
+
+def _hvd_allreduce(p: _Pending, later: bool) -> None:
+    if p.rank.backend != "penstock":
+        return
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    try:
+        order = list(range(len(p.tensors)))
+        random.Random(f"{p.spec['key']} {p.me}").shuffle(order)
+        handles = {index: hvd.allreduce_async(p.tensors[index], name=f"t{index}", op=hvd.Average) for index in order}
+        for index in sorted(order, reverse=p.me % 2 == 0):
+            p.tensors[index].copy_(hvd.synchronize(handles[index]))
+    finally:
+        hvd.shutdown()
+
+
+_CALLS: dict[str, Callable[[_Pending, bool], Any]] = {
+    "all_reduce": _all_reduce,
+    "all_reduce_coalesced": _all_reduce_coalesced,
+    "coalesced all_reduce": _coalesced_all_reduce,
+    "functional all_reduce": _functional_all_reduce,
+    "coalesced all_gather_into_tensor": _coalesced_all_gather,
+    "coalesced reduce_scatter_tensor": _coalesced_reduce_scatter,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all_single,
+    "barrier": _barrier,
+    "monitored_barrier": _monitored_barrier,
+    "message": _message,
+    "exchange": _exchange,
+    "all_gather_object": _all_gather_object,
+    "broadcast_object_list": _broadcast_object_list,
+    "gather_object": _gather_object,
+    "scatter_object_list": _scatter_object_list,
+    "reducer": _reducer,
+    "hvd allreduce": _hvd_allreduce,
+}
+# Calls whose reduced tensors must have the same bits on all ranks.
+_ALIKE = {"all_reduce", "all_reduce_coalesced", "coalesced all_reduce", "functional all_reduce", "hvd allreduce"}
+
+
+# -------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _warm_up() -> None:
+    """Everything that a process opens once and keeps: imports, the clocks' files, the threads of autograd."""
+    torch.ones(1, requires_grad=True).sum().backward()
+    for module in ("penstock.torch.gradients", "penstock.horovod.torch", "torch.distributed._functional_collectives"):
+        with contextlib.suppress(ImportError):
+            __import__(module)
+
+
+def _held() -> tuple[int, int]:
+    """Descriptors and threads of this process, without the two spare threads that the engine keeps for callbacks."""
+    threads = _threads()
+    spare = min(2, sum(one.startswith("penstock-callba") for one in threads))
+    return len(os.listdir("/proc/self/fd")), len(threads) - spare
+
+
+def _threads() -> list[str]:
+    found = []
+    for one in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{one}/comm") as file:
+            found.append(file.read().strip())
+    return found
+
+
+def _open_files() -> list[str]:
+    found = []
+    for one in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{one}"))
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().reshape(-1)
+    return reference.raw(flat.contiguous()).numpy().tobytes()
+
+
+def _words(tensor: torch.Tensor) -> np.ndarray:
+    return np.frombuffer(_bytes(tensor), dtype=np.uint8).reshape(tensor.numel(), -1)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 300 else f"{text[:300]}..."
+
+
+_NOT_SHARED = {torch.bool}
+# How long a program's last threads and descriptors may take to go, on a machine that does much else.
+_SETTLE_S = 5.0

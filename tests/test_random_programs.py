@@ -1,0 +1,154 @@
+"""Proves that random programs of torch.distributed calls do on real ranks what a model says: docs/random-programs.md.
+
+A fixed range of seeds and every seed that ever failed; `./dev fuzz` runs new ones at length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from random_programs import generate, judge, known, mutants, render, shrink
+from random_programs.pool import MEDIA, Pool
+
+FAILED = [
+    json.loads(line) for line in (pathlib.Path(generate.__file__).parent / "failed.jsonl").read_text().splitlines()
+]
+# In parts, so that a failure says more, and none comes near the limit of a test.
+SEEDS = [range(start, start + 25) for start in range(0, 100, 25)]
+# What is planted in every run of the tests; the others are looked for with `./dev fuzz --mutant all`.
+PLANTED = ["avg-without-division", "descriptor-lost", "error-of-wrong-kind"]
+
+
+def test_a_seed_is_a_program() -> None:
+    """The same seed gives the same program; programs are plain data; each call is known to the model and to the renderer."""
+    for seed in range(300):
+        program = generate.generate(seed)
+        assert json.loads(json.dumps(program)) == program
+        assert generate.generate(seed) == program
+        compile(render.script(program, ["nothing"]), f"seed {seed}", "exec")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_right_programs_cannot_block(seed: int) -> None:
+    """Whatever order the ranks run in, a right program comes to its end: the timeline of `generate` holds."""
+    program = generate.generate(seed, wrong=False)
+    order = random.Random(seed)
+    at = [0] * program["ranks"]
+    issued: dict[str, set[int]] = {name: set() for name in program["calls"]}
+
+    def is_ready(rank: int) -> bool:
+        if at[rank] == len(program["steps"][rank]):
+            return False
+        step = program["steps"][rank][at[rank]]
+        if step[0] in ("call", "wait"):
+            issued[step[1]].add(rank)
+            return issued[step[1]] == set(generate.members(program, program["calls"][step[1]]))
+        return True
+
+    while ready := [rank for rank in range(program["ranks"]) if is_ready(rank)]:
+        rank = order.choice(ready)
+        step = program["steps"][rank][at[rank]]
+        if step[0] == "issue":
+            issued[step[1]].add(rank)
+        at[rank] += 1
+    assert at == [len(steps) for steps in program["steps"]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shrinking_keeps_programs_whole(seed: int) -> None:
+    """A failure that needs one call shrinks to little more than that call, and every candidate on the way is a program."""
+    program = generate.generate(seed, wrong=False)
+    wanted = next((spec["call"] for spec in program["calls"].values() if spec["call"] != "new_group"), None)
+    if wanted is None:
+        return
+
+    def fails(candidate: dict[str, Any]) -> bool:
+        compile(render.script(candidate, []), "candidate", "exec")
+        return any(spec["call"] == wanted for spec in candidate["calls"].values())
+
+    small = shrink.shrink(program, fails, trials=2000)
+    assert fails(small)
+    assert sum(spec["call"] != "new_group" for spec in small["calls"].values()) == 1
+    assert shrink.size(small) <= shrink.size(program)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[str, Pool]]:
+    """Ranks to run on, by medium."""
+    with contextlib.ExitStack() as stack:
+        yield {medium: stack.enter_context(Pool(medium)) for medium in MEDIA}
+
+
+@pytest.mark.parametrize("medium", list(MEDIA))
+@pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"from-{seeds.start}")
+def test_seeds(seeds: range, medium: str, pools: dict[str, Pool]) -> None:
+    """A fixed range of seeds, right and wrong programs, does what the model says; nothing is left behind."""
+    for seed in seeds:
+        complaints = pools[medium].run(generate.generate(seed, medium=medium, avoid=known.AVOID))
+        again = f"seed {seed}: ./dev fuzz --seed {seed} --count 1 --medium {medium}"
+        assert not complaints, "\n".join([again, *complaints])
+
+
+@pytest.mark.parametrize("failed", FAILED, ids=lambda failed: failed["name"].replace(" ", "-"))
+@pytest.mark.parametrize("medium", list(MEDIA))
+def test_programs_that_failed(failed: dict[str, Any], medium: str, pools: dict[str, Pool]) -> None:
+    """What random programs once found stays mended."""
+    if failed["known"] in known.AVOID:
+        pytest.skip(f"stands: {known.AVOID[failed['known']]}")
+    program = {**failed["program"], "medium": medium}
+    assert not pools[medium].run(program)
+
+
+def test_model_agrees_with_gloo(pools: dict[str, Pool]) -> None:
+    """The model is right where gloo has the calls: gloo passes the programs that penstock passes."""
+    for seed in range(0, 40, 2):
+        program = generate.for_gloo(generate.generate(seed, wrong=False, avoid=known.AVOID))
+        assert not pools["tcp"].run(program, backend="gloo"), f"seed {seed} on gloo"
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_faults_are_found(name: str) -> None:
+    """The tester fails where it must: a fault planted in the ranks is found by one of the first programs."""
+    with Pool(mutants.MUTANTS[name].medium, mutant=name) as pool:
+        for seed in range(200):
+            if pool.run(generate.generate(seed, avoid=known.AVOID)):
+                return
+    pytest.fail(f"{name}: 200 programs have not found it")
+
+
+def test_rendered_script_runs(tmp_path: pathlib.Path) -> None:
+    """A program's script of plain torch calls runs by itself, and reports nothing wrong."""
+    program = generate.generate(3, wrong=False, avoid=known.AVOID)
+    script = tmp_path / "program.py"
+    script.write_text(render.script(program, ["nothing"]))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("has ended") == program["ranks"], done.stdout
+    assert "WRONG" not in done.stdout, done.stdout
+
+
+def test_judge_sees_what_is_missing() -> None:
+    """A deviation that nobody notices, an error of another kind and one that names nobody are complaints."""
+    program = {
+        "calls": {"0": {"call": "all_reduce", "group": "world"}},
+        "wrong": {"kind": "dtype", "rank": 1, "call": "0"},
+    }
+
+    def said(kind: str, text: str) -> list[str]:
+        end = {"call": "0", "step": "wait", "seconds": 0.1, "kinds": [kind], "text": text}
+        report = {"ends": [end], "complaints": [], "digests": {}}
+        return judge.judge(program, {0: report, 1: report})
+
+    assert said("Mismatch", "on rank 1") == []
+    assert any("nobody noticed" in text for text in judge.judge(program, {}))
+    assert any("not an error that" in text for text in said("PeerLost", "rank 1 died"))
+    assert any("names no rank" in text for text in said("Mismatch", "something differs"))
