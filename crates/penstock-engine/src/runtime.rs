@@ -370,7 +370,7 @@ impl Runtime {
             work: BTreeSet::new(),
             recorder,
             stopping: false,
-            patience: 0,
+            patience: LEAST_PATIENCE,
             effects: Vec::new(),
             finished: 0,
             longest_timeout: 0,

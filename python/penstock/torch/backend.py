@@ -357,7 +357,7 @@ class _Collectives:
         input_bytes: list[int],
         opts: Any,
     ) -> Any:
-        # The parts differ between ranks by right: the engine compares them pair by pair, empty ones too.
+        # The parts differ between ranks by right: what must agree is checked pair by pair, from the messages' lengths.
         return self._start(
             "all_to_all",
             opts,

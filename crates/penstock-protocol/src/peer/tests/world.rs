@@ -632,7 +632,9 @@ impl World {
         let messages = self.ops[op].messages.clone();
         for (message, spec) in messages.iter().enumerate() {
             if spec.to == node {
-                if !spec.copied && !self.pairs[self.pair_of(spec.from, node).0].peers[0].config.references {
+                // A short one that is not copied is announced.
+                let peer = &self.pairs[self.pair_of(spec.from, node).0].peers[0];
+                if !spec.copied && !peer.config.references && spec.len > peer.eager_limit() {
                     let later = if self.slow_grants > 0 { self.rng.random_range(0..self.slow_grants) } else { 0 };
                     self.plan(self.now.plus(later), Action::Grant { op, message });
                 }
