@@ -183,6 +183,14 @@ def test_nothing_touches_the_buffer_after_the_error(medium: Backend) -> None:
             assert outcome.ok, str(outcome)
 
 
+@pytest.mark.parametrize("program", ["reducer", "atexit"])
+def test_use_after_the_end(program: str) -> None:
+    """A backward pass whose reducer outlives its group, and a collective in an atexit handler: Closed at once, and no wait."""
+    with ranks.Ranks(_use_after_the_end, count=2, args=(program,), env=TCP.env) as job:
+        for outcome in job.outcomes(timeout_s=20, grace_s=None):
+            assert outcome.ok and "refused: Closed" in outcome.output, str(outcome)
+
+
 # ------------------------------------------------------------------------------------- scripts that disagree
 
 
@@ -670,6 +678,20 @@ def _start_again_without_rank_1() -> float:
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     return tensor[-1].item()
+
+
+def _use_after_the_end(program: str) -> None:
+    if program == "atexit":
+        # Registered first, so it runs after Penstock's own handler.
+        atexit.register(lambda: print("refused:", _raised_by(lambda: dist.all_reduce(torch.ones(4)))))
+    rank, _ = _start()
+    if program == "reducer":
+        model = perceptron()
+        reducer = penstock.torch.GradientReducer(model)
+        regression(model, *batch(0, rank)).backward()
+        dist.destroy_process_group()
+        print("refused:", _raised_by(regression(model, *batch(1, rank)).backward))
+        del reducer
 
 
 def _train_for_ever() -> None:

@@ -6,7 +6,7 @@ use crate::pages::HugePages;
 use crate::recorder::{Entry as Recorded, Record, Recorder};
 use crate::reported::Reported;
 use crate::stats::{GroupStats, PeerStats, Stats};
-use crate::ticket::Ticket;
+use crate::ticket::{Promise, Ticket};
 use penstock_net::fds::Fd;
 use penstock_net::memory::{Landmark, Mapping, Region, Remote};
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
@@ -22,20 +22,66 @@ use penstock_types::{
 use std::any::Any;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::time::Instant;
 
 /// What the callers' threads and the engine's thread share.
 #[derive(Debug, Default)]
-pub(crate) struct Shared {
-    pub(crate) commands: Mutex<Vec<Command>>,
+pub(crate) struct Shared(Mutex<Mailbox>);
+
+#[derive(Debug, Default)]
+struct Mailbox {
+    commands: Vec<Command>,
+    /// Why the engine's thread reads no more commands.
+    closed: Option<Failure>,
+}
+
+impl Shared {
+    /// Hands a command to the engine's thread. If that has ended, `ticket` says why, and the result is false.
+    pub(crate) fn post(&self, command: Command, ticket: &Ticket) -> bool {
+        let mut mailbox = self.lock();
+        let Some(failure) = mailbox.closed.clone() else {
+            mailbox.commands.push(command);
+            return true;
+        };
+        drop(mailbox);
+        // Before the command is dropped, and with it its promise.
+        ticket.complete(Err(failure));
+        false
+    }
+
+    /// Refuses commands from now on. Those that nobody has read fail as later ones do.
+    pub(crate) fn close(&self, failure: &Failure) {
+        let mut mailbox = self.lock();
+        mailbox.closed.get_or_insert_with(|| failure.clone());
+        let unread = std::mem::take(&mut mailbox.commands);
+        drop(mailbox);
+        for command in unread {
+            if let Command::Join(_, promise) | Command::Start(_, _, promise) | Command::Watch(_, promise) = command {
+                promise.complete(Err(failure.clone()));
+            }
+        }
+    }
+
+    /// Why commands are refused, if they are.
+    pub(crate) fn closed(&self) -> Option<Failure> {
+        self.lock().closed.clone()
+    }
+
+    fn take(&self) -> Vec<Command> {
+        std::mem::take(&mut self.lock().commands)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Mailbox> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
 }
 
 /// What a caller asks of the engine's thread.
 #[derive(Debug)]
 pub(crate) enum Command {
-    Join(GroupSpec, Ticket),
-    Start(GroupId, Call, Ticket),
+    Join(GroupSpec, Promise),
+    Start(GroupId, Call, Promise),
     Release(GroupId, Ticket),
     Leave(GroupId),
     /// The all-reduce algorithm of a group from its next operation on, and the streams to use to each of its ranks.
@@ -44,13 +90,16 @@ pub(crate) enum Command {
     Abort(GroupId, Failure),
     Expire(GroupId, u64),
     /// A ticket that ends when the group fails, or is left.
-    Watch(GroupId, Ticket),
+    Watch(GroupId, Promise),
     Share(u64, Region),
     Unshare(u64),
     Stats(mpsc::Sender<Stats>),
     Record(mpsc::Sender<String>),
     WriteRecord,
     Stop,
+    /// Panic now, or (`true`) at the next frame: for the tests of what a defect of ours leads to.
+    #[cfg(test)]
+    Panic(bool),
 }
 
 /// A group to join.
@@ -144,6 +193,9 @@ pub(crate) struct Runtime {
     stopping: bool,
     effects: Vec<Effect>,
     finished: u64,
+    /// The next frame panics.
+    #[cfg(test)]
+    panics: bool,
 }
 
 struct PeerInfo {
@@ -199,7 +251,7 @@ struct Group {
     joining: Option<Joining>,
     failed: Option<Failure>,
     /// They end with the group.
-    watches: Vec<Ticket>,
+    watches: Vec<Promise>,
     last_algorithm: String,
 }
 
@@ -241,7 +293,7 @@ impl Departed {
 
 /// A join that has not ended.
 struct Joining {
-    ticket: Ticket,
+    ticket: Promise,
     /// What every rank says of who shares its host, once all links are up: the group's first operation gathers it.
     hosts: Option<Box<[u64]>>,
 }
@@ -258,7 +310,7 @@ struct Waiting {
     call: Call,
     request: Request,
     steps: Arc<Steps>,
-    ticket: Ticket,
+    ticket: Promise,
     /// When it took its place: its time-out counts from then, also while it is held.
     since: Time,
     recorded: Recorded,
@@ -266,7 +318,7 @@ struct Waiting {
 
 struct Active {
     operation: Operation,
-    ticket: Ticket,
+    ticket: Promise,
     fingerprint: Fingerprint,
     recorded: Recorded,
     priority: Priority,
@@ -326,12 +378,14 @@ impl Runtime {
             stopping: false,
             effects: Vec::new(),
             finished: 0,
+            #[cfg(test)]
+            panics: false,
         }
     }
 
     // ------------------------------------------------------------------ commands
 
-    fn join(&mut self, peers: &mut Peers, spec: GroupSpec, ticket: Ticket, now: Time) {
+    fn join(&mut self, peers: &mut Peers, spec: GroupSpec, ticket: Promise, now: Time) {
         let mut members = Vec::with_capacity(spec.members.len());
         let mut refused = None;
         for (rank, contact) in spec.members.iter().enumerate() {
@@ -441,7 +495,7 @@ impl Runtime {
             timeout: u64::MAX,
             keep: Some(own),
         };
-        self.start(peers, id, call, Ticket::default(), now);
+        self.start(peers, id, call, Ticket::default().promise(), now);
     }
 
     /// Completes a join: all ranks know now which of them share a host.
@@ -453,7 +507,7 @@ impl Runtime {
         ticket.complete(Ok(()));
     }
 
-    fn start(&mut self, peers: &mut Peers, id: GroupId, call: Call, ticket: Ticket, now: Time) {
+    fn start(&mut self, peers: &mut Peers, id: GroupId, call: Call, ticket: Promise, now: Time) {
         let Some(group) = self.groups.get_mut(&id) else {
             let gone = Failure::fatal(FailureKind::Closed, "the group was destroyed.");
             return ticket.complete(Err(gone));
@@ -532,7 +586,7 @@ impl Runtime {
     /// The buffers of an operation that was started with `hold` are ready.
     fn release(&mut self, peers: &mut Peers, id: GroupId, ticket: &Ticket, now: Time) {
         let Some(group) = self.groups.get_mut(&id) else { return };
-        let Some(op) = group.held.iter().find(|(_, waiting)| waiting.ticket.is(ticket)).map(|(op, _)| *op) else {
+        let Some(op) = group.held.iter().find(|(_, waiting)| waiting.ticket.is_of(ticket)).map(|(op, _)| *op) else {
             return;
         };
         let waiting = group.held.remove(&op).expect("just found");
@@ -963,6 +1017,26 @@ impl Runtime {
         }
     }
 
+    /// The engine's thread has panicked: fails every group, tells the peers why, and stops.
+    pub(crate) fn crash(&mut self, peers: &mut Peers, failure: &Failure) {
+        self.stopping = true;
+        for id in self.groups.keys().copied().collect::<Vec<_>>() {
+            self.fail_group(peers, id, failure.clone(), true);
+        }
+    }
+
+    /// The engine's thread ends, and the driver is gone: nothing reads or writes a tensor any more. Ends what is still open.
+    pub(crate) fn end(mut self, failure: &Failure) {
+        for (_, mut group) in self.groups.drain() {
+            let running = group.ops.drain().map(|(_, active)| active.ticket);
+            let held = group.held.drain().map(|(_, waiting)| waiting.ticket);
+            let joining = group.joining.take().map(|joining| joining.ticket);
+            for promise in running.chain(held).chain(joining).chain(group.watches.drain(..)) {
+                promise.complete(Err(failure.clone()));
+            }
+        }
+    }
+
     /// The groups that a peer is in.
     fn groups_of(&self, peer: PeerId) -> Vec<GroupId> {
         self.groups.iter().filter(|(_, group)| group.members.contains(&Some(peer))).map(|(id, _)| *id).collect()
@@ -1092,6 +1166,8 @@ impl Handler for Runtime {
         payload: &[u8],
         placed: bool,
     ) -> Result<(), FrameError> {
+        #[cfg(test)]
+        assert!(!std::mem::take(&mut self.panics), "a test wants it");
         let key = header.key;
         let id = key.group;
         match header.kind {
@@ -1305,8 +1381,7 @@ impl Handler for Runtime {
     }
 
     fn woken(&mut self, peers: &mut Peers, now: Time) {
-        let commands = std::mem::take(&mut *self.shared.commands.lock().unwrap_or_else(|p| p.into_inner()));
-        for command in commands {
+        for command in self.shared.take() {
             match command {
                 Command::Join(spec, ticket) => self.join(peers, spec, ticket, now),
                 Command::Start(id, call, ticket) => self.start(peers, id, call, ticket, now),
@@ -1377,6 +1452,11 @@ impl Handler for Runtime {
                 Command::Record(reply) => drop(reply.send(self.recorder.describe(&self.stats(peers), Instant::now()))),
                 Command::WriteRecord => self.recorder.write(&self.stats(peers)),
                 Command::Stop => self.stopping = true,
+                #[cfg(test)]
+                Command::Panic(at_next_frame) => {
+                    assert!(at_next_frame, "a test wants it");
+                    self.panics = true;
+                }
             }
         }
     }

@@ -15,6 +15,7 @@ use socket2::{Domain, Protocol, SockAddr, Type};
 use std::collections::HashMap;
 use std::io::{self, IoSliceMut};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -372,13 +373,22 @@ impl Driver {
         self.wake.clone()
     }
 
-    /// Runs until the handler says to stop and all peers have been told.
+    /// The machines of all peers, while the loop does not run.
+    pub fn peers(&mut self) -> &mut Peers {
+        &mut self.peers
+    }
+
+    /// Runs until the handler says to stop and all peers have been told. If the handler panics, it may be run once more: then
+    /// what is queued for the peers leaves.
     pub fn run<H: Handler>(&mut self, handler: &mut H) {
         let mut events = Vec::with_capacity(256);
         let mut stop_by = None;
         loop {
             let now = self.now();
             self.peers.now = now;
+            // Also before the end: somebody waits for what is ordered.
+            self.follow_orders(handler, now);
+            self.pump(handler, now);
             if handler.stopping() {
                 let by = *stop_by.get_or_insert_with(|| {
                     self.say_bye();
@@ -387,9 +397,8 @@ impl Driver {
                 if now >= by || self.is_drained() {
                     break;
                 }
+                self.pump(handler, now);
             }
-            self.follow_orders(handler, now);
-            self.pump(handler, now);
             if now >= self.next_timers {
                 self.handle_timers(handler, now);
                 self.follow_orders(handler, now);
@@ -473,7 +482,10 @@ impl Driver {
             token if token < FIRST_SOCKET => self.accept_tcp((token - FIRST_LISTENER) as usize, now),
             token => {
                 let Some(mut socket) = self.sockets.remove(&token) else { return };
-                let outcome = if socket.is_up() {
+                let outcome = catch_unwind(AssertUnwindSafe(|| {
+                    if !socket.is_up() {
+                        return self.handshake(handler, token, &mut socket, now);
+                    }
                     if flags.contains(epoll::EventFlags::OUT)
                         && let Some(peer) = socket.peer
                     {
@@ -481,12 +493,15 @@ impl Driver {
                         self.watch_write(token, &mut socket, false);
                     }
                     self.read(handler, token, &mut socket, now)
-                } else {
-                    self.handshake(handler, token, &mut socket, now)
-                };
+                }));
                 match outcome {
-                    Ok(()) => drop(self.sockets.insert(token, socket)),
-                    Err(reason) => self.closed(handler, token, socket, &reason, now),
+                    Ok(Ok(())) => drop(self.sockets.insert(token, socket)),
+                    Ok(Err(reason)) => self.closed(handler, token, socket, &reason, now),
+                    Err(panic) => {
+                        // Its peer is told why, over this very socket where there is no other.
+                        self.sockets.insert(token, socket);
+                        resume_unwind(panic);
+                    }
                 }
             }
         }
