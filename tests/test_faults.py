@@ -97,6 +97,25 @@ def test_rank_stopped_for_a_moment(medium: Backend) -> None:
 
 
 @pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_all_ranks_stopped(medium: Backend) -> None:
+    """All ranks are stopped for longer than PENSTOCK_PEER_TIMEOUT, as Ctrl-Z does, and go on one after the other: nobody is
+    lost, since a process does not count the time in which it did not run itself."""
+    with ranks.Ranks(
+        _all_reduce_until_told, count=3, args=(1 << 18,), env={**medium.env, "PENSTOCK_PEER_TIMEOUT": "1.5"}
+    ) as job:
+        job.await_note("running", deadline_s=60)
+        for rank in range(3):
+            job.signal(rank, signal.SIGSTOP)
+        job.still_running(for_s=2.5)
+        for rank in range(3):
+            job.signal(rank, signal.SIGCONT)
+            job.still_running(for_s=0.2)
+        job.store.set("enough", "yes")
+        for outcome in job.outcomes(timeout_s=60):
+            assert outcome.ok, str(outcome)
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
 def test_rank_leaves_while_others_wait(medium: Backend) -> None:
     """A rank whose script ends early: the others get an error that names it, not a hang."""
     with ranks.Ranks(_leave_early, count=3, env=medium.env) as job:

@@ -179,7 +179,8 @@ impl Engine {
         self.handle.command(Command::WriteRecord, &Ticket::default());
     }
 
-    /// Tells the peers, lets them take what is left, and ends the thread. Blocks for up to 2.5 s.
+    /// Tells the peers, lets them take what is left, and ends the thread. Blocks for up to 2.5 s, and for up to 5 s more where a
+    /// flight record is being written.
     pub fn stop(&self) {
         let thread = self.thread.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
         let Some(thread) = thread else { return };
@@ -191,6 +192,7 @@ impl Engine {
         self.handle.command(Command::Stop, &Ticket::default());
         // It catches its panics.
         let _ = thread.join();
+        self.handle.recorder.flush(RECORD_WITHIN);
     }
 }
 
@@ -396,6 +398,9 @@ impl Handle {
         })
     }
 }
+
+/// How long the end of an engine waits for the file system to take the flight record.
+const RECORD_WITHIN: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {

@@ -5,6 +5,7 @@ use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
 use crate::pages::HugePages;
 use crate::recorder::{Entry as Recorded, Record, Recorder};
 use crate::reported::Reported;
+use crate::scale::Scale;
 use crate::stats::{GroupStats, PeerStats, Stats};
 use crate::ticket::{Promise, Ticket};
 use penstock_net::fds::Fd;
@@ -328,8 +329,8 @@ struct Active {
     probed: Time,
     /// What peers answered to probes: how many operations they have issued.
     issued: HashMap<u32, u64>,
-    /// A scaled copy of the contribution stands in for the user's.
-    scaled: Option<Vec<u8>>,
+    /// The factor of its contribution, which is applied in turns before the operation starts.
+    scale: Option<Scale>,
     _keep: Option<Box<dyn Any + Send>>,
 }
 
@@ -605,7 +606,7 @@ impl Runtime {
             // SAFETY: the caller of `Group::start` keeps its buffers until the operation has ended.
             unsafe { self.pages.used(buffers.into_iter().filter(is_private)) };
         }
-        let scaled = premultiply(&call, &request, &mut input, &mut output);
+        let scale = Scale::new(&call, &request, &mut input, &mut output);
         let memory = Memory { dtype: call.dtype, op: call.op, world, input, output };
         let active = Active {
             operation: Operation::new(steps, memory),
@@ -618,14 +619,25 @@ impl Runtime {
             progressed: now,
             probed: now,
             issued: HashMap::new(),
-            scaled,
+            scale,
             _keep: call.keep,
         };
+        let turn = (active.priority, active.started, id, op);
+        let is_scaled = active.scale.as_ref().is_none_or(Scale::is_done);
         group.ops.insert(op, active);
-        if self.check_claims(peers, id, op) {
-            self.drive(peers, id, op, |operation, effects| operation.start(effects), now);
-            self.check_departed(peers, id, op);
+        if !self.check_claims(peers, id, op) {
+            return;
         }
+        if is_scaled {
+            self.begin_steps(peers, id, op, now);
+        } else {
+            self.work.insert(turn);
+        }
+    }
+
+    fn begin_steps(&mut self, peers: &mut Peers, id: GroupId, op: OpId, now: Time) {
+        self.drive(peers, id, op, |operation, effects| operation.start(effects), now);
+        self.check_departed(peers, id, op);
     }
 
     /// Fails an operation that waits for a rank that has left. What the rank gave before it left still counts.
@@ -1071,7 +1083,8 @@ impl Runtime {
                 _ => 0,
             })
             .sum();
-        let of = |active: &Active| active.operation.memory_bytes() + active.scaled.as_ref().map_or(0, Vec::len);
+        let of =
+            |active: &Active| active.operation.memory_bytes() + active.scale.as_ref().map_or(0, Scale::memory_bytes);
         let operations: usize = self.groups.values().flat_map(|group| group.ops.values()).map(of).sum();
         Stats {
             finished_operations: self.finished,
@@ -1558,8 +1571,19 @@ impl Handler for Runtime {
     }
 
     fn work(&mut self, peers: &mut Peers) {
-        let Some((_, _, id, op)) = self.work.pop_first() else { return };
+        let Some(turn) = self.work.pop_first() else { return };
+        let (_, _, id, op) = turn;
         let now = peers.now();
+        let active = self.groups.get_mut(&id).and_then(|group| group.ops.get_mut(&op));
+        if let Some(scale) = active.and_then(|active| active.scale.as_mut().filter(|scale| !scale.is_done())) {
+            scale.work();
+            if scale.is_done() {
+                self.begin_steps(peers, id, op, now);
+            } else {
+                self.work.insert(turn);
+            }
+            return;
+        }
         let mut result = Ok(());
         // It is put back if there is more to do.
         self.drive(peers, id, op, |operation, effects| result = operation.work(effects), now);
@@ -1633,34 +1657,6 @@ fn fits(algorithm: Algorithm, bytes: u64, medium: penstock_plan::Medium, thresho
     let held = algorithm.holds_messages(Collective::AllReduce);
     Algorithm::of(Collective::AllReduce).contains(&algorithm)
         && (!held || medium == penstock_plan::Medium::Memory || bytes <= thresholds.eager_limit_bytes)
-}
-
-/// Multiplies the contribution before a premultiplied sum. In place for all-reduce; otherwise in a copy, since the input
-/// of a reduce-scatter, and the tensor of a rank that is not a reduce's root, stay as they are.
-fn premultiply(call: &Call, request: &Request, input: &mut *const u8, output: &mut *mut u8) -> Option<Vec<u8>> {
-    let ReduceOp::PremulSum(factor) = call.op else { return None };
-    let scale = |dst: *mut u8, src: *const u8, bytes: u64| {
-        // SAFETY: both are buffers of `bytes` bytes; `dst` is `src` or a fresh copy.
-        unsafe { penstock_kernels::premultiply(call.dtype, dst, src, bytes as usize, factor) };
-    };
-    match call.collective {
-        Collective::ReduceScatter => {
-            let mut copy = vec![0; request.input_bytes() as usize];
-            scale(copy.as_mut_ptr(), *input, request.input_bytes());
-            *input = copy.as_ptr();
-            Some(copy)
-        }
-        Collective::Reduce { root } if root != request.rank => {
-            let mut copy = vec![0; request.output_bytes() as usize];
-            scale(copy.as_mut_ptr(), *output, request.output_bytes());
-            *output = copy.as_mut_ptr();
-            Some(copy)
-        }
-        _ => {
-            scale(*output, *output, request.output_bytes());
-            None
-        }
-    }
 }
 
 /// Descriptors that a peer may pass ahead of the frames that they belong to: one system call brings a few.

@@ -266,6 +266,8 @@ pub struct Driver {
     pending_handshakes: usize,
     next_timers: Time,
     next_tick: Time,
+    /// When the kernel was last asked what has arrived. All of it has been read by now, or as much of it as one turn reads.
+    looked: Time,
 }
 
 /// What the loop knows of the way to a peer.
@@ -328,6 +330,7 @@ impl Driver {
             pending_handshakes: 0,
             next_timers: Time(0),
             next_tick: Time(0),
+            looked: Time(0),
             settings,
         };
         epoll_add(&driver.epoll, &driver.wake.event, WAKE, epoll::EventFlags::IN)
@@ -399,24 +402,24 @@ impl Driver {
                 }
                 self.pump(handler, now);
             }
-            if now >= self.next_timers {
+            // Only after a look at the sockets that was late enough: what has arrived is read before anybody is judged by his
+            // silence, also when this process was stopped or busy for long.
+            if self.looked >= self.next_timers {
                 self.handle_timers(handler, now);
                 self.follow_orders(handler, now);
                 self.pump(handler, now);
             }
-            if now >= self.next_tick {
+            if self.looked >= self.next_tick {
                 self.next_tick = handler.tick(&mut self.peers, now);
                 self.follow_orders(handler, now);
                 self.pump(handler, now);
             }
             self.wait(handler, &mut events);
             self.peers.now = self.now();
-            let batch = std::mem::take(&mut events);
-            for (token, flags) in &batch {
-                self.handle_event(handler, *token, *flags);
+            for event in events.drain(..) {
+                let (data, flags) = (event.data, event.flags);
+                self.handle_event(handler, data.u64(), flags);
             }
-            events = batch;
-            events.clear();
             for token in std::mem::take(&mut self.again) {
                 self.handle_event(handler, token, epoll::EventFlags::IN);
             }
@@ -430,7 +433,7 @@ impl Driver {
     }
 
     /// Sleeps until something happens; leaves what happened in `events`.
-    fn wait<H: Handler>(&mut self, handler: &mut H, events: &mut Vec<(u64, epoll::EventFlags)>) {
+    fn wait<H: Handler>(&mut self, handler: &mut H, events: &mut Vec<epoll::Event>) {
         let now = self.now();
         let until = self.next_timers.min(self.next_tick);
         self.wake.sleeping.store(true, Ordering::SeqCst);
@@ -446,20 +449,16 @@ impl Driver {
             (true, false) => until.since(now),
         };
         let timeout = rustix::time::Timespec { tv_sec: (nanos / SECOND) as i64, tv_nsec: (nanos % SECOND) as i64 };
-        let mut buffer = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 128];
-        let count = match epoll::wait(&self.epoll, &mut buffer[..], Some(&timeout)) {
-            Ok(count) => count,
-            Err(rustix::io::Errno::INTR) => 0,
-            Err(error) => {
-                log::error!("penstock: epoll_wait failed: {error}");
-                0
-            }
-        };
+        // One answer holds all that is ready, so that no socket waits for its turn while others are read again and again.
+        let room = self.sockets.len() + self.tcp.len() + 2;
+        events.reserve(room);
+        if let Err(error) = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), Some(&timeout))
+            && error != rustix::io::Errno::INTR
+        {
+            log::error!("penstock: epoll_wait failed: {error}");
+        }
+        self.looked = self.now();
         self.wake.sleeping.store(false, Ordering::SeqCst);
-        events.extend(buffer[..count].iter().map(|event| {
-            let (data, flags) = (event.data, event.flags);
-            (data.u64(), flags)
-        }));
     }
 
     fn now(&self) -> Time {
