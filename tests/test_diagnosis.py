@@ -58,12 +58,13 @@ def test_info_refuses_a_wrong_value(wrong: str, form: str, monkeypatch: pytest.M
 
 
 def test_info_shows_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a row of its own, with the name that may have been meant; it is no error, as nothing reads it."""
-    monkeypatch.setenv("PENSTOCK_STREAM", "4")
+    """In a row of its own, with the name that may have been meant, and without its value, which may be a secret; it is no error,
+    as nothing reads it."""
+    monkeypatch.setenv("PENSTOCK_STREAM", "hush")
     ended = click.testing.CliRunner().invoke(info.command, ["--json"])
     row = json.loads(ended.stdout)["knobs"][-1]
-    assert ended.exit_code == 0 and (row["name"], row["value"]) == ("PENSTOCK_STREAM", "4")
-    assert "did you mean PENSTOCK_STREAMS?" in row["meaning"]
+    assert ended.exit_code == 0 and (row["name"], row["value"]) == ("PENSTOCK_STREAM", "(set, not shown)")
+    assert "did you mean PENSTOCK_STREAMS?" in row["meaning"] and "hush" not in ended.stdout
 
 
 def test_doctor_checks_two_ranks_here() -> None:

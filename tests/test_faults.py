@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import datetime
 import itertools
 import json
@@ -15,6 +16,7 @@ import pathlib
 import queue
 import random
 import re
+import resource
 import select
 import signal
 import socket
@@ -24,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import IO
 
 import psutil
 import pytest
@@ -92,6 +95,25 @@ def test_rank_stopped_for_a_moment(medium: Backend) -> None:
         job.signal(1, signal.SIGSTOP)
         job.still_running(for_s=1.0)
         job.signal(1, signal.SIGCONT)
+        job.store.set("enough", "yes")
+        for outcome in job.outcomes(timeout_s=60):
+            assert outcome.ok, str(outcome)
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_all_ranks_stopped(medium: Backend) -> None:
+    """All ranks are stopped for longer than PENSTOCK_PEER_TIMEOUT, as Ctrl-Z does, and go on one after the other: nobody is
+    lost, since a process does not count the time in which it did not run itself."""
+    with ranks.Ranks(
+        _all_reduce_until_told, count=3, args=(1 << 18,), env={**medium.env, "PENSTOCK_PEER_TIMEOUT": "1.5"}
+    ) as job:
+        job.await_note("running", deadline_s=60)
+        for rank in range(3):
+            job.signal(rank, signal.SIGSTOP)
+        job.still_running(for_s=2.5)
+        for rank in range(3):
+            job.signal(rank, signal.SIGCONT)
+            job.still_running(for_s=0.2)
         job.store.set("enough", "yes")
         for outcome in job.outcomes(timeout_s=60):
             assert outcome.ok, str(outcome)
@@ -181,6 +203,14 @@ def test_nothing_touches_the_buffer_after_the_error(medium: Backend) -> None:
             assert outcome.ok, str(outcome)
 
 
+@pytest.mark.parametrize("program", ["reducer", "atexit"])
+def test_use_after_the_end(program: str) -> None:
+    """A backward pass whose reducer outlives its group, and a collective in an atexit handler: Closed at once, and no wait."""
+    with ranks.Ranks(_use_after_the_end, count=2, args=(program,), env=TCP.env) as job:
+        for outcome in job.outcomes(timeout_s=20, grace_s=None):
+            assert outcome.ok and "refused: Closed" in outcome.output, str(outcome)
+
+
 # ------------------------------------------------------------------------------------- scripts that disagree
 
 
@@ -255,6 +285,31 @@ def test_a_pair_that_cannot_reach_each_other() -> None:
         assert outcome.raised is not None and outcome.raised.is_a("SystemExit"), str(outcome)
         assert outcome.raised.text == "1" and "Traceback" not in outcome.output, str(outcome)
         assert any(re.search(pair, outcome.output) for pair in pairs), str(outcome)
+
+
+def test_a_store_that_outlives_a_smaller_job() -> None:
+    """Two ranks form a group through a store and leave it; then three do through the same store, which still has the contacts
+    of the first: each finds the others of its own job, and the next jobs do too."""
+    assert ranks.run(_grow_through_one_store, count=3, env=TCP.env) == [[2.0, 3.0, 2.0, 3.0]] * 2 + [[3.0, 3.0]]
+
+
+def test_callbacks_while_the_gil_is_held() -> None:
+    """Futures that complete while the script holds the GIL wait for it together, not on a thread each."""
+    for most in ranks.run(_complete_while_the_gil_is_held, count=2, env=TCP.env):
+        assert most <= 4, f"{most} threads wait to call back"
+
+
+def test_descriptors_run_out() -> None:
+    """A process without a free descriptor does not spin on the connections that wait; it logs what is lacking, accepts them when
+    there is room again, and the soft limit is raised for the streams that a job needs."""
+    env = {**TCP.env, "PENSTOCK_LOG": "info", "PENSTOCK_STREAMS": "64"}
+    with ranks.Ranks(_run_out_of_descriptors, count=2, env=env) as job:
+        busy_s, raised = job.await_note("none left", deadline_s=60)[0]
+        first, second = job.outcomes(timeout_s=60)
+    assert first.ok and second.ok, f"{first}\n{second}"
+    assert busy_s < 0.5, f"the I/O thread was busy for {busy_s:.1f} s of one"
+    assert raised, "the soft limit is not raised"
+    assert "cannot accept connections (Too many open files" in first.output, str(first)
 
 
 # ------------------------------------------------------------------------------------------ deployments that are wrong
@@ -690,6 +745,109 @@ def _start_again_without_rank_1() -> float:
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     return tensor[-1].item()
+
+
+def _grow_through_one_store() -> list[float]:
+    rank = int(os.environ["RANK"])
+    store = dist.PrefixStore("one for all", _job_store())
+    know("penstock")
+    found = []
+    for world in (2, 3, 2, 3):
+        if rank < world:
+            timeout = datetime.timedelta(seconds=30)
+            # torch's own keys for the group's name are new each time.
+            dist.init_process_group("penstock", store=store, rank=rank, world_size=world, timeout=timeout)
+            tensor = torch.ones(10)
+            dist.all_reduce(tensor)
+            found.append(tensor[9].item())
+            dist.destroy_process_group()
+    return found
+
+
+def _complete_while_the_gil_is_held() -> int:
+    """The threads that called back, or waited to, while rank 0's script held the GIL."""
+    rank, _ = _start()
+    store = _job_store()
+    if rank == 1:
+        store.wait(["go"], datetime.timedelta(seconds=60))
+    works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(100)]
+    done = [work.get_future().then(lambda future: future.value()) for work in works]
+    names = []
+    if rank == 0:
+        store.set("go", "")
+        # All of them end meanwhile.
+        ctypes.PyDLL(None).usleep(1_500_000)
+        names = [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+    torch.futures.wait_all(done)
+    dist.destroy_process_group()
+    return sum(name.startswith("penstock-callb") for name in names)
+
+
+def _run_out_of_descriptors() -> None:
+    """Rank 0 has no descriptor left while a stranger connects; both leave in order."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Fewer than an interpreter with torch and 64 streams needs.
+    low = len(os.listdir("/proc/self/fd")) + 100
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+    rank, _ = _start()
+    raised = resource.getrlimit(resource.RLIMIT_NOFILE)[0] > low
+    (door, *_) = _doors(os.getpid(), "tcp")
+    dist.barrier()
+    if rank == 0:
+        connections = [socket.socket() for _ in range(20)]
+        (engine,) = [
+            task
+            for task in pathlib.Path("/proc/self/task").iterdir()
+            if (task / "comm").read_text().strip() == "penstock"
+        ]
+        stat = (engine / "stat").open()
+        used = max(map(int, os.listdir("/proc/self/fd"))) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+        fillers = []
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        for connection in connections:
+            connection.connect(("127.0.0.1", door))
+        before_s = _io_thread_s(stat)
+        until_s = time.monotonic() + 1.0
+        while time.monotonic() < until_s:
+            threading.Event().wait(0.1)
+        busy_s = _io_thread_s(stat) - before_s
+        for filler in fillers:
+            os.close(filler)
+        # What waited is accepted, and closed for what it says.
+        for connection in connections:
+            connection.settimeout(30)
+            connection.sendall(b"nonsense" * 100)
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b""
+    else:
+        busy_s = 0.0
+    ranks.note("none left", (busy_s, raised))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _io_thread_s(stat: IO[str]) -> float:
+    """The processor time of a thread; its file is open already."""
+    stat.seek(0)
+    fields = stat.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _use_after_the_end(program: str) -> None:
+    if program == "atexit":
+        # Registered first, so it runs after Penstock's own handler.
+        atexit.register(lambda: print("refused:", _raised_by(lambda: dist.all_reduce(torch.ones(4)))))
+    rank, _ = _start()
+    if program == "reducer":
+        model = perceptron()
+        reducer = penstock.torch.GradientReducer(model)
+        regression(model, *batch(0, rank)).backward()
+        dist.destroy_process_group()
+        print("refused:", _raised_by(regression(model, *batch(1, rank)).backward))
+        del reducer
 
 
 def _train_for_ever() -> None:

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from penstock import config
 from penstock.errors import PenstockError
 from penstock.testbed.cluster import Loopback
 
@@ -136,18 +137,23 @@ def _table(*columns: str, title: str) -> Table:
 
 
 def _limits() -> dict[str, Any]:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The engine raises the soft limit itself, as far as a job needs.
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     congestion = _read("/proc/sys/net/ipv4/tcp_congestion_control")
     wmem = _read("/proc/sys/net/ipv4/tcp_wmem").split()
     interfaces = [f"{name} ({mtu})" for _, name in socket.if_nameindex() if (mtu := _mtu(name))]
     warnings = []
-    if files < 4096:
-        warnings.append(f"only {files} open files are allowed; raise it (ulimit -n 65536) for more than 100 ranks")
+    if files != resource.RLIM_INFINITY and files < 4096:
+        streams = config.read().streams
+        warnings.append(
+            f"at most {files} open files are allowed (hard limit), and each rank on another host needs {streams} "
+            f"(PENSTOCK_STREAMS): enough for about {max(0, files - 256) // streams}. Raise it (ulimit -Hn 65536)"
+        )
     if wmem and int(wmem[-1]) < 1 << 20:
         warnings.append(f"net.ipv4.tcp_wmem allows {wmem[-1]} bytes a stream; set its maximum to 4194304 or more")
     return {
-        "files": str(files),
+        "files": "unlimited" if files == resource.RLIM_INFINITY else str(files),
         "memlock": "unlimited" if memlock == resource.RLIM_INFINITY else str(memlock),
         "congestion": congestion or "unknown",
         "interfaces": ", ".join(interfaces),

@@ -49,8 +49,8 @@ def command(as_json: bool, everything: bool) -> None:
 
 
 def gather() -> dict[str, Any]:
-    """What ``penstock info`` shows, as data; ``wrong`` says what would keep a group from being made. A secret's value is not
-    shown."""
+    """What ``penstock info`` shows, as data; ``wrong`` says what would keep a group from being made. Neither a secret's value is
+    shown, nor that of a variable that is no setting: it may be a misspelt secret."""
     from penstock import _core
 
     wrong = []
@@ -76,7 +76,8 @@ def gather() -> dict[str, Any]:
         origin = "default" if value is None else "environment"
         knobs.append({"name": knob.name, "value": shown, "origin": origin, "meaning": knob.meaning})
     for name, told in config.strangers().items():
-        knobs.append({"name": name, "value": os.environ[name], "origin": "environment", "meaning": told})
+        # It may be a secret, in a variable whose name is misspelt.
+        knobs.append({"name": name, "value": "(set, not shown)", "origin": "environment", "meaning": told})
     return {
         "wrong": wrong,
         "about": {

@@ -122,7 +122,10 @@ impl Daemon {
         };
         daemon.threads.push(spawn(
             "penstock-admit",
-            Box::new(move || http::serve(&listener, move |request| answering.handle(request))),
+            Box::new(move || {
+                let accept = || listener.accept().map(|(stream, _)| stream);
+                http::serve(accept, move |request| answering.handle(request));
+            }),
         )?);
         daemon
             .threads

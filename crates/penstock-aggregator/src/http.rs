@@ -3,9 +3,10 @@
 //! A stranger can hold [`CONNECTIONS`] connections for [`PATIENCE`], and no packet of a job waits for any of them. Who comes when
 //! all are taken takes the place of the oldest that is not being answered, so that strangers who say nothing keep nobody out.
 
+use penstock_net::descriptors::{After, after_accept};
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -67,23 +68,31 @@ impl Response {
     }
 }
 
-/// Accepts until the listener is shut down. Every connection has a thread of its own for as long as it lives.
-pub(crate) fn serve(listener: &TcpListener, handle: impl Fn(&Request) -> Response + Send + Sync + 'static) {
+/// Accepts until the listener is shut down, and whatever else goes wrong. Every connection has a thread of its own for as long as
+/// it lives.
+pub(crate) fn serve(
+    mut accept: impl FnMut() -> io::Result<TcpStream>,
+    handle: impl Fn(&Request) -> Response + Send + Sync + 'static,
+) {
     let handle = Arc::new(handle);
     let crowd = Arc::new(Crowd::default());
+    let mut complained: Option<Instant> = None;
     loop {
-        let stream = match listener.accept() {
-            Ok((stream, _)) => Arc::new(stream),
-            // A connection that was reset before it was accepted, or a moment without descriptors.
-            Err(error) if matches!(error.raw_os_error(), Some(errno::ECONNABORTED | errno::EINTR)) => {
-                continue;
-            }
-            Err(error) if matches!(error.raw_os_error(), Some(errno::EMFILE | errno::ENFILE)) => {
-                log::warn!("penstock: no descriptor is left for an HTTP connection: {error}");
-                std::thread::sleep(Duration::from_millis(100));
-                continue;
-            }
-            Err(_) => return,
+        let stream = match accept() {
+            Ok(stream) => Arc::new(stream),
+            Err(error) => match after_accept(&error) {
+                After::End => return,
+                After::Next => continue,
+                After::Nothing | After::Later => {
+                    if complained.is_none_or(|at| at.elapsed() > COMPLAIN_EVERY) {
+                        complained = Some(Instant::now());
+                        log::warn!("penstock: cannot accept HTTP connections ({error}); trying again until it works");
+                    }
+                    crowd.make_room();
+                    std::thread::sleep(ACCEPT_AGAIN);
+                    continue;
+                }
+            },
         };
         if !crowd.enter(&stream) {
             continue;
@@ -118,15 +127,16 @@ impl Crowd {
     /// Whether there is a place, or somebody has made one.
     fn enter(&self, stream: &Arc<TcpStream>) -> bool {
         let mut places = self.places();
-        if places.waiting.len() + places.answered >= CONNECTIONS {
-            let Some(oldest) = places.waiting.pop_front() else {
-                return false;
-            };
-            // Its thread reads the end and goes.
-            let _ = oldest.shutdown(Shutdown::Both);
+        if places.waiting.len() + places.answered >= CONNECTIONS && !places.drop_oldest() {
+            return false;
         }
         places.waiting.push_back(Arc::clone(stream));
         true
+    }
+
+    /// The oldest connection that is not being answered gives its descriptor back.
+    fn make_room(&self) {
+        self.places().drop_oldest();
     }
 
     /// A request is here; false: another connection has taken its place meanwhile.
@@ -166,6 +176,13 @@ impl Drop for Answered<'_> {
 }
 
 impl Places {
+    fn drop_oldest(&mut self) -> bool {
+        let Some(oldest) = self.waiting.pop_front() else { return false };
+        // Its thread reads the end and goes.
+        let _ = oldest.shutdown(Shutdown::Both);
+        true
+    }
+
     fn take(&mut self, stream: &Arc<TcpStream>) -> bool {
         let at = self.waiting.iter().position(|one| Arc::ptr_eq(one, stream));
         at.is_some_and(|at| self.waiting.remove(at).is_some())
@@ -283,14 +300,10 @@ impl Read for Deadline<'_> {
     }
 }
 
-/// Numbers of errors that std has no kind for.
-mod errno {
-    pub(super) const EINTR: i32 = rustix::io::Errno::INTR.raw_os_error();
-    pub(super) const ENFILE: i32 = rustix::io::Errno::NFILE.raw_os_error();
-    pub(super) const EMFILE: i32 = rustix::io::Errno::MFILE.raw_os_error();
-    pub(super) const ECONNABORTED: i32 = rustix::io::Errno::CONNABORTED.raw_os_error();
-}
-
+/// How long accepting rests when the machine lacks descriptors or memory.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
+/// A shortage that lasts is logged this often.
+const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
 /// Connections at a time.
 const CONNECTIONS: usize = 32;
 /// For a whole request.
@@ -352,5 +365,28 @@ mod tests {
         assert_eq!(with(&format!("X-A: {}", "b".repeat(9000))), 431);
         assert_eq!(read_text(b"\x16\x03\x01 TLS\r\n\r\n").unwrap_err(), 400);
         assert_eq!(read_text(b"").unwrap_err(), 0);
+    }
+
+    /// No error of `accept` ends the loop but that of a listener that was shut down, and who comes after it is answered.
+    #[test]
+    fn errors_of_accept_end_nothing() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        // ENOBUFS, EPERM, EMFILE, ENFILE, ENOMEM, ECONNABORTED, EPROTO, and one that is not known.
+        let mut errors = vec![105, 1, 24, 23, 12, 103, 71, 9999];
+        let shared = Arc::new(listener);
+        let accepting = Arc::clone(&shared);
+        let accept = move || match errors.pop() {
+            Some(number) => Err(io::Error::from_raw_os_error(number)),
+            None => accepting.accept().map(|(stream, _)| stream),
+        };
+        let served = std::thread::spawn(move || serve(accept, |_| Response::error(404, "here")));
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 404"), "{answer}");
+        rustix::net::shutdown(&*shared, rustix::net::Shutdown::Both).unwrap();
+        served.join().expect("it has ended");
     }
 }

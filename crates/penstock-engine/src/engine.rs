@@ -10,8 +10,10 @@ use penstock_net::{Contact, Driver, Listen, Settings, Wake, fds};
 use penstock_plan::{Algorithm, Thresholds};
 use penstock_protocol::peer::PeerConfig;
 use penstock_types::{Failure, FailureKind, Generation, GroupId};
+use std::any::Any;
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
@@ -91,7 +93,7 @@ impl Engine {
             socket_buffer_bytes: config.socket_buffer_bytes,
         };
         let listen = Listen { addresses: config.addresses.clone(), ports: config.ports.clone() };
-        let mut driver = Driver::new(settings, &listen)
+        let driver = Driver::new(settings, &listen)
             .map_err(|message| Failure::of_call(FailureKind::Config, format!("{message}.")))?;
         let contact = Contact {
             node,
@@ -108,7 +110,10 @@ impl Engine {
         let records = recorder.clone();
         let thread = std::thread::Builder::new()
             .name("penstock".into())
-            .spawn(move || driver.run(&mut Runtime::new(own, node, mark, Thresholds::default(), records)))
+            .spawn(move || {
+                let runtime = Runtime::new(own.clone(), node, mark, Thresholds::default(), records);
+                run(driver, runtime, &own);
+            })
             .map_err(|error| Failure::of_call(FailureKind::Config, format!("cannot start a thread: {error}.")))?;
         Ok(Engine {
             handle: Arc::new(Handle { shared, wake, recorder }),
@@ -131,7 +136,7 @@ impl Engine {
     pub fn join(&self, spec: GroupSpec) -> (Group, Ticket) {
         let ticket = Ticket::default();
         let group = Group { id: spec.id, handle: self.handle.clone(), lane: Arc::default() };
-        self.handle.command(Command::Join(spec, ticket.clone()), &ticket);
+        self.handle.command(Command::Join(spec, ticket.promise()), &ticket);
         (group, ticket)
     }
 
@@ -190,7 +195,8 @@ impl Engine {
         fds::forked() || thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// [`Engine::begin_stop`] with `wait`, unless that was called; blocks until the thread has ended.
+    /// [`Engine::begin_stop`] with `wait`, unless that was called; blocks until the thread has ended, and for up to 5 s more where
+    /// a flight record is being written.
     pub fn stop(&self) {
         let thread = self.thread.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
         let Some(thread) = thread else { return };
@@ -202,9 +208,9 @@ impl Engine {
         if !self.is_stopping.load(Ordering::Relaxed) {
             self.begin_stop(true);
         }
-        if thread.join().is_err() {
-            log::error!("penstock: the engine's thread has panicked");
-        }
+        // It catches its panics.
+        let _ = thread.join();
+        self.handle.recorder.flush(RECORD_WITHIN);
     }
 }
 
@@ -245,7 +251,7 @@ impl Group {
     pub(crate) unsafe fn start_as(&self, call: Call, ticket: Ticket) {
         match self.lane.get().filter(|lane| lane.takes(&call)) {
             Some(lane) => lane.start(call, ticket),
-            None => self.handle.command(Command::Start(self.id, call, ticket.clone()), &ticket),
+            None => self.handle.command(Command::Start(self.id, call, ticket.promise()), &ticket),
         }
     }
 
@@ -277,7 +283,7 @@ impl Group {
 
     /// A ticket that ends when the group fails, with its failure, or is left.
     pub(crate) fn watch(&self, ticket: Ticket) {
-        self.handle.command(Command::Watch(self.id, ticket.clone()), &ticket);
+        self.handle.command(Command::Watch(self.id, ticket.promise()), &ticket);
     }
 
     /// The buffers of an operation that was started with [`Call::hold`] are ready.
@@ -353,25 +359,218 @@ pub fn check_fork() -> Result<(), Failure> {
     ))
 }
 
+/// The engine's thread. However it ends, nobody waits for it any more, and nothing that is asked later waits at all.
+fn run(mut driver: Driver, mut runtime: Runtime, shared: &Shared) {
+    let mut failure = Failure::fatal(
+        FailureKind::Closed,
+        "the engine has stopped: the last process group was destroyed, or the interpreter is about to end.",
+    );
+    // After a panic the driver and the runtime are used once more, to tell the peers. What that cannot mend is dropped below.
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| driver.run(&mut runtime))) {
+        failure = Failure::fatal(
+            FailureKind::Bug,
+            format!(
+                "the engine's thread has panicked: {}. This is a defect of Penstock: please report it, with what that process \
+                 has printed on standard error. The process must be started again.",
+                panic_text(&*panic)
+            ),
+        );
+        log::error!("penstock: {}", failure.message);
+        shared.close(&failure);
+        let told = catch_unwind(AssertUnwindSafe(|| {
+            runtime.crash(driver.peers(), &failure);
+            driver.run(&mut runtime);
+        }));
+        if told.is_err() {
+            log::error!("penstock: the engine's thread has panicked again: the other ranks see only that it is gone");
+        }
+    }
+    shared.close(&failure);
+    drop(driver);
+    runtime.end(&failure);
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no reason was given")
+}
+
 impl Handle {
+    /// Posts a command. Where that is not possible, `ticket` says why.
     fn command(&self, command: Command, ticket: &Ticket) {
         if let Err(failure) = check_fork() {
             ticket.complete(Err(failure));
-            return;
+        } else if self.shared.post(command, ticket) {
+            self.wake.wake();
         }
-        self.shared.commands.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(command);
-        self.wake.wake();
     }
 
     fn ask<T>(&self, question: impl FnOnce(mpsc::Sender<T>) -> Command) -> Result<T, Failure> {
         let (reply, answer) = mpsc::channel();
         let ticket = Ticket::default();
         self.command(question(reply), &ticket);
-        if let Some(Err(failure)) = ticket.result() {
-            return Err(failure);
+        // The sender is dropped with the question, also when the engine's thread ends.
+        answer.recv().map_err(|_| {
+            let refused = ticket.result().and_then(Result::err).or_else(|| self.shared.closed());
+            refused.unwrap_or_else(|| Failure::fatal(FailureKind::Bug, "the engine's thread has panicked."))
+        })
+    }
+}
+
+/// How long the end of an engine waits for the file system to take the flight record.
+const RECORD_WITHIN: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Gradient, Reducer, ReducerSpec};
+    use penstock_plan::Collective;
+    use penstock_protocol::fingerprint::{Fingerprint, Name};
+    use penstock_types::{DType, Priority, ReduceOp};
+
+    /// A panic of the engine's thread, on its own or while it handles a frame, is an error of kind bug for everything that is
+    /// open and for everything that comes later, at once; the other rank is told the reason. Both ways to the other rank.
+    #[test]
+    fn a_panic_fails_everything() {
+        for shared_memory in [false, true] {
+            for at_next_frame in [false, true] {
+                let (engines, groups) = pair(shared_memory);
+                let mut buffers = [[0u32; 4]; 2];
+                let open: Vec<Ticket> =
+                    (0..2).map(|rank| receive(&groups[rank], 1 - rank as u32, 7, &mut buffers[rank])).collect();
+                let watch = Ticket::default();
+                groups[0].watch(watch.clone());
+                engines[0].stats().expect("it runs");
+                engines[0].handle.command(Command::Panic(at_next_frame), &Ticket::default());
+                if at_next_frame {
+                    let call = call(Collective::Send { to: 0 }, 8, &mut buffers[1]);
+                    // SAFETY: the buffer outlives the waits below.
+                    drop(unsafe { groups[1].start(call) });
+                }
+                for ticket in [&open[0], &watch] {
+                    is_bug(&wait(ticket), "has panicked: a test wants it");
+                }
+                let told = wait(&open[1]);
+                assert!(told.message.contains("failed: rank 0 ("), "{told}");
+                is_bug(&told, "on test) reports: the engine's thread has panicked: a test wants it");
+                is_bug(&wait(&receive(&groups[0], 1, 9, &mut [0; 4])), "has panicked");
+                is_bug(&engines[0].stats().expect_err("nobody answers"), "has panicked");
+                is_bug(&groups[0].hosts().expect_err("nobody answers"), "has panicked");
+                let (_, joined) = engines[0].join(spec(&engines, 0, 3));
+                is_bug(&wait(&joined), "has panicked");
+                engines[0].stop();
+            }
         }
-        answer
-            .recv_timeout(Duration::from_secs(5))
-            .map_err(|_| Failure::fatal(FailureKind::Closed, "the engine has stopped."))
+    }
+
+    /// An engine that has stopped refuses what comes later, and a gradient that is submitted then fails its pass: no backward
+    /// pass waits for an engine that is not there.
+    #[test]
+    fn nothing_waits_for_an_engine_that_has_stopped() {
+        let (engines, groups) = pair(false);
+        let reducer = Reducer::new(ReducerSpec {
+            rounds: groups[0].clone(),
+            units: groups[0].clone(),
+            rank: 0,
+            world: 2,
+            gradients: vec![Gradient { name: "w".into(), elements: 4, dtype: DType::F32 }],
+            op: ReduceOp::Avg,
+            unit_bytes: 1 << 20,
+            wire: None,
+            error_feedback: false,
+            check_finite: false,
+            timeout: u64::MAX,
+        })
+        .expect("a reducer");
+        let open = receive(&groups[0], 1, 7, &mut [0; 4]);
+        engines[0].stop();
+        let stopped = |failure: &Failure| {
+            assert!(failure.kind == FailureKind::Closed && failure.message.contains("stopped"), "{failure}");
+        };
+        stopped(&wait(&open));
+        stopped(&wait(&receive(&groups[0], 1, 8, &mut [0; 4])));
+        stopped(&engines[0].stats().expect_err("nobody answers"));
+        let mut gradient = [1f32; 4];
+        // SAFETY: the gradient outlives the flush.
+        drop(unsafe { reducer.submit(0, gradient.as_mut_ptr().cast(), false, None) });
+        stopped(&wait(&reducer.flush()));
+    }
+
+    /// A ticket whose promise is dropped before it was kept gets a failure.
+    #[test]
+    fn a_promise_that_is_lost_is_a_failure() {
+        let ticket = Ticket::default();
+        let promise = ticket.promise();
+        drop(promise.clone());
+        assert!(ticket.result().is_none(), "one is still there");
+        drop(promise);
+        is_bug(&wait(&ticket), "dropped this operation");
+    }
+
+    fn is_bug(failure: &Failure, expected: &str) {
+        assert!(failure.kind == FailureKind::Bug && failure.message.contains(expected), "{failure}");
+    }
+
+    /// What a ticket fails with, soon.
+    fn wait(ticket: &Ticket) -> Failure {
+        ticket.wait(Some(Duration::from_secs(10))).expect("an end within 10 s").expect_err("a failure")
+    }
+
+    fn receive(group: &Group, from: u32, tag: u32, buffer: &mut [u32; 4]) -> Ticket {
+        // SAFETY: nothing is ever sent here, so the buffer is not written.
+        unsafe { group.start(call(Collective::Recv { from }, tag, buffer)) }
+    }
+
+    fn call(collective: Collective, tag: u32, buffer: &mut [u32; 4]) -> Call {
+        Call {
+            collective,
+            fingerprint: Fingerprint::new(Name::PointToPoint, None, DType::I32, None, 4),
+            dtype: DType::I32,
+            op: ReduceOp::Sum,
+            bytes: size_of_val(buffer) as u64,
+            splits: None,
+            input: buffer.as_ptr().cast(),
+            output: buffer.as_mut_ptr().cast(),
+            tag,
+            priority: Priority(0),
+            hold: false,
+            timeout: u64::MAX,
+            keep: None,
+        }
+    }
+
+    fn pair(shared_memory: bool) -> (Vec<Engine>, Vec<Group>) {
+        let config = |rank| Config {
+            rank,
+            host: "test".into(),
+            generation: Generation(0),
+            addresses: vec!["127.0.0.1".parse().expect("an address")],
+            ports: 0..=0,
+            streams: 2,
+            shared_memory,
+            checksum: false,
+            dead_after: Duration::from_secs(4),
+            socket_buffer_bytes: 0,
+            flight_recorder: None,
+        };
+        let engines: Vec<Engine> = (0..2).map(|rank| Engine::start(&config(rank)).expect("starts")).collect();
+        let (groups, tickets): (Vec<_>, Vec<_>) =
+            (0..2).map(|rank| engines[rank as usize].join(spec(&engines, rank, 1))).unzip();
+        for ticket in tickets {
+            ticket.wait(Some(Duration::from_secs(10))).expect("an end").expect("joined");
+        }
+        (engines, groups)
+    }
+
+    fn spec(engines: &[Engine], rank: u32, id: u64) -> GroupSpec {
+        GroupSpec {
+            id: GroupId(id),
+            generation: Generation(0),
+            rank,
+            members: engines.iter().map(|engine| engine.contact().clone()).collect(),
+            secret: b"secret".to_vec(),
+            algorithm: None,
+            name: "test".into(),
+        }
     }
 }

@@ -18,6 +18,7 @@ mod recorder;
 mod reducer;
 mod reported;
 mod runtime;
+mod scale;
 mod stats;
 mod ticket;
 

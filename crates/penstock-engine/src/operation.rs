@@ -67,8 +67,8 @@ pub(crate) struct Operation {
     ready: VecDeque<(u32, u32)>,
     /// By instance: messages, by operand, that wait for the others of their step, or for [`Operation::work`].
     held: HashMap<u32, Vec<Option<Held>>>,
-    /// Steps and segments whose messages are all here, some of them in other processes' memory. In the order of the
-    /// plan, which puts first what is to be collected: it is still in the cache that its reduction left it in.
+    /// Steps and segments whose messages are all here, some of them in other processes' memory, and those that need none but
+    /// are long. In the order of the plan, which puts first what is to be collected: it is still in the cache that its reduction left it in.
     work: BTreeSet<(u32, u32)>,
     /// Steps and segments whose result stands, but for the word of so many ranks.
     doubtful: HashMap<(u32, u32), usize>,
@@ -321,18 +321,54 @@ impl Operation {
         Ok(())
     }
 
-    /// Whether messages in other processes' memory wait to be read.
+    /// Whether messages in other processes' memory wait to be read, or large pieces of this rank's to be copied.
     pub(crate) fn has_work(&self) -> bool {
         !self.work.is_empty()
     }
 
-    /// Reads (and reduces) the messages of one step and segment that lie in other processes' memory. The error names
-    /// the rank whose memory cannot be read.
+    /// Does what one step and segment wants: reads (and reduces) its messages that lie in other processes' memory, or copies
+    /// what is here. The error names the rank whose memory cannot be read.
     pub(crate) fn work(&mut self, effects: &mut Vec<Effect>) -> Result<(), (u32, Misfit)> {
         let Some((step, segment)) = self.work.pop_first() else { return Ok(()) };
-        self.take_held(step, segment, effects)?;
+        if self.held.contains_key(&self.index(step, segment)) {
+            self.take_held(step, segment, effects)?;
+        } else {
+            self.do_local(step, segment);
+        }
         self.run(effects);
         Ok(())
+    }
+
+    /// A step that needs no message: done at once if it is short, otherwise in a turn of its own, between which frames are
+    /// read. Copying a tensor of a gigabyte takes longer than a peer may be silent.
+    fn take_local(&mut self, step: u32, segment: u32, len: u64) {
+        if len > LOCAL_AT_ONCE {
+            self.work.insert((step, segment));
+        } else {
+            self.do_local(step, segment);
+        }
+    }
+
+    fn do_local(&mut self, step: u32, segment: u32) {
+        let steps = self.steps.clone();
+        match &steps.steps[step as usize].action {
+            Action::Copy { dst, src } => {
+                let ((to, len), (from, _)) = (dst.segment(segment), src.segment(segment));
+                if len > 0 {
+                    let (to, from) = (self.address(dst.buf, to), self.address(src.buf, from).cast_const());
+                    // SAFETY: the plan's slices lie in their buffers and do not overlap (proved by its checker).
+                    unsafe { std::ptr::copy(from, to, len as usize) };
+                }
+            }
+            Action::Reduce { dst, sources, last } => {
+                let (_, len) = dst.segment(segment);
+                if len > 0 {
+                    self.reduce(dst, sources, segment, 0, len as usize, *last, |_| std::ptr::null());
+                }
+            }
+            _ => unreachable!("every other step needs a message"),
+        }
+        self.finish(step, segment);
     }
 
     /// Rank `from` had not changed the memory of a doubtful message when it was read.
@@ -484,7 +520,7 @@ impl Operation {
                         open(effects, *from, message + segment);
                     }
                 }
-                Action::Reduce { dst, sources, last } => {
+                Action::Reduce { dst, sources, .. } => {
                     let (_, len) = dst.segment(segment);
                     let mut waits = false;
                     if len > 0 {
@@ -496,26 +532,10 @@ impl Operation {
                         }
                     }
                     if !waits {
-                        if len > 0 {
-                            self.reduce(dst, sources, segment, 0, len as usize, *last, |_| std::ptr::null());
-                        }
-                        self.finish(index, segment);
+                        self.take_local(index, segment, len);
                     }
                 }
-                Action::Copy { dst, src } => {
-                    let ((to, len), (from, _)) = (dst.segment(segment), src.segment(segment));
-                    if len > 0 {
-                        // SAFETY: the plan's slices lie in their buffers and do not overlap (proved by its checker).
-                        unsafe {
-                            std::ptr::copy(
-                                self.address(src.buf, from).cast_const(),
-                                self.address(dst.buf, to),
-                                len as usize,
-                            );
-                        }
-                    }
-                    self.finish(index, segment);
-                }
+                Action::Copy { dst, .. } => self.take_local(index, segment, dst.segment(segment).1),
                 Action::Notify { to, message } => {
                     let address = std::ptr::null();
                     effects.push(Effect::Send { to: *to, message: message + segment, address, len: 0 });
@@ -738,6 +758,8 @@ fn open(effects: &mut Vec<Effect>, from: u32, message: u32) {
 
 /// Operands of a reduction that need no allocation.
 const MAX_OPERANDS: usize = 16;
+/// A step of this rank's own that is longer waits for a turn: 256 KiB are copied in 50 us.
+const LOCAL_AT_ONCE: u64 = 256 * 1024;
 /// Remote memory is read in blocks of this size, all sources together: half a level-2 cache of 512 KiB.
 const BLOCK_BYTES: usize = 256 * 1024;
 
@@ -786,6 +808,39 @@ mod tests {
         assert!(operation.is_done() && !operation.has_work());
         drop(operation);
         assert_eq!(result, theirs);
+    }
+
+    /// A large copy of a rank's own part takes a turn for each segment; a small one is done at once.
+    #[test]
+    fn large_copies_take_turns() {
+        for (bytes, segment_bytes, turns) in [(4 << 20, 1 << 20, 4), (100_000, 1 << 20, 0)] {
+            let request = Request {
+                collective: Collective::AllGather,
+                world: 1,
+                rank: 0,
+                topology: Topology::one_host(1),
+                bytes,
+                element_bytes: 1,
+                splits: None,
+                segment_bytes,
+            };
+            let (algorithm, _) = penstock_plan::choose(&request, &penstock_plan::Thresholds::default());
+            let steps = Arc::new(steps(&request, algorithm).expect("a plan"));
+            let (input, mut output) = (vec![7u8; bytes as usize], vec![0u8; bytes as usize]);
+            let (input, place) = (input.as_ptr(), output.as_mut_ptr());
+            let memory = Memory { dtype: DType::U8, op: ReduceOp::Sum, world: 1, input, output: place };
+            let (mut operation, mut effects) = (Operation::new(steps, memory), Vec::new());
+            operation.start(&mut effects);
+            let mut taken = 0;
+            while operation.has_work() {
+                assert!(!operation.is_done());
+                operation.work(&mut effects).expect("its own memory");
+                taken += 1;
+            }
+            assert!(operation.is_done() && effects.is_empty());
+            drop(operation);
+            assert_eq!((taken, output.iter().all(|byte| *byte == 7)), (turns, true));
+        }
     }
 
     /// Several messages that are reduced at once may come as frames, in any order, interleaved; and nothing is reduced

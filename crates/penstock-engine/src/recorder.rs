@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// One operation, as the recorder knows it.
 #[derive(Clone, Debug)]
@@ -44,6 +44,21 @@ pub(crate) struct Recorder {
     host: String,
     folder: Option<PathBuf>,
     log: Arc<Mutex<Log>>,
+    writer: Arc<Writer>,
+}
+
+/// What is to be written, and whether a thread does so.
+#[derive(Debug, Default)]
+struct Writer {
+    state: Mutex<Writing>,
+    idle: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Writing {
+    /// The newest record; older ones that were not written yet are dropped.
+    record: Option<String>,
+    is_running: bool,
 }
 
 #[derive(Debug, Default)]
@@ -55,7 +70,7 @@ struct Log {
 
 impl Recorder {
     pub(crate) fn new(rank: u32, generation: u32, host: String, folder: Option<PathBuf>) -> Recorder {
-        Recorder { rank, generation, host, folder, log: Arc::default() }
+        Recorder { rank, generation, host, folder, log: Arc::default(), writer: Arc::default() }
     }
 
     pub(crate) fn issued(&self, record: Record) -> Entry {
@@ -135,25 +150,67 @@ impl Recorder {
         record.to_string()
     }
 
-    /// Writes it to the folder, if there is one. Blocks for as long as the file system does: something has failed already.
+    /// Writes it to the folder, if there is one, soon and on a thread of its own: a file system may block for longer than peers
+    /// wait for a sign of life.
     pub(crate) fn write(&self, stats: &Stats) {
+        if self.folder.is_none() {
+            return;
+        }
+        let record = self.describe(stats, Instant::now());
+        let mut writing = self.writing();
+        writing.record = Some(record);
+        if writing.is_running {
+            return;
+        }
+        let recorder = self.clone();
+        let started =
+            std::thread::Builder::new().name("penstock-record".into()).spawn(move || recorder.write_records());
+        match started {
+            Ok(_) => writing.is_running = true,
+            Err(error) => log::warn!("penstock: cannot start a thread that writes the last operations: {error}"),
+        }
+    }
+
+    /// Blocks until everything is written, or for `timeout`.
+    pub(crate) fn flush(&self, timeout: Duration) {
+        let waited = self.writer.idle.wait_timeout_while(self.writing(), timeout, |writing| writing.is_running);
+        let (_writing, result) = waited.unwrap_or_else(PoisonError::into_inner);
+        if result.timed_out() {
+            log::warn!("penstock: the last operations of rank {} are not written after {timeout:?}", self.rank);
+        }
+    }
+
+    fn write_records(&self) {
         let Some(folder) = &self.folder else { return };
         let (rank, shown, name) = (self.rank, folder.display(), self.file_name());
-        match self.write_to(folder, stats) {
-            Ok(()) => log::warn!(
-                "penstock: the last operations of rank {rank} are in {shown}/{name}; `penstock flight {shown}` reads them"
-            ),
-            Err(error) => {
-                log::warn!("penstock: the last operations of rank {rank} cannot be written to {shown}: {error}");
+        loop {
+            let mut writing = self.writing();
+            let Some(record) = writing.record.take() else {
+                writing.is_running = false;
+                self.writer.idle.notify_all();
+                return;
+            };
+            drop(writing);
+            match self.write_to(folder, &record) {
+                Ok(()) => log::warn!(
+                    "penstock: the last operations of rank {rank} are in {shown}/{name}; `penstock flight {shown}` reads them"
+                ),
+                Err(error) => {
+                    log::warn!("penstock: the last operations of rank {rank} cannot be written to {shown}: {error}");
+                }
             }
         }
     }
 
-    fn write_to(&self, folder: &Path, stats: &Stats) -> io::Result<()> {
+    fn writing(&self) -> MutexGuard<'_, Writing> {
+        self.writer.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write_to(&self, folder: &Path, record: &str) -> io::Result<()> {
         std::fs::create_dir_all(folder)?;
         // Whoever reads while it is written finds the one before.
         let fresh = folder.join(format!(".rank-{}.{}", self.rank, std::process::id()));
-        std::fs::write(&fresh, self.describe(stats, Instant::now()))?;
+        std::fs::write(&fresh, record)?;
         std::fs::rename(fresh, folder.join(self.file_name()))
     }
 
@@ -174,7 +231,6 @@ mod tests {
     use super::*;
     use penstock_protocol::fingerprint::Name;
     use penstock_types::DType;
-    use std::time::Duration;
 
     /// The last operations stay, the oldest go, and an end finds its operation, or nothing if that is gone. What one lacked is told
     /// until it ends well; a group's failure ends what runs there, and nothing else.
@@ -217,5 +273,37 @@ mod tests {
                 (&json!(1002), &json!(false), &json!(997e-9), &rank),
             ]
         );
+    }
+    /// A folder on a file system that blocks holds up neither who asks for a record nor the next one, and what was asked for
+    /// last is what stands there in the end.
+    #[test]
+    fn a_slow_file_system_blocks_nobody() {
+        let folder = std::env::temp_dir().join(format!("penstock-recorder-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let recorder = Recorder::new(0, 0, "h".into(), Some(folder.clone()));
+        // Opening a pipe for writing blocks until somebody reads it.
+        let pipe = folder.join(format!(".rank-0.{}", std::process::id()));
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo");
+        assert!(made.success());
+        let began = Instant::now();
+        recorder.write(&Stats::default());
+        while recorder.writing().record.is_some() {
+            assert!(began.elapsed() < Duration::from_secs(30), "nobody writes it");
+            std::thread::yield_now();
+        }
+        recorder.write(&Stats::default());
+        recorder.write(&Stats::default());
+        recorder.flush(Duration::from_millis(1));
+        assert!(
+            recorder.writing().is_running && recorder.writing().record.is_some(),
+            "the first one is not written yet"
+        );
+        drop(std::fs::read(&pipe).expect("the first record"));
+        recorder.flush(Duration::from_secs(30));
+        assert!(!recorder.writing().is_running && recorder.writing().record.is_none());
+        let record: Value =
+            serde_json::from_slice(&std::fs::read(folder.join("rank-0.json")).expect("a record")).expect("JSON");
+        assert_eq!(record["rank"], 0);
+        std::fs::remove_dir_all(folder).expect("removed");
     }
 }

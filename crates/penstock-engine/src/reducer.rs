@@ -339,7 +339,6 @@ impl Reducer {
                 Ok(()) => reducer.rounded(&bits),
                 Err(failure) => reducer.fail(failure),
             }
-            reducer.over();
         });
     }
 
@@ -347,7 +346,11 @@ impl Reducer {
     /// in the same order on all ranks, and so are the operations that they start.
     fn start(&self, group: &Group, call: Call, done: impl FnOnce(&Result<(), Failure>) + Send + 'static) {
         let ticket = Ticket::default();
-        ticket.on_done(done);
+        let end = End(self.clone());
+        ticket.on_done(move |result| {
+            let _end = end;
+            done(result);
+        });
         // SAFETY: `done` keeps the buffer, or the caller of `submit` does, and nobody looks at it before `done` is called.
         unsafe { group.start_as(call, ticket) };
     }
@@ -432,8 +435,6 @@ impl Reducer {
                 }
             }
             state.spare.extend(carrier.buffer);
-            drop(state);
-            reducer.over();
         });
     }
 
@@ -554,6 +555,19 @@ impl Reducer {
         drop(state);
         self.0.rounds.fail(failure.clone());
         self.0.units.fail(failure.clone());
+    }
+}
+
+/// The end of a round or unit; also when handling its result panics, so that the pass ends.
+struct End(Reducer);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let message = "the reducer has panicked; standard error says where. This is a defect of Penstock.";
+            self.0.fail(&Failure::fatal(FailureKind::Bug, message));
+        }
+        self.0.over();
     }
 }
 

@@ -5,8 +5,9 @@ use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
 use crate::pages::HugePages;
 use crate::recorder::{Entry as Recorded, Record, Recorder};
 use crate::reported::Reported;
+use crate::scale::Scale;
 use crate::stats::{GroupStats, PeerStats, Stats};
-use crate::ticket::Ticket;
+use crate::ticket::{Promise, Ticket};
 use penstock_net::fds::Fd;
 use penstock_net::memory::{Landmark, Mapping, Region, Remote};
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
@@ -24,20 +25,66 @@ use penstock_types::{
 use std::any::Any;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::time::Instant;
 
 /// What the callers' threads and the engine's thread share.
 #[derive(Debug, Default)]
-pub(crate) struct Shared {
-    pub(crate) commands: Mutex<Vec<Command>>,
+pub(crate) struct Shared(Mutex<Mailbox>);
+
+#[derive(Debug, Default)]
+struct Mailbox {
+    commands: Vec<Command>,
+    /// Why the engine's thread reads no more commands.
+    closed: Option<Failure>,
+}
+
+impl Shared {
+    /// Hands a command to the engine's thread. If that has ended, `ticket` says why, and the result is false.
+    pub(crate) fn post(&self, command: Command, ticket: &Ticket) -> bool {
+        let mut mailbox = self.lock();
+        let Some(failure) = mailbox.closed.clone() else {
+            mailbox.commands.push(command);
+            return true;
+        };
+        drop(mailbox);
+        // Before the command is dropped, and with it its promise.
+        ticket.complete(Err(failure));
+        false
+    }
+
+    /// Refuses commands from now on. Those that nobody has read fail as later ones do.
+    pub(crate) fn close(&self, failure: &Failure) {
+        let mut mailbox = self.lock();
+        mailbox.closed.get_or_insert_with(|| failure.clone());
+        let unread = std::mem::take(&mut mailbox.commands);
+        drop(mailbox);
+        for command in unread {
+            if let Command::Join(_, promise) | Command::Start(_, _, promise) | Command::Watch(_, promise) = command {
+                promise.complete(Err(failure.clone()));
+            }
+        }
+    }
+
+    /// Why commands are refused, if they are.
+    pub(crate) fn closed(&self) -> Option<Failure> {
+        self.lock().closed.clone()
+    }
+
+    fn take(&self) -> Vec<Command> {
+        std::mem::take(&mut self.lock().commands)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Mailbox> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
 }
 
 /// What a caller asks of the engine's thread.
 #[derive(Debug)]
 pub(crate) enum Command {
-    Join(GroupSpec, Ticket),
-    Start(GroupId, Call, Ticket),
+    Join(GroupSpec, Promise),
+    Start(GroupId, Call, Promise),
     Release(GroupId, Ticket),
     Leave(GroupId),
     /// The all-reduce algorithm of a group from its next operation on, and the streams to use to each of its ranks.
@@ -46,7 +93,7 @@ pub(crate) enum Command {
     Abort(GroupId, Failure),
     Expire(GroupId, u64),
     /// A ticket that ends when the group fails, or is left.
-    Watch(GroupId, Ticket),
+    Watch(GroupId, Promise),
     Share(u64, Region),
     Unshare(u64),
     Stats(mpsc::Sender<Stats>),
@@ -56,6 +103,9 @@ pub(crate) enum Command {
     Stop {
         wait: bool,
     },
+    /// Panic now, or (`true`) at the next frame: for the tests of what a defect of ours leads to.
+    #[cfg(test)]
+    Panic(bool),
 }
 
 /// A group to join.
@@ -155,6 +205,9 @@ pub(crate) struct Runtime {
     finished: u64,
     /// Of the operations so far.
     longest_timeout: u64,
+    /// The next frame panics.
+    #[cfg(test)]
+    panics: bool,
 }
 
 struct PeerInfo {
@@ -207,7 +260,7 @@ struct Group {
     joining: Option<Joining>,
     failed: Option<Failure>,
     /// They end with the group.
-    watches: Vec<Ticket>,
+    watches: Vec<Promise>,
     last_algorithm: String,
 }
 
@@ -266,7 +319,7 @@ impl Departed {
 
 /// A join that has not ended.
 struct Joining {
-    ticket: Ticket,
+    ticket: Promise,
     /// What every rank says of who shares its host, once all links are up: the group's first operation gathers it.
     hosts: Option<Box<[u64]>>,
 }
@@ -291,7 +344,7 @@ struct Waiting {
     call: Call,
     request: Request,
     steps: Arc<Steps>,
-    ticket: Ticket,
+    ticket: Promise,
     /// When it took its place: its time-out counts from then, also while it is held.
     since: Time,
     recorded: Recorded,
@@ -299,7 +352,7 @@ struct Waiting {
 
 struct Active {
     operation: Operation,
-    ticket: Ticket,
+    ticket: Promise,
     fingerprint: Fingerprint,
     /// Of an all-to-all: the parts in bytes, and the bytes of an element.
     splits: Option<(Splits, u64)>,
@@ -312,8 +365,8 @@ struct Active {
     probed: Time,
     /// What peers answered to probes: how many operations they have issued.
     issued: HashMap<u32, u64>,
-    /// A scaled copy of the contribution stands in for the user's.
-    scaled: Option<Vec<u8>>,
+    /// The factor of its contribution, which is applied in turns before the operation starts.
+    scale: Option<Scale>,
     _keep: Option<Box<dyn Any + Send>>,
 }
 
@@ -374,12 +427,14 @@ impl Runtime {
             effects: Vec::new(),
             finished: 0,
             longest_timeout: 0,
+            #[cfg(test)]
+            panics: false,
         }
     }
 
     // ------------------------------------------------------------------ commands
 
-    fn join(&mut self, peers: &mut Peers, spec: GroupSpec, ticket: Ticket, now: Time) {
+    fn join(&mut self, peers: &mut Peers, spec: GroupSpec, ticket: Promise, now: Time) {
         let mut members = Vec::with_capacity(spec.members.len());
         let mut refused = None;
         for (rank, contact) in spec.members.iter().enumerate() {
@@ -488,7 +543,7 @@ impl Runtime {
             timeout: u64::MAX,
             keep: Some(own),
         };
-        self.start(peers, id, call, Ticket::default(), now);
+        self.start(peers, id, call, Ticket::default().promise(), now);
     }
 
     /// Completes a join: all ranks know now which of them share a host.
@@ -500,7 +555,7 @@ impl Runtime {
         ticket.complete(Ok(()));
     }
 
-    fn start(&mut self, peers: &mut Peers, id: GroupId, call: Call, ticket: Ticket, now: Time) {
+    fn start(&mut self, peers: &mut Peers, id: GroupId, call: Call, ticket: Promise, now: Time) {
         let Some(group) = self.groups.get_mut(&id) else {
             let gone = Failure::fatal(FailureKind::Closed, "the group was destroyed.");
             return ticket.complete(Err(gone));
@@ -571,7 +626,7 @@ impl Runtime {
     /// The buffers of an operation that was started with `hold` are ready.
     fn release(&mut self, peers: &mut Peers, id: GroupId, ticket: &Ticket, now: Time) {
         let Some(group) = self.groups.get_mut(&id) else { return };
-        let Some(op) = group.held.iter().find(|(_, waiting)| waiting.ticket.is(ticket)).map(|(op, _)| *op) else {
+        let Some(op) = group.held.iter().find(|(_, waiting)| waiting.ticket.is_of(ticket)).map(|(op, _)| *op) else {
             return;
         };
         let waiting = group.held.remove(&op).expect("just found");
@@ -590,7 +645,7 @@ impl Runtime {
             // SAFETY: the caller of `Group::start` keeps its buffers until the operation has ended.
             unsafe { self.pages.used(buffers.into_iter().filter(is_private)) };
         }
-        let scaled = premultiply(&call, &request, &mut input, &mut output);
+        let scale = Scale::new(&call, &request, &mut input, &mut output);
         let memory = Memory { dtype: call.dtype, op: call.op, world, input, output };
         let active = Active {
             operation: Operation::new(steps, memory),
@@ -605,14 +660,25 @@ impl Runtime {
             progressed: now,
             probed: now,
             issued: HashMap::new(),
-            scaled,
+            scale,
             _keep: call.keep,
         };
+        let turn = (active.priority, active.started, id, op);
+        let is_scaled = active.scale.as_ref().is_none_or(Scale::is_done);
         group.ops.insert(op, active);
-        if self.check_claims(peers, id, op) {
-            self.drive(peers, id, op, |operation, effects| operation.start(effects), now);
-            self.check_departed(peers, id, op);
+        if !self.check_claims(peers, id, op) {
+            return;
         }
+        if is_scaled {
+            self.begin_steps(peers, id, op, now);
+        } else {
+            self.work.insert(turn);
+        }
+    }
+
+    fn begin_steps(&mut self, peers: &mut Peers, id: GroupId, op: OpId, now: Time) {
+        self.drive(peers, id, op, |operation, effects| operation.start(effects), now);
+        self.check_departed(peers, id, op);
     }
 
     /// Fails an operation that waits for a rank that has left. What the rank gave before it left still counts.
@@ -1014,6 +1080,26 @@ impl Runtime {
         }
     }
 
+    /// The engine's thread has panicked: fails every group, tells the peers why, and stops.
+    pub(crate) fn crash(&mut self, peers: &mut Peers, failure: &Failure) {
+        self.stopping = true;
+        for id in self.groups.keys().copied().collect::<Vec<_>>() {
+            self.fail_group(peers, id, failure.clone(), true);
+        }
+    }
+
+    /// The engine's thread ends, and the driver is gone: nothing reads or writes a tensor any more. Ends what is still open.
+    pub(crate) fn end(mut self, failure: &Failure) {
+        for (_, mut group) in self.groups.drain() {
+            let running = group.ops.drain().map(|(_, active)| active.ticket);
+            let held = group.held.drain().map(|(_, waiting)| waiting.ticket);
+            let joining = group.joining.take().map(|joining| joining.ticket);
+            for promise in running.chain(held).chain(joining).chain(group.watches.drain(..)) {
+                promise.complete(Err(failure.clone()));
+            }
+        }
+    }
+
     /// The groups that a peer is in.
     fn groups_of(&self, peer: PeerId) -> Vec<GroupId> {
         self.groups.iter().filter(|(_, group)| group.members.contains(&Some(peer))).map(|(id, _)| *id).collect()
@@ -1070,7 +1156,8 @@ impl Runtime {
                 _ => 0,
             })
             .sum();
-        let of = |active: &Active| active.operation.memory_bytes() + active.scaled.as_ref().map_or(0, Vec::len);
+        let of =
+            |active: &Active| active.operation.memory_bytes() + active.scale.as_ref().map_or(0, Scale::memory_bytes);
         let operations: usize = self.groups.values().flat_map(|group| group.ops.values()).map(of).sum();
         let copied: usize = (0..self.peers.len()).map(|peer| peers.look(peer as PeerId).copied_bytes()).sum();
         Stats {
@@ -1162,6 +1249,8 @@ impl Handler for Runtime {
         payload: &[u8],
         placed: bool,
     ) -> Result<(), FrameError> {
+        #[cfg(test)]
+        assert!(!std::mem::take(&mut self.panics), "a test wants it");
         let key = header.key;
         let id = key.group;
         match header.kind {
@@ -1375,8 +1464,7 @@ impl Handler for Runtime {
     }
 
     fn woken(&mut self, peers: &mut Peers, now: Time) {
-        let commands = std::mem::take(&mut *self.shared.commands.lock().unwrap_or_else(|p| p.into_inner()));
-        for command in commands {
+        for command in self.shared.take() {
             match command {
                 Command::Join(spec, ticket) => self.join(peers, spec, ticket, now),
                 Command::Start(id, call, ticket) => self.start(peers, id, call, ticket, now),
@@ -1452,6 +1540,11 @@ impl Handler for Runtime {
                 Command::Stop { wait } => {
                     self.stopping = true;
                     self.patience = if wait { self.longest_timeout.max(LEAST_PATIENCE) } else { UNHEARD };
+                }
+                #[cfg(test)]
+                Command::Panic(at_next_frame) => {
+                    assert!(at_next_frame, "a test wants it");
+                    self.panics = true;
                 }
             }
         }
@@ -1566,8 +1659,19 @@ impl Handler for Runtime {
     }
 
     fn work(&mut self, peers: &mut Peers) {
-        let Some((_, _, id, op)) = self.work.pop_first() else { return };
+        let Some(turn) = self.work.pop_first() else { return };
+        let (_, _, id, op) = turn;
         let now = peers.now();
+        let active = self.groups.get_mut(&id).and_then(|group| group.ops.get_mut(&op));
+        if let Some(scale) = active.and_then(|active| active.scale.as_mut().filter(|scale| !scale.is_done())) {
+            scale.work();
+            if scale.is_done() {
+                self.begin_steps(peers, id, op, now);
+            } else {
+                self.work.insert(turn);
+            }
+            return;
+        }
         let mut result = Ok(());
         // It is put back if there is more to do.
         self.drive(peers, id, op, |operation, effects| result = operation.work(effects), now);
@@ -1689,34 +1793,6 @@ fn fits(algorithm: Algorithm, bytes: u64, medium: penstock_plan::Medium, thresho
     let held = algorithm.holds_messages(Collective::AllReduce);
     Algorithm::of(Collective::AllReduce).contains(&algorithm)
         && (!held || medium == penstock_plan::Medium::Memory || bytes <= thresholds.eager_limit_bytes)
-}
-
-/// Multiplies the contribution before a premultiplied sum. In place for all-reduce; otherwise in a copy, since the input
-/// of a reduce-scatter, and the tensor of a rank that is not a reduce's root, stay as they are.
-fn premultiply(call: &Call, request: &Request, input: &mut *const u8, output: &mut *mut u8) -> Option<Vec<u8>> {
-    let ReduceOp::PremulSum(factor) = call.op else { return None };
-    let scale = |dst: *mut u8, src: *const u8, bytes: u64| {
-        // SAFETY: both are buffers of `bytes` bytes; `dst` is `src` or a fresh copy.
-        unsafe { penstock_kernels::premultiply(call.dtype, dst, src, bytes as usize, factor) };
-    };
-    match call.collective {
-        Collective::ReduceScatter => {
-            let mut copy = vec![0; request.input_bytes() as usize];
-            scale(copy.as_mut_ptr(), *input, request.input_bytes());
-            *input = copy.as_ptr();
-            Some(copy)
-        }
-        Collective::Reduce { root } if root != request.rank => {
-            let mut copy = vec![0; request.output_bytes() as usize];
-            scale(copy.as_mut_ptr(), *output, request.output_bytes());
-            *output = copy.as_mut_ptr();
-            Some(copy)
-        }
-        _ => {
-            scale(*output, *output, request.output_bytes());
-            None
-        }
-    }
 }
 
 /// Descriptors that a peer may pass ahead of the frames that they belong to: one system call brings a few.

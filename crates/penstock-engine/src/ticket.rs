@@ -1,6 +1,6 @@
 //! What a caller holds while an operation runs.
 
-use penstock_types::Failure;
+use penstock_types::{Failure, FailureKind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -79,6 +79,11 @@ impl Ticket {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
+    /// The other end, for the engine's thread.
+    pub(crate) fn promise(&self) -> Promise {
+        Promise(Arc::new(Promised(self.clone())))
+    }
+
     /// Sets the result; the first one counts.
     pub(crate) fn complete(&self, result: Result<(), Failure>) {
         let mut state = self.lock();
@@ -96,5 +101,36 @@ impl Ticket {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+/// The engine's end of a [`Ticket`]. When the last clone of a promise is dropped, a ticket without a result gets a failure:
+/// whatever the engine loses, nobody waits for it for ever.
+#[derive(Clone, Debug)]
+pub(crate) struct Promise(Arc<Promised>);
+
+#[derive(Debug)]
+struct Promised(Ticket);
+
+impl Promise {
+    /// Sets the ticket's result; the first one counts.
+    pub(crate) fn complete(&self, result: Result<(), Failure>) {
+        self.0.0.complete(result);
+    }
+
+    /// Whether it belongs to this ticket.
+    pub(crate) fn is_of(&self, ticket: &Ticket) -> bool {
+        self.0.0.is(ticket)
+    }
+}
+
+impl Drop for Promised {
+    fn drop(&mut self) {
+        // Nearly every ticket has its result: no failure is made for those.
+        if self.0.lock().result.is_none() {
+            let message = "the engine's thread has dropped this operation (if it has panicked, standard error says where). \
+                           This is a defect of Penstock.";
+            self.0.complete(Err(Failure::fatal(FailureKind::Bug, message)));
+        }
     }
 }

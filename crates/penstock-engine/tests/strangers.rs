@@ -3,7 +3,7 @@
 use penstock_engine::fingerprint::{Fingerprint, Name};
 use penstock_engine::plan::Collective;
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
-use penstock_protocol::frame::{Channel, Direction, Kind, VERSION_MAJOR};
+use penstock_protocol::frame::{Channel, Direction, Kind, VERSION_MAJOR, VERSION_MINOR};
 use penstock_protocol::handshake::{Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
 use penstock_protocol::peer::{Body, OpStatus, Outgoing, Payload, Peer, PeerConfig, seal, verify};
 use penstock_protocol::{Header, MessageKey};
@@ -243,6 +243,64 @@ fn a_frame_that_cuts_an_element() {
     engine.stats().expect("it runs");
 }
 
+/// More idle connections than may be open without a proof keep nobody out, over TCP or over the local socket: the oldest one
+/// makes room for a member, while the others stay.
+#[test]
+fn a_crowd_of_idle_strangers_keeps_nobody_out() {
+    fn run<S: Stream>(engine: &Engine, open: impl Fn(&Engine) -> S) {
+        let began = Instant::now();
+        let mut idle: Vec<S> = (0..300).map(|_| open(engine)).collect();
+        let mut member = connect(engine, &open);
+        assert!(member.read(&mut [0; 1024]).expect("frames") > 0);
+        // None of them was closed for its age.
+        assert!(began.elapsed() < HANDSHAKE_WITHIN, "this machine is too slow for this test");
+        assert_eq!(idle[0].read(&mut [0]).expect("the end"), 0, "the oldest has made room");
+        let mut newest = idle.pop().expect("there are many");
+        assert!(
+            shake_hands(&mut newest, &Hello { stream: 1, ..hello(engine, (VERSION_MAJOR, VERSION_MINOR)) }).is_ok(),
+            "the newest is still there"
+        );
+    }
+
+    let over_tcp = engine();
+    let (_group, _ticket) = join(&over_tcp, &contact(LARGEST, Vec::new()));
+    run(&over_tcp, tcp);
+    let over_the_local_socket = engine();
+    let (_group, _ticket) = join(&over_the_local_socket, &contact(LARGEST, Vec::new()));
+    run(&over_the_local_socket, local);
+}
+
+/// The engine's own attempts to connect, however many, leave the places of those that connect to it free.
+#[test]
+fn own_connections_keep_nobody_out() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let mute = listener.local_addr().expect("bound");
+    let engine = engine();
+    let began = Instant::now();
+    // It connects to members with smaller keys, and these never answer.
+    let smaller = (0..300u16).map(|at| {
+        let mut node = SMALLEST;
+        node[14..].copy_from_slice(&at.to_be_bytes());
+        contact(node, vec![mute])
+    });
+    let members: Vec<Contact> =
+        [engine.contact().clone()].into_iter().chain(smaller).chain([contact(LARGEST, Vec::new())]).collect();
+    let (_group, _ticket) = engine.join(GroupSpec {
+        id: JOB,
+        generation: Generation(1),
+        rank: 0,
+        members,
+        secret: SECRET.to_vec(),
+        algorithm: None,
+        name: "test".into(),
+    });
+    let dialled: Vec<TcpStream> = (0..300).map(|_| listener.accept().expect("the engine connects").0).collect();
+    let mut member = connect(&engine, tcp);
+    assert!(member.read(&mut [0; 1024]).expect("frames") > 0);
+    assert!(began.elapsed() < HANDSHAKE_WITHIN, "this machine is too slow for this test");
+    drop(dialled);
+}
+
 // ------------------------------------------------------------------------------------------------------------- helpers
 
 fn engine() -> Engine {
@@ -469,6 +527,8 @@ const FROM_PEER: Channel = Channel::PointToPoint { direction: Direction::Down, t
 const JOB: GroupId = GroupId(77);
 const OTHER: GroupId = GroupId(78);
 const NOW: Time = Time(0);
+/// A hand-shake that takes longer is given up by the engine.
+const HANDSHAKE_WITHIN: Duration = Duration::from_secs(5);
 /// Longer than anything here takes, on a machine that is busy.
 const WITHIN: Option<Duration> = Some(Duration::from_secs(30));
 const SECRET: &[u8] = b"secret";

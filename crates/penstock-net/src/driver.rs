@@ -1,6 +1,7 @@
 //! The event loop.
 
 use crate::contact::Contact;
+use crate::descriptors::{After, after_accept, is_shortage, make_room};
 use crate::fds::Fd;
 use crate::memory::Landmark;
 use crate::socket::{GONE, Progress, Socket, Stage, read, why};
@@ -15,6 +16,7 @@ use socket2::{Domain, Protocol, SockAddr, Type};
 use std::collections::HashMap;
 use std::io::{self, IoSliceMut};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -266,9 +268,16 @@ pub struct Driver {
     again: Vec<u64>,
     junk: Box<[u8]>,
     epoch: Instant,
-    pending_handshakes: usize,
+    /// Connections of others that have proved nothing yet. Own ones do not count: they are as many as the job needs.
+    strangers: usize,
+    /// When to accept again, after the machine lacked something.
+    accept_at: Option<Time>,
+    /// When a shortage was logged last.
+    complained: Option<Time>,
     next_timers: Time,
     next_tick: Time,
+    /// When the kernel was last asked what has arrived. All of it has been read by now, or as much of it as one turn reads.
+    looked: Time,
 }
 
 /// What the loop knows of the way to a peer.
@@ -328,9 +337,12 @@ impl Driver {
             again: Vec::new(),
             junk: vec![0; 64 * 1024].into_boxed_slice(),
             epoch: Instant::now(),
-            pending_handshakes: 0,
+            strangers: 0,
+            accept_at: None,
+            complained: None,
             next_timers: Time(0),
             next_tick: Time(0),
+            looked: Time(0),
             settings,
         };
         epoll_add(&driver.epoll, &driver.wake.event, WAKE, epoll::EventFlags::IN)
@@ -376,13 +388,22 @@ impl Driver {
         self.wake.clone()
     }
 
-    /// Runs until the handler says to stop and all peers have been told.
+    /// The machines of all peers, while the loop does not run.
+    pub fn peers(&mut self) -> &mut Peers {
+        &mut self.peers
+    }
+
+    /// Runs until the handler says to stop and all peers have been told. If the handler panics, it may be run once more: then
+    /// what is queued for the peers leaves.
     pub fn run<H: Handler>(&mut self, handler: &mut H) {
         let mut events = Vec::with_capacity(256);
         let mut stop_by = None;
         loop {
             let now = self.now();
             self.peers.now = now;
+            // Also before the end: somebody waits for what is ordered.
+            self.follow_orders(handler, now);
+            self.pump(handler, now);
             if handler.stopping() {
                 let since = *stop_by.get_or_insert_with(|| {
                     self.say_bye();
@@ -396,27 +417,26 @@ impl Driver {
                 {
                     break;
                 }
+                self.pump(handler, now);
             }
-            self.follow_orders(handler, now);
-            self.pump(handler, now);
-            if now >= self.next_timers {
+            // Only after a look at the sockets that was late enough: what has arrived is read before anybody is judged by his
+            // silence, also when this process was stopped or busy for long.
+            if self.looked >= self.next_timers {
                 self.handle_timers(handler, now);
                 self.follow_orders(handler, now);
                 self.pump(handler, now);
             }
-            if now >= self.next_tick {
+            if self.looked >= self.next_tick {
                 self.next_tick = handler.tick(&mut self.peers, now);
                 self.follow_orders(handler, now);
                 self.pump(handler, now);
             }
             self.wait(handler, &mut events);
             self.peers.now = self.now();
-            let batch = std::mem::take(&mut events);
-            for (token, flags) in &batch {
-                self.handle_event(handler, *token, *flags);
+            for event in events.drain(..) {
+                let (data, flags) = (event.data, event.flags);
+                self.handle_event(handler, data.u64(), flags);
             }
-            events = batch;
-            events.clear();
             for token in std::mem::take(&mut self.again) {
                 self.handle_event(handler, token, epoll::EventFlags::IN);
             }
@@ -435,7 +455,7 @@ impl Driver {
     }
 
     /// Sleeps until something happens; leaves what happened in `events`.
-    fn wait<H: Handler>(&mut self, handler: &mut H, events: &mut Vec<(u64, epoll::EventFlags)>) {
+    fn wait<H: Handler>(&mut self, handler: &mut H, events: &mut Vec<epoll::Event>) {
         let now = self.now();
         let until = self.next_timers.min(self.next_tick);
         self.wake.sleeping.store(true, Ordering::SeqCst);
@@ -451,20 +471,16 @@ impl Driver {
             (true, false) => until.since(now),
         };
         let timeout = rustix::time::Timespec { tv_sec: (nanos / SECOND) as i64, tv_nsec: (nanos % SECOND) as i64 };
-        let mut buffer = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 128];
-        let count = match epoll::wait(&self.epoll, &mut buffer[..], Some(&timeout)) {
-            Ok(count) => count,
-            Err(rustix::io::Errno::INTR) => 0,
-            Err(error) => {
-                log::error!("penstock: epoll_wait failed: {error}");
-                0
-            }
-        };
+        // One answer holds all that is ready, so that no socket waits for its turn while others are read again and again.
+        let room = self.sockets.len() + self.tcp.len() + 2;
+        events.reserve(room);
+        if let Err(error) = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), Some(&timeout))
+            && error != rustix::io::Errno::INTR
+        {
+            log::error!("penstock: epoll_wait failed: {error}");
+        }
+        self.looked = self.now();
         self.wake.sleeping.store(false, Ordering::SeqCst);
-        events.extend(buffer[..count].iter().map(|event| {
-            let (data, flags) = (event.data, event.flags);
-            (data.u64(), flags)
-        }));
     }
 
     fn now(&self) -> Time {
@@ -483,11 +499,14 @@ impl Driver {
                 let _ = rustix::io::read(&self.wake.event, &mut count);
                 handler.woken(&mut self.peers, now);
             }
-            LOCAL_LISTENER => self.accept_local(now),
-            token if token < FIRST_SOCKET => self.accept_tcp((token - FIRST_LISTENER) as usize, now),
+            LOCAL_LISTENER => self.accept_local(handler, now),
+            token if token < FIRST_SOCKET => self.accept_tcp(handler, (token - FIRST_LISTENER) as usize, now),
             token => {
                 let Some(mut socket) = self.sockets.remove(&token) else { return };
-                let outcome = if socket.is_up() {
+                let outcome = catch_unwind(AssertUnwindSafe(|| {
+                    if !socket.is_up() {
+                        return self.handshake(handler, token, &mut socket, now);
+                    }
                     if flags.contains(epoll::EventFlags::OUT)
                         && let Some(peer) = socket.peer
                     {
@@ -495,12 +514,15 @@ impl Driver {
                         self.watch_write(token, &mut socket, false);
                     }
                     self.read(handler, token, &mut socket, now)
-                } else {
-                    self.handshake(handler, token, &mut socket, now)
-                };
+                }));
                 match outcome {
-                    Ok(()) => drop(self.sockets.insert(token, socket)),
-                    Err(reason) => self.closed(handler, token, socket, &reason, now),
+                    Ok(Ok(())) => drop(self.sockets.insert(token, socket)),
+                    Ok(Err(reason)) => self.closed(handler, token, socket, &reason, now),
+                    Err(panic) => {
+                        // Its peer is told why, over this very socket where there is no other.
+                        self.sockets.insert(token, socket);
+                        resume_unwind(panic);
+                    }
                 }
             }
         }
@@ -670,13 +692,18 @@ impl Driver {
                 self.lose(handler, peer, "closed all its connections: the process has probably died", now);
             }
         }
+        if self.accept_at.is_some_and(|at| at <= now) {
+            self.accept_at = None;
+            self.watch_listeners(epoll::EventFlags::IN);
+        }
+        next = self.accept_at.map_or(next, |at| next.min(at));
         let late: Vec<u64> =
             self.sockets.iter().filter(|(_, s)| !s.is_up() && now > s.deadline).map(|(token, _)| *token).collect();
         for token in late {
             let socket = self.sockets.remove(&token).expect("listed above");
             self.closed(handler, token, socket, "no answer to the hand-shake", now);
         }
-        if self.pending_handshakes > 0 {
+        if self.sockets.values().any(|socket| !socket.is_up()) {
             next = Time(next.0.min(now.plus(100 * MILLISECOND).0));
         }
         // Deliberately coarse: nothing here needs better than a few milliseconds.
@@ -685,7 +712,19 @@ impl Driver {
 
     /// Makes links for peers that the engine has added.
     fn add_links(&mut self) {
+        if self.peers.added.is_empty() {
+            return;
+        }
         self.links.extend(self.peers.added.drain(..).map(Link::new));
+        let streams = usize::from(self.settings.streams);
+        let to_come = self.links.iter().filter(|link| !link.was_up && !link.finished).count() * streams;
+        if let Err(trouble) = make_room(to_come) {
+            let peers = self.links.len();
+            log::warn!(
+                "penstock: {trouble}: {peers} peers with {streams} streams each. Some ranks may not reach each other. Raise the \
+                 hard limit (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile of a container), or lower PENSTOCK_STREAMS"
+            );
+        }
     }
 
     fn follow_orders<H: Handler>(&mut self, handler: &mut H, now: Time) {
@@ -752,6 +791,11 @@ impl Driver {
             Ok(socket) => socket,
             // Nobody listens by that name here: it is another host, or another network namespace.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => return false,
+            // TCP would need more of what is lacking.
+            Err(error) if is_shortage(&error) => {
+                self.await_descriptors(peer, FROM_THE_START, attempt, &format!("its local socket: {error}"), now);
+                return true;
+            }
             Err(error) => {
                 let who = self.links[peer as usize].contact.describe();
                 log::warn!("penstock: cannot connect to the local socket of {who} ({error}): TCP instead");
@@ -828,8 +872,21 @@ impl Driver {
                 socket.attempt = attempt;
                 self.adopt(handler, socket, now);
             }
+            Err(error) if is_shortage(&error) => {
+                self.await_descriptors(peer, stream, attempt, &format!("{remote}: {error}"), now);
+            }
             Err(error) => self.retry(handler, peer, stream, attempt, &format!("{remote}: {error}"), now),
         }
+    }
+
+    /// Plans another attempt for a stream that this process has no descriptor for at present. It is not counted: whoever waits
+    /// for the join knows how long.
+    fn await_descriptors(&mut self, peer: PeerId, stream: StreamId, attempt: u32, reason: &str, now: Time) {
+        self.complain(&format!("cannot connect to {reason}"), now);
+        self.peers.troubles[peer as usize] = Some(reason.to_owned());
+        let at = now.plus(ACCEPT_AGAIN);
+        self.links[peer as usize].retries.push((stream, at, attempt));
+        self.next_timers = self.next_timers.min(at);
     }
 
     /// Plans another attempt for a stream, or gives up.
@@ -900,41 +957,98 @@ impl Driver {
         }
     }
 
-    fn accept_tcp(&mut self, listener: usize, now: Time) {
-        loop {
-            let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
-            let Ok(fd) = rustix::net::accept_with(&self.tcp[listener].0, flags) else { return };
+    fn accept_tcp<H: Handler>(&mut self, handler: &mut H, listener: usize, now: Time) {
+        while let Some(fd) = self.accept(handler, Some(listener), now) {
             let remote = socket2::SockRef::from(&fd).peer_addr().ok().and_then(|a| a.as_socket());
             let remote = remote.map_or_else(|| "unknown address".to_owned(), |address| address.to_string());
             if let Err(error) = tune(&socket2::SockRef::from(&fd), self.settings.socket_buffer_bytes as usize) {
                 log::warn!("penstock: cannot set options on a stream from {remote}: {error}");
             }
-            self.accepted(fd, false, remote, now);
+            self.accepted(handler, fd, false, remote, now);
         }
     }
 
-    fn accept_local(&mut self, now: Time) {
+    fn accept_local<H: Handler>(&mut self, handler: &mut H, now: Time) {
+        while let Some(fd) = self.accept(handler, None, now) {
+            self.accepted(handler, fd, true, "local socket".to_owned(), now);
+        }
+    }
+
+    /// The next connection of a TCP listener, or of the local one.
+    fn accept<H: Handler>(&mut self, handler: &mut H, listener: Option<usize>, now: Time) -> Option<OwnedFd> {
+        let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
         loop {
-            let Some(listener) = &self.local else { return };
-            let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
-            let Ok(fd) = rustix::net::accept_with(listener, flags) else { return };
-            self.accepted(fd, true, "local socket".to_owned(), now);
+            let listener = listener.map(|at| &self.tcp[at].0).or(self.local.as_ref())?;
+            let error = match rustix::net::accept_with(listener, flags) {
+                Ok(fd) => return Some(fd),
+                Err(error) => io::Error::from(error),
+            };
+            match after_accept(&error) {
+                After::Next => {}
+                After::Nothing | After::End => return None,
+                // Whoever says nothing gives its descriptor to whoever comes.
+                After::Later if self.evict_stranger(handler, now) => {}
+                After::Later => {
+                    // The kernel would report the waiting connection at once, again and again.
+                    self.watch_listeners(epoll::EventFlags::empty());
+                    let at = now.plus(ACCEPT_AGAIN);
+                    self.accept_at = Some(at);
+                    self.next_timers = self.next_timers.min(at);
+                    self.complain(&format!("cannot accept connections ({error})"), now);
+                    return None;
+                }
+            }
         }
     }
 
-    fn accepted(&mut self, fd: OwnedFd, local: bool, remote: String, now: Time) {
-        if self.pending_handshakes >= MAX_PENDING_HANDSHAKES {
-            log::warn!("penstock: {MAX_PENDING_HANDSHAKES} hand-shakes are pending; {remote} is turned away");
+    fn watch_listeners(&self, flags: epoll::EventFlags) {
+        let tcp = (FIRST_LISTENER..).zip(self.tcp.iter().map(|(listener, _)| listener));
+        for (token, listener) in tcp.chain(self.local.iter().map(|listener| (LOCAL_LISTENER, listener))) {
+            if let Err(error) = epoll::modify(&self.epoll, listener, epoll::EventData::new_u64(token), flags) {
+                log::error!("penstock: epoll_ctl failed: {error}");
+            }
+        }
+    }
+
+    /// Says that the machine lacks something, now and then.
+    fn complain(&mut self, what: &str, now: Time) {
+        if self.complained.is_none_or(|at| now.since(at) > COMPLAIN_EVERY) {
+            self.complained = Some(now);
+            log::warn!(
+                "penstock: {what}; trying again until it works. `ulimit -n` says how many open files are allowed, and \
+                 `penstock doctor` how many a job needs"
+            );
+        }
+    }
+
+    fn accepted<H: Handler>(&mut self, handler: &mut H, fd: OwnedFd, local: bool, remote: String, now: Time) {
+        if self.strangers >= MAX_STRANGERS && !self.evict_stranger(handler, now) {
+            log::warn!("penstock: {MAX_STRANGERS} hand-shakes are going on; {remote} is turned away");
             return;
         }
         let acceptor = Acceptor::new(random(), FEATURES);
         let socket = Socket::new(Fd::new(fd), local, remote, Stage::Acceptor(acceptor), now.plus(HANDSHAKE_WITHIN));
         let token = self.token();
-        if epoll_add(&self.epoll, &socket.fd, token, epoll::EventFlags::IN).is_ok() {
-            self.pending_handshakes += 1;
-            self.next_timers = Time(self.next_timers.0.min(now.plus(SECOND).0));
-            self.sockets.insert(token, socket);
+        match epoll_add(&self.epoll, &socket.fd, token, epoll::EventFlags::IN) {
+            Ok(()) => {
+                self.strangers += 1;
+                self.next_timers = self.next_timers.min(now.plus(SECOND));
+                self.sockets.insert(token, socket);
+            }
+            Err(error) => self.complain(&format!("cannot watch a connection from {} ({error})", socket.remote), now),
         }
+    }
+
+    /// Closes the oldest connection that has not said who it is. False if there is none: the others are members of a job, as far
+    /// as one can tell before they have proved it.
+    fn evict_stranger<H: Handler>(&mut self, handler: &mut H, now: Time) -> bool {
+        let is_silent = |socket: &Socket| matches!(socket.stage, Stage::Acceptor(_)) && socket.peer.is_none();
+        let oldest = self.sockets.iter().filter(|(_, socket)| is_silent(socket)).map(|(token, _)| *token).min();
+        let Some((token, socket)) = oldest.and_then(|token| Some((token, self.sockets.remove(&token)?))) else {
+            return false;
+        };
+        self.closed(handler, token, socket, MAKES_ROOM, now);
+        true
     }
 
     /// Takes a connecting socket into the table.
@@ -944,7 +1058,7 @@ impl Driver {
         socket.watches_write = true;
         match epoll_add(&self.epoll, &socket.fd, token, epoll::EventFlags::IN | epoll::EventFlags::OUT) {
             Ok(()) => {
-                self.pending_handshakes += 1;
+                self.next_timers = self.next_timers.min(now.plus(SECOND));
                 self.links[peer as usize].sockets.push(token);
                 self.sockets.insert(token, socket);
             }
@@ -1048,8 +1162,8 @@ impl Driver {
             return Err(reason);
         }
         if let Some((hello, features)) = ended {
-            self.pending_handshakes -= 1;
             if let Some(hello) = hello {
+                self.strangers -= 1;
                 socket.stream = u32::from(hello.stream);
                 let peer = socket.peer.expect("decided");
                 // A stream that comes back while we still believe in its old connection replaces it.
@@ -1144,12 +1258,12 @@ impl Driver {
 
     /// A socket is gone.
     fn closed<H: Handler>(&mut self, handler: &mut H, token: u64, mut socket: Socket, reason: &str, now: Time) {
-        if !socket.is_up() {
-            self.pending_handshakes -= 1;
+        if matches!(socket.stage, Stage::Acceptor(_)) {
+            self.strangers -= 1;
         }
         let Some(peer) = socket.peer else {
-            // A member that comes before we have read who is in its job is told to try again.
-            let level = if reason == NOT_YET { log::Level::Debug } else { log::Level::Warn };
+            // A member that comes before we have read who is in its job is told to try again. A crowd needs no line each.
+            let level = if [NOT_YET, MAKES_ROOM].contains(&reason) { log::Level::Debug } else { log::Level::Warn };
             log::log!(level, "penstock: refused a connection from {}: {reason}", socket.remote);
             return;
         };
@@ -1378,6 +1492,8 @@ const FIRST_SOCKET: u64 = 1 << 16;
 const PORT_STEP: u16 = 2;
 /// Why a hand-shake ended that is to be tried again.
 const NOT_YET: &str = "the job is not set up there yet";
+/// Why a connection ended that had said nothing.
+const MAKES_ROOM: &str = "it has said nothing, and others came";
 /// Instead of a stream in a planned attempt: choose the way to the peer again.
 const FROM_THE_START: StreamId = StreamId::MAX;
 
@@ -1389,8 +1505,12 @@ const FEATURE_READS_MEMORY: u32 = 1;
 /// Bytes read from one stream before the others have their turn: few, so that what has arrived on all of them is still in
 /// the cache.
 const READ_BUDGET: usize = 256 * 1024;
-/// Hand-shakes that strangers can keep open.
-const MAX_PENDING_HANDSHAKES: usize = 256;
+/// Connections of others that can be open without a proof. Above it the oldest that has said nothing makes room.
+const MAX_STRANGERS: usize = 256;
+/// How long accepting rests when the machine lacks descriptors or memory.
+const ACCEPT_AGAIN: u64 = 100 * MILLISECOND;
+/// A shortage that lasts is logged this often.
+const COMPLAIN_EVERY: u64 = 10 * SECOND;
 const HANDSHAKE_WITHIN: u64 = 5 * SECOND;
 /// A peer without a stream must be back within this time; with the time to notice it stays below 5 s.
 const RECONNECT_WITHIN: u64 = 1500 * MILLISECOND;

@@ -10,6 +10,7 @@
 pub mod bell;
 pub mod contact;
 pub mod datagrams;
+pub mod descriptors;
 mod driver;
 pub mod fds;
 pub mod interface;

@@ -112,7 +112,7 @@ impl Socket {
     /// Writes what is left of the greeting.
     pub(crate) fn write_greeting(&mut self) -> Progress {
         while !self.greeting.is_empty() {
-            match rustix::io::write(&self.fd, &self.greeting) {
+            match write(&self.fd, &[IoSlice::new(&self.greeting)], None) {
                 Ok(count) => drop(self.greeting.drain(..count)),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Progress::Blocked,
@@ -182,14 +182,16 @@ pub(crate) fn why(error: Errno, local: bool) -> String {
     if local && matches!(error, Errno::CONNRESET | Errno::PIPE) { GONE.to_owned() } else { error.to_string() }
 }
 
-/// Writes what the kernel takes; a descriptor goes along with the first byte.
+/// Writes what the kernel takes; a descriptor goes along with the first byte. A peer that is gone is an error and no SIGPIPE: the
+/// program around us may have set that back to its default, which is to die.
 fn write(fd: impl AsFd, slices: &[IoSlice<'_>], descriptor: Option<&Fd>) -> Result<usize, Errno> {
-    let Some(descriptor) = descriptor else { return rustix::io::writev(fd, slices) };
-    let descriptors = [descriptor.as_fd()];
+    let descriptors = descriptor.map(AsFd::as_fd);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let fits = ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
-    debug_assert!(fits, "the space is for one");
+    if descriptors.is_some() {
+        let fits = ancillary.push(SendAncillaryMessage::ScmRights(descriptors.as_slice()));
+        debug_assert!(fits, "the space is for one");
+    }
     rustix::net::sendmsg(fd, slices, &mut ancillary, SendFlags::NOSIGNAL)
 }
 
@@ -520,5 +522,25 @@ mod tests {
         rustix::net::sendmsg(&ours, &[IoSlice::new(b"x")], &mut ancillary, SendFlags::NOSIGNAL).expect("sent");
         let mut passed = Vec::new();
         assert_eq!(read(&theirs, &mut [IoSliceMut::new(&mut byte)], true, &mut passed), Err(Errno::MFILE));
+    }
+
+    /// A peer that is gone is an error for whoever writes to it, also where SIGPIPE ends the process.
+    #[test]
+    fn a_peer_that_is_gone_ends_no_process() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        drop(theirs);
+        // SAFETY: the child sets a handler, makes a system call and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above.
+            unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+            let is_error = write(&ours, &[IoSlice::new(b"x")], None) == Err(Errno::PIPE);
+            // SAFETY: as above.
+            unsafe { libc::_exit(libc::c_int::from(!is_error)) };
+        }
+        let mut status = 0;
+        // SAFETY: our own child, and a place for its status.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "it has died of a signal, or the error is another");
     }
 }

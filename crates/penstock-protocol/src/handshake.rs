@@ -10,8 +10,9 @@
 //! ```
 //! Either says REFUSAL (code, text) instead, and closes, when it will not go on.
 //!
-//! A proof is HMAC-SHA256(secret, role | HELLO | CHALLENGE without its proof), over the bytes as they were sent: both
-//! sides prove that they know the job's secret, bound to this very stream, and that they have heard the same. Until then nothing is parsed but these messages, of at most
+//! A proof is HMAC-SHA256(secret, role | HELLO | CHALLENGE without its proof), over the bytes as they were sent, each part behind
+//! its length (8 bytes, little endian), so that no two hand-shakes are the same bytes: both sides prove that they know the job's
+//! secret, bound to this very stream, and that they have heard the same. Until then nothing is parsed but these messages, of at most
 //! [`MAX_MESSAGE_BYTES`]. The bytes that follow are neither encrypted nor authenticated: the secret keeps strangers
 //! and misrouted ranks out, not an attacker who can alter packets in flight (docs/security.md).
 //!
@@ -378,9 +379,10 @@ fn refused(body: &[u8]) -> HandshakeError {
 
 fn proof(secret: &[u8], role: &[u8], hello: &[u8], challenge: &[u8]) -> [u8; 32] {
     let mut mac = Hmac::<Sha256>::new_from_slice(secret).expect("HMAC takes keys of any length");
-    mac.update(role);
-    mac.update(hello);
-    mac.update(challenge);
+    for part in [role, hello, challenge] {
+        mac.update(&(part.len() as u64).to_le_bytes());
+        mac.update(part);
+    }
     mac.finalize().into_bytes().into()
 }
 
@@ -666,6 +668,18 @@ mod tests {
             assert_eq!(error, HandshakeError::Refused { code: code as u8, reason: "because[31m of \u{e4}".into() });
             assert_eq!(error.is_temporary(), temporary);
         }
+    }
+
+    /// A proof is of the parts as they are cut: bytes that wander from one to the next make another.
+    #[test]
+    fn a_proof_knows_where_its_parts_end() {
+        let whole = proof(b"secret", b"acceptor", b"hello", b"challenge");
+        for (hello, challenge) in
+            [(&b"hell"[..], &b"ochallenge"[..]), (b"helloc", b"hallenge"), (b"", b"hellochallenge")]
+        {
+            assert_ne!(proof(b"secret", b"acceptor", hello, challenge), whole);
+        }
+        assert_ne!(proof(b"secret", b"accept", b"orhello", b"challenge"), whole);
     }
 
     /// The acceptor's own proof, sent back, is none: each side proves its role.

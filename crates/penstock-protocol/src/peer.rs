@@ -777,6 +777,13 @@ impl Peer {
         }
     }
 
+    /// This process did nothing for so long: it was stopped, or starved. Whoever was stopped with it says nothing yet, so that
+    /// time is nobody's silence.
+    fn was_away(&mut self, time: u64, now: Time) {
+        self.last_heard = self.last_heard.plus(time).min(now);
+        (self.alive_since, self.awake_since) = (now, now);
+    }
+
     fn heard_at(&mut self, now: Time, round_trip: u64) {
         if now.since(self.last_heard) > 2 * self.config.heartbeat_every {
             self.alive_since = now;
@@ -1068,6 +1075,10 @@ impl Peer {
     /// Looks for silence; polling frames afterwards looks for frames to take over. Feed first what has arrived: bytes
     /// that wait in a socket are not silence.
     pub fn handle_timeout(&mut self, now: Time) {
+        let late = now.since(self.next_check);
+        if late > self.config.heartbeat_every {
+            self.was_away(late, now);
+        }
         self.next_look = now.plus(TAKE_OVER_CHECK);
         let silent = now.since(self.last_heard);
         if silent > self.config.dead_after && !self.silent {

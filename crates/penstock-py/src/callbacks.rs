@@ -12,52 +12,75 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 pub(crate) fn later(callback: Py<PyAny>) {
     let mut pool = lock();
     pool.queue.push_back(callback);
-    if pool.idle >= pool.queue.len() {
-        CHANGED.notify_one();
-        return;
-    }
-    // Every thread is busy, perhaps waiting for this very callback.
-    match std::thread::Builder::new().name("penstock-callback".into()).spawn(run) {
-        Ok(_) => {}
-        Err(error) => log::error!("penstock: cannot start a callback thread: {error}"),
-    }
+    pool.see_to_it();
 }
 
 struct Pool {
     queue: VecDeque<Py<PyAny>>,
+    /// Threads that sleep until there is something to call, ...
     idle: usize,
+    /// ... and how many of them are to wake up.
+    wakes: usize,
+    /// Threads that were woken or started for the queue and do not have the GIL yet. One is enough, however long somebody else
+    /// holds it: when that one begins a callback, it sees to it that there is another for the rest.
+    coming: usize,
 }
 
-static POOL: Mutex<Pool> = Mutex::new(Pool { queue: VecDeque::new(), idle: 0 });
+impl Pool {
+    /// Makes sure that a thread comes for what is in the queue: all others may be waiting for these very callbacks.
+    fn see_to_it(&mut self) {
+        if self.queue.is_empty() || self.coming > 0 {
+            return;
+        }
+        if self.idle > self.wakes {
+            self.wakes += 1;
+            self.coming += 1;
+            CHANGED.notify_one();
+            return;
+        }
+        match std::thread::Builder::new().name("penstock-callback".into()).spawn(run) {
+            Ok(_) => self.coming += 1,
+            Err(error) => log::error!("penstock: cannot start a callback thread: {error}"),
+        }
+    }
+}
+
+static POOL: Mutex<Pool> = Mutex::new(Pool { queue: VecDeque::new(), idle: 0, wakes: 0, coming: 0 });
 static CHANGED: Condvar = Condvar::new();
 
 fn lock() -> MutexGuard<'static, Pool> {
     POOL.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
+/// A thread that is coming.
 fn run() {
-    let mut pool = lock();
     loop {
-        let Some(callback) = pool.queue.pop_front() else {
-            if pool.idle >= SPARE_THREADS {
-                return;
-            }
-            pool.idle += 1;
-            pool = CHANGED.wait(pool).unwrap_or_else(|poisoned| poisoned.into_inner());
-            pool.idle -= 1;
-            continue;
-        };
-        drop(pool);
         let called = Python::try_attach(|py| {
-            if let Err(error) = callback.call0(py) {
+            let mut pool = lock();
+            pool.coming -= 1;
+            let callback = pool.queue.pop_front();
+            pool.see_to_it();
+            drop(pool);
+            if let Some(callback) = callback
+                && let Err(error) = callback.call0(py)
+            {
                 error.write_unraisable(py, None);
             }
-            drop(callback);
         });
         if called.is_none() {
             return; // The interpreter is gone, and whoever waited with it.
         }
-        pool = lock();
+        let mut pool = lock();
+        if !pool.queue.is_empty() && pool.coming == 0 {
+            pool.coming += 1;
+            continue;
+        }
+        if pool.idle >= SPARE_THREADS {
+            return;
+        }
+        pool.idle += 1;
+        pool = CHANGED.wait_while(pool, |pool| pool.wakes == 0).unwrap_or_else(|poisoned| poisoned.into_inner());
+        (pool.idle, pool.wakes) = (pool.idle - 1, pool.wakes - 1);
     }
 }
 

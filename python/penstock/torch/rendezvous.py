@@ -102,8 +102,12 @@ def join(
     engine = group = None
     own = store
     try:
-        # A store may outlive a group of the same name (destroy and start again): every turn has keys of its own.
-        store = dist.PrefixStore(f"penstock/{store.add(f'penstock/turn/{rank}', 1)}", store)
+        # A store may outlive a group of the same name (destroy and start again): every turn has keys of its own. Turns are
+        # counted for each world size and each of the job's lives: a rank that was not there before would count others than the
+        # rest, and read the contacts of processes that are gone.
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _generation is None else _generation
+        turns = dist.PrefixStore(f"penstock/{life}.{world}", store)
+        store = dist.PrefixStore(str(turns.add(f"turn/{rank}", 1)), turns)
     except dist.DistError as error:
         raise _store_failed(name, rank, error) from error
     try:

@@ -13,6 +13,15 @@ fn silence(world: &World) -> Vec<(Time, usize)> {
     world.log.iter().filter(|(_, _, event)| *event == Event::Silent).map(|(at, node, _)| (*at, *node)).collect()
 }
 
+/// Lets time pass for a peer whose timers are on time.
+fn pass(peer: &mut Peer, from: Time, to: Time) {
+    let mut now = from;
+    while now <= to {
+        peer.handle_timeout(now);
+        now = peer.poll_timeout(now);
+    }
+}
+
 /// Cuts all streams, silently.
 fn cut(world: &mut World, at: Time, mbit_per_s: f64) {
     for stream in 0..world.pairs[0].up.len() {
@@ -65,6 +74,7 @@ fn the_limit_is_exact() {
     let mut peer = Peer::new(config.clone(), Time(7));
     peer.stream_up(0, Time(7));
     let limit = Time(7).plus(config.dead_after);
+    pass(&mut peer, Time(7), limit);
     peer.handle_timeout(limit);
     assert_eq!(peer.poll_event(), None);
     assert_eq!(peer.poll_timeout(limit), limit.plus(1));
@@ -73,8 +83,72 @@ fn the_limit_is_exact() {
     peer.handle_timeout(limit.plus(SECOND));
     assert_eq!(peer.poll_event(), None);
     peer.heard(0, limit.plus(SECOND));
-    peer.handle_timeout(limit.plus(SECOND).plus(config.dead_after + 1));
+    let limit = limit.plus(SECOND).plus(config.dead_after);
+    pass(&mut peer, Time(limit.0 - config.dead_after), limit);
+    peer.handle_timeout(limit.plus(1));
     assert_eq!(peer.poll_event(), Some(Event::Silent));
+}
+
+/// A process that was stopped counts none of that time as its peer's silence, which may have been stopped with it; what it had
+/// heard before, and what follows, counts as ever. A short delay of its own timers changes nothing.
+#[test]
+fn a_pause_of_our_own_is_not_the_peers() {
+    let config = PeerConfig::default();
+    for (heard_before, pause) in [(0, 3), (1, 5), (2, 3600)] {
+        let mut peer = Peer::new(config.clone(), Time(0));
+        peer.stream_up(0, Time(0));
+        let stopped = Time(heard_before * SECOND);
+        pass(&mut peer, Time(0), stopped);
+        let resumed = stopped.plus(pause * SECOND);
+        let away = resumed.since(peer.poll_timeout(stopped));
+        peer.handle_timeout(resumed);
+        assert_eq!(peer.poll_event(), None, "silent for {heard_before} s before a pause of {pause} s");
+        let mut now = resumed;
+        let found = loop {
+            now = peer.poll_timeout(now);
+            peer.handle_timeout(now);
+            match peer.poll_event() {
+                Some(Event::Silent) => break now,
+                other => assert_eq!(other, None),
+            }
+        };
+        assert_eq!(found, Time(config.dead_after + 1).plus(away), "the silence without the pause");
+    }
+    let mut peer = Peer::new(config.clone(), Time(0));
+    peer.stream_up(0, Time(0));
+    let mut now = Time(0);
+    let found = loop {
+        peer.handle_timeout(now);
+        if let Some(event) = peer.poll_event() {
+            assert_eq!(event, Event::Silent);
+            break now;
+        }
+        now = peer.poll_timeout(now).plus(config.heartbeat_every);
+    };
+    assert!(found.since(Time(0)) <= config.dead_after + 2 * config.heartbeat_every, "{found:?}");
+}
+
+/// Two processes that are stopped together, and go on one after the other, keep each other; so does one that was stopped for
+/// less than the limit, and reads what has arrived before it judges.
+#[test]
+fn peers_that_were_stopped_together_stay() {
+    let config = PeerConfig::default();
+    let mut peers = [0, 1].map(|_| Peer::new(config.clone(), Time(0)));
+    peers.iter_mut().for_each(|peer| peer.stream_up(0, Time(0)));
+    let resumed = [Time(600 * SECOND), Time(603 * SECOND)];
+    for (peer, at) in peers.iter_mut().zip(resumed) {
+        peer.handle_timeout(at);
+        assert_eq!(peer.poll_event(), None);
+    }
+    // The first has waited for the second for 3 s by now.
+    let both = resumed[1].plus(MILLISECOND);
+    let [first, second] = &mut peers;
+    while let Some(frame) = second.poll_frame(0, both) {
+        first.heard(0, both);
+        drop(frame);
+    }
+    first.handle_timeout(both.plus(config.dead_after));
+    assert_eq!(first.poll_event(), None);
 }
 
 /// A frame that takes longer than `dead_after` is a sign of life while its bytes arrive.
