@@ -8,6 +8,8 @@ import pathlib
 
 import pytest
 
+import corpus  # noqa: F401  (reads PENSTOCK_CORPUS, which is no setting of Penstock, before it is removed with those)
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 

@@ -1,7 +1,7 @@
 """Proves that `penstock convert` turns scripts of public projects into distributed ones with the same training.
 
 The first half takes small snippets through the pure core, one rule at a time, and what it must leave alone. The second
-half runs whole scripts (tests/scripts/SOURCES.md) on one rank as they are and on two ranks after conversion.
+half runs whole scripts of the corpus (corpus.py) on one rank as they are and on two ranks after conversion.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import click.testing
 import pytest
 
+import corpus
 import ranks
 from penstock.cli import main
 from penstock.convert import helpers
@@ -26,7 +27,9 @@ from penstock.convert.core import Converted, convert
 from penstock.run.cli import parse, torchrun_options
 from penstock.run.lines import compile_as, original_lines
 
-SCRIPTS = pathlib.Path(__file__).resolve().parent / "scripts"
+HERE = (
+    pathlib.Path(__file__).resolve().parent / "scripts"
+)  # stand-ins for modules that scripts import, and a script of ours
 
 
 # --------------------------------------------------------------------------------------------- the core, rule by rule
@@ -683,15 +686,6 @@ def test_the_part_of_a_batch(
     assert capsys.readouterr().out == said
 
 
-@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("pytorch_*/**/main.py")), ids=lambda path: path.parts[-2])
-def test_what_was_converted_is_distributed(path: pathlib.Path) -> None:
-    """What comes out of a pinned script is valid, and is refused when it is converted again."""
-    compile(converted_text(path), str(path), "exec")
-    with pytest.raises(Refused) as again:
-        convert(converted_text(path))
-    assert again.value.reason == "distributed"
-
-
 # --------------------------------------------------------------------------------------------------- the command lines
 
 
@@ -840,7 +834,7 @@ def findings(converted: Converted) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """A pinned script, how to start it, and how near its two ranks come to one device.
+    """A script, how to start it, and how near its two ranks come to one device.
 
     Shuffling and dropout are off in all of them and noise is the same for every sample (`_tame`), because two ranks
     draw other numbers than one. What then still differs is said in `why`.
@@ -873,7 +867,7 @@ PUBLIC = [
         why="batch normalisation looks at the samples of one rank",
     ),
     Script("pytorch_examples/super_resolution/main.py", "--upscale_factor 2 --batchSize 8 --threads 0",
-           beside="super_resolution"),
+           beside="standins/super_resolution"),
     Script(
         "pytorch_examples/dcgan/main.py",
         "--dataset fake --batchSize 16 --ngf 8 --ndf 8 --workers 0 --niter 1 --manualSeed 1",
@@ -889,8 +883,8 @@ PUBLIC = [
         last=1e-3,
         why="each rank draws batches of its own; the script ends when the loss is below 0.001",
     ),
-    Script("standins/mingpt_run.py", beside="../mingpt", module="mingpt/mingpt/trainer.py"),
-    Script("pytorch_cifar/main.py", "--lr 0.01", samples=256, steps=4, beside="pytorch_cifar"),
+    Script("standins/mingpt_run.py", beside="mingpt", module="mingpt/mingpt/trainer.py"),
+    Script("pytorch_cifar/main.py", "--lr 0.01", samples=256, steps=4, beside="standins/pytorch_cifar"),
     Script("pytorch_tutorial/feedforward_neural_network/main.py", samples=400, steps=8),
     Script("pytorch_tutorial/bidirectional_recurrent_neural_network/main.py", samples=200, steps=4),
     Script("pytorch_tutorial/language_model/main.py", steps=3),
@@ -900,15 +894,22 @@ PUBLIC = [
 OURS = [Script("ours/amp_accumulation.py")]
 
 
-@pytest.mark.parametrize("script", [*PUBLIC, *OURS], ids=lambda script: script.id)
+EVERY = [
+    *(pytest.param(script, id=script.id, marks=corpus.needed) for script in PUBLIC),
+    *(pytest.param(script, id=script.id) for script in OURS),
+]
+
+
+@pytest.mark.parametrize("script", EVERY)
 def test_two_ranks_train_as_one_device(script: Script, tmp_path: pathlib.Path) -> None:
     """The loss of the converted script, averaged over two ranks, is that of the script as it was, step by step."""
     alone, together = tmp_path / "alone", tmp_path / "together"
     for folder in (alone, together):
         _furnish(folder)
-    text = converted_text(SCRIPTS / (script.module or script.path))
-    (one,) = ranks.run(_drive, count=1, args=(script, str(alone), None), timeout_s=120)
-    two = ranks.run(_drive, count=2, args=(script, str(together), text), timeout_s=120)
+    text = converted_text(find(script.module or script.path))
+    program = (script, str(find(script.path)), str(find(script.beside)), str(find(script.module)))
+    (one,) = ranks.run(_drive, count=1, args=(*program, str(alone), None), timeout_s=120)
+    two = ranks.run(_drive, count=2, args=(*program, str(together), text), timeout_s=120)
     assert two[0]["weights"] == two[1]["weights"] and two[0]["weights"], "the ranks ended with different weights"
     losses = [(a + b) / 2 for a, b in zip(two[0]["losses"], two[1]["losses"], strict=True)]
     if script.last is not None:
@@ -923,10 +924,10 @@ def test_two_ranks_train_as_one_device(script: Script, tmp_path: pathlib.Path) -
     assert "progress is shown" not in two[1]["output"]
 
 
-@pytest.mark.parametrize("script", [*PUBLIC, *OURS], ids=lambda script: script.id)
+@pytest.mark.parametrize("script", EVERY)
 def test_no_false_alarms_in_public_scripts(script: Script) -> None:
     """None of them lets ranks part, as their runs on two ranks show; so no finding says that one does."""
-    told = findings(converted_script(SCRIPTS / (script.module or script.path)))
+    told = findings(converted_script(find(script.module or script.path)))
     alarms = (
         "others wait for it",
         "they wait for it",
@@ -937,9 +938,24 @@ def test_no_false_alarms_in_public_scripts(script: Script) -> None:
     assert not [line for line in told.splitlines() if any(alarm in line for alarm in alarms)], told
 
 
+@pytest.mark.parametrize("script", EVERY)
+def test_what_was_converted_is_distributed(script: Script) -> None:
+    """What comes out is valid, and is refused when it is converted again."""
+    path = find(script.module or script.path)
+    compile(converted_text(path), str(path), "exec")
+    with pytest.raises(Refused) as again:
+        convert(converted_text(path))
+    assert again.value.reason == "distributed"
+
+
+def find(path: str) -> pathlib.Path:
+    """Ours, or the corpus's."""
+    return HERE / path if (HERE / path).exists() else corpus.SCRIPTS / path
+
+
 @functools.cache
 def converted_script(path: pathlib.Path) -> Converted:
-    """A pinned script, converted; converting takes seconds, and several tests want it."""
+    """A script, converted; converting takes seconds, and several tests want it."""
     return convert(path.read_text())
 
 
@@ -961,8 +977,8 @@ def _files(folder: pathlib.Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def _drive(script: Script, folder: str, converted: str | None) -> dict[str, Any]:
-    """Run `script`, or its converted text, as the main program of this rank; what it trained and printed."""
+def _drive(script: Script, file: str, beside: str, of: str, folder: str, converted: str | None) -> dict[str, Any]:
+    """Run `script` at `file`, or its converted text, as the main program of this rank; what it trained and printed."""
     import contextlib
     import io
 
@@ -971,8 +987,8 @@ def _drive(script: Script, folder: str, converted: str | None) -> dict[str, Any]
     os.chdir(folder)
     os.environ["STANDIN_SAMPLES"] = str(script.samples)
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # time_sequence_prediction keeps its data as a NumPy array
-    path = SCRIPTS / script.path
-    sys.path[:0] = [str(path.parent), str(SCRIPTS / "standins" / script.beside), str(SCRIPTS / "standins")]
+    path = pathlib.Path(file)
+    sys.path[:0] = [str(path.parent), beside, str(HERE / "standins")]
     if "time_sequence" in script.path and not os.path.exists("traindata.pt"):
         _write_waves("traindata.pt")
     sys.argv = [str(path), *script.arguments.split()]
@@ -981,7 +997,7 @@ def _drive(script: Script, folder: str, converted: str | None) -> dict[str, Any]
     source = path.read_text()
     text = converted if converted is not None and not script.module else source
     if script.module:
-        _import_as("mingpt.trainer", SCRIPTS / script.module, converted)
+        _import_as("mingpt.trainer", pathlib.Path(of), converted)
     module = types.ModuleType("__main__")
     module.__file__ = str(path)
     sys.modules["__main__"] = module
