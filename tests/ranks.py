@@ -24,7 +24,7 @@ import ctypes
 import dataclasses
 import faulthandler
 import functools
-import importlib.util
+import gc
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -403,17 +403,18 @@ def _torchrun_environment(rank: int, count: int, store_address: str, store_port:
 def _start_fork_server() -> None:
     """Start it and wait until it has imported everything slow that cases need, so that no case's time is charged for it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [name for name in _SLOW_IMPORTS if importlib.util.find_spec(name.partition(".")[0]) is not None]
-    )
-    first = context.Process(target=_nothing)
-    first.start()
+    context.set_forkserver_preload(["fork_server"])
+    # The server does not take sys.path from here. fork_server.py sets the variable back.
+    path = [str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path)):
+        first = context.Process(target=_check_fork_server)
+        first.start()
     first.join()
     assert first.exitcode == 0, f"the fork server's first child ended with {first.exitcode}"
 
 
-def _nothing() -> None:
-    pass
+def _check_fork_server() -> None:
+    assert "fork_server" in sys.modules and gc.get_freeze_count() > 0
 
 
 def _kill_session(leader: int | None) -> None:
@@ -431,17 +432,3 @@ def _tail(text: str, lines: int = 120) -> str:
 
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-
-_SLOW_IMPORTS = [
-    "pytest",
-    "numpy",
-    "torch",
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.optim",
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
-    "torch._dynamo",
-]

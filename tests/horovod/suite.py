@@ -21,8 +21,8 @@ SKIPPED = {
     "test_delta_optimizer": "it asks for MPI and a GPU; test_horovod.py's adasum_training does the same on the CPU",
     "test_broadcast_state_gpu": "Horovod skips it, and it needs a GPU",
 }
-# Files of Horovod's tests for PyTorch that are not in the corpus, and why. (Those for Spark, Ray, and the inside of horovodrun test
-# launchers that there are none of here.)
+# Files of Horovod's tests for PyTorch that are not in the corpus, and why. (Those for Spark, Ray, and the inside of horovodrun
+# test launchers that there are none of here.)
 NOT_IN_CORPUS = {
     "test/integration/test_elastic_torch.py": "it starts horovodrun with a script that finds hosts, and lets hosts come and go; "
     "there is no horovodrun here, and torchrun restarts all workers then. What it asks of a worker, test_horovod.py does with "
@@ -42,8 +42,8 @@ def names() -> set[str]:
 
 
 def run(path: str, only: str = "") -> dict[str, tuple[str, str, float]]:
-    """Run the tests of the file at `path` on this rank; returns for each its outcome ("passed", "skipped", "failed"), why, and how
-    long it took in seconds."""
+    """Run the tests of the file at `path` on this rank; returns for each its outcome ("passed", "skipped", "failed"), why, and
+    how long it took in seconds."""
     sys.path.insert(0, str(HERE))
     import aliases
     import torch
