@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import corpus  # noqa: F401  (reads PENSTOCK_CORPUS, which is no setting of Penstock, before it is removed with those)
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 

@@ -1,5 +1,5 @@
 """Proves that `penstock.horovod.torch` does what Horovod documents: by programs of our own, by Horovod's own tests, and by its
-examples. Programs are in ``tests/horovod``; what is pinned there says where it is from in SOURCES.md."""
+examples. Our programs are in ``tests/horovod``; Horovod's files are in the corpus (corpus.py)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+import corpus
 import ranks
 from penstock.convert import convert
 from penstock.horovod import launch, negotiation, operations
@@ -409,6 +410,7 @@ def test_a_gradient_that_is_not_finite() -> None:
 # ------------------------------------------------------------------------------------------------ Horovod's own
 
 
+@corpus.needed
 @pytest.mark.parametrize(
     ("file", "count", "passes"),
     [
@@ -420,7 +422,7 @@ def test_a_gradient_that_is_not_finite() -> None:
 def test_horovods_own(file: str, count: int, passes: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Every test passes, or skips itself for want of a GPU, or is on the list with its reason; at least as many pass as did, and
     the counts are printed."""
-    with ranks.Ranks(suite.run, count=count, args=(file,)) as job:
+    with ranks.Ranks(suite.run, count=count, args=(str(corpus.HOROVOD / file),)) as job:
         outcomes = job.outcomes(timeout_s=220)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     for outcome in outcomes:
@@ -436,12 +438,13 @@ def test_horovods_own(file: str, count: int, passes: int, capsys: pytest.Capture
         print(f" {file}: {counts['passed']} passed, {counts['skipped']} skipped")
 
 
+@corpus.needed
 def test_what_is_skipped_exists() -> None:
     """The list of tests that are not run names tests that are there, and files that are not."""
     assert set(suite.SKIPPED) <= suite.names()
     assert len(suite.names()) > 100
-    for name in suite.NOT_PINNED:
-        assert not (suite.PINNED / name.removeprefix("test/")).exists()
+    for name in suite.NOT_IN_CORPUS:
+        assert not (corpus.HOROVOD / name.removeprefix("test/")).exists()
 
 
 SMALL = ["--batch-size", "32", "--no-cuda"]
@@ -449,6 +452,7 @@ SMALL = ["--batch-size", "32", "--no-cuda"]
 LEARNS = [*SMALL, "--log-interval", "1", "--lr", "0.05"]
 
 
+@corpus.needed
 @pytest.mark.parametrize(
     ("file", "arguments", "least_accuracy"),
     [
@@ -487,6 +491,7 @@ def test_horovods_examples_run(
     assert accuracies and accuracies[-1] >= least_accuracy, printed[0]
 
 
+@corpus.needed
 def test_horovod_run_of_an_example(tmp_path: pathlib.Path) -> None:
     """``--num-proc`` makes the converted example start its own ranks by ``horovod.run``; both train."""
     script = _converted("pytorch_mnist.py", tmp_path)
@@ -581,8 +586,8 @@ def test_a_rank_that_is_killed_under_torchrun(root: pathlib.Path, tmp_path: path
 
 
 def _converted(file: str, folder: pathlib.Path) -> pathlib.Path:
-    """A pinned example as `penstock convert` leaves it, in which nothing must be left to do by hand."""
-    converted = convert((HERE / "pinned" / "examples" / file).read_text())
+    """One of Horovod's examples as `penstock convert` leaves it, in which nothing must be left to do by hand."""
+    converted = convert((corpus.HOROVOD / "examples" / file).read_text())
     assert converted.findings == []
     script = folder / "converted.py"
     script.write_text(converted.text)

@@ -1,6 +1,6 @@
 """Lets programs that were written for Horovod run unmodified: ``horovod`` is another name for ``penstock.horovod`` here.
 
-A user changes the import instead; the pinned files are to stay as they are.
+A user changes the import instead; the files of the corpus stay as they are.
 """
 
 from __future__ import annotations

@@ -12,17 +12,18 @@ import traceback
 import unittest
 import warnings
 
+import corpus
+
 HERE = pathlib.Path(__file__).parent
-PINNED = HERE / "pinned"
 
 # Tests that are not run, and why.
 SKIPPED = {
     "test_delta_optimizer": "it asks for MPI and a GPU; test_horovod.py's adasum_training does the same on the CPU",
     "test_broadcast_state_gpu": "Horovod skips it, and it needs a GPU",
 }
-# Files of Horovod's tests for PyTorch that are not pinned, and why. (Those for Spark, Ray, and the inside of horovodrun test
-# launchers that there are none of here.)
-NOT_PINNED = {
+# Files of Horovod's tests for PyTorch that are not in the corpus, and why. (Those for Spark, Ray, and the inside of horovodrun
+# test launchers that there are none of here.)
+NOT_IN_CORPUS = {
     "test/integration/test_elastic_torch.py": "it starts horovodrun with a script that finds hosts, and lets hosts come and go; "
     "there is no horovodrun here, and torchrun restarts all workers then. What it asks of a worker, test_horovod.py does with "
     "programs.elastic, and with a rank that is killed under torchrun",
@@ -32,17 +33,17 @@ NEEDS_GPU = re.compile("No GPUs available|Not enough GPUs available")
 
 
 def names() -> set[str]:
-    """The names of all tests in the pinned files."""
+    """The names of all tests in Horovod's files."""
     return {
         name
-        for path in PINNED.glob("*/test_*.py")
+        for path in corpus.HOROVOD.glob("*/test_*.py")
         for name in re.findall(r"^    def (test_\w+)", path.read_text(), re.MULTILINE)
     }
 
 
-def run(file: str, only: str = "") -> dict[str, tuple[str, str, float]]:
-    """Run the tests of a pinned file on this rank; returns for each its outcome ("passed", "skipped", "failed"), why, and how
-    long it took in seconds."""
+def run(path: str, only: str = "") -> dict[str, tuple[str, str, float]]:
+    """Run the tests of the file at `path` on this rank; returns for each its outcome ("passed", "skipped", "failed"), why, and
+    how long it took in seconds."""
     sys.path.insert(0, str(HERE))
     import aliases
     import torch
@@ -60,9 +61,9 @@ def run(file: str, only: str = "") -> dict[str, tuple[str, str, float]]:
     # Adasum was only made for MPI on the CPU; its tests of stability ask for that, and run without.
     import penstock.horovod.torch as hvd
 
-    if "adasum" in file:
+    if "adasum" in path:
         hvd.mpi_enabled = lambda: True
-    spec = importlib.util.spec_from_file_location(pathlib.Path(file).stem, PINNED / file)
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     warnings.simplefilter("ignore")

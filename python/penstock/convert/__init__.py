@@ -3,6 +3,7 @@
 - `core`: source text in, changed text with edits and findings out. Pure.
 - `flow`: what a module's names stand for, and where values come from.
 - `training`: what trains in it: backward passes, loops, loaders, models.
+- `coverage`: what a loss is made of, and whose parameters an optimizer gets. `neighbours`: files beside the script.
 - `rules`: what is changed, and what is left alone and reported; by kind in `base`, `loaders`, `models`, `metrics`,
   `steps` and `output`.
 - `edits`: changes to a tree, collected and then applied at once.

@@ -9,12 +9,9 @@ import libcst as cst
 
 from penstock.convert import helpers
 from penstock.convert.edits import Change, Edits
-from penstock.convert.flow import Module, Place, constant, words
-from penstock.convert.training import (
-    Training,
-    is_model,
-    wrap_places,
-)
+from penstock.convert.flow import Module, Place, constant, dotted, words
+from penstock.convert.neighbours import Definition, Neighbours
+from penstock.convert.training import Loop, Training, drawn_from, is_model, loops_around
 
 
 @dataclass(frozen=True, order=True)
@@ -55,8 +52,8 @@ class Refused(Exception):
 
     Attributes:
         reason: "syntax" (it is not Python), "nothing" (nothing in it trains), "distributed" (it is distributed
-            already, and can be started as it is) or "model" (what it trains cannot be wrapped, so that its gradients
-            would not be exchanged).
+            already, and can be started as it is) or "model" (for a parameter that it trains neither a wrapper nor an
+            average can be seen to be right).
         line: where that shows, 0 for the whole file.
     """
 
@@ -69,22 +66,30 @@ class Refused(Exception):
 class Rules:
     """What a rule can ask and say. The rules themselves are in the classes that build on this one."""
 
-    def __init__(self, module: Module, training: Training, options: Options) -> None:
+    def __init__(self, module: Module, training: Training, options: Options, neighbours: Neighbours) -> None:
         self.module = module
+        self.neighbours = neighbours
         self.training = training
         self.options = options
+        self.star_imports = [
+            dotted(node.module)
+            for node in module.nodes
+            if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar) and node.module is not None
+        ]
         self.edits = Edits()
         self.done: set[Edit] = set()
         self.findings: set[Finding] = set()
-        self.used: set[str] = {"join_ranks"}
+        self.used: set[str] = {"join_ranks", "compare_ranks"}
         self.imports: set[str] = set()
         taken = {node.value for node in module.nodes if isinstance(node, cst.Name)}
         self.names = {name: free_name(name, taken) for name in helpers.every_name()}
-        self.places = wrap_places(module, training)
-        self.wrapped = places_reached(module, self.places)
+        self.places: list[Place] = []  # those whose models are wrapped
+        self.wrapped: set[Place] = set()  # and those that get one of them
+        self.covered: set[cst.Call] = set()  # what makes the optimizers whose gradients are averaged without a wrapper
         self.wrapped_at: dict[Place, cst.CSTNode] = {}
         self.hoisted: list[cst.BaseExpression] = []
         self.sharded: list[cst.Call] = []
+        self.shared: set[cst.Call] = set()  # the loaders whose batches are shared out among the ranks
         self.averaged: set[cst.CSTNode] = set()
         self.rank_zero: list[cst.CSTNode] = []  # statements that only rank 0 runs: no rank waits for another in there
 
@@ -116,6 +121,27 @@ class Rules:
             if above in body and not isinstance(above, cst.FunctionDef | cst.ClassDef):
                 return statement is not None and body.index(above) <= body.index(statement)
         return False
+
+    def shares(self, node: cst.CSTNode) -> bool:
+        """Whether `node` runs in a loop over batches of which each rank has its part; in all others, ranks do the same."""
+        return any(self.is_shared(chain) for chain in loops_around(self.module, node))
+
+    def is_shared(self, chain: list[Loop]) -> bool:
+        loops = [loop.node for loop in self.training.batch_loops if self.shared & set(loop.loaders)]
+        return any(loop in loops or any(node in loops for node in drawn_from(self.module, loop)) for loop in chain)
+
+    def elsewhere(self, func: cst.BaseExpression) -> tuple[str, Definition] | None:
+        """The function or class that `func` names, where a file beside the script has it, and that file's module name."""
+        name = self.module.qualified(func)
+        if name is not None:
+            home, _, last = name.rpartition(".")
+            return self.neighbours.find(home, last)
+        if isinstance(func, cst.Name) and self.module.place(func) is None:
+            for home in self.star_imports:
+                found = self.neighbours.find(home, func.value)
+                if found is not None:
+                    return found
+        return None
 
     def _in_batch_loop(self, node: cst.CSTNode) -> bool:
         return any(self.module.within(node, loop.node) for loop in self.training.batch_loops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,9 +73,24 @@ def read(script: Path, verb: str = "convert") -> str:
         fail(f"cannot read {script}: {error}", CANNOT, verb)
 
 
+def beside(script: Path) -> Callable[[str], str | None]:
+    """Reads modules of the folder of `script`, by name."""
+
+    def text(name: str) -> str | None:
+        base = script.parent.joinpath(*name.split("."))
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            try:
+                return path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+        return None
+
+    return text
+
+
 def convert_or_fail(source: str, script: Path, options: Options) -> Converted:
     try:
-        return convert(source, options)
+        return convert(source, options, beside(script))
     except Refused as refusal:
         where = f"{script}:{refusal.line}" if refusal.line else str(script)
         fail(f"{where}: {refusal}", EXIT_CODES[refusal.reason])

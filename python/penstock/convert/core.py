@@ -9,6 +9,7 @@ import libcst as cst
 from penstock.convert.base import Edit, Finding, Options, Refused
 from penstock.convert.edits import Edits
 from penstock.convert.flow import Module, dotted
+from penstock.convert.neighbours import Neighbours, Reader
 from penstock.convert.rules import Conversion
 from penstock.convert.training import find_training
 
@@ -22,12 +23,13 @@ class Converted:
     findings: list[Finding]
 
 
-def convert(source: str, options: Options | None = None) -> Converted:
+def convert(source: str, options: Options | None = None, read: Reader | None = None) -> Converted:
     """Convert the text of a script.
 
     Args:
         source: a whole module.
         options: see `Options`; the default keeps the global batch and the learning rate.
+        read: gives the text of a module beside the script by its name, or None; what it imports from there is followed.
     Returns: the new text. The old text is a line-by-line part of it but for the lines that `edits` names.
     Raises:
         Refused: see there.
@@ -52,7 +54,7 @@ def convert(source: str, options: Options | None = None) -> Converted:
             "convert the file that has the training loop" if training.optimizers or training.steps else "no .backward()"
         )
         raise Refused("nothing", 0, f"nothing here trains a model: {hint}")
-    conversion = Conversion(module, training, options or Options())
+    conversion = Conversion(module, training, options or Options(), Neighbours(read))
     tree = conversion.run()
     return Converted(tree.code, sorted(conversion.done), sorted(conversion.findings))
 

@@ -1,8 +1,7 @@
 """The functions that a converted script gets, each only if a rule uses it.
 
 They are ordinary ``torch.distributed`` code, written into the script where its reader can see and change them: a
-converted script imports nothing of ours. ``{RANK}``, ``{WORLD_SIZE}`` and ``{LOCAL_RANK}`` are the names that are
-free in the script; each helper's own name is given the same way.
+converted script imports nothing of ours. What stands in braces is a name: the same one, or another where the script has that.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ def {join_ranks}():
     """Take this rank's device, join the other ranks, and start from the same random numbers as they do."""
     if torch.cuda.is_available():
         torch.cuda.set_device({LOCAL_RANK} % torch.cuda.device_count())
+    register_optimizer_step_post_hook({compare_ranks})
     if {WORLD_SIZE} > 1:
         torch.distributed.init_process_group("penstock")
         seed = [torch.seed() % 2**32]
@@ -39,9 +39,11 @@ def {join_ranks}():
 
 def {seed_all}(seed):
     """Seed every generator that the script may draw from."""
-    import random{import_numpy}
+    import random
 
-    random.seed(seed){seed_numpy}
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
     torch.manual_seed(seed)
 ''',
     "seed_apart": '''
@@ -50,6 +52,85 @@ def {seed_apart}():
     """From here on each rank draws random numbers of its own: dropout, noise and augmentation differ between ranks."""
     if {RANK} > 0:
         {seed_all}((torch.initial_seed() + {RANK}) % 2**32)
+''',
+    "averaged": '''
+
+{averaged_optimizers} = weakref.WeakKeyDictionary()  # in the order in which they were made, the same on all ranks
+
+
+@torch.no_grad()
+def {averaged}(optimizer):
+    """`optimizer`, or a list of them: its parameters become those of rank 0, and `{average_gradients}` serves it from now on."""
+    for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        for group in each.param_groups:
+            for parameter in group["params"]:
+                value = parameter.detach().clone(memory_format=torch.contiguous_format)
+                torch.distributed.broadcast(value, 0)
+                parameter.copy_(value)
+        {averaged_optimizers}[each] = True
+    return optimizer
+''',
+    "average_gradients": '''
+
+@torch.no_grad()
+def {average_gradients}():
+    """After a backward pass: the gradients of all parameters that `{averaged}` has seen become their means over ranks."""
+    groups = [group for optimizer in {averaged_optimizers} for group in optimizer.param_groups]
+    parameters = list({{id(each): each for group in groups for each in group["params"] if each.requires_grad}}.values())
+    # A rank that has no gradient for a parameter, for which another has one, takes part with zeros.
+    exists = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32)
+    torch.distributed.all_reduce(exists, torch.distributed.ReduceOp.MAX)
+    kinds = {{}}
+    for parameter, anywhere in zip(parameters, exists.tolist()):
+        if anywhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            kinds.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter)
+    for together in kinds.values():
+        dense = [each.grad.to_dense() if each.grad.is_sparse else each.grad for each in together]
+        flat = torch.cat([each.reshape(-1) for each in dense])
+        torch.distributed.all_reduce(flat)
+        flat /= {WORLD_SIZE}
+        for parameter, gradient, mean in zip(together, dense, flat.split([each.numel() for each in dense])):
+            if parameter.grad.is_sparse:
+                parameter.grad = mean.view_as(gradient).to_sparse(1)
+            else:
+                parameter.grad.copy_(mean.view_as(gradient))
+''',
+    "compare_ranks": '''
+
+{steps_taken} = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def {compare_ranks}(optimizer, *_):
+    """After the 1st, 2nd, 4th, 8th ... step of an optimizer: every gradient and parameter must be the same on all ranks."""
+    steps = {steps_taken}[optimizer] = {steps_taken}.get(optimizer, 0) + 1
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    if {WORLD_SIZE} == 1 or steps & (steps - 1) or not parameters:
+        return
+    rows = []
+    for value in (value for each in parameters for value in (each.grad, each)):
+        value = torch.zeros(1) if value is None else value.to_dense() if value.is_sparse else value
+        value = torch.view_as_real(value) if value.is_complex() else value
+        rows.append(torch.stack([value.double().sum(), value.double().norm()]).cpu())
+    lowest = torch.nan_to_num(torch.stack(rows))
+    highest = lowest.clone()
+    torch.distributed.all_reduce(lowest, torch.distributed.ReduceOp.MIN)
+    torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX)
+    for index in ((highest - lowest) > 1e-4 * highest[:, 1:]).any(1).nonzero().flatten().tolist()[:1]:
+        parameter, names = parameters[index // 2], []
+        for module in gc.get_objects():
+            if issubclass(type(module), torch.nn.Module):
+                names += [f"{{type(module).__name__}}.{{name}}" for name, each in module.named_parameters() if each is parameter]
+        name = min(names, key=lambda each: (each.startswith("Distributed"), -len(each)), default="without a module")
+        low, high = lowest[index, 1].item(), highest[index, 1].item()
+        raise RuntimeError(
+            f"parameter {{name}} of shape {{tuple(parameter.shape)}} is not trained alike on all ranks: after step {{steps}} of "
+            f"{{type(optimizer).__name__}} its {{'value' if index % 2 else 'gradient'}} differs between them "
+            f"(norms from {{low:.6g}} to {{high:.6g}}). The ranks would train different models from here on. Let its loss pass "
+            f"through a model in DistributedDataParallel, or average its gradient over ranks after each backward pass."
+        )
 ''',
     "shared_seed": '''
 
@@ -123,6 +204,12 @@ def {rank_zero_print}(*arguments, **options):
     if {RANK} == 0:
         print(*arguments, **options)
 ''',
+    "rank_zero_write": '''
+
+def {rank_zero_write}(text):
+    """`sys.stdout.write`, on rank 0 alone; the text is computed on every rank."""
+    return sys.stdout.write(text) if {RANK} == 0 else len(text)
+''',
     "one_rank_first": '''
 
 @contextlib.contextmanager
@@ -151,7 +238,8 @@ class {Silent}:
 }
 
 NEEDS = {
-    "join_ranks": ["seed_all"],
+    "join_ranks": ["seed_all", "compare_ranks"],
+    "averaged": ["average_gradients"],
     "seed_apart": ["seed_all"],
     "sharded": ["shared_seed", "per_rank_batch"],
     "mean_over_ranks": ["sum_over_ranks"],
@@ -159,10 +247,15 @@ NEEDS = {
 
 # What a helper needs imported, besides os and torch, which every converted script gets.
 IMPORTS = {
-    "one_rank_first": "import contextlib",
-    "sharded": "from torch.utils.data.distributed import DistributedSampler",
-    "next_epoch": "from torch.utils.data.distributed import DistributedSampler",
-    "unwrap": "from torch.nn.parallel import DistributedDataParallel",
+    "join_ranks": ["from torch.optim.optimizer import register_optimizer_step_post_hook"],
+    "seed_all": ["import sys"],
+    "rank_zero_write": ["import sys"],
+    "compare_ranks": ["import gc", "import weakref"],
+    "averaged": ["import weakref"],
+    "one_rank_first": ["import contextlib"],
+    "sharded": ["from torch.utils.data.distributed import DistributedSampler"],
+    "next_epoch": ["from torch.utils.data.distributed import DistributedSampler"],
+    "unwrap": ["from torch.nn.parallel import DistributedDataParallel"],
 }
 
 
@@ -174,8 +267,8 @@ def close(used: Iterable[str]) -> list[str]:
         if name not in found:
             found.add(name)
             todo += NEEDS.get(name, [])
-    order = ["seed_all", *(name for name in HELPERS if name != "seed_all")]
-    return [name for name in order if name in found]
+    first = [name for name in ("seed_all", "compare_ranks") if name in found]
+    return [*first, *(name for name in HELPERS if name in found and name not in first)]
 
 
 def write(name: str, names: dict[str, str]) -> str:
@@ -186,4 +279,5 @@ def write(name: str, names: dict[str, str]) -> str:
 
 def every_name() -> list[str]:
     """All names that a conversion may bring into a script."""
-    return [*HELPERS, *re.findall(r"^\{(\w+)\} =", CONSTANTS, re.MULTILINE)]
+    texts = "".join([CONSTANTS, *HELPERS.values()])
+    return [*HELPERS, *re.findall(r"^\{(\w+)\} =", texts, re.MULTILINE)]

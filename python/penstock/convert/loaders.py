@@ -19,6 +19,7 @@ class LoaderRules(Rules):
         for call in self.training.loaders:
             if self._shard(call):
                 self.sharded.append(call)
+                self.shared.add(call)
         if self.sharded and self.training.other_loaders:
             for call in self.training.other_loaders:
                 self.tell(call, "evaluation", "not sharded: every rank evaluates all of it and gets the same figures")
@@ -84,6 +85,7 @@ class LoaderRules(Rules):
         )
         if names == ["RandomSampler"] and replacement:
             self._divide_batch(call, arguments)
+            self.shared.add(call)
             what = "RandomSampler with replacement is kept: each rank draws on its own"
             self.tell(call, "loader", what)
             return False

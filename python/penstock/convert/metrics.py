@@ -20,6 +20,7 @@ class MetricRules(ModelRules):
 
     def average_metrics(self) -> None:
         """Numbers that are taken from a rank's batches become those of the global batch."""
+        self.told_of: set[cst.Call] = set()
         for call in self.module.calls:
             tensor = self._taken_number(call)
             if tensor is None or not self._in_region(call):
@@ -32,8 +33,10 @@ class MetricRules(ModelRules):
             if not self._runs_alike(call):
                 why = "whether this line runs depends on a rank's own data, and ranks must take an average together"
                 todo = "take it out of the condition, then average it over ranks"
+                self.told_of.add(call)
                 self.leave(call, f"`{self.module.code(call)}` is the figure of one rank", why, todo)
                 continue
+            kind = kind if self._counts_parts(call) else "mean"
             helper = self.name(f"{kind}_over_ranks")
             self.averaged.add(call)
             text = self.module.code(tensor)
@@ -45,6 +48,13 @@ class MetricRules(ModelRules):
             self.edits.change(call, change)
             self.tell(call, "metric", f"`{text}` is {'averaged' if kind == 'mean' else 'summed'} over ranks")
         self._count_samples()
+
+    def _counts_parts(self, node: cst.CSTNode) -> bool:
+        """Whether figures of ranks at `node` are about different samples, so that a sum of them is that of one device."""
+        function = self.module.function_of(node)
+        loops = [loop for chain in self.training.chains if self.is_shared(chain) for loop in chain]
+        homes = [self.module.function_of(loop) for loop in loops]
+        return self.shares(node) or self.module.within(node, *loops) or (function is not None and function in homes)
 
     def _taken_number(self, call: cst.Call) -> cst.BaseExpression | None:
         """What ``x.item()`` or ``float(loss)`` reads."""
@@ -176,8 +186,11 @@ class MetricRules(ModelRules):
         for node in self.module.nodes:
             if not isinstance(node, cst.BaseExpression) or not self._is_batch_size(node):
                 continue
-            if self._in_region(node) and self._is_shown(node):
+            if self._in_region(node) and self._is_shown(node) and self._counts_parts(node):
                 above = self.module.parent(node)
+                call = self.module.parent(above) if isinstance(above, cst.Arg) else None
+                if isinstance(call, cst.Call) and self._own_figure(call) is not None:
+                    continue  # a weight of the figure of one rank: see _report_own_figures
                 template = f"_ * {self.name('WORLD_SIZE')}"
                 loose = isinstance(above, cst.Arg | cst.AugAssign | cst.Assign)
                 product = isinstance(above, cst.BinaryOperation) and isinstance(above.operator, cst.Multiply)
@@ -186,6 +199,38 @@ class MetricRules(ModelRules):
                 else:
                     self.edits.wrap(node, template if loose or product else f"({template})")
                 self.tell(node, "metric", f"`{self.module.code(node)}` counts the samples of all ranks")
+
+    def report_own_figures(self) -> None:
+        """What is shown or summed up, comes from a rank's part of a batch, and is not averaged, is the figure of one rank."""
+        losses = {place for flow in self.flows.values() for place in flow.places}
+        for node in self.module.nodes:
+            own: cst.BaseExpression | None = None
+            if isinstance(node, cst.Call) and self._shows(node):
+                own = self._own_figure(node)
+            elif isinstance(node, cst.AugAssign) and self.module.place(node.target) not in losses:
+                own = node.value if self._differs(node.value) else None
+            if own is None or not self._in_region(node) or not self._counts_parts(node):
+                continue
+            if any(isinstance(each, cst.ExceptHandler) for each in self.module.ancestors(node)):
+                continue
+            if any(isinstance(each, cst.Call) and each in self.told_of for each in self.module.descendants(own)):
+                continue
+            why = "it comes from this rank's part of the batch, and what it is of that cannot be seen"
+            todo = "average it over ranks, mean_over_ranks(...) for a mean, or take it as a sample"
+            self.leave(node, f"`{self.module.code(own)}` is the figure of one rank", why, todo)
+
+    def _own_figure(self, call: cst.Call) -> cst.BaseExpression | None:
+        """The first argument of `call` that may have another value on another rank."""
+        return next((each.value for each in call.args if self._differs(each.value)), None)
+
+    def _shows(self, call: cst.Call) -> bool:
+        name = self.module.call_name(call)
+        method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+        return (
+            name in ("builtins.print", "sys.stdout.write")
+            or name.startswith(("logging.", "wandb."))
+            or method in SHOWING
+        )
 
     def _is_batch_size(self, node: cst.BaseExpression) -> bool:
         """``len(x)``, ``x.size(0)`` or ``x.shape[0]`` of a batch, or a variable that is nothing else."""
@@ -225,11 +270,9 @@ class MetricRules(ModelRules):
             if isinstance(above, cst.AugAssign):
                 return isinstance(above.operator, cst.AddAssign) and not self.module.within(node, above.target)
             if isinstance(above, cst.Call):
-                name = self.module.call_name(above)
-                method = above.func.attr.value if isinstance(above.func, cst.Attribute) else ""
-                if name == "builtins.print" or name.startswith(("logging.", "wandb.")) or method in SHOWING:
+                if self._shows(above):
                     return True
-                if method == "format":
+                if isinstance(above.func, cst.Attribute) and above.func.attr.value == "format":
                     continue
                 return False
             if isinstance(above, cst.BaseStatement | cst.BaseSmallStatement):

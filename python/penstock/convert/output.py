@@ -65,6 +65,9 @@ class OutputRules(StepRules):
                 name = self.module.call_name(node)
                 if is_progress_bar(name):
                     self._quieten_progress(node)
+                elif name == "sys.stdout.write":
+                    self.edits.replace(node.func, self.name("rank_zero_write"))
+                    self.tell(node, "rank 0", "only rank 0 writes to standard output")
                 elif name.rsplit(".", 1)[-1] == "SummaryWriter":
                     template = f"(_ if {self.name('RANK')} == 0 else {self.name('Silent')}())"
                     self.edits.wrap(node, template)

@@ -13,7 +13,7 @@ import re
 import libcst as cst
 
 from penstock.convert import helpers
-from penstock.convert.base import LIBRARIES, RANDOM, WRITERS
+from penstock.convert.base import LIBRARIES, WRITERS, is_named, is_none
 from penstock.convert.flow import dotted
 from penstock.convert.output import OutputRules
 from penstock.convert.training import trains
@@ -23,12 +23,14 @@ class Conversion(OutputRules):
     """All rules on one module that trains on a single device."""
 
     def run(self) -> cst.Module:
+        self.cover()
         self.find_writers()
         self.shard_loaders()
         self.advance_epochs()
         self.wrap_models()
         self.unwrap_attributes()
         self.average_metrics()
+        self.report_own_figures()
         self.agree_on_ends()
         self.report_caught()
         self.report_conditional()
@@ -46,19 +48,33 @@ class Conversion(OutputRules):
 
     def report_rest(self) -> None:
         for loop in self.training.bare_loops:
-            drawn = any(
-                isinstance(node, cst.Call) and self.module.call_name(node).startswith(RANDOM)
-                for node in self._reached(loop)
+            why = (
+                "its samples are not shared out, and where they come from cannot be seen here. All ranks keep the same random "
+                "numbers: a rank that draws its samples from those, or reads them in order, sees what one device sees, which is "
+                "right and no faster; from another source each rank gets samples of its own, and the global batch grows"
             )
-            if drawn:
-                why = "each rank draws batches of its own, so the global batch is that of the script times the ranks"
-                todo = "divide the size of a batch by WORLD_SIZE if it is to stay the same"
-            else:
-                why = "it runs over no DataLoader, so every rank sees the same samples and nothing is gained"
-                todo = "let each rank take its part of a batch, for instance batch[RANK::WORLD_SIZE]"
-            self.leave(loop, "a training loop without a DataLoader", why, todo)
+            todo = (
+                "compare a batch of two ranks; to gain, let each rank take its part, batch[RANK::WORLD_SIZE] for a loss that "
+                "is a mean over the batch"
+            )
+            self.leave(loop, "a training loop without a DataLoader that is made here", why, todo)
+        self._report_batch_statistics()
         for call in self.module.calls:
             name = self.module.call_name(call)
+            if (
+                self.shared
+                and WEIGHTED.fullmatch(name)
+                and any(
+                    is_named(each, "ignore_index") or (is_named(each, "weight") and not is_none(each.value))
+                    for each in call.args
+                )
+            ):
+                why = (
+                    "its mean is over the targets that count, or their weights, of one rank's part of a batch; where these "
+                    "differ between ranks, the mean over ranks is not that of the whole batch"
+                )
+                todo = "nothing where each part has about as many; else sum, and divide by the count of all ranks"
+                self.leave(call, f"`{self.module.code(call.func)}` with weights or an ignored class", why, todo)
             if name.endswith(".LBFGS") and self.training.batch_loops:
                 why = "it searches along a line by a rank's own loss, and ranks may take different ways"
                 self.leave(
@@ -78,40 +94,46 @@ class Conversion(OutputRules):
             elif name.startswith("torch.multiprocessing.") and name.rsplit(".", 1)[-1] in ("spawn", "Process"):
                 self.leave(call, f"`{name}`", "the script starts processes itself", "let torchrun start them all")
 
+    def _report_batch_statistics(self) -> None:
+        """Batch normalisation looks at the samples of one rank, in the script or in files beside it."""
+        if not self.shared:
+            return
+        told: set[object] = set()
+        for call in self.module.calls:
+            name, found = self.module.call_name(call), self.elsewhere(call.func)
+            home = found[0] if found is not None else ""
+            if home and home not in told and self.neighbours.mentions(home, "BatchNorm"):
+                told.add(home)
+                where = f"batch normalisation in {home}.py"
+            elif name.startswith("torch.nn.") and "BatchNorm" in name and self.module.class_of(call) not in told:
+                told.add(self.module.class_of(call))
+                where = "batch normalisation"
+            elif name.startswith("torchvision.models.") and name not in told:
+                told.add(name)
+                where = f"batch normalisation, if `{name}` has it"
+            else:
+                continue
+            why = "its mean and variance are those of the samples of one rank, fewer than one device sees in a batch"
+            todo = "nothing where a rank's batch is large; else --batch per-rank, or torch.nn.SyncBatchNorm on GPUs"
+            self.leave(call, where, why, todo)
+
     def _may_show(self, call: cst.Call) -> bool:
         """Whether `call` is a statement of its own that by its name shows something, and comes from a user's file."""
         name = self.module.call_name(call)
         if (
             not name
-            or name in WRITERS
+            or name in (*WRITERS, "sys.stdout.write")
             or name.split(".")[0] in (*LIBRARIES, "builtins", "matplotlib", "logging", "tqdm")
         ):
             return False
         shows = re.search(r"print|progress|plot|save|display|show|write", name.rsplit(".", 1)[-1].lower())
         return shows is not None and isinstance(self.module.parent(call), cst.Expr)
 
-    def _reached(self, node: cst.CSTNode) -> list[cst.CSTNode]:
-        """`node`, what is in it, and the functions of this module that it calls."""
-        found: list[cst.CSTNode] = []
-        todo, seen = [node], set()
-        while todo:
-            each = todo.pop()
-            if each in seen:
-                continue
-            seen.add(each)
-            for inner in self.module.descendants(each):
-                found.append(inner)
-                if isinstance(inner, cst.Call) and isinstance(self.module.callee(inner), cst.FunctionDef):
-                    made = self.module.callee(inner)
-                    assert made is not None
-                    todo.append(made)
-        return found
-
     # --------------------------------------------------------------------------------------------------- head and end
 
     def write_head(self) -> None:
         """Imports and helpers after the script's own imports, the start where training code begins, the end after it."""
-        outermost = {id(chain[-1]): chain[-1] for chain in self.training.chains if chain}
+        outermost = {id(chain[-1]): chain[-1] for chain in self.training.chains if self.is_shared(chain)}
         for loop in outermost.values():
             self.edits.before[loop].append(f"{self.name('seed_apart')}()\n")
         guard = self._main_guard()
@@ -119,9 +141,6 @@ class Conversion(OutputRules):
         end = "torch.distributed.destroy_process_group()\n"
         used = helpers.close(self.used)
         names = dict(self.names)
-        numpy = any(name.split(".")[0] == "numpy" for name in self.module.imported())
-        names["seed_numpy"] = "\n    numpy.random.seed(seed)" if numpy else ""
-        names["import_numpy"] = "\n    import numpy" if numpy else ""
         divided = f', "batch_size": {names["per_rank_batch"]}(options.get("batch_size", 1))'
         names["sharded_batch"] = divided if self.options.batch == "global" else ""
         if self.options.batch == "per-rank" and "per_rank_batch" in used:
@@ -129,7 +148,7 @@ class Conversion(OutputRules):
         imports = {"import os", "import torch", "import torch.distributed", *self.imports}
         logs = any(name.split(".")[0] == "logging" for name in self.module.imported())
         imports |= {"import logging"} if logs else set()
-        imports |= {helpers.IMPORTS[name] for name in used if name in helpers.IMPORTS}
+        imports |= {line for name in used for line in helpers.IMPORTS.get(name, [])}
         imports = {line for line in imports if not self._has_import(line)}
         head = "".join(f"{line}\n" for line in sorted(imports, key=lambda line: (line.startswith("from"), line)))
         head += helpers.write("constants", names) + "".join(helpers.write(name, names) for name in used)
@@ -188,7 +207,8 @@ class Conversion(OutputRules):
                 calls = [
                     each
                     for each in self.module.descendants(node, into_functions=False)
-                    if isinstance(each, cst.Call) and (self.module.callee(each) is not None or each in self.sharded)
+                    if isinstance(each, cst.Call)
+                    and (self.module.callee(each) is not None or each in self.sharded or each in self.covered)
                 ]
                 if touched or calls:
                     return None
@@ -205,3 +225,6 @@ class Conversion(OutputRules):
 
 # What gives gradients without a backward pass into parameters.
 OTHER_GRADIENTS = frozenset(["torch.autograd.grad", "torch.func.grad", "torch.func.grad_and_value"])
+
+# Losses that divide by the weights of their targets.
+WEIGHTED = re.compile(r"torch\.nn\.(modules\.loss\.|functional\.)?(CrossEntropyLoss|NLLLoss\w*|cross_entropy|nll_loss)")

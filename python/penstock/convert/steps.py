@@ -160,6 +160,8 @@ class StepRules(MetricRules):
                 continue
             loss = call.func.value
             kind = self.reduction(loss)
+            if not self.shares(call):
+                continue  # the mean over ranks of equal gradients is what one device has, of a sum as of a mean
             if kind == "sum":
                 self.edits.wrap(loss, f"(_ * {self.name('WORLD_SIZE')})")
                 what = "the loss is a sum over samples: scaled, because gradients are averaged over ranks"

@@ -172,6 +172,11 @@ def _find_batches(module: Module, chain: list[Loop], found: Training) -> None:
         found.bare_loops.append(chain[0])
 
 
+def drawn_from(module: Module, loop: Loop) -> list[cst.CSTNode]:
+    """The statements that start the iterators which the body of `loop` draws from by ``next``."""
+    return [node for node, _ in _drawn_iterables(module, loop)]
+
+
 def _drawn_iterables(module: Module, loop: Loop) -> list[tuple[cst.CSTNode, cst.BaseExpression]]:
     """The statements with ``iter(loader)`` whose result the body of `loop` draws from by ``next``."""
     found: list[tuple[cst.CSTNode, cst.BaseExpression]] = []
@@ -206,7 +211,7 @@ def _find_models(module: Module, found: Training) -> list[Origin]:
     ]
     for call in every:
         assert isinstance(call.func, cst.Attribute)
-        if _reaches_optimizer(module, call, found) or _updated_by_hand(module, call):
+        if _reaches_optimizer(module, call, found) or updated_by_hand(module, call):
             add(call.func.value)
     for step in found.steps:
         assert isinstance(step.func, cst.Attribute)
@@ -238,7 +243,10 @@ def _reaches_optimizer(module: Module, call: cst.Call, found: Training) -> bool:
     return False
 
 
-def _updated_by_hand(module: Module, call: cst.Call) -> bool:
+def updated_by_hand(module: Module, call: cst.Call) -> bool:
+    """Whether `call` is the ``model.parameters()`` of a loop that changes parameters by their gradients."""
+    if not isinstance(call.func, cst.Attribute) or call.func.attr.value not in ("parameters", "named_parameters"):
+        return False
     for above in module.ancestors(call):
         if isinstance(above, cst.For) and module.within(call, above.iter):
             return any(
@@ -251,23 +259,6 @@ def is_model(module: Module, node: cst.BaseExpression, models: list[Origin]) -> 
     return any(origin in models for origin in module.origins(node))
 
 
-def wrap_places(module: Module, found: Training) -> list[Place]:
-    """The places whose values are to be wrapped: from where training calls a model, back to where it is made whole.
-
-    A model may go through arguments and attributes on its way to the loop. Copies are followed back to the first
-    place that gets its value from a call: there the model is made, or moved to its device, for the last time.
-    """
-    places: dict[Place, None] = {}
-    for call in module.calls:
-        if not isinstance(call.func, cst.Name | cst.Attribute | cst.Subscript) or not trains(module, call, found):
-            continue
-        place = module.place(call.func)
-        if place is not None and is_model(module, call.func, found.models):
-            for each in _back(module, place, set()):
-                places[each] = None
-    return list(places)
-
-
 def trains(module: Module, call: cst.CSTNode, found: Training) -> bool:
     """Whether `call` is in code that a training loop runs: a loop with a backward in it, or a function that has one."""
     function = module.function_of(call)
@@ -276,7 +267,13 @@ def trains(module: Module, call: cst.CSTNode, found: Training) -> bool:
     return any(module.within(call, loop) for chain in found.chains for loop in chain)
 
 
-def _back(module: Module, place: Place, seen: set[Place]) -> list[Place]:
+def first_places(module: Module, place: Place, seen: set[Place] | None = None) -> list[Place]:
+    """The places where what is in `place` is made: copies and arguments are followed back.
+
+    A model may go through arguments and attributes on its way to the loop. The first place that gets its value from a call
+    is where it is made, or moved to its device, for the last time.
+    """
+    seen = set() if seen is None else seen
     if place in seen:
         return []
     seen.add(place)
@@ -289,7 +286,7 @@ def _back(module: Module, place: Place, seen: set[Place]) -> list[Place]:
             if inner != place:
                 return [place]
             continue
-        sources += _back(module, inner, seen)
+        sources += first_places(module, inner, seen)
     return sources or [place]
 
 

@@ -124,7 +124,7 @@ def _start(wanted: Wanted, source: str, script: Path, folder: Path) -> int:
 
     options = torchrun_options(wanted, torch.cuda.device_count() if torch.cuda.is_available() else 0)
     try:
-        converted = convert(source, wanted.options)
+        converted = convert(source, wanted.options, convert_cli.beside(script))
     except Refused as refusal:
         if refusal.reason != "distributed":
             convert_cli.fail(f"{script}: {refusal}", convert_cli.EXIT_CODES[refusal.reason], "run")

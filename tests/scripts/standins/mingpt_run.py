@@ -1,4 +1,4 @@
-"""Ours: trains a tiny GPT with minGPT's own model and trainer, which are pinned beside this folder."""
+"""Ours: trains a tiny GPT with minGPT's own model and trainer, which are in the corpus."""
 
 import torch
 from mingpt.model import GPT

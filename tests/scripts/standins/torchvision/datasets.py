@@ -14,14 +14,15 @@ class _Pictures(Dataset):
         generator = torch.Generator().manual_seed(1 if train else 2)
         self.targets = torch.arange(count) % 10
         noise = torch.rand(count, *self.shape, generator=generator)
-        self.data = 0.5 * noise + 0.05 * self.targets.view(-1, 1, 1, 1)
+        self.pictures = 0.5 * noise + 0.05 * self.targets.view(-1, 1, 1, 1)
+        self.data = self.pictures.squeeze(1)
         self.transform = transform
 
     def __len__(self):
         return len(self.targets)
 
     def __getitem__(self, index):
-        picture = self.data[index]
+        picture = self.pictures[index]
         return (self.transform(picture) if self.transform else picture), int(self.targets[index])
 
 

@@ -1,4 +1,7 @@
-"""Transforms of pictures that are tensors already. What would change a picture at random leaves it as it is."""
+"""Transforms of pictures that are tensors already, or PIL's. What would change a picture at random leaves it as it is."""
+
+import numpy as np
+import torch
 
 
 class Compose:
@@ -19,6 +22,31 @@ class Normalize:
         return (picture - self.mean) / self.std
 
 
+class Resize:
+    def __init__(self, size, interpolation=None):
+        self.size = (size, size) if isinstance(size, int) else tuple(size)
+
+    def __call__(self, picture):
+        if not isinstance(picture, torch.Tensor):
+            return picture.resize(self.size[::-1])
+        return torch.nn.functional.interpolate(picture[None], self.size)[0]
+
+
+class ToTensor:
+    def __call__(self, picture):
+        if isinstance(picture, torch.Tensor):
+            return picture
+        return torch.from_numpy(np.array(picture, dtype=np.float32).transpose(2, 0, 1).copy() / 255)
+
+
+class Lambda:
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, picture):
+        return self.function(picture)
+
+
 class _Same:
     def __init__(self, *arguments, **options):
         pass
@@ -27,4 +55,4 @@ class _Same:
         return picture
 
 
-ToTensor = Resize = CenterCrop = RandomCrop = RandomHorizontalFlip = _Same
+CenterCrop = RandomCrop = RandomHorizontalFlip = _Same

@@ -6,3 +6,7 @@ import os
 def save_image(picture, path, **options):
     with open(path, "a") as file:
         file.write(f"rank {os.environ.get('RANK', '0')}: {tuple(picture.shape)}\n")
+
+
+def make_grid(pictures, **options):
+    return pictures[0]

@@ -1,0 +1,1 @@
+"""A stand-in for torchtext: sentences of generated words."""

@@ -1,0 +1,2 @@
+def get_tokenizer(name, language=None):
+    return str.split
