@@ -532,6 +532,7 @@ mod tests {
             input: buffer.as_ptr().cast(),
             output: buffer.as_mut_ptr().cast(),
             tag,
+            coflow: 0,
             priority: Priority(0),
             hold: false,
             timeout: u64::MAX,
