@@ -55,6 +55,7 @@ class Event:
 class Stream:
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
+        self.capturing = False
 
     def wait_stream(self, other: Stream) -> None:
         log.add("wait_stream", self, other)
@@ -70,6 +71,7 @@ class Placed(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda self: DEVICE)
     is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
 
     def record_stream(self, stream: Stream) -> None:
         log.add("record_stream", self.data_ptr(), stream)
@@ -93,14 +95,15 @@ def place(tensor: torch.Tensor) -> torch.Tensor:
 
 def install() -> None:
     """Put them where staging looks for them, for the rest of the process."""
-    empty, cat = torch.empty, torch.cat
+    empty, cat = torch.empty_strided, torch.cat
     current.stream = Stream(DEVICE)
-    torch.empty = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
+    torch.empty_strided = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
     torch.cat = lambda tensors: cat(tensors).as_subclass(type(tensors[0]))
     torch.cuda.Event, torch.cuda.Stream = Event, Stream
     torch.cuda.current_stream = lambda device=None: _current()
     torch.cuda.stream = use
     torch.cuda.is_available = lambda: True
+    torch.cuda.is_current_stream_capturing = lambda: _current().capturing
     torch.cuda.get_device_capability = lambda device=None: (0, 0)
 
 
@@ -113,6 +116,15 @@ def use(stream: Stream) -> Iterator[None]:
         yield
     finally:
         current.stream = before
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[None]:
+    """A stream that captures a graph, as `torch.cuda.graph` makes current."""
+    stream = Stream(DEVICE)
+    stream.capturing = True
+    with use(stream):
+        yield
 
 
 def _current() -> Stream:

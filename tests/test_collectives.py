@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 import ranks
-from backends import BACKENDS, Backend
-from collectives import programs
+from backends import ALL, BACKENDS, Backend
+from collectives import layouts, programs
 
 # Programs that gloo cannot run, and why. Of the others' grids it runs the part that it knows.
 NOT_WITH_GLOO = {
@@ -67,6 +67,22 @@ def test_collective(program: Callable[[str], object], count: int, backend: Backe
 def test_sequence(seed: int, backend: Backend) -> None:
     """Random sequences of collectives, many in flight, give right results; the seed is in the test's name."""
     _run(programs.sequence, 2 + seed % 3, backend, (backend.name, seed))
+
+
+@pytest.mark.parametrize("backend", [one for one in BACKENDS if one.name == "penstock"], ids=str)
+def test_layouts(backend: Backend) -> None:
+    """Tensors that lie in memory in any way give right results or are refused by all ranks, and then nothing was sent."""
+    _run(layouts.any_layout, 3, backend, (backend.name, 0, 300))
+
+
+def test_refused_together() -> None:
+    """A call with several tensors, one of which cannot be sent, sends none of them."""
+    _run(layouts.refused_together, 2, ALL["penstock"], ("penstock",))
+
+
+def test_arrays_in_any_order() -> None:
+    """What goes through NumPy's arrays is numbers, in whatever order their bytes are; objects are refused."""
+    ranks.run(layouts.arrays_in_any_order, count=2)
 
 
 def _run(program: Callable[..., object], count: int, backend: Backend, args: tuple[object, ...]) -> None:

@@ -94,6 +94,13 @@ def test_completed_means_there(medium: Backend) -> None:
 
 
 @with_gpu
+@on_each_medium
+def test_while_a_graph_is_captured(medium: Backend) -> None:
+    """What is called while a CUDA graph is captured is refused, and the group goes on."""
+    _run(_capturing, medium, False)
+
+
+@with_gpu
 def test_device_that_takes_too_long() -> None:
     """A kernel that outlasts the time-out fails the operation on both ranks, with that reason."""
     with ranks.Ranks(_busy_device, count=2, env=_ONE_GPU) as job:
@@ -121,6 +128,16 @@ def test_what_is_copied_on_fakes() -> None:
     root, other = ranks.run(_copies, count=2, env=_ONE_GPU)
     assert root == {"broadcast": ["out"], "reduce": ["out", "back"], "all_reduce": ["out", "back"]}
     assert other == {"broadcast": ["back"], "reduce": ["out"], "all_reduce": ["out", "back"]}
+
+
+def test_while_a_graph_is_captured_on_fakes() -> None:
+    """Every call on CUDA tensors is refused while the current stream captures a graph, and the group goes on."""
+    _run(_capturing, ALL["penstock"], True)
+
+
+def test_transposed_on_fakes() -> None:
+    """Tensors on a device that are dense, but not contiguous, are reduced as they lie."""
+    _run(_transposed, ALL["penstock"])
 
 
 @pytest.mark.parametrize("asked", ["penstock", "cpu:penstock,cuda:penstock", "cpu:penstock,cuda:gloo"])
@@ -505,6 +522,49 @@ def _meant_for_another(asked: str) -> None:
     dist.destroy_process_group()
 
 
+def _capturing(on_fakes: bool) -> None:
+    place = _place(on_fakes)
+    rank, world = _start()
+    total = float(sum(range(world)))
+    tensor, parts = place(torch.full((100,), float(rank))), [place(torch.zeros(100)) for _ in range(world)]
+    whole = place(torch.zeros(100 * world))
+    dist.all_reduce(tensor)
+    same(tensor.cpu(), total)
+    calls = [
+        lambda: dist.all_reduce(tensor, async_op=True),
+        lambda: dist.broadcast(tensor, 0, async_op=True),
+        lambda: dist.all_gather(parts, tensor, async_op=True),
+        lambda: dist.all_gather_into_tensor(whole, tensor, async_op=True),
+        lambda: dist.reduce_scatter(tensor, parts, async_op=True),
+        lambda: dist.all_to_all(parts, list(parts), async_op=True),
+        lambda: dist.all_to_all_single(whole, whole.clone(), async_op=True),
+        lambda: dist.gather(tensor, parts if rank == 0 else None, 0, async_op=True),
+        lambda: dist.scatter(tensor, parts if rank == 0 else None, 0, async_op=True),
+        lambda: dist.isend(tensor, 1 - rank),
+        lambda: dist.irecv(tensor, 1 - rank),
+    ]
+    with fake_cuda.capture() if on_fakes else torch.cuda.graph(torch.cuda.CUDAGraph()):
+        for call in calls:
+            with pytest.raises(ValueError, match=r"capturing a CUDA graph.* The group is still usable"):
+                call()
+    same(tensor.cpu(), total)
+    tensor.fill_(rank)
+    dist.all_reduce(tensor)
+    same(tensor.cpu(), total)
+    dist.destroy_process_group()
+
+
+def _transposed() -> None:
+    place = _place(True)
+    rank, world = _start()
+    values = torch.arange(12.0).view(3, 4).t()
+    tensor = place(values * rank)
+    assert not tensor.is_contiguous()
+    dist.all_reduce(tensor)
+    assert tensor.cpu().equal(values * sum(range(world)))
+    dist.destroy_process_group()
+
+
 def _completed(on_fakes: bool) -> None:
     place = _place(on_fakes)
     rank, world = _start()
@@ -596,9 +656,19 @@ def _run(program: Callable[..., object], medium: Backend, *args: object) -> None
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in [
-        (torch, "empty"),
+        (torch, "empty_strided"),
         (torch, "cat"),
-        *((torch.cuda, name) for name in ("Event", "Stream", "current_stream", "stream", "get_device_capability")),
+        *(
+            (torch.cuda, name)
+            for name in (
+                "Event",
+                "Stream",
+                "current_stream",
+                "stream",
+                "get_device_capability",
+                "is_current_stream_capturing",
+            )
+        ),
     ]:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     fake_cuda.log.entries.clear()

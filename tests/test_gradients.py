@@ -5,6 +5,8 @@ The oracle is arithmetic in this process's own passes: the average of what each 
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import pathlib
 import random
@@ -26,6 +28,7 @@ from backends import ALL, Backend
 from penstock.errors import Config as ConfigError
 from penstock.errors import Mismatch, NotFinite
 from penstock.torch import GradientReducer, ddp_hook
+from penstock.torch.slots import Slots
 
 MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
 
@@ -77,6 +80,42 @@ def test_accumulation() -> None:
 def test_passes_that_end_early_or_nest() -> None:
     """A pass that raises half-way on all ranks does not leave the next one without its averages; nested ones are averaged."""
     ranks.run(_early_and_nested, count=2)
+
+
+def test_passes_that_raise() -> None:
+    """Passes that raise on all ranks, or on one, before or after something was reduced: the next pass is right on all; a step
+    that is lost on other ranks is an error there, which names the rank. What is dropped is reported once."""
+    ranks.run(_raising, count=3, timeout_s=120)
+
+
+def test_passes_that_reach_no_parameter() -> None:
+    """A rank whose pass reaches no parameter takes part with zeros when its optimizer steps, and gets what the others have."""
+    ranks.run(_unreached, count=2)
+
+
+def test_models_that_change() -> None:
+    """A gradient that is not what the reducer was made for is refused by its name, before its address is used; the model works
+    again once it is as it was."""
+    ranks.run(_changed, count=2)
+
+
+def test_gradients_on_a_device() -> None:
+    """``model.cuda()`` after the reducer was made: refused before the engine hears of it (on a device that every machine has)."""
+    slots = Slots([torch.zeros(3)], ["weight"])
+    with pytest.raises(ConfigError, match=r"the gradient of weight has shape \(3,\) and dtype torch.float32 on meta"):
+        slots.submit(None, 0, torch.zeros(3, device="meta"))  # type: ignore[arg-type]
+
+
+def test_shared_weights() -> None:
+    """A parameter that comes twice counts once; parameters over one memory have gradients of their own; gradients over one
+    memory are refused by both names."""
+    ranks.run(_shared, count=2)
+
+
+def test_memory_formats() -> None:
+    """Models in channels_last, with transposed and expanded tensors, begin with rank 0's values and get the averages; gradients
+    of dense parameters are reduced where they lie. What cannot be sent is refused before anything is."""
+    ranks.run(_formats, count=2)
 
 
 def test_parameters_of_rank_0() -> None:
@@ -347,10 +386,9 @@ def _early_and_nested() -> None:
     scale = dist.get_rank() + 1.0  # 1 and 2
     first, last = nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)
     # The last layer's gradient is a unit: it is agreed on and reduced although the pass does not come to its end.
-    reducer = GradientReducer([*first.parameters(), *last.parameters()], unit_bytes=1)
+    GradientReducer([*first.parameters(), *last.parameters()], unit_bytes=1)
     with pytest.raises(ArithmeticError, match="half-way"):
         last(_Raises.apply(first(torch.ones(1, 3)))).sum().backward()
-    reducer._reducer.flush().wait()
     for nested in (False, True):
         for parameter in (first.weight, last.weight):
             parameter.grad = None
@@ -361,6 +399,223 @@ def _early_and_nested() -> None:
         want = 1.5 * last.weight.detach().t().expand(3, 3)
         torch.testing.assert_close(first.weight.grad, want)
         torch.testing.assert_close(last.weight.grad, 1.5 * first.weight.detach().sum(1, keepdim=True).t())
+    dist.destroy_process_group()
+
+
+class _RaisesIf(torch.autograd.Function):
+    """Passes on what it gets, and raises on the way back, if told so."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, before: Any) -> torch.Tensor:
+        ctx.before = before
+        return data.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.before is not None:
+            ctx.before()
+        return gradient, None
+
+
+def _raising() -> None:
+    dist.init_process_group("penstock")
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(handler)
+    for unit_bytes in (1, 1 << 20):
+        _raising_in_units_of(unit_bytes)
+    assert len([text for text in warnings if "a backward pass raised after" in text]) == 2, warnings
+    dist.destroy_process_group()
+
+
+def _raising_in_units_of(unit_bytes: int) -> None:
+    rank, scale = dist.get_rank(), dist.get_rank() + 1.0
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
+    reducer = GradientReducer(nn.Sequential(*layers), unit_bytes=unit_bytes)
+
+    def run(raises_after: int | None = None) -> list[torch.Tensor]:
+        """A pass that raises after so many gradients were made, and reduced if a unit is no more than one."""
+
+        def fail() -> None:
+            while unit_bytes == 1 and reducer.stats()["units"] < units + (raises_after or 0):
+                time.sleep(0.001)
+            raise ArithmeticError("half-way")
+
+        units = reducer.stats()["units"]
+        value = scale * torch.ones(1, 4)
+        for index, layer in enumerate(layers):
+            layer.weight.grad = None
+            value = _RaisesIf.apply(layer(value), fail if raises_after == len(layers) - 1 - index else None)
+        value.sum().backward()
+        return [layer.weight.grad for layer in layers if layer.weight.grad is not None]
+
+    def check() -> None:
+        averages = run()
+        with reducer.no_sync():
+            own = run()
+        for average, one in zip(averages, own, strict=True):
+            dist.all_reduce(one, dist.ReduceOp.AVG)
+            torch.testing.assert_close(average, one)
+
+    # On all ranks, before and after something was reduced.
+    for raises_after in (0, 1, 2):
+        with pytest.raises(ArithmeticError):
+            run(raises_after)
+        check()
+    if unit_bytes == 1:
+        # On one rank only, after something was reduced: an error on the others.
+        with pytest.raises(ArithmeticError if rank == 1 else Mismatch) as caught:
+            run(1 if rank == 1 else None)
+        if rank != 1:
+            assert "the backward pass of rank 1 raised in step 4" in str(caught.value), caught.value
+            assert caught.value.group_lives
+    elif rank == 1:
+        # On one rank only, before: the others wait for its next pass.
+        with pytest.raises(ArithmeticError):
+            run(2)
+    check()
+    assert reducer.stats()["steps"] == 4
+    reducer.close()
+
+
+def _unreached() -> None:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+    used, other = nn.Linear(2, 1, bias=False), nn.Linear(2, 1)
+    reducer = GradientReducer([*used.parameters(), *other.parameters()])
+    with torch.no_grad():
+        used.weight.zero_()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (used, other)]
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if step % 2 == rank:
+            (used(torch.full((1, 2), 2.0)).sum()).backward()
+        else:
+            torch.ones(1, requires_grad=True).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert other.weight.grad is None
+        assert used.weight.eq(-1.0 - step).all(), used.weight
+    assert reducer.stats()["steps"] == 4
+    # Steps on one's own gradients are no such steps.
+    with reducer.no_sync():
+        used(torch.ones(1, 2)).sum().backward()
+        optimizers[0].step()
+    assert reducer.stats()["steps"] == 4
+    reducer.close()
+    optimizers[0].step()
+    dist.destroy_process_group()
+
+
+def _changed() -> None:
+    dist.init_process_group("penstock")
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    GradientReducer(model)
+    scale = dist.get_rank() + 1.0
+    changes: list[tuple[Any, str]] = [
+        (lambda: model.double(), "torch.float64 on cpu"),
+        (lambda: model.bfloat16(), "torch.bfloat16 on cpu"),
+        (lambda: model[1].half(), "torch.float16 on cpu"),
+    ]
+    initial = {name: value.clone() for name, value in model.state_dict().items()}
+    for change, text in changes:
+        change()
+        model.zero_grad()
+        first, last = model[0].weight, model[1].weight
+        data = torch.ones(1, 3, dtype=first.dtype, device=first.device)
+        with pytest.raises(ConfigError, match=r"the gradient of 1\.(weight|bias) has shape") as caught:
+            model[1](model[0](data).to(last.dtype)).sum().backward()
+        assert text in str(caught.value), caught.value
+        model.float()
+        model.load_state_dict(initial)
+        model.zero_grad()
+        model(scale * torch.ones(1, 3)).sum().backward()
+        torch.testing.assert_close(model[0].weight.grad, 1.5 * model[1].weight.detach().sum(0)[:, None].expand(3, 3))
+
+    # Gradients that somebody put there: transposed, resized, of another shape.
+    model[0].weight.grad = (scale * torch.arange(9.0)).view(3, 3).t()
+    model[1](torch.ones(1, 3)).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, 1.5 * torch.arange(9.0).view(3, 3).t())
+    gone = torch.ones(3, 3)
+    model[0].weight.grad = gone
+    gone.untyped_storage().resize_(8)
+    with pytest.raises(ConfigError, match=r"the gradient of 0\.weight has lost its memory"):
+        model[1](torch.ones(1, 3)).sum().backward()
+    dist.destroy_process_group()
+
+
+def _shared() -> None:
+    dist.init_process_group("penstock")
+    scale = dist.get_rank() + 1.0
+    encoder, decoder = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    decoder.weight = encoder.weight
+    for unit_bytes in (1, 1 << 20):
+        reducer = GradientReducer(itertools.chain(encoder.parameters(), decoder.parameters()), unit_bytes=unit_bytes)
+        encoder.weight.grad = None
+        decoder(encoder(scale * torch.ones(1, 3))).sum().backward()
+        averaged = encoder.weight.grad
+        assert averaged is not None
+        reducer.close()
+        encoder.weight.grad = None
+        decoder(encoder(1.5 * torch.ones(1, 3))).sum().backward()
+        torch.testing.assert_close(averaged, encoder.weight.grad)
+
+    decoder.weight = nn.Parameter(encoder.weight.data)
+    both = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
+    GradientReducer(both, unit_bytes=1)
+    both.zero_grad()
+    (encoder(scale * torch.ones(1, 3)).sum() + decoder(scale * torch.full((1, 3), 10.0)).sum()).backward()
+    assert encoder.weight.grad.eq(1.5).all() and decoder.weight.grad.eq(15.0).all()
+    flat = torch.zeros(12)
+    encoder.weight.grad, decoder.weight.grad = flat[:9].view(3, 3), flat[3:].view(3, 3)
+    with pytest.raises(
+        ConfigError, match=r"gradients of (encoder|decoder)\.weight and (encoder|decoder)\.weight share memory"
+    ):
+        (encoder(torch.ones(1, 3)).sum() + decoder(torch.ones(1, 3)).sum()).backward()
+    encoder.weight.grad = decoder.weight.grad = None
+    (encoder(scale * torch.ones(1, 3)).sum() + decoder(scale * torch.ones(1, 3)).sum()).backward()
+    assert encoder.weight.grad.eq(1.5).all() and decoder.weight.grad.eq(1.5).all()
+    dist.destroy_process_group()
+
+
+def _formats() -> None:
+    dist.init_process_group("penstock")
+    rank, scale = dist.get_rank(), dist.get_rank() + 1.0
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 3, 1), nn.Flatten(), nn.LazyLinear(2))
+    data = torch.ones(2, 2, 5, 5)
+    model(data)
+    model = model.to(memory_format=torch.channels_last)
+    model[3].weight = nn.Parameter(torch.randn(27, 2).t())
+    model.register_buffer("expanded", torch.randn(3, 1).expand(3, 4))
+    model.register_buffer("holes", torch.randn(4, 6)[:, ::2])
+    assert not model[0].weight.is_contiguous() and not model[3].weight.is_contiguous()
+    reducer = GradientReducer(model)
+    for tensor in model.state_dict().values():
+        values = [torch.empty(tensor.shape) for _ in range(2)]
+        dist.all_gather(values, tensor)
+        assert values[0].equal(values[1])
+    for _ in range(2):
+        model.zero_grad(set_to_none=False)
+        (scale * model(data).sum()).backward()
+        averaged = [parameter.grad.clone() for parameter in model.parameters()]
+        with reducer.no_sync():
+            model.zero_grad()
+            (1.5 * model(data).sum()).backward()
+        for parameter, got in zip(model.parameters(), averaged, strict=True):
+            torch.testing.assert_close(got, parameter.grad)
+            assert parameter.grad.stride() == parameter.stride()
+    reducer.close()
+
+    broken = nn.Linear(2, 2)
+    broken.weight.data.fill_(rank)
+    broken.register_buffer("sparse", torch.zeros(2, 2).to_sparse())
+    with pytest.raises(ConfigError, match=r"Nothing was sent\. The group is still usable"):
+        GradientReducer(broken)
+    assert broken.weight.eq(rank).all()
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -299,6 +299,11 @@ def test_training_is_that_of_one_process(options: dict[str, Any], passes: int, c
     alike(ranks.run(programs.training, count=count, args=(options, passes)))
 
 
+def test_passes_that_raise() -> None:
+    """See the program."""
+    alike(ranks.run(programs.passes_that_raise, count=2))
+
+
 def test_passes_are_counted() -> None:
     """See the program."""
     ranks.run(programs.passes_are_counted, count=2)

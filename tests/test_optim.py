@@ -238,6 +238,14 @@ def test_parameters_without_a_gradient_do_not_move_or_age() -> None:
     assert torch.equal(still.detach(), torch.ones(2)) and still not in optimizer.state
 
 
+def test_a_tied_weight_that_comes_twice_moves_once() -> None:
+    """Listed twice in a group, as two models that share it list it, a parameter takes the steps of one that is listed once."""
+    once, twice = parameters(), parameters()
+    optimizers = [AdamSGD(once, **SHORT), AdamSGD(itertools.chain(twice, twice[:2]), **SHORT)]
+    ends = [trajectory(optimizer, range(12)) for optimizer in optimizers]
+    assert same_bits(*ends)
+
+
 def test_a_closure_is_evaluated_once_with_gradients() -> None:
     """`step(closure)` returns the loss of before the step."""
     parameter = nn.Parameter(torch.tensor([2.0]))

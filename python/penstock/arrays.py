@@ -116,13 +116,14 @@ class Job:
     """This process's part in the job: collectives of lists of arrays.
 
     Every call blocks, without the GIL, until the results are there; ranks make the same calls in the same order, from one
-    thread. Arrays are read only; they need not be contiguous, and may be empty or scalars. ``names`` is whatever says how
+    thread. Arrays are read only; they need not be contiguous, and may be empty or scalars. Their bytes may be in any order,
+    results are in the machine's. ``names`` is whatever says how
     the caller's structure looks; it must be the same on all ranks, as must dtypes and shapes. That is compared when a
     structure is first seen, for 16 bytes a rank, and remembered.
 
     Raises (every call):
         penstock.errors.Mismatch: ranks have different structures, or made different calls.
-        penstock.errors.Config: a dtype that cannot be reduced in that way. Nothing was sent.
+        penstock.errors.Config: a dtype that cannot be reduced in that way, or holds Python objects. Nothing was sent.
         penstock.errors.PeerLost: a rank went away; shut down, and start again.
     """
 
@@ -154,6 +155,7 @@ class Job:
         """
         if op not in _OPS:
             raise ConfigError(f"all_reduce: op is to be one of {', '.join(_OPS)}, not {op!r}")
+        arrays = _sendable("all_reduce", arrays)
         for array in arrays:
             _carried(array.dtype, op)
 
@@ -174,6 +176,7 @@ class Job:
         if not 0 <= root < self.size:
             raise ConfigError(f"broadcast: there is no rank {root} among {self.size}")
         own = root == self.rank
+        given, arrays = arrays, _sendable("broadcast", arrays)
 
         def start(unit: Array, dtype: np.dtype[Any], single: Array | None) -> _core.Ticket:
             return self._start("broadcast", single if own and single is not None else unit, "byte", rank=root)
@@ -181,7 +184,7 @@ class Job:
         with self._lock:
             self._agree(("broadcast", root, names), arrays)
             results = self._in_units(arrays, start, copies=own)
-            return list(arrays) if own else results
+            return list(given) if own else results
 
     def all_gather(self, arrays: Sequence[Array], *, names: str = "") -> list[Array]:
         """Collect every array of every rank. Any dtype.
@@ -190,6 +193,7 @@ class Job:
 
         Cost: no copy of a contiguous array, and (n-1) times its bytes into a rank.
         """
+        arrays = _sendable("all_gather", arrays)
         with self._lock:
             self._agree(("all_gather", names), arrays)
             results: list[Array] = []
@@ -345,6 +349,14 @@ def _room(nbytes: int) -> Array:
     whole = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -whole.ctypes.data % _ALIGNMENT
     return whole[start : start + nbytes]
+
+
+def _sendable(call: str, arrays: Sequence[Array]) -> list[Array]:
+    """The arrays in the machine's byte order, which is what ranks compare and the engine adds."""
+    for array in arrays:
+        if array.dtype.hasobject:
+            raise ConfigError(f"{call}: an array of {array.dtype} holds addresses of Python objects. Nothing was sent.")
+    return [one if one.dtype.isnative else one.astype(one.dtype.newbyteorder("=")) for one in arrays]
 
 
 def _carried(dtype: np.dtype[Any], op: str) -> str:

@@ -44,7 +44,8 @@ class AdamSGD(Optimizer):
     Gao, Yin 2020, theorem 1), whatever Adam did before. While w < 1 nothing is claimed beyond what is known of Adam.
 
     Args:
-        params: real, dense floating-point tensors, or param groups; every option may differ between groups.
+        params: real, dense floating-point tensors, or param groups; every option may differ between groups. One that comes
+            twice in a group (a tied weight) counts once.
         lr: step size. A schedule scales both terms. A float or a tensor with one element.
         betas: decay of m and of v. The first is also SGD's momentum (in torch's terms with as much dampening).
         eps: added to sqrt(v). Tensors whose gradients are of its size or below get small steps.
@@ -95,6 +96,9 @@ class AdamSGD(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own where given. They begin with Adam. Raises as the constructor does."""
         _check_options({**self.defaults, **param_group})
+        if not isinstance(param_group["params"], (Tensor, set)):
+            # A tied weight that comes twice must not move twice.
+            param_group["params"] = list(dict.fromkeys(param_group["params"]))
         super().add_param_group(param_group)
         added = self.param_groups[-1]["params"]
         if any(parameter.is_complex() for parameter in added):

@@ -422,6 +422,17 @@ class Report:
             self.wrong(f"{what}: {type(error).__name__}: {error}")
             self.finish()
 
+    @contextlib.contextmanager
+    def refused(self, what: str) -> Iterator[None]:
+        """Hold a collective that must be refused before anything is sent."""
+        try:
+            yield
+        except (RuntimeError, TypeError, ValueError) as error:
+            if "Nothing was sent. The group is still usable." not in str(error):
+                self.wrong(f"{what}: {type(error).__name__}: {error}")
+        else:
+            self.wrong(f"{what} is not refused")
+
     def reduced(self, what: str, got: torch.Tensor, operation: str, inputs: list[torch.Tensor]) -> None:
         expected, tolerance = reduced(operation, inputs)
         numbers = got.double().numpy() if got.dtype.is_floating_point else got.numpy()

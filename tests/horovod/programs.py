@@ -8,6 +8,7 @@ import pathlib
 import random
 import sys
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -728,6 +729,82 @@ def not_finite() -> list[str]:
         assert calls == [0]
         return told.lines
     raise AssertionError("it went through")
+
+
+class _RaisesIf(torch.autograd.Function):
+    """Passes on what it gets, and raises on the way back, if told so."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, raises: bool) -> torch.Tensor:
+        ctx.raises = raises
+        return data.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.raises:
+            raise ArithmeticError("half-way")
+        return gradient, None
+
+
+def passes_that_raise() -> list[float]:
+    """A pass that raises on all ranks is skipped, and training goes on; a tied weight, also where it is listed twice, is one;
+    a gradient of another dtype is refused by its name."""
+    import penstock.horovod.torch as hvd
+    from penstock.errors import Config as ConfigError
+
+    hvd.init()
+    told = Told()
+    logging.getLogger("penstock").addHandler(told)
+    torch.manual_seed(0)
+    first, last = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+    last.weight = first.weight
+    head = torch.nn.Linear(3, 1)
+    parameters = [first.weight, *head.parameters()]
+    alone = [one.detach().clone().requires_grad_() for one in parameters]
+
+    def loss(weights: list[torch.Tensor], scale: float, raises: bool) -> torch.Tensor:
+        inner = _RaisesIf.apply(torch.nn.functional.linear(torch.full((1, 3), scale), weights[0]), raises)
+        return torch.nn.functional.linear(torch.nn.functional.linear(inner, weights[0]), *weights[1:]).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of the weight that is there twice
+        inner = torch.optim.SGD([first.weight, last.weight, *head.parameters()], lr=0.01)
+    optimizer = hvd.DistributedOptimizer(inner, zip(["tied", "head.weight", "head.bias"], parameters, strict=True))
+    oracle = torch.optim.SGD(alone, lr=0.01)
+    mean = sum(range(1, hvd.size() + 1)) / hvd.size()
+    for batch in range(5):
+        optimizer.zero_grad()
+        oracle.zero_grad()
+        raises = batch in (1, 2)
+        try:
+            loss(parameters, hvd.rank() + 1.0, raises).backward()
+        except ArithmeticError:
+            assert raises
+            continue
+        optimizer.synchronize()
+        # The loss is linear in the data.
+        loss(alone, mean, False).backward()
+        for ours, theirs in zip(parameters, alone, strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+        with optimizer.skip_synchronize(), torch.no_grad():
+            for ours, theirs in zip(parameters, alone, strict=True):
+                ours.sub_(0.01 * ours.grad)
+                theirs.copy_(ours)
+        optimizer.zero_grad()
+    assert len([line for line in told.lines if "a backward pass raised after 2 of 3 gradients" in line]) == 1, (
+        told.lines
+    )
+
+    head.double()
+    optimizer.zero_grad()
+    try:
+        head(last(first(torch.ones(1, 3))).double()).sum().backward()
+    except ConfigError as error:
+        assert "the gradient of head." in str(error) and "torch.float64 on cpu" in str(error), error
+    else:
+        raise AssertionError("it went through")
+    hvd.shutdown()
+    return [float(one.detach().double().sum()) for one in alone]
 
 
 class Told(logging.Handler):

@@ -473,7 +473,7 @@ mod tests {
             units: groups[0].clone(),
             rank: 0,
             world: 2,
-            gradients: vec![Gradient { name: "w".into(), elements: 4, dtype: DType::F32 }],
+            gradients: vec![Gradient { name: "w".into(), elements: 4, dtype: DType::F32, order: 0 }],
             op: ReduceOp::Avg,
             unit_bytes: 1 << 20,
             wire: None,
@@ -492,7 +492,7 @@ mod tests {
         stopped(&engines[0].stats().expect_err("nobody answers"));
         let mut gradient = [1f32; 4];
         // SAFETY: the gradient outlives the flush.
-        drop(unsafe { reducer.submit(0, gradient.as_mut_ptr().cast(), false, None) });
+        drop(unsafe { reducer.submit(0, gradient.as_mut_ptr().cast(), 16, false, None) });
         stopped(&wait(&reducer.flush()));
     }
 

@@ -6,7 +6,7 @@
 //! [`Reducer`](crate::Reducer) carries it out.
 //!
 //! ```text
-//!   | digest (8) | digest, inverted (8) | ready, a bit a gradient | absent, a bit a gradient |
+//!   | digest (8) | digest, inverted (8) | whole, a bit a rank | ready, a bit a gradient | absent, a bit a gradient |
 //! ```
 //!
 //! The digest is of what the gradients are. The AND of both copies gives them back only if it is the same on all ranks.
@@ -17,6 +17,11 @@
 //!
 //! **A gradient that a rank does not produce** is *absent*: at the end of the pass it counts as ready, and as zeros. If it is
 //! absent everywhere, nobody reduces it, and it stays as it was.
+//!
+//! **A pass that raises** is withdrawn. As long as no gradient of the step has been agreed on, that concerns this rank alone: the
+//! others go on waiting for its next pass. Once one has been, the step cannot be taken back, and not ended either: this rank joins one
+//! more round, in which it clears its bit of *whole*, and all ranks drop the step. They are all in it, for all have agreed, and none
+//! can have ended it, for this rank lacks a gradient; so they all come to that round.
 
 use crate::digest::digest;
 use penstock_plan::units::Entry;
@@ -26,6 +31,8 @@ use penstock_plan::units::Entry;
 pub(crate) struct Readiness {
     digest: u64,
     entries: Vec<(Entry, State)>,
+    rank: u32,
+    world: u32,
     /// Bytes that became ready after the last round began.
     fresh_bytes: u64,
     /// Gradients that are ready here and not yet agreed.
@@ -33,6 +40,10 @@ pub(crate) struct Readiness {
     /// The backward pass has ended; what is pending will not grow.
     flushed: bool,
     in_round: bool,
+    /// Gradients that all ranks have agreed on in this step.
+    agreed: usize,
+    /// This rank's pass has raised, and its step is not over yet.
+    withdrawn: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +51,8 @@ enum State {
     Idle,
     Ready,
     Absent,
+    /// Agreed on in this step.
+    Agreed,
 }
 
 /// What a round has decided.
@@ -49,11 +62,13 @@ pub(crate) struct Agreed {
     pub(crate) ready: Vec<Entry>,
     /// Produced by no rank.
     pub(crate) absent: Vec<u32>,
+    /// Ranks whose passes have raised: the step is dropped, and nothing is ready or absent.
+    pub(crate) withdrawn: Vec<u32>,
 }
 
 impl Readiness {
-    /// Of gradients whose indices are their places in the list; `names` is a digest of what they are called.
-    pub(crate) fn new(entries: Vec<Entry>, names: u64) -> Readiness {
+    /// Of gradients whose indices are their places in the list; `names` is a digest of what else ranks must share of them.
+    pub(crate) fn new(entries: Vec<Entry>, names: u64, rank: u32, world: u32) -> Readiness {
         debug_assert!(entries.iter().enumerate().all(|(place, entry)| entry.index as usize == place));
         Readiness {
             digest: digest(
@@ -63,14 +78,18 @@ impl Readiness {
                     .chain([names]),
             ),
             entries: entries.into_iter().map(|entry| (entry, State::Idle)).collect(),
+            rank,
+            world,
             fresh_bytes: 0,
             pending: 0,
             flushed: false,
             in_round: false,
+            agreed: 0,
+            withdrawn: false,
         }
     }
 
-    /// A gradient is ready here, or will not be in this pass. False if it is pending already.
+    /// A gradient is ready here, or will not be in this pass. False if it was submitted in this step already.
     pub(crate) fn submit(&mut self, index: u32, absent: bool) -> bool {
         let (entry, state) = &mut self.entries[index as usize];
         if *state != State::Idle {
@@ -87,6 +106,36 @@ impl Readiness {
         self.flushed = self.pending > 0;
     }
 
+    /// The pass has raised: nothing more of it will come, and nobody wants its averages.
+    pub(crate) fn withdraw(&mut self) {
+        self.withdrawn = self.pending > 0 || self.agreed > 0;
+        self.settle();
+    }
+
+    /// Ends the step at once if it can be taken back.
+    fn settle(&mut self) {
+        if self.withdrawn && !self.in_round && self.agreed == 0 {
+            self.reset();
+        }
+    }
+
+    /// Nothing is submitted.
+    fn reset(&mut self) {
+        self.entries.iter_mut().for_each(|(_, state)| *state = State::Idle);
+        (self.fresh_bytes, self.pending, self.agreed) = (0, 0, 0);
+        (self.flushed, self.withdrawn) = (false, false);
+    }
+
+    /// Whether nothing waits for other ranks.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.pending == 0 && !self.withdrawn
+    }
+
+    /// Whether a gradient waits for other ranks.
+    pub(crate) fn is_pending(&self, index: u32) -> bool {
+        matches!(self.entries[index as usize].1, State::Ready | State::Absent)
+    }
+
     /// How many gradients wait for other ranks.
     pub(crate) fn pending(&self) -> usize {
         self.pending
@@ -94,19 +143,25 @@ impl Readiness {
 
     /// The bits to all-reduce with AND, if it is time for a round.
     pub(crate) fn poll_round(&mut self, unit_bytes: u64) -> Option<Vec<u8>> {
-        if self.in_round || self.pending == 0 || !(self.flushed || self.fresh_bytes >= unit_bytes) {
+        let is_due = self.pending > 0 && (self.flushed || self.fresh_bytes >= unit_bytes);
+        if self.in_round || !(self.withdrawn || is_due) {
             return None;
         }
         self.in_round = true;
         self.fresh_bytes = 0;
-        let mut bits = vec![0; 16 + 2 * self.bitmap_bytes()];
+        let head = self.head_bytes();
+        let mut bits = vec![0; head + 2 * self.bitmap_bytes()];
         bits[..8].copy_from_slice(&self.digest.to_le_bytes());
         bits[8..16].copy_from_slice(&(!self.digest).to_le_bytes());
-        let (ready, absent) = bits[16..].split_at_mut(self.bitmap_bytes());
+        bits[16..head].fill(0xff);
+        if self.withdrawn {
+            bits[16 + self.rank as usize / 8] &= !(1 << (self.rank % 8));
+        }
+        let (ready, absent) = bits[head..].split_at_mut(self.bitmap_bytes());
         for (at, (_, state)) in self.entries.iter().enumerate() {
             let bit = 1 << (at % 8);
             match state {
-                State::Idle => {}
+                State::Idle | State::Agreed => {}
                 State::Ready => ready[at / 8] |= bit,
                 State::Absent => {
                     ready[at / 8] |= bit;
@@ -124,26 +179,41 @@ impl Readiness {
         if bits[..8] != self.digest.to_le_bytes() || bits[8..16] != (!self.digest).to_le_bytes() {
             return None;
         }
-        let (ready, absent) = bits[16..].split_at(self.bitmap_bytes());
+        let (whole, maps) = bits[16..].split_at(self.head_bytes() - 16);
+        let (ready, absent) = maps.split_at(self.bitmap_bytes());
         let is_set = |bits: &[u8], at: usize| bits[at / 8] >> (at % 8) & 1 == 1;
-        let mut agreed = Agreed::default();
+        let withdrawn = (0..self.world).filter(|rank| !is_set(whole, *rank as usize)).collect();
+        let mut agreed = Agreed { withdrawn, ..Agreed::default() };
+        if !agreed.withdrawn.is_empty() {
+            self.reset();
+            return Some(agreed);
+        }
         for (at, (entry, state)) in self.entries.iter_mut().enumerate() {
             if !is_set(ready, at) {
                 continue;
             }
             debug_assert_ne!(*state, State::Idle, "the AND holds what this rank has given");
-            *state = State::Idle;
+            *state = State::Agreed;
             self.pending -= 1;
+            self.agreed += 1;
             if is_set(absent, at) {
                 agreed.absent.push(entry.index);
             } else {
                 agreed.ready.push(*entry);
             }
         }
-        if self.pending == 0 {
+        if self.agreed == self.entries.len() {
+            // The step is over, on all ranks: also where its pass has raised after its last gradient.
+            self.reset();
+        } else if self.pending == 0 {
             self.flushed = false;
         }
+        self.settle();
         Some(agreed)
+    }
+
+    fn head_bytes(&self) -> usize {
+        16 + (self.world as usize).div_ceil(8)
     }
 
     fn bitmap_bytes(&self) -> usize {
@@ -170,7 +240,8 @@ mod tests {
             let (world, count) = (rng.usize(1..9), rng.usize(1..40));
             let sizes: Vec<u64> = (0..count).map(|_| rng.u64(1..1000)).collect();
             let unit_bytes = rng.u64(1..3000);
-            let mut ranks: Vec<Readiness> = (0..world).map(|_| Readiness::new(entries(&sizes), 0)).collect();
+            let mut ranks: Vec<Readiness> =
+                (0..world).map(|rank| Readiness::new(entries(&sizes), 0, rank as u32, world as u32)).collect();
             for _step in 0..3 {
                 let missing: Vec<Vec<bool>> =
                     (0..world).map(|_| (0..count).map(|_| rng.u8(..6) == 0).collect()).collect();
@@ -230,7 +301,7 @@ mod tests {
     /// In the same order on all ranks, a step costs a round for each unit at most, and one gradient is not asked for twice.
     #[test]
     fn the_same_order_costs_a_round_a_unit() {
-        let mut rank = Readiness::new(entries(&[100; 50]), 0);
+        let mut rank = Readiness::new(entries(&[100; 50]), 0, 0, 1);
         let mut rounds = 0;
         for index in 0..50 {
             assert!(rank.submit(index, false) && !rank.submit(index, true));
@@ -243,11 +314,76 @@ mod tests {
         assert_eq!((rounds, rank.pending(), rank.poll_round(1000)), (5, 0, None));
     }
 
+    /// Ranks whose passes raise anywhere, while rounds are under way or not, and begin anew: what is agreed on in the end was
+    /// submitted by every rank in one pass each, or all ranks have dropped the step; nobody waits for ever.
+    #[test]
+    fn withdrawn_passes_are_dropped_by_all_or_noticed_by_none() {
+        for seed in 0..500 {
+            let mut rng = Rng::with_seed(seed);
+            let (world, count) = (rng.usize(2..5), rng.usize(1..12));
+            let unit_bytes = rng.u64(1..30);
+            let sizes = vec![10; count];
+            let mut ranks: Vec<Readiness> =
+                (0..world).map(|rank| Readiness::new(entries(&sizes), 0, rank as u32, world as u32)).collect();
+            let mut waiting: Vec<Option<Vec<u8>>> = vec![None; world];
+            // In each pass of each rank: what has been submitted, and where it raises, if it does.
+            let mut submitted = vec![0; world];
+            let mut raises: Vec<Option<usize>> =
+                (0..world).map(|_| (rng.u8(..2) == 0).then(|| rng.usize(..=count))).collect();
+            let (mut halted, mut dropped) = (vec![false; world], 0);
+            let (mut complete, mut agreed_now) = (0, 0);
+            for _ in 0..20_000 {
+                let rank = rng.usize(..world);
+                if halted[rank] {
+                    // It begins anew when its step is over; so does a rank that has heard of another's.
+                    if ranks[rank].is_idle() && waiting[rank].is_none() {
+                        (halted[rank], submitted[rank], raises[rank]) = (false, 0, None);
+                    }
+                } else if raises[rank] == Some(submitted[rank]) {
+                    ranks[rank].withdraw();
+                    halted[rank] = true;
+                } else if submitted[rank] < count {
+                    assert!(ranks[rank].submit(submitted[rank] as u32, false), "seed {seed}");
+                    submitted[rank] += 1;
+                } else {
+                    ranks[rank].flush();
+                }
+                if waiting[rank].is_none() {
+                    waiting[rank] = ranks[rank].poll_round(unit_bytes);
+                }
+                if waiting.iter().all(Option::is_some) {
+                    let all: Vec<Vec<u8>> = waiting.iter_mut().map(|bits| bits.take().expect("looked at")).collect();
+                    let and: Vec<u8> =
+                        (0..all[0].len()).map(|at| all.iter().fold(0xff, |and, bits| and & bits[at])).collect();
+                    let agreed: Vec<Agreed> =
+                        ranks.iter_mut().map(|rank| rank.handle_round(&and).expect("alike")).collect();
+                    assert!(agreed.windows(2).all(|pair| pair[0] == pair[1]), "seed {seed}");
+                    agreed_now += agreed[0].ready.len();
+                    if !agreed[0].withdrawn.is_empty() {
+                        assert!(agreed[0].ready.is_empty() && agreed_now > 0 && agreed_now < count, "seed {seed}");
+                        assert!(ranks.iter().all(Readiness::is_idle), "seed {seed}");
+                        (agreed_now, dropped) = (0, dropped + 1);
+                        halted.fill(true);
+                    } else if agreed_now == count {
+                        assert!(ranks.iter().all(Readiness::is_idle), "seed {seed}");
+                        complete += 1;
+                        agreed_now = 0;
+                        halted.fill(true);
+                    }
+                }
+                if complete == 3 {
+                    break;
+                }
+            }
+            assert!(complete == 3 && dropped <= world, "seed {seed}: {complete} steps, {dropped} dropped");
+        }
+    }
+
     /// Ranks with other gradients, or another order of them, find out in the first round.
     #[test]
     fn other_gradients_are_found_out() {
         for other in [&[8, 8, 16][..], &[8, 16]] {
-            let mut ranks = [Readiness::new(entries(&[16, 8, 8]), 0), Readiness::new(entries(other), 0)];
+            let mut ranks = [Readiness::new(entries(&[16, 8, 8]), 0, 0, 2), Readiness::new(entries(other), 0, 1, 2)];
             let mut all = ranks.each_mut().map(|rank| {
                 assert!(rank.submit(0, false));
                 rank.flush();

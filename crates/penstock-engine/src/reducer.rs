@@ -20,6 +20,7 @@ use penstock_plan::{Algorithm, Collective};
 use penstock_protocol::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp};
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
@@ -32,6 +33,8 @@ pub struct Gradient {
     pub elements: u64,
     /// Element type.
     pub dtype: DType,
+    /// In which order its elements lie in memory: any number that says so, alike on all ranks.
+    pub order: u64,
 }
 
 /// How gradients are reduced, alike on all ranks.
@@ -124,6 +127,12 @@ struct State {
     /// Completes when nothing is pending or running.
     flushed: Option<Ticket>,
     failed: Option<Failure>,
+    /// Where what is submitted lies: start, and end and index.
+    places: BTreeMap<usize, (usize, u32)>,
+    /// The step was dropped by other ranks, and this rank's pass has not heard of it.
+    dropped: Option<Failure>,
+    /// This rank's pass has raised: what is left of its step counts as none.
+    withdrawn: bool,
     /// Buffers for units that are copied, kept from step to step.
     spare: Vec<Vec<u8>>,
     /// What rounding has taken off each gradient so far; empty without error feedback. A gradient is in one unit at a time,
@@ -182,11 +191,13 @@ impl Reducer {
             class: gradient.dtype as u32,
         };
         let entries: Vec<Entry> = spec.gradients.iter().enumerate().map(entry).collect();
-        let letters = |gradient: &Gradient| gradient.name.bytes().map(u64::from).chain([256]).collect::<Vec<u64>>();
+        let letters = |gradient: &Gradient| {
+            gradient.name.bytes().map(u64::from).chain([256, gradient.order]).collect::<Vec<u64>>()
+        };
         let names = digest(spec.gradients.iter().flat_map(letters));
         let count = entries.len();
         let state = State {
-            readiness: Readiness::new(entries, names),
+            readiness: Readiness::new(entries, names, spec.rank, spec.world),
             unit_bytes: spec.unit_bytes,
             wire: spec.wire,
             submitted: (0..count).map(|_| None).collect(),
@@ -194,6 +205,9 @@ impl Reducer {
             running: 0,
             flushed: None,
             failed: None,
+            places: BTreeMap::new(),
+            dropped: None,
+            withdrawn: false,
             spare: Vec::new(),
             residuals,
             stats: ReducerStats::default(),
@@ -215,30 +229,53 @@ impl Reducer {
     /// holds, and gets the result if another rank has one ([`Reducer::was_absent`]). Does not block.
     ///
     /// # Errors
-    /// What the reducer has failed with; `Bug`: an index that does not exist, or that is pending already.
+    /// What the reducer has failed with, or its step was dropped for ([`Reducer::withdraw`]). `Config`: `bytes` are not those of the
+    /// gradient, or its memory is not aligned, or another pending gradient has it too. `Bug`: an index that does not exist, or that
+    /// was submitted in this step already. Nothing has changed.
     ///
     /// # Safety
-    /// The gradient's bytes are valid, aligned to its elements, and neither read nor written by others until the ticket of the
-    /// next [`Reducer::flush`] completes; `keep` keeps them alive.
+    /// The gradient's bytes are valid, and neither read nor written by others until the ticket of the
+    /// next [`Reducer::flush`] or [`Reducer::withdraw`] completes; `keep` keeps them alive.
     pub unsafe fn submit(
         &self,
         index: u32,
         address: *mut u8,
+        bytes: u64,
         absent: bool,
         keep: Option<Box<dyn Any + Send>>,
     ) -> Result<(), Failure> {
         let bug = |what: String| Err(Failure::of_call(FailureKind::Bug, what));
+        let config = |what: String| Err(Failure::of_call(FailureKind::Config, what));
         let Some(gradient) = self.0.gradients.get(index as usize) else {
             return bug(format!("there is no gradient {index}."));
         };
-        let bytes = gradient.elements as usize * gradient.dtype.size();
+        let size = gradient.dtype.size();
+        if bytes != gradient.elements * size as u64 || !(address as usize).is_multiple_of(size) {
+            return config(format!(
+                "the gradient of {} must be {} aligned elements of {}, not {bytes} bytes at {address:?}.",
+                gradient.name, gradient.elements, gradient.dtype
+            ));
+        }
         // SAFETY: the caller's promise.
-        if self.0.check_finite && !unsafe { penstock_kernels::is_finite(gradient.dtype, address, bytes) } {
+        if self.0.check_finite && !unsafe { penstock_kernels::is_finite(gradient.dtype, address, bytes as usize) } {
             self.fail(&self.not_finite(&gradient.name, ""));
         }
         let mut state = self.lock();
-        if let Some(failure) = &state.failed {
+        if let Some(failure) = state.failed.as_ref().or(state.dropped.as_ref()) {
             return Err(failure.clone());
+        }
+        let (start, end) = (address as usize, address as usize + bytes as usize);
+        let before_end = state.places.range(..end).next_back();
+        if let Some((_, &(_, other))) = before_end.filter(|(_, (ends, other))| *ends > start && *other != index) {
+            let other = &self.0.gradients[other as usize].name;
+            return config(format!(
+                "the gradients of {} and {other} share memory, and each would be reduced for itself: give each a gradient of its \
+                 own, or make them one parameter.",
+                gradient.name
+            ));
+        }
+        if state.withdrawn {
+            return bug("a pass has raised and its step is not over; wait for the withdrawal first.".into());
         }
         if state.submitted[index as usize].is_some() || !state.readiness.submit(index, absent) {
             return bug(format!(
@@ -246,10 +283,30 @@ impl Reducer {
                 gradient.name
             ));
         }
+        if bytes > 0 {
+            state.places.insert(start, (end, index));
+        }
         state.submitted[index as usize] = Some(Submitted { address, left: 0, _keep: keep });
         drop(state);
         self.advance();
         Ok(())
+    }
+
+    /// The backward pass has raised: nothing more of it will come. What other ranks do not wait for is given back; what they do is
+    /// reduced to its end. If all ranks have agreed on some of the step's gradients and not on all, the step is dropped: other ranks'
+    /// [`Reducer::flush`], or their next [`Reducer::submit`], ends with `Mismatch`, after which everything can be used. If all have
+    /// agreed on none, the others wait for this rank's next pass. The ticket completes when the next pass can begin. Does not block.
+    #[must_use]
+    pub fn withdraw(&self) -> Ticket {
+        let mut state = self.lock();
+        state.readiness.withdraw();
+        (state.withdrawn, state.dropped) = (true, None);
+        state.give_back();
+        let ticket = state.flushed.get_or_insert_default().clone();
+        drop(state);
+        self.advance();
+        self.settle();
+        ticket
     }
 
     /// The backward pass has ended. The ticket completes when everything that was submitted is reduced. Does not block.
@@ -358,22 +415,35 @@ impl Reducer {
     /// A round has ended: reduces what it has found.
     fn rounded(&self, bits: &[u8]) {
         let mut state = self.lock();
-        let Some(Agreed { ready, absent }) = state.readiness.handle_round(bits) else {
+        let Some(Agreed { ready, absent, withdrawn }) = state.readiness.handle_round(bits) else {
             drop(state);
             return self.fail(&Failure::fatal(
                 FailureKind::Mismatch,
-                "the ranks have different gradients, or in another order: build the same model on every rank.",
+                "the ranks have different gradients, in another order or in another memory format: build the same model on every \
+                 rank.",
             ));
         };
+        if !withdrawn.is_empty() && !withdrawn.contains(&self.0.rank) {
+            let (ranks, step) = (names_of(&withdrawn), state.stats.steps + 1);
+            state.dropped = Some(Failure::of_call(
+                FailureKind::Mismatch,
+                format!(
+                    "the backward pass of {ranks} raised in step {step} after some of its gradients had been averaged, and \
+                     all ranks have dropped the step: gradients of rank {} are partly averages and partly its own. Set them to \
+                     zero and go on, or stop all ranks; {ranks} says why it raised.",
+                    self.0.rank
+                ),
+            ));
+        }
         for index in absent {
             state.absent[index as usize] = true;
-            state.submitted[index as usize] = None;
+            state.release(index);
         }
         let mut carriers = Vec::new();
         for entry in &ready {
             state.absent[entry.index as usize] = false;
             if entry.bytes == 0 {
-                state.submitted[entry.index as usize] = None;
+                state.release(entry.index);
             }
         }
         for unit in pack(ready, state.unit_bytes) {
@@ -395,6 +465,9 @@ impl Reducer {
             state.stats.units += 1;
             state.running += 1;
             carriers.push(Carrier { unit, pieces, residuals, buffer });
+        }
+        if state.withdrawn || !withdrawn.is_empty() {
+            state.give_back();
         }
         drop(state);
         for carrier in carriers {
@@ -426,11 +499,10 @@ impl Reducer {
             }
             let mut state = reducer.lock();
             for piece in &carrier.unit.pieces {
-                let submitted = &mut state.submitted[piece.index as usize];
-                if let Some(pending) = submitted {
+                if let Some(pending) = &mut state.submitted[piece.index as usize] {
                     pending.left -= 1;
                     if pending.left == 0 {
-                        *submitted = None;
+                        state.release(piece.index);
                     }
                 }
             }
@@ -525,13 +597,16 @@ impl Reducer {
     /// Completes the flush when there is nothing left to do for it.
     fn settle(&self) {
         let mut state = self.lock();
-        let is_idle = state.running == 0 && (state.failed.is_some() || state.readiness.pending() == 0);
+        let is_idle = state.running == 0 && (state.failed.is_some() || state.readiness.is_idle());
         let Some(ticket) = state.flushed.take_if(|_| is_idle) else { return };
-        state.stats.steps += 1;
-        let result = state.failed.clone().map_or(Ok(()), Err);
-        if result.is_err() {
+        let (withdrawn, dropped) = (std::mem::take(&mut state.withdrawn), state.dropped.take());
+        if !withdrawn && dropped.is_none() {
+            state.stats.steps += 1;
+        }
+        let result = state.failed.clone().or(dropped).map_or(Ok(()), Err);
+        if state.failed.is_some() {
             // Their users get them back.
-            state.submitted.iter_mut().for_each(|submitted| *submitted = None);
+            (0..state.submitted.len() as u32).for_each(|index| state.release(index));
         }
         drop(state);
         ticket.complete(result);
@@ -569,6 +644,33 @@ impl Drop for End {
         }
         self.0.over();
     }
+}
+
+impl State {
+    /// Whoever has submitted this gradient has it back.
+    fn release(&mut self, index: u32) {
+        if let Some(submitted) = self.submitted[index as usize].take() {
+            let start = submitted.address as usize;
+            if self.places.get(&start).is_some_and(|(_, place)| *place == index) {
+                self.places.remove(&start);
+            }
+        }
+    }
+
+    /// Gives back what waits for nobody any more.
+    fn give_back(&mut self) {
+        for index in 0..self.submitted.len() as u32 {
+            let is_out = |submitted: &Submitted| submitted.left > 0;
+            if !self.readiness.is_pending(index) && !self.submitted[index as usize].as_ref().is_some_and(is_out) {
+                self.release(index);
+            }
+        }
+    }
+}
+
+fn names_of(ranks: &[u32]) -> String {
+    let listed: Vec<String> = ranks.iter().map(u32::to_string).collect();
+    format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, listed.join(", "))
 }
 
 fn check_wire(wire: Option<DType>, op: ReduceOp, gradients: &[Gradient]) -> Result<(), Failure> {

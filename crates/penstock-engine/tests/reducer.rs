@@ -35,7 +35,16 @@ fn any_order() {
                 for at in order {
                     let address = gradients[rank][at].as_mut_ptr().cast();
                     // SAFETY: kept until the tickets have completed.
-                    unsafe { reducer.submit(at as u32, address, missing[rank][at], None) }.expect("submitted");
+                    unsafe {
+                        reducer.submit(
+                            at as u32,
+                            address,
+                            4 * gradients[rank][at].len() as u64,
+                            missing[rank][at],
+                            None,
+                        )
+                    }
+                    .expect("submitted");
                 }
                 tickets.push(reducer.flush());
             }
@@ -147,7 +156,15 @@ fn not_a_number() {
                 .map(|(reducer, gradients)| {
                     for (at, gradient) in gradients.iter_mut().enumerate() {
                         // SAFETY: kept until the tickets have completed.
-                        let result = unsafe { reducer.submit(at as u32, gradient.as_mut_ptr().cast(), false, None) };
+                        let result = unsafe {
+                            reducer.submit(
+                                at as u32,
+                                gradient.as_mut_ptr().cast(),
+                                size_of_val(&gradient[..]) as u64,
+                                false,
+                                None,
+                            )
+                        };
                         assert!(result.is_ok() || step == 2, "{result:?}");
                     }
                     reducer.flush()
@@ -199,7 +216,16 @@ fn another_way_in_every_step() {
         for (reducer, gradients) in ranks.reducers.iter().zip(&mut gradients) {
             for (at, gradient) in gradients.iter_mut().enumerate() {
                 // SAFETY: kept until the tickets have completed.
-                unsafe { reducer.submit(at as u32, gradient.as_mut_ptr().cast(), false, None) }.expect("submitted");
+                unsafe {
+                    reducer.submit(
+                        at as u32,
+                        gradient.as_mut_ptr().cast(),
+                        size_of_val(&gradient[..]) as u64,
+                        false,
+                        None,
+                    )
+                }
+                .expect("submitted");
             }
             tickets.push(reducer.flush());
         }
@@ -246,10 +272,11 @@ fn many_units_in_flight() {
                 for &at in batch {
                     let address = gradients[at].as_mut_ptr().cast();
                     // SAFETY: kept until the flush has completed.
-                    unsafe { reducer.submit(at as u32, address, false, None) }.expect("submitted");
+                    unsafe { reducer.submit(at as u32, address, 4 * gradients[at].len() as u64, false, None) }
+                        .expect("submitted");
                 }
                 // It has everything: the AND is what the first rank has.
-                let mut bits = vec![0xffu8; 16 + 2 * lengths.len() / 8];
+                let mut bits = vec![0xffu8; 17 + 2 * lengths.len() / 8];
                 let round = all_reduce(rounds, ReduceOp::BitAnd, DType::U8, &mut bits);
                 wait(&round).expect("agreed");
                 let entry = |&at: &usize| Entry { index: at as u32, bytes: 4 * lengths[at] as u64, class: 0 };
@@ -289,8 +316,9 @@ fn errors() {
     let ranks = Ranks::new(2, false, &[10, 10], |_| {});
     let mut gradient = [0f32; 10];
     // SAFETY: kept until the end.
-    let mut submit =
-        |rank: usize, index| unsafe { ranks.reducers[rank].submit(index, gradient.as_mut_ptr().cast(), false, None) };
+    let mut submit = |rank: usize, index| unsafe {
+        ranks.reducers[rank].submit(index, gradient.as_mut_ptr().cast(), 40, false, None)
+    };
     submit(0, 0).expect("submitted");
     let twice = submit(0, 0).expect_err("pending");
     assert!(twice.message.contains("the gradient of layer 0 is submitted while") && twice.group_lives, "{twice}");
@@ -303,7 +331,7 @@ fn errors() {
     let other = Reducer::new(ranks.spec(1, &[20, 10])).expect("made");
     let mut longer = [0f32; 20];
     // SAFETY: kept until the end.
-    unsafe { other.submit(0, longer.as_mut_ptr().cast(), false, None) }.expect("submitted");
+    unsafe { other.submit(0, longer.as_mut_ptr().cast(), 80, false, None) }.expect("submitted");
     let failures = [waiting, other.flush()].map(|ticket| wait(&ticket).expect_err("they differ"));
     for failure in failures {
         assert_eq!(failure.kind, FailureKind::Mismatch, "{failure}");
@@ -325,6 +353,90 @@ fn errors() {
     assert!(Reducer::new(spec).expect_err("refused").message.contains("name a wire dtype too"));
 }
 
+/// A pass that is withdrawn before anything was agreed on is no other rank's affair: they wait for the next one.
+#[test]
+fn withdrawn_before_anything_is_agreed_on() {
+    for memory in [false, true] {
+        let ranks = Ranks::new(2, memory, &[10, 10], |_| {});
+        let mut gradients = [[vec![1f32; 10], vec![2f32; 10]], [vec![3f32; 10], vec![4f32; 10]]];
+        let mut lost = vec![100f32; 10];
+        // SAFETY: kept until the end.
+        unsafe { ranks.reducers[0].submit(1, lost.as_mut_ptr().cast(), 40, false, None) }.expect("submitted");
+        wait(&ranks.reducers[0].withdraw()).expect("withdrawn at once");
+        reduce(&ranks, &mut gradients).iter().for_each(|ticket| wait(ticket).expect("reduced"));
+        assert!(gradients.iter().all(|[first, second]| first == &[4f32; 10] && second == &[6f32; 10]), "{gradients:?}");
+        assert_eq!(lost, [100f32; 10]);
+        assert_eq!(ranks.reducers[0].stats().steps, 1);
+    }
+}
+
+/// A pass that is withdrawn after some gradients were agreed on ends the step on all ranks: an error where the pass is whole, none
+/// where it raised; the next step is right everywhere.
+#[test]
+fn withdrawn_in_the_middle() {
+    for (memory, raise) in [(false, [true, false]), (true, [true, false]), (false, [true, true])] {
+        let ranks = Ranks::new(2, memory, &[10, 10, 10], |spec| spec.unit_bytes = 1);
+        let mut gradients = [[vec![1f32; 10], vec![2f32; 10]], [vec![3f32; 10], vec![4f32; 10]]];
+        for (reducer, own) in ranks.reducers.iter().zip(&mut gradients) {
+            // SAFETY: kept until the end.
+            unsafe { reducer.submit(2, own[0].as_mut_ptr().cast(), 40, false, None) }.expect("submitted");
+        }
+        until(|| ranks.reducers.iter().all(|reducer| reducer.stats().units == 1));
+        for (rank, own) in gradients.iter_mut().enumerate() {
+            // SAFETY: kept until the end.
+            unsafe { ranks.reducers[rank].submit(rank as u32, own[1].as_mut_ptr().cast(), 40, false, None) }
+                .expect("submitted");
+        }
+        let ends =
+            |rank: usize| if raise[rank] { ranks.reducers[rank].withdraw() } else { ranks.reducers[rank].flush() };
+        let tickets = [0, 1].map(ends);
+        for (rank, ticket) in tickets.iter().enumerate() {
+            match wait(ticket) {
+                Ok(()) => assert!(raise[rank]),
+                Err(failure) => {
+                    assert!(!raise[rank] && failure.group_lives && failure.kind == FailureKind::Mismatch, "{failure}");
+                    assert!(failure.message.contains("the backward pass of rank 0 raised in step 1"), "{failure}");
+                }
+            }
+        }
+        let mut next =
+            [[vec![1f32; 10], vec![2f32; 10], vec![3f32; 10]], [vec![5f32; 10], vec![6f32; 10], vec![7f32; 10]]];
+        reduce(&ranks, &mut next).iter().for_each(|ticket| wait(ticket).expect("reduced"));
+        let want = [vec![6f32; 10], vec![8f32; 10], vec![10f32; 10]];
+        assert!(next.iter().all(|own| *own == want), "{next:?}");
+        assert_eq!(ranks.reducers[0].stats().steps, 1);
+    }
+}
+
+/// What is not the gradient that was described, and two gradients in one memory, are refused before they are looked at.
+#[test]
+fn other_memory() {
+    let ranks = Ranks::new(1, false, &[10, 10], |_| {});
+    let mut memory = [0f32; 20];
+    let address: *mut u8 = memory.as_mut_ptr().cast();
+    let submit = |index, offset, bytes| {
+        // SAFETY: kept until the end.
+        unsafe { ranks.reducers[0].submit(index, address.wrapping_add(offset), bytes, false, None) }
+    };
+    for (offset, bytes) in [(0, 20), (0, 80), (2, 40)] {
+        let failure = submit(0, offset, bytes).expect_err("another");
+        assert!(failure.message.contains("layer 0 must be 10 aligned elements of float32"), "{failure}");
+    }
+    submit(0, 20, 40).expect("submitted");
+    for offset in [0, 20, 56] {
+        let failure = submit(1, offset, 40).expect_err("it overlaps");
+        assert!(failure.message.contains("layer 1 and layer 0 share memory") && failure.group_lives, "{failure}");
+    }
+    // Back to back is no overlap.
+    let mut other = [0f32; 30];
+    for (index, offset) in [(0, 40), (1, 80)] {
+        wait(&ranks.reducers[0].withdraw()).expect("withdrawn");
+        let address = other.as_mut_ptr().cast::<u8>().wrapping_add(offset);
+        // SAFETY: kept until the end.
+        unsafe { ranks.reducers[0].submit(index, address, 40, false, None) }.expect("submitted");
+    }
+}
+
 // ------------------------------------------------------------------------------------------------------------- helpers
 
 /// Every rank submits its gradients, in order. The caller keeps them until the tickets have completed.
@@ -332,7 +444,10 @@ fn reduce<const N: usize>(ranks: &Ranks, gradients: &mut [[Vec<f32>; N]]) -> Vec
     let each = |(reducer, gradients): (&Reducer, &mut [Vec<f32>; N])| {
         for (at, gradient) in gradients.iter_mut().enumerate() {
             // SAFETY: the caller keeps it.
-            unsafe { reducer.submit(at as u32, gradient.as_mut_ptr().cast(), false, None) }.expect("submitted");
+            unsafe {
+                reducer.submit(at as u32, gradient.as_mut_ptr().cast(), size_of_val(&gradient[..]) as u64, false, None)
+            }
+            .expect("submitted");
         }
         reducer.flush()
     };
@@ -421,6 +536,7 @@ impl Ranks {
                     name: format!("layer {at}"),
                     elements: length as u64,
                     dtype: DType::F32,
+                    order: 0,
                 })
                 .collect(),
             op: ReduceOp::Sum,

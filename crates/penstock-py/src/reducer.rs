@@ -13,8 +13,8 @@ pub(crate) struct Reducer(penstock_engine::Reducer);
 
 #[pymethods]
 impl Reducer {
-    /// `rounds` and `units` are groups of the same `world` ranks that nobody else uses; `gradients` are (name, elements, dtype), by
-    /// index, alike on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or "bfloat16"; `error_feedback` needs one.
+    /// `rounds` and `units` are groups of the same `world` ranks that nobody else uses; `gradients` are (name, elements, dtype,
+    /// number of their layout), by index, alike on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or "bfloat16"; `error_feedback` needs one.
     #[new]
     #[pyo3(signature = (*, rounds, units, rank, world, gradients, op, unit_bytes, wire, error_feedback=false, check_finite, timeout_s))]
     #[allow(clippy::too_many_arguments)]
@@ -24,7 +24,7 @@ impl Reducer {
         units: &Group,
         rank: u32,
         world: u32,
-        gradients: Vec<(String, u64, String)>,
+        gradients: Vec<(String, u64, String, u64)>,
         op: &str,
         unit_bytes: u64,
         wire: Option<&str>,
@@ -34,7 +34,7 @@ impl Reducer {
     ) -> PyResult<Reducer> {
         let gradients = gradients
             .into_iter()
-            .map(|(name, elements, dtype)| Ok(Gradient { name, elements, dtype: dtype_named(&dtype)? }))
+            .map(|(name, elements, dtype, order)| Ok(Gradient { name, elements, dtype: dtype_named(&dtype)?, order }))
             .collect::<PyResult<_>>()?;
         let spec = ReducerSpec {
             rounds: rounds.0.clone(),
@@ -52,25 +52,32 @@ impl Reducer {
         penstock_engine::Reducer::new(spec).map(Reducer).map_err(|failure| error(py, &failure))
     }
 
-    /// The gradient at `address` is ready, or `absent`: it lies in zeros then. Whatever keeps it valid goes into `keep`.
-    #[pyo3(signature = (index, address, *, absent=false, keep=None))]
+    /// The gradient at `address`, of `bytes` bytes, is ready, or `absent`: it lies in zeros then. Whatever keeps it valid goes into
+    /// `keep`.
+    #[pyo3(signature = (index, address, bytes, *, absent=false, keep=None))]
     fn submit(
         &self,
         py: Python<'_>,
         index: u32,
         address: usize,
+        bytes: u64,
         absent: bool,
         keep: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let keep = keep.map(|keep| Box::new(keep) as Box<dyn Any + Send>);
         // SAFETY: the caller's contract; `keep` holds the tensor.
-        py.detach(|| unsafe { self.0.submit(index, address as *mut u8, absent, keep) })
+        py.detach(|| unsafe { self.0.submit(index, address as *mut u8, bytes, absent, keep) })
             .map_err(|failure| error(py, &failure))
     }
 
     /// The backward pass has ended. The ticket completes when all that was submitted is reduced.
     fn flush(&self, py: Python<'_>) -> Ticket {
         Ticket(py.detach(|| self.0.flush()))
+    }
+
+    /// The backward pass has raised. The ticket completes when the next one can begin.
+    fn withdraw(&self, py: Python<'_>) -> Ticket {
+        Ticket(py.detach(|| self.0.withdraw()))
     }
 
     /// Whether no rank had the gradient when it was last agreed on.

@@ -65,7 +65,7 @@ class ToldReducer(GradientReducer):
         super().__init__(model, unit_bytes=unit_bytes)
         alone, _ = dist.new_subgroups(1)
 
-        def make(gradients: Sequence[tuple[str, int, str]]) -> _core.Reducer:
+        def make(gradients: Sequence[tuple[str, int, str, int]]) -> _core.Reducer:
             return _core.Reducer(
                 rounds=backend.of(alone)._member.group,
                 units=self._units.group,
@@ -79,10 +79,7 @@ class ToldReducer(GradientReducer):
                 timeout_s=self._backend.timeout_s,
             )
 
-        parts = [
-            (name, one.numel(), str(one.dtype).removeprefix("torch."))
-            for name, one in zip(self._names, self._parameters, strict=True)
-        ]
+        parts = self._slots.described()
         batches = cut([one.nbytes for one in self._parameters], unit_bytes)
         self._reducer = cast(Any, _Batches([[parts[index] for index in batch] for batch in batches], make))
 
@@ -94,8 +91,8 @@ class _Batches:
 
     def __init__(
         self,
-        batches: Sequence[Sequence[tuple[str, int, str]]],
-        make: Callable[[Sequence[tuple[str, int, str]]], _core.Reducer],
+        batches: Sequence[Sequence[tuple[str, int, str, int]]],
+        make: Callable[[Sequence[tuple[str, int, str, int]]], _core.Reducer],
     ) -> None:
         self._reducers = [make(batch) for batch in batches]
         self._sizes = [len(batch) for batch in batches]
@@ -104,19 +101,19 @@ class _Batches:
         self._begin()
 
     def _begin(self) -> None:
-        self._held: dict[int, tuple[int, bool, Any]] = {}
+        self._held: dict[int, tuple[int, int, bool, Any]] = {}
         self._left = list(self._sizes)
         self._next = 0
         self._tickets: list[_core.Ticket] = []
 
-    def submit(self, index: int, address: int, *, absent: bool = False, keep: Any = None) -> None:
-        self._held[index] = (address, absent, keep)
+    def submit(self, index: int, address: int, bytes: int, *, absent: bool = False, keep: Any = None) -> None:
+        self._held[index] = (address, bytes, absent, keep)
         self._left[self._batch[index]] -= 1
         while self._next < len(self._left) and not self._left[self._next]:
             reducer, start = self._reducers[self._next], self._starts[self._next]
             for place in range(self._sizes[self._next]):
-                address, absent, keep = self._held.pop(start + place)
-                reducer.submit(place, address, absent=absent, keep=keep)
+                address, bytes, absent, keep = self._held.pop(start + place)
+                reducer.submit(place, address, bytes, absent=absent, keep=keep)
             self._tickets.append(reducer.flush())
             self._next += 1
 

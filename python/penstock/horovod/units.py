@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 
 from penstock import _core, config
+from penstock.errors import Mismatch
 from penstock.horovod import job
 from penstock.horovod.controller import NEVER_S
 from penstock.horovod.negotiation import Kind, Request
 from penstock.horovod.operations import Entry
 from penstock.torch import rendezvous
+from penstock.torch.slots import Slots
 
 __all__ = ["Ghosts", "Units"]
 
@@ -65,6 +67,8 @@ class Units:
         self._abort: Callable[[str], None] | None = None
         self._marked = False
         self._done: set[int] = set()
+        self._withdrawn: _core.Ticket | None = None
+        self._has_warned = False
         _all.add(self)
 
     def usable(self, *, haunting: bool = False) -> bool:
@@ -72,7 +76,7 @@ class Units:
         ranks have come here; one that is ``haunting`` has joined."""
         running = job.current()
         if self._job is not running:
-            self._marked, self._done = False, set()
+            self._marked, self._done, self._withdrawn = False, set(), None
             self._reducer = self._make(running, haunting)
             self._job = running
         return self._reducer is not None
@@ -86,10 +90,8 @@ class Units:
         """This parameter's ``grad`` is complete: it is reduced in place, and not to be touched before `flush` has returned."""
         gradient = parameter.grad
         assert gradient is not None, "the caller has looked"
-        if not gradient.is_contiguous():
-            parameter.grad = gradient = gradient.contiguous()
         self._mark(absent=False)
-        self._submit(self._index[id(parameter)], gradient, absent=False)
+        parameter.grad = self._submit(self._index[id(parameter)], gradient, absent=False)
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """Whether it was submitted in this step."""
@@ -105,6 +107,21 @@ class Units:
         self._mark(absent=False)
         self._end()
 
+    def withdraw(self) -> None:
+        """The backward pass has raised: its gradients are withdrawn, as by `penstock.torch.GradientReducer`. Does not block."""
+        if not self._done or self._reducer is None:
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a backward pass raised after %d of %d gradients; they are withdrawn, and some of them may hold averages. Set "
+                "gradients to zero before the next pass. (Reported once; docs/gradients.md says what other ranks see.)",
+                len(self._done - {len(self._parameters)}),
+                len(self._parameters),
+            )
+        self._marked, self._done = False, set()
+        self._withdrawn = self._reducer.withdraw()
+
     def abandon(self) -> None:
         """End a step that nobody will; other ranks do so as well, or have failed."""
         if self._done and self.made:
@@ -118,7 +135,12 @@ class Units:
         reducer = self._reducer
         while reducer is not None:
             self._mark(absent=True)
-            self._end()
+            try:
+                self._end()
+            except Mismatch as error:
+                if not error.group_lives:
+                    raise
+                continue  # another rank's pass has raised, and all have dropped the step
             if reducer.was_absent(len(self._parameters)):
                 return
 
@@ -162,8 +184,10 @@ class Units:
         if failures:
             raise failures[0]
         rounds, units = siblings
-        gradients = [(one.numel(), str(one.dtype).removeprefix("torch.")) for one in self._parameters]
-        described = repr((gradients, self._names, self._average, self._wire)).encode()
+        self._slots = Slots(
+            [*self._parameters, torch.zeros(1, dtype=torch.float32)], [*self._names, "the mark of a step"]
+        )
+        described = repr((self._slots.described(), self._average, self._wire)).encode()
         digest = torch.frombuffer(bytearray(hashlib.blake2b(described, digest_size=16).digest()), dtype=torch.uint8)
         digests = torch.zeros(len(digest) * controller.size, dtype=torch.uint8)
         rounds.group.start(
@@ -189,10 +213,7 @@ class Units:
             units=units.group,
             rank=rounds.rank,
             world=controller.size,
-            gradients=[
-                *((name, *one) for name, one in zip(self._names, gradients, strict=True)),
-                ("the mark of a step", 1, "float32"),
-            ],
+            gradients=self._slots.described(),
             op="avg" if self._average else "sum",
             unit_bytes=_UNIT_BYTES,
             wire=None if self._wire is None else str(self._wire).removeprefix("torch."),
@@ -203,20 +224,27 @@ class Units:
     def _mark(self, *, absent: bool) -> None:
         if not self._marked:
             self._marked = True
-            self._submit(len(self._parameters), torch.zeros(1), absent=absent)
+            mark = len(self._parameters)
+            self._submit(mark, self._slots.zeros(mark), absent=absent)
 
-    def _submit(self, index: int, gradient: torch.Tensor, *, absent: bool) -> None:
+    def _submit(self, index: int, gradient: torch.Tensor, *, absent: bool) -> torch.Tensor:
         assert self._reducer is not None, "the caller has asked whether it is usable"
-        self._reducer.submit(index, gradient.data_ptr(), absent=absent, keep=gradient.untyped_storage())
+        if self._withdrawn is not None:
+            self._withdrawn.wait()
+            self._withdrawn = None
+        submitted = self._slots.submit(self._reducer, index, gradient, absent)
         self._done.add(index)
+        return submitted
 
     def _end(self) -> None:
         assert self._reducer is not None, "the caller has asked whether it is usable"
-        for index, parameter in enumerate(self._parameters):
+        for index in range(len(self._parameters)):
             if index not in self._done:
-                self._submit(index, torch.zeros(parameter.shape, dtype=parameter.dtype), absent=True)
-        self._reducer.flush().wait()
-        self._marked, self._done = False, set()
+                self._submit(index, self._slots.zeros(index), absent=True)
+        try:
+            self._reducer.flush().wait()
+        finally:
+            self._marked, self._done = False, set()
 
 
 class Ghosts:

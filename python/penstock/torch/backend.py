@@ -23,6 +23,7 @@ from torch.autograd import profiler
 from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError
 from penstock.torch import Devices, rendezvous
+from penstock.torch.layout import Layout, blocks, layout, order, rows
 from penstock.torch.sparse import SparseReductions
 from penstock.torch.staging import Side, Staged, StagedTicket
 from penstock.torch.work import Expires, Ticket, Work, answer_for_wrappers
@@ -71,6 +72,26 @@ def of(group: Any = None) -> Any:
     return found
 
 
+Start: TypeAlias = "Callable[[], Ticket]"
+"""Starts an operation that has been checked."""
+
+
+def _batched(call: Callable[..., Work]) -> Callable[..., Work]:
+    """A call that may be part of a batch, whose refusal comes at the batch's end. (After an error in the middle torch goes on to
+    collect calls for ever, and runs none of them.)"""
+
+    @functools.wraps(call)
+    def batched(self: _Collectives, *args: Any) -> Work:
+        if self._coalesced is None:
+            return call(self, *args)
+        try:
+            return call(self, *args)
+        except ConfigError as error:
+            return self._coalesced.refuse(error)
+
+    return batched
+
+
 def _span(name: str, shown: Callable[..., Iterable[torch.Tensor]]) -> Callable[[_Call], _Call]:
     """Show a call to torch's profiler as ``penstock:name``, from its issue to the end of what it has started, with the shapes of
     what ``shown`` makes of its arguments: as gloo shows its own. Coalesced calls are one span together. Without a profiler it
@@ -114,9 +135,12 @@ def _nothing(*_: Any) -> Iterable[torch.Tensor]:
 class _Collectives:
     """torch's calls, for either base class. ``self._member`` is the group's membership.
 
-    Every call returns a `Work` at once. Tensors must be dense and contiguous, on the CPU or a CUDA device (staged
-    through pinned memory, see `staging`); they must not be used until
-    the Work has completed. Calls on a group must come in the same order on all its ranks.
+    Every call returns a `Work` at once. Tensors lie on the CPU or a CUDA device (staged through pinned memory, see `staging`);
+    they must not be used until the Work has completed. Calls on a group must come in the same order on all its ranks.
+
+    How tensors may lie in memory (`layout`): those that go as they are must be dense, and lie alike on all ranks; where they are
+    cut or joined along the first dimension, their parts follow each other in memory. Lists are copied through one tensor, in the
+    order of their elements, so they may lie in any way. A call checks all of its tensors before it starts the first operation.
     """
 
     _member: rendezvous.Membership
@@ -141,7 +165,7 @@ class _Collectives:
         self._timeout = timeout
         self._issued = 0
         self._monitored = 0
-        self._coalesced: list[Work] | None = None
+        self._coalesced: _Batch | None = None
         self._sides: dict[torch.device, Side] = {}
         self._siblings: list[rendezvous.Membership] = []
         self._sparse: SparseReductions | None = None
@@ -156,14 +180,16 @@ class _Collectives:
         return self.allreduce_coalesced(tensors, opts)
 
     @_span("all_reduce", _first)
+    @_batched
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Work:
-        return self._each(tensors, lambda tensor: self._all_reduce(tensor, opts), tensors)
+        def reduced(tensor: torch.Tensor) -> Start:
+            rendezvous.heed.count_all_reduce()
+            return self._checked("all_reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp)
 
-    def _all_reduce(self, tensor: torch.Tensor, opts: Any) -> Any:
-        rendezvous.heed.count_all_reduce()
-        return self._start("all_reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp)
+        return self._work([reduced(tensor) for tensor in tensors], tensors)
 
     @_span("sparse_all_reduce", _first)
+    @_batched
     def allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         """Sum or average of COO tensors, which become the coalesced result; see `sparse`. CUDA tensors go through the host, and
         for those the call waits for the device."""
@@ -177,12 +203,14 @@ class _Collectives:
             raise _refusal(f"all_reduce of sparse tensors knows SUM and AVG, not {op.upper()}; make them dense first")
         if self._sparse is None:
             self._sparse = SparseReductions(lambda: self.sibling("sparse"), self._fail)
-        self._issued += 1
+        reductions, tickets = self._sparse, []
         timeout = opts.timeout if _is_set(opts.timeout) else self._timeout
-        tickets = [
-            self._sparse.start(tensor.detach().coalesce().cpu(), average=op == "avg", timeout_s=timeout.total_seconds())
-            for tensor in tensors
-        ]
+
+        def reduced(tensor: torch.Tensor) -> Ticket:
+            self._issued += 1
+            given = tensor.detach().coalesce().cpu()
+            tickets.append(reductions.start(given, average=op == "avg", timeout_s=timeout.total_seconds()))
+            return tickets[-1]
 
         def finish() -> None:
             # Not into a detached tensor: a sparse one gets new indices, which the two do not share.
@@ -190,132 +218,164 @@ class _Collectives:
                 for ticket, tensor in zip(tickets, tensors, strict=True):
                     tensor.copy_(ticket.sum)
 
-        return self._work(tickets, list(tensors), finish, group=self._sparse)
+        starts = [functools.partial(reduced, tensor) for tensor in tensors]
+        return self._work(starts, list(tensors), finish, group=reductions)
 
     def _fail(self, error: BaseException) -> None:
         self._member.group.abort(f"rank {self._member.rank}: {error}")
 
     @_span("reduce", _first)
+    @_batched
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
-        return self._each(
-            tensors,
-            lambda tensor: self._start(
-                "reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp, rank=opts.rootRank
-            ),
+        return self._work(
+            [
+                self._checked("reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp, rank=opts.rootRank)
+                for tensor in tensors
+            ],
             tensors,
         )
 
     @_span("reduce_scatter", _second)
+    @_batched
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         return self._work([self._reduce_scatter(output, input, opts)], [output])
 
     @_span("reduce_scatter", _second)
+    @_batched
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> Work:
         return self._work([self._reduce_scatter(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
     @_span("reduce_scatter", _lists)
+    @_batched
     def reduce_scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Work:
-        tickets, copies = [], []
+        starts, copies = [], []
         for output, inputs in zip(outputs, input_lists, strict=True):
             self._check_list("reduce_scatter", inputs, output, own=self._member.rank)
+            _check_writable("reduce_scatter", [output])
+            # Where it cannot take the result as it comes, something else does.
+            flat = output if output.is_contiguous() else _flat(output)
             if _alike(inputs):
-                tickets.append(self._reduce_scatter(output, _joined(inputs), opts))
-                continue
-            # Unequal parts: each is reduced to its rank.
-            for root, part in enumerate(inputs):
-                own = part.detach().clone() if root == self._member.rank else part
-                tickets.append(self._start("reduce", opts, tensor=own, output=own, reduce=opts.reduceOp, rank=root))
-                if root == self._member.rank:
-                    copies.append((own.view(-1), [output]))
-        return self._work(tickets, outputs, lambda: _spread(copies))
+                starts.append(self._reduce_scatter(flat, _joined(inputs), opts))
+            else:
+                # Unequal parts: each is reduced to its rank.
+                for root, part in enumerate(inputs):
+                    is_own = root == self._member.rank
+                    sent = (
+                        part.detach().clone(memory_format=torch.contiguous_format)
+                        if is_own
+                        else part.detach().contiguous()
+                    )
+                    starts.append(
+                        self._checked("reduce", opts, tensor=sent, output=sent, reduce=opts.reduceOp, rank=root)
+                    )
+                    flat = sent.view(-1) if is_own else flat
+            if flat is not output:
+                copies.append((flat, [output]))
+        return self._work(starts, outputs, lambda: _spread(copies))
 
-    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
-        self._check_whole("reduce_scatter", whole=input, part=output)
-        return self._start(
+    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Start:
+        return self._checked(
             "reduce_scatter",
             opts,
             tensor=input,
             input=input,
             output=output,
             reduce=opts.reduceOp,
+            lies=self._check_whole("reduce_scatter", whole=input, part=output),
         )
 
     # ------------------------------------------------------------------ moving data
 
     @_span("broadcast", _first)
+    @_batched
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
-        return self._each(
-            tensors,
-            lambda tensor: self._start("broadcast", opts, tensor=tensor, output=tensor, rank=opts.rootRank),
-            tensors,
+        return self._work(
+            [self._checked("broadcast", opts, tensor=one, output=one, rank=opts.rootRank) for one in tensors], tensors
         )
 
     @_span("all_gather", _second)
+    @_batched
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         return self._work([self._all_gather(output, input, opts)], [output])
 
     @_span("all_gather", _second)
+    @_batched
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         return self._work([self._all_gather(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
     @_span("all_gather", _second)
+    @_batched
     def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
         return self._all_gather_lists(output_lists, inputs, opts)
 
     def _all_gather_lists(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
-        tickets, copies = [], []
+        starts, copies = [], []
         for outputs, input in zip(output_lists, inputs, strict=True):
             self._check_list("all_gather", outputs, input, own=self._member.rank)
+            _check_writable("all_gather", outputs)
             if _alike(outputs):
                 flat = input.new_empty(self._member.world * input.numel())
-                tickets.append(self._all_gather(flat, input, opts))
+                starts.append(self._all_gather(flat, input.detach().contiguous(), opts))
                 copies.append((flat, outputs))
                 continue
             # Unequal parts: each rank broadcasts its own.
-            outputs[self._member.rank].detach().copy_(input.view_as(outputs[self._member.rank]))
             for root, part in enumerate(outputs):
-                tickets.append(self._start("broadcast", opts, tensor=part, output=part, rank=root))
+                is_own = root == self._member.rank
+                flat = input.detach().contiguous() if is_own else part if part.is_contiguous() else _flat(part)
+                starts.append(self._checked("broadcast", opts, tensor=flat, output=flat, rank=root))
+                if flat is not part:
+                    copies.append((flat.view(-1), [part]))
         flattened = [tensor for outputs in output_lists for tensor in outputs]
-        return self._work(tickets, flattened, lambda: _spread(copies))
+        return self._work(starts, flattened, lambda: _spread(copies))
 
     @_span("all_gather", _second)
+    @_batched
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
     ) -> Work:
         # Here the lists are by rank, then by input.
         return self._all_gather_lists([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
 
-    def _all_gather(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
-        self._check_whole("all_gather", whole=output, part=input)
-        return self._start("all_gather", opts, tensor=output, input=input, output=output)
+    def _all_gather(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Start:
+        lies = self._check_whole("all_gather", whole=output, part=input)
+        return self._checked("all_gather", opts, tensor=output, input=input, output=output, lies=lies)
 
     @_span("gather", _second)
+    @_batched
     def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
         (input,) = inputs
         root = opts.rootRank == self._member.rank
         outputs = output_lists[0] if root and output_lists else []
         flat = None
+        _check_place("gather", input)
         if root:
             self._check_list("gather", outputs, input)
+            _check_writable("gather", outputs)
             flat = input.new_empty(self._member.world * input.numel())
-        ticket = self._start("gather", opts, tensor=input, input=input, output=flat, rank=opts.rootRank)
-        return self._work([ticket], outputs, None if flat is None else lambda: _spread([(flat, outputs)]))
+        sent = input.detach().contiguous()
+        start = self._checked("gather", opts, tensor=sent, input=sent, output=flat, rank=opts.rootRank)
+        return self._work([start], outputs, None if flat is None else lambda: _spread([(flat, outputs)]))
 
     @_span("scatter", _lists)
+    @_batched
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Work:
         (output,) = outputs
-        flat = None
+        sent = None
+        _check_place("scatter", output)
+        _check_writable("scatter", outputs)
         if opts.rootRank == self._member.rank:
             self._check_list("scatter", input_lists[0] if input_lists else [], output)
-            flat = _joined(input_lists[0])
-        ticket = self._start("scatter", opts, tensor=output, input=flat, output=output, rank=opts.rootRank)
-        return self._work([ticket], outputs)
+            sent = _joined(input_lists[0])
+        flat = output if output.is_contiguous() else _flat(output)
+        start = self._checked("scatter", opts, tensor=flat, input=sent, output=flat, rank=opts.rootRank)
+        return self._work([start], outputs, None if flat is output else lambda: _spread([(flat, outputs)]))
 
     @_span("all_to_all", _second)
+    @_batched
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -324,30 +384,51 @@ class _Collectives:
         input_split_sizes: list[int],
         opts: Any,
     ) -> Work:
-        return self._work(
-            [
-                self._all_to_all(
-                    output,
-                    input,
-                    self._split_bytes("output", output, output_split_sizes),
-                    self._split_bytes("input", input, input_split_sizes),
-                    opts,
+        # Where there are no rows, they lie as those of the other one.
+        lies = [
+            rows(input if input.numel() else output),
+            rows(output if output.numel() or not input.numel() else input),
+        ]
+        for what, tensor, row in zip(("input", "output"), (input, output), lies, strict=True):
+            _check_place("all_to_all", tensor)
+            if row is None:
+                raise _refusal(
+                    f"all_to_all: the {what} is cut into rows, which must be dense and follow each other in memory; it has "
+                    f"{_looks(tensor)}. {_CALL_CONTIGUOUS}"
                 )
-            ],
-            [output],
+        if lies[0] != lies[1]:
+            raise _refusal(
+                f"all_to_all: the rows of the input ({_looks(input)}) and those of the output ({_looks(output)}) lie in "
+                f"memory in different orders. {_CALL_CONTIGUOUS}"
+            )
+        start = self._all_to_all(
+            output,
+            input,
+            self._split_bytes("output", output, output_split_sizes),
+            self._split_bytes("input", input, input_split_sizes),
+            opts,
+            lies[0],
         )
+        return self._work([start], [output])
 
     @_span("all_to_all", _second)
+    @_batched
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work:
-        flat_input, flat_output = _joined(inputs), torch.cat([tensor.reshape(-1) for tensor in outputs])
-        ticket = self._all_to_all(
+        for tensor in (*outputs, *inputs):
+            _check_place("all_to_all", tensor)
+            if tensor.dtype != inputs[0].dtype:
+                raise _refusal(f"all_to_all: the tensors are of {inputs[0].dtype} and {tensor.dtype}")
+        _check_writable("all_to_all", outputs)
+        flat_input, flat_output = _joined(inputs), _joined(outputs)
+        start = self._all_to_all(
             flat_output,
             flat_input,
             [tensor.nbytes for tensor in outputs],
             [tensor.nbytes for tensor in inputs],
             opts,
+            (),
         )
-        return self._work([ticket], outputs, lambda: _spread([(flat_output, outputs)]))
+        return self._work([start], outputs, lambda: _spread([(flat_output, outputs)]))
 
     def _all_to_all(
         self,
@@ -356,9 +437,10 @@ class _Collectives:
         output_bytes: list[int],
         input_bytes: list[int],
         opts: Any,
-    ) -> Any:
+        lies: Layout | None,
+    ) -> Start:
         # The parts differ between ranks by right: what must agree is checked pair by pair, from the messages' lengths.
-        return self._start(
+        return self._checked(
             "all_to_all",
             opts,
             tensor=input,
@@ -366,11 +448,13 @@ class _Collectives:
             output=output,
             splits=(input_bytes, output_bytes),
             elements=0,
+            lies=lies,
         )
 
     @_span("barrier", _nothing)
+    @_batched
     def barrier(self, opts: Any) -> Work:
-        return self._work([self._start("barrier", opts)], [])
+        return self._work([self._checked("barrier", opts)], [])
 
     def monitored_barrier(self, opts: Any, wait_all: bool = False) -> None:
         """A barrier whose time-out names the ranks that did not come. All of them are named; with ``wait_all`` the error also
@@ -401,16 +485,19 @@ class _Collectives:
     # ------------------------------------------------------------------ point to point
 
     @_span("send", _first)
+    @_batched
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        return self._work([self._start("send", None, tensor=tensor, input=tensor, rank=dst, tag=tag)], tensors)
+        return self._work([self._checked("send", None, tensor=tensor, input=tensor, rank=dst, tag=tag)], tensors)
 
     @_span("recv", _first)
+    @_batched
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        ticket = self._start("recv", None, tensor=tensor, output=tensor, rank=src, tag=tag)
-        return self._work([ticket], tensors, source=src)
+        start = self._checked("recv", None, tensor=tensor, output=tensor, rank=src, tag=tag)
+        return self._work([start], tensors, source=src)
 
+    @_batched
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
         raise _refusal("recv from any source is not supported: name the source rank")
 
@@ -488,16 +575,22 @@ class _Collectives:
 
     # torch up to 2.13 says on which device.
     def start_coalescing(self, _device: Any = None) -> None:
-        """Calls up to `end_coalescing` are waited for together. They start at once: any number may be in flight."""
-        self._coalesced = []
+        """Calls up to `end_coalescing` are one: they are waited for together, and start there, if none was refused."""
+        self._coalesced = _Batch(self._member.group)
 
     @_span("coalesced", _nothing)
     def end_coalescing(self, _device: Any = None) -> Work:
-        works, self._coalesced = self._coalesced or [], None
-        tickets = [ticket for work in works for ticket in work.tickets]
+        """Start the calls since `start_coalescing`.
+
+        Raises:
+            penstock.errors.Config: one of them was refused; none has started.
+        """
+        batch, self._coalesced = self._coalesced or _Batch(self._member.group), None
+        batch.start()
+        tickets = [ticket for work in batch.works for ticket in work.tickets]
         # A future makes its readers' streams wait for what lies on the devices of its value.
-        outputs = [output for work in works for output in work.outputs]
-        return Work(self._member.group, tickets, outputs, parts=works)
+        outputs = [output for work in batch.works for output in work.outputs]
+        return Work(self._member.group, tickets, outputs, parts=batch.works)
 
     _start_coalescing = start_coalescing
     _end_coalescing = end_coalescing
@@ -514,7 +607,7 @@ class _Collectives:
 
     # ------------------------------------------------------------------ helpers
 
-    def _start(
+    def _checked(
         self,
         collective: str,
         opts: Any,
@@ -527,30 +620,64 @@ class _Collectives:
         tag: int = 0,
         splits: tuple[list[int], list[int]] | None = None,
         elements: int | None = None,
-    ) -> Any:
-        """Start one operation. ``tensor`` gives the dtype and the size that ranks must agree on."""
-        for checked in (input, output):
-            if checked is not None:
-                _check_tensor(collective, checked)
+        lies: Layout | None = None,
+    ) -> Start:
+        """Check one operation. Nothing has happened until what this returns is called, which starts it.
+
+        Args:
+            tensor: gives the dtype and the size that ranks must agree on, and how they lie in memory if ``lies`` does not.
+        """
+        for one in (input, output):
+            if one is not None:
+                _check_place(collective, one)
+                _check_memory(collective, one)
         if input is not None and output is not None and input.device != output.device:
             raise _refusal(
                 f"{collective}: the tensors are on {input.device} and {output.device}; they must be on one device"
             )
-        dtype, count = "byte", 0
+        dtype, count, number = "byte", 0, 0
         if tensor is not None:
-            dtype = str(tensor.dtype).removeprefix("torch.")
             count = tensor.numel()
-            if dtype not in _DTYPES:
+            dtype = _DTYPES.get(tensor.dtype, "")
+            if not dtype:
                 if reduce is not None:
-                    raise _refusal(f"{collective}: {dtype} cannot be reduced, only moved.")
+                    raise _refusal(
+                        f"{collective}: {str(tensor.dtype).removeprefix('torch.')} cannot be reduced, only moved."
+                    )
                 # A type that is only moved here, as bytes.
                 dtype, count = "byte", tensor.nbytes
-        timeout = opts.timeout if opts is not None and _is_set(opts.timeout) else self._timeout
+            if lies is not None:
+                number = order(lies)
+            elif not tensor.is_contiguous():
+                number = order(_dense(collective, tensor))
+            if tensor.is_cuda:
+                self._check_cuda()
         op, factor = _reduction(reduce, collective, tensor) if reduce is not None else (None, 1.0)
+        timeout = opts.timeout if opts is not None and _is_set(opts.timeout) else self._timeout
+        size = (dtype, count if elements is None else elements, 0 if tensor is None else tensor.nbytes, number)
+        return lambda: self._start(
+            collective, size, input, output, op, factor, rank, tag, splits, timeout.total_seconds()
+        )
+
+    def _start(
+        self,
+        collective: str,
+        size: tuple[str, int, int, int],
+        input: torch.Tensor | None,
+        output: torch.Tensor | None,
+        op: str | None,
+        factor: float,
+        rank: int,
+        tag: int,
+        splits: tuple[list[int], list[int]] | None,
+        timeout_s: float,
+    ) -> Ticket:
+        """Start one operation; ``size`` is what it is reduced as: dtype, elements, bytes, and the number of its layout."""
         self._issued += 1
+        dtype, elements, nbytes, number = size
         staged = None
-        if tensor is not None and tensor.device.type == "cuda":
-            self._check_cuda()
+        on = input if input is not None else output
+        if on is not None and on.is_cuda:
             # Where the tensor is both, a rank that only gives away gets nothing new back, and one that only takes need
             # not show what it has.
             own = rank == self._member.rank
@@ -559,15 +686,16 @@ class _Collectives:
             source = output if collective in _IN_PLACE else input
             reads = [] if source is None or takes else [source]
             writes = [] if output is None or gives else [output]
-            staged = Staged(self._side(tensor.device), reads, writes)
+            staged = Staged(self._side(on.device), reads, writes)
             input, output = (None if one is None else staged.twin(one) for one in (input, output))
         # The storages, not the tensors: `tensor.data = ...` would take the memory from under the engine.
         keep = [one.untyped_storage() for one in (input, output) if one is not None]
         ticket = self._member.group.start(
             collective,
             dtype=dtype,
-            elements=count if elements is None else elements,
-            bytes=0 if tensor is None else tensor.nbytes,
+            elements=elements,
+            bytes=nbytes,
+            order=number,
             input=0 if input is None else input.data_ptr(),
             output=0 if output is None else output.data_ptr(),
             op=op,
@@ -577,7 +705,7 @@ class _Collectives:
             input_splits=None if splits is None else splits[0],
             output_splits=None if splits is None else splits[1],
             hold=staged is not None,
-            timeout_s=timeout.total_seconds(),
+            timeout_s=timeout_s,
             keep=keep,
         )
         return ticket if staged is None else StagedTicket(staged, ticket)
@@ -590,44 +718,61 @@ class _Collectives:
 
     def _work(
         self,
-        tickets: Sequence[Ticket],
+        starts: Sequence[Start],
         outputs: list[torch.Tensor],
         finish: Callable[[], object] | None = None,
         source: int = -1,
         group: Expires | None = None,
     ) -> Work:
-        work = Work(group or self._member.group, tickets, outputs, finish, source)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
+        """The work of one call, all of whose operations are checked: start them, or leave that to `end_coalescing`."""
+        group = group or self._member.group
+        if self._coalesced is None:
+            return Work(group, [start() for start in starts], outputs, finish, source)
+        work = Work(group, [], outputs, finish, source)
+        self._coalesced.add(work, starts)
         return work
 
     def _check_cuda(self) -> None:
         """Raise if CUDA tensors were meant for another backend."""
 
-    def _each(
-        self, tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any], outputs: list[torch.Tensor]
-    ) -> Work:
-        return self._work([start(tensor) for tensor in tensors], list(outputs))
-
     def _check_list(
         self, collective: str, parts: Sequence[torch.Tensor], part: torch.Tensor, own: int | None = None
     ) -> None:
-        """A tensor a rank, like ``part``: all of them, or only the ``own``-th where they may differ."""
+        """A tensor a rank, like ``part``: all of them, or only the ``own``-th where the others may have another size."""
         if len(parts) != self._member.world:
             raise _refusal(f"{collective}: a list of {self._member.world} tensors is needed, not {len(parts)}")
-        for other in parts if own is None else [parts[own]]:
-            if other.numel() != part.numel() or other.dtype != part.dtype:
+        _check_place(collective, part)
+        for rank, other in enumerate(parts):
+            _check_place(collective, other)
+            if (other.numel() != part.numel() and own in (None, rank)) or other.dtype != part.dtype:
                 raise _refusal(
                     f"{collective}: the list's tensor must have {part.numel()} elements of {part.dtype}; it has "
                     f"{other.numel()} of {other.dtype}"
                 )
+            if other.device != part.device:
+                raise _refusal(
+                    f"{collective}: the tensors are on {part.device} and {other.device}; they must be on one device"
+                )
 
-    def _check_whole(self, collective: str, *, whole: torch.Tensor, part: torch.Tensor) -> None:
-        if whole.numel() != part.numel() * self._member.world or whole.dtype != part.dtype:
+    def _check_whole(self, collective: str, *, whole: torch.Tensor, part: torch.Tensor) -> Layout:
+        """The whole holds a part of each rank, one after the other in memory; how a part lies."""
+        world = self._member.world
+        if whole.numel() != part.numel() * world or whole.dtype != part.dtype:
             raise _refusal(
-                f"{collective}: {whole.numel()} elements of {whole.dtype} are not {self._member.world} times "
-                f"{part.numel()} of {part.dtype}"
+                f"{collective}: {whole.numel()} elements of {whole.dtype} are not {world} times {part.numel()} of "
+                f"{part.dtype}"
             )
+        for tensor in (whole, part):
+            _check_place(collective, tensor)
+        if whole.is_contiguous() and part.is_contiguous():
+            return ()
+        lies = _dense(collective, part)
+        if blocks(world, part.numel(), lies) != _dense(collective, whole):
+            raise _refusal(
+                f"{collective}: a tensor that is cut or joined must be {world} times the other one in memory, one after the "
+                f"other; the whole has {_looks(whole)}, the part {_looks(part)}. {_CALL_CONTIGUOUS}"
+            )
+        return lies
 
     def _split_bytes(self, what: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
         world = self._member.world
@@ -656,16 +801,104 @@ def _refusal(text: str) -> ConfigError:
     return error
 
 
-def _check_tensor(collective: str, tensor: torch.Tensor) -> None:
+def _check_place(collective: str, tensor: torch.Tensor) -> None:
+    """Its memory can be used."""
     if tensor.layout is not torch.strided:
         raise _refusal(f"{collective}: a {tensor.layout} tensor; make it dense first")
-    if not tensor.is_contiguous():
+    if not tensor.is_cpu:
+        if not tensor.is_cuda:
+            raise _refusal(f"{collective}: tensors on {tensor.device.type} are not supported; move them to the CPU")
+        if torch.cuda.is_current_stream_capturing():
+            raise _refusal(
+                f"{collective}: the current stream is capturing a CUDA graph, and what goes over the network cannot be "
+                "replayed. Call it outside of the capture"
+            )
+
+
+def _check_memory(collective: str, tensor: torch.Tensor) -> None:
+    """All of its bytes are there, and mean what they say."""
+    if tensor.storage_offset() * tensor.itemsize + tensor.nbytes > tensor.untyped_storage().nbytes():
         raise _refusal(
-            f"{collective}: tensors must be contiguous; this one has shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()}. Call .contiguous() first (and copy back what is written in place)."
+            f"{collective}: the tensor has {_looks(tensor)}, and its storage of {tensor.untyped_storage().nbytes()} bytes "
+            "does not hold it; was it resized?"
         )
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise _refusal(f"{collective}: tensors on {tensor.device.type} are not supported; move them to the CPU")
+    if tensor._is_view() and (tensor.is_conj() or tensor.is_neg()):
+        raise _refusal(
+            f"{collective}: the tensor is a lazy conjugate or negative; call .resolve_conj().resolve_neg() first"
+        )
+
+
+def _check_writable(collective: str, outputs: Sequence[torch.Tensor]) -> None:
+    """They can be copied to: no element shares its memory with another one of the same tensor."""
+    for output in outputs:
+        if not output.is_contiguous() and torch._debug_has_internal_overlap(output) == 1:
+            raise _refusal(
+                f"{collective}: the output has {_looks(output)}, so its elements share memory; clone it first"
+            )
+
+
+def _dense(collective: str, tensor: torch.Tensor) -> Layout:
+    found = layout(tensor)
+    if found is None:
+        raise _refusal(
+            f"{collective}: tensors must be dense in memory, and this one, with {_looks(tensor)}, has holes or overlaps "
+            f"itself. {_CALL_CONTIGUOUS}"
+        )
+    return found
+
+
+def _looks(tensor: torch.Tensor) -> str:
+    return f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+
+
+class _Batch:
+    """Calls that are one: none starts if one of them is refused."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.works: list[Work] = []
+        self._waiting: list[tuple[Work, Sequence[Start]]] = []
+        self._refused: ConfigError | None = None
+
+    def add(self, work: Work, starts: Sequence[Start]) -> None:
+        work.tickets = [_InBatch(self, work)]
+        self.works.append(work)
+        self._waiting.append((work, starts))
+
+    def refuse(self, error: ConfigError) -> Work:
+        """One of the calls cannot be done: `start` says so."""
+        self._refused = self._refused or error
+        work = Work(self._group, [], [])
+        work.tickets = [_InBatch(self, work)]
+        return work
+
+    def start(self) -> None:
+        if self._refused is not None:
+            raise self._refused
+        while self._waiting:
+            work, starts = self._waiting.pop(0)
+            work.tickets = [start() for start in starts]
+
+
+class _InBatch:
+    """The tickets of a call in a batch. Asking for its result before the batch has ended starts what there is."""
+
+    def __init__(self, batch: _Batch, work: Work) -> None:
+        self._batch = batch
+        self._work = work
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        self._batch.start()
+        return all(ticket.wait(timeout_s) for ticket in self._work.tickets)
+
+    def done(self) -> bool:
+        self._batch.start()
+        return all(ticket.done() for ticket in self._work.tickets)
+
+    def on_done(self, callback: Callable[[], object]) -> None:
+        self._batch.start()
+        for ticket in self._work.tickets:
+            ticket.on_done(callback)
 
 
 def _reduction(reduce: Any, collective: str, tensor: torch.Tensor | None) -> tuple[str, float]:
@@ -702,6 +935,11 @@ def _missed(rank: int, missing: list[int], timeout: timedelta, wait_all: bool, e
 
 def _alike(tensors: Sequence[torch.Tensor]) -> bool:
     return all(tensor.numel() == tensors[0].numel() for tensor in tensors)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of as many elements; what it holds is undefined."""
+    return tensor.detach().new_empty(tensor.numel())
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -816,10 +1054,13 @@ _LATELY = 1024
 _alive: set[Any] = set()
 _sides_lock = threading.Lock()
 
-_DTYPES = frozenset(
-    {"float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool"}
-    | {"uint16", "uint32", "uint64", "complex32", "complex64", "complex128"}
-)
+_DTYPES = {
+    getattr(torch, name): name
+    for name in (
+        *("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool"),
+        *("uint16", "uint32", "uint64", "complex32", "complex64", "complex128"),
+    )
+}
 # Operations whose output tensor also holds the contribution.
 _IN_PLACE = frozenset(("all_reduce", "broadcast", "reduce"))
 _REDUCTIONS = {
@@ -833,4 +1074,5 @@ _REDUCTIONS = {
     "BOR": "bor",
     "BXOR": "bxor",
 }
+_CALL_CONTIGUOUS = "Call .contiguous() first (and copy back what is written in place)."
 _CLASS = _class()

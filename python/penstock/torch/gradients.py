@@ -18,19 +18,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock import _core, config
 from penstock.errors import Config as ConfigError
-from penstock.torch import backend, checks, rendezvous, tuning
+from penstock.torch import backend, checks, passes, rendezvous, tuning
+from penstock.torch.layout import layout
+from penstock.torch.slots import Slots
 from penstock.tune import Setting, Tuner
 
 __all__ = ["GradientReducer", "ddp_hook"]
+
+log = logging.getLogger("penstock")
 
 
 def ddp_hook(
@@ -77,8 +84,8 @@ class GradientReducer:
     and that on which gradients were ready together.
 
     Args:
-        model: a module, or an iterable of parameters. Those that require no gradient are left out. All ranks need the same,
-            in the same order.
+        model: a module, or an iterable of parameters. Those that require no gradient are left out, and one that comes again
+            (a tied weight) counts once. All ranks need the same, in the same order and memory format.
         group: a process group of the penstock backend; the default group if None.
         unit_bytes: what one all-reduce carries. Smaller gradients share a unit, larger ones are split.
         wire: ``torch.float16`` or ``torch.bfloat16`` send float32 gradients in half the bytes: every rank rounds its own
@@ -96,7 +103,13 @@ class GradientReducer:
     Raises:
         penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, or of a
             dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is unexpectedly sparse (below).
-        penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters.
+        penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters. (In any) the pass of another rank
+            raised in the middle: all ranks have dropped the step, and the group lives.
+
+    A pass that raises is withdrawn: set its gradients to zero, and the next pass works. What other ranks see of it stands in
+    docs/gradients.md. A pass that reaches no parameter at all has no hook to run in; it takes part when an optimizer over these
+    parameters makes its step, with zeros.
+
 
     Blocking: the constructor until all ranks have called it, ``backward`` until its gradients are reduced.
     Checks (PENSTOCK_CHECK, docs/debugging.md): with ``nan`` every gradient is looked through before it is reduced, and
@@ -121,7 +134,7 @@ class GradientReducer:
         broadcast: bool = True,
         tune: tuning.Tune = None,
     ) -> None:
-        parameters = list(model.parameters() if isinstance(model, torch.nn.Module) else model)
+        parameters = list(dict.fromkeys(model.parameters() if isinstance(model, torch.nn.Module) else model))
         names = {one: name for name, one in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
         # Autograd makes gradients from the last layer to the first, nearly.
         sparse = _sparse_weights(model) if isinstance(model, torch.nn.Module) else set()
@@ -136,6 +149,7 @@ class GradientReducer:
                     f"a parameter lies on {parameter.device}; gradients are reduced on the CPU only. Use "
                     'DistributedDataParallel over init_process_group("penstock"), which stages CUDA tensors.'
                 )
+        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
         if unit_bytes <= 0:
             raise ConfigError(f"unit_bytes must be positive, not {unit_bytes}")
         self._group = group
@@ -143,13 +157,14 @@ class GradientReducer:
         plan = tuning.agree(tune, group)
         if broadcast:
             tensors = [*parameters, *(model.buffers() if isinstance(model, torch.nn.Module) else [])]
-            self._broadcast(tensors, group)
+            self._broadcast(tensors)
         self._rounds = self._backend.sibling("rounds")
         self._units = self._backend.sibling("units", aggregate=True)
         asked = config.read().check
         rendezvous.heed.take()
         self._names = [names.get(one, f"parameter {index}") for index, one in enumerate(self._parameters)]
         self._sparse_names = [names[one] for one in self._sparse]
+        self._slots = Slots(self._parameters, self._names)
         self._gather = checks.gatherer(self._units, self._backend.timeout_s)
         self._is_compared = "mismatch" in asked
         self._slow: checks.SlowCheck | None = None
@@ -162,10 +177,7 @@ class GradientReducer:
             units=self._units.group,
             rank=self._units.rank,
             world=self._units.world,
-            gradients=[
-                (name, one.numel(), str(one.dtype).removeprefix("torch."))
-                for name, one in zip(self._names, self._parameters, strict=True)
-            ],
+            gradients=self._slots.described(),
             op="avg",
             unit_bytes=unit_bytes,
             wire=wire_name,
@@ -196,12 +208,20 @@ class GradientReducer:
         self._enabled = True
         self._pass: dict[int, torch.Tensor] | None = None
         self._task = -1
+        # Completes when what a pass that raised has left behind is over.
+        self._withdrawn: _core.Ticket | None = None
+        self._has_warned = False
+        # How many gradients autograd has made, and had made when an optimizer made its last step.
+        self._made = 0
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # The parameters keep this object, so that nobody has to; Python collects both together.
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
             for index, parameter in enumerate(self._parameters)
         ]
         self._hooks += [one.register_post_accumulate_grad_hook(self._sparse_ready) for one in self._sparse]
+        _hook_optimizers()
+        _alive.add(self)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -258,6 +278,7 @@ class GradientReducer:
         with its buckets, each in one all-reduce."""
         if self._tuning is not None:
             self._tuning.close()
+        _alive.discard(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -266,9 +287,10 @@ class GradientReducer:
     # ------------------------------------------------------------------ one backward pass
 
     def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
-        if not self._enabled:
+        self._made += 1
+        if not self._synchronises():
             return
-        self._begin()
+        self._take_part()
         gradient = parameter.grad
         assert gradient is not None, "autograd has just accumulated it"
         if gradient.layout is not torch.strided:
@@ -280,28 +302,39 @@ class GradientReducer:
 
     def _sparse_ready(self, parameter: torch.nn.Parameter) -> None:
         # Sparse gradients are reduced at the end of the pass, in the parameters' order: autograd's may differ between ranks.
-        if self._enabled:
-            self._begin()
+        self._made += 1
+        if self._synchronises():
+            self._take_part()
 
-    def _begin(self) -> None:
+    def _take_part(self) -> None:
         """A gradient of a pass is ready: see that the pass is ended."""
         task = torch._C._current_graph_task_id()
         if self._pass is None or task != self._task:
-            # Each pass needs a callback of its own, which autograd calls at its end on the thread that called backward(): one
-            # that raises never calls the one it has, and the next pass must not end without. Nested passes (reentrant
-            # checkpoints) end one by one; averaging what is averaged already changes nothing.
+            # Each pass needs a callback of its own, which autograd calls at its end on the thread that called backward(), or
+            # drops if the pass raises. Nested passes (reentrant checkpoints) end one by one; averaging what is averaged
+            # already changes nothing.
             self._task = task
-            if self._pass is None and self._tuning is not None:
+            self._begin()
+            passes.at_end(self._finish, self._abandon)
+
+    def _synchronises(self) -> bool:
+        """Whether passes that begin now are averaged."""
+        return self._enabled
+
+    def _begin(self) -> None:
+        if self._withdrawn is not None:
+            self._withdrawn.wait()
+            self._withdrawn = None
+        if self._pass is None:
+            if self._tuning is not None:
                 self._tuning.begin()
-            self._pass = self._pass or {}
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            self._pass = {}
 
     def _submit(self, index: int, gradient: torch.Tensor, absent: bool = False) -> None:
         assert self._pass is not None
-        self._pass[index] = gradient = gradient.contiguous()
         if self._slow and not absent:
             self._slow.gradient()
-        self._reducer.submit(index, gradient.data_ptr(), absent=absent, keep=gradient.untyped_storage())
+        self._pass[index] = self._slots.submit(self._reducer, index, gradient, absent)
 
     def _finish(self) -> None:
         if self._pass is None:
@@ -311,12 +344,14 @@ class GradientReducer:
                 continue
             # What an earlier pass left under no_sync counts; it is this pass's gradient.
             if parameter.grad is None:
-                self._submit(index, torch.zeros_like(parameter), absent=True)
+                self._submit(index, self._slots.zeros(index), absent=True)
             else:
                 self._submit(index, parameter.grad)
-        self._reducer.flush().wait()
-        averages = self._reduce_sparse()
-        gradients, self._pass = self._pass, None
+        try:
+            self._reducer.flush().wait()
+            averages = self._reduce_sparse()
+        finally:
+            gradients, self._pass = self._pass, None
         if self._slow:
             self._slow.passed(self._reducer.stats()["round_s"])
         self._deliver(gradients)
@@ -351,6 +386,44 @@ class GradientReducer:
                 parameter.grad = mean
         return [(name, parameter, mean.values()) for name, parameter, mean, _ in started]
 
+    def _abandon(self) -> None:
+        """The pass has raised. Does not block: its traceback is on its way to the script."""
+        if self._pass is None:
+            return
+        submitted, self._pass = self._pass, None
+        self._withdrawn = self._reducer.withdraw()
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "rank %d: a backward pass raised after %d of %d gradients; they are withdrawn, and some of them may hold "
+                "averages. Set gradients to zero before the next pass. (Reported once; docs/gradients.md says what other "
+                "ranks see.)",
+                self._units.rank,
+                len(submitted),
+                len(self._parameters),
+            )
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step. Where it is ours, and no gradient was made since its last step, a pass has reached
+        no parameter: other ranks' passes may have, and wait for this one."""
+        if optimizer not in self._stepped and not any(
+            one in self._index for group in optimizer.param_groups for one in group["params"]
+        ):
+            return
+        before = self._stepped.get(optimizer, 0)
+        if before == self._made and self._synchronises():
+            self._begin()
+            try:
+                for index in range(len(self._parameters)):
+                    self._submit(index, self._slots.zeros(index), absent=True)
+                self._finish()
+            except BaseException:
+                self._abandon()
+                raise
+            # For other optimizers over these parameters, which step now as well.
+            self._made += 1
+        self._stepped[optimizer] = self._made
+
     def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
         """Everything is reduced, and lies in these tensors."""
         for index, gradient in gradients.items():
@@ -360,12 +433,41 @@ class GradientReducer:
             elif parameter.grad.data_ptr() != gradient.data_ptr():
                 parameter.grad.copy_(gradient)
 
-    def _broadcast(self, tensors: Iterable[torch.Tensor], group: Any) -> None:
-        root = 0 if group is None else dist.get_global_rank(group, 0)
-        with torch.no_grad():
-            works = [dist.broadcast(tensor.detach(), root, group=group, async_op=True) for tensor in tensors]
-        for work in works:
-            work.wait()
+    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Rank 0's values for all. All are checked before the first is sent."""
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        sent = []
+        for tensor in tensors:
+            given = tensor.detach()
+            if given.layout is torch.strided:
+                for dim, stride in enumerate(given.stride()):
+                    # Along an expanded dimension there is one value.
+                    given = given.narrow(dim, 0, min(1, given.shape[dim])) if stride == 0 else given
+                if layout(given) is None:
+                    copied.append((given, given.contiguous()))
+                    given = copied[-1][1]
+            sent.append(given)
+        self._backend.broadcast(sent, c10d.BroadcastOptions()).wait()
+        for given, received in copied:
+            given.copy_(received)
+
+
+@functools.cache
+def _hook_optimizers() -> None:
+    """One hook for all optimizers and reducers: torch keeps it for ever, and offers no way to take it back while one steps."""
+
+    def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The optimizer itself is the first of the arguments.
+        has_closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
+        # A closure makes passes of its own; in the middle of a pass (an optimizer in a hook) nothing can be known yet.
+        if not has_closure and torch._C._current_graph_task_id() == -1:
+            for reducer in list(_alive):
+                reducer._before_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+_alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
 class _BucketReducer(GradientReducer):
@@ -381,7 +483,6 @@ class _BucketReducer(GradientReducer):
         for hook in self._hooks[len(self._parameters) :]:
             hook.remove()
         self._sparse = self._sparse_names = []
-        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._full: list[tuple[dist.GradBucket, torch.futures.Future[torch.Tensor]]] = []
 
     @contextlib.contextmanager
@@ -402,12 +503,14 @@ class _BucketReducer(GradientReducer):
         self._full.append((bucket, future))
         return future
 
-    def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
+    def _synchronises(self) -> bool:
         model = self._model()
-        if model is not None and model.require_backward_grad_sync:
-            if self._pass is None:
-                self._check_passes()
-            super()._ready(index, parameter)
+        return model is not None and bool(model.require_backward_grad_sync)
+
+    def _begin(self) -> None:
+        if self._pass is None:
+            self._check_passes()
+        super()._begin()
 
     def _check_passes(self) -> None:
         """DDP must hand over its buckets in the backward pass, or it would wait for ever."""
@@ -423,8 +526,14 @@ class _BucketReducer(GradientReducer):
                 "batches, or leave the hook out."
             )
 
+    def _abandon(self) -> None:
+        self._full = []
+        super()._abandon()
+
     def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
         full, self._full = self._full, []
+        if not full:
+            super()._deliver(gradients)
         for bucket, future in full:
             for parameter, place in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 # DDP has moved a gradient that was not in its bucket there after our hook: the copy was made while it

@@ -100,7 +100,10 @@ class Staged:
         found = self._twins.get(id(tensor))
         if found is None:
             with torch.inference_mode():
-                found = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+                # Dense tensors lie in it as on the device: what the engine sees is the same memory.
+                found = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=True
+                )
             self._twins[id(tensor)] = found
         return found
 

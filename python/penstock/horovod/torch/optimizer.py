@@ -33,6 +33,7 @@ from penstock.horovod.torch.mpi_ops import (
     synchronize,
 )
 from penstock.horovod.units import Units
+from penstock.torch import passes
 
 __all__ = ["DistributedOptimizer"]
 
@@ -134,12 +135,15 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
             # What was submitted in this step, or seen: a handle and what its decompression needs.
             self._handles: dict[Any, Any] = {}
             self._requires_update: set[torch.Tensor] = set()
+            self._task = -1
             self._synchronized = False
             self._should_synchronize = True
             self._p_to_group: dict[torch.Tensor, tuple[torch.Tensor, ...]] = {}
             self._group_counts: dict[tuple[torch.Tensor, ...], int] = {}
             if process_set.included() and (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
-                parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+                parameters = list(
+                    dict.fromkeys(p for group in self.param_groups for p in group["params"] if p.requires_grad)
+                )
                 if groups is None:
                     self._reduction.use_units(parameters)
                 else:
@@ -182,14 +186,25 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
             for parameter in self._requires_update:
                 if parameter not in self._p_to_group and self._handles.get(parameter) is None:
                     self._handles[parameter] = self._reduction.submit(parameter)
-            for key, handle in self._handles.items():
-                self._reduction.finish(key if isinstance(key, tuple) else (key,), handle)
-            self._reduction.flush()
-            for parameter in self._allreduce_delay:
-                self._allreduce_delay[parameter] = self.backward_passes_per_step
+            try:
+                for key, handle in self._handles.items():
+                    self._reduction.finish(key if isinstance(key, tuple) else (key,), handle)
+                self._reduction.flush()
+            finally:
+                self._begin_anew()
+            self._synchronized = True
+
+        def _begin_anew(self) -> None:
+            """Nothing is submitted."""
+            self._allreduce_delay = dict.fromkeys(self._allreduce_delay, self.backward_passes_per_step)
             self._group_counts = dict.fromkeys(self._group_counts, 0)
             self._handles.clear()
-            self._synchronized = True
+
+        def _pass_raised(self) -> None:
+            # What goes by its name cannot be taken back: zero_grad() says so, as Horovod's does.
+            if all(handle is None or handle is _IN_UNITS for handle in self._handles.values()):
+                self._begin_anew()
+                self._reduction.withdraw()
 
         @contextlib.contextmanager
         def skip_synchronize(self) -> Iterator[None]:
@@ -221,6 +236,10 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
             super().step()
 
         def _hook(self, parameter: torch.Tensor) -> None:
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._task = task
+                passes.at_end(lambda: None, self._pass_raised)
             if self._handles.get(parameter) is not None and self._allreduce_delay[parameter] <= 0:
                 raise AssertionError(_TOO_MANY_PASSES)
             assert self._allreduce_delay[parameter] > 0, _TOO_MANY_PASSES
@@ -455,6 +474,11 @@ class _Reduction:
             raise  # as it is: a step that is made again would have the same gradients
         except RuntimeError as error:
             raise HorovodInternalError(str(error)) from error
+
+    def withdraw(self) -> None:
+        """The pass has raised. Does not block."""
+        if self._units is not None:
+            self._units.withdraw()
 
     def forget(self) -> None:
         """What was submitted is not wanted any more."""

@@ -1,0 +1,35 @@
+"""When a backward pass ends, and whether it raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["at_end"]
+
+
+def at_end(ended: Callable[[], None], raised: Callable[[], None]) -> None:
+    """In a hook of a backward pass: call one of these when the pass has ended, on the thread that called ``backward``.
+
+    Args:
+        ended: called before ``backward`` returns; what it raises, ``backward`` raises.
+        raised: the pass has raised, or ``ended`` has. It must not block, nor raise.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(_End(ended, raised))
+
+
+class _End:
+    """Autograd calls it when the pass has ended. A pass that raises drops it without."""
+
+    def __init__(self, ended: Callable[[], None], raised: Callable[[], None]) -> None:
+        self._ended = ended
+        self._raised: Callable[[], None] | None = raised
+
+    def __call__(self) -> None:
+        self._ended()
+        self._raised = None
+
+    def __del__(self) -> None:
+        if self._raised is not None:
+            self._raised()

@@ -1,0 +1,93 @@
+"""What the engine's reducer is told of each gradient, and the check that a gradient is still that.
+
+Only addresses cross to the engine, in every step. Between two steps a script may do to a model whatever torch lets it do
+(``model.double()``, ``model.cuda()``, ``parameter.grad = ...``), so every gradient is checked before its address is handed
+over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock import _core
+from penstock.errors import Config as ConfigError
+from penstock.torch.layout import Layout, layout, order
+
+__all__ = ["Slots"]
+
+
+class Slots:
+    """A slot a parameter, by index; its gradients have the parameter's dtype, shape and layout, or are copied into it.
+
+    Args:
+        parameters: on the CPU. One that is not dense has contiguous gradients, as autograd makes them.
+        names: what errors call them.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        self._names = names
+        self._slots = [_slot(one) for one in parameters]
+
+    def described(self) -> list[tuple[str, int, str, int]]:
+        """As `_core.Reducer` wants them, which compares them between ranks: name, elements, dtype, number of the layout."""
+        return [
+            (name, shape.numel(), str(dtype).removeprefix("torch."), order(lies))
+            for name, (dtype, shape, _, lies, *_) in zip(self._names, self._slots, strict=True)
+        ]
+
+    def submit(self, reducer: _core.Reducer, index: int, gradient: torch.Tensor, absent: bool = False) -> torch.Tensor:
+        """Hand a gradient over, which is reduced in place; returns it, or the copy that is reduced instead, where it has another
+        layout than its slot.
+
+        Raises:
+            penstock.errors.Config: it is not what the reducer was made for; it shares memory with another one. Nothing was sent.
+            penstock.errors.PenstockError: the reducer has failed, or other ranks have dropped the step.
+        """
+        # In the order of the cheapest: this runs for every gradient of every step.
+        dtype, shape, strides, lies, nbytes, itemsize = self._slots[index]
+        if (
+            gradient.dtype is not dtype
+            or not gradient.is_cpu
+            or gradient.shape != shape
+            or gradient.layout is not torch.strided
+        ):
+            raise self._changed(index, gradient)
+        if gradient.stride() != strides and layout(gradient) != lies:
+            with torch.no_grad():
+                gradient = torch.empty_strided(shape, strides, dtype=dtype).copy_(gradient)
+        keep = gradient.untyped_storage()
+        if keep.nbytes() < nbytes + gradient.storage_offset() * itemsize:
+            raise ConfigError(f"the gradient of {self._names[index]} has lost its memory: its storage was resized")
+        reducer.submit(index, gradient.data_ptr(), nbytes, absent=absent, keep=keep)
+        return gradient
+
+    def zeros(self, index: int) -> torch.Tensor:
+        """What stands for a gradient that this rank has none of."""
+        dtype, shape, strides, *_ = self._slots[index]
+        return torch.empty_strided(shape, strides, dtype=dtype).zero_()
+
+    def _changed(self, index: int, gradient: torch.Tensor) -> ConfigError:
+        dtype, shape, *_ = self._slots[index]
+        if gradient.layout is not torch.strided:
+            what = f"is {gradient.layout}: sparse gradients are not supported; make them dense"
+        else:
+            what = (
+                f"has shape {tuple(gradient.shape)} and dtype {gradient.dtype} on {gradient.device}, not {tuple(shape)} and "
+                f"{dtype} on cpu: the model was changed (.double(), .bfloat16(), .to(), .cuda(), ...) after its gradients "
+                "were hooked. Change it before, on all ranks alike"
+            )
+        return ConfigError(f"the gradient of {self._names[index]} {what}. Nothing was sent.")
+
+
+def _slot(
+    parameter: torch.Tensor,
+) -> tuple[torch.dtype, torch.Size, tuple[int, ...], Layout, int, int]:
+    """Of its gradients: dtype, shape, strides, layout, bytes, and bytes of an element."""
+    lies = layout(parameter)
+    strides = parameter.stride()
+    if lies is None:
+        contiguous = torch.empty(parameter.shape, device="meta")
+        strides, lies = contiguous.stride(), layout(contiguous) or ()
+    return parameter.dtype, parameter.shape, strides, lies, parameter.nbytes, parameter.itemsize

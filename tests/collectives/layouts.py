@@ -1,0 +1,335 @@
+"""Tensors that lie in memory in any way: taken where that is right, refused before anything is sent where it is not.
+
+The oracle for what is right looks at the place of every single element, and knows nothing of the backend's rules.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from collectives.programs import Report
+from penstock import arrays
+from penstock.errors import Config as ConfigError
+from torch_uses import world
+
+
+def any_layout(backend: str, seed: int, cases: int) -> object:
+    """Random shapes and layouts, the same on all ranks, through every collective."""
+    with world(backend) as (rank, size):
+        report, rng = Report(rank), random.Random(seed)
+        for case in range(cases):
+            name = rng.choice(sorted(CASES))
+            one = CASES[name](rng, rank, size)
+            what = f"seed {seed}, case {case}, {name} of {one.looks}"
+            if one.is_right:
+                with report.during(what):
+                    one.call()
+                for got, expected in one.results():
+                    report.equal(what, _plain(got), _plain(expected))
+            else:
+                before = [tensor.clone() for tensor, _ in one.results()]
+                with report.refused(what):
+                    one.call()
+                for (tensor, _), unchanged in zip(one.results(), before, strict=True):
+                    report.equal(f"{what}, refused", _plain(tensor), _plain(unchanged))
+        dist.barrier()
+        return report.finish()
+
+
+def refused_together(backend: str) -> object:
+    """A call with several tensors of which the last cannot be sent sends none: what is tried again is right."""
+    with world(backend) as (rank, size):
+        report = Report(rank)
+        ones, bad = torch.ones(4), torch.ones(4, 4)[:, ::2]
+        group = dist.group.WORLD
+        peer, other = (rank + 1) % size, (rank - 1) % size
+        received = torch.zeros(4)
+
+        def batch(into: torch.Tensor) -> None:
+            ops = [dist.P2POp(dist.isend, ones, peer), dist.P2POp(dist.irecv, into, other)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+        def coalesced(tensors: list[torch.Tensor]) -> None:
+            with dist._coalescing_manager(group, torch.device("cpu")):
+                for tensor in tensors:
+                    dist.all_reduce(tensor)
+
+        uneven = [torch.zeros(rank + 1) for rank in range(size)]
+        wrong = [*uneven[:-1], torch.zeros(1).expand(size)]
+        calls: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
+            (
+                "all_reduce_coalesced",
+                lambda: dist.all_reduce_coalesced([ones, bad]),
+                lambda: dist.all_reduce_coalesced([ones, bad.contiguous()]),
+            ),
+            ("coalescing manager", lambda: coalesced([ones, bad]), lambda: coalesced([ones, ones.clone()])),
+            ("batch_isend_irecv", lambda: batch(bad), lambda: batch(received)),
+            (
+                "uneven all_gather",
+                lambda: dist.all_gather(wrong, torch.full((rank + 1,), 7.0)),
+                lambda: dist.all_gather(uneven, torch.full((rank + 1,), 7.0)),
+            ),
+            (
+                "uneven reduce_scatter",
+                lambda: dist.reduce_scatter(torch.zeros(1).expand(rank + 1), [torch.ones(r + 1) for r in range(size)]),
+                lambda: dist.reduce_scatter(torch.zeros(rank + 1), [torch.ones(r + 1) for r in range(size)]),
+            ),
+            (
+                "all_to_all",
+                lambda: dist.all_to_all([torch.zeros(1).expand(3)] * size, [torch.ones(3)] * size),
+                lambda: dist.all_to_all([torch.zeros(3) for _ in range(size)], [torch.ones(3)] * size),
+            ),
+        ]
+        for what, refused, right in calls:
+            ones.fill_(1)
+            with report.refused(what):
+                refused()
+            report.equal(f"{what}, refused", ones, torch.ones(4))
+            report.equal(f"{what}, refused", uneven[0], torch.zeros(1))
+            with report.during(f"{what}, again"):
+                right()
+            if what in ("all_reduce_coalesced", "coalescing manager"):
+                report.equal(f"{what}, again", ones, torch.full((4,), float(size)))
+            ones.fill_(1)
+            with report.during(f"all_reduce after {what}"):
+                dist.all_reduce(ones)
+            report.equal(f"all_reduce after {what}", ones, torch.full((4,), float(size)))
+        ones.fill_(1)
+        report.equal("received", received, torch.ones(4))
+        report.equal("gathered", torch.cat(uneven), torch.full((size * (size + 1) // 2,), 7.0))
+        return report.finish()
+
+
+def arrays_in_any_order() -> None:
+    """NumPy arrays whose bytes are in the other order are added as numbers; addresses of objects never leave the process."""
+    job = arrays.init(timeout_s=60)
+    try:
+        mine = np.arange(5) + job.rank
+        for dtype in (">f4", "<f8", ">i8"):
+            inputs = [mine.astype(dtype), mine.astype(dtype)[::-1]]
+            total = sum((np.arange(5) + rank) for rank in range(job.size))
+            for got, expected in zip(job.all_reduce(inputs, op="sum"), (total, total[::-1]), strict=True):
+                assert np.array_equal(got, expected), (dtype, got, expected)
+            (sent,) = job.broadcast([mine.astype(dtype)], root=1)
+            assert np.array_equal(sent, np.arange(5) + 1), (dtype, sent)
+            (gathered,) = job.all_gather([mine.astype(dtype)])
+            assert np.array_equal(gathered, [np.arange(5) + rank for rank in range(job.size)]), (dtype, gathered)
+        objects = np.array([None, "text"], dtype=object)
+        for call in (
+            lambda: job.broadcast([objects], root=0),
+            lambda: job.all_gather([objects]),
+            lambda: job.all_reduce([objects], op="sum"),
+        ):
+            try:
+                call()
+            except ConfigError as error:
+                assert "Nothing was sent" in str(error)
+            else:
+                raise AssertionError("it went through")
+        job.barrier()
+    finally:
+        arrays.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------------------- cases
+
+
+@dataclass
+class Case:
+    """One call: whether it is right, and what it is to give."""
+
+    looks: str
+    is_right: bool
+    call: Callable[[], object]
+    results: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]
+
+
+def _element_wise(rng: random.Random, rank: int, size: int) -> Case:
+    tensor = _any(rng, rng.choice(KINDS))
+    inputs = _fill(tensor, rank, size)
+    kind, root = rng.choice(["all_reduce", "reduce", "broadcast", "send"]), rng.randrange(size)
+
+    def call() -> None:
+        if kind == "all_reduce":
+            dist.all_reduce(tensor)
+        elif kind == "reduce":
+            dist.reduce(tensor, root)
+        elif kind == "broadcast":
+            dist.broadcast(tensor, root)
+        elif rank == root:
+            works = [dist.isend(tensor, peer) for peer in range(size) if peer != root]
+            for work in works:
+                work.wait()
+        else:
+            dist.recv(tensor, root)
+
+    total = torch.stack(inputs).sum(0)
+    expected = {"all_reduce": total, "reduce": total if rank == root else inputs[rank]}.get(kind, inputs[root])
+    return Case(f"{kind} {_looks(tensor)}", _is_dense(tensor), call, lambda: [(tensor, expected)])
+
+
+def _joined(rng: random.Random, rank: int, size: int) -> Case:
+    """all_gather_single and reduce_scatter_single, joined along the first dimension or stacked."""
+    part = _any(rng, rng.choice(KINDS))
+    shape = [size * part.shape[0], *part.shape[1:]] if part.dim() and rng.random() < 0.6 else [size, *part.shape]
+    if rng.random() < 0.6:
+        # Mostly as the parts lie, so that it can be right.
+        whole = torch.empty_strided(shape, [part.numel(), *part.stride()][len(shape) == part.dim() :])
+    else:
+        whole = _any(rng, rng.choice(KINDS), shape)
+    places = [index + rank * part.numel() for rank in range(size) for index in _places(part)]
+    is_right = _is_dense(part) and _is_dense(whole) and places == _places(whole)
+    if rng.random() < 0.5:
+        inputs = _fill(part, rank, size)
+        _fill(whole, 0, 1)
+        expected = torch.stack(inputs).reshape(shape)
+        return Case(
+            f"all_gather_single {_looks(part)} into {_looks(whole)}",
+            is_right,
+            lambda: dist.all_gather_into_tensor(whole, part),
+            lambda: [(whole, expected)],
+        )
+    inputs = _fill(whole, rank, size)
+    _fill(part, 0, 1)
+    expected = torch.stack(inputs).sum(0).reshape(size, -1)[rank].reshape(part.shape)
+    return Case(
+        f"reduce_scatter_single {_looks(whole)} into {_looks(part)}",
+        is_right,
+        lambda: dist.reduce_scatter_tensor(part, whole),
+        lambda: [(part, expected)],
+    )
+
+
+def _rows(rng: random.Random, rank: int, size: int) -> Case:
+    """all_to_all_single with as many rows for each."""
+    rows = size * rng.randrange(3)
+    shape = [rows, *(rng.choice([1, 2, 3]) for _ in range(rng.randrange(3)))]
+    input, output = (_any(rng, rng.choice(KINDS), shape) for _ in range(2))
+    if rng.random() < 0.6:
+        output = torch.empty_strided(shape, input.stride())
+    inputs = _fill(input, rank, size)
+    _fill(output, 0, 1)
+
+    def row_places(tensor: torch.Tensor) -> list[int] | None:
+        each = tensor.numel() // rows if rows else 0
+        places = _places(tensor)
+        first = places[:each]
+        follows = places == [place + row * each for row in range(rows) for place in first]
+        return first if _is_dense(tensor) and follows else None
+
+    is_right = row_places(input) is not None and row_places(input) == row_places(output)
+    cut = rows // size
+    expected = torch.cat([one[rank * cut : (rank + 1) * cut] for one in inputs])
+    return Case(
+        f"all_to_all_single {_looks(input)} into {_looks(output)}",
+        is_right,
+        lambda: dist.all_to_all_single(output, input),
+        lambda: [(output, expected)],
+    )
+
+
+def _lists(rng: random.Random, rank: int, size: int) -> Case:
+    """Everything with lists: what is read may lie in any way, what is written may not overlap itself."""
+    shape = _shape(rng)
+    one = _any(rng, rng.choice(KINDS), shape)
+    many = [_any(rng, rng.choice(KINDS), shape) for _ in range(size)]
+    kind, root = rng.choice(["all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"]), rng.randrange(size)
+    all_ones = _fill(one, rank, size)
+    all_many = [_fill(tensor, rank * size + index, size * size, size, index) for index, tensor in enumerate(many)]
+    looks = f"{kind} {_looks(one)} and {', '.join(map(_looks, many))}"
+    is_root = rank == root
+    if kind in ("all_gather", "gather"):
+        written = many
+        expected = all_ones if kind == "all_gather" or is_root else [tensor.clone() for tensor in many]
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather": lambda: dist.all_gather(many, one),
+            "gather": lambda: dist.gather(one, many if is_root else None, root),
+        }
+    elif kind == "all_to_all":
+        written = [_any(rng, rng.choice(KINDS), shape) for _ in range(size)]
+        for tensor in written:
+            _fill(tensor, 0, 1)
+        looks += f" into {', '.join(map(_looks, written))}"
+        expected = [all_many[rank][other] for other in range(size)]
+        calls = {"all_to_all": lambda: dist.all_to_all(written, many)}
+    else:
+        written = [one]
+        mine = all_many[rank]
+        expected = [torch.stack(mine).sum(0) if kind == "reduce_scatter" else mine[root]]
+        calls = {
+            "reduce_scatter": lambda: dist.reduce_scatter(one, many),
+            "scatter": lambda: dist.scatter(one, many if is_root else None, root),
+        }
+    # On ranks other than the root a gather writes nothing, so what lies there does not matter; the cases are alike on all
+    # ranks, so that all of them refuse or none.
+    is_right = all(len(set(_places(tensor))) == tensor.numel() for tensor in written)
+    if kind == "gather" and not is_right:
+        return _lists(rng, rank, size)
+    return Case(looks, is_right, calls[kind], lambda: list(zip(written, expected, strict=True)))
+
+
+CASES = {"element-wise": _element_wise, "joined": _joined, "rows": _rows, "lists": _lists}
+KINDS = ["contiguous", "permuted", "permuted", "permuted", "slice", "expanded", "odd strides"]
+
+
+def _shape(rng: random.Random) -> list[int]:
+    return [rng.choice([0, 1, 1, 2, 2, 3, 4]) for _ in range(rng.randrange(5))]
+
+
+def _any(rng: random.Random, kind: str, shape: list[int] | None = None) -> torch.Tensor:
+    """A tensor of a shape, on memory of its own."""
+    shape = _shape(rng) if shape is None else list(shape)
+    dims = list(range(len(shape)))
+    if kind == "permuted":
+        rng.shuffle(dims)
+        return torch.zeros([shape[dim] for dim in dims]).permute([dims.index(dim) for dim in range(len(dims))])
+    if kind == "slice" and shape:
+        dim = rng.randrange(len(shape))
+        larger = [2 * length if at == dim else length for at, length in enumerate(shape)]
+        return torch.zeros(larger)[tuple(slice(None, None, 2) if at == dim else slice(None) for at in dims)]
+    if kind == "expanded" and shape:
+        dim = rng.randrange(len(shape))
+        return torch.zeros([1 if at == dim else length for at, length in enumerate(shape)]).expand(shape)
+    if kind == "odd strides":
+        # The strides of dimensions of size 1 mean nothing.
+        dense = torch.zeros(shape)
+        strides = [rng.randrange(50) if length == 1 else s for length, s in zip(shape, dense.stride(), strict=True)]
+        return dense.as_strided(shape, strides)
+    return torch.zeros(shape)
+
+
+def _fill(tensor: torch.Tensor, which: int, count: int, by: int = 1, offset: int = 0) -> list[torch.Tensor]:
+    """Give the tensor the ``which``-th of so many values, and return every ``by``-th of them from the offset on: what all ranks
+    have in theirs. Small integers, of which all sums are exact; where elements share their memory, the same ones."""
+    places = torch.tensor(_places(tensor), dtype=torch.float32).reshape(tensor.shape)
+    values = [places % 97 + 100 * index for index in range(count)]
+    tensor.as_strided((max([0, *_places(tensor)]) + 1 if tensor.numel() else 0,), (1,)).copy_(
+        torch.arange(max([0, *_places(tensor)]) + 1 if tensor.numel() else 0) % 97 + 100 * which
+    )
+    return values[offset::by]
+
+
+def _places(tensor: torch.Tensor) -> list[int]:
+    """Where each element lies, in the order of the elements."""
+    indices = np.indices(tensor.shape).reshape(tensor.dim(), math.prod(tensor.shape))
+    return list(map(int, (np.array(tensor.stride(), dtype=int).reshape(-1, 1) * indices).sum(0)))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape).copy_(tensor)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return sorted(_places(tensor)) == list(range(tensor.numel()))
+
+
+def _looks(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.stride()}"
