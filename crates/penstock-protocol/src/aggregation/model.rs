@@ -16,6 +16,7 @@ use penstock_types::Time;
 use siphasher::sip::SipHasher13;
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::hash::{Hash, Hasher};
+use std::rc::Rc;
 
 const WORKERS: [Link; 2] = [Link(0), Link(1)];
 const AGGREGATOR: Link = Link(2);
@@ -63,7 +64,8 @@ struct Scope {
 struct Flying {
     to: Link,
     from: Link,
-    bytes: Vec<u8>,
+    /// Shared by all states in which the packet is on its way.
+    bytes: Rc<[u8]>,
 }
 
 #[derive(Clone)]
@@ -222,10 +224,10 @@ impl World {
             AGGREGATOR => {
                 let seq = decode(&packet.bytes).expect("ours").header.seq;
                 let mut completed = false;
-                let sent: Vec<(Link, Vec<u8>)> = match self.aggregator.handle_packet(packet.from, &packet.bytes) {
+                let sent: Vec<(Link, Rc<[u8]>)> = match self.aggregator.handle_packet(packet.from, &packet.bytes) {
                     Ok(Action::Send { to, header, payload }) => {
                         completed = !payload.is_empty();
-                        to.iter().map(|to| (*to, [&header[..], payload].concat())).collect()
+                        to.iter().map(|to| (*to, [&header[..], payload].concat().into())).collect()
                     }
                     Ok(Action::Relay { to }) => to.iter().map(|to| (*to, packet.bytes.clone())).collect(),
                     Ok(Action::Nothing) | Err(_) => Vec::new(),
@@ -238,7 +240,7 @@ impl World {
                     let (kind, format) = (Kind::HeartbeatDown, Format::None);
                     let header =
                         Header { kind, job: JOB, epoch, format, flags: 0, seq, ack, credit, exponent: 0, workers: 0 };
-                    let bytes = header.encode(&[], None).to_vec();
+                    let bytes: Rc<[u8]> = header.encode(&[], None).as_slice().into();
                     WORKERS.into_iter().for_each(|to| self.fly(to, AGGREGATOR, bytes.clone()));
                 }
                 Ok(())
@@ -312,8 +314,8 @@ impl World {
         sent.into_iter().for_each(|(to, bytes)| self.fly(to, SERVER, bytes));
     }
 
-    fn fly(&mut self, to: Link, from: Link, bytes: Vec<u8>) {
-        self.flying.insert(Flying { to, from, bytes });
+    fn fly(&mut self, to: Link, from: Link, bytes: impl Into<Rc<[u8]>>) {
+        self.flying.insert(Flying { to, from, bytes: bytes.into() });
     }
 
     /// What the machines hold.
