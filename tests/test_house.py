@@ -81,6 +81,8 @@ REGISTRIES += ["files" + ".pytorch.org", "download" + ".pytorch.org", "registry"
 # A path that only one machine has.
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(home|root|work|farm|tmp|Users|workspace|mnt)/[\w.-]")
 
+PYTHON_LOCKS = ("lock.txt", "fronts.txt")
+
 # Cargo names the default registry by this identifier, whatever mirror the crates came from.
 CARGO_SOURCE = "registry+https://github.com/rust-lang/crates" + ".io-index"
 
@@ -98,23 +100,31 @@ def test_no_file_names_a_registry_or_a_path_of_one_machine(root: pathlib.Path) -
 
 def test_lock_files_hold_no_address(root: pathlib.Path) -> None:
     """Hashes pin what is downloaded; from where is the machine's affair."""
-    python_lock = (root / "requirements" / "lock.txt").read_text()
     cargo_lock = (root / "Cargo.lock").read_text().replace(CARGO_SOURCE, "")
-    for name, text in (("lock.txt", python_lock), ("Cargo.lock", cargo_lock)):
-        assert "://" not in text, name
-    assert not re.search(r"^\s*(-i|-f|--(extra-)?index-url|--find-links)", python_lock, re.MULTILINE)
+    assert "://" not in cargo_lock
+    for lock in PYTHON_LOCKS:
+        text = (root / "requirements" / lock).read_text()
+        assert "://" not in text, lock
+        assert not re.search(r"^\s*(-i|-f|--(extra-)?index-url|--find-links)", text, re.MULTILINE), lock
 
 
-def test_python_lock_pins_everything_but_torch(root: pathlib.Path) -> None:
-    """Every requirement is exact and hashed; torch and what it alone brings stay out, for the user's torch is used."""
-    lock = (root / "requirements" / "lock.txt").read_text().replace("\\\n", " ")
-    requirements = [line for line in lock.splitlines() if line and not line.lstrip().startswith("#")]
-    names = set()
-    for requirement in requirements:
-        assert re.match(r"[\w.-]+==[\w.]+", requirement) and "--hash=sha256:" in requirement, requirement[:80]
-        names.add(requirement.split("==")[0])
-    assert {"click", "rich", "matplotlib", "numpy", "maturin", "pytest", "ruff", "mypy"} <= names
-    assert not {name for name in names if re.match(r"(torch|triton|nvidia|cuda)", name)}
+def test_python_locks_pin_everything_but_torch(root: pathlib.Path) -> None:
+    """Every requirement is exact and hashed; torch and what it alone brings stay out, for the user's torch is used. What two
+    environments hold has one version, and what users of torch do not have stays out of the first."""
+    pins: dict[str, set[str]] = {}
+    for lock in PYTHON_LOCKS:
+        text = (root / "requirements" / lock).read_text().replace("\\\n", " ")
+        pins[lock] = set()
+        for requirement in (line for line in text.splitlines() if line and not line.lstrip().startswith("#")):
+            exact = re.match(r"[\w.-]+==[\w.]+", requirement)
+            assert exact and "--hash=sha256:" in requirement, requirement[:80]
+            pins[lock].add(exact.group())
+    names = {lock: {pin.split("==")[0] for pin in found} for lock, found in pins.items()}
+    assert {"click", "rich", "matplotlib", "numpy", "maturin", "pytest", "ruff", "mypy"} <= names["lock.txt"]
+    assert {"jax", "tensorflow-cpu"} <= names["fronts.txt"] - names["lock.txt"]
+    assert not {name for found in names.values() for name in found if re.match(r"(torch|triton|nvidia|cuda)", name)}
+    shared = names["lock.txt"] & names["fronts.txt"]
+    assert {pin for pin in pins["fronts.txt"] if pin.split("==")[0] in shared} <= pins["lock.txt"]
 
 
 # ------------------------------------------------------------------------------------------------- the command line
@@ -287,22 +297,53 @@ def test_dev_explains_itself(root: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("present", "complaint"),
     [
-        ({}, "`cargo` is not on PATH"),
-        ({"cargo": "echo cargo 1.66.0"}, "1.66, which is too old"),
-        ({"cargo": "echo cargo 9.0.0"}, "no C compiler"),
+        ({"cc": ""}, "`cargo` is not on PATH"),
+        ({"cc": "", "cargo": "echo cargo 1.66.0"}, "1.66, which is too old"),
+        ({"cargo": "echo cargo 9.0.0"}, "the system lacks a C compiler"),
     ],
 )
 def test_dev_names_what_the_machine_lacks(
     root: pathlib.Path, tmp_path: pathlib.Path, present: dict[str, str], complaint: str
 ) -> None:
     """A missing tool ends ./dev at once with what it is and how to get it."""
-    for name, line in present.items():
-        (tmp_path / name).write_text(f"#!{sys.executable}\nprint({line.removeprefix('echo ')!r})\n")
-        (tmp_path / name).chmod(0o755)
+    _put_programs(tmp_path, present)
     env = dict(os.environ, PATH=str(tmp_path), HOME=str(tmp_path))
     done = subprocess.run([sys.executable, root / "dev", "setup"], capture_output=True, text=True, env=env)
     assert done.returncode == 1
     assert complaint in done.stderr and ("Install" in done.stderr or "install" in done.stderr)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root installs packages")
+def test_dev_installs_what_the_system_lacks(
+    root: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As root with a package manager: all that is missing in one call, said; what the distribution has not does not keep the
+    others out, and is named with the command."""
+    log = tmp_path / "calls"
+    put = f"import pathlib, sys; pathlib.Path({str(log)!r}).open('a').write(' '.join(sys.argv[1:]) + '\\n')"
+    # It has a compiler, and no package of any other name.
+    has = f"there = sys.argv[-1] == 'gcc'; there and pathlib.Path({str(tmp_path / 'cc')!r}).touch(0o755); sys.exit(not there)"
+    _put_programs(tmp_path, {"dnf": f"exec {put}\n{has}"})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    dev = load_dev(root)
+    monkeypatch.setattr(dev, "SYSTEM_PLACES", [])
+    dev.install_system_tools()
+    calls = log.read_text().splitlines()
+    assert calls[0] == "install -q -y gcc iproute nftables ethtool"
+    assert calls[1:] == [f"install -q -y {package}" for package in ("gcc", "iproute", "nftables", "ethtool")]
+    told = capsys.readouterr().out
+    assert "dev: installing what the system lacks: dnf install -q -y gcc" in told
+    assert "the system lacks ip and tc, nft, ethtool: emulated hosts" in told and "gcc" not in told.splitlines()[-1]
+
+
+def _put_programs(folder: pathlib.Path, programs: dict[str, str]) -> None:
+    for name, line in programs.items():
+        body = line.removeprefix("exec ") if line.startswith("exec ") else f"print({line.removeprefix('echo ')!r})"
+        (folder / name).write_text(f"#!{sys.executable}\n{body}\n")
+        (folder / name).chmod(0o755)
 
 
 def test_dev_finds_the_torch_that_the_user_has(
