@@ -373,7 +373,7 @@ mod tests {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         // ENOBUFS, EPERM, EMFILE, ENFILE, ENOMEM, ECONNABORTED, EPROTO, and one that is not known.
-        let mut errors = vec![105, 1, 24, 23, 12, 103, 71, 9999];
+        let mut errors = vec![105, 1, 24, 23, 12, 103, 71, 4000];
         let shared = Arc::new(listener);
         let accepting = Arc::clone(&shared);
         let accept = move || match errors.pop() {
@@ -382,6 +382,7 @@ mod tests {
         };
         let served = std::thread::spawn(move || serve(accept, |_| Response::error(404, "here")));
         let mut stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         stream.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();

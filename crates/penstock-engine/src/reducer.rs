@@ -423,7 +423,8 @@ impl Reducer {
                  rank.",
             ));
         };
-        if !withdrawn.is_empty() && !withdrawn.contains(&self.0.rank) {
+        // A rank that has withdrawn its own pass after it joined this round has nothing to be told.
+        if !withdrawn.is_empty() && !withdrawn.contains(&self.0.rank) && !state.withdrawn {
             let (ranks, step) = (names_of(&withdrawn), state.stats.steps + 1);
             state.dropped = Some(Failure::of_call(
                 FailureKind::Mismatch,

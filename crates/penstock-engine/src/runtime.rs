@@ -602,7 +602,7 @@ impl Runtime {
         });
         // A join's own operation has none.
         if call.timeout != u64::MAX {
-            self.longest_timeout = self.longest_timeout.max(call.timeout);
+            self.longest_timeout = self.longest_timeout.max(call.timeout.min(MOST_PATIENCE));
         }
         let hold = call.hold;
         let recorded = self.recorder.issued(Record {
@@ -1083,6 +1083,7 @@ impl Runtime {
     /// The engine's thread has panicked: fails every group, tells the peers why, and stops.
     pub(crate) fn crash(&mut self, peers: &mut Peers, failure: &Failure) {
         self.stopping = true;
+        self.patience = LEAST_PATIENCE;
         for id in self.groups.keys().copied().collect::<Vec<_>>() {
             self.fail_group(peers, id, failure.clone(), true);
         }
@@ -1270,6 +1271,9 @@ impl Handler for Runtime {
         if let Some((from, op, active)) = active
             && active.fingerprint(self.groups[&id].rank, from) != header.fingerprint
         {
+            if eager {
+                peers.machine(peer).consumed(header.total);
+            }
             self.mismatch(peers, id, op, peer, header.fingerprint);
             return Ok(());
         }
@@ -1277,6 +1281,9 @@ impl Handler for Runtime {
         match (open, active.is_some()) {
             (None, true) => {
                 let (from, ..) = active.expect("just seen");
+                if eager {
+                    peers.machine(peer).consumed(header.total);
+                }
                 self.misfit(peers, id, from, Misfit::Unknown);
                 return Ok(());
             }
@@ -1808,6 +1815,8 @@ const PROBE: u32 = u32::MAX;
 const PROBE_AFTER: u64 = SECOND;
 /// What the end waits for at least where somebody wants to wait: for the good-bye to be taken.
 const LEAST_PATIENCE: u64 = 2 * SECOND;
+/// What the end waits for at most: as long as torch's own time-out is, where an operation has a longer one.
+const MOST_PATIENCE: u64 = 30 * 60 * SECOND;
 /// What the end waits for where nobody wants to wait: a good-bye leaves, and nothing is asked back.
 const UNHEARD: u64 = 100 * MILLISECOND;
 /// How long the socket of a rank whose memory is gone may take to say why.

@@ -461,11 +461,13 @@ impl Driver {
         self.wake.sleeping.store(true, Ordering::SeqCst);
         // Commands that came before the flag was set did not write to the descriptor.
         handler.woken(&mut self.peers, now);
-        if !self.peers.dirty.is_empty() || !self.peers.orders.is_empty() {
+        let has_to_send = !self.peers.dirty.is_empty() || !self.peers.orders.is_empty();
+        // Not for ever: commands may come faster than they are carried out, and then nothing would be read.
+        if has_to_send && now.since(self.looked) < LOOK_WITHIN {
             self.wake.sleeping.store(false, Ordering::SeqCst);
             return;
         }
-        let nanos = match (self.again.is_empty() && !handler.has_work(), handler.stopping()) {
+        let nanos = match (!has_to_send && self.again.is_empty() && !handler.has_work(), handler.stopping()) {
             (false, _) => 0,
             (true, true) => MILLISECOND,
             (true, false) => until.since(now),
@@ -1516,6 +1518,8 @@ const HANDSHAKE_WITHIN: u64 = 5 * SECOND;
 const RECONNECT_WITHIN: u64 = 1500 * MILLISECOND;
 const RETRY_FIRST: u64 = 10 * MILLISECOND;
 const CONNECT_ATTEMPTS: u32 = 40;
+/// A thread that always has something to send looks at its sockets this often; a look costs a microsecond.
+const LOOK_WITHIN: u64 = MILLISECOND;
 /// How long the end waits for peers to take what is left.
 const LINGER: u64 = 2 * SECOND;
 

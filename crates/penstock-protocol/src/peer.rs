@@ -310,10 +310,12 @@ impl Peer {
         self.outgoing.values().map(copied).sum()
     }
 
-    /// The messages that have left on credit, which their sender takes for sent, and that the peer has not acknowledged.
+    /// The messages that their sender takes for sent, having left on credit or as a copy, and that the peer has not acknowledged.
     pub fn undelivered(&self) -> impl Iterator<Item = (MessageKey, Fingerprint)> {
-        let on_credit = self.outgoing.values().filter(|message| matches!(message.way, Way::Eager { .. }));
-        on_credit.map(|message| (message.key, message.fingerprint))
+        let is_sent = |message: &&Message| {
+            matches!(message.way, Way::Eager { .. }) || matches!(&message.body, Body::Owned(bytes) if !bytes.is_empty())
+        };
+        self.outgoing.values().filter(is_sent).map(|message| (message.key, message.fingerprint))
     }
 
     // ------------------------------------------------------------------ streams
