@@ -666,6 +666,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
                 "current_stream",
                 "stream",
                 "get_device_capability",
+                "is_available",
                 "is_current_stream_capturing",
             )
         ),

@@ -149,7 +149,7 @@ def test_doctor_warns() -> None:
             outcome
         )
     for rank in (0, 1):
-        assert f"! rank {rank}: only 2048 open files are allowed; raise it (ulimit -n 65536)" in first.output
+        assert f"! rank {rank}: at most 2048 open files are allowed (hard limit)" in first.output
 
 
 def test_doctor_leaves_the_group_when_a_check_fails() -> None:

@@ -498,12 +498,15 @@ def _unreached() -> None:
             optimizer.step()
         assert other.weight.grad is None
         assert used.weight.eq(-1.0 - step).all(), used.weight
-    assert reducer.stats()["steps"] == 4
+    # A second step on the same gradients, which no rank has made anew: they stay.
+    optimizers[0].step()
+    assert used.weight.eq(-5.0).all() and used.weight.grad.eq(1.0).all(), (used.weight, used.weight.grad)
+    steps = reducer.stats()["steps"]
     # Steps on one's own gradients are no such steps.
     with reducer.no_sync():
         used(torch.ones(1, 2)).sum().backward()
         optimizers[0].step()
-    assert reducer.stats()["steps"] == 4
+    assert reducer.stats()["steps"] == steps
     reducer.close()
     optimizers[0].step()
     dist.destroy_process_group()

@@ -235,6 +235,11 @@ def test_what_is_not_delivered_is_told(backend: Backend, interrupt: bool) -> Non
         job.signal(1, signal.SIGSTOP)
         job.await_note("leaves", deadline_s=40, of=[0])
         if interrupt:
+            # Once it waits in the engine, whose wait is a loop of short sleeps.
+            wchan, deadline, seen = pathlib.Path(f"/proc/{job.pids[0]}/wchan"), time.monotonic() + 20, 0
+            while seen < 100:
+                assert time.monotonic() < deadline
+                seen = seen + 1 if "nanosleep" in wchan.read_text() else 0
             job.signal(0, signal.SIGINT)
         (outcome,) = job.outcomes(timeout_s=25, of=[0])
         assert outcome.ok, outcome

@@ -79,8 +79,8 @@ def refused_together(backend: str) -> object:
             ),
             (
                 "uneven reduce_scatter",
-                lambda: dist.reduce_scatter(torch.zeros(1).expand(rank + 1), [torch.ones(r + 1) for r in range(size)]),
-                lambda: dist.reduce_scatter(torch.zeros(rank + 1), [torch.ones(r + 1) for r in range(size)]),
+                lambda: dist.reduce_scatter(torch.zeros(1).expand(rank + 2), [torch.ones(r + 2) for r in range(size)]),
+                lambda: dist.reduce_scatter(torch.zeros(rank + 2), [torch.ones(r + 2) for r in range(size)]),
             ),
             (
                 "all_to_all",
@@ -88,12 +88,17 @@ def refused_together(backend: str) -> object:
                 lambda: dist.all_to_all([torch.zeros(3) for _ in range(size)], [torch.ones(3)] * size),
             ),
         ]
+        # Rows of other lengths, which only the elements' number says.
+        rows, flat = torch.arange(4.0 * size).view(-1, 2) + rank, torch.zeros(4 * size)
+        dist.all_to_all_single(flat, rows)
+        report.equal("rows of another length", flat[:4] - flat[0], torch.arange(4.0))
         for what, refused, right in calls:
             ones.fill_(1)
             with report.refused(what):
                 refused()
             report.equal(f"{what}, refused", ones, torch.ones(4))
-            report.equal(f"{what}, refused", uneven[0], torch.zeros(1))
+            if what == "uneven all_gather":
+                report.equal(f"{what}, refused", uneven[0], torch.zeros(1))
             with report.during(f"{what}, again"):
                 right()
             if what in ("all_reduce_coalesced", "coalescing manager"):

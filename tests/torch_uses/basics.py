@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from penstock.torch.backend import of as backend_of
 from torch_uses import TIMEOUT, bits, close, integers, know, noise, same, shared_folder, use, world
 
 
@@ -311,10 +312,14 @@ def sparse_all_reduce(backend: str) -> object:
 
 @use(ranks=3, without={"gloo": "it waits for the time-out where sizes differ, and has no AVG"})
 def sparse_all_reduce_refuses(backend: str) -> object:
-    """Ranks whose sparse tensors differ in shape all hear so and can go on; AVG is known, MAX is refused."""
+    """Ranks whose sparse tensors differ in shape, or whose operations do, all hear so and can go on; AVG is known, MAX is
+    refused."""
     with world(backend) as (rank, size):
-        with pytest.raises(RuntimeError, match=r"rank 2 \(52, 3\)") as raised:
+        with pytest.raises(RuntimeError, match=r"rank 2 sum of \(52, 3\)") as raised:
             dist.all_reduce(_sparse(rank, rows=50 + rank // 2 * 2))
+        assert raised.value.group_lives
+        with pytest.raises(RuntimeError, match=r"rank 0 avg of .*rank 1 sum of") as raised:
+            dist.all_reduce(_sparse(rank), op=dist.ReduceOp.SUM if rank else dist.ReduceOp.AVG)
         assert raised.value.group_lives
         with pytest.raises(ValueError, match="knows SUM and AVG, not MAX"):
             dist.all_reduce(_sparse(rank), op=dist.ReduceOp.MAX)
@@ -335,6 +340,13 @@ def sparse_all_reduce_alone(backend: str) -> object:
             with pytest.raises(RuntimeError):
                 dist.all_reduce(torch.ones(1), group=group)
         dist.barrier()
+        if backend == "penstock":
+            left = dist.new_group(backend=backend)
+            dist.all_reduce(_sparse(0), group=left)
+            gone = backend_of(left)
+            dist.destroy_process_group(left)
+            with pytest.raises(RuntimeError, match="the group was destroyed"):
+                gone.allreduce([_sparse(0)], dist.AllreduceOptions()).wait()
         return None
 
 
@@ -351,10 +363,12 @@ def spans(backend: str) -> object:
                 store.set("issued", "")
                 store.wait(["late"])
                 late_s = time.perf_counter() - issued_s
+                store.set("measured", "")
                 work.wait()
             else:
                 store.wait(["issued"])
                 store.set("late", "")
+                store.wait(["measured"])
                 dist.all_reduce(tensors[0])
             dist.all_reduce_coalesced(tensors)
             dist.broadcast(tensors[1], src=0)

@@ -229,9 +229,9 @@ class Units:
 
     def _submit(self, index: int, gradient: torch.Tensor, *, absent: bool) -> torch.Tensor:
         assert self._reducer is not None, "the caller has asked whether it is usable"
-        if self._withdrawn is not None:
-            self._withdrawn.wait()
-            self._withdrawn = None
+        withdrawn, self._withdrawn = self._withdrawn, None
+        if withdrawn is not None:
+            withdrawn.wait()
         submitted = self._slots.submit(self._reducer, index, gradient, absent)
         self._done.add(index)
         return submitted

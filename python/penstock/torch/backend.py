@@ -81,11 +81,14 @@ def _batched(call: Callable[..., Work]) -> Callable[..., Work]:
     collect calls for ever, and runs none of them.)"""
 
     @functools.wraps(call)
-    def batched(self: _Collectives, *args: Any) -> Work:
+    def batched(self: _Collectives, *args: Any, **kwargs: Any) -> Work:
+        if self._coalesced is not None and self._coalesced.has_raised:
+            # Its refusal came by a wait inside the batch, so torch did not come to the batch's end.
+            self._coalesced = None
         if self._coalesced is None:
-            return call(self, *args)
+            return call(self, *args, **kwargs)
         try:
-            return call(self, *args)
+            return call(self, *args, **kwargs)
         except ConfigError as error:
             return self._coalesced.refuse(error)
 
@@ -102,7 +105,7 @@ def _span(name: str, shown: Callable[..., Iterable[torch.Tensor]]) -> Callable[[
         def with_span(self: Any, *args: Any, **kwargs: Any) -> Work:
             if not profiler._is_profiler_enabled or (self._coalesced is not None and name != "coalesced"):
                 return call(self, *args, **kwargs)
-            span = torch.autograd._record_function_with_args_enter(f"penstock:{name}", *shown(*args))
+            span = torch.autograd._record_function_with_args_enter(f"penstock:{name}", *shown(*args, **kwargs))
             try:
                 work = call(self, *args, **kwargs)
             except BaseException:
@@ -116,19 +119,19 @@ def _span(name: str, shown: Callable[..., Iterable[torch.Tensor]]) -> Callable[[
     return decorate
 
 
-def _first(tensors: Iterable[torch.Tensor], *_: Any) -> Iterable[torch.Tensor]:
+def _first(tensors: Iterable[torch.Tensor], *_: Any, **__: Any) -> Iterable[torch.Tensor]:
     return tensors
 
 
-def _second(_output: Any, given: Any, *_: Any) -> Iterable[torch.Tensor]:
+def _second(_output: Any, given: Any, *_: Any, **__: Any) -> Iterable[torch.Tensor]:
     return [given] if isinstance(given, torch.Tensor) else given
 
 
-def _lists(_outputs: Any, input_lists: Sequence[list[torch.Tensor]], *_: Any) -> Iterable[torch.Tensor]:
+def _lists(_outputs: Any, input_lists: Sequence[list[torch.Tensor]], *_: Any, **__: Any) -> Iterable[torch.Tensor]:
     return input_lists[0] if input_lists else []
 
 
-def _nothing(*_: Any) -> Iterable[torch.Tensor]:
+def _nothing(*_: Any, **__: Any) -> Iterable[torch.Tensor]:
     return []
 
 
@@ -196,7 +199,7 @@ class _Collectives:
         for tensor in tensors:
             if tensor.layout is not torch.sparse_coo:
                 raise _refusal(f"all_reduce: sparse COO tensors cannot share a call with a {tensor.layout} tensor")
-            if str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
+            if tensor.dtype not in _DTYPES:
                 raise _refusal(f"all_reduce: {tensor.dtype} cannot be reduced")
         op, _ = _reduction(opts.reduceOp, "all_reduce", None)
         if op not in ("sum", "avg"):
@@ -384,11 +387,14 @@ class _Collectives:
         input_split_sizes: list[int],
         opts: Any,
     ) -> Work:
-        # Where there are no rows, they lie as those of the other one.
+        # Where there are no rows, they lie as those of the other one. The elements of contiguous tensors lie alike, whatever the
+        # length of their rows.
         lies = [
             rows(input if input.numel() else output),
             rows(output if output.numel() or not input.numel() else input),
         ]
+        if input.is_contiguous() and output.is_contiguous():
+            lies = [(), ()]
         for what, tensor, row in zip(("input", "output"), (input, output), lies, strict=True):
             _check_place("all_to_all", tensor)
             if row is None:
@@ -859,6 +865,8 @@ class _Batch:
         self.works: list[Work] = []
         self._waiting: list[tuple[Work, Sequence[Start]]] = []
         self._refused: ConfigError | None = None
+        self.has_raised = False
+        """It has said what was refused, and is over."""
 
     def add(self, work: Work, starts: Sequence[Start]) -> None:
         work.tickets = [_InBatch(self, work)]
@@ -874,6 +882,7 @@ class _Batch:
 
     def start(self) -> None:
         if self._refused is not None:
+            self.has_raised = True
             raise self._refused
         while self._waiting:
             work, starts = self._waiting.pop(0)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
@@ -150,6 +151,7 @@ class GradientReducer:
                     'DistributedDataParallel over init_process_group("penstock"), which stages CUDA tensors.'
                 )
         self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
+        self._reduced = {*self._parameters, *self._sparse}
         if unit_bytes <= 0:
             raise ConfigError(f"unit_bytes must be positive, not {unit_bytes}")
         self._group = group
@@ -213,6 +215,7 @@ class GradientReducer:
         self._has_warned = False
         # How many gradients autograd has made, and had made when an optimizer made its last step.
         self._made = 0
+        self._number = next(_numbers)
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # The parameters keep this object, so that nobody has to; Python collects both together.
         self._hooks = [
@@ -322,9 +325,9 @@ class GradientReducer:
         return self._enabled
 
     def _begin(self) -> None:
-        if self._withdrawn is not None:
-            self._withdrawn.wait()
-            self._withdrawn = None
+        withdrawn, self._withdrawn = self._withdrawn, None
+        if withdrawn is not None:
+            withdrawn.wait()
         if self._pass is None:
             if self._tuning is not None:
                 self._tuning.begin()
@@ -407,7 +410,7 @@ class GradientReducer:
         """An optimizer is about to step. Where it is ours, and no gradient was made since its last step, a pass has reached
         no parameter: other ranks' passes may have, and wait for this one."""
         if optimizer not in self._stepped and not any(
-            one in self._index for group in optimizer.param_groups for one in group["params"]
+            one in self._reduced for group in optimizer.param_groups for one in group["params"]
         ):
             return
         before = self._stepped.get(optimizer, 0)
@@ -428,8 +431,10 @@ class GradientReducer:
         """Everything is reduced, and lies in these tensors."""
         for index, gradient in gradients.items():
             parameter = self._parameters[index]
+            if self._reducer.was_absent(index):
+                continue  # No rank has one of this pass: what an earlier one left stays.
             if parameter.grad is None:
-                parameter.grad = None if self._reducer.was_absent(index) else gradient
+                parameter.grad = gradient
             elif parameter.grad.data_ptr() != gradient.data_ptr():
                 parameter.grad.copy_(gradient)
 
@@ -461,13 +466,15 @@ def _hook_optimizers() -> None:
         has_closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
         # A closure makes passes of its own; in the middle of a pass (an optimizer in a hook) nothing can be known yet.
         if not has_closure and torch._C._current_graph_task_id() == -1:
-            for reducer in list(_alive):
+            # In the order in which they were made, which is the same on all ranks: each may wait for the other ranks.
+            for reducer in sorted(_alive, key=lambda one: one._number):
                 reducer._before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
 
 
 _alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 class _BucketReducer(GradientReducer):

@@ -27,8 +27,14 @@ class _End:
         self._raised: Callable[[], None] | None = raised
 
     def __call__(self) -> None:
-        self._ended()
-        self._raised = None
+        raised, self._raised = self._raised, None
+        try:
+            self._ended()
+        except BaseException:
+            # Here, not when this object goes: the traceback keeps it, for as long as the script keeps the exception.
+            if raised is not None:
+                raised()
+            raise
 
     def __del__(self) -> None:
         if self._raised is not None:

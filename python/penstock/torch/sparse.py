@@ -35,13 +35,19 @@ class SparseReductions:
         self._fail = fail
         self._queue: queue.SimpleQueue[tuple[SparseTicket, torch.Tensor, bool, float] | None] = queue.SimpleQueue()
         self._member: Any = None
+        self._closed = False
+        self._lock = threading.Lock()
         threading.Thread(target=self._run, name="penstock-sparse", daemon=True).start()
 
     def start(self, tensor: torch.Tensor, *, average: bool, timeout_s: float) -> SparseTicket:
         """Add up ``tensor``, on the CPU, over all ranks. Does not block; the tensor must not change before the end."""
         _core.check_fork()  # The thread is the parent's.
         ticket = SparseTicket()
-        self._queue.put((ticket, tensor, average, timeout_s))
+        with self._lock:
+            if not self._closed:
+                self._queue.put((ticket, tensor, average, timeout_s))
+                return ticket
+        ticket.end(_destroyed())
         return ticket
 
     def expire(self, waited_s: float) -> None:
@@ -51,7 +57,9 @@ class SparseReductions:
 
     def close(self) -> None:
         """End the thread. What is waiting fails. Does not block; the sibling group is left by its owner."""
-        self._queue.put(None)
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
 
     def _run(self) -> None:
         failure: BaseException | None = None
@@ -60,6 +68,8 @@ class SparseReductions:
             try:
                 if failure is not None:
                     raise failure
+                if self._closed:
+                    raise _destroyed()
                 if self._member is None:
                     self._member = self._join()
                 gather = checks.gatherer(self._member, timeout_s)
@@ -69,9 +79,6 @@ class SparseReductions:
                 if failure is None and not getattr(error, "group_lives", False):
                     failure = error
                     self._fail(error)
-        while not self._queue.empty():
-            if (left := self._queue.get()) is not None:
-                left[0].end(Closed("all_reduce of a sparse tensor: the group was destroyed."))
 
 
 class SparseTicket:
@@ -114,8 +121,13 @@ class SparseTicket:
         with self._lock:
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        # Not on this thread, which the callbacks' own sparse all-reduces need.
+        if callbacks:
+            threading.Thread(target=lambda: [callback() for callback in callbacks], name="penstock-sparse-done").start()
+
+
+def _destroyed() -> Closed:
+    return Closed("all_reduce of a sparse tensor: the group was destroyed. The group is unusable: build a new one.")
 
 
 def add_up(tensor: torch.Tensor, gather: checks.Gather, *, average: bool) -> torch.Tensor:
@@ -131,7 +143,7 @@ def add_up(tensor: torch.Tensor, gather: checks.Gather, *, average: bool) -> tor
     Memory: indices and values of all ranks, each padded to the longest.
     """
     head = torch.zeros(_HEAD, dtype=torch.int64)
-    head[: tensor.dim() + 3] = torch.tensor([tensor._nnz(), tensor.sparse_dim(), tensor.dim(), *tensor.shape])
+    head[: tensor.dim() + 4] = torch.tensor([tensor._nnz(), average, tensor.sparse_dim(), tensor.dim(), *tensor.shape])
     heads = gather(head)
     if not (heads[:, 1:] == heads[0, 1:]).all():
         raise _mismatch(heads)
@@ -158,14 +170,15 @@ def _gathered(mine: torch.Tensor, gather: checks.Gather, world: int) -> torch.Te
 
 def _mismatch(heads: torch.Tensor) -> Mismatch:
     told = []
-    for rank, (_, sparse, dims, *shape) in enumerate(heads.tolist()):
-        told.append(f"rank {rank} {tuple(shape[:dims])} with {sparse} sparse dimension(s)")
+    for rank, (_, average, sparse, dims, *shape) in enumerate(heads.tolist()):
+        op = "avg" if average else "sum"
+        told.append(f"rank {rank} {op} of {tuple(shape[:dims])} with {sparse} sparse dimension(s)")
     error = Mismatch(
-        f"all_reduce of a sparse tensor: the ranks' tensors differ: {'; '.join(told)}. The group is still usable."
+        f"all_reduce of a sparse tensor: the ranks' calls differ: {'; '.join(told)}. The group is still usable."
     )
     error.group_lives = True
     return error
 
 
-_HEAD = 67
-"""Three numbers, and a size for each dimension; torch allows 64."""
+_HEAD = 68
+"""Four numbers, and a size for each dimension; torch allows 64."""
