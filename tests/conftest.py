@@ -35,6 +35,12 @@ def pytest_configure() -> None:
             compileall.compile_dir(ROOT / folder, quiet=2)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in _SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Iterator[object]:
     with _skipped_without_hosts():
@@ -58,6 +64,30 @@ def _skipped_without_hosts() -> Iterator[None]:
     except TestbedUnavailable as reason:
         pytest.skip(f"no emulated hosts here: {reason}")
 
+
+# Whole jobs, commands and testbeds: `./dev test quick` leaves these files out. Each took 30 s or more on two cores.
+_SLOW = {
+    "test_aggregated",
+    "test_aggregated_faults",
+    "test_bench",
+    "test_bench_aggregated",
+    "test_compression",
+    "test_demo",
+    "test_diagnosis",
+    "test_elastic",
+    "test_fault_matrix",
+    "test_faults",
+    "test_flight",
+    "test_frameworks",
+    "test_horovod",
+    "test_p4_live",
+    "test_point_to_point",
+    "test_random_programs",
+    "test_testbed",
+    "test_testbed_racks",
+    "test_torch_suite",
+    "test_tuning",
+}
 
 # What torchrun exports to a rank.
 _LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}

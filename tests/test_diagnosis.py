@@ -67,6 +67,7 @@ def test_info_shows_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch) -> None
     assert "did you mean PENSTOCK_STREAMS?" in row["meaning"] and "hush" not in ended.stdout
 
 
+@pytest.mark.alone
 def test_doctor_checks_two_ranks_here() -> None:
     """Alone it starts two ranks: both ways are there, with rate, medium and streams; nothing to mend is success."""
     ended = _penstock(["doctor", "--mebibytes=1"], {"PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "3"})

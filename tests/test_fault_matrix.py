@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -42,6 +43,8 @@ from penstock import elastic, testbed
 from penstock.elastic import membership
 from penstock.errors import PenstockError
 from penstock.torch import GradientReducer, ddp_hook
+
+pytestmark = pytest.mark.alone  # every fault has to be known within a stated time
 
 PHASES = ["forward", "backward", "reduction", "between", "optimizer"]
 LATE = ["reduction", "between", "optimizer"]

@@ -18,3 +18,9 @@ AVOID = {
     "reducer without close": "a GradientReducer that nobody closes is never collected, nor is its model: torch's hooks in C++ "
     "are invisible to Python's collector, and hold it. Each also keeps its engine's event descriptor.",
 }
+
+SEEDS = {
+    20: "rank 1 leaves out a call, and rank 0's all_to_all of nothing meets another operation of rank 1 that ended at once: a "
+    "time-out, not a mismatch, as for 'wrong root'.",
+}
+"""Of the fixed range, those whose programs show a finding that no switch of the generator leaves out."""
