@@ -1,8 +1,8 @@
 """What the fork server of `ranks` imports before it makes the first rank, so that no rank has to.
 
 A rank begins as a copy of this process, and memory is copied when it is written to: a garbage collection in a rank would
-write to every object that torch's import has made (a second of processor time). So they are frozen: no collection looks at
-them.
+write to every object that torch's import has made (a quarter of a second of processor time). So they are frozen: no
+collection looks at them.
 """
 
 import atexit
