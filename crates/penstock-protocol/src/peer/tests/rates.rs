@@ -133,6 +133,21 @@ fn a_shared_link_holds_little() {
     assert!(waited < 100, "{waited} ms");
 }
 
+/// One side has learnt that the streams share a link and the other has not, so the acks of the first wait in the long queue
+/// of the second. Both directions are filled all the same.
+#[test]
+fn a_long_queue_of_the_other_direction_starves_nobody() {
+    let mut specs = streams(&[200.0; 16], 50_000);
+    specs.iter_mut().for_each(|spec| spec.buffer_bytes = 4 * MIB);
+    let mut world = pair(&specs, 1000.0);
+    for step in 0..10 {
+        world.pairs[0].peers[0].patience = PATIENCE_SHARED;
+        world.pairs[0].peers[1].patience = 1.0;
+        let share = share(64 * MIB, seconds(&mut world, 64 * MIB, true), 1000.0);
+        assert!(share > 0.95, "{share} of the link in operation {step}");
+    }
+}
+
 /// Many short operations both ways over equal streams, the hardest case for the estimate: what a stream holds may have
 /// arrived, and its ack waits behind the data of the other direction. Some frames leave twice, and it costs little.
 #[test]
