@@ -43,6 +43,7 @@ class Engine:
         dead_after_s: float,
         socket_buffer_bytes: int,
         flight_recorder: str | None,
+        ptracer: str = "launcher",
     ) -> Engine: ...
     def contact(self) -> str: ...
     def join(

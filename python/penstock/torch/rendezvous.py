@@ -225,6 +225,7 @@ class _Engine:
             ports=settings.port_range,
             streams=settings.streams,
             shared_memory=settings.shm,
+            ptracer=settings.ptracer,
             checksum=settings.checksum,
             dead_after_s=settings.peer_timeout,
             socket_buffer_bytes=settings.socket_buffer,
