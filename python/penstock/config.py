@@ -233,8 +233,8 @@ KNOBS = (
         "PENSTOCK_PTRACER",
         "launcher",
         _ptracer,
-        "who may read a rank's memory where kernel.yama.ptrace_scope is 1 (docs/transport.md). launcher: the nearest process that "
-        "the ranks of a host descend from, and what it has started. any: every process of the same user. 0: nobody more; "
+        "who may read a rank's memory where kernel.yama.ptrace_scope is 1 (docs/transport.md). launcher: the nearest process "
+        "that the ranks of a host descend from, and what it has started. any: every process of the same user. 0: nobody more; "
         "ranks then send tensors through the local socket.",
     ),
     Knob(

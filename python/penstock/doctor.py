@@ -94,7 +94,7 @@ def _check(size: int) -> bool:
 
 
 def memory_warning(peers: list[dict[str, Any]], ptrace_scope: str) -> str | None:
-    """What to say where Yama keeps ranks of one host from reading each other's memory: peers as `penstock.torch.stats` has them."""
+    """What to say where Yama keeps ranks of one host from reading each other's memory; peers as in `penstock.torch.stats`."""
     refused = [str(peer["rank"]) for peer in peers if peer["medium"] == "local socket"]
     if not refused or ptrace_scope in ("", "0"):
         return None
