@@ -681,8 +681,10 @@ def test_a_switch_is_told_by_a_command(tmp_path: pathlib.Path) -> None:
     """The job is opened, opened again when it is lost, and closed by the plan's command; 16-bit types travel in 32 bits, and the
     bits are those of the definition. (tests/test_p4_live.py has a switch.)"""
     (tmp_path / "tell.py").write_text(COMMAND)
-    with Daemon("server") as server, Daemon("aggregator") as rack:
+    secret = {"PENSTOCK_SECRET": "hush"}
+    with Daemon("server", env=secret) as server, Daemon("aggregator") as rack:
         env = _switched(tmp_path, server, rack.address, [sys.executable, str(tmp_path / "tell.py"), rack.address])
+        env |= secret
         values = ranks.run(_all_reduces, count=2, env=env)
         assert rack.get("/jobs")["jobs"] == [], "the job is closed at the end"
         _assert_sums(values, 2, dict.fromkeys(NARROW, 32), [])
@@ -711,11 +713,19 @@ def test_a_switch_is_told_by_a_command(tmp_path: pathlib.Path) -> None:
 )
 def test_a_switch_that_refuses(command: list[str], words: str, tmp_path: pathlib.Path) -> None:
     """What the command says is said on all ranks, with the switch and the command."""
+    secret = {"PENSTOCK_SECRET": "hush"}
+    with Daemon("server", env=secret) as server:
+        env = {**_switched(tmp_path, server, "127.0.0.1:9", command), **secret}
+        _refused(env, "switch 127.0.0.1:9: `", command[0], " open ", words)
+        assert server.get("/jobs")["jobs"] == [], "what was opened is closed"
+
+
+def test_a_switch_beside_a_daemon_without_a_secret(tmp_path: pathlib.Path) -> None:
+    """It would never get a packet from there: an error says so, and what to do."""
     with Daemon("server") as server:
         _refused(
-            _switched(tmp_path, server, "127.0.0.1:9", command), "switch 127.0.0.1:9: `", command[0], " open ", words
+            _switched(tmp_path, server, "127.0.0.1:9", ["true"]), server.address, "has no secret", "PENSTOCK_SECRET"
         )
-        assert server.get("/jobs")["jobs"] == [], "what was opened is closed"
 
 
 def _init() -> None:

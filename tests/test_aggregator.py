@@ -95,6 +95,25 @@ def udp(host: str = "127.0.0.1") -> socket.socket:
     return one
 
 
+def show(one: socket.socket, daemon: tuple[str, int]) -> None:
+    """Show a daemon without a secret that this address receives: return the number that it asks for."""
+
+    def receipt(returned: bytes, asked: bytes) -> bytes:
+        return (
+            b"PA"
+            + bytes([1, 16])
+            + (7).to_bytes(4, "big")
+            + (1).to_bytes(2, "big")
+            + bytes(6)
+            + (returned + bytes(8) + asked + bytes(8))
+        )
+
+    one.sendto(receipt(bytes(8), (1).to_bytes(8, "big")), daemon)
+    answer = one.recv(65536)
+    assert answer == receipt((1).to_bytes(8, "big"), answer[32:40]) and any(answer[32:40])
+    one.sendto(receipt(answer[32:40], bytes(8)), daemon)
+
+
 def address_of(text: str) -> tuple[str, int]:
     host, _, port = text.partition(":")
     return host, int(port)
@@ -107,6 +126,7 @@ def test_a_sum() -> None:
         status, told = request("PUT", address, "/jobs/7", job(workers, parent))
         assert (status, told) == (201, {"shards": 1, "udp": address})
         assert request("PUT", address, "/jobs/7", job(workers, parent))[0] == 200
+        show(parent, address_of(address))
         for number, worker in enumerate(workers):
             worker.sendto(push(number, 40 + number, -number), address_of(address))
         packet, source = parent.recvfrom(65536)
@@ -141,6 +161,7 @@ def test_ipv6() -> None:
         for place, at in ((body["parent"], parent), (body["children"][0], worker)):
             place["address"] = f"[0:0::1]:{at.getsockname()[1]}"
         assert request("PUT", address, "/jobs/7", body) == (201, {"shards": 1, "udp": address})
+        show(parent, ("::1", port))
         worker.sendto(push(0, 5), ("::1", port))
         packet, source = parent.recvfrom(65536)
         assert source[:2] == ("::1", port) and packet[48:] == (5).to_bytes(4, "big")
@@ -209,7 +230,7 @@ def test_a_secret_admits(tmp_path: pathlib.Path) -> None:
         status, told = request("PUT", address, "/jobs/7", body)
         assert status == 401 and "PENSTOCK_SECRET" in told["error"]
         now = str(int(time.time()))
-        text = f"PUT\n/jobs/7\n{now}\n{json.dumps(body)}".encode()
+        text = f"PUT\n/jobs/7\n{now}\n{request('GET', address, '/')[1]['daemon']}\n{json.dumps(body)}".encode()
         proof = hmac.new(b"hush", text, hashlib.sha256).hexdigest()
         headers = {"X-Penstock-Time": now, "X-Penstock-Proof": proof}
         assert request("PUT", address, "/jobs/7", body, headers)[0] == 201

@@ -78,6 +78,17 @@ def test_doctor_checks_two_ranks_here() -> None:
     assert ended.returncode == (1 if "! rank" in ended.stdout else 0), ended.stdout
 
 
+def test_doctor_names_yama() -> None:
+    """Ranks that may not read each other's memory because of Yama are named, with the cure for that scope; others are not."""
+    peers = [{"rank": 1, "medium": "memory"}, {"rank": 2, "medium": "local socket"}, {"rank": 3, "medium": "tcp"}]
+    told = doctor.memory_warning(peers, "1")
+    assert told is not None and "rank(s) 2 on" in told and "PENSTOCK_PTRACER=any" in told
+    told = doctor.memory_warning(peers, "2")
+    assert told is not None and "PENSTOCK_PTRACER" not in told and "CAP_SYS_PTRACE" in told
+    assert [doctor.memory_warning(peers, scope) for scope in ("", "0")] == [None, None]
+    assert doctor.memory_warning([peers[0], peers[2]], "1") is None
+
+
 def test_doctor_cuts_nothing() -> None:
     """On a terminal that is too narrow for its tables cells are folded; a log file has whole lines."""
     for env, width in (({"COLUMNS": "60"}, 60), ({"COLUMNS": None}, 200)):

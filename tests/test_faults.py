@@ -131,6 +131,24 @@ def test_rank_leaves_while_others_wait(medium: Backend) -> None:
         assert "rank 1" in outcome.raised.text, outcome.raised.text
 
 
+@pytest.mark.parametrize("how", ["leaves", "dies", "dies before"])
+def test_new_group_without_a_rank(how: str) -> None:
+    """A rank dies or leaves, and the others build a group with it: all raise PeerLost within seconds, not after the time-out of
+    half an hour. The others build a group without it, and use that."""
+    with ranks.Ranks(_new_group_without, count=3, args=(how,)) as job:
+        job.await_note("before", deadline_s=60)
+        since_s = job.signal(2, signal.SIGKILL) if how == "dies before" else time.monotonic()
+        job.await_note("waiting", deadline_s=60, of=[0, 1])
+        if how == "dies":
+            since_s = job.signal(2, signal.SIGKILL)
+        outcomes = job.outcomes(timeout_s=60, of=[0, 1])
+    for outcome in outcomes:
+        assert outcome.ok, str(outcome)
+        kind, text = outcome.value
+        assert kind == "PeerLost" and "rank 2 (" in text, text
+        assert outcome.ended_s - since_s < DEATH_KNOWN_S, str(outcome)
+
+
 @pytest.mark.parametrize("medium", MEDIA, ids=str)
 def test_rank_raises_while_others_wait(medium: Backend) -> None:
     """A Python exception on one rank ends the others within seconds of its exit."""
@@ -950,6 +968,32 @@ def _come_late() -> None:
     if rank == 1:
         _job_store().wait(["now"], datetime.timedelta(seconds=60))
     dist.all_reduce(torch.ones(10))
+
+
+def _new_group_without(how: str) -> tuple[str, str] | None:
+    rank, _ = _start(1800.0)
+    store = _job_store()
+    dist.barrier()
+    ranks.note("before")
+    if rank == 2:
+        if how == "leaves":
+            dist.destroy_process_group()
+            store.set("left", "")
+            return None
+        signal.pause()
+    if how == "leaves":
+        store.wait(["left"])
+    ranks.note("waiting")
+    raised: tuple[str, str] | None = None
+    try:
+        dist.new_group()
+    except penstock.errors.PenstockError as error:
+        raised = type(error).__name__, str(error)
+    survivors = dist.new_group([0, 1], use_local_synchronization=True)
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor, group=survivors)
+    same(tensor, 2.0)
+    return raised
 
 
 def _new_groups_for_ever() -> None:

@@ -5,6 +5,9 @@ The oracle is arithmetic in this process's own passes: the average of what each 
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
 import itertools
 import logging
 import os
@@ -13,6 +16,7 @@ import random
 import re
 import signal
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -26,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 from backends import ALL, Backend
 from penstock.errors import Config as ConfigError
-from penstock.errors import Mismatch, NotFinite
-from penstock.torch import GradientReducer, ddp_hook
+from penstock.errors import Mismatch, NotFinite, PenstockError
+from penstock.torch import GradientReducer, backend, ddp_hook
 from penstock.torch.slots import Slots
 
 MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
@@ -126,6 +130,21 @@ def test_parameters_of_rank_0() -> None:
 def test_models_come_and_go() -> None:
     """A closed reducer leaves the model and the groups alone; another may follow, and two may live side by side."""
     ranks.run(_come_and_go, count=2)
+
+
+@pytest.mark.parametrize("hooked", ["ddp_hook", "reducer"])
+def test_nobody_closes_it(hooked: str) -> None:
+    """A reducer lives with its model, whoever else keeps it. With the model it is collected, and leaves its groups; copies and
+    files of the model have none."""
+    ranks.run(_let_go, count=2, args=(hooked,))
+
+
+def test_reducers_of_failed_groups() -> None:
+    """Who makes one in a group that has failed gets the failure at once, on all ranks, and so does who waits for others."""
+    for raised in ranks.run(_in_a_failed_group, count=3):
+        assert len(raised) == 2
+        for kind, text in raised:
+            assert kind == "Closed" and "nobody needs it" in text, raised
 
 
 def test_the_size_of_units() -> None:
@@ -657,6 +676,54 @@ def _come_and_go() -> None:
     assert beside.stats()["steps"] == 3
     dist.destroy_process_group()
     beside.close()
+
+
+def _let_go(hooked: str) -> None:
+    dist.init_process_group("penstock")
+    own, rank = backend.of(), dist.get_rank()
+    model, reducer = _hooked(nn.Linear(2, 1, bias=False), hooked, 4 << 20)
+    here, weight = weakref.ref(reducer), weakref.ref(next(model.parameters()))
+    del reducer
+    gc.collect()
+    copied = copy.deepcopy(getattr(model, "module", model))
+    stored = io.BytesIO()
+    torch.save(getattr(model, "module", model), stored)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=False)
+    for one, mean in ((model, 0.5), (copied, float(rank)), (loaded, float(rank))):
+        one(torch.full((1, 2), float(rank))).sum().backward()
+        assert next(one.parameters()).grad.eq(mean).all()
+    assert len(own._siblings) == 2
+    again = GradientReducer(loaded)
+    again.close()
+    torch.save(loaded, io.BytesIO())
+    dist.barrier()
+    del model, one
+    gc.collect()
+    assert here() is None and weight() is None
+    assert own._siblings == []
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+
+
+def _in_a_failed_group() -> list[tuple[str, str]]:
+    dist.init_process_group("penstock")  # with the time-out of half an hour
+    rank, own, raised = dist.get_rank(), backend.of(), []
+
+    def made() -> None:
+        try:
+            own.sibling("made")
+        except PenstockError as error:
+            raised.append((type(error).__name__, str(error)))
+
+    if rank == 0:  # when both others wait
+        turn = f"penstock/sibling/made/penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.3/1"
+        own._member.store.wait([f"{turn}/{one}" for one in (1, 2)])
+        own._member.group.abort("nobody needs it")
+    made()
+    made()
+    own.shutdown()
+    return raised
 
 
 def _units() -> None:

@@ -31,6 +31,9 @@ BLOCK_WORDS = 64
 # A switch adds integers of 32 bits, whatever the tensor's type.
 WIDE = dict.fromkeys(test_aggregated.NARROW, 32)
 
+# It vouches for the switch, which cannot show that it receives.
+SECRET = {"PENSTOCK_SECRET": "hush"}
+
 pytestmark = pytest.mark.skipif(
     (unavailable(False) or test_p4.without_p4runtime()) is not None,
     reason=f"no ranks went through a switch here: {unavailable(False) or test_p4.without_p4runtime()}",
@@ -51,7 +54,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], pathlib.P
 @contextlib.contextmanager
 def _daemon(switch: LiveSwitch, role: str, host: int, *options: str) -> Iterator[Daemon]:
     """A daemon on a host; what it is asked must be asked there."""
-    env = switch.bed.environment()
+    env = {**switch.bed.environment(), **SECRET}
     with contextlib.closing(
         switch.bed.inside(host, lambda: Daemon(role, *options, host=switch.bed.address(host), env=env))
     ) as daemon:
@@ -59,7 +62,8 @@ def _daemon(switch: LiveSwitch, role: str, host: int, *options: str) -> Iterator
 
 
 def _plan(folder: pathlib.Path, server: Daemon, tree: dict[str, Any]) -> dict[str, str | None]:
-    return test_aggregated._plan(folder, f"- address: {server.address}\n  tree: [{json.dumps(tree)}]\n", "key: none\n")
+    env = test_aggregated._plan(folder, f"- address: {server.address}\n  tree: [{json.dumps(tree)}]\n", "key: none\n")
+    return {**env, **SECRET}
 
 
 def _assert_added(switch: LiveSwitch, stats: list[dict[str, Any]], children: int) -> None:

@@ -37,6 +37,7 @@ class Settings:
     port_range: tuple[int, int]
     streams: int
     shm: bool
+    ptracer: str
     algorithm: str | None
     plan: str
     checksum: bool
@@ -120,6 +121,12 @@ def _flag(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError("must be 0 or 1")
     return text == "1"
+
+
+def _ptracer(text: str) -> str:
+    if text not in ("launcher", "any", "0"):
+        raise ValueError("must be launcher, any or 0")
+    return text
 
 
 def _streams(text: str) -> int:
@@ -221,6 +228,14 @@ KNOBS = (
         "1",
         _flag,
         "1: ranks on one host read each other's memory. 0: they use TCP, as if they were on different hosts.",
+    ),
+    Knob(
+        "PENSTOCK_PTRACER",
+        "launcher",
+        _ptracer,
+        "who may read a rank's memory where kernel.yama.ptrace_scope is 1 (docs/transport.md). launcher: the nearest process "
+        "that the ranks of a host descend from, and what it has started. any: every process of the same user. 0: nobody more; "
+        "ranks then send tensors through the local socket.",
     ),
     Knob(
         "PENSTOCK_ALGORITHM",

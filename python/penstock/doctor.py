@@ -84,11 +84,29 @@ def _check(size: int) -> bool:
             seconds = [_exchange(dist, sent, received, other) for _ in range(_WARM_UP + _REPEATS)]
             rates[other] = size / statistics.median(seconds[_WARM_UP:])
     own: dict[str, Any] = {"rates": rates, "stats": stats(), "limits": _limits(), "host": socket.gethostname()}
+    if warning := memory_warning(own["stats"]["peers"], _read("/proc/sys/kernel/yama/ptrace_scope")):
+        own["limits"]["warnings"].append(warning)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, own)
     if rank == 0:
         _print(everyone)
     return not any(one["limits"]["warnings"] for one in everyone)
+
+
+def memory_warning(peers: list[dict[str, Any]], ptrace_scope: str) -> str | None:
+    """What to say where Yama keeps ranks of one host from reading each other's memory; peers as in `penstock.torch.stats`."""
+    refused = [str(peer["rank"]) for peer in peers if peer["medium"] == "local socket"]
+    if not refused or ptrace_scope in ("", "0"):
+        return None
+    cure = (
+        "start the ranks of a host with one launcher, as one user, or set PENSTOCK_PTRACER=any"
+        if ptrace_scope == "1"
+        else "set it to 1 (sysctl), or give the ranks CAP_SYS_PTRACE"
+    )
+    return (
+        f"tensors of rank(s) {', '.join(refused)} on this host come through the local socket: kernel.yama.ptrace_scope is "
+        f"{ptrace_scope}; {cure}"
+    )
 
 
 def _exchange(dist: Any, sent: Any, received: Any, other: int) -> float:

@@ -17,6 +17,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 pub(crate) struct Control {
     config: Config,
     here: SocketAddr,
+    /// What it calls itself, for proofs.
+    daemon: String,
     shards: Mutex<Vec<Handle>>,
     registry: Mutex<Registry>,
     draining: AtomicBool,
@@ -35,10 +37,11 @@ struct Registry {
 }
 
 impl Control {
-    pub(crate) fn new(config: Config, here: SocketAddr, shards: Vec<Handle>) -> Control {
+    pub(crate) fn new(config: Config, here: SocketAddr, daemon: String, shards: Vec<Handle>) -> Control {
         Control {
             config,
             here,
+            daemon,
             shards: Mutex::new(shards),
             registry: Mutex::default(),
             draining: AtomicBool::new(false),
@@ -70,7 +73,7 @@ impl Control {
                     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
                     let what = (request.method.as_str(), request.path.as_str(), &request.body[..]);
                     let (time, proof) = (request.header(proof::TIME_HEADER), request.header(proof::PROOF_HEADER));
-                    if let Err(reason) = proof::check(secret, now, what, time, proof) {
+                    if let Err(reason) = proof::check(secret, &self.daemon, now, what, time, proof) {
                         return Response::error(401, reason);
                     }
                 }
@@ -273,6 +276,7 @@ impl Control {
             "penstock": env!("CARGO_PKG_VERSION"),
             "protocol": VERSION,
             "role": role.name(),
+            "daemon": self.daemon,
             "shards": shards,
             "udp": self.here.to_string(),
             "limits": { "jobs": limits.jobs, "slots": limits.slots, "memory_bytes": limits.memory_bytes },

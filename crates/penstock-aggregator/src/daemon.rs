@@ -3,9 +3,9 @@
 use crate::config::human_bytes;
 use crate::control::Control;
 use crate::shard::{self, Settings};
-use crate::{Config, Role, http};
+use crate::{Config, Role, http, proof};
 use penstock_net::datagrams::{Datagrams, SHORT_SEND_BUFFER};
-use penstock_protocol::aggregation::{Limits, Shard};
+use penstock_protocol::aggregation::{Key, Limits, Shard};
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -84,6 +84,7 @@ impl Daemon {
     /// Binds all ports and starts all threads. When it returns, packets and requests are taken.
     pub fn start(config: Config) -> Result<Daemon, StartError> {
         config.check().map_err(StartError::Config)?;
+        let name = proof::draw_name().map_err(StartError::Machine)?;
         let (sockets, listener) = bind(&config)?;
         let here = sockets[0].local_addr();
         announce(&config, here, &sockets);
@@ -91,9 +92,14 @@ impl Daemon {
         // Every shard has its share.
         let share = |whole: usize| whole / shards as usize;
         let limits = Limits { jobs: limits.jobs, slots: share(limits.slots), memory_bytes: share(limits.memory_bytes) };
+        // Who has the secret is trusted with the addresses that it names.
+        let receipts = match config.secret {
+            Some(_) => None,
+            None => Some(Key(proof::draw().map_err(StartError::Machine)?)),
+        };
         let mut handles = Vec::new();
         for (index, socket) in (0..).zip(sockets) {
-            let settings = Settings { shard: Shard { index, count: shards }, limits, drop: config.drop };
+            let settings = Settings { shard: Shard { index, count: shards }, limits, drop: config.drop, receipts };
             let started = match config.role {
                 Role::Aggregator => shard::start_adding(socket, &settings),
                 Role::Server => shard::start_serving(socket, &settings),
@@ -107,7 +113,7 @@ impl Daemon {
             }
         }
         let (forget_after, drain_timeout) = (config.forget_after, config.drain_timeout);
-        let control = Arc::new(Control::new(config, here, handles));
+        let control = Arc::new(Control::new(config, here, name, handles));
         let mut daemon = Daemon {
             here,
             control: Arc::clone(&control),

@@ -199,7 +199,7 @@ fn round(options: &Options, format: Format, adds: bool) -> Result<Round, String>
         };
         let (children, parent) = all.split_at(options.workers as usize);
         let limits = Limits { jobs: 1, slots: 1 << 16, memory_bytes: usize::MAX };
-        let settings = Settings { shard: Shard::WHOLE, limits, drop: None };
+        let settings = Settings { shard: Shard::WHOLE, limits, drop: None, receipts: None };
         let mut handle = if adds {
             let handle = shard::start_adding(socket, &settings).map_err(fails("the shard"))?;
             let body = json!({

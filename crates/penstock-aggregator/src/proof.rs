@@ -1,8 +1,12 @@
 //! Who may open jobs: whoever has the daemon's secret.
 //!
-//! A proof is the HMAC-SHA256 under the secret of `method \n path \n time \n body`, in hex; the time is Unix seconds, at most
-//! [`MOST_SECONDS`] from the daemon's. It keeps strangers from opening and closing jobs. It hides nothing: who listens to the network reads
-//! the job's key, and may say the same once more within the minute, which opens what is open already.
+//! A proof is the HMAC-SHA256 under the secret of `method \n path \n time \n daemon \n body`, in hex; the time is Unix seconds, at
+//! most [`MOST_SECONDS`] from the daemon's, and the daemon is the name that it drew when it started and tells in `GET /`. It keeps
+//! strangers from opening and closing jobs. It hides nothing: who listens to the network reads the job's key, and may say the same to the
+//! same daemon once more within the minute, which opens what is open already. To another daemon with the secret it says nothing.
+//!
+//! Why not the daemon's address? The one that a client dials need not be one that the daemon knows (a port that a container's host
+//! forwards). Who can alter packets on the way can give a client another daemon's name; nothing here withstands that.
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
@@ -12,16 +16,30 @@ pub const TIME_HEADER: &str = "X-Penstock-Time";
 /// 64 hex digits.
 pub const PROOF_HEADER: &str = "X-Penstock-Proof";
 
-/// The proof for a request.
+/// The proof for a request to the daemon that calls itself so in `GET /`.
 #[must_use]
-pub fn prove(secret: &[u8], method: &str, path: &str, time: &str, body: &[u8]) -> String {
-    let bytes = mac(secret, method, path, time, body).finalize().into_bytes();
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+pub fn prove(secret: &[u8], daemon: &str, method: &str, path: &str, time: &str, body: &[u8]) -> String {
+    let bytes = mac(secret, daemon, method, path, time, body).finalize().into_bytes();
+    hex(&bytes)
+}
+
+/// What a daemon calls itself: 32 hex digits, other ones each time that it starts.
+pub(crate) fn draw_name() -> std::io::Result<String> {
+    draw().map(|drawn| hex(&drawn))
+}
+
+/// Randomness of the kernel.
+pub(crate) fn draw() -> std::io::Result<[u8; 16]> {
+    let mut drawn = [0u8; 16];
+    // At most 256 bytes come at once and whole, if the call is not interrupted before.
+    rustix::io::retry_on_intr(|| rustix::rand::getrandom(&mut drawn, rustix::rand::GetRandomFlags::empty()))?;
+    Ok(drawn)
 }
 
 /// Whether a request may change jobs; if not, why, for its sender.
 pub(crate) fn check(
     secret: &[u8],
+    daemon: &str,
     now_unix: u64,
     request: (&str, &str, &[u8]),
     time: Option<&str>,
@@ -32,9 +50,12 @@ pub(crate) fn check(
         return Err(format!("this node has a secret: send {TIME_HEADER} and {PROOF_HEADER} (PENSTOCK_SECRET)"));
     };
     let seconds: u64 = time.parse().map_err(|_| format!("{TIME_HEADER} is not a number of seconds"))?;
-    let wrong = || "the proof does not hold: is the secret the same on both sides?".to_string();
+    let wrong = || {
+        "the proof does not hold: is the secret the same on both sides, and is the proof for this daemon (GET / names it)?"
+            .to_string()
+    };
     let proof = unhex::<32>(proof).ok_or_else(wrong)?;
-    mac(secret, method, path, time, body).verify_slice(&proof).map_err(|_| wrong())?;
+    mac(secret, daemon, method, path, time, body).verify_slice(&proof).map_err(|_| wrong())?;
     // Only who has the secret learns our time.
     if now_unix.abs_diff(seconds) > MOST_SECONDS {
         return Err(format!(
@@ -58,11 +79,18 @@ pub(crate) fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
     Some(out)
 }
 
-fn mac(secret: &[u8], method: &str, path: &str, time: &str, body: &[u8]) -> Hmac<Sha256> {
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn mac(secret: &[u8], daemon: &str, method: &str, path: &str, time: &str, body: &[u8]) -> Hmac<Sha256> {
     let mut mac = Hmac::<Sha256>::new_from_slice(secret).expect("any length will do");
-    for part in [method.as_bytes(), b"\n", path.as_bytes(), b"\n", time.as_bytes(), b"\n", body] {
-        mac.update(part);
+    // Only the body can hold a line's end.
+    for part in [method, path, time, daemon] {
+        mac.update(part.as_bytes());
+        mac.update(b"\n");
     }
+    mac.update(body);
     mac
 }
 
@@ -77,15 +105,16 @@ mod tests {
     #[test]
     fn a_proof_is_of_one_request_at_one_time() {
         let request = ("PUT", "/jobs/7?x=1", &b"{}"[..]);
-        let proof = prove(b"secret", request.0, request.1, "1000", request.2);
-        // From Python: hmac.new(b"secret", b"PUT\n/jobs/7?x=1\n1000\n{}", "sha256").hexdigest()
+        let proof = prove(b"secret", "d0", request.0, request.1, "1000", request.2);
+        // From Python: hmac.new(b"secret", b"PUT\n/jobs/7?x=1\n1000\nd0\n{}", "sha256").hexdigest()
         assert_eq!(proof, EXPECTED);
         let told = |secret: &[u8], now, request, time: Option<&str>, proof: Option<&str>| {
-            check(secret, now, request, time, proof).err().unwrap_or_default()
+            check(secret, "d0", now, request, time, proof).err().unwrap_or_default()
         };
         let good = Some(proof.as_str());
         assert_eq!(told(b"secret", 1060, request, Some("1000"), good), "");
         assert_eq!(told(b"secret", 940, request, Some("1000"), good), "");
+        assert!(check(b"secret", "d1", 1000, request, Some("1000"), good).is_err(), "another daemon's");
         assert!(told(b"secret", 1061, request, Some("1000"), good).contains("clocks"));
         assert!(told(b"secret", 939, request, Some("1000"), good).contains("clocks"));
         assert!(told(b"secret", 1000, request, Some("1001"), good).contains("does not hold"));
@@ -99,7 +128,14 @@ mod tests {
         assert!(told(b"secret", 1000, request, Some("1000"), None).contains("PENSTOCK_SECRET"));
     }
 
-    const EXPECTED: &str = "39cbedece4689d3e0ee57917559787ab21561389dd779dc4b00a963ade6c0a0f";
+    const EXPECTED: &str = "8cd9ac5650c203bb6ce9462cff0230229812925f2ea8d3ec7a350620a093aa64";
+
+    /// Two daemons never call themselves the same.
+    #[test]
+    fn names() {
+        let [one, other] = [(); 2].map(|()| draw_name().expect("randomness"));
+        assert!(unhex::<16>(&one).is_some() && one != other, "{one} {other}");
+    }
 
     /// Hex digits of either case; nothing else, and no other length.
     #[test]

@@ -57,6 +57,8 @@ pub(crate) struct NodeReport {
     pub(crate) counters: JobCounters,
     /// Since its last packet that was not refused; None: since the job was opened.
     pub(crate) silent_ns: Option<u64>,
+    /// It has shown that it receives, or need not.
+    pub(crate) receives: bool,
 }
 
 impl Report {
@@ -210,6 +212,7 @@ impl JobReport {
             mine.packets += its.packets;
             mine.bytes += its.bytes;
             add(&mut mine.counters, &its.counters);
+            mine.receives |= its.receives;
             mine.silent_ns = match (mine.silent_ns, its.silent_ns) {
                 (Some(a), Some(b)) => Some(a.min(b)),
                 (a, b) => a.or(b),
@@ -275,6 +278,7 @@ impl NodeReport {
             ("packets", json!(self.packets)),
             ("bytes", json!(self.bytes)),
             ("silent_s", json!(self.silent_ns.map(seconds))),
+            ("receives", json!(self.receives)),
         ] {
             told.insert(name.into(), value);
         }

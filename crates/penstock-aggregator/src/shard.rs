@@ -8,16 +8,17 @@ mod adding;
 mod passing;
 mod serving;
 
-use crate::admission::Admitted;
+use crate::admission::{Admitted, Common};
 use crate::report::{NodeReport, Report};
 use adding::Adding;
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
-use penstock_protocol::aggregation::{Limits, Link, Shard};
+use penstock_protocol::aggregation::{HEADER_BYTES, Key, Limits, Link, Receipt, Shard};
 use penstock_types::{SECOND, Time};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fd::OwnedFd;
 use serving::Serving;
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel};
 use std::thread::JoinHandle;
@@ -75,6 +76,8 @@ pub(crate) struct Settings {
     pub(crate) shard: Shard,
     pub(crate) limits: Limits,
     pub(crate) drop: Option<(f64, u64)>,
+    /// Send to addresses only that have shown that they receive, by numbers made with this key.
+    pub(crate) receipts: Option<Key>,
 }
 
 /// Starts an aggregator's shard on a bound socket.
@@ -91,8 +94,8 @@ pub(crate) fn start_serving(socket: Datagrams, settings: &Settings) -> io::Resul
 pub(crate) fn start_passing(
     socket: Datagrams,
     settings: &Settings,
-    from: std::net::SocketAddr,
-    to: std::net::SocketAddr,
+    from: SocketAddr,
+    to: SocketAddr,
 ) -> io::Result<Handle> {
     start(socket, settings, passing::Passing { from, to })
 }
@@ -245,10 +248,13 @@ struct Known {
     bytes: u64,
     counters: penstock_protocol::aggregation::JobCounters,
     heard: Option<Time>,
+    /// It has shown that it receives, or need not.
+    receives: bool,
 }
 
 impl Known {
-    fn all(job: &Admitted) -> Vec<Known> {
+    /// `receive`: what is sent to them need not be asked for.
+    fn all(job: &Admitted, receive: bool) -> Vec<Known> {
         let nodes = job.places.iter().zip(&job.workers);
         nodes
             .map(|(place, workers)| Known {
@@ -258,6 +264,7 @@ impl Known {
                 bytes: 0,
                 counters: Default::default(),
                 heard: None,
+                receives: receive,
             })
             .collect()
     }
@@ -270,7 +277,35 @@ impl Known {
             bytes: self.bytes,
             counters: self.counters,
             silent_ns: self.heard.map(|heard| now.since(heard)),
+            receives: self.receives,
         }
+    }
+}
+
+/// Asks addresses to show that they receive (see [`Receipt`]), where a daemon lets everybody open jobs.
+struct Door(Option<Key>);
+
+impl Door {
+    /// Whether everybody is taken to receive.
+    fn is_open(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// What asks an address; `None`: nobody is asked.
+    fn ask(&self, job: &Common, to: SocketAddr) -> Option<[u8; HEADER_BYTES]> {
+        let key = self.0.as_ref()?;
+        let asked = Receipt::number(key, job.job, job.epoch, &to);
+        Some(Receipt { job: job.job, epoch: job.epoch, returned: 0, asked }.encode())
+    }
+
+    /// Takes a receipt that came from a node of the job; returns what to answer it.
+    fn take(&self, job: &Common, from: SocketAddr, node: &mut Known, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
+        let receipt = Receipt::decode(datagram).filter(|receipt| receipt.epoch == job.epoch)?;
+        let number = self.0.as_ref().map(|key| Receipt::number(key, job.job, job.epoch, &from));
+        node.receives |= number.is_some_and(|number| number == receipt.returned);
+        // One packet for one: who asks and is not known to receive is asked in the answer.
+        let asked = number.filter(|_| !node.receives).unwrap_or(0);
+        receipt.answer().map(|answer| Receipt { asked, ..answer }.encode())
     }
 }
 

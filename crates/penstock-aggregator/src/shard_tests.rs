@@ -10,7 +10,7 @@ fn socket() -> Datagrams {
 
 fn settings() -> Settings {
     let limits = Limits { jobs: 4, slots: 64, memory_bytes: 1 << 20 };
-    Settings { shard: Shard::WHOLE, limits, drop: None }
+    Settings { shard: Shard::WHOLE, limits, drop: None, receipts: Some(Key([9; 16])) }
 }
 
 /// Loss strikes the same datagrams for the same seed, others for another, and about as many as it is told to.

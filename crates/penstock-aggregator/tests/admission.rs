@@ -159,21 +159,66 @@ fn secrets() {
     let (status, told) = put(&[]);
     assert_eq!(status, 401);
     assert!(told.contains("this node has a secret"), "{told}");
-    assert_eq!(put(&proof(b"other", "PUT", "/jobs/7", &body)).0, 401);
-    assert_eq!(put(&proof(b"hush", "PUT", "/jobs/8", &body)).0, 401, "another job's");
-    assert_eq!(put(&proof(b"hush", "DELETE", "/jobs/7", &body)).0, 401, "another request's");
-    assert_eq!(put(&proof(b"hush", "PUT", "/jobs/7", "{}")).0, 401, "another body's");
-    let old =
-        [(TIME_HEADER, "1000".to_string()), (PROOF_HEADER, prove(b"hush", "PUT", "/jobs/7", "1000", body.as_bytes()))];
+    assert_eq!(put(&proof(at, b"other", "PUT", "/jobs/7", &body)).0, 401);
+    assert_eq!(put(&proof(at, b"hush", "PUT", "/jobs/8", &body)).0, 401, "another job's");
+    assert_eq!(put(&proof(at, b"hush", "DELETE", "/jobs/7", &body)).0, 401, "another request's");
+    assert_eq!(put(&proof(at, b"hush", "PUT", "/jobs/7", "{}")).0, 401, "another body's");
+    let about = get(at, "/");
+    let daemon = about["daemon"].as_str().unwrap();
+    let old = [
+        (TIME_HEADER, "1000".to_string()),
+        (PROOF_HEADER, prove(b"hush", daemon, "PUT", "/jobs/7", "1000", body.as_bytes())),
+    ];
     let (status, told) = put(&old);
     assert_eq!(status, 401);
     assert!(told.contains("are the clocks right"), "{told}");
     assert_eq!(get(at, "/")["jobs"], json!([]));
-    assert_eq!(put(&proof(b"hush", "PUT", "/jobs/7", &body)).0, 201);
+    assert_eq!(put(&proof(at, b"hush", "PUT", "/jobs/7", &body)).0, 201);
     let path = "/jobs/7?epoch=1";
     assert_eq!(send("DELETE", path, &[], "").0, 401);
-    assert_eq!(send("DELETE", path, &proof(b"hush", "DELETE", "/jobs/7", ""), "").0, 401, "the query is proved too");
-    assert_eq!(send("DELETE", path, &proof(b"hush", "DELETE", path, ""), "").0, 200);
+    assert_eq!(
+        send("DELETE", path, &proof(at, b"hush", "DELETE", "/jobs/7", ""), "").0,
+        401,
+        "the query is proved too"
+    );
+    assert_eq!(send("DELETE", path, &proof(at, b"hush", "DELETE", path, ""), "").0, 200);
+}
+
+/// What somebody has overheard opens and closes nothing at another daemon with the same secret, nor at the same one once it has
+/// started anew.
+#[test]
+fn proofs_are_for_one_daemon() {
+    let start = || daemon(Config { secret: Some(b"hush".to_vec()), ..config(Role::Aggregator) });
+    let (one, other) = (start(), start());
+    let (open, close) = (aggregator_job(1).to_string(), "/jobs/7?epoch=1");
+    for (heard, replayed) in [(&one, &other), (&other, &one)] {
+        let opening = proof(heard.local_addr(), b"hush", "PUT", "/jobs/7", &open);
+        let closing = proof(heard.local_addr(), b"hush", "DELETE", close, "");
+        let send = |to: &Daemon, opens: bool| match opens {
+            true => http(to.local_addr(), "PUT", "/jobs/7", &opening, &open),
+            false => http(to.local_addr(), "DELETE", close, &closing, ""),
+        };
+        let (status, told) = send(replayed, true);
+        assert!(status == 401 && told.contains("for this daemon"), "{told}");
+        assert_eq!(send(heard, true).0, 201);
+        assert_eq!(put_with(replayed, &open).0, 201);
+        assert_eq!(send(replayed, false).0, 401);
+        assert_eq!(send(heard, false).0, 200);
+        assert_eq!(close_with(replayed, close).0, 200);
+    }
+    let opening = proof(one.local_addr(), b"hush", "PUT", "/jobs/8", &open);
+    drop(one);
+    assert_eq!(http(start().local_addr(), "PUT", "/jobs/8", &opening, &open).0, 401);
+}
+
+fn put_with(node: &Daemon, body: &str) -> (u16, String) {
+    let at = node.local_addr();
+    http(at, "PUT", "/jobs/7", &proof(at, b"hush", "PUT", "/jobs/7", body), body)
+}
+
+fn close_with(node: &Daemon, path: &str) -> (u16, String) {
+    let at = node.local_addr();
+    http(at, "DELETE", path, &proof(at, b"hush", "DELETE", path, ""), "")
 }
 
 /// Strangers who hold connections open, or drip bytes, keep nobody else from being answered.

@@ -6,7 +6,7 @@ use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
 use crate::stats::Stats;
 use crate::ticket::Ticket;
 use penstock_net::memory::{Landmark, Region};
-use penstock_net::{Contact, Driver, Listen, Settings, Wake, fds};
+use penstock_net::{Contact, Driver, Listen, Process, Ptracer, Settings, Wake, fds};
 use penstock_plan::{Algorithm, Thresholds};
 use penstock_protocol::peer::PeerConfig;
 use penstock_types::{Failure, FailureKind, Generation, GroupId};
@@ -37,6 +37,8 @@ pub struct Config {
     pub streams: u16,
     /// Reach peers on this host through memory.
     pub shared_memory: bool,
+    /// Who may read this process's memory where Yama asks.
+    pub ptracer: Ptracer,
     /// Cover frames with a CRC32C.
     pub checksum: bool,
     /// A peer that is silent this long is lost.
@@ -82,6 +84,7 @@ impl Engine {
             rank: config.rank,
             streams: config.streams.max(1),
             shared_memory: config.shared_memory,
+            ptracer: config.ptracer,
             peer: PeerConfig {
                 generation: config.generation,
                 checksum: config.checksum,
@@ -101,6 +104,7 @@ impl Engine {
             host: config.host.clone(),
             tcp: driver.addresses(),
             landmark: if driver.listens_locally() { landmark.address() } else { 0 },
+            process: Process::own(),
         };
         let shared = Arc::new(Shared::default());
         let wake = driver.wake_handle();
@@ -311,6 +315,16 @@ impl Group {
     /// `Closed`: the engine has stopped.
     pub fn hosts(&self) -> Result<Vec<u32>, Failure> {
         self.handle.ask(|reply| Command::Hosts(self.id, reply))
+    }
+
+    /// Whether these ranks of the group can still be reached: an error where one of them is lost or has left, or, with `whole`,
+    /// where the group has failed. For what waits outside the engine; blocks for one turn of its loop.
+    ///
+    /// # Errors
+    /// The group's failure; `PeerLost`; `Closed`: the group was left, or the engine has stopped.
+    pub fn check(&self, whole: bool, ranks: Vec<u32>) -> Result<(), Failure> {
+        let failure = self.handle.ask(|reply| Command::Check { group: self.id, whole, ranks, reply })?;
+        failure.map_or(Ok(()), Err)
     }
 
     /// Leaves the group; operations that still run fail.
@@ -549,6 +563,7 @@ mod tests {
             ports: 0..=0,
             streams: 2,
             shared_memory,
+            ptracer: Ptracer::default(),
             checksum: false,
             dead_after: Duration::from_secs(4),
             socket_buffer_bytes: 0,

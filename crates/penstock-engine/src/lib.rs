@@ -25,7 +25,7 @@ mod ticket;
 pub use aggregated::{LaneSpec, LaneStats, NodeSpec, ServerSpec, ServerStats, Sockets, Wire};
 pub use engine::{Config, Engine, Group, check_fork};
 pub use penstock_kernels::simd_level;
-pub use penstock_net::{Contact, fds, interface, memory};
+pub use penstock_net::{Contact, Process, Ptracer, fds, interface, memory};
 pub use penstock_plan as plan;
 pub use penstock_protocol::{crc32c, fingerprint};
 pub use reducer::{Gradient, Reducer, ReducerSpec, ReducerStats, Way};

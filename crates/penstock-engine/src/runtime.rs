@@ -90,6 +90,13 @@ pub(crate) enum Command {
     /// The all-reduce algorithm of a group from its next operation on, and the streams to use to each of its ranks.
     Retune(GroupId, Option<Algorithm>, usize),
     Hosts(GroupId, mpsc::Sender<Vec<u32>>),
+    /// Whether the group has failed (if that is asked), or one of these ranks is lost or has left.
+    Check {
+        group: GroupId,
+        whole: bool,
+        ranks: Vec<u32>,
+        reply: mpsc::Sender<Option<Failure>>,
+    },
     Abort(GroupId, Failure),
     Expire(GroupId, u64),
     /// A ticket that ends when the group fails, or is left.
@@ -697,6 +704,20 @@ impl Runtime {
         if let Some(reason) = reason {
             self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
         }
+    }
+
+    /// Why a group of these ranks of the group `id` cannot be built: one of them is lost or has left, or, where `whole` counts,
+    /// the group has failed.
+    fn check(&self, id: GroupId, whole: bool, ranks: &[u32]) -> Option<Failure> {
+        let Some(group) = self.groups.get(&id) else {
+            return Some(Failure::fatal(FailureKind::Closed, "the group was destroyed."));
+        };
+        let lost = |rank: &u32| {
+            let peer = (*group.members.get(*rank as usize)?)?;
+            let reason = self.peers[peer as usize].lost.as_ref()?;
+            Some(Failure::fatal(FailureKind::PeerLost, format!("{reason}.")))
+        };
+        group.failed.clone().filter(|_| whole).or_else(|| ranks.iter().find_map(lost))
     }
 
     /// Compares what peers have said of an operation with what it is here. False if the group has failed of it.
@@ -1504,6 +1525,7 @@ impl Handler for Runtime {
                     let hosts = |group: &Group| group.topology.hosts().to_vec();
                     drop(reply.send(self.groups.get(&id).map(hosts).unwrap_or_default()));
                 }
+                Command::Check { group, whole, ranks, reply } => drop(reply.send(self.check(group, whole, &ranks))),
                 Command::Watch(id, ticket) => match self.groups.get_mut(&id) {
                     Some(Group { failed: Some(failure), .. }) => ticket.complete(Err(failure.clone())),
                     Some(group) => group.watches.push(ticket),

@@ -51,6 +51,7 @@ fn config(rank: u32, medium: Medium) -> Config {
         checksum,
         dead_after: Duration::from_secs(4),
         socket_buffer_bytes: 0,
+        ptracer: penstock_engine::Ptracer::default(),
         flight_recorder: None,
     }
 }

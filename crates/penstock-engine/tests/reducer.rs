@@ -505,6 +505,7 @@ impl Ranks {
             checksum: false,
             dead_after: Duration::from_secs(4),
             socket_buffer_bytes: 0,
+            ptracer: penstock_engine::Ptracer::default(),
             flight_recorder: None,
         };
         let engines: Vec<Engine> =

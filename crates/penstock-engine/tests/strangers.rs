@@ -316,13 +316,14 @@ fn engine() -> Engine {
         dead_after: Duration::from_secs(4),
         // A socket that nobody reads shall take less than a batch of frames (256 KiB).
         socket_buffer_bytes: 32 * 1024,
+        ptracer: penstock_engine::Ptracer::default(),
         flight_recorder: None,
     })
     .expect("starts")
 }
 
 fn contact(node: NodeKey, tcp: Vec<std::net::SocketAddr>) -> Contact {
-    Contact { node, rank: 1, host: "test".into(), tcp, landmark: 0 }
+    Contact { node, rank: 1, host: "test".into(), tcp, landmark: 0, process: penstock_engine::Process::default() }
 }
 
 fn join(engine: &Engine, peer: &Contact) -> (Group, Ticket) {

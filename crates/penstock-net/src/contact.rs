@@ -2,6 +2,7 @@
 
 use penstock_protocol::handshake::NodeKey;
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
 
 /// What a process publishes, so that others can connect to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,16 +17,47 @@ pub struct Contact {
     pub tcp: Vec<SocketAddr>,
     /// Where its [`crate::memory::Landmark`] lies in its memory. 0: it does not take part in shared memory.
     pub landmark: u64,
+    /// Which process of its machine it is.
+    pub process: Process,
+}
+
+/// A process as its PID namespace numbers it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Process {
+    /// Its number.
+    pub pid: u32,
+    /// The PID namespace: the same number in processes that see each other under their numbers. 0: unknown.
+    pub space: u64,
+}
+
+impl Process {
+    /// The one that asks.
+    #[must_use]
+    pub fn own() -> Process {
+        // The namespace's inode is unique until the next boot, whose id is random.
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let digits: String = boot.chars().filter(char::is_ascii_hexdigit).take(16).collect();
+        let boot = u64::from_str_radix(&digits, 16).unwrap_or(0);
+        let space = std::fs::metadata("/proc/self/ns/pid").map_or(0, |meta| meta.ino() ^ boot);
+        Process { pid: std::process::id(), space }
+    }
+
+    /// Whether both are in one PID namespace.
+    #[must_use]
+    pub fn is_beside(&self, other: &Process) -> bool {
+        self.space != 0 && self.space == other.space
+    }
 }
 
 impl Contact {
-    /// Text of one line: `1 <node hex> <rank> <host> <landmark hex> <address,address,...>`.
+    /// Text of one line: `2 <node hex> <rank> <host> <landmark hex> <address,address,...> <pid> <PID namespace hex>`.
     #[must_use]
     pub fn encode(&self) -> String {
         let node: String = self.node.iter().map(|byte| format!("{byte:02x}")).collect();
         let tcp: Vec<String> = self.tcp.iter().map(ToString::to_string).collect();
         let host: String = self.host.chars().filter(|c| !c.is_whitespace()).collect();
-        format!("1 {node} {} {host} {:x} {}", self.rank, self.landmark, tcp.join(","))
+        let Process { pid, space } = self.process;
+        format!("2 {node} {} {host} {:x} {} {pid} {space:x}", self.rank, self.landmark, tcp.join(","))
     }
 
     /// Reads what [`Contact::encode`] wrote.
@@ -35,12 +67,13 @@ impl Contact {
     pub fn decode(text: &str) -> Result<Contact, String> {
         let bad = || format!("not a Penstock contact: {text:?}");
         let fields: Vec<&str> = text.split(' ').collect();
-        let [version, node, rank, host, landmark, tcp] = fields[..] else { return Err(bad()) };
-        if version != "1" {
+        let (&version, rest) = fields.split_first().ok_or_else(bad)?;
+        if version != "2" && version.parse::<u32>().is_ok() {
             return Err(format!(
-                "a contact of format {version}; this Penstock reads format 1: install the same version"
+                "a contact of format {version}; this Penstock reads format 2: install the same version"
             ));
         }
+        let [node, rank, host, landmark, tcp, pid, space] = *rest else { return Err(bad()) };
         if node.len() != 32 || !node.is_ascii() {
             return Err(bad());
         }
@@ -58,6 +91,10 @@ impl Contact {
                 .map(|address| address.parse().map_err(|_| bad()))
                 .collect::<Result<_, _>>()?,
             landmark: u64::from_str_radix(landmark, 16).map_err(|_| bad())?,
+            process: Process {
+                pid: pid.parse().map_err(|_| bad())?,
+                space: u64::from_str_radix(space, 16).map_err(|_| bad())?,
+            },
         })
     }
 
@@ -92,10 +129,16 @@ mod tests {
             host: "node-3".into(),
             tcp: vec!["10.0.0.2:4000".parse().unwrap(), "[::1]:5".parse().unwrap()],
             landmark: 0x7fff_0000_1234,
+            process: Process { pid: 99, space: 0xf00d_0000_0000_0001 },
         };
         assert_eq!(Contact::decode(&contact.encode()), Ok(contact));
-        for bad in ["", "1 2 3", "2 x y z 0 q", "1 zz 1 h 0 1.2.3.4:5"] {
+        for bad in ["", "2 2 3", "x 2 3", "2 zz 1 h 0 1.2.3.4:5 1 1", "2 zz 1 h 0 1.2.3.4:5"] {
             assert!(Contact::decode(bad).is_err(), "{bad:?}");
         }
+        let told = Contact::decode("1 ab 1 h 0 1.2.3.4:5").expect_err("an older one");
+        assert!(told.contains("install the same version"), "{told}");
+        let (own, again) = (Process::own(), Process::own());
+        assert!(own.is_beside(&again) && own == again);
+        assert!(!Process::default().is_beside(&Process::default()), "nobody knows");
     }
 }

@@ -4,6 +4,7 @@ use crate::contact::Contact;
 use crate::descriptors::{After, after_accept, is_shortage, make_room};
 use crate::fds::Fd;
 use crate::memory::Landmark;
+use crate::ptrace::{Ptracer, Yama};
 use crate::socket::{GONE, Progress, Socket, Stage, read, why};
 use penstock_protocol::frame::{VERSION_MAJOR, VERSION_MINOR};
 use penstock_protocol::handshake::{Accepted, Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
@@ -114,6 +115,8 @@ pub struct Settings {
     pub streams: u16,
     /// Take the way through memory to peers on this host.
     pub shared_memory: bool,
+    /// Who may read this process's memory where Yama asks.
+    pub ptracer: Ptracer,
     /// How peers behave; `references` and `descriptors` are set from what the hand-shake finds.
     pub peer: PeerConfig,
     /// Bytes of `SO_SNDBUF` and `SO_RCVBUF`; 0 leaves them to the kernel.
@@ -182,6 +185,7 @@ impl Link {
             refusals: 0,
             round: 0,
             complaint: String::new(),
+            unread: 0,
             first_port: first_port(),
         }
     }
@@ -278,6 +282,7 @@ pub struct Driver {
     next_tick: Time,
     /// When the kernel was last asked what has arrived. All of it has been read by now, or as much of it as one turn reads.
     looked: Time,
+    yama: Yama,
 }
 
 /// What the loop knows of the way to a peer.
@@ -300,6 +305,8 @@ struct Link {
     round: usize,
     /// Why its hand-shakes fail, as logged last.
     complaint: String,
+    /// How often its memory could not be read, and it may be so soon.
+    unread: u32,
     /// Local port of stream 0. The streams take neighbouring ports: networks choose a flow's path (or queue) by a hash of
     /// its ports that is nearly always linear (XOR, CRC, Toeplitz), so that neighbours spread evenly, where random ports
     /// collide like birthdays (8 flows on 16 paths use 6.5 of them).
@@ -343,6 +350,7 @@ impl Driver {
             next_timers: Time(0),
             next_tick: Time(0),
             looked: Time(0),
+            yama: Yama::new(settings.ptracer),
             settings,
         };
         epoll_add(&driver.epoll, &driver.wake.event, WAKE, epoll::EventFlags::IN)
@@ -717,6 +725,9 @@ impl Driver {
         if self.peers.added.is_empty() {
             return;
         }
+        if self.settings.shared_memory {
+            self.yama.meet(self.peers.added.iter().filter(|one| one.landmark != 0).map(|one| one.process));
+        }
         self.links.extend(self.peers.added.drain(..).map(Link::new));
         let streams = usize::from(self.settings.streams);
         let to_come = self.links.iter().filter(|link| !link.was_up && !link.finished).count() * streams;
@@ -805,7 +816,17 @@ impl Driver {
             }
         };
         let fd: OwnedFd = socket.into();
-        let reads = self.can_read(&fd, &self.links[peer as usize].contact);
+        let link = &mut self.links[peer as usize];
+        let reads = match read_landmark(&fd, &link.contact) {
+            Err(error) if link.unread < UNREAD_ATTEMPTS && self.yama.may_end(&error, &link.contact.process) => {
+                link.unread += 1;
+                let at = now.plus(UNREAD_AGAIN);
+                link.retries.push((FROM_THE_START, at, attempt));
+                self.next_timers = self.next_timers.min(at);
+                return true;
+            }
+            read => self.can_read(read, &self.links[peer as usize].contact),
+        };
         let connector = self.connector(peer, 0, if reads { FEATURES | FEATURE_READS_MEMORY } else { FEATURES });
         let mut socket = Socket::new(
             Fd::new(fd),
@@ -936,27 +957,19 @@ impl Driver {
         Connector::new(hello, secret)
     }
 
-    /// Whether we may read the memory of the process at the other end of a local socket: its landmark must lie where
-    /// its contact says.
-    fn can_read(&self, fd: &OwnedFd, contact: &Contact) -> bool {
-        let Some(pid) = process_at(fd) else {
-            log::info!(
-                "penstock: cannot read the memory of {} (it is in another PID namespace): bytes go through the socket \
-                 instead",
-                contact.describe()
-            );
-            return false;
-        };
-        match Landmark::is_of(pid, contact.landmark, &contact.node) {
-            Ok(same) => same,
+    /// Whether what [`read_landmark`] found means that we may read that process's memory; says so where not.
+    fn can_read(&self, found: io::Result<Option<bool>>, contact: &Contact) -> bool {
+        let why = match found {
+            Ok(Some(same)) => return same,
+            Ok(None) => "it is in another PID namespace".to_owned(),
             Err(error) => {
-                log::info!(
-                    "penstock: cannot read the memory of {} ({error}): bytes go through the socket instead",
-                    contact.describe()
-                );
-                false
+                self.yama.warn(&error, &contact.describe());
+                error.to_string()
             }
-        }
+        };
+        let who = contact.describe();
+        log::info!("penstock: cannot read the memory of {who} ({why}): bytes go through the socket instead");
+        false
     }
 
     fn accept_tcp<H: Handler>(&mut self, handler: &mut H, listener: usize, now: Time) {
@@ -1255,7 +1268,7 @@ impl Driver {
     fn can_read_back(&self, socket: &Socket, peer: PeerId) -> bool {
         let Ok(fd) = socket.fd.as_fd().try_clone_to_owned() else { return false };
         let contact = &self.links[peer as usize].contact;
-        contact.landmark != 0 && self.can_read(&fd, contact)
+        contact.landmark != 0 && self.can_read(read_landmark(&fd, contact), contact)
     }
 
     /// A socket is gone.
@@ -1402,6 +1415,12 @@ impl Driver {
     }
 }
 
+/// Whether the process at the other end of a local socket has its landmark where its contact says; `None`: it is in another PID
+/// namespace.
+fn read_landmark(fd: &OwnedFd, contact: &Contact) -> io::Result<Option<bool>> {
+    process_at(fd).map(|pid| Landmark::is_of(pid, contact.landmark, &contact.node)).transpose()
+}
+
 /// The process at the other end of a local socket, as our PID namespace numbers it.
 fn process_at(fd: impl AsFd) -> Option<u32> {
     let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
@@ -1498,6 +1517,10 @@ const NOT_YET: &str = "the job is not set up there yet";
 const MAKES_ROOM: &str = "it has said nothing, and others came";
 /// Instead of a stream in a planned attempt: choose the way to the peer again.
 const FROM_THE_START: StreamId = StreamId::MAX;
+/// How long to wait until a rank that reads the same contacts has joined as well and named its readers: ranks that wait for the
+/// store look at it every half second at least.
+const UNREAD_ATTEMPTS: u32 = 40;
+const UNREAD_AGAIN: u64 = 25 * MILLISECOND;
 
 /// Features of every stream; none yet.
 const FEATURES: u32 = 0;

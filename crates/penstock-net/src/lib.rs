@@ -16,7 +16,9 @@ pub mod fds;
 pub mod interface;
 pub mod memory;
 pub mod pages;
+mod ptrace;
 mod socket;
 
-pub use contact::Contact;
+pub use contact::{Contact, Process};
 pub use driver::{Admission, Driver, Handler, Listen, PeerId, Peers, Settings, Source, Wake};
+pub use ptrace::Ptracer;

@@ -3,7 +3,7 @@
 use crate::{callbacks, error, setup_error};
 use penstock_engine::fingerprint::{Fingerprint, Name, Order};
 use penstock_engine::plan::{Algorithm, Collective, Splits, UnknownAlgorithm};
-use penstock_engine::{Call, Config, Contact, GroupSpec};
+use penstock_engine::{Call, Config, Contact, GroupSpec, Ptracer};
 use penstock_types::{DType, Generation, GroupId, Priority, ReduceOp};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -20,7 +20,7 @@ impl Engine {
     #[new]
     #[pyo3(signature = (
         *, rank, host, generation, addresses, ports, streams, shared_memory, checksum, dead_after_s, socket_buffer_bytes,
-        flight_recorder
+        flight_recorder, ptracer="launcher"
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -36,6 +36,7 @@ impl Engine {
         dead_after_s: f64,
         socket_buffer_bytes: u32,
         flight_recorder: Option<std::path::PathBuf>,
+        ptracer: &str,
     ) -> PyResult<Engine> {
         let addresses = addresses
             .iter()
@@ -53,6 +54,12 @@ impl Engine {
             dead_after: Duration::from_secs_f64(dead_after_s),
             socket_buffer_bytes,
             flight_recorder,
+            ptracer: match ptracer {
+                "launcher" => Ptracer::Launcher,
+                "any" => Ptracer::Any,
+                "0" => Ptracer::Nobody,
+                _ => return Err(PyValueError::new_err(format!("unknown ptracer {ptracer:?}"))),
+            },
         };
         py.detach(|| penstock_engine::Engine::start(&config)).map(Engine).map_err(|failure| setup_error(py, &failure))
     }
@@ -269,6 +276,12 @@ impl Group {
     /// The host of each rank, numbered in the order of their lowest ranks.
     fn hosts(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
         py.detach(|| self.0.hosts()).map_err(|failure| error(py, &failure))
+    }
+
+    /// Raises the failure if one of these ranks is lost or has left, or, with `whole`, if the group has failed.
+    #[pyo3(signature = (ranks, *, whole))]
+    fn check(&self, py: Python<'_>, ranks: Vec<u32>, whole: bool) -> PyResult<()> {
+        py.detach(|| self.0.check(whole, ranks)).map_err(|failure| error(py, &failure))
     }
 
     /// Leaves the group; operations that still run fail.

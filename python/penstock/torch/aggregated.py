@@ -206,11 +206,26 @@ class _Jobs:
         """Open all jobs: at servers first, so that no aggregator forwards to one that does not know the job."""
         servers = []
         for index, server in enumerate(self._plan.servers):
+            children = server.children(self._world)
+            below_switch = {
+                one.address
+                for node in server.aggregators
+                if node.switch
+                for one in node.children
+                if not isinstance(one, int)
+            }
             shards = {
-                node.address: 1 if node.switch else self._shards("aggregator", node.address, until)
+                node.address: 1
+                if node.switch
+                else self._shards(
+                    "aggregator",
+                    node.address,
+                    until,
+                    beside_switch=node.address in below_switch or any(_is_switch(one) for one in node.children),
+                )
                 for node in server.aggregators
             }
-            self._shards("server", server.address, until)
+            self._shards("server", server.address, until, beside_switch=any(_is_switch(one) for one in children))
             job, start = secrets.randbits(32), secrets.randbits(32)
             key = secrets.token_hex(16) if self._plan.key else None
             common = {
@@ -221,7 +236,6 @@ class _Jobs:
                 "floats": self._plan.format == "float32",
                 "start": start,
             }
-            children = server.children(self._world)
             workers = [addresses[index] for addresses in self._workers]
             tree = [_tree(child, shards) for child in children]
             self._put(_Put("server", server.address, job, _body({**common, "tree": tree, "workers": workers})), until)
@@ -257,7 +271,7 @@ class _Jobs:
         for child in node.children:
             self._open_below(child, own, workers, shards, common, job, server, until)
 
-    def _shards(self, role: str, address: str, until: float) -> int:
+    def _shards(self, role: str, address: str, until: float, *, beside_switch: bool) -> int:
         patience = min(until, time.monotonic() + _START_WITHIN_S)
         while True:
             try:
@@ -274,6 +288,11 @@ class _Jobs:
             raise ConfigError(
                 f"{role} {address} is penstock {answer.get('penstock')} with version {answer.get('protocol')} of the packets, "
                 f"this rank penstock {_core.__version__} with version {_core.AGGREGATION_VERSION}: install the same on both"
+            )
+        if beside_switch and not answer.get("secret"):
+            raise ConfigError(
+                f"{role} {address} has no secret, so it sends to nodes only that show that they receive, which the switch "
+                "beside it cannot. Start it with PENSTOCK_SECRET or PENSTOCK_SECRET_FILE, and give the ranks the same"
             )
         return int(answer.get("shards", 1))
 
@@ -375,6 +394,10 @@ class _Jobs:
                 _request("DELETE", put.address, path, b"", self._secret, time.monotonic() + _LOOK_WITHIN_S)
 
 
+def _is_switch(node: plan.Child) -> bool:
+    return not isinstance(node, int) and node.switch is not None
+
+
 @dataclass
 class _Passed:
     """A switch that is passed by: when its command runs next, and how long after that once more."""
@@ -417,8 +440,13 @@ def _request(
     if body:
         request.add_header("Content-Type", "application/json")
     if secret is not None and method != "GET":
+        # The proof is for this daemon, so it is of no use with others to who overhears it.
+        daemon = _request("GET", address, "/", b"", None, until)[1].get("daemon")
+        if not isinstance(daemon, str):
+            raise ValueError(f"it is a daemon of another release than this rank's penstock {_core.__version__}")
         now = str(int(time.time()))
-        proof = hmac.new(secret, b"\n".join((method.encode(), path.encode(), now.encode(), body)), hashlib.sha256)
+        text = b"\n".join((method.encode(), path.encode(), now.encode(), daemon.encode(), body))
+        proof = hmac.new(secret, text, hashlib.sha256)
         request.add_header("X-Penstock-Time", now)
         request.add_header("X-Penstock-Proof", proof.hexdigest())
     # Daemons are reached as workers reach them, whatever proxy the environment names.

@@ -49,9 +49,28 @@ def create(options: Any, pg_options: Any) -> Any:
     # A plan is for all ranks of the job.
     everybody = not dist.is_initialized() or world == dist.get_world_size()
     membership = rendezvous.join(
-        options.store, rank, world, options.timeout, name, global_ranks[rank], aggregate=everybody
+        options.store,
+        rank,
+        world,
+        options.timeout,
+        name,
+        global_ranks[rank],
+        aggregate=everybody,
+        check=_check_default(global_ranks),
     )
     return _CLASS(membership, options.timeout)
+
+
+def _check_default(ranks: Sequence[int]) -> Callable[[], None] | None:
+    """What raises once one of these ranks is lost, or has left, as the default group knows; None if that is not Penstock's. (That
+    the group has failed of another rank is no reason: these may build a group without it.)"""
+    if not dist.is_initialized():
+        return None
+    try:
+        default = of(None)._member.group
+    except (ConfigError, RuntimeError):
+        return None
+    return functools.partial(default.check, ranks, whole=False)
 
 
 def of(group: Any = None) -> Any:

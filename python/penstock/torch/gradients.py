@@ -77,7 +77,7 @@ def ddp_hook(
 
 class GradientReducer:
     """Averages the gradients of a model over the ranks of a group, from its construction on, in every backward pass.
-    The parameters keep it alive.
+    The parameters keep it alive; when it is collected with them, it closes.
 
     When ``backward()`` returns, ``p.grad`` of every parameter is the average over the ranks, the same bits on all of them.
     A parameter that some rank did not use counts as zeros there; one that no rank used keeps the ``grad`` that it had.
@@ -217,14 +217,27 @@ class GradientReducer:
         self._made = 0
         self._number = next(_numbers)
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        # The parameters keep this object, so that nobody has to; Python collects both together.
+        # Python's collector does not see what torch's hooks refer to, so they do not keep this object.
+        this = weakref.ref(self)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
+            parameter.register_post_accumulate_grad_hook(functools.partial(_is_ready, this, index))
             for index, parameter in enumerate(self._parameters)
         ]
-        self._hooks += [one.register_post_accumulate_grad_hook(self._sparse_ready) for one in self._sparse]
+        self._hooks += [
+            one.register_post_accumulate_grad_hook(functools.partial(_is_ready, this, None)) for one in self._sparse
+        ]
+        self._end = weakref.finalize(self, _end, self._tuning, self._hooks, self._backend, self._groups)
+        self._end.atexit = False
+        self._keep()
         _hook_optimizers()
         _alive.add(self)
+
+    def _keep(self) -> None:
+        """Let the parameters keep this object, so that nobody has to; Python collects both together."""
+        for parameter in self._reduced:
+            if not isinstance(parameter.__dict__.get(_KEPT), _Kept):
+                parameter.__dict__[_KEPT] = _Kept()
+            parameter.__dict__[_KEPT].add(self)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -279,13 +292,14 @@ class GradientReducer:
     def close(self) -> None:
         """Take the hooks off the model and leave the groups. `destroy_process_group` does the latter as well. A DDP model goes on
         with its buckets, each in one all-reduce."""
-        if self._tuning is not None:
-            self._tuning.close()
         _alive.discard(self)
-        for hook in self._hooks:
-            hook.remove()
+        for parameter in self._reduced:
+            kept = parameter.__dict__.get(_KEPT, set())
+            kept.discard(self)
+            if not kept:
+                parameter.__dict__.pop(_KEPT, None)
+        self._end()
         self._hooks = []
-        self._backend.forget_siblings(self._groups)
 
     # ------------------------------------------------------------------ one backward pass
 
@@ -457,6 +471,36 @@ class GradientReducer:
             given.copy_(received)
 
 
+class _Kept(set[GradientReducer]):
+    """What a parameter keeps alive, in an attribute that Python's collector sees. Copies of the parameter keep nothing."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return set, ()
+
+    def __deepcopy__(self, memo: Any) -> _Kept:
+        return _Kept()
+
+
+def _is_ready(this: weakref.ref[GradientReducer], index: int | None, parameter: torch.nn.Parameter) -> None:
+    """The hook of a parameter; ``index`` is None where its gradients are sparse."""
+    reducer = this()
+    if reducer is None:
+        return
+    if index is None:
+        reducer._sparse_ready(parameter)
+    else:
+        reducer._ready(index, parameter)
+
+
+def _end(tuned: tuning.Tuning | None, hooks: list[Any], own: Any, groups: list[rendezvous.Membership]) -> None:
+    """What is to be done when a reducer is closed, or collected."""
+    if tuned is not None:
+        tuned.close()
+    for hook in hooks:
+        hook.remove()
+    own.forget_siblings(groups)
+
+
 @functools.cache
 def _hook_optimizers() -> None:
     """One hook for all optimizers and reducers: torch keeps it for ever, and offers no way to take it back while one steps."""
@@ -473,6 +517,7 @@ def _hook_optimizers() -> None:
     register_optimizer_step_pre_hook(before_step)
 
 
+_KEPT = "_penstock_reducers"
 _alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 _numbers = itertools.count()
 
@@ -491,6 +536,9 @@ class _BucketReducer(GradientReducer):
             hook.remove()
         self._sparse = self._sparse_names = []
         self._full: list[tuple[dist.GradBucket, torch.futures.Future[torch.Tensor]]] = []
+
+    def _keep(self) -> None:
+        """DDP does, which may end before its parameters."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

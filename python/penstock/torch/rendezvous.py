@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -74,11 +75,24 @@ class Membership:
         store = dist.PrefixStore(f"penstock/sibling/{name}", self.store)
         aggregate = aggregate and self.aggregation is not None
         full = f"{self.name}/{name}"
-        return join(store, self.rank, self.world, timeout, full, self.engine.job_rank, aggregate=aggregate)
+
+        def check() -> None:
+            self.group.check(range(self.world), whole=True)
+
+        check()  # Before the store counts this turn, which then all ranks still have before them.
+        return join(store, self.rank, self.world, timeout, full, self.engine.job_rank, aggregate=aggregate, check=check)
 
 
 def join(
-    store: Any, rank: int, world: int, timeout: timedelta, name: str, job_rank: int, *, aggregate: bool = False
+    store: Any,
+    rank: int,
+    world: int,
+    timeout: timedelta,
+    name: str,
+    job_rank: int,
+    *,
+    aggregate: bool = False,
+    check: Callable[[], None] | None = None,
 ) -> Membership:
     """Join a group: agree through ``store``, connect to every member.
 
@@ -90,6 +104,8 @@ def join(
         name: for logs and errors.
         job_rank: this process's rank in the job, for messages.
         aggregate: the group has all ranks of the job: the plan (PENSTOCK_PLAN, `penstock.init`) holds for it.
+        check: called every `_SLICE_S` at least while this waits for other ranks. It raises the error of a group that has all of
+            these ranks, if there is no point in waiting, and does so on all of them.
 
     Raises:
         penstock.errors.Config: a knob or the plan is wrong, a server or aggregator does not do its part, an interface or port
@@ -97,8 +113,10 @@ def join(
         penstock.errors.Refused: secrets or versions differ.
         penstock.errors.Timeout: not all ranks came.
         penstock.errors.Closed: this process is a fork of one that uses Penstock.
+        What ``check`` raises.
     """
     _core.check_fork()  # Before the store: a forked child has its parent's connection to it.
+    watch = _Watch(check)
     engine = group = None
     own = store
     try:
@@ -114,7 +132,7 @@ def join(
         settings = config.read()
         engine = _Engine.acquire(settings, store, job_rank)
         try:
-            agreed, members = _agree(store, rank, world, timeout, name, settings, engine, aggregate)
+            agreed, members = _agree(store, rank, world, timeout, name, settings, engine, aggregate, watch)
         except dist.DistError as error:
             raise _store_failed(name, rank, error) from error
         group, ticket = engine.core.join(
@@ -126,9 +144,10 @@ def join(
             algorithm=None if agreed["algorithm"] == "aggregated" else agreed["algorithm"],
             name=name,
         )
-        _await_links(group, ticket, store, timeout, name)
+        _await_links(group, ticket, store, timeout, name, watch)
     except BaseException as error:
-        _tell_failure(store, rank, world, error)
+        if error is not watch.failure:
+            _tell_failure(store, rank, world, error)
         if group is not None:
             # Other groups keep the engine running: it must not keep this one, nor let members wait for it.
             group.abort(f"rank {rank} could not join: {error or type(error).__name__}".rstrip("."))
@@ -206,6 +225,7 @@ class _Engine:
             ports=settings.port_range,
             streams=settings.streams,
             shared_memory=settings.shm,
+            ptracer=settings.ptracer,
             checksum=settings.checksum,
             dead_after_s=settings.peer_timeout,
             socket_buffer_bytes=settings.socket_buffer,
@@ -296,6 +316,24 @@ class _Heed:
             )
 
 
+class _Watch:
+    """Looks at a group that has all ranks of the one that is being built. Every rank sees the failure of that group itself, so
+    the store need not tell it: the others would then raise the store's word for it, `Refused`, instead of the failure."""
+
+    def __init__(self, check: Callable[[], None] | None) -> None:
+        self._check = check
+        self.failure: BaseException | None = None
+
+    def look(self) -> None:
+        if self._check is None:
+            return
+        try:
+            self._check()
+        except PenstockError as error:
+            self.failure = error
+            raise
+
+
 def _agree(
     store: Any,
     rank: int,
@@ -305,6 +343,7 @@ def _agree(
     settings: config.Settings,
     engine: _Engine,
     aggregate: bool,
+    watch: _Watch,
 ) -> tuple[dict[str, Any], list[str]]:
     """Exchange contacts and what rank 0 decides."""
     if rank == 0:
@@ -318,7 +357,7 @@ def _agree(
         store.set("group", json.dumps(agreed))
     store.set(str(rank), engine.core.contact())
     keys = ["group", *map(str, range(world))]
-    _await_keys(store, keys, rank, timeout, name)
+    _await_keys(store, keys, rank, timeout, name, watch)
     values: list[bytes] = []
     for start in range(0, len(keys), _BATCH):
         values += store.multi_get(keys[start : start + _BATCH])
@@ -342,7 +381,7 @@ def _plan(settings: config.Settings, world: int) -> tuple[str, str] | None:
     return chosen
 
 
-def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name: str) -> None:
+def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name: str, watch: _Watch) -> None:
     """Wait until all ranks have published, or one of them has given up."""
     began_s = time.monotonic()
     waiting = collections.deque(keys)
@@ -351,6 +390,7 @@ def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name
         if store.check([waiting[0]]):
             waiting.popleft()
             continue
+        watch.look()
         _check_failed(store, name)
         waited_s = time.monotonic() - began_s
         if waited_s > timeout.total_seconds():
@@ -384,11 +424,14 @@ def _secret(agreed: dict[str, Any], settings: config.Settings, rank: int) -> byt
     return own if own is not None else bytes.fromhex(agreed["secret"])
 
 
-def _await_links(group: _core.Group, ticket: _core.Ticket, store: Any, timeout: timedelta, name: str) -> None:
+def _await_links(
+    group: _core.Group, ticket: _core.Ticket, store: Any, timeout: timedelta, name: str, watch: _Watch
+) -> None:
     """Wait until all members are connected, or one of them has given up."""
     waited_s = 0.0
     while not ticket.wait(_SLICE_S):
         waited_s += _SLICE_S
+        watch.look()
         _check_failed(store, name)
         if waited_s > timeout.total_seconds():
             group.expire(waited_s)

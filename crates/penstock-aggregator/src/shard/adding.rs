@@ -1,10 +1,10 @@
 //! An aggregator's shard.
 
-use super::{Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
+use super::{Door, Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, add, since};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
-use penstock_protocol::aggregation::{Action, Admission, Aggregator, Child, Job, JobCounters, Link, Shard};
+use penstock_protocol::aggregation::{Action, Admission, Aggregator, Child, Job, JobCounters, Link, Receipt, Shard};
 use penstock_types::Time;
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -14,6 +14,7 @@ pub(super) struct Adding {
     aggregator: Aggregator,
     jobs: HashMap<u32, Open>,
     loss: Loss,
+    door: Door,
     run: Option<Run>,
 }
 
@@ -22,6 +23,8 @@ struct Open {
     job: Admitted,
     nodes: Vec<Known>,
     opened: Time,
+    /// The child that was asked last whether it receives.
+    asked: usize,
 }
 
 /// Packets that follow each other, of one job and from one address. What they changed is added to what is known of the node
@@ -35,6 +38,8 @@ struct Run {
     bytes: u64,
     /// One of them at least was from whom it said.
     heard: bool,
+    /// It comes from a node that is not known to receive.
+    asks: bool,
 }
 
 impl Adding {
@@ -44,7 +49,18 @@ impl Adding {
             aggregator: Aggregator::sharded(settings.limits, settings.shard),
             jobs: HashMap::new(),
             loss: Loss::new(settings.drop, settings.shard),
+            door: Door(settings.receipts),
             run: None,
+        }
+    }
+
+    /// A datagram about who receives what.
+    fn receipt(&mut self, from: SocketAddr, datagram: &[u8], outbox: &mut Outbox<'_>) {
+        let Some(open) = job_of(datagram).and_then(|job| self.jobs.get_mut(&job)) else { return };
+        let Some(link) = open.job.links.get(&from) else { return };
+        let node = &mut open.nodes[link.0 as usize];
+        if let Some(answer) = self.door.take(&open.job.common, from, node, datagram) {
+            outbox.queue(from, &answer, &[]);
         }
     }
 
@@ -64,8 +80,9 @@ impl Adding {
             return STRANGER;
         };
         let link = open.job.links.get(&from).copied().unwrap_or(STRANGER);
+        let asks = open.nodes.get(link.0 as usize).is_some_and(|node| !node.receives);
         let before = *self.aggregator.counters(job).expect("a job that is open here is open there");
-        self.run = Some(Run { job, from, link, before, packets: 1, bytes: datagram.len() as u64, heard: false });
+        self.run = Some(Run { job, from, link, before, packets: 1, bytes: datagram.len() as u64, heard: false, asks });
         link
     }
 
@@ -93,9 +110,18 @@ impl Machine for Adding {
         // What goes to all children goes in runs, straight out of the received train.
         let mut relay: Option<(u32, usize, usize)> = None;
         let mut start = 0;
+        let mut asks = None;
+        let mut relayed = None;
         for datagram in train.datagrams() {
             let end = start + datagram.len();
             if self.loss.strikes() {
+                start = end;
+                continue;
+            }
+            if Receipt::is(datagram) {
+                // What follows is of another run: its sender may be known to receive.
+                self.settle(now);
+                self.receipt(train.from, datagram, outbox);
                 start = end;
                 continue;
             }
@@ -103,15 +129,36 @@ impl Machine for Adding {
             let mut relays = None;
             let outcome = self.aggregator.handle_packet(link, datagram);
             let heard = !matches!(&outcome, Err(refusal) if !refusal.is_from_sender());
+            // Who is heard is at an address of the job. It gets one short packet for all of these.
+            let is_asked = match &self.run {
+                Some(run) if heard && run.asks => self.jobs.get(&run.job),
+                _ => None,
+            };
+            if let Some(open) = is_asked {
+                asks = self.door.ask(&open.job.common, train.from);
+            }
             match outcome {
                 Ok(Action::Send { to, header, payload }) => {
                     let job = job_of(&header).expect("a header is long enough");
                     let seq = u32::from_be_bytes(header[12..16].try_into().expect("4 bytes"));
+                    let open = &self.jobs[&job];
                     for to in to {
-                        outbox.queue(self.jobs[&job].nodes[to.0 as usize].place.of(seq), &header, payload);
+                        let node = &open.nodes[to.0 as usize];
+                        let at = node.place.of(seq);
+                        if node.receives {
+                            outbox.queue(at, &header, payload);
+                        } else if *to == Link(0) && is_asked.is_none() {
+                            // One of a tree's nodes has to begin.
+                            if let Some(ask) = self.door.ask(&open.job.common, at) {
+                                outbox.queue(at, &ask, &[]);
+                            }
+                        }
                     }
                 }
-                Ok(Action::Relay { .. }) => relays = job_of(datagram),
+                Ok(Action::Relay { .. }) => {
+                    relays = job_of(datagram);
+                    relayed = relays;
+                }
                 Ok(Action::Nothing) | Err(_) => {}
             }
             if let Some(run) = &mut self.run {
@@ -130,6 +177,21 @@ impl Machine for Adding {
         }
         if let Some((job, from, to)) = relay {
             self.jobs[&job].relay(self.shard, &train.bytes[from..to], train.stride, outbox);
+        }
+        if let Some(ask) = asks {
+            outbox.queue(train.from, &ask, &[]);
+        } else if let Some(open) = relayed.and_then(|job| self.jobs.get_mut(&job)) {
+            // Children that pass an aggregator by, because it was started anew, wait for packets from it. They are asked one after
+            // the other, so that here, too, no more leaves than comes.
+            let last = open.asked;
+            let (before, after) = (1..=last, last + 1..open.nodes.len());
+            if let Some(next) = after.chain(before).find(|child| !open.nodes[*child].receives) {
+                open.asked = next;
+                let at = open.nodes[next].place.of(self.shard.index);
+                if let Some(ask) = self.door.ask(&open.job.common, at) {
+                    outbox.queue(at, &ask, &[]);
+                }
+            }
         }
     }
 
@@ -167,7 +229,7 @@ impl Machine for Adding {
                 Refused::Conflict(format!("{reason}{of}"))
             }
         })?;
-        self.jobs.insert(common.job, Open { nodes: Known::all(&job), opened: now, job });
+        self.jobs.insert(common.job, Open { nodes: Known::all(&job, self.door.is_open()), opened: now, asked: 0, job });
         Ok(())
     }
 
@@ -207,9 +269,9 @@ impl Machine for Adding {
 }
 
 impl Open {
-    /// Sends datagrams from above to all children.
+    /// Sends datagrams from above to all children that receive.
     fn relay(&self, shard: Shard, bytes: &[u8], stride: usize, outbox: &mut Outbox<'_>) {
-        for child in &self.nodes[1..] {
+        for child in self.nodes[1..].iter().filter(|child| child.receives) {
             if child.place.shards <= shard.count {
                 // Whatever comes here is this shard's, hence also one shard's of the child.
                 outbox.relay(child.place.of(shard.index), bytes, stride);

@@ -1,18 +1,22 @@
 //! A server's shard.
 
-use super::{Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
+use super::{Door, Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, ServerReport};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
-use penstock_protocol::aggregation::{Limits, Link, Refusal, Serial, Server, ServerConfig, Transmit, decode};
+use penstock_protocol::aggregation::{
+    HEADER_BYTES, Limits, Link, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
+};
 use penstock_types::Time;
 use std::collections::HashMap;
+use std::net::SocketAddr;
 
 pub(super) struct Serving {
     limits: Limits,
     jobs: HashMap<u32, Open>,
     strangers: [u64; Refusal::COUNT],
     loss: Loss,
+    door: Door,
 }
 
 struct Open {
@@ -33,22 +37,22 @@ impl Serving {
             jobs: HashMap::new(),
             strangers: [0; Refusal::COUNT],
             loss: Loss::new(settings.drop, settings.shard),
+            door: Door(settings.receipts),
         }
     }
 
-    fn datagram(&mut self, now: Time, from: std::net::SocketAddr, datagram: &[u8]) {
+    /// Takes a datagram; returns what to ask its sender, where that is a node of a job that is not known to receive.
+    fn datagram(&mut self, now: Time, from: SocketAddr, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
         let Some(open) = job_of(datagram).and_then(|job| self.jobs.get_mut(&job)) else {
             let refusal = decode(datagram).map_or_else(Refusal::from, |_| Refusal::Job);
             self.strangers[refusal.index()] += 1;
-            return;
+            return None;
         };
         let link = open.job.links.get(&from).copied().unwrap_or(STRANGER);
         let outcome = open.server.handle_packet(now, link, datagram);
         open.stirred = true;
         open.committed += u64::from(matches!(outcome, Ok(Some(_))));
-        let Some(node) = open.nodes.get_mut(link.0 as usize) else {
-            return;
-        };
+        let node = open.nodes.get_mut(link.0 as usize)?;
         node.packets += 1;
         node.bytes += datagram.len() as u64;
         match outcome {
@@ -60,17 +64,34 @@ impl Serving {
                 }
             }
         }
-        node.counters.added +=
-            u64::from(outcome.is_ok() && datagram.len() > penstock_protocol::aggregation::HEADER_BYTES);
+        node.counters.added += u64::from(outcome.is_ok() && datagram.len() > HEADER_BYTES);
+        let is_heard = !matches!(&outcome, Err(refusal) if !refusal.is_from_sender());
+        if is_heard && !node.receives { self.door.ask(&open.job.common, from) } else { None }
+    }
+
+    /// Takes a datagram about who receives what; returns the answer.
+    fn receipt(&mut self, from: SocketAddr, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
+        let open = self.jobs.get_mut(&job_of(datagram)?)?;
+        let link = open.job.links.get(&from)?;
+        self.door.take(&open.job.common, from, &mut open.nodes[link.0 as usize], datagram)
     }
 }
 
 impl Machine for Serving {
-    fn train(&mut self, now: Time, train: Train<'_>, _outbox: &mut Outbox<'_>) {
+    fn train(&mut self, now: Time, train: Train<'_>, outbox: &mut Outbox<'_>) {
+        let mut asks = None;
         for datagram in train.datagrams() {
-            if !self.loss.strikes() {
-                self.datagram(now, train.from, datagram);
+            if self.loss.strikes() {
+                continue;
             }
+            if !Receipt::is(datagram) {
+                asks = self.datagram(now, train.from, datagram).or(asks);
+            } else if let Some(answer) = self.receipt(train.from, datagram) {
+                outbox.queue(train.from, &answer, &[]);
+            }
+        }
+        if let Some(ask) = asks {
+            outbox.queue(train.from, &ask, &[]);
         }
     }
 
@@ -87,8 +108,11 @@ impl Machine for Serving {
             while open.stirred && !socket.is_blocked() {
                 match open.server.poll_transmit() {
                     Some(Transmit { to, header, payload }) => {
-                        let seq = u32::from_be_bytes(header[12..16].try_into().expect("4 bytes"));
-                        socket.queue(open.nodes[to.0 as usize].place.of(seq), &header, payload);
+                        let node = &open.nodes[to.0 as usize];
+                        if node.receives {
+                            let seq = u32::from_be_bytes(header[12..16].try_into().expect("4 bytes"));
+                            socket.queue(node.place.of(seq), &header, payload);
+                        }
                     }
                     None => open.stirred = false,
                 }
@@ -133,7 +157,7 @@ impl Machine for Serving {
         self.jobs.remove(&common.job);
         let open = Open {
             server: Server::new(now, config),
-            nodes: Known::all(&job),
+            nodes: Known::all(&job, self.door.is_open()),
             opened: now,
             committed: 0,
             memory_bytes,

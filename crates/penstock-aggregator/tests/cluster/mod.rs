@@ -5,7 +5,7 @@
 use penstock_aggregator::{Config, Daemon, PROOF_HEADER, Role, TIME_HEADER, prove};
 use penstock_net::datagrams::Datagrams;
 use penstock_protocol::aggregation::{
-    Format, Key, Kind, Link, Outbound, Received, Route, Serial, Timing, Worker, WorkerConfig,
+    Format, Key, Kind, Link, Outbound, Receipt, Received, Route, Serial, Timing, Worker, WorkerConfig,
 };
 use penstock_types::{SECOND, Time};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -44,9 +44,18 @@ pub(crate) fn answer(stream: &mut TcpStream) -> (u16, String) {
     (status, body.to_string())
 }
 
-pub(crate) fn proof(secret: &[u8], method: &str, path: &str, body: &str) -> Vec<(&'static str, String)> {
+/// The headers of a request to the daemon at `to`.
+pub(crate) fn proof(
+    to: SocketAddr,
+    secret: &[u8],
+    method: &str,
+    path: &str,
+    body: &str,
+) -> Vec<(&'static str, String)> {
+    let about = get(to, "/");
+    let daemon = about["daemon"].as_str().expect("a name");
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs().to_string();
-    let proof = prove(secret, method, path, &now, body.as_bytes());
+    let proof = prove(secret, daemon, method, path, &now, body.as_bytes());
     vec![(TIME_HEADER, now), (PROOF_HEADER, proof)]
 }
 
@@ -343,8 +352,12 @@ impl Cluster {
             for (number, worker) in workers.iter_mut().enumerate() {
                 let parent = parents[number].map(|parent| self.places[parent]);
                 let socket = &mut self.sockets[number];
+                let mut answers = Vec::new();
                 socket
                     .receive(|from, datagram| {
+                        if let Some(answer) = Receipt::decode(datagram).and_then(|receipt| receipt.answer()) {
+                            return answers.push((from, answer.encode()));
+                        }
                         let of_parent = |(address, shards): (SocketAddr, u32)| {
                             from.ip() == address.ip()
                                 && (address.port()..address.port() + shards as u16).contains(&from.port())
@@ -368,6 +381,9 @@ impl Cluster {
                         }
                     })
                     .unwrap();
+                for (to, answer) in answers {
+                    socket.queue(to, &answer, &[]);
+                }
                 while posted[number] < job.blocks && worker.post(Route::Tree).is_some() {
                     posted[number] += 1;
                 }

@@ -9,7 +9,7 @@ use crate::runtime::Call;
 use crate::{Group, Ticket};
 use penstock_net::datagrams::Datagrams;
 use penstock_plan::{Algorithm, Collective};
-use penstock_protocol::aggregation::{Key, Link, Serial, Timing, WorkerConfig};
+use penstock_protocol::aggregation::{Key, Link, Receipt, Serial, Timing, WorkerConfig};
 use penstock_protocol::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp, SECOND, Time};
 use std::any::Any;
@@ -296,11 +296,16 @@ impl Driver {
             for _ in 0..BATCHES {
                 let (core, told) = (&mut self.core, &mut self.refusals_told[server]);
                 let strangers = &mut self.strangers[server];
+                let mut answers = Vec::new();
                 let received = socket.receive(|from, bytes| {
                     let Some(link) = link_of(from, address, parent) else {
                         *strangers += 1;
                         return;
                     };
+                    if let Some(receipt) = Receipt::decode(bytes) {
+                        answers.extend(receipt.answer().map(|answer| (from, answer.encode())));
+                        return;
+                    }
                     match core.handle_packet(now, server, link, bytes) {
                         Ok(Ok(())) => {}
                         Ok(Err(refusal)) => {
@@ -313,6 +318,9 @@ impl Driver {
                         Err(error) => drop(trouble.get_or_insert(error)),
                     }
                 });
+                for (to, answer) in answers {
+                    socket.queue(to, &answer, &[]);
+                }
                 match received {
                     Ok(0) => break,
                     Ok(_) => {}

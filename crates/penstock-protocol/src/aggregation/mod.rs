@@ -17,6 +17,7 @@ mod key;
 #[cfg(test)]
 mod model;
 mod packet;
+mod receipt;
 mod rules;
 mod serial;
 mod server;
@@ -29,6 +30,7 @@ pub use key::Key;
 pub use packet::{
     FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, PacketError, VERSION, decode,
 };
+pub use receipt::Receipt;
 pub use rules::Refusal;
 pub use serial::Serial;
 pub use server::{Server, ServerConfig, Transmit};

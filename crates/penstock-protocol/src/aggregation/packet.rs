@@ -309,7 +309,7 @@ pub const MAX_PAYLOAD_BYTES: usize = 8896;
 pub const FLAG_LOST: u8 = 1;
 /// Elements as the tensor has them; for the server alone, aggregators that only add integers drop it.
 pub const FLAG_FULL: u8 = 2;
-const MAGIC: u16 = 0x5041;
+pub(super) const MAGIC: u16 = 0x5041;
 /// Of the packets; daemons tell theirs.
 pub const VERSION: u8 = 1;
 /// What the MAC covers.

@@ -1,0 +1,133 @@
+//! Whether an address receives what is sent to it: asked before anything else is sent there.
+//!
+//! Whoever may open a job names the addresses of its nodes, and one packet can have up to 64 packets as its effect. A daemon that lets
+//! everybody open jobs would so send to whom somebody else has named. It sends nothing but these packets to an address that has
+//! not shown that it receives: one for each packet from there, or for the parent, no longer than what came. The address returns the
+//! number in it, which only who receives it knows (the cookie of DTLS, RFC 6347, section 4.2.1, and of QUIC's Retry).
+//!
+//! ```text
+//!        +---------+------+------+------------------+--------+-----+------------------+
+//!   0    |  magic  | vers.|  16  |       job        | epoch  |  0  |        0         |
+//!        +---------+------+------+------------------+--------+-----+------------------+
+//!  16    |              returned             |   0   ...    |       asked            |
+//!        +-----------------------------------+--------------+------------------------+ 40, then 0 up to 48
+//! ```
+//! To the machines, and to switches, it is a malformed packet; drivers take it out before.
+
+use super::Key;
+use super::packet::{HEADER_BYTES, MAGIC, VERSION};
+
+/// Asks for a number to be returned, or returns one, or both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Receipt {
+    /// Of which job.
+    pub job: u32,
+    /// Which life of the job.
+    pub epoch: u16,
+    /// What the receiver has asked for; 0: nothing.
+    pub returned: u64,
+    /// What the receiver is to return; 0: nothing.
+    pub asked: u64,
+}
+
+impl Receipt {
+    /// Whether a datagram is one, going by its kind alone.
+    #[must_use]
+    pub fn is(bytes: &[u8]) -> bool {
+        bytes.len() == HEADER_BYTES && bytes[3] == KIND
+    }
+
+    /// The bytes on the wire.
+    #[must_use]
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut out = [0; HEADER_BYTES];
+        out[0..2].copy_from_slice(&MAGIC.to_be_bytes());
+        (out[2], out[3]) = (VERSION, KIND);
+        out[4..8].copy_from_slice(&self.job.to_be_bytes());
+        out[8..10].copy_from_slice(&self.epoch.to_be_bytes());
+        out[16..24].copy_from_slice(&self.returned.to_be_bytes());
+        out[32..40].copy_from_slice(&self.asked.to_be_bytes());
+        out
+    }
+
+    /// Reads what [`Receipt::encode`] wrote; `None`: it is none.
+    #[must_use]
+    pub fn decode(bytes: &[u8]) -> Option<Receipt> {
+        let whole: &[u8; HEADER_BYTES] = bytes.try_into().ok()?;
+        let u64_at = |at: usize| u64::from_be_bytes(whole[at..at + 8].try_into().expect("8 bytes"));
+        let receipt = Receipt {
+            job: u32::from_be_bytes(whole[4..8].try_into().expect("4 bytes")),
+            epoch: u16::from_be_bytes([whole[8], whole[9]]),
+            returned: u64_at(16),
+            asked: u64_at(32),
+        };
+        (receipt.encode() == *whole).then_some(receipt)
+    }
+
+    /// What a worker answers, which asks nobody itself.
+    #[must_use]
+    pub fn answer(&self) -> Option<Receipt> {
+        (self.asked != 0).then_some(Receipt { returned: self.asked, asked: 0, ..*self })
+    }
+
+    /// The number that an address is asked to return: nobody else can tell it.
+    #[must_use]
+    pub fn number(key: &Key, job: u32, epoch: u16, address: &std::net::SocketAddr) -> u64 {
+        let mut bytes = [0; 24];
+        bytes[0..4].copy_from_slice(&job.to_be_bytes());
+        bytes[4..6].copy_from_slice(&epoch.to_be_bytes());
+        bytes[6..8].copy_from_slice(&address.port().to_be_bytes());
+        let ip = match address.ip() {
+            std::net::IpAddr::V4(ip) => ip.to_ipv6_mapped(),
+            std::net::IpAddr::V6(ip) => ip,
+        };
+        bytes[8..24].copy_from_slice(&ip.octets());
+        // 0 means that nothing is asked.
+        key.code(&bytes) | 1
+    }
+}
+
+/// Beyond those of [`super::Kind`], with room for more of them.
+const KIND: u8 = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::aggregation::decode;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// It survives the wire, is no packet to a machine, and nothing else is taken for one.
+        #[test]
+        fn round_trip(job: u32, epoch: u16, returned: u64, asked: u64, at in 0usize..HEADER_BYTES, byte: u8) {
+            let receipt = Receipt { job, epoch, returned, asked };
+            let mut bytes = receipt.encode();
+            prop_assert!(Receipt::is(&bytes) && decode(&bytes).is_err());
+            prop_assert_eq!(Receipt::decode(&bytes), Some(receipt));
+            prop_assert_eq!(receipt.answer().is_some(), asked != 0);
+            bytes[at] = byte;
+            prop_assert!(Receipt::decode(&bytes).is_none_or(|other| other.encode() == bytes));
+            prop_assert_eq!(Receipt::decode(&bytes[..at]), None);
+        }
+    }
+
+    /// Another job, epoch, address, port or key has another number.
+    #[test]
+    fn numbers() {
+        let number = |key: u8, job, epoch, address: &str| {
+            Receipt::number(&Key([key; 16]), job, epoch, &address.parse().expect("an address"))
+        };
+        let all = [
+            number(1, 7, 1, "10.0.0.1:5"),
+            number(2, 7, 1, "10.0.0.1:5"),
+            number(1, 8, 1, "10.0.0.1:5"),
+            number(1, 7, 2, "10.0.0.1:5"),
+            number(1, 7, 1, "10.0.0.2:5"),
+            number(1, 7, 1, "10.0.0.1:6"),
+            number(1, 7, 1, "[fd00::1]:5"),
+        ];
+        for (i, one) in all.iter().enumerate() {
+            assert!(*one != 0 && !all[..i].contains(one));
+        }
+    }
+}
