@@ -662,6 +662,81 @@ fn mismatch() {
     }
 }
 
+/// An operation of no bytes on one rank, and of some on another, is an error on both that names both: of the operation itself
+/// where it still runs, and otherwise of the next one. Whoever comes first, with short messages and long ones.
+#[test]
+fn an_empty_operation_meets_another() {
+    type Of = fn(usize) -> Collective;
+    let kinds: [(Name, Of); 6] = [
+        (Name::PointToPoint, |rank| if rank == 0 { Collective::Send { to: 1 } } else { Collective::Recv { from: 0 } }),
+        (Name::PointToPoint, |rank| if rank == 1 { Collective::Send { to: 0 } } else { Collective::Recv { from: 1 } }),
+        (Name::AllReduce, |_| Collective::AllReduce),
+        (Name::Broadcast, |_| Collective::Broadcast { root: 0 }),
+        (Name::Broadcast, |_| Collective::Broadcast { root: 1 }),
+        (Name::Gather, |_| Collective::Gather { root: 1 }),
+    ];
+    let cases = MEDIA.into_iter().flat_map(|medium| kinds.into_iter().map(move |kind| (medium, kind)));
+    for (medium, (name, collective)) in cases {
+        for (len, first) in [(5, 0), (5, 1), (300_000, 0), (300_000, 1)] {
+            // Rank 0 has no elements.
+            let world = world(2, medium);
+            let (mut inputs, mut outputs) = (vec![filled(0, len); 2], vec![vec![0; 2 * len]; 2]);
+            let mut tickets = [const { None }; 2];
+            for rank in [first, 1 - first] {
+                let bytes = if rank == 0 { 0 } else { 4 * len as u64 };
+                let mut call = call(collective(rank), name, bytes, &inputs[rank], &mut outputs[rank]);
+                call.fingerprint = Fingerprint::new(name, None, DType::I32, None, bytes / 4);
+                // SAFETY: the buffers outlive the waits below.
+                let ticket = unsafe { world.groups[rank].start(call) };
+                // A collective without bytes ends at once: so the other rank is heard after its end.
+                if rank == 0 && matches!(name, Name::AllReduce | Name::Broadcast | Name::Gather) && rank == first {
+                    wait(&ticket).expect("it has nothing to do");
+                }
+                tickets[rank] = Some(ticket);
+            }
+            let context = format!("{medium:?}, {name:?} of 0 and {len}, rank {first} first");
+            for (rank, ticket) in tickets.iter().flatten().enumerate() {
+                let began = Instant::now();
+                let failure = wait(ticket).err().unwrap_or_else(|| {
+                    let mut next =
+                        call(Collective::Recv { from: 1 - rank as u32 }, Name::PointToPoint, 4, &[], &mut inputs[rank]);
+                    next.tag = 99;
+                    // SAFETY: as above.
+                    wait(&unsafe { world.groups[rank].start(next) }).expect_err("the group has failed")
+                });
+                assert_eq!(failure.kind, FailureKind::Mismatch, "{context}, on rank {rank}: {failure}");
+                let both = ["(0 x int32) on rank 0 (", &format!("({len} x int32) on rank 1 (")];
+                assert!(both.iter().all(|part| failure.message.contains(part)), "{context}, on rank {rank}: {failure}");
+                assert!(began.elapsed() < Duration::from_secs(5), "{context}, on rank {rank}: {:?}", began.elapsed());
+            }
+        }
+    }
+}
+
+/// A rank that asks about an operation that has ended on another, as another operation, is told: here of gathers to two roots,
+/// where the third rank has sent what it had to; and when it has left the group since.
+#[test]
+fn operations_that_have_ended_are_compared() {
+    for (medium, leaves) in MEDIA.into_iter().flat_map(|medium| [(medium, false), (medium, true)]) {
+        let world = world(3, medium);
+        let (inputs, mut outputs) = (vec![filled(0, 5); 3], vec![vec![0; 15]; 3]);
+        let mut start = |rank: usize, root: u32| {
+            let call = call(Collective::Gather { root }, Name::Gather, 20, &inputs[rank], &mut outputs[rank]);
+            // SAFETY: the buffers outlive the waits below.
+            unsafe { world.groups[rank].start(call) }
+        };
+        wait(&start(2, 0)).expect("it has sent its part");
+        if leaves {
+            world.groups[2].leave();
+        }
+        let failure = wait(&start(1, 1)).expect_err("rank 2 does not send to it");
+        assert_eq!(failure.kind, FailureKind::Mismatch, "{medium:?}: {failure}");
+        for part in ["root 0) on rank 2 (", "root 1) on rank 1 ("] {
+            assert!(failure.message.contains(part), "{medium:?}: {failure}");
+        }
+    }
+}
+
 /// A peer whose engine is gone fails the others' operations; nobody hangs.
 #[test]
 fn a_peer_that_leaves() {

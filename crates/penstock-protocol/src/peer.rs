@@ -186,6 +186,8 @@ pub enum Event {
     Issued(MessageKey, u64),
     /// The peer is ready for messages of this operation, which it believes to be this.
     Granted(MessageKey, Fingerprint),
+    /// The peer sends in an operation that has ended here, and that it believes to be this. Often a repeat of what was taken.
+    Late(MessageKey, Fingerprint),
     /// The group has failed at the peer, or the peer forwards that it has.
     Report(GroupId, Report),
     /// The peer leaves in good order.
@@ -888,7 +890,7 @@ impl Peer {
             Kind::Done => self.handle_done(header)?,
             Kind::Grant => self.handle_grant(header, status)?,
             // The engine grants it when the operation is posted; remembering is its affair.
-            Kind::Announce => finish.apply = status != OpStatus::Retired,
+            Kind::Announce => finish.apply = !self.is_late(header, status),
             Kind::Probe => self.events.push_back(Event::Probe(header.key, header.fingerprint)),
             Kind::ProbeReply => self.events.push_back(Event::Issued(header.key, header.offset)),
             Kind::Report => self.events.push_back(Event::Report(header.key.group, Report::decode(header, payload))),
@@ -950,7 +952,18 @@ impl Peer {
             // Its operation failed here before it came: nobody will consume it.
             self.consumed(header.total);
         }
+        self.is_late(header, status);
         Ok(finish)
+    }
+
+    /// Whether a frame belongs to an operation that has ended here. If it is another operation for the peer, what it sends
+    /// is lost: the engine compares.
+    fn is_late(&mut self, header: &Header, status: OpStatus) -> bool {
+        let late = status == OpStatus::Retired;
+        if late {
+            self.events.push_back(Event::Late(header.key, header.fingerprint));
+        }
+        late
     }
 
     /// Control frames are repeated like data, and each is used once.
@@ -965,7 +978,7 @@ impl Peer {
     }
 
     fn handle_reference(&mut self, header: &Header, status: OpStatus) -> Result<bool, FrameError> {
-        if status == OpStatus::Retired {
+        if self.is_late(header, status) {
             return Ok(false);
         }
         let op = self.ops.entry(OpKey::of(&header.key)).or_default();
