@@ -1063,10 +1063,7 @@ impl Runtime {
                 ops.get(&op)?.operation.source(to, key.message, offset, len)
             }),
         );
-        self.landmark.turn();
-        for (_, region) in self.regions.values() {
-            region.set_epoch(self.landmark.epoch());
-        }
+        self.turn();
         if failure.kind != FailureKind::Closed {
             self.recorder.write(&self.stats(peers));
         }
@@ -1118,8 +1115,18 @@ impl Runtime {
         }
     }
 
-    /// The engine's thread ends, and the driver is gone: nothing reads or writes a tensor any more. Ends what is still open.
+    /// Casts doubt on all references to our memory, so that whoever reads there at this moment asks before it uses what it got.
+    fn turn(&self) {
+        self.landmark.turn();
+        for (_, region) in self.regions.values() {
+            region.set_epoch(self.landmark.epoch());
+        }
+    }
+
+    /// The engine's thread ends, and the driver is gone: nothing in this process reads or writes a tensor any more, and what
+    /// other processes read of them is doubted from now on. Ends what is still open.
     pub(crate) fn end(mut self, failure: &Failure) {
+        self.turn();
         for (_, mut group) in self.groups.drain() {
             let running = group.ops.drain().map(|(_, active)| active.ticket);
             let held = group.held.drain().map(|(_, waiting)| waiting.ticket);
@@ -1484,7 +1491,10 @@ impl Handler for Runtime {
         // A later process of the same node key cannot be: keys are random. Forget the way to this one.
         self.by_node.retain(|_, known| *known != peer);
         for id in self.groups_of(peer) {
-            self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
+            // A process that ends fails only what still runs in it.
+            if !self.stopping || self.groups[&id].is_busy() {
+                self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
+            }
         }
     }
 
@@ -1729,6 +1739,20 @@ impl Handler for Runtime {
 
     fn patience(&self) -> u64 {
         self.patience
+    }
+
+    fn ending(&mut self, peers: &mut Peers) {
+        // Operations whose memory nobody reads end with us alone: what was sent to peers still counts there.
+        let lent = |(id, group): &(&GroupId, &Group)| {
+            group.failed.is_none() && group.members.iter().flatten().any(|peer| peers.look(*peer).lends(**id))
+        };
+        for id in self.groups.iter().filter(lent).map(|(id, _)| *id).collect::<Vec<_>>() {
+            let message = format!(
+                "rank {} has ended while messages of its were not taken (destroy_process_group was not called).",
+                self.groups[&id].rank
+            );
+            self.fail_group(peers, id, Failure::fatal(FailureKind::Closed, message), true);
+        }
     }
 
     fn undelivered(&mut self, peers: &mut Peers, peer: PeerId) {

@@ -312,6 +312,12 @@ impl Peer {
         self.outgoing.values().map(copied).sum()
     }
 
+    /// Whether messages of a group lie in the operations' memory and are not taken yet: the peer may be reading them there.
+    #[must_use]
+    pub fn lends(&self, group: GroupId) -> bool {
+        self.outgoing.values().any(|message| message.key.group == group && matches!(message.body, Body::Memory { .. }))
+    }
+
     /// The messages that their sender takes for sent, having left on credit or as a copy, and that the peer has not acknowledged.
     pub fn undelivered(&self) -> impl Iterator<Item = (MessageKey, Fingerprint)> {
         let is_sent = |message: &&Message| {
@@ -1476,7 +1482,8 @@ const FIRST_DELIVERY: u64 = 100 * MILLISECOND;
 /// The same beyond its round trip for a stream that has not carried enough to know its rate: a frame at 50 Mbit/s.
 const FIRST_FRAME: u64 = 10 * MILLISECOND;
 /// Records that a peer can make us keep without credit: it runs ahead by so many operations, each with one grant or
-/// reference. About 400 bytes each.
+/// reference. About 400 bytes each. Nothing is lost without a word beyond: a grant is kept before its stream is closed, and
+/// works on when the stream is back; a reference comes over a local socket, whose end fails the groups and says why.
 const MAX_REMEMBERED: usize = 65_536;
 
 #[cfg(test)]
