@@ -137,6 +137,11 @@ def test_one_descriptor_a_tensor() -> None:
     ranks.run(_count_descriptors, count=2)
 
 
+def test_a_file_that_cannot_be_shared() -> None:
+    """What the engine cannot share is refused in words that speak of no group, and groups go on."""
+    ranks.run(_refuse_file, count=2)
+
+
 def test_a_file_that_is_gone() -> None:
     """An engine that has died has closed its descriptor, whose number is another file's now: that one stays untouched."""
     ranks.run(_lose_descriptor, count=2)
@@ -436,6 +441,21 @@ def _lose_descriptor() -> None:
     assert tensor.eq(4.0).all()
     dist.destroy_process_group()
     os.close(lost)
+
+
+def _refuse_file() -> None:
+    from penstock.torch import shared
+
+    dist.init_process_group("penstock")
+    tensor = torch.ones(5000)
+    assert shared._engine is not None
+    with pytest.raises(ConfigError) as refused:
+        # It is not sealed, and the engine closes it.
+        shared._engine.share(os.memfd_create("unsealed"), tensor.data_ptr(), tensor.nbytes)
+    assert "cannot share memory" in str(refused.value) and "group" not in str(refused.value)
+    dist.all_reduce(tensor)
+    assert tensor.eq(2.0).all()
+    dist.destroy_process_group()
 
 
 def _memory_files() -> int:

@@ -12,15 +12,12 @@ AVOID = {
     "tag in the other direction.",
     "groups of a failed group": "a GradientReducer made in a group that has failed on other ranks waits in the store for its "
     "groups until the time-out: Membership.sibling in rendezvous.py does not look at the group that it belongs to.",
-    "wrong root": "a rank that ends an operation before the others ask about it has forgotten its fingerprint "
-    "(Event::Probe in runtime.rs compares with running operations only): a wrong root of a small gather, or another order "
-    "of an empty broadcast, is a time-out, not a mismatch.",
     "reducer without close": "a GradientReducer that nobody closes is never collected, nor is its model: torch's hooks in C++ "
     "are invisible to Python's collector, and hold it. Each also keeps its engine's event descriptor.",
 }
 
-SEEDS = {
-    20: "rank 1 leaves out a call, and rank 0's all_to_all of nothing meets another operation of rank 1 that ended at once: a "
-    "time-out, not a mismatch, as for 'wrong root'.",
+SEEDS: dict[int, str] = {
+    20: "rank 0, the root, leaves out a broadcast of one group and waits in another group for rank 1, which waits for the "
+    "broadcast: neither issues anything that could be compared, so that it is a time-out, as it must be.",
 }
 """Of the fixed range, those whose programs show a finding that no switch of the generator leaves out."""

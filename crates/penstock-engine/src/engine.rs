@@ -149,7 +149,7 @@ impl Engine {
     /// which the caller has mapped at `address` and keeps so until [`Engine::unshare`]. Returns a number for that.
     ///
     /// # Errors
-    /// `Config`: a file that does not fit.
+    /// `Config`: a file that does not fit, or cannot be mapped. The memory is then read as any other, and no group is touched.
     pub fn share(&self, file: OwnedFd, address: u64, len: u64) -> Result<u64, Failure> {
         let region = Region::new(fds::Fd::new(file), address, len)
             .map_err(|error| Failure::of_call(FailureKind::Config, format!("cannot share memory: {error}.")))?;

@@ -261,6 +261,7 @@ struct Group {
     topology: Topology,
     algorithm: Option<Algorithm>,
     issued: Issued,
+    ended: Ended,
     ops: HashMap<OpId, Active>,
     /// Operations that have their place but not their buffers.
     held: HashMap<OpId, Waiting>,
@@ -298,20 +299,53 @@ impl Issued {
     }
 }
 
+/// What the last operations were that have ended on this rank: a peer may still be in one of them, and believe it to be
+/// another. One that heard from every rank before it ended, as an all-to-all with splits does, was compared with all of them.
+#[derive(Debug, Default)]
+struct Ended(VecDeque<(OpId, Fingerprint)>);
+
+impl Ended {
+    fn remember(&mut self, op: OpId, active: &Active) {
+        if active.splits.is_some() {
+            return;
+        }
+        if self.0.len() == MAX_ENDED {
+            self.0.pop_front();
+        }
+        self.0.push_back((op, active.fingerprint));
+    }
+
+    /// What an operation was, if it is remembered. What is asked for is mostly among the last.
+    fn fingerprint(&self, op: OpId) -> Option<Fingerprint> {
+        self.0.iter().rev().find(|(known, _)| *known == op).map(|(_, fingerprint)| *fingerprint)
+    }
+}
+
 /// How far this rank had come in a group that it has left.
 struct Departed {
     rank: u32,
+    name: Arc<str>,
     members: Vec<Option<PeerId>>,
+    own: String,
     issued: Issued,
+    ended: Ended,
 }
 
 impl From<Group> for Departed {
-    fn from(Group { rank, members, issued, .. }: Group) -> Self {
-        Self { rank, members, issued }
+    fn from(Group { rank, name, members, contacts, issued, ended, .. }: Group) -> Self {
+        Self { rank, name, members, own: contacts[rank as usize].describe(), issued, ended }
     }
 }
 
 impl Departed {
+    /// How an operation that has ended here differs from what a peer believes it to be.
+    fn difference(&self, peer: PeerId, they: &Contact, key: &MessageKey, theirs: Fingerprint) -> Option<String> {
+        let (other, op) = operation_of(self.rank, &self.members, peer, key)?;
+        let ours = self.ended.fingerprint(op).filter(|ours| *ours != theirs)?;
+        let (we, they) = ((self.rank, self.own.as_str()), (other, they.describe()));
+        Some(difference(op, &self.name, we, ours, (they.0, &they.1), theirs))
+    }
+
     /// Whether this rank took part in what a peer asks about: then the peer has, or will get, all that it needs.
     fn has_issued(&self, peer: PeerId, key: &MessageKey) -> bool {
         operation_of(self.rank, &self.members, peer, key).is_some_and(|(_, op)| op.seq < self.issued.count(op.sequence))
@@ -399,7 +433,9 @@ enum Early {
         remote: Remote,
     },
     /// The sender has no credit for it and waits for a grant.
-    Announced,
+    Announced {
+        fingerprint: Fingerprint,
+    },
 }
 
 impl Runtime {
@@ -475,6 +511,7 @@ impl Runtime {
             contacts: spec.members,
             algorithm: spec.algorithm,
             issued: Issued::default(),
+            ended: Ended::default(),
             ops: HashMap::new(),
             held: HashMap::new(),
             joining: Some(Joining { ticket, hosts: None }),
@@ -730,12 +767,10 @@ impl Runtime {
         let concerns = |peer: &PeerId| with.is_none_or(|only| only == *peer);
         let from_early = self.early.iter().filter_map(|((peer, key), early)| {
             let same = (key.group, key.channel, key.op) == (id, channel, seq) && concerns(peer);
-            match early {
-                Early::Bytes { fingerprint, .. } | Early::Remote { fingerprint, .. } if same => {
-                    Some((*peer, *fingerprint))
-                }
-                _ => None,
-            }
+            let (Early::Bytes { fingerprint, .. }
+            | Early::Remote { fingerprint, .. }
+            | Early::Announced { fingerprint }) = early;
+            same.then_some((*peer, *fingerprint))
         });
         let mut claimed = Vec::new();
         if let Entry::Occupied(mut entry) = self.claims.entry((id, channel, seq)) {
@@ -812,6 +847,7 @@ impl Runtime {
         }
         if group.ops.get(&op).is_some_and(|active| active.operation.is_done()) {
             let active = group.ops.remove(&op).expect("looked up above");
+            group.ended.remember(op, &active);
             let MessageKey { channel, op: seq, .. } = op.key(id, group.rank, 0);
             let with = op.other();
             for (_, peer) in (0..).zip(&group.members).filter(|(rank, _)| with.is_none_or(|only| only == *rank)) {
@@ -916,7 +952,7 @@ impl Runtime {
         if !self.early.is_empty() {
             for message in message..message + count {
                 match self.early.remove(&(peer, key(message))) {
-                    Some(Early::Announced) => peers.machine(peer).grant(key(message), 1, fingerprint),
+                    Some(Early::Announced { .. }) => peers.machine(peer).grant(key(message), 1, fingerprint),
                     Some(Early::Bytes { total, payload, .. }) => {
                         peers.machine(peer).consumed(total);
                         let incoming = Incoming::Bytes { offset: 0, payload: &payload };
@@ -1015,15 +1051,8 @@ impl Runtime {
         let rank = group.members.iter().position(|member| *member == Some(peer)).unwrap_or_default();
         let own = group.contacts[group.rank as usize].describe();
         let other = group.contacts[rank].describe();
-        let ours = group.ops[&op].fingerprint(group.rank, rank as u32);
-        let lower = group.rank < rank as u32;
-        let message = match Fingerprint::difference_of_pair(ours, theirs, &own, &other, lower) {
-            Some(difference) => format!("in all_to_all #{} of group {}, {difference}", op.seq, group.name),
-            None => {
-                let difference = Fingerprint::difference(ours, &own, theirs, &other);
-                format!("operation #{} of group {} is {difference}", op.seq, group.name)
-            }
-        };
+        let ours = group.fingerprint(op, rank as u32).expect("it was compared");
+        let message = difference(op, &group.name, (group.rank, &own), ours, (rank as u32, &other), theirs);
         self.fail_group(peers, id, Failure::fatal(FailureKind::Mismatch, message), true);
     }
 
@@ -1055,10 +1084,7 @@ impl Runtime {
                 ops.get(&op)?.operation.source(to, key.message, offset, len)
             }),
         );
-        self.landmark.turn();
-        for (_, region) in self.regions.values() {
-            region.set_epoch(self.landmark.epoch());
-        }
+        self.turn();
         if failure.kind != FailureKind::Closed {
             self.recorder.write(&self.stats(peers));
         }
@@ -1110,8 +1136,18 @@ impl Runtime {
         }
     }
 
-    /// The engine's thread ends, and the driver is gone: nothing reads or writes a tensor any more. Ends what is still open.
+    /// Casts doubt on all references to our memory, so that whoever reads there at this moment asks before it uses what it got.
+    fn turn(&self) {
+        self.landmark.turn();
+        for (_, region) in self.regions.values() {
+            region.set_epoch(self.landmark.epoch());
+        }
+    }
+
+    /// The engine's thread ends, and the driver is gone: nothing in this process reads or writes a tensor any more, and what
+    /// other processes read of them is doubted from now on. Ends what is still open.
     pub(crate) fn end(mut self, failure: &Failure) {
+        self.turn();
         for (_, mut group) in self.groups.drain() {
             let running = group.ops.drain().map(|(_, active)| active.ticket);
             let held = group.held.drain().map(|(_, waiting)| waiting.ticket);
@@ -1339,7 +1375,7 @@ impl Handler for Runtime {
             // Not posted, or not ready: keep it.
             (Some((_, _, false)), _) | (None, false) => {
                 let early = match header.kind {
-                    Kind::Announce => Early::Announced,
+                    Kind::Announce => Early::Announced { fingerprint: header.fingerprint },
                     Kind::Reference => Early::Remote {
                         fingerprint: header.fingerprint,
                         total: header.total,
@@ -1373,15 +1409,23 @@ impl Handler for Runtime {
                     );
                 }
             }
-            Event::Granted(key, theirs) | Event::Probe(key, theirs) => {
+            Event::Granted(key, theirs) | Event::Probe(key, theirs) | Event::Late(key, theirs) => {
                 let probe = matches!(event, Event::Probe(..));
                 let Some((other, op)) = self.operation_of(peer, &key) else {
-                    if let Some(departed) = self.closed.get(&key.group) {
-                        let never = departed.as_ref().filter(|departed| probe && !departed.has_issued(peer, &key));
-                        if let Some(departed) = never {
-                            peers.machine(peer).report(key.group, &departed.report());
-                        }
-                    } else {
+                    if let Some(departed) = self.closed.get_mut(&key.group) {
+                        let Some(left) = departed else { return };
+                        let they = &self.peers[peer as usize].contact;
+                        let report = match left.difference(peer, they, &key, theirs) {
+                            Some(message) => {
+                                log::error!("penstock: {message} This rank has left the group since.");
+                                *departed = None;
+                                Report { kind: FailureKind::Mismatch, message }
+                            }
+                            None if probe && !left.has_issued(peer, &key) => left.report(),
+                            None => return,
+                        };
+                        peers.machine(peer).report(key.group, &report);
+                    } else if !matches!(event, Event::Late(..)) {
                         let claims = self.claims.entry((key.group, key.channel, key.op)).or_default();
                         if !claims.contains(&(peer, theirs)) {
                             claims.push((peer, theirs));
@@ -1391,13 +1435,12 @@ impl Handler for Runtime {
                 };
                 let group = &self.groups[&key.group];
                 let issued = group.issued.count(op.sequence);
-                match group.ops.get(&op) {
-                    Some(active) if active.fingerprint(group.rank, other) != theirs => {
-                        return self.mismatch(peers, key.group, op, peer, theirs);
-                    }
+                match group.fingerprint(op, other) {
+                    _ if group.failed.is_some() => {}
+                    Some(ours) if ours != theirs => return self.mismatch(peers, key.group, op, peer, theirs),
                     Some(_) => {}
                     None => {
-                        if !group.is_over(op) && group.failed.is_none() {
+                        if !group.is_over(op) {
                             let claims = self.claims.entry((key.group, key.channel, key.op)).or_default();
                             if !claims.contains(&(peer, theirs)) {
                                 claims.push((peer, theirs));
@@ -1469,7 +1512,10 @@ impl Handler for Runtime {
         // A later process of the same node key cannot be: keys are random. Forget the way to this one.
         self.by_node.retain(|_, known| *known != peer);
         for id in self.groups_of(peer) {
-            self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
+            // A process that ends fails only what still runs in it.
+            if !self.stopping || self.groups[&id].is_busy() {
+                self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
+            }
         }
     }
 
@@ -1717,6 +1763,20 @@ impl Handler for Runtime {
         self.patience
     }
 
+    fn ending(&mut self, peers: &mut Peers) {
+        // Operations whose memory nobody reads end with us alone: what was sent to peers still counts there.
+        let lent = |(id, group): &(&GroupId, &Group)| {
+            group.failed.is_none() && group.members.iter().flatten().any(|peer| peers.look(*peer).lends(**id))
+        };
+        for id in self.groups.iter().filter(lent).map(|(id, _)| *id).collect::<Vec<_>>() {
+            let message = format!(
+                "rank {} has ended while messages of its were not taken (destroy_process_group was not called).",
+                self.groups[&id].rank
+            );
+            self.fail_group(peers, id, Failure::fatal(FailureKind::Closed, message), true);
+        }
+    }
+
     fn undelivered(&mut self, peers: &mut Peers, peer: PeerId) {
         let info = &self.peers[peer as usize];
         // Operations of a group that has failed have told so.
@@ -1737,6 +1797,12 @@ impl Handler for Runtime {
 }
 
 impl Group {
+    /// What an operation of this rank is, or was if it has ended, to be compared with what another rank says.
+    fn fingerprint(&self, op: OpId, other: u32) -> Option<Fingerprint> {
+        let running = self.ops.get(&op).map(|active| active.fingerprint(self.rank, other));
+        running.or_else(|| self.ended.fingerprint(op))
+    }
+
     /// Whether an operation has begun and ended here. One that is held has not begun.
     fn is_over(&self, op: OpId) -> bool {
         op.seq < self.issued.count(op.sequence) && !self.ops.contains_key(&op) && !self.held.contains_key(&op)
@@ -1789,6 +1855,24 @@ fn operation_of(rank: u32, members: &[Option<PeerId>], peer: PeerId, key: &Messa
     Some((other, OpId { sequence, seq: key.op.0 }))
 }
 
+/// How what an operation is to us, and what it is to them, differ, as a sentence. Both are given with their rank.
+fn difference(
+    op: OpId,
+    group: &str,
+    we: (u32, &str),
+    ours: Fingerprint,
+    they: (u32, &str),
+    theirs: Fingerprint,
+) -> String {
+    match Fingerprint::difference_of_pair(ours, theirs, we.1, they.1, we.0 < they.0) {
+        Some(difference) => format!("in all_to_all #{} of group {group}, {difference}", op.seq),
+        None => {
+            let difference = Fingerprint::difference(ours, we.1, theirs, they.1);
+            format!("operation #{} of group {group} is {difference}", op.seq)
+        }
+    }
+}
+
 /// Why a join has not ended although this rank is connected to everybody.
 fn unconnected_others(group: &Group, waited: u64) -> String {
     let (rank, name, waited) = (group.rank, &group.name, seconds(waited));
@@ -1831,6 +1915,10 @@ const MAX_DESCRIPTORS: usize = 64;
 const MAX_MAPPINGS: usize = 4096;
 /// Operations of a group's own, before the first of its users': so theirs are numbered from 1 on.
 const JOIN_OPS: u64 = 1;
+/// Operations of a group that have ended and can still be compared. Whoever waits in vain asks within [`PROBE_AFTER`], and the
+/// first frame of a larger operation comes sooner; only a rank that needs nothing of the other meanwhile (it sends short messages
+/// to third ones) ends more than this in a second, and then the other learns by its time-out. 40 KiB a group, at most.
+const MAX_ENDED: usize = 1024;
 /// The message that a probe names when it does not doubt one.
 const PROBE: u32 = u32::MAX;
 /// An operation without progress asks the ranks it waits for after this long.

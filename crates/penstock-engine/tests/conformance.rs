@@ -4,7 +4,10 @@ use penstock_engine::fingerprint::{Fingerprint, Name, Order};
 use penstock_engine::plan::{Collective, Splits};
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How the ranks of a test reach each other.
@@ -82,9 +85,12 @@ fn contacts(engines: &[Engine], medium: Medium) -> Vec<Contact> {
 }
 
 fn join(engines: &[Engine], medium: Medium, secret: impl Fn(u32) -> Vec<u8>) -> (Vec<Group>, Vec<Ticket>) {
+    join_as(engines, &contacts(engines, medium), secret)
+}
+
+fn join_as(engines: &[Engine], members: &[Contact], secret: impl Fn(u32) -> Vec<u8>) -> (Vec<Group>, Vec<Ticket>) {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let id = GroupId(NEXT.fetch_add(1, Ordering::Relaxed));
-    let members = contacts(engines, medium);
     engines
         .iter()
         .enumerate()
@@ -93,7 +99,7 @@ fn join(engines: &[Engine], medium: Medium, secret: impl Fn(u32) -> Vec<u8>) -> 
                 id,
                 generation: Generation(1),
                 rank: rank as u32,
-                members: members.clone(),
+                members: members.to_vec(),
                 secret: secret(rank as u32),
                 algorithm: None,
                 name: "test".into(),
@@ -123,6 +129,12 @@ fn call(collective: Collective, name: Name, bytes: u64, input: &[u32], output: &
         timeout: 20_000_000_000,
         keep: None,
     }
+}
+
+/// A send or receive, which names the same operation on both sides.
+fn message(collective: Collective, bytes: u64, input: &[u32], output: &mut [u32]) -> Call {
+    let fingerprint = Fingerprint::new(Name::PointToPoint, None, DType::I32, None, bytes / 4);
+    Call { fingerprint, ..call(collective, Name::PointToPoint, bytes, input, output) }
 }
 
 /// A value that tells where it came from.
@@ -660,6 +672,221 @@ fn mismatch() {
                 assert!(text.contains(&format!("{} x int32", len + 1)), "{text}");
             }
         }
+    }
+}
+
+/// An operation of no bytes on one rank, and of some on another, is an error on both that names both: of the operation itself
+/// where it still runs, and otherwise of the next one. Whoever comes first, with short messages and long ones.
+#[test]
+fn an_empty_operation_meets_another() {
+    type Of = fn(usize) -> Collective;
+    let kinds: [(Name, Of); 6] = [
+        (Name::PointToPoint, |rank| if rank == 0 { Collective::Send { to: 1 } } else { Collective::Recv { from: 0 } }),
+        (Name::PointToPoint, |rank| if rank == 1 { Collective::Send { to: 0 } } else { Collective::Recv { from: 1 } }),
+        (Name::AllReduce, |_| Collective::AllReduce),
+        (Name::Broadcast, |_| Collective::Broadcast { root: 0 }),
+        (Name::Broadcast, |_| Collective::Broadcast { root: 1 }),
+        (Name::Gather, |_| Collective::Gather { root: 1 }),
+    ];
+    let cases = [MEDIA[0], MEDIA[1], MEDIA[3], MEDIA[4]]
+        .into_iter()
+        .flat_map(|medium| kinds.into_iter().map(move |kind| (medium, kind)));
+    for (medium, (name, collective)) in cases {
+        for (len, first) in [(5, 0), (5, 1), (300_000, 0), (300_000, 1)] {
+            // Rank 0 has no elements.
+            let world = world(2, medium);
+            let (mut inputs, mut outputs) = (vec![filled(0, len); 2], vec![vec![0; 2 * len]; 2]);
+            let mut tickets = [const { None }; 2];
+            for rank in [first, 1 - first] {
+                let bytes = if rank == 0 { 0 } else { 4 * len as u64 };
+                let mut call = call(collective(rank), name, bytes, &inputs[rank], &mut outputs[rank]);
+                call.fingerprint = Fingerprint::new(name, None, DType::I32, None, bytes / 4);
+                // SAFETY: the buffers outlive the waits below.
+                let ticket = unsafe { world.groups[rank].start(call) };
+                // A collective without bytes ends at once: so the other rank is heard after its end.
+                if rank == 0 && matches!(name, Name::AllReduce | Name::Broadcast | Name::Gather) && rank == first {
+                    wait(&ticket).expect("it has nothing to do");
+                }
+                tickets[rank] = Some(ticket);
+            }
+            let context = format!("{medium:?}, {name:?} of 0 and {len}, rank {first} first");
+            for (rank, ticket) in tickets.iter().flatten().enumerate() {
+                let began = Instant::now();
+                let failure = wait(ticket).err().unwrap_or_else(|| {
+                    let mut next =
+                        call(Collective::Recv { from: 1 - rank as u32 }, Name::PointToPoint, 4, &[], &mut inputs[rank]);
+                    next.tag = 99;
+                    // SAFETY: as above.
+                    wait(&unsafe { world.groups[rank].start(next) }).expect_err("the group has failed")
+                });
+                assert_eq!(failure.kind, FailureKind::Mismatch, "{context}, on rank {rank}: {failure}");
+                let both = ["(0 x int32) on rank 0 (", &format!("({len} x int32) on rank 1 (")];
+                assert!(both.iter().all(|part| failure.message.contains(part)), "{context}, on rank {rank}: {failure}");
+                assert!(began.elapsed() < Duration::from_secs(5), "{context}, on rank {rank}: {:?}", began.elapsed());
+            }
+        }
+    }
+}
+
+/// A rank that asks about an operation that has ended on another, as another operation, is told: here of gathers to two roots,
+/// where the third rank has sent what it had to; and when it has left the group since.
+#[test]
+fn operations_that_have_ended_are_compared() {
+    for (medium, leaves) in MEDIA.into_iter().flat_map(|medium| [(medium, false), (medium, true)]) {
+        let world = world(3, medium);
+        let (inputs, mut outputs) = (vec![filled(0, 5); 3], vec![vec![0; 15]; 3]);
+        let mut start = |rank: usize, root: u32| {
+            let call = call(Collective::Gather { root }, Name::Gather, 20, &inputs[rank], &mut outputs[rank]);
+            // SAFETY: the buffers outlive the waits below.
+            unsafe { world.groups[rank].start(call) }
+        };
+        wait(&start(2, 0)).expect("it has sent its part");
+        if leaves {
+            world.groups[2].leave();
+        }
+        let failure = wait(&start(1, 1)).expect_err("rank 2 does not send to it");
+        assert_eq!(failure.kind, FailureKind::Mismatch, "{medium:?}: {failure}");
+        for part in ["root 0) on rank 2 (", "root 1) on rank 1 ("] {
+            assert!(failure.message.contains(part), "{medium:?}: {failure}");
+        }
+    }
+}
+
+/// What an engine keeps for its caller; its end does to the memory what the memory's next owner would.
+struct Lent(&'static [AtomicU32]);
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|element| element.store(0xdead_beef, Ordering::SeqCst));
+    }
+}
+
+/// An engine that ends while a peer may still read its memory, which is then somebody else's, says so: the peer's receive fails,
+/// and never takes what lies there now. Also where nobody waits for its end.
+#[test]
+fn an_end_with_memory_that_is_lent() {
+    const LEN: usize = 1_000_000;
+    for (medium, waits) in MEDIA.into_iter().flat_map(|medium| [(medium, false), (medium, true)]) {
+        let world = world(2, medium);
+        let lent: &'static [AtomicU32] = (0..LEN as u32).map(AtomicU32::new).collect::<Vec<_>>().leak();
+        let mut call = message(Collective::Send { to: 1 }, 4 * LEN as u64, &[], &mut []);
+        call.input = lent.as_ptr().cast();
+        call.keep = Some(Box::new(Lent(lent)));
+        // SAFETY: the buffer is never freed, and written only after the engine has let go of it.
+        let sent = unsafe { world.groups[0].start(call) };
+        world.engines[0].begin_stop(waits);
+        world.engines[0].stop();
+        assert!(lent.iter().all(|element| element.load(Ordering::SeqCst) == 0xdead_beef), "{medium:?}: it is kept");
+        wait(&sent).expect_err("nobody has received it");
+        let mut output = vec![0; LEN];
+        let call = message(Collective::Recv { from: 0 }, 4 * LEN as u64, &[], &mut output);
+        // SAFETY: the buffer outlives the wait.
+        let received = unsafe { world.groups[1].start(call) };
+        let failure = wait(&received).expect_err("the sender has ended");
+        let kinds = [FailureKind::Closed, FailureKind::PeerLost];
+        assert!(kinds.contains(&failure.kind) && failure.message.contains("rank 0"), "{medium:?}: {failure}");
+    }
+}
+
+/// A way to a rank that a test can cut.
+struct Way {
+    address: SocketAddr,
+    /// Both ends of what is connected now.
+    open: Arc<Mutex<Vec<TcpStream>>>,
+    /// What comes is dropped.
+    drops: Arc<AtomicBool>,
+    /// What connects is closed.
+    closed: Arc<AtomicBool>,
+}
+
+impl Way {
+    fn to(address: SocketAddr) -> Way {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let way = Way {
+            address: listener.local_addr().expect("bound"),
+            open: Arc::default(),
+            drops: Arc::default(),
+            closed: Arc::default(),
+        };
+        let (open, drops, closed) = (way.open.clone(), way.drops.clone(), way.closed.clone());
+        std::thread::spawn(move || {
+            for near in listener.incoming().flatten() {
+                let Some(far) = TcpStream::connect(address).ok().filter(|_| !closed.load(Ordering::SeqCst)) else {
+                    continue;
+                };
+                let copy = |end: &TcpStream| end.try_clone().expect("a descriptor");
+                open.lock().expect("sound").extend([copy(&near), copy(&far)]);
+                for (mut from, mut to) in [(copy(&near), copy(&far)), (far, near)] {
+                    let drops = drops.clone();
+                    std::thread::spawn(move || {
+                        let mut buffer = [0; 4096];
+                        while let Ok(count @ 1..) = from.read(&mut buffer) {
+                            if !drops.load(Ordering::SeqCst) && to.write_all(&buffer[..count]).is_err() {
+                                break;
+                            }
+                        }
+                        let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+                    });
+                }
+            }
+        });
+        way
+    }
+
+    /// Cuts all streams. What connects from now on gets through, or not.
+    fn cut(&self, for_good: bool) {
+        self.closed.store(for_good, Ordering::SeqCst);
+        let mut open = self.open.lock().expect("sound");
+        for stream in open.drain(..) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        self.drops.store(false, Ordering::SeqCst);
+    }
+}
+
+/// An engine that ends with a message that nobody has taken yet, and loses all streams to that rank, connects again and
+/// delivers it; where it cannot, it ends soon.
+#[test]
+fn an_end_without_streams() {
+    let medium = Medium::Tcp { streams: 2, checksum: false };
+    for (for_good, turned) in [(false, false), (false, true), (true, false), (true, true)] {
+        let mut engines: Vec<Engine> =
+            (0..2).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
+        // Which one of the two connects is a matter of chance; with both ways cut it does not matter.
+        let mut members = contacts(&engines, medium);
+        let ways: Vec<Way> = members.iter().map(|member| Way::to(member.tcp[0])).collect();
+        for (member, way) in members.iter_mut().zip(&ways) {
+            member.tcp = vec![way.address];
+        }
+        let (groups, tickets) = join_as(&engines, &members, |_| b"secret".to_vec());
+        for ticket in tickets {
+            wait(&ticket).expect("joined");
+        }
+        let [from, to] = if turned { [1, 0] } else { [0, 1] };
+        let (input, mut output) = (filled(from, 5), vec![0; 5]);
+        for way in &ways {
+            way.drops.store(true, Ordering::SeqCst);
+        }
+        let send = message(Collective::Send { to }, 20, &input, &mut []);
+        // SAFETY: the buffer outlives the wait, and is copied.
+        wait(&unsafe { groups[from as usize].start(send) }).expect("it is copied");
+        let began = Instant::now();
+        engines[from as usize].begin_stop(true);
+        for way in &ways {
+            way.cut(for_good);
+        }
+        engines[from as usize].stop();
+        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+        let receive = message(Collective::Recv { from }, 20, &[], &mut output);
+        // SAFETY: the buffer outlives the wait.
+        let received = wait(&unsafe { groups[to as usize].start(receive) });
+        if for_good {
+            assert_eq!(received.expect_err("nothing gets through").kind, FailureKind::PeerLost);
+        } else {
+            received.expect("it was sent before the sender ended");
+            assert!(output == input, "{output:?}");
+        }
+        engines.clear();
     }
 }
 

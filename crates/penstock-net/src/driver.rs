@@ -87,6 +87,8 @@ pub trait Handler {
     fn stopping(&self) -> bool;
     /// How long the end may wait, in nanoseconds, for peers that live to take what was sent to them.
     fn patience(&self) -> u64;
+    /// The loop is about to end: what is told to peers now is the last that leaves, as far as the sockets take it at once.
+    fn ending(&mut self, peers: &mut Peers);
     /// The loop ends although a peer, which has not left in good order, has not taken all that was sent to it.
     fn undelivered(&mut self, peers: &mut Peers, peer: PeerId);
 }
@@ -459,6 +461,9 @@ impl Driver {
                 handler.undelivered(&mut self.peers, peer as PeerId);
             }
         }
+        handler.ending(&mut self.peers);
+        self.follow_orders(handler, self.peers.now);
+        self.pump(handler, self.peers.now);
         self.half_close();
     }
 
@@ -1293,7 +1298,8 @@ impl Driver {
             self.peers.machine(peer).stream_down(stream);
         }
         let link = &mut self.links[peer as usize];
-        if link.finished || handler.stopping() {
+        // Also while we stop: what was sent to the peer and not taken needs a way. Whom we never met is not waited for.
+        if link.finished || (handler.stopping() && !link.was_up) {
             return;
         }
         let none_up = self.peers.look(peer).stream_count() == 0;
@@ -1372,14 +1378,11 @@ impl Driver {
         }
     }
 
-    /// Whether of all peers that can still be reached this holds.
+    /// Whether of all peers that have neither left nor been lost this holds.
     fn is_drained(&self, is_quiet: impl Fn(&Peer) -> bool) -> bool {
         (0..self.links.len()).all(|peer| {
             let link = &self.links[peer];
-            !link.was_up
-                || link.finished
-                || is_quiet(&self.peers.machines[peer])
-                || self.peers.machines[peer].stream_count() == 0
+            !link.was_up || link.finished || is_quiet(&self.peers.machines[peer])
         })
     }
 

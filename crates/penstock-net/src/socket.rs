@@ -214,7 +214,8 @@ pub(crate) fn read(
         }
     }
     if received.flags.contains(ReturnFlags::CTRUNC) {
-        // The kernel keeps back descriptors that this process has no numbers for.
+        // The kernel keeps back descriptors that this process has no numbers for, and they cannot be had again. What was read
+        // is lost with them, but not without a word: the socket closes, and the groups of both ends fail with this reason.
         return Err(Errno::MFILE);
     }
     Ok(received.bytes)

@@ -186,6 +186,8 @@ pub enum Event {
     Issued(MessageKey, u64),
     /// The peer is ready for messages of this operation, which it believes to be this.
     Granted(MessageKey, Fingerprint),
+    /// The peer sends in an operation that has ended here, and that it believes to be this. Often a repeat of what was taken.
+    Late(MessageKey, Fingerprint),
     /// The group has failed at the peer, or the peer forwards that it has.
     Report(GroupId, Report),
     /// The peer leaves in good order.
@@ -311,6 +313,12 @@ impl Peer {
             Body::Memory { .. } => 0,
         };
         self.outgoing.values().map(copied).sum()
+    }
+
+    /// Whether messages of a group lie in the operations' memory and are not taken yet: the peer may be reading them there.
+    #[must_use]
+    pub fn lends(&self, group: GroupId) -> bool {
+        self.outgoing.values().any(|message| message.key.group == group && matches!(message.body, Body::Memory { .. }))
     }
 
     /// The messages that their sender takes for sent, having left on credit or as a copy, and that the peer has not acknowledged.
@@ -899,7 +907,7 @@ impl Peer {
             Kind::Done => self.handle_done(header)?,
             Kind::Grant => self.handle_grant(header, status)?,
             // The engine grants it when the operation is posted; remembering is its affair.
-            Kind::Announce => finish.apply = status != OpStatus::Retired,
+            Kind::Announce => finish.apply = !self.is_late(header, status),
             Kind::Probe => self.events.push_back(Event::Probe(header.key, header.fingerprint)),
             Kind::ProbeReply => self.events.push_back(Event::Issued(header.key, header.offset)),
             Kind::Report => self.events.push_back(Event::Report(header.key.group, Report::decode(header, payload))),
@@ -961,7 +969,18 @@ impl Peer {
             // Its operation failed here before it came: nobody will consume it.
             self.consumed(header.total);
         }
+        self.is_late(header, status);
         Ok(finish)
+    }
+
+    /// Whether a frame belongs to an operation that has ended here. If it is another operation for the peer, what it sends
+    /// is lost: the engine compares.
+    fn is_late(&mut self, header: &Header, status: OpStatus) -> bool {
+        let late = status == OpStatus::Retired;
+        if late {
+            self.events.push_back(Event::Late(header.key, header.fingerprint));
+        }
+        late
     }
 
     /// Control frames are repeated like data, and each is used once.
@@ -976,7 +995,7 @@ impl Peer {
     }
 
     fn handle_reference(&mut self, header: &Header, status: OpStatus) -> Result<bool, FrameError> {
-        if status == OpStatus::Retired {
+        if self.is_late(header, status) {
             return Ok(false);
         }
         let op = self.ops.entry(OpKey::of(&header.key)).or_default();
@@ -1476,7 +1495,8 @@ const FIRST_DELIVERY: u64 = 100 * MILLISECOND;
 /// The same beyond its round trip for a stream that has not carried enough to know its rate: a frame at 50 Mbit/s.
 const FIRST_FRAME: u64 = 10 * MILLISECOND;
 /// Records that a peer can make us keep without credit: it runs ahead by so many operations, each with one grant or
-/// reference. About 400 bytes each.
+/// reference. About 400 bytes each. Nothing is lost without a word beyond: a grant is kept before its stream is closed, and
+/// works on when the stream is back; a reference comes over a local socket, whose end fails the groups and says why.
 const MAX_REMEMBERED: usize = 65_536;
 
 #[cfg(test)]

@@ -161,7 +161,7 @@ impl Engine {
     fn share(&self, py: Python<'_>, file: i32, address: u64, length: u64) -> PyResult<u64> {
         // SAFETY: the caller had it open and gives it away.
         let file = unsafe { std::os::fd::OwnedFd::from_raw_fd(file) };
-        self.0.share(file, address, length).map_err(|failure| error(py, &failure))
+        self.0.share(file, address, length).map_err(|failure| setup_error(py, &failure))
     }
 
     /// End what `share` began.

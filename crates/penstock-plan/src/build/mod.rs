@@ -21,7 +21,9 @@ use crate::{
 /// One rank's steps for a request.
 ///
 /// The result is a pure function of the arguments. It is compact: its size grows with the number of ranks, not with
-/// the number of bytes. Empty for 0 bytes (but for a barrier, and an all-to-all with splits); copies only for one rank.
+/// the number of bytes. Empty for 0 bytes, but for what only two ranks
+/// know of: a send or receive, and an all-to-all with splits, pass a notification then; and a barrier consists of them.
+/// Copies only for one rank.
 ///
 /// # Errors
 /// [`PlanError`] where the request contradicts itself or `algorithm` is not [`Algorithm::of`] the collective.
@@ -53,14 +55,20 @@ pub fn steps(request: &Request, algorithm: Algorithm) -> Result<Steps, PlanError
         (Collective::Scatter { root }, _) => rooted::scatter(&mut draft, root),
         (Collective::Barrier, _) => barrier(&mut draft),
         (Collective::Send { to }, _) => {
-            let message = draft.messages(request.bytes);
+            let message = draft.messages(request.bytes.max(1));
             let src = draft.slice(Buf::Input, 0, request.bytes);
-            draft.send(to, message, src, []);
+            match request.bytes {
+                0 => draft.push(1, Action::Notify { to, message }, []),
+                _ => draft.send(to, message, src, []),
+            };
         }
         (Collective::Recv { from }, _) => {
-            let message = draft.messages(request.bytes);
+            let message = draft.messages(request.bytes.max(1));
             let dst = draft.slice(Buf::Output, 0, request.bytes);
-            draft.recv(from, message, dst, []);
+            match request.bytes {
+                0 => draft.push(1, Action::Await { from, message }, []),
+                _ => draft.recv(from, message, dst, []),
+            };
         }
     }
     draft.finish()
