@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import itertools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from penstock.bench import cli, figures, readiness, readiness_rank, report, training, tuner
 from penstock.bench.collectives import COLLECTIVES, PERIOD, Run, most_ranks
@@ -359,7 +362,7 @@ def test_testbed_counts_what_crosses(tmp_path: pathlib.Path) -> None:
 def test_a_run_that_bypasses_the_link_fails(tmp_path: pathlib.Path) -> None:
     """A backend whose results are right though nothing crossed the link gets no figure for it."""
     cheat = "return t.mul_(3 / (1 << dist.get_rank()))"  # what the sum over both ranks must be
-    arguments = ["--hosts", "2", "--sizes", "1M", "--no-limit", "--rounds", "1"]
+    arguments = ["--hosts", "2", "--sizes", "1M", "--no-limit", "--rounds", "1", "--joins", "1"]
     done = _bench_with_patched_all_reduce(tmp_path, cheat, arguments)
     assert done.returncode == 1
     assert "patched: host 0 sent" in done.stderr and "bypassed the link" in done.stderr
@@ -373,7 +376,16 @@ def test_ranks_by_turns(tmp_path: pathlib.Path) -> None:
     variants = [
         f"--variant={name}=penstock,PENSTOCK_SHM=1,PENSTOCK_ALGORITHM={name}" for name in ("ring", "hierarchical")
     ]
-    few = ["--hosts=2", "--ranks=4", "--by-turns", "--sizes=8M", "--no-limit", "--rounds=1", "--backends=penstock-tcp"]
+    few = [
+        "--hosts=2",
+        "--ranks=4",
+        "--by-turns",
+        "--sizes=8M",
+        "--no-limit",
+        "--rounds=1",
+        "--joins=1",
+        "--backends=penstock-tcp",
+    ]
     arguments = ["all-reduce", *few, *variants, f"--json={path}"]
     done = click.testing.CliRunner().invoke(cli.command, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
@@ -490,6 +502,21 @@ def test_rows_read_the_limit_and_the_link() -> None:
     assert row.wire_ratio == pytest.approx(1.05)
     assert row.link_share == pytest.approx(8 * 10**8 / 1.25 / (link.payload_mbit or 0) / 1e6)
     assert report.flow_table([row]) is None
+
+
+def test_a_slow_job_does_not_hide_behind_the_median() -> None:
+    """Of ten fresh jobs three are slow: the median over everything is good, the worst job is shown beside it."""
+    series = [Series("penstock-tcp", "torch:penstock", limit="sockets"), Series("sockets x8", "sockets", flows=8)]
+    jobs = [[1.0, 1.0]] * 7 + [[1.0, 1.6, 1.6]] * 3
+    mine = Point("all-reduce", "penstock-tcp", 2, 10**8, [each for job in jobs for each in job], jobs=jobs)
+    raw = [[0.96]] * 10
+    bound = Point("all-reduce", "sockets x8", 2, 10**8, [each for job in raw for each in job], jobs=raw)
+    row = report.rows([mine, bound], series, None)[0]
+    assert row.limit_share == pytest.approx(0.96)
+    assert row.job_shares == pytest.approx([0.96] * 7 + [0.6] * 3)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report.table([row], series, "all-reduce"))
+    assert re.findall(r"\d+%", console.export_text()) == ["96%", "96%", "60%"]
 
 
 def test_figures_compare_with_their_targets() -> None:

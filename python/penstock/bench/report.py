@@ -31,6 +31,9 @@ class Row:
     limit: str | None
     """The label of the fastest series that bounds this one."""
     limit_share: float | None
+    job_shares: list[float]
+    """Of each fresh job: the limit's median in that job over this series' median in it. Empty without a limit. A median over
+    all blocks hides a third of the jobs that is slow; the least of these does not."""
     link_share: float | None
     """Testbed: payload of the plan over what TCP can carry at the link's rate, at the host that sends most."""
     times_gloo: float | None
@@ -69,6 +72,7 @@ def rows(points: Sequence[Point], series: Sequence[Series], link: LinkSpec | Non
                 busbw=algbw * COLLECTIVES[point.collective].bus_factor(point.ranks),
                 limit=bound.label if bound else None,
                 limit_share=statistics.median(bound.seconds) / median if bound else None,
+                job_shares=_job_shares(point, bounds),
                 link_share=sent * 8 / median / (payload * 1e6) if payload and sent else None,
                 times_gloo=statistics.median(gloo.seconds) / median if gloo else None,
                 wire_ratio=max(point.sent[host] / point.planned[host] for host in point.planned if point.planned[host])
@@ -77,6 +81,16 @@ def rows(points: Sequence[Point], series: Sequence[Series], link: LinkSpec | Non
             )
         )
     return result
+
+
+def _job_shares(point: Point, bounds: Sequence[Point]) -> list[float]:
+    """Of each fresh job: its fastest bound's median over the median of ``point``."""
+    shares = []
+    for job, mine in enumerate(point.jobs):
+        beside = [statistics.median(bound.jobs[job]) for bound in bounds if job < len(bound.jobs) and bound.jobs[job]]
+        if mine and beside:
+            shares.append(min(beside) / statistics.median(mine))
+    return shares
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -88,6 +102,7 @@ def table(of: Sequence[Row], series: Sequence[Series], title: str) -> Table:
     """One line a series and size; the best backend of a size in bold."""
     on_testbed = any(row.point.planned for row in of)
     has_bytes = any(row.busbw for row in of)
+    has_jobs = any(len(row.job_shares) > 1 for row in of)
     shown = _table(title)
     for name in ("ranks", "size", "series", "median", "min", "p90"):
         shown.add_column(name, justify="left" if name == "series" else "right", no_wrap=True)
@@ -95,6 +110,9 @@ def table(of: Sequence[Row], series: Sequence[Series], title: str) -> Table:
         for name in ("algbw", "busbw"):
             shown.add_column(f"{name}\nGB/s", justify="right", no_wrap=True)
         shown.add_column("of\nlimit", justify="right")
+        if has_jobs:
+            shown.add_column("median\njob", justify="right")
+            shown.add_column("worst\njob", justify="right")
     if on_testbed:
         shown.add_column("of\nlink", justify="right")
         shown.add_column("wire/\nplan", justify="right")
@@ -121,6 +139,9 @@ def table(of: Sequence[Row], series: Sequence[Series], title: str) -> Table:
         ]
         if has_bytes:
             cells += [f"{row.algbw:.3g}", f"{row.busbw:.3g}", _percent(row.limit_share)]
+            if has_jobs:
+                shares = row.job_shares
+                cells += [_percent(statistics.median(shares) if shares else None), _percent(min(shares, default=None))]
         if on_testbed:
             cells += [
                 _percent(row.link_share),

@@ -69,8 +69,8 @@ class Settings:
     turn_s: float = 0.25
     """A turn runs as many operations as fit into this, at least one block."""
     joins: int = 1
-    """How often all groups are formed anew, each time for all rounds: their connections then get other ports, which decide
-    their classes on a testbed with capped flows."""
+    """How many fresh jobs are measured: how often all groups are formed anew, each time for all rounds. Their connections
+    then get other ports, which decide their classes on a testbed with capped flows, and windows and rates are learnt anew."""
     timeout_s: float = 300.0
     """For one turn of one backend. A rank that dies is noticed at once."""
     by_turns: bool = False
@@ -87,6 +87,8 @@ class Point:
     nbytes: int
     seconds: list[float] = field(default_factory=list)
     """Of one operation, by block: from the first rank's entry to the last rank's exit, over the operations of the block."""
+    jobs: list[list[float]] = field(default_factory=list)
+    """The same, a list for each fresh job (`Settings.joins`)."""
     slots: int = 1
     cpu_share: float | None = None
     """Of all processors of the box, while the operations ran; None where they took too little time to tell."""
@@ -200,6 +202,7 @@ def _measure_size(
     for each in series:
         fresh = Point(settings.collective, each.label, ranks, nbytes, slots=slots)
         point = points.setdefault((ranks, nbytes, each.label), fresh)
+        point.jobs.append([])
         if isinstance(bed, Testbed) and bed.link.flow_mbit is not None:
             point.class_flows.append(groups[each.group].class_flows)
             point.class_shares.append({})
@@ -216,6 +219,7 @@ def _measure_size(
         took = [(max(end for _, end in span) - min(begin for begin, _ in span)) / 1e9 for span in spans]
         if order["do"] == "measure":
             point.seconds += [seconds / slots for seconds in took]
+            point.jobs[-1] += [seconds / slots for seconds in took]
             point._ticks = [sum(pair) for pair in zip(point._ticks, answers[0]["ticks"], strict=True)]
             _note_memory(point, [answer["memory"] for answer in answers])
             if isinstance(bed, Testbed):
