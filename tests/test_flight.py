@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -68,6 +69,22 @@ def test_on_a_signal(tmp_path: pathlib.Path) -> None:
         (tmp_path / "go").touch()
         assert all(outcome.ok for outcome in job.outcomes(timeout_s=30))
     assert ranks.run(_who_handles, count=1) == [True]
+
+
+def test_on_a_signal_after_another_engine(tmp_path: pathlib.Path) -> None:
+    """SIGUSR2 writes the record of the engine that runs, also where an earlier one has ended."""
+    ranks.run(_begin_again, count=1, env={"PENSTOCK_FLIGHT_RECORDER": str(tmp_path)})
+    (one,) = json.loads((tmp_path / "rank-0.json").read_text())["operations"][-1:]
+    assert one["operation"].startswith("broadcast")
+
+
+def _begin_again() -> None:
+    for call in (dist.barrier, functools.partial(dist.broadcast, torch.ones(1), 0)):
+        dist.init_process_group("penstock")
+        call()
+        if call is not dist.barrier:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        dist.destroy_process_group()
 
 
 def test_through_servers(tmp_path: pathlib.Path) -> None:

@@ -321,7 +321,7 @@ def _join(timeout_s: float) -> Any:
         except (dist.DistError, ValueError) as error:
             raise ConfigError(f"the job's store cannot be reached: {str(error).splitlines()[0]}") from error
         store.set_timeout(timeout)
-    return rendezvous.join(dist.PrefixStore("penstock/arrays", store), rank, world, timeout, "arrays", rank)
+    return rendezvous.join(dist.PrefixStore("penstock/arrays", store), rank, range(world), timeout, "arrays")
 
 
 def _units(arrays: Sequence[Array]) -> list[list[int]]:

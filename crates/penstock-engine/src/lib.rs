@@ -20,6 +20,7 @@ mod reported;
 mod runtime;
 mod scale;
 mod stats;
+mod tags;
 mod ticket;
 
 pub use aggregated::{LaneSpec, LaneStats, NodeSpec, ServerSpec, ServerStats, Sockets, Wire};
@@ -30,5 +31,5 @@ pub use penstock_plan as plan;
 pub use penstock_protocol::{crc32c, fingerprint};
 pub use reducer::{Gradient, Reducer, ReducerSpec, ReducerStats, Way};
 pub use runtime::{Call, GroupSpec};
-pub use stats::{GroupStats, PeerStats, Stats};
+pub use stats::{GroupStats, Held, PeerStats, Stats};
 pub use ticket::Ticket;

@@ -6,7 +6,8 @@ use crate::pages::HugePages;
 use crate::recorder::{Entry as Recorded, Record, Recorder};
 use crate::reported::Reported;
 use crate::scale::Scale;
-use crate::stats::{GroupStats, PeerStats, Stats};
+use crate::stats::{GroupStats, Held, PeerStats, Stats};
+use crate::tags::Tags;
 use crate::ticket::{Promise, Ticket};
 use penstock_net::fds::Fd;
 use penstock_net::memory::{Landmark, Mapping, Region, Remote};
@@ -17,7 +18,8 @@ use penstock_plan::{
 use penstock_protocol::fingerprint::{Fingerprint, Name};
 use penstock_protocol::frame::{Channel, Direction, Kind, Reference};
 use penstock_protocol::handshake::{Hello, NodeKey};
-use penstock_protocol::peer::{Body, Event, FLAG_EAGER, OpStatus, Outgoing, Report};
+use penstock_protocol::peer::{Body, Event, FLAG_EAGER, OpStatus, Outgoing, Peer, Report};
+use penstock_protocol::ranges::Ranges;
 use penstock_protocol::{FrameError, Header, MessageKey};
 use penstock_types::{
     DType, Failure, FailureKind, Generation, GroupId, MILLISECOND, OpSeq, Priority, ReduceOp, SECOND, Time,
@@ -118,7 +120,8 @@ pub(crate) enum Command {
 /// A group to join.
 #[derive(Clone, Debug)]
 pub struct GroupSpec {
-    /// Drawn at random by the group's rank 0.
+    /// Chosen by the group's rank 0, and never again for another group. Engines remember the ids of groups that they have left
+    /// as ranges, so the groups of the same ranks should be numbered in order, from a random number on.
     pub id: GroupId,
     /// The job's generation.
     pub generation: Generation,
@@ -185,12 +188,15 @@ pub(crate) struct Runtime {
     planner: Planner,
     thresholds: Thresholds,
     groups: HashMap<GroupId, Group>,
-    /// Groups that were left or have failed: what still comes for them is dropped. Of those that were left in good order,
-    /// what peers that still wait for this rank must know.
-    closed: HashMap<GroupId, Option<Departed>>,
+    /// Ids of groups that were left: what still comes for them is dropped. Kept for ever, since a frame may be late by any
+    /// time; rank 0 numbers the groups of the same ranks in order, so they are few ranges.
+    closed: Ranges,
+    /// Of the groups that were left in good order, what peers that are still in them must know.
+    departed: HashMap<GroupId, Departed>,
     /// What peers have reported of groups that this process has not joined yet.
     reported: Reported,
-    /// What the streams' hand-shakes prove. A job outlives the group that brought it: groups share streams.
+    /// What the streams' hand-shakes prove. A job outlives the group that brought it, since groups share streams: it stays until
+    /// nobody connects with it any more.
     jobs: HashMap<GroupId, Job>,
     /// What the user's memory is shared of, by address, with its number.
     regions: BTreeMap<u64, (u64, Region)>,
@@ -249,6 +255,7 @@ impl PeerInfo {
 struct Job {
     generation: Generation,
     secret: Vec<u8>,
+    /// Members that may connect to this process with this job, now or when they have lost a stream.
     nodes: HashSet<NodeKey>,
 }
 
@@ -269,6 +276,8 @@ struct Group {
     failed: Option<Failure>,
     /// They end with the group.
     watches: Vec<Promise>,
+    /// Members that have left.
+    gone: HashSet<PeerId>,
     last_algorithm: String,
 }
 
@@ -276,26 +285,31 @@ struct Group {
 #[derive(Debug, Default)]
 struct Issued {
     collectives: u64,
-    /// Sends and receives, by their sequence.
-    messages: HashMap<Sequence, u64>,
+    /// By the other rank.
+    sends: HashMap<u32, Tags>,
+    receives: HashMap<u32, Tags>,
 }
 
 impl Issued {
     fn count(&self, sequence: Sequence) -> u64 {
         match sequence {
             Sequence::Collectives => self.collectives,
-            messages => self.messages.get(&messages).copied().unwrap_or_default(),
+            Sequence::Sends { to, tag } => self.sends.get(&to).map_or(0, |tags| tags.count(tag)),
+            Sequence::Receives { from, tag } => self.receives.get(&from).map_or(0, |tags| tags.count(tag)),
         }
     }
 
     /// Gives the next operation its name.
     fn next(&mut self, sequence: Sequence) -> OpId {
-        let count = match sequence {
-            Sequence::Collectives => &mut self.collectives,
-            messages => self.messages.entry(messages).or_default(),
+        let seq = match sequence {
+            Sequence::Collectives => {
+                self.collectives += 1;
+                self.collectives - 1
+            }
+            Sequence::Sends { to, tag } => self.sends.entry(to).or_default().add(tag),
+            Sequence::Receives { from, tag } => self.receives.entry(from).or_default().add(tag),
         };
-        *count += 1;
-        OpId { sequence, seq: *count - 1 }
+        OpId { sequence, seq }
     }
 }
 
@@ -329,12 +343,8 @@ struct Departed {
     own: String,
     issued: Issued,
     ended: Ended,
-}
-
-impl From<Group> for Departed {
-    fn from(Group { rank, name, members, contacts, issued, ended, .. }: Group) -> Self {
-        Self { rank, name, members, own: contacts[rank as usize].describe(), issued, ended }
-    }
+    /// Members that have not left yet. The last one takes the record along.
+    staying: HashSet<PeerId>,
 }
 
 impl Departed {
@@ -454,7 +464,8 @@ impl Runtime {
             planner: Planner::default(),
             thresholds,
             groups: HashMap::new(),
-            closed: HashMap::new(),
+            closed: Ranges::default(),
+            departed: HashMap::new(),
             reported: Reported::default(),
             jobs: HashMap::new(),
             regions: BTreeMap::new(),
@@ -501,8 +512,16 @@ impl Runtime {
             }
             members.push(Some(peer));
         }
-        let nodes = spec.members.iter().map(|contact| contact.node).collect();
-        self.jobs.insert(spec.id, Job { generation: spec.generation, secret: spec.secret, nodes });
+        // A node connects with the first job that it has with this one. Where it has connected already, that is not this job.
+        let may_come = |peer: &&PeerId| {
+            let info = &self.peers[**peer as usize];
+            !info.linked && info.lost.is_none()
+        };
+        let nodes: HashSet<NodeKey> =
+            members.iter().flatten().filter(may_come).map(|peer| self.peers[*peer as usize].contact.node).collect();
+        if !nodes.is_empty() {
+            self.jobs.insert(spec.id, Job { generation: spec.generation, secret: spec.secret, nodes });
+        }
         let group = Group {
             rank: spec.rank,
             name: spec.name.into(),
@@ -517,6 +536,7 @@ impl Runtime {
             joining: Some(Joining { ticket, hosts: None }),
             failed: None,
             watches: Vec::new(),
+            gone: HashSet::new(),
             last_algorithm: String::new(),
         };
         self.groups.insert(spec.id, group);
@@ -1064,7 +1084,6 @@ impl Runtime {
         }
         let failure = Failure { group_lives: false, ..failure };
         group.failed = Some(failure.clone());
-        self.closed.insert(id, None);
         self.forget_early(peers, id);
         self.claims.retain(|(group, ..), _| *group != id);
         let group = self.groups.get_mut(&id).expect("looked up above");
@@ -1125,6 +1144,99 @@ impl Runtime {
                 peers.machine(peer).consumed(total);
             }
         }
+    }
+
+    /// This rank leaves a group.
+    fn leave(&mut self, peers: &mut Peers, id: GroupId) {
+        if self.groups.get(&id).is_some_and(Group::is_busy) {
+            let rank = self.groups[&id].rank;
+            let failure = Failure::fatal(
+                FailureKind::Closed,
+                format!("rank {rank} destroyed the group while operations were running."),
+            );
+            self.fail_group(peers, id, failure, true);
+        }
+        let Some(mut group) = self.groups.remove(&id) else { return };
+        self.closed.insert(id.0..id.0.saturating_add(1));
+        for watch in group.watches.drain(..) {
+            watch.complete(Err(Failure::fatal(FailureKind::Closed, "the group was destroyed.")));
+        }
+        self.forget_early(peers, id);
+        self.claims.retain(|(group, ..), _| *group != id);
+        let mut staying = HashSet::new();
+        for peer in group.members.iter().flatten().copied() {
+            let info = &self.peers[peer as usize];
+            let machine = peers.machine(peer);
+            if info.linked && info.lost.is_none() {
+                machine.left(id);
+                if group.gone.contains(&peer) {
+                    machine.forget_group(id);
+                    continue;
+                }
+                staying.insert(peer);
+            }
+            machine.retire_group(id);
+        }
+        let Group { rank, name, members, contacts, issued, ended, failed, .. } = group;
+        if failed.is_none() && !staying.is_empty() {
+            let own = contacts[rank as usize].describe();
+            self.departed.insert(id, Departed { rank, name, members, own, issued, ended, staying });
+        }
+    }
+
+    /// A peer has left a group, or the group has failed there: it asks for nothing in it any more.
+    fn has_left(&mut self, peers: &mut Peers, peer: PeerId, id: GroupId) {
+        if let Some(group) = self.groups.get_mut(&id) {
+            group.gone.insert(peer);
+            return;
+        }
+        peers.machine(peer).forget_group(id);
+        self.forget_early_of(peers, peer, |group| group == id);
+        self.no_longer_stays(peer, |group| group == id);
+    }
+
+    /// A peer is gone, and with it what it gave for groups that this process has not joined.
+    fn forget_peer(&mut self, peers: &mut Peers, peer: PeerId) {
+        let unknown: HashSet<GroupId> = (self.early.keys().map(|(_, key)| key.group))
+            .chain(self.claims.keys().map(|(group, ..)| *group))
+            .filter(|group| !self.groups.contains_key(group))
+            .collect();
+        self.forget_early_of(peers, peer, |group| unknown.contains(&group));
+        self.no_longer_stays(peer, |_| true);
+        let node = self.peers[peer as usize].contact.node;
+        self.no_longer_connects(node, None);
+    }
+
+    /// Drops what a peer gave for operations of some groups.
+    fn forget_early_of(&mut self, peers: &mut Peers, peer: PeerId, is_meant: impl Fn(GroupId) -> bool) {
+        for (_, early) in self.early.extract_if(|(from, key), _| *from == peer && is_meant(key.group)) {
+            if let Early::Bytes { total, .. } = early {
+                peers.machine(peer).consumed(total);
+            }
+        }
+        self.claims.retain(|(group, ..), claims| {
+            claims.retain(|(from, _)| *from != peer || !is_meant(*group));
+            !claims.is_empty()
+        });
+    }
+
+    fn no_longer_stays(&mut self, peer: PeerId, is_meant: impl Fn(GroupId) -> bool) {
+        self.departed.retain(|id, departed| {
+            let was_last = is_meant(*id) && departed.staying.remove(&peer) && departed.staying.is_empty();
+            !was_last
+        });
+    }
+
+    /// A node connects with this job only, or not at all any more.
+    fn no_longer_connects(&mut self, node: NodeKey, but_with: Option<GroupId>) {
+        self.jobs.retain(|id, job| {
+            let was_last = Some(*id) != but_with && job.nodes.remove(&node) && job.nodes.is_empty();
+            !was_last
+        });
+    }
+
+    fn is_closed(&self, id: GroupId) -> bool {
+        self.closed.covers(&(id.0..id.0.saturating_add(1)))
     }
 
     /// The engine's thread has panicked: fails every group, tells the peers why, and stops.
@@ -1205,6 +1317,30 @@ impl Runtime {
         self.groups.get(&id)?.ops.get(&op)
     }
 
+    fn held(&self, peers: &Peers) -> Held {
+        let machines = || (0..self.peers.len()).map(|peer| peers.look(peer as PeerId));
+        let bytes = |early: &Early| match early {
+            Early::Bytes { payload, .. } => payload.len(),
+            _ => 0,
+        };
+        let descriptors = |info: &PeerInfo| info.offered.values().flatten().count() + info.descriptors.len();
+        Held {
+            groups: self.groups.len() as u64,
+            operations: self.groups.values().map(|group| (group.ops.len() + group.held.len()) as u64).sum(),
+            claims: self.claims.values().map(|claims| claims.len() as u64).sum(),
+            closed_records: self.departed.len() as u64,
+            closed_ranges: self.closed.count() as u64,
+            jobs: self.jobs.len() as u64,
+            early_messages: self.early.len() as u64,
+            early_bytes: self.early.values().map(|early| bytes(early) as u64).sum(),
+            remembered_operations: machines().map(|machine| machine.remembered() as u64).sum(),
+            unacknowledged_messages: machines().map(|machine| machine.unacknowledged() as u64).sum(),
+            credit_bytes: machines().map(Peer::credit_in_use).sum(),
+            descriptors: self.peers.iter().map(|info| descriptors(info) as u64).sum::<u64>()
+                + self.regions.len() as u64,
+        }
+    }
+
     fn stats(&self, peers: &Peers) -> Stats {
         let held: usize = self
             .early
@@ -1219,6 +1355,7 @@ impl Runtime {
         let operations: usize = self.groups.values().flat_map(|group| group.ops.values()).map(of).sum();
         let copied: usize = (0..self.peers.len()).map(|peer| peers.look(peer as PeerId).copied_bytes()).sum();
         Stats {
+            held: self.held(peers),
             finished_operations: self.finished,
             memory_bytes: (held + operations + copied + peers.buffer_bytes()) as u64,
             groups: self
@@ -1259,7 +1396,7 @@ impl Runtime {
 impl Handler for Runtime {
     fn status(&self, peer: PeerId, key: &MessageKey) -> OpStatus {
         let Some(group) = self.groups.get(&key.group) else {
-            return if self.closed.contains_key(&key.group) { OpStatus::Retired } else { OpStatus::Early };
+            return if self.is_closed(key.group) { OpStatus::Retired } else { OpStatus::Early };
         };
         if group.failed.is_some() {
             return OpStatus::Retired;
@@ -1412,20 +1549,22 @@ impl Handler for Runtime {
             Event::Granted(key, theirs) | Event::Probe(key, theirs) | Event::Late(key, theirs) => {
                 let probe = matches!(event, Event::Probe(..));
                 let Some((other, op)) = self.operation_of(peer, &key) else {
-                    if let Some(departed) = self.closed.get_mut(&key.group) {
-                        let Some(left) = departed else { return };
+                    if let Some(left) = self.departed.get(&key.group) {
                         let they = &self.peers[peer as usize].contact;
                         let report = match left.difference(peer, they, &key, theirs) {
                             Some(message) => {
                                 log::error!("penstock: {message} This rank has left the group since.");
-                                *departed = None;
+                                self.departed.remove(&key.group);
                                 Report { kind: FailureKind::Mismatch, message }
                             }
                             None if probe && !left.has_issued(peer, &key) => left.report(),
                             None => return,
                         };
                         peers.machine(peer).report(key.group, &report);
-                    } else if !matches!(event, Event::Late(..)) {
+                    } else if !matches!(event, Event::Late(..))
+                        && !self.groups.contains_key(&key.group)
+                        && !self.is_closed(key.group)
+                    {
                         let claims = self.claims.entry((key.group, key.channel, key.op)).or_default();
                         if !claims.contains(&(peer, theirs)) {
                             claims.push((peer, theirs));
@@ -1478,16 +1617,23 @@ impl Handler for Runtime {
                 let failure = Failure::fatal(report.kind, message);
                 if self.groups.contains_key(&id) {
                     self.fail_group(peers, id, failure, true);
-                } else if !self.closed.contains_key(&id) {
+                } else if self.is_closed(id) {
+                    self.has_left(peers, peer, id);
+                } else {
                     // It has joined and failed before we came.
                     self.reported.remember(id, failure);
                 }
             }
+            Event::Left(id) => self.has_left(peers, peer, id),
             Event::Bye | Event::Stalled(_) | Event::Silent => {}
         }
     }
 
-    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32) {
+    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32, job: Option<GroupId>) {
+        let node = self.peers[peer as usize].contact.node;
+        if !self.peers[peer as usize].linked {
+            self.no_longer_connects(node, job);
+        }
         let info = &mut self.peers[peer as usize];
         info.linked = true;
         info.local = local;
@@ -1517,6 +1663,7 @@ impl Handler for Runtime {
                 self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
             }
         }
+        self.forget_peer(peers, peer);
     }
 
     fn left(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
@@ -1528,6 +1675,7 @@ impl Handler for Runtime {
                 self.check_departed(peers, id, op);
             }
         }
+        self.forget_peer(peers, peer);
     }
 
     fn refused(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
@@ -1543,23 +1691,7 @@ impl Handler for Runtime {
                 Command::Join(spec, ticket) => self.join(peers, spec, ticket, now),
                 Command::Start(id, call, ticket) => self.start(peers, id, call, ticket, now),
                 Command::Release(id, ticket) => self.release(peers, id, &ticket, now),
-                Command::Leave(id) => {
-                    if self.groups.get(&id).is_some_and(Group::is_busy) {
-                        let rank = self.groups[&id].rank;
-                        let failure = Failure::fatal(
-                            FailureKind::Closed,
-                            format!("rank {rank} destroyed the group while operations were running."),
-                        );
-                        self.fail_group(peers, id, failure, true);
-                    }
-                    let mut left = self.groups.remove(&id);
-                    for watch in left.iter_mut().flat_map(|group| group.watches.drain(..)) {
-                        watch.complete(Err(Failure::fatal(FailureKind::Closed, "the group was destroyed.")));
-                    }
-                    self.closed.entry(id).or_insert_with(|| left.map(Departed::from));
-                    self.forget_early(peers, id);
-                    self.claims.retain(|(group, ..), _| *group != id);
-                }
+                Command::Leave(id) => self.leave(peers, id),
                 Command::Retune(id, algorithm, streams) => {
                     let Some(group) = self.groups.get_mut(&id) else { continue };
                     group.algorithm = algorithm;
@@ -1627,6 +1759,9 @@ impl Handler for Runtime {
 
     /// Looks for operations that are late.
     fn tick(&mut self, peers: &mut Peers, now: Time) -> Time {
+        if self.claims.len() > MAX_CLAIMS {
+            self.claims.retain(|(group, ..), _| self.groups.contains_key(group));
+        }
         for (_, id, failure) in self.doomed.extract_if(.., |(by, ..)| *by <= now).collect::<Vec<_>>() {
             self.fail_group(peers, id, failure, true);
         }
@@ -1717,7 +1852,10 @@ impl Handler for Runtime {
     }
 
     fn admit(&self, hello: &Hello) -> Admission {
-        let Some(job) = self.jobs.get(&hello.job) else { return Admission::NotYet };
+        let Some(job) = self.jobs.get(&hello.job) else {
+            let is_known = self.groups.contains_key(&hello.job) || self.is_closed(hello.job);
+            return if is_known { Admission::Stranger } else { Admission::NotYet };
+        };
         if hello.generation != job.generation {
             return Admission::Generation(job.generation);
         }
@@ -1779,9 +1917,8 @@ impl Handler for Runtime {
 
     fn undelivered(&mut self, peers: &mut Peers, peer: PeerId) {
         let info = &self.peers[peer as usize];
-        // Operations of a group that has failed have told so.
-        let failed = |key: &MessageKey| matches!(self.closed.get(&key.group), Some(None));
-        let mut messages: Vec<_> = peers.look(peer).undelivered().filter(|(key, _)| !failed(key)).collect();
+        // Operations of a group that has failed have told so, and the machine has forgotten them.
+        let mut messages: Vec<_> = peers.look(peer).undelivered().collect();
         messages.sort_unstable_by_key(|(key, _)| *key);
         let Some((key, fingerprint)) = messages.first() else { return };
         let why = info.lost.as_ref().map_or("it did not take them in time", String::as_str);
@@ -1933,3 +2070,5 @@ const UNHEARD: u64 = 100 * MILLISECOND;
 const UNREADABLE_WITHIN: u64 = SECOND;
 /// Messages of operations that are not posted: their bytes are bounded by credit, their number by this.
 const MAX_EARLY: usize = 1 << 20;
+/// Beyond so many, what peers believe of operations of groups that are not joined is forgotten: probes say it again.
+const MAX_CLAIMS: usize = 1 << 16;

@@ -5,6 +5,8 @@ use penstock_protocol::StreamStats;
 /// A snapshot of the engine.
 #[derive(Clone, Debug, Default)]
 pub struct Stats {
+    /// What it holds at present.
+    pub held: Held,
     /// Operations that have ended well.
     pub finished_operations: u64,
     /// Memory of the engine beyond the users' tensors: staged frames, early messages, scratch, socket readers.
@@ -13,6 +15,36 @@ pub struct Stats {
     pub groups: Vec<GroupStats>,
     /// Processes that it talks to.
     pub peers: Vec<PeerStats>,
+}
+
+/// How much the engine holds at present. When nothing runs, all of it but `groups`, `closed_ranges`, `jobs` and `descriptors` comes
+/// back to 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Groups that were joined and not left, failed ones too.
+    pub groups: u64,
+    /// Operations that have not ended.
+    pub operations: u64,
+    /// What peers believe of operations that this rank has not issued.
+    pub claims: u64,
+    /// Groups that this rank has left and others have not.
+    pub closed_records: u64,
+    /// Ranges of the ids of all groups that were left.
+    pub closed_ranges: u64,
+    /// Groups whose secret peers connect with: at most one a peer, and those in which a member has not come yet.
+    pub jobs: u64,
+    /// Messages of operations that this rank has not issued, ...
+    pub early_messages: u64,
+    /// ... and what was copied of them.
+    pub early_bytes: u64,
+    /// Operations with messages that have come or were granted.
+    pub remembered_operations: u64,
+    /// Messages that peers have not acknowledged.
+    pub unacknowledged_messages: u64,
+    /// Eager credit that these have, and those that peers have not used.
+    pub credit_bytes: u64,
+    /// Descriptors of shared memory, this rank's and those that are on their way.
+    pub descriptors: u64,
 }
 
 /// One group.

@@ -2,7 +2,7 @@
 
 use penstock_engine::fingerprint::{Fingerprint, Name, Order};
 use penstock_engine::plan::{Collective, Splits};
-use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
+use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Held, Ticket};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -85,12 +85,20 @@ fn contacts(engines: &[Engine], medium: Medium) -> Vec<Contact> {
 }
 
 fn join(engines: &[Engine], medium: Medium, secret: impl Fn(u32) -> Vec<u8>) -> (Vec<Group>, Vec<Ticket>) {
-    join_as(engines, &contacts(engines, medium), secret)
+    join_as(next_id(), engines, &contacts(engines, medium), secret)
 }
 
-fn join_as(engines: &[Engine], members: &[Contact], secret: impl Fn(u32) -> Vec<u8>) -> (Vec<Group>, Vec<Ticket>) {
+fn next_id() -> GroupId {
     static NEXT: AtomicU64 = AtomicU64::new(1);
-    let id = GroupId(NEXT.fetch_add(1, Ordering::Relaxed));
+    GroupId(NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+fn join_as(
+    id: GroupId,
+    engines: &[Engine],
+    members: &[Contact],
+    secret: impl Fn(u32) -> Vec<u8>,
+) -> (Vec<Group>, Vec<Ticket>) {
     engines
         .iter()
         .enumerate()
@@ -858,7 +866,7 @@ fn an_end_without_streams() {
         for (member, way) in members.iter_mut().zip(&ways) {
             member.tcp = vec![way.address];
         }
-        let (groups, tickets) = join_as(&engines, &members, |_| b"secret".to_vec());
+        let (groups, tickets) = join_as(next_id(), &engines, &members, |_| b"secret".to_vec());
         for ticket in tickets {
             wait(&ticket).expect("joined");
         }
@@ -1021,5 +1029,119 @@ fn a_failed_group_does_not_hold_up_another() {
             }
             groups.iter().for_each(Group::leave);
         }
+    }
+}
+
+/// Groups that come and go leave nothing behind but their ids, which are one range: with messages that nobody receives, more of
+/// them than there is credit for, whoever leaves first, and whether they fail or not.
+#[test]
+fn nothing_is_kept_of_groups_that_were_left() {
+    for medium in [MEDIA[1], Medium::Memory] {
+        let world = world(3, medium);
+        let before = held(&world);
+        let data = filled(0, 1000);
+        let send = |group: &Group, len: usize, tag: u32| {
+            let mut call = call(Collective::Send { to: 1 }, Name::PointToPoint, 4 * len as u64, &data[..len], &mut []);
+            call.fingerprint = Fingerprint::new(Name::PointToPoint, None, DType::I32, None, len as u64);
+            call.tag = tag;
+            // SAFETY: the data outlives the groups.
+            unsafe { group.start(call) }
+        };
+        for round in 0..30 {
+            let (groups, tickets) =
+                join_as(GroupId((1 << 40) + round), &world.engines, &contacts(&world.engines, medium), |_| {
+                    b"secret".to_vec()
+                });
+            for ticket in tickets {
+                wait(&ticket).expect("joined");
+            }
+            let unread: Vec<Ticket> = (0..if round == 7 { 9000 } else { 10 })
+                .map(|message| send(&groups[0], if round == 7 { 0 } else { 100 * message }, message as u32))
+                .collect();
+            for ticket in unread {
+                wait(&ticket).expect("short enough for the credit, or without bytes");
+            }
+            if round % 3 == 1 {
+                groups[2].abort("a test wants it");
+            }
+            // Each comes first, and last, now and then.
+            for rank in 0..3 {
+                groups[(rank + round as usize) % 3].leave();
+            }
+        }
+        until(&world, |now| {
+            now.iter().all(|held| Held { jobs: 0, closed_ranges: 0, ..*held } == Held { groups: 1, ..Held::default() })
+        });
+        for (before, now) in before.iter().zip(held(&world)) {
+            assert_eq!((now.closed_ranges, now.jobs), (1, before.jobs), "{medium:?}");
+        }
+    }
+}
+
+/// What comes for a group that this rank never joins is held, and is let go of when its sender leaves that group.
+#[test]
+fn a_group_that_is_never_joined_is_forgotten() {
+    for medium in [MEDIA[1], Medium::Memory] {
+        let world = world(2, medium);
+        let members = contacts(&world.engines, medium);
+        for id in 0..3 {
+            let (group, joined) = world.engines[0].join(GroupSpec {
+                id: GroupId((1 << 41) + id),
+                generation: Generation(1),
+                rank: 0,
+                members: members.clone(),
+                secret: b"secret".to_vec(),
+                algorithm: None,
+                name: "lonely".into(),
+            });
+            // What rank 0 says of the join's own operation, and asks about it a second later.
+            until(&world, |now| now[1].early_messages == 1 && now[1].claims == 1 && now[0].credit_bytes > 0);
+            group.abort("nobody comes");
+            wait(&joined).expect_err("it was aborted");
+            group.leave();
+            let free = Held { groups: 1, ..Held::default() };
+            until(&world, |now| now.iter().all(|held| Held { jobs: 0, closed_ranges: 0, ..*held } == free));
+        }
+    }
+}
+
+/// Of the groups that are joined before any stream is up, the secret of one is kept, where the other rank connects with it.
+#[test]
+fn one_secret_a_peer_is_kept() {
+    let medium = MEDIA[1];
+    let engines: Vec<Engine> = (0..2).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
+    let joins: Vec<_> = (0..5).map(|_| join(&engines, medium, |_| b"secret".to_vec())).collect();
+    for ticket in joins.iter().flat_map(|(_, tickets)| tickets) {
+        wait(ticket).expect("joined");
+    }
+    let world = World { engines, groups: Vec::new() };
+    assert_eq!(held(&world).iter().map(|held| held.jobs).sum::<u64>(), 1);
+}
+
+/// A rank that leaves forgets at once what others are ready to receive from it.
+#[test]
+fn what_was_granted_goes_with_the_group() {
+    let world = world(2, MEDIA[1]);
+    let mut output = vec![0; 700_003];
+    let mut call = call(Collective::Recv { from: 0 }, Name::PointToPoint, 4 * 700_003, &[], &mut output);
+    call.fingerprint = Fingerprint::new(Name::PointToPoint, None, DType::I32, None, 700_003);
+    // SAFETY: the buffer outlives the wait below.
+    let receipt = unsafe { world.groups[1].start(call) };
+    until(&world, |now| now[0].remembered_operations == 1);
+    world.groups[0].leave();
+    assert_eq!(held(&world)[0].remembered_operations, 0);
+    wait(&receipt).expect_err("rank 0 has left");
+}
+
+fn held(world: &World) -> Vec<Held> {
+    world.engines.iter().map(|engine| engine.stats().expect("it runs").held).collect()
+}
+
+/// Waits until what the engines hold is as it should be. Credit comes back with the next frame, or the next sign of life.
+fn until(world: &World, holds: impl Fn(&[Held]) -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !holds(&held(world)) {
+        assert!(Instant::now() < deadline, "{:#?}", held(world));
+        std::thread::yield_now();
     }
 }

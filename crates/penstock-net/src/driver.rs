@@ -63,7 +63,7 @@ pub trait Handler {
     /// Something happened at a peer.
     fn event(&mut self, peers: &mut Peers, peer: PeerId, event: Event);
     /// A stream of the peer is up. `local`: on this host, in process `pid`.
-    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32);
+    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32, job: Option<GroupId>);
     /// The only connection to a peer is about to be closed, for a reason that the peer does not know: what it is told now
     /// leaves before, as far as the socket takes it at once.
     fn cut_off(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
@@ -1182,6 +1182,7 @@ impl Driver {
             return Err(reason);
         }
         if let Some((hello, features)) = ended {
+            let job = hello.as_ref().map(|hello| hello.job);
             if let Some(hello) = hello {
                 self.strangers -= 1;
                 socket.stream = u32::from(hello.stream);
@@ -1201,7 +1202,7 @@ impl Driver {
             }
             socket.stage = Stage::Up;
             socket.reader.preload(&rest);
-            self.up(handler, token, socket, features, now)?;
+            self.up(handler, token, socket, features, job, now)?;
             for descriptor in descriptors {
                 let peer = socket.peer.expect("decided");
                 handler.passed(peer, descriptor).map_err(|error| format!("it sent {error}"))?;
@@ -1243,6 +1244,7 @@ impl Driver {
         token: u64,
         socket: &mut Socket,
         features: u32,
+        job: Option<GroupId>,
         now: Time,
     ) -> Result<(), String> {
         let peer = socket.peer.expect("hand-shaken");
@@ -1262,7 +1264,7 @@ impl Driver {
         self.peers.machine(peer).stream_up(socket.stream, now);
         self.watch_write(token, socket, false);
         let pid = if socket.local { process_at(&socket.fd).unwrap_or(0) } else { 0 };
-        handler.linked(&mut self.peers, peer, socket.local, pid);
+        handler.linked(&mut self.peers, peer, socket.local, pid, job);
         self.next_timers = Time(self.next_timers.0.min(now.plus(100 * MILLISECOND).0));
         if socket.reader.has_buffered() {
             self.again.push(token);

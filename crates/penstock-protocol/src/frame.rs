@@ -127,12 +127,14 @@ pub enum Kind {
     Share = 12,
     /// References to the memory of the number in `offset` will not come any more.
     Unshare = 13,
+    /// The sender has left the group: it waits for nothing in it any more, and begins nothing.
+    Left = 14,
 }
 
 impl Kind {
     fn from_byte(byte: u8) -> Option<Kind> {
         use Kind::*;
-        const ALL: [Kind; 14] = [
+        const ALL: [Kind; 15] = [
             Data,
             Reference,
             Done,
@@ -147,6 +149,7 @@ impl Kind {
             Bye,
             Share,
             Unshare,
+            Left,
         ];
         ALL.into_iter().find(|kind| *kind as u8 == byte)
     }

@@ -7,6 +7,7 @@
 //! - [`handshake`]: how two nodes come to trust a stream.
 //! - [`peer`]: everything between two nodes: which frame goes on which stream next, credit, acks, duplicates, loss.
 //! - [`fingerprint`]: what a rank believes an operation to be.
+//! - [`ranges`]: sets of numbers that come in order.
 //! - [`aggregation`]: sums that form on their way: workers, aggregators, servers.
 
 pub mod aggregation;
@@ -14,7 +15,7 @@ pub mod fingerprint;
 pub mod frame;
 pub mod handshake;
 pub mod peer;
-mod ranges;
+pub mod ranges;
 mod stream;
 
 /// The sum that guards headers and, where asked for, payloads.

@@ -190,6 +190,8 @@ pub enum Event {
     Late(MessageKey, Fingerprint),
     /// The group has failed at the peer, or the peer forwards that it has.
     Report(GroupId, Report),
+    /// The peer has left the group.
+    Left(GroupId),
     /// The peer leaves in good order.
     Bye,
     /// This stream is silent although the peer is not: close it.
@@ -321,10 +323,30 @@ impl Peer {
         self.outgoing.values().any(|message| message.key.group == group && matches!(message.body, Body::Memory { .. }))
     }
 
+    /// Operations of which something is remembered: messages that have come or were granted, in either direction.
+    #[must_use]
+    pub fn remembered(&self) -> usize {
+        self.ops.len()
+    }
+
+    /// Messages that the peer has not acknowledged.
+    #[must_use]
+    pub fn unacknowledged(&self) -> usize {
+        self.outgoing.len()
+    }
+
+    /// Bytes of eager credit that our messages have and the peer has not given back.
+    #[must_use]
+    pub fn credit_in_use(&self) -> u64 {
+        self.credit.reserved - self.credit.returned
+    }
+
     /// The messages that their sender takes for sent, having left on credit or as a copy, and that the peer has not acknowledged.
+    /// Those of groups that were forgotten do not count.
     pub fn undelivered(&self) -> impl Iterator<Item = (MessageKey, Fingerprint)> {
         let is_sent = |message: &&Message| {
-            matches!(message.way, Way::Eager { .. }) || matches!(&message.body, Body::Owned(bytes) if !bytes.is_empty())
+            let is_copied = matches!(&message.body, Body::Owned(bytes) if !bytes.is_empty());
+            !message.is_forgotten && (is_copied || matches!(message.way, Way::Eager { .. }))
         };
         self.outgoing.values().filter(is_sent).map(|message| (message.key, message.fingerprint))
     }
@@ -421,6 +443,7 @@ impl Peer {
             cut: 0,
             again: Vec::new(),
             acked_bytes: 0,
+            is_forgotten: false,
         };
         let span = u64::from(key.message)..u64::from(key.message) + 1;
         if let Body::Memory { place, .. } = message.body
@@ -501,6 +524,11 @@ impl Peer {
         self.control_queue.push_front(id);
     }
 
+    /// Tells the peer that this side has left a group.
+    pub fn left(&mut self, group: GroupId) {
+        self.control(Header::new(Kind::Left, MessageKey { group, ..NO_MESSAGE }), None);
+    }
+
     /// Offers memory of so many bytes under a number, which references may then name. The caller passes the descriptor
     /// together with the frame.
     pub fn share(&mut self, region: u64, len: u64) {
@@ -522,10 +550,11 @@ impl Peer {
         self.control(Header::new(Kind::Bye, NO_MESSAGE), None);
     }
 
-    /// Everything that was given to this peer has been taken by the other end.
+    /// Everything that was given to this peer has been taken by the other end. Which groups were left does not count: a good-bye
+    /// says more.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
-        self.outgoing.is_empty() && self.controls.is_empty()
+        self.outgoing.is_empty() && self.controls.values().all(|control| control.header.kind == Kind::Left)
     }
 
     /// Forgets everything about an operation: it is finished here. A copied message that still waits for its grant or
@@ -536,23 +565,27 @@ impl Peer {
         }
     }
 
-    /// Forgets a whole group: it has failed or was closed. Messages not yet taken are dropped, except eager ones that
-    /// have left already: their credit returns only when they arrive.
+    /// [`Peer::retire`] for all operations of a group: it was left. What is on its way to the peer goes on.
+    pub fn retire_group(&mut self, group: GroupId) {
+        for (_, op) in self.ops.extract_if(|key, _| key.group == group) {
+            self.remembered -= op.remembered();
+        }
+    }
+
+    /// Forgets a whole group: it has failed, or both sides have left it. Messages not yet taken are dropped, except eager ones
+    /// that have left already: their credit returns only when they arrive.
     pub fn forget_group(&mut self, group: GroupId) {
-        self.ops.retain(|key, op| {
-            let keep = key.group != group;
-            if !keep {
-                self.remembered -= op.remembered();
-            }
-            keep
-        });
+        self.retire_group(group);
         let first = MessageKey { group, channel: Channel::Collective, op: OpSeq(0), message: 0 };
         let issues: Vec<u64> =
             self.by_key.range(first..).take_while(|(key, _)| key.group == group).map(|(_, issue)| *issue).collect();
         for issue in issues {
-            let message = &self.outgoing[&issue];
+            let message = self.outgoing.get_mut(&issue).expect("just found");
             match message.way {
-                Way::Eager { .. } if !message.frames.is_empty() => continue,
+                Way::Eager { .. } if !message.frames.is_empty() => {
+                    message.is_forgotten = true;
+                    continue;
+                }
                 Way::Eager { .. } => self.credit.reserved -= eager_cost(message.total),
                 Way::Granted | Way::Reference => {}
             }
@@ -561,7 +594,7 @@ impl Peer {
         // A control frame that has left has its number; the peer waits for no gap, but counts them.
         self.controls.retain(|_, control| {
             let Header { kind, key, .. } = control.header;
-            key.group != group || control.has_left || matches!(kind, Kind::Report | Kind::Bye)
+            key.group != group || control.has_left || matches!(kind, Kind::Report | Kind::Left | Kind::Bye)
         });
         self.control_queue.retain(|id| self.controls.contains_key(id));
     }
@@ -911,6 +944,7 @@ impl Peer {
             Kind::Probe => self.events.push_back(Event::Probe(header.key, header.fingerprint)),
             Kind::ProbeReply => self.events.push_back(Event::Issued(header.key, header.offset)),
             Kind::Report => self.events.push_back(Event::Report(header.key.group, Report::decode(header, payload))),
+            Kind::Left => self.events.push_back(Event::Left(header.key.group)),
             Kind::Bye => self.events.push_back(Event::Bye),
             Kind::Heartbeat | Kind::Ack | Kind::HeartbeatReply | Kind::Share | Kind::Unshare => {}
         }
@@ -1222,6 +1256,8 @@ struct Message {
     /// Frames whose stream was lost.
     again: Vec<u32>,
     acked_bytes: u64,
+    /// Its group was forgotten: nobody misses it.
+    is_forgotten: bool,
 }
 
 /// How a message may leave.

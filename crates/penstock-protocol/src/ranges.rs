@@ -5,14 +5,14 @@ use std::ops::Range;
 
 /// Disjoint half-open ranges that never touch: as small as the set has gaps.
 #[derive(Debug, Default)]
-pub(crate) struct Ranges {
+pub struct Ranges {
     /// Start to end.
     ranges: BTreeMap<u64, u64>,
 }
 
 impl Ranges {
     /// Adds a range; what was there before stays.
-    pub(crate) fn insert(&mut self, range: Range<u64>) {
+    pub fn insert(&mut self, range: Range<u64>) {
         if range.is_empty() {
             return;
         }
@@ -28,22 +28,24 @@ impl Ranges {
     }
 
     /// Whether all of the range is in the set.
-    pub(crate) fn covers(&self, range: &Range<u64>) -> bool {
+    #[must_use]
+    pub fn covers(&self, range: &Range<u64>) -> bool {
         range.is_empty() || self.ranges.range(..=range.start).next_back().is_some_and(|(_, end)| *end >= range.end)
     }
 
     /// Whether any of the range is in the set.
-    pub(crate) fn overlaps(&self, range: &Range<u64>) -> bool {
+    #[must_use]
+    pub fn overlaps(&self, range: &Range<u64>) -> bool {
         !range.is_empty() && self.ranges.range(..range.end).next_back().is_some_and(|(_, end)| *end > range.start)
     }
 
     /// Adds another set.
-    pub(crate) fn extend(&mut self, other: Ranges) {
+    pub fn extend(&mut self, other: Ranges) {
         other.ranges.into_iter().for_each(|(start, end)| self.insert(start..end));
     }
 
     /// Takes a range out; what was not there stays out.
-    pub(crate) fn remove(&mut self, range: Range<u64>) {
+    pub fn remove(&mut self, range: Range<u64>) {
         while let Some((&start, &end)) = self.ranges.range(..range.end).next_back()
             && end > range.start
             && !range.is_empty()
@@ -64,12 +66,15 @@ impl Ranges {
         self.ranges.iter().map(|(start, end)| end - start).sum()
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
+    /// Whether it holds no number.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }
 
     /// How many ranges it takes.
-    pub(crate) fn count(&self) -> usize {
+    #[must_use]
+    pub fn count(&self) -> usize {
         self.ranges.len()
     }
 }

@@ -15,8 +15,14 @@ pub(crate) fn later(callback: Py<PyAny>) {
     pool.see_to_it();
 }
 
+/// How many threads there are.
+pub(crate) fn threads() -> usize {
+    lock().threads
+}
+
 struct Pool {
     queue: VecDeque<Py<PyAny>>,
+    threads: usize,
     /// Threads that sleep until there is something to call, ...
     idle: usize,
     /// ... and how many of them are to wake up.
@@ -39,13 +45,16 @@ impl Pool {
             return;
         }
         match std::thread::Builder::new().name("penstock-callback".into()).spawn(run) {
-            Ok(_) => self.coming += 1,
+            Ok(_) => {
+                self.threads += 1;
+                self.coming += 1;
+            }
             Err(error) => log::error!("penstock: cannot start a callback thread: {error}"),
         }
     }
 }
 
-static POOL: Mutex<Pool> = Mutex::new(Pool { queue: VecDeque::new(), idle: 0, wakes: 0, coming: 0 });
+static POOL: Mutex<Pool> = Mutex::new(Pool { queue: VecDeque::new(), threads: 0, idle: 0, wakes: 0, coming: 0 });
 static CHANGED: Condvar = Condvar::new();
 
 fn lock() -> MutexGuard<'static, Pool> {
@@ -68,6 +77,7 @@ fn run() {
             }
         });
         if called.is_none() {
+            lock().threads -= 1;
             return; // The interpreter is gone, and whoever waited with it.
         }
         let mut pool = lock();
@@ -76,6 +86,7 @@ fn run() {
             continue;
         }
         if pool.idle >= SPARE_THREADS {
+            pool.threads -= 1;
             return;
         }
         pool.idle += 1;

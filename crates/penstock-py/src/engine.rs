@@ -103,6 +103,21 @@ impl Engine {
         let out = PyDict::new(py);
         out.set_item("finished_operations", stats.finished_operations)?;
         out.set_item("memory_bytes", stats.memory_bytes)?;
+        let held = PyDict::new(py);
+        held.set_item("groups", stats.held.groups)?;
+        held.set_item("operations", stats.held.operations)?;
+        held.set_item("claims", stats.held.claims)?;
+        held.set_item("closed_records", stats.held.closed_records)?;
+        held.set_item("closed_ranges", stats.held.closed_ranges)?;
+        held.set_item("jobs", stats.held.jobs)?;
+        held.set_item("early_messages", stats.held.early_messages)?;
+        held.set_item("early_bytes", stats.held.early_bytes)?;
+        held.set_item("remembered_operations", stats.held.remembered_operations)?;
+        held.set_item("unacknowledged_messages", stats.held.unacknowledged_messages)?;
+        held.set_item("credit_bytes", stats.held.credit_bytes)?;
+        held.set_item("descriptors", stats.held.descriptors)?;
+        held.set_item("callback_threads", callbacks::threads())?;
+        out.set_item("held", held)?;
         let mut groups = Vec::new();
         for group in stats.groups {
             let entry = PyDict::new(py);

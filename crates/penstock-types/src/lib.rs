@@ -52,7 +52,7 @@ impl fmt::Display for NodeId {
     }
 }
 
-/// A set of ranks that run collectives together; drawn at random by its first rank.
+/// A set of ranks that run collectives together; its first rank chooses the number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GroupId(pub u64);
 

@@ -73,9 +73,21 @@ class Devices(Sequence[str]):
 def stats() -> dict[str, Any]:
     """What this process's engine counts: operations, memory, groups, and for every peer its streams.
 
-    Returns: a dict with ``finished_operations``, ``memory_bytes`` (of the engine, beyond tensors), ``groups`` and
+    Returns: a dict with ``finished_operations``, ``memory_bytes`` (of the engine, beyond tensors), ``held``, ``groups`` and
         ``peers``; each peer has ``rank``, ``host``, ``address``, ``medium`` ("tcp", "memory" or "local socket") and
-        ``streams`` with bytes, frames, rates and round trips.
+        ``streams`` with bytes, frames, rates and round trips. ``held`` counts what the process holds at present; a count that
+        grows with every group or operation is a leak:
+
+        - ``memberships``, ``groups``: groups that this process has joined and not left, as Python and as the engine counts them.
+        - ``operations``: those that have not ended. ``callback_threads``: threads that complete futures.
+        - ``claims``, ``early_messages``, ``early_bytes``: what peers have said, sent and had copied here of operations that this
+          rank has not issued.
+        - ``remembered_operations``: operations with messages that have come, or that a peer is ready for.
+          ``unacknowledged_messages``, ``credit_bytes``: messages that peers have not taken, and their credit.
+        - ``closed_records``: groups that this rank has left and others have not. ``closed_ranges``: ranges of the ids of all
+          groups that were left, one for each set of ranks that has had groups. ``jobs``: groups whose secret peers connect
+          with, at most one a peer.
+        - ``descriptors``: of shared memory (`penstock.empty`).
 
     Raises:
         penstock.errors.Closed: no process group of the penstock backend exists.

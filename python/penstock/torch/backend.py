@@ -44,17 +44,16 @@ def create(options: Any, pg_options: Any) -> Any:
         )
     # torch leaves the list empty for the default group, whose ranks are the job's.
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    rank, world = options.group_rank, options.group_size
+    rank = options.group_rank
     name = getattr(options, "group_id", "") or "default"
     # A plan is for all ranks of the job.
-    everybody = not dist.is_initialized() or world == dist.get_world_size()
+    everybody = not dist.is_initialized() or len(global_ranks) == dist.get_world_size()
     membership = rendezvous.join(
         options.store,
         rank,
-        world,
+        global_ranks,
         options.timeout,
         name,
-        global_ranks[rank],
         aggregate=everybody,
         check=_check_default(global_ranks),
     )
@@ -627,7 +626,7 @@ class _Collectives:
         timeout = getattr(opts, "timeout", None) or self._timeout
         name = getattr(opts, "group_name", "") or f"{self._member.name}:split"
         rank = ranks.index(self._member.rank)
-        member = rendezvous.join(store, rank, len(ranks), timeout, name, self._member.engine.job_rank)
+        member = rendezvous.join(store, rank, [self._member.job_ranks[one] for one in ranks], timeout, name)
         return _CLASS(member, timeout)
 
     # ------------------------------------------------------------------ helpers

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -50,6 +50,8 @@ class Membership:
     store: Any
     keys: Any
     """The part of the store that only this life of the group uses."""
+    job_ranks: tuple[int, ...]
+    """Its ranks in the job."""
     aggregation: aggregated.Aggregation | None = None
     """What its large all-reduces go through; None: they go among the ranks."""
     last: _core.Ticket | None = None
@@ -77,19 +79,18 @@ class Membership:
         full = f"{self.name}/{name}"
 
         def check() -> None:
-            self.group.check(range(self.world), whole=True)
+            self.group.check(range(len(self.job_ranks)), whole=True)
 
         check()  # Before the store counts this turn, which then all ranks still have before them.
-        return join(store, self.rank, self.world, timeout, full, self.engine.job_rank, aggregate=aggregate, check=check)
+        return join(store, self.rank, self.job_ranks, timeout, full, aggregate=aggregate, check=check)
 
 
 def join(
     store: Any,
     rank: int,
-    world: int,
+    job_ranks: Sequence[int],
     timeout: timedelta,
     name: str,
-    job_rank: int,
     *,
     aggregate: bool = False,
     check: Callable[[], None] | None = None,
@@ -99,10 +100,9 @@ def join(
     Args:
         store: the group's own store (torch gives each group a prefix).
         rank: this process's rank in the group.
-        world: the group's size.
+        job_ranks: the ranks in the job of all members.
         timeout: for the whole of it.
         name: for logs and errors.
-        job_rank: this process's rank in the job, for messages.
         aggregate: the group has all ranks of the job: the plan (PENSTOCK_PLAN, `penstock.init`) holds for it.
         check: called every `_SLICE_S` at least while this waits for other ranks. It raises the error of a group that has all of
             these ranks, if there is no point in waiting, and does so on all of them.
@@ -118,6 +118,7 @@ def join(
     _core.check_fork()  # Before the store: a forked child has its parent's connection to it.
     watch = _Watch(check)
     engine = group = None
+    world, job_rank = len(job_ranks), job_ranks[rank]
     own = store
     try:
         # A store may outlive a group of the same name (destroy and start again): every turn has keys of its own. Turns are
@@ -132,7 +133,7 @@ def join(
         settings = config.read()
         engine = _Engine.acquire(settings, store, job_rank)
         try:
-            agreed, members = _agree(store, rank, world, timeout, name, settings, engine, aggregate, watch)
+            agreed, members = _agree(store, rank, job_ranks, timeout, name, settings, engine, aggregate, watch)
         except dist.DistError as error:
             raise _store_failed(name, rank, error) from error
         group, ticket = engine.core.join(
@@ -145,6 +146,7 @@ def join(
             name=name,
         )
         _await_links(group, ticket, store, timeout, name, watch)
+        _forget_keys(store, rank)
     except BaseException as error:
         if error is not watch.failure:
             _tell_failure(store, rank, world, error)
@@ -155,7 +157,7 @@ def join(
         if engine is not None:
             engine.release()
         raise
-    membership = Membership(group, rank, world, name, engine, own, store)
+    membership = Membership(group, rank, world, name, engine, own, store, tuple(job_ranks))
     if rank == 0:
         _announce(membership, settings, agreed, members)
     if agreed["plan"] is not None:
@@ -175,6 +177,7 @@ def stats() -> dict[str, Any]:
     """See `penstock.torch.stats`."""
     current = engine()
     found = current.core.stats()
+    found["held"]["memberships"] = current._users
     found["aggregated"] = {name: aggregation.stats() for name, aggregation in current.aggregations.items()}
     return found
 
@@ -201,6 +204,7 @@ class _Engine:
     """This process's engine, counted by the groups that use it."""
 
     current: _Engine | None = None
+    _is_registered = False
     _lock = threading.RLock()
 
     def __init__(self, settings: config.Settings, store: Any, job_rank: int) -> None:
@@ -233,7 +237,7 @@ class _Engine:
         )
         shared.use(self.core)
         if settings.flight_recorder:
-            _write_on_signal(self.core)
+            _write_on_signal()
         self.aggregations: dict[str, aggregated.Aggregation] = {}
         self._users = 0
 
@@ -242,7 +246,9 @@ class _Engine:
         with cls._lock:
             if cls.current is None:
                 cls.current = cls(settings, store, job_rank)
-                atexit.register(cls._at_exit)
+                if not cls._is_registered:
+                    atexit.register(cls._at_exit)
+                    cls._is_registered = True
             cls.current._users += 1
             return cls.current
 
@@ -337,7 +343,7 @@ class _Watch:
 def _agree(
     store: Any,
     rank: int,
-    world: int,
+    job_ranks: Sequence[int],
     timeout: timedelta,
     name: str,
     settings: config.Settings,
@@ -346,10 +352,11 @@ def _agree(
     watch: _Watch,
 ) -> tuple[dict[str, Any], list[str]]:
     """Exchange contacts and what rank 0 decides."""
+    world = len(job_ranks)
     if rank == 0:
         given = settings.job_secret() is not None
         agreed = {
-            "id": secrets.randbits(63) | 1,
+            "id": _ids.draw(tuple(job_ranks)),
             "algorithm": settings.algorithm,
             "secret": None if given else secrets.token_hex(16),
             "plan": _plan(settings, world) if aggregate else None,
@@ -363,6 +370,29 @@ def _agree(
         values += store.multi_get(keys[start : start + _BATCH])
     texts = [bytes(value).decode() for value in values]
     return json.loads(texts[0]), texts[1:]
+
+
+class _Ids:
+    """Ids of the groups whose rank 0 this process is: 43 random bits, the same for all groups of the same ranks, and 20 that
+    count those. Engines remember the ids of groups that they have left for ever, to drop what comes late; in order they take
+    one range. (Among 1000 sets of ranks, two have the same random bits once in 17,000,000 jobs.)"""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._series: collections.OrderedDict[tuple[int, ...], Iterator[int]] = collections.OrderedDict()
+
+    def draw(self, job_ranks: tuple[int, ...]) -> int:
+        with self._lock:
+            found = next(self._series.get(job_ranks, iter(())), None)
+            if found is None:
+                base = secrets.randbits(43) << 20
+                # An id is not 0.
+                self._series[job_ranks] = iter(range(base + 1, base + (1 << 20)))
+                found = next(self._series[job_ranks])
+            self._series.move_to_end(job_ranks)
+            if len(self._series) > _MOST_SERIES:
+                self._series.popitem(last=False)
+            return found
 
 
 def _plan(settings: config.Settings, world: int) -> tuple[str, str] | None:
@@ -438,6 +468,14 @@ def _await_links(
             ticket.wait()  # Raises, and says who is missing.
 
 
+def _forget_keys(store: Any, rank: int) -> None:
+    """Take back what this rank has published: a join ends after all have read it. Stores live as long as the job."""
+    # A store may be gone by now, or know no deletion (NotImplementedError is a RuntimeError).
+    with contextlib.suppress(RuntimeError):
+        for key in [str(rank), "group"] if rank == 0 else [str(rank)]:
+            store.delete_key(key)
+
+
 def _tell_failure(store: Any, rank: int, world: int, error: BaseException) -> None:
     """Let the others fail now instead of at their time-out, and with the reason.
 
@@ -509,10 +547,15 @@ def _master(store: Any) -> str | None:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _write_on_signal(core: _core.Engine) -> None:
-    """Let SIGUSR2 write the engine's record to its folder, if nobody else handles that."""
+def _write_on_signal() -> None:
+    """Let SIGUSR2 write the record of the engine that there is then to its folder, if nobody else handles that."""
+
+    def write(*_: object) -> None:
+        if (current := _Engine.current) is not None:
+            current.core.write_record()
+
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
-        signal.signal(signal.SIGUSR2, lambda *_: core.write_record())
+        signal.signal(signal.SIGUSR2, write)
 
 
 def _announce(membership: Membership, settings: config.Settings, agreed: dict[str, Any], members: list[str]) -> None:
@@ -542,6 +585,9 @@ def _announce(membership: Membership, settings: config.Settings, agreed: dict[st
 
 
 heed = _Heed()
+_ids = _Ids()
+# A series is some 300 bytes, here; one that is forgotten costs the engines another range.
+_MOST_SERIES = 1024
 _generation: int | None = None
 _FAILED = "failed"
 _KNOWN = "failed/known"  # how many ranks have given up

@@ -319,6 +319,27 @@ fn a_failed_group_leaves_nothing_behind() {
     assert_eq!(b.credit.consumed, 3 * 2128);
 }
 
+/// A group that both sides have left: the other side is told, whatever is forgotten meanwhile, and a message that waited for its
+/// grant goes with the group. Leaving alone keeps such a message, and forgets what the peer was granted.
+#[test]
+fn a_group_that_was_left() {
+    let config = PeerConfig { eager_credit_bytes: 0, ..PeerConfig::default() };
+    let [mut a, mut b] = pair(&config, 1);
+    copied(&mut a, 4, 100);
+    b.grant(key(9), 1, FIVE);
+    drain(&mut b, &mut a, 0);
+    events(&mut a);
+    assert_eq!((a.remembered(), a.unacknowledged()), (1, 1));
+    a.left(GroupId(7));
+    a.retire_group(GroupId(7));
+    assert_eq!((a.remembered(), a.unacknowledged(), a.undelivered().count()), (0, 1, 1));
+    a.forget_group(GroupId(7));
+    assert_eq!((a.unacknowledged(), a.undelivered().count()), (0, 0));
+    assert!(a.is_quiet(), "a good-bye need not wait for it");
+    drain(&mut a, &mut b, 0);
+    assert_eq!(events(&mut b), [Event::Left(GroupId(7))]);
+}
+
 /// A copied message that waits for its grant outlives its operation, and nothing is left once it was taken.
 #[test]
 fn a_copied_message_outlives_its_operation() {

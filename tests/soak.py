@@ -1,0 +1,350 @@
+"""Make and leave groups for a long time, with small operations of all kinds in each, and see that nothing is kept: `./dev soak`.
+
+Every rank runs the same program of a seed: a group of some of the ranks, operations in it, one of several ends, and the next
+group. Some ends are disorderly: messages that nobody receives, ranks that call different operations, a rank that leaves while it
+receives. At the end what the engine holds (`penstock.stats()["held"]`), the descriptors and the threads of each rank are what
+they were after the first groups. The growth of a rank's memory is printed for each group, beside that of the same program on
+gloo: torch keeps some of every group, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import os
+import pathlib
+import random
+import statistics
+import sys
+import threading
+import time
+from typing import Any
+
+# As pytest finds them: the tests' own modules are imported from their folder, also in the ranks.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+import torch
+import torch.distributed as dist
+
+import penstock
+import ranks
+from penstock.errors import PenstockError
+from penstock.torch import backend as penstock_backend
+
+
+@dataclasses.dataclass
+class Plan:
+    """What a rank does."""
+
+    backend: str
+    seed: int
+    groups: int
+    """At most."""
+    minutes: float
+    """At most."""
+    operations: int
+    """Of each group."""
+    clean: bool = False
+    """Every group ends in good order, as on gloo it always does."""
+    bare: bool = False
+    """Groups of the engine, without `new_group`: nothing of torch's own grows."""
+
+
+@dataclasses.dataclass
+class Held:
+    """What a rank holds between groups, by name."""
+
+    engine: dict[str, int]
+    process: dict[str, int]
+
+
+@dataclasses.dataclass
+class Told:
+    """What a rank has seen."""
+
+    groups: int
+    operations: int
+    ends: dict[str, int]
+    seconds: float
+    before: Held
+    """After the first groups."""
+    after: Held
+    memory: list[tuple[int, int]]
+    """Groups so far, resident bytes."""
+
+    def growth(self) -> float:
+        """Bytes a group, as the slope of the last two thirds."""
+        points = self.memory[len(self.memory) // 3 :]
+        if len(points) < 3:
+            return float("nan")
+        return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+def run(plan: Plan, *, world: int) -> list[Told]:
+    """Run the program on ranks of its own; raises what a rank raised."""
+    return ranks.run(_rank, count=world, args=(plan,), timeout_s=60 * plan.minutes + 120)
+
+
+def complaints(told: Told, world: int) -> list[str]:
+    """What a rank of Penstock holds at its end and should not."""
+    # At most: a set of ranks with two or more of them, two of whose joins may be apart; a peer; the threads that stay.
+    most = {"closed_ranges": 2**world, "jobs": world - 1, "callback_threads": 2}
+    kept = [
+        f"{name}: {told.before.engine[name]} before, {value} after"
+        for name, value in told.after.engine.items()
+        if value > most.get(name, told.before.engine[name])
+    ]
+    before, after = told.before.process, told.after.process
+    return kept + [
+        f"{name}: {before[name]} before, {after[name]} after" for name in after if after[name] > before[name]
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- in a rank
+
+
+def _rank(plan: Plan) -> Told:
+    dist.init_process_group(plan.backend)
+    torch.manual_seed(plan.seed)
+    choose = random.Random(plan.seed)
+    is_penstock = plan.backend == "penstock"
+    began_s, counts = time.monotonic(), collections.Counter()
+    soak = _Soak(plan, choose, counts)
+    memory: list[tuple[int, int]] = []
+    before = None
+    made = 0
+    while made < plan.groups:
+        if made == _FIRST:
+            before = _held(is_penstock)
+            memory.clear()
+        if made % _EVERY == 0:
+            memory.append((made, _resident()))
+            if not _agree(time.monotonic() - began_s < 60 * plan.minutes):
+                break
+        soak.one_group()
+        made += 1
+    seconds = time.monotonic() - began_s
+    after = _held(is_penstock, before)
+    dist.destroy_process_group()
+    operations = counts.pop("operations")
+    return Told(made, operations, dict(counts), seconds, before or after, after, memory)
+
+
+class _Soak:
+    def __init__(self, plan: Plan, choose: random.Random, counts: collections.Counter[str]) -> None:
+        self._plan = plan
+        self._choose = choose
+        self._counts = counts
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+
+    def one_group(self) -> None:
+        """Make a group, work in it, and leave it."""
+        choose, plan = self._choose, self._plan
+        members = sorted(choose.sample(range(self._world), choose.randint(2, self._world)))
+        is_clean = plan.clean or plan.bare or plan.backend != "penstock"
+        end = "clean" if is_clean else choose.choices(list(_ENDS), _ENDS.values())[0]
+        calls = [choose.choice(_CALLS) for _ in range(plan.operations)]
+        sizes = [choose.choice(_SIZES) for _ in calls]
+        self._counts[end] += 1
+        self._counts["operations"] += plan.operations
+        if plan.bare:
+            self._bare_group(sizes)
+            return
+        group = dist.new_group(members, backend=plan.backend)
+        if self._rank not in members:
+            return
+        for number, (call, size) in enumerate(zip(calls, sizes, strict=True)):
+            self._call(call, group, members, size, number)
+        try:
+            self._end(end, group, members)
+        except PenstockError:
+            if end in ("clean", "undelivered"):
+                raise
+        dist.destroy_process_group(group)
+
+    def _call(self, call: str, group: Any, members: list[int], size: int, number: int) -> None:
+        world, own = len(members), members.index(self._rank)
+        first = members[0]
+        tensor = torch.full((size,), float(own + 1))
+        total = world * (world + 1) / 2
+        if call == "all_reduce":
+            dist.all_reduce(tensor, group=group)
+            assert tensor.eq(total).all()
+        elif call == "future":
+            ended = dist.all_reduce(tensor, group=group, async_op=True).get_future().then(lambda _: None)
+            ended.wait()
+            assert tensor.eq(total).all()
+        elif call == "broadcast":
+            dist.broadcast(tensor, first, group=group)
+            assert tensor.eq(1).all()
+        elif call == "reduce":
+            dist.reduce(tensor, first, group=group)
+        elif call == "barrier":
+            dist.barrier(group=group)
+        elif call == "all_gather":
+            parts = [torch.empty(size) for _ in members]
+            dist.all_gather(parts, tensor, group=group)
+            assert all(part.eq(rank + 1).all() for rank, part in enumerate(parts))
+        elif call == "gather":
+            dist.gather(tensor, [torch.empty(size) for _ in members] if own == 0 else None, first, group=group)
+        elif call == "scatter":
+            dist.scatter(tensor, [torch.full((size,), 7.0) for _ in members] if own == 0 else None, first, group=group)
+            assert tensor.eq(7).all()
+        elif call == "all_to_all":
+            whole = tensor.repeat(world)
+            dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+        elif call == "ring":
+            # A tag of its own for each.
+            sent = dist.isend(tensor, members[(own + 1) % world], group=group, tag=number)
+            received = torch.empty(size)
+            dist.recv(received, members[own - 1], group=group, tag=number)
+            sent.wait()
+            assert received.eq((own - 1) % world + 1).all()
+
+    def _end(self, end: str, group: Any, members: list[int]) -> None:
+        own = members.index(self._rank)
+        if end == "clean":
+            return
+        if end != "undelivered":
+            # A failure ends whatever runs on a slower rank. From here on that is expected.
+            dist.barrier(group=group)
+        if own == 0:
+            for size in (0, 1, 1000):
+                dist.isend(torch.ones(size), members[-1], group=group, tag=99).wait()
+        if end == "differ":
+            dist.all_reduce(torch.ones(3 if own == 0 else 4), group=group)
+        elif end == "running" and own == len(members) - 1:
+            # It is left while it runs.
+            dist.irecv(torch.empty(100_000), members[0], group=group, tag=98)
+        elif end == "running":
+            dist.all_reduce(torch.ones(10), group=group)
+
+    def _bare_group(self, sizes: list[int]) -> None:
+        member = penstock_backend.of().sibling("soak")
+        other = (self._rank + 1) % self._world
+        for number, size in enumerate(sizes):
+            tensor = torch.ones(size)
+            kind = {"dtype": "float32", "elements": size, "bytes": tensor.nbytes, "timeout_s": 60}
+            at = {"input": tensor.data_ptr(), "output": tensor.data_ptr(), "keep": tensor}
+            if number % 3 == 2:
+                received = torch.empty(size)
+                sent = member.group.start("send", **kind, **at, rank=other, tag=number)
+                into = {"input": 0, "output": received.data_ptr(), "keep": received}
+                before = (self._rank - 1) % self._world
+                member.group.start("recv", **kind, **into, rank=before, tag=number).wait()
+                sent.wait()
+            else:
+                member.group.start("all_reduce", **kind, **at, op="sum").wait()
+        penstock_backend.of().forget_siblings([member])
+
+
+def _agree(wish: bool) -> bool:
+    """Rank 0's."""
+    decision = torch.tensor([int(wish)])
+    dist.broadcast(decision, 0)
+    return bool(decision.item())
+
+
+def _held(is_penstock: bool, before: Held | None = None) -> Held:
+    """What this rank holds now that all ranks have come here; with `before`, once it is no more than that, or in 20 s."""
+    _meet("held")
+    until_s = time.monotonic() + 20
+    while True:
+        engine = dict(penstock.stats()["held"]) if is_penstock else {}
+        process = {
+            "descriptors of the process": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")) - engine.get("callback_threads", 0),
+            "Python threads": threading.active_count(),
+            "backends": len(penstock_backend._alive),
+        }
+        held = Held(engine, process)
+        # What others have taken they say with their next frame, or the next sign of life.
+        still = [name for name in _TO_COME if engine.get(name)]
+        if before is not None:
+            still += [name for name, count in process.items() if count > before.process[name]]
+        if not still or time.monotonic() > until_s:
+            _meet("seen")
+            return held
+        time.sleep(0.05)
+
+
+def _meet(place: str) -> None:
+    """Wait for all ranks, without a message between them."""
+    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    turn = (store.add(f"soak/{place}", 1) - 1) // world + 1
+    while store.add(f"soak/{place}", 0) < turn * world:
+        time.sleep(0.01)
+
+
+def _resident() -> int:
+    """Bytes of this process in memory, without pages that malloc has free: it keeps more of those, the more threads allocate."""
+    with contextlib.suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+
+def main(arguments: list[str]) -> int:
+    """Returns 0 if nothing was kept."""
+    parser = argparse.ArgumentParser(prog="./dev soak", description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=10, help="for each backend (default: 10)")
+    parser.add_argument("--groups", type=int, default=10**9, help="no more than so many")
+    parser.add_argument("--operations", type=int, default=10, help="of each group (default: 10)")
+    parser.add_argument("--ranks", type=int, default=3, help="default: 3")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--clean", action="store_true", help="no group fails or leaves messages behind")
+    parser.add_argument("--bare", action="store_true", help="the engine's groups alone, without new_group")
+    parser.add_argument("--backend", choices=("penstock", "gloo", "both"), default="both")
+    options = parser.parse_args(arguments)
+    backends = ["penstock", "gloo"] if options.backend == "both" and not options.bare else ["penstock"]
+    backends = ["gloo"] if options.backend == "gloo" else backends
+    failed = False
+    for backend in backends:
+        plan = Plan(
+            backend, options.seed, options.groups, options.minutes, options.operations, options.clean, options.bare
+        )
+        told = run(plan, world=options.ranks)
+        first = told[0]
+        rate = f"{first.groups / first.seconds:.0f} groups/s, {first.operations / first.seconds:.0f} operations/s"
+        print(f"{backend}: {first.groups} groups, {first.operations} operations in {first.seconds:.0f} s ({rate})")
+        print(f"  ends: {', '.join(f'{count} {end}' for end, count in sorted(first.ends.items()))}")
+        for rank, one in enumerate(told):
+            print(f"  rank {rank}: resident memory grows by {one.growth():.0f} bytes a group; holds {one.after.engine}")
+            for complaint in complaints(one, options.ranks) if backend == "penstock" else []:
+                failed = True
+                print(f"  rank {rank} KEEPS {complaint}")
+    return int(failed)
+
+
+# The first groups bring what every process has once: streams, buffers, threads.
+_FIRST = 50
+_EVERY = 50
+_CALLS = (
+    "all_reduce",
+    "future",
+    "broadcast",
+    "reduce",
+    "barrier",
+    "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "ring",
+)
+# Copied; as a reference or granted.
+_SIZES = (0, 1, 100, 1000, 20_000)
+_ENDS = {"clean": 6, "undelivered": 2, "differ": 1, "running": 1}
+_TO_COME = (
+    *("operations", "claims", "closed_records", "early_messages", "remembered_operations"),
+    *("unacknowledged_messages", "credit_bytes"),
+)
+
+if __name__ == "__main__":
+    import soak  # the ranks look for the program in a module of that name
+
+    sys.exit(soak.main(sys.argv[1:]))

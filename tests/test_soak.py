@@ -1,0 +1,57 @@
+"""Proves that nothing is kept of groups and operations that are over (`./dev soak` runs the same program at length)."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+import ranks
+import soak
+from penstock.torch import backend, rendezvous
+
+
+@pytest.mark.parametrize("medium", ["memory", "tcp"])
+def test_nothing_is_kept(medium: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of groups, each with operations of all kinds and some with disorderly ends: what the engine, Python and the
+    process hold afterwards is what they held after the first groups."""
+    monkeypatch.setenv("PENSTOCK_SHM", "1" if medium == "memory" else "0")
+    plan = soak.Plan("penstock", seed=7, groups=250, minutes=2, operations=10)
+    told = soak.run(plan, world=3)
+    assert all(one.groups == plan.groups and len(one.ends) == 4 for one in told)
+    kept = [f"rank {rank} keeps {text}" for rank, one in enumerate(told) for text in soak.complaints(one, 3)]
+    assert not kept, "\n".join(kept)
+
+
+def test_groups_of_the_same_ranks_are_numbered_in_order() -> None:
+    """Ids of the groups of the same ranks follow each other, those of others are elsewhere, and a series that is used up is
+    followed by another; of how many sets of ranks the last id is remembered is bounded."""
+    ids = rendezvous._Ids()
+    first, other, second = (ids.draw(job_ranks) for job_ranks in ((0, 1), (0, 2), (0, 1)))
+    assert second == first + 1 and other not in range(first - 2**20, first + 2**20)
+    drawn = {first, second, *(ids.draw((0, 1)) for _ in range(2**20))}
+    assert len(drawn) == 2**20 + 2 and min(drawn) > 0 and max(drawn) < 2**63
+    for rank in range(2 * rendezvous._MOST_SERIES):
+        ids.draw((0, rank))
+    assert len(ids._series) == rendezvous._MOST_SERIES
+
+
+def test_the_store_keeps_no_contacts() -> None:
+    """A group that comes again and again adds no key to the job's store."""
+    first, later = ranks.run(_come_again, count=2)[0]
+    assert later == first
+
+
+def _come_again() -> tuple[int, int]:
+    dist.init_process_group("penstock")
+    store = dist.distributed_c10d._get_default_store()
+    counts = []
+    for groups in (1, 5):
+        for _ in range(groups):
+            member = backend.of().sibling("again")
+            backend.of().forget_siblings([member])
+        # The last of the two to join takes back what it has published before it comes here.
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    dist.destroy_process_group()
+    return counts[0], counts[1]
