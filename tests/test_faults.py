@@ -1092,7 +1092,7 @@ def _fork_while_joining() -> str:
     child = os.fork()
     if child == 0:
         try:
-            rendezvous.join(dist.HashStore(), 0, 1, datetime.timedelta(seconds=20), "the child's", 0)
+            rendezvous.join(dist.HashStore(), 0, [0], datetime.timedelta(seconds=20), "the child's")
         except RuntimeError as error:
             os.write(writing, str(error).encode())
         finally:

@@ -718,7 +718,7 @@ def _in_a_failed_group() -> list[tuple[str, str]]:
 
     if rank == 0:  # when both others wait
         turn = f"penstock/sibling/made/penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.3/1"
-        own._member.store.wait([f"{turn}/{one}" for one in (1, 2)])
+        own._member.keys.wait([f"{turn}/{one}" for one in (1, 2)])
         own._member.group.abort("nobody needs it")
     made()
     made()

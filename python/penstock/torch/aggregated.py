@@ -379,7 +379,8 @@ class _Jobs:
         if os.getpid() != self._opener:
             return
         self._stop.set()
-        if self._thread is not None:
+        # The collector may run this in that thread, for a reducer that nobody closed.
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._delete()
 

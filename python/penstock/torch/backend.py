@@ -66,10 +66,12 @@ def _check_default(ranks: Sequence[int]) -> Callable[[], None] | None:
     if not dist.is_initialized():
         return None
     try:
-        default = of(None)._member.group
+        default = of(None)
     except (ConfigError, RuntimeError):
         return None
-    return functools.partial(default.check, ranks, whole=False)
+    if default not in _alive:  # aborted: its group knows nothing any more
+        return None
+    return functools.partial(default._member.group.check, ranks, whole=False)
 
 
 def of(group: Any = None) -> Any:

@@ -74,14 +74,15 @@ class Membership:
     def sibling(self, name: str, timeout: timedelta, *, aggregate: bool = False) -> Membership:
         """Join another group of the same ranks, over the same streams: its operations have an order of their own. All
         ranks call it, with the same name. With ``aggregate`` its all-reduces go through servers if this group's do."""
-        store = dist.PrefixStore(f"penstock/sibling/{name}", self.store)
+        # Below the keys of this life of the group: ranks may differ in how many siblings they began in an earlier one that failed.
+        store = dist.PrefixStore(f"penstock/sibling/{name}", self.keys)
         aggregate = aggregate and self.aggregation is not None
         full = f"{self.name}/{name}"
 
         def check() -> None:
             self.group.check(range(len(self.job_ranks)), whole=True)
 
-        check()  # Before the store counts this turn, which then all ranks still have before them.
+        check()
         return join(store, self.rank, self.job_ranks, timeout, full, aggregate=aggregate, check=check)
 
 
@@ -104,8 +105,8 @@ def join(
         timeout: for the whole of it.
         name: for logs and errors.
         aggregate: the group has all ranks of the job: the plan (PENSTOCK_PLAN, `penstock.init`) holds for it.
-        check: called every `_SLICE_S` at least while this waits for other ranks. It raises the error of a group that has all of
-            these ranks, if there is no point in waiting, and does so on all of them.
+        check: called every `_SLICE_S` at least while this waits for other ranks. It raises if there is no point in waiting.
+            The other ranks are told through the store.
 
     Raises:
         penstock.errors.Config: a knob or the plan is wrong, a server or aggregator does not do its part, an interface or port
@@ -148,8 +149,7 @@ def join(
         _await_links(group, ticket, store, timeout, name, watch)
         _forget_keys(store, rank)
     except BaseException as error:
-        if error is not watch.failure:
-            _tell_failure(store, rank, world, error)
+        _tell_failure(store, rank, world, error, linger=error is not watch.failure)
         if group is not None:
             # Other groups keep the engine running: it must not keep this one, nor let members wait for it.
             group.abort(f"rank {rank} could not join: {error or type(error).__name__}".rstrip("."))
@@ -323,11 +323,12 @@ class _Heed:
 
 
 class _Watch:
-    """Looks at a group that has all ranks of the one that is being built. Every rank sees the failure of that group itself, so
-    the store need not tell it: the others would then raise the store's word for it, `Refused`, instead of the failure."""
+    """Looks at a group that has all ranks of the one that is being built. Most often every rank sees the failure of that group
+    itself; where only some see it, the store tells the others (`_check_failed`)."""
 
     def __init__(self, check: Callable[[], None] | None) -> None:
         self._check = check
+        self.is_on = check is not None
         self.failure: BaseException | None = None
 
     def look(self) -> None:
@@ -421,7 +422,7 @@ def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name
             waiting.popleft()
             continue
         watch.look()
-        _check_failed(store, name)
+        _check_failed(store, name, watch)
         waited_s = time.monotonic() - began_s
         if waited_s > timeout.total_seconds():
             missing = [key for key in waiting if not store.check([key])]
@@ -433,8 +434,13 @@ def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name
         time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 20), _SLICE_S))
 
 
-def _check_failed(store: Any, name: str) -> None:
+def _check_failed(store: Any, name: str, watch: _Watch) -> None:
+    """Raise if a rank has given up: its reason, or, where this rank sees it too, the failure of the group that ``watch`` looks at."""
     if store.check([_FAILED]):
+        until = time.monotonic() + _SAME_REASON_S
+        while watch.is_on and time.monotonic() < until:
+            watch.look()
+            time.sleep(_SHORTEST_PAUSE_S)
         raise Refused(f"group {name} cannot be built: {bytes(store.get(_FAILED)).decode()}")
 
 
@@ -462,7 +468,7 @@ def _await_links(
     while not ticket.wait(_SLICE_S):
         waited_s += _SLICE_S
         watch.look()
-        _check_failed(store, name)
+        _check_failed(store, name, watch)
         if waited_s > timeout.total_seconds():
             group.expire(waited_s)
             ticket.wait()  # Raises, and says who is missing.
@@ -476,10 +482,10 @@ def _forget_keys(store: Any, rank: int) -> None:
             store.delete_key(key)
 
 
-def _tell_failure(store: Any, rank: int, world: int, error: BaseException) -> None:
+def _tell_failure(store: Any, rank: int, world: int, error: BaseException, *, linger: bool) -> None:
     """Let the others fail now instead of at their time-out, and with the reason.
 
-    A rank that serves the store takes it along when it ends, so it stays until all have failed, or for `_LINGER_S`.
+    A rank that serves the store takes it along when it ends, so with ``linger`` it stays until all have failed, or for `_LINGER_S`.
     """
     if not isinstance(error, PenstockError):
         return
@@ -488,7 +494,7 @@ def _tell_failure(store: Any, rank: int, world: int, error: BaseException) -> No
             store.set(_FAILED, f"rank {rank}: {type(error).__name__}: {error}")
         store.add(_KNOWN, 1)
         until = time.monotonic() + _LINGER_S
-        while _is_served_here(store) and store.add(_KNOWN, 0) < world and time.monotonic() < until:
+        while linger and _is_served_here(store) and store.add(_KNOWN, 0) < world and time.monotonic() < until:
             time.sleep(_LINGER_PAUSE_S)
     except Exception as trouble:  # the store may be what failed
         log.debug("cannot tell the other ranks: %s", trouble)
@@ -591,6 +597,8 @@ _MOST_SERIES = 1024
 _generation: int | None = None
 _FAILED = "failed"
 _KNOWN = "failed/known"  # how many ranks have given up
+# For so long a rank that was told of a failure by another looks for that failure itself: reports of it are under way.
+_SAME_REASON_S = 1.0
 # Long enough for ranks that were started together, short enough for people who wait for their prompt.
 _LINGER_S = 2.0
 _LINGER_PAUSE_S = 0.02
