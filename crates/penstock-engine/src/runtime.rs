@@ -1551,16 +1551,16 @@ impl Handler for Runtime {
                 let Some((other, op)) = self.operation_of(peer, &key) else {
                     if let Some(left) = self.departed.get(&key.group) {
                         let they = &self.peers[peer as usize].contact;
-                        let report = match left.difference(peer, they, &key, theirs) {
-                            Some(message) => {
-                                log::error!("penstock: {message} This rank has left the group since.");
-                                self.departed.remove(&key.group);
-                                Report { kind: FailureKind::Mismatch, message }
+                        if let Some(message) = left.difference(peer, they, &key, theirs) {
+                            log::error!("penstock: {message} This rank has left the group since.");
+                            // All that are still in it: the record goes, so that later probes get no answer.
+                            let report = Report { kind: FailureKind::Mismatch, message };
+                            for member in self.departed.remove(&key.group).into_iter().flat_map(|left| left.staying) {
+                                peers.machine(member).report(key.group, &report);
                             }
-                            None if probe && !left.has_issued(peer, &key) => left.report(),
-                            None => return,
-                        };
-                        peers.machine(peer).report(key.group, &report);
+                        } else if probe && !left.has_issued(peer, &key) {
+                            peers.machine(peer).report(key.group, &left.report());
+                        }
                     } else if !matches!(event, Event::Late(..))
                         && !self.groups.contains_key(&key.group)
                         && !self.is_closed(key.group)

@@ -760,6 +760,36 @@ fn operations_that_have_ended_are_compared() {
     }
 }
 
+/// Two ranks broadcast from different roots and leave, mostly before they have heard of each other. The third waits for one of
+/// them, and is told.
+#[test]
+fn a_mismatch_of_ranks_that_have_left_reaches_the_others() {
+    for (medium, round) in MEDIA.into_iter().flat_map(|medium| (0..10).map(move |round| (medium, round))) {
+        let world = world(3, medium);
+        let mut outputs = [filled(1, 5), filled(2, 5)];
+        let tickets: Vec<_> = (1..)
+            .zip(&mut outputs)
+            .map(|(root, output)| {
+                let call = call(Collective::Broadcast { root }, Name::Broadcast, 20, &[], output);
+                // SAFETY: the buffers outlive the waits.
+                unsafe { world.groups[root as usize].start(call) }
+            })
+            .collect();
+        // Either has ended, or has heard of the other.
+        for ticket in &tickets {
+            let _ = wait(ticket);
+        }
+        world.groups[1..].iter().for_each(Group::leave);
+        let (began, mut output) = (Instant::now(), [0; 5]);
+        // SAFETY: as above.
+        let ticket = unsafe { world.groups[0].start(message(Collective::Recv { from: 2 }, 20, &[], &mut output)) };
+        let failure = wait(&ticket).expect_err("rank 2 has left");
+        let kinds = [FailureKind::Mismatch, FailureKind::Closed];
+        assert!(kinds.contains(&failure.kind), "{medium:?}, round {round}: {failure}");
+        assert!(began.elapsed() < Duration::from_secs(5), "{medium:?}, round {round}: {:?}", began.elapsed());
+    }
+}
+
 /// What an engine keeps for its caller; its end does to the memory what the memory's next owner would.
 struct Lent(&'static [AtomicU32]);
 

@@ -74,7 +74,7 @@ class Membership:
     def sibling(self, name: str, timeout: timedelta, *, aggregate: bool = False) -> Membership:
         """Join another group of the same ranks, over the same streams: its operations have an order of their own. All
         ranks call it, with the same name. With ``aggregate`` its all-reduces go through servers if this group's do."""
-        # Below the keys of this life of the group: ranks may differ in how many siblings they began in an earlier one that failed.
+        # Below the keys of this life: ranks may differ in how many siblings they began in an earlier one, which failed.
         store = dist.PrefixStore(f"penstock/sibling/{name}", self.keys)
         aggregate = aggregate and self.aggregation is not None
         full = f"{self.name}/{name}"
@@ -435,7 +435,7 @@ def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name
 
 
 def _check_failed(store: Any, name: str, watch: _Watch) -> None:
-    """Raise if a rank has given up: its reason, or, where this rank sees it too, the failure of the group that ``watch`` looks at."""
+    """Raise if a rank has given up: its reason, or, where this rank sees it too, the failure that ``watch`` looks for."""
     if store.check([_FAILED]):
         until = time.monotonic() + _SAME_REASON_S
         while watch.is_on and time.monotonic() < until:
@@ -485,7 +485,7 @@ def _forget_keys(store: Any, rank: int) -> None:
 def _tell_failure(store: Any, rank: int, world: int, error: BaseException, *, linger: bool) -> None:
     """Let the others fail now instead of at their time-out, and with the reason.
 
-    A rank that serves the store takes it along when it ends, so with ``linger`` it stays until all have failed, or for `_LINGER_S`.
+    A rank that serves the store takes it along when it ends, so with ``linger`` it stays until all know, or for `_LINGER_S`.
     """
     if not isinstance(error, PenstockError):
         return
