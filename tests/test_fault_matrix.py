@@ -443,7 +443,8 @@ class Training:
 
 
 class _Flush:
-    """A reducer before whose flush something happens while units travel: the pass has ended, and nobody knows it yet."""
+    """A reducer before whose next flush something happens while units travel: the pass has ended, and nobody knows it yet. Only
+    before the next one: who is struck once all gradients are agreed on ends the step, and meets the fault in the one after it."""
 
     def __init__(self, reducer: Any, flushing: Callable[[], None]) -> None:
         self._reducer, self._flushing = reducer, flushing
@@ -452,7 +453,8 @@ class _Flush:
         return getattr(self._reducer, name)
 
     def flush(self) -> Any:
-        self._flushing()
+        flushing, self._flushing = self._flushing, lambda: None
+        flushing()
         return self._reducer.flush()
 
 
