@@ -14,7 +14,7 @@ use super::rules::{Rule, Rules};
 use super::*;
 use penstock_types::Time;
 use siphasher::sip::SipHasher13;
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::{Hash, Hasher};
 use std::rc::Rc;
 
@@ -23,6 +23,9 @@ const AGGREGATOR: Link = Link(2);
 const SERVER: Link = Link(3);
 const NOW: Time = Time(0);
 const JOB: u32 = 1;
+/// Of so many steps that are looked up, one is taken as well, and must come to the same: a digest that lacks something of what
+/// decides would merge states that differ.
+const CHECKED_SHARE: u64 = 16;
 
 /// What may happen besides loss, doubling, reordering, time-outs and restarts of the aggregator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,25 +63,71 @@ struct Scope {
     rules: Rules,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// A packet on its way. States share it.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Flying {
     to: Link,
     from: Link,
-    /// Shared by all states in which the packet is on its way.
-    bytes: Rc<[u8]>,
+    bytes: Box<[u8]>,
+    digest: u64,
 }
+
+impl Flying {
+    fn new(to: Link, from: Link, bytes: &[u8]) -> Rc<Flying> {
+        let digest = digest_of(|state| (to, from, bytes).hash(state));
+        Rc::new(Flying { to, from, bytes: bytes.into(), digest })
+    }
+}
+
+/// A machine in one state. The states of the system in which it is in that state share it.
+struct Snapshot {
+    machine: Machine,
+    digest: u64,
+}
+
+#[derive(Clone)]
+enum Machine {
+    Worker(Worker),
+    Aggregator(Aggregator),
+    Server(Server),
+}
+
+/// What happens to one machine.
+#[derive(Clone, Debug)]
+enum Input {
+    /// It begins anew, in this epoch. A worker posts its blocks.
+    Begin(u16),
+    Arrive(Rc<Flying>),
+    Expire(Serial),
+    Heartbeat,
+    Lost(bool),
+}
+
+/// What a machine does then.
+#[derive(Debug, PartialEq, Eq)]
+enum Effect {
+    Send(Rc<Flying>),
+    /// A worker sends its block.
+    Push(Serial, Rc<Flying>),
+    /// A worker delivers this sum.
+    Deliver(Serial, i32),
+    Commit(Serial),
+}
+
+/// What each machine does in each of its states: these are few, and the states of the system are made of them. So a step of the
+/// system is a look-up.
+type Steps = HashMap<(usize, u64, u64), (Rc<Snapshot>, Rc<[Effect]>)>;
 
 #[derive(Clone)]
 struct World {
     scope: Scope,
-    workers: [Worker; 2],
-    aggregator: Aggregator,
-    server: Server,
-    /// The epoch of worker 0, worker 1, aggregator, server.
+    /// Worker 0, worker 1, aggregator, server; by link.
+    snapshots: [Rc<Snapshot>; 4],
     epochs: [u16; 4],
     cut: bool,
     faults_left: u8,
-    flying: BTreeSet<Flying>,
+    /// In order, each once.
+    flying: Vec<Rc<Flying>>,
     /// Of the current epoch, by worker: which results were delivered; at last, what the server committed.
     done: [u8; 3],
 }
@@ -89,8 +138,7 @@ enum Event {
     ArriveAndStay(usize),
     Lose(usize),
     Expire(usize, Serial),
-    WorkerHeartbeat(usize),
-    ServerHeartbeat,
+    Heartbeat(usize),
     Restart,
     NextEpoch(usize),
     Cut,
@@ -98,30 +146,20 @@ enum Event {
 }
 
 impl World {
-    fn new(scope: Scope) -> World {
-        let worker = |i| new_worker(scope, i, 0);
+    fn new(scope: Scope, steps: &mut Steps) -> World {
         let mut world = World {
             scope,
-            workers: [worker(0), worker(1)],
-            aggregator: new_aggregator(scope, 0),
-            server: new_server(scope, 0),
+            snapshots: std::array::from_fn(|i| Rc::new(Snapshot::new(scope, i, 0))),
             epochs: [0; 4],
             cut: false,
             faults_left: scope.faults,
-            flying: BTreeSet::new(),
+            flying: Vec::new(),
             done: [0; 3],
         };
         for i in 0..2 {
-            world.post(i);
-            world.drain_worker(i).expect("nothing is delivered yet");
+            world.step(steps, i, Input::Begin(0)).expect("nothing is delivered yet");
         }
         world
-    }
-
-    fn post(&mut self, i: usize) {
-        for _ in 0..self.scope.blocks {
-            self.workers[i].post(Route::Tree).expect("two windows hold them all");
-        }
     }
 
     fn events(&self) -> Vec<Event> {
@@ -134,11 +172,11 @@ impl World {
             events.push(Event::Restart);
         }
         if self.flying.is_empty() || (self.faults_left > 0 && self.scope.kinds == Kinds::All) {
-            for (i, worker) in self.workers.iter().enumerate() {
-                events.extend(worker.outstanding().into_iter().map(|seq| Event::Expire(i, seq)));
-                events.push(Event::WorkerHeartbeat(i));
+            for i in 0..2 {
+                events.extend(self.outstanding(i).into_iter().map(|seq| Event::Expire(i, seq)));
+                events.push(Event::Heartbeat(i));
             }
-            events.push(Event::ServerHeartbeat);
+            events.push(Event::Heartbeat(3));
         }
         if self.scope.story == Story::Epochs {
             events.extend((0..4).filter(|i| self.epochs[*i] == 0).map(Event::NextEpoch));
@@ -149,130 +187,104 @@ impl World {
         events
     }
 
+    fn outstanding(&self, i: usize) -> Vec<Serial> {
+        match &self.snapshots[i].machine {
+            Machine::Worker(worker) => worker.outstanding(),
+            _ => Vec::new(),
+        }
+    }
+
     fn is_fault(&self, event: Event) -> bool {
         match event {
             Event::ArriveAndStay(_) | Event::Lose(_) | Event::Restart => true,
-            Event::Expire(..) | Event::WorkerHeartbeat(_) | Event::ServerHeartbeat => !self.flying.is_empty(),
+            Event::Expire(..) | Event::Heartbeat(_) => !self.flying.is_empty(),
             Event::Arrive(_) | Event::NextEpoch(_) | Event::Cut | Event::NoticeCut => false,
         }
     }
 
-    /// One step; an error says which invariant broke.
-    fn apply(&mut self, event: Event) -> Result<(), String> {
+    /// What happens in the system; an error says which invariant broke.
+    fn apply(&mut self, steps: &mut Steps, event: Event) -> Result<(), String> {
         if self.is_fault(event) {
             self.faults_left = self.faults_left.saturating_sub(1);
         }
         match event {
-            Event::Arrive(i) | Event::ArriveAndStay(i) | Event::Lose(i) => {
-                let packet = self.flying.iter().nth(i).expect("listed").clone();
-                if !matches!(event, Event::ArriveAndStay(_)) {
-                    self.flying.remove(&packet);
-                }
-                if matches!(event, Event::Lose(_)) { Ok(()) } else { self.arrive(&packet) }
+            Event::Arrive(i) => {
+                let packet = self.flying.remove(i);
+                self.arrive(steps, packet)
             }
-            Event::Expire(i, seq) => {
-                self.workers[i].expire(seq);
-                self.drain_worker(i)
-            }
-            Event::WorkerHeartbeat(i) => {
-                self.workers[i].heartbeat_now();
-                self.drain_worker(i)
-            }
-            Event::ServerHeartbeat => {
-                self.server.heartbeat_now();
-                self.drain_server();
+            Event::ArriveAndStay(i) => self.arrive(steps, self.flying[i].clone()),
+            Event::Lose(i) => {
+                self.flying.remove(i);
                 Ok(())
             }
-            Event::Restart => {
-                self.aggregator = new_aggregator(self.scope, self.epochs[2]);
-                Ok(())
-            }
+            Event::Expire(i, seq) => self.step(steps, i, Input::Expire(seq)),
+            Event::Heartbeat(i) => self.step(steps, i, Input::Heartbeat),
+            Event::Restart => self.step(steps, 2, Input::Begin(self.epochs[2])),
             Event::NextEpoch(i) => {
                 self.epochs[i] += 1;
                 match i {
-                    2 => self.aggregator = new_aggregator(self.scope, 1),
-                    3 => {
-                        self.server = new_server(self.scope, 1);
-                        self.done[2] = 0;
-                    }
-                    _ => {
-                        self.workers[i] = new_worker(self.scope, i, 1);
-                        self.done[i] = 0;
-                        self.post(i);
-                        self.drain_worker(i)?;
-                    }
+                    2 => {}
+                    3 => self.done[2] = 0,
+                    _ => self.done[i] = 0,
                 }
-                Ok(())
+                self.step(steps, i, Input::Begin(self.epochs[i]))
             }
             Event::Cut => {
                 self.cut = true;
                 Ok(())
             }
-            Event::NoticeCut => {
-                self.workers[0].set_lost(true);
-                Ok(())
-            }
+            Event::NoticeCut => self.step(steps, 0, Input::Lost(true)),
         }
     }
 
-    fn arrive(&mut self, packet: &Flying) -> Result<(), String> {
+    fn arrive(&mut self, steps: &mut Steps, packet: Rc<Flying>) -> Result<(), String> {
         let ends = [packet.to, packet.from];
         if self.cut && ends.contains(&WORKERS[0]) && ends.contains(&AGGREGATOR) {
             return Ok(());
         }
-        match packet.to {
-            AGGREGATOR => {
-                let seq = decode(&packet.bytes).expect("ours").header.seq;
-                let mut completed = false;
-                let sent: Vec<(Link, Rc<[u8]>)> = match self.aggregator.handle_packet(packet.from, &packet.bytes) {
-                    Ok(Action::Send { to, header, payload }) => {
-                        completed = !payload.is_empty();
-                        to.iter().map(|to| (*to, [&header[..], payload].concat().into())).collect()
+        self.step(steps, packet.to.0 as usize, Input::Arrive(packet))
+    }
+
+    /// What happens to one machine, and what follows.
+    fn step(&mut self, steps: &mut Steps, i: usize, input: Input) -> Result<(), String> {
+        let snapshot = &self.snapshots[i];
+        let key = (i, snapshot.digest, input.digest());
+        let (after, effects) = steps.entry(key).or_insert_with(|| snapshot.step(self.scope, i, &input)).clone();
+        if (key.1 ^ key.2).is_multiple_of(CHECKED_SHARE) {
+            let (again, same) = snapshot.step(self.scope, i, &input);
+            assert_eq!((again.digest, same), (after.digest, effects.clone()), "its digest lacks something: {input:?}");
+        }
+        self.snapshots[i] = after;
+        for effect in &*effects {
+            match effect {
+                Effect::Send(packet) => self.fly(packet),
+                Effect::Push(seq, packet) => {
+                    if self.done[i] & self.bit(*seq) != 0 {
+                        return Err(format!("worker {i} pushes {seq} after its result, when the block is gone"));
                     }
-                    Ok(Action::Relay { to }) => to.iter().map(|to| (*to, packet.bytes.clone())).collect(),
-                    Ok(Action::Nothing) | Err(_) => Vec::new(),
-                };
-                sent.into_iter().for_each(|(to, bytes)| self.fly(to, AGGREGATOR, bytes));
-                if completed && !self.scope.rules.hold(Rule::Commit) {
-                    // What SwitchML's switch and LuWu's resends rely upon: a complete slot counts as committed.
-                    let (ack, credit) = (seq.plus(1), seq.plus(self.scope.window));
-                    let epoch = self.epochs[2];
-                    let (kind, format) = (Kind::HeartbeatDown, Format::None);
-                    let header =
-                        Header { kind, job: JOB, epoch, format, flags: 0, seq, ack, credit, exponent: 0, workers: 0 };
-                    let bytes: Rc<[u8]> = header.encode(&[], None).as_slice().into();
-                    WORKERS.into_iter().for_each(|to| self.fly(to, AGGREGATOR, bytes.clone()));
+                    self.fly(packet);
                 }
-                Ok(())
-            }
-            SERVER => {
-                let outcome = self.server.handle_packet(NOW, packet.from, &packet.bytes);
-                if let Ok(Some(seq)) = outcome {
-                    self.mark(2, seq)?;
-                }
-                self.drain_server();
-                Ok(())
-            }
-            to => {
-                let i = to.0 as usize;
-                if let Ok(Received::Result { seq, payload, .. }) =
-                    self.workers[i].handle_packet(NOW, packet.from, &packet.bytes)
-                {
-                    self.mark(i, seq)?;
-                    let expected = (0..2).map(|w| self.block(self.epochs[i], w, seq)).fold(0, i32::wrapping_add);
-                    let value = i32::from_be_bytes(payload.try_into().expect("one element"));
-                    if value != expected {
+                Effect::Deliver(seq, value) => {
+                    self.mark(i, *seq)?;
+                    let blocks = (0..2).map(|w| block(self.scope, self.epochs[i], w, *seq));
+                    let expected = blocks.fold(0, i32::wrapping_add);
+                    if *value != expected {
                         return Err(format!("worker {i} got {value} for {seq} instead of {expected}"));
                     }
                 }
-                self.drain_worker(i)
+                Effect::Commit(seq) => self.mark(2, *seq)?,
             }
         }
+        Ok(())
+    }
+
+    fn bit(&self, seq: Serial) -> u8 {
+        1 << seq.ahead_of(self.scope.start).clamp(0, 7)
     }
 
     /// Each worker delivers, and the server commits, each SeqNum once.
     fn mark(&mut self, who: usize, seq: Serial) -> Result<(), String> {
-        let bit = 1u8 << seq.ahead_of(self.scope.start).clamp(0, 7);
+        let bit = self.bit(seq);
         if self.done[who] & bit != 0 {
             let who = ["worker 0 delivered", "worker 1 delivered", "the server committed"][who];
             return Err(format!("{who} {seq} twice"));
@@ -281,56 +293,24 @@ impl World {
         Ok(())
     }
 
-    /// What worker `w` pushes: numbers whose sums tell which blocks are in them.
-    fn block(&self, epoch: u16, w: usize, seq: Serial) -> i32 {
-        let number = 2 * (seq.ahead_of(self.scope.start) as u32) + w as u32 + 8 * u32::from(epoch);
-        7_i32.wrapping_pow(number + 1)
-    }
-
-    fn drain_worker(&mut self, i: usize) -> Result<(), String> {
-        while let Some(out) = self.workers[i].poll_transmit(NOW) {
-            let bytes = if out.header.kind == Kind::Push {
-                if self.done[i] >> out.header.seq.ahead_of(self.scope.start).clamp(0, 7) & 1 == 1 {
-                    return Err(format!(
-                        "worker {i} pushes {} after its result, when the block is gone",
-                        out.header.seq
-                    ));
-                }
-                let block = self.block(self.epochs[i], i, out.header.seq).to_be_bytes();
-                [&self.workers[i].seal(&out.header, Format::I32, 0, &block)[..], &block].concat()
-            } else {
-                self.workers[i].seal(&out.header, Format::None, 0, &[]).to_vec()
-            };
-            self.fly(out.to, WORKERS[i], bytes);
+    fn fly(&mut self, packet: &Rc<Flying>) {
+        if let Err(place) = self.flying.binary_search(packet) {
+            self.flying.insert(place, packet.clone());
         }
-        Ok(())
-    }
-
-    fn drain_server(&mut self) {
-        let mut sent = Vec::new();
-        while let Some(out) = self.server.poll_transmit() {
-            sent.push((out.to, [&out.header[..], out.payload].concat()));
-        }
-        sent.into_iter().for_each(|(to, bytes)| self.fly(to, SERVER, bytes));
-    }
-
-    fn fly(&mut self, to: Link, from: Link, bytes: impl Into<Rc<[u8]>>) {
-        self.flying.insert(Flying { to, from, bytes: bytes.into() });
     }
 
     /// What the machines hold.
     fn holdings(&self) -> SipHasher13 {
         let mut state = SipHasher13::new();
-        self.workers.iter().for_each(|worker| worker.digest(&mut state));
-        self.aggregator.digest(&mut state);
-        self.server.digest(&mut state);
+        self.snapshots.iter().for_each(|snapshot| snapshot.digest.hash(&mut state));
         (self.epochs, self.cut, self.done).hash(&mut state);
         state
     }
 
     fn fingerprint(&self) -> u64 {
         let mut state = self.holdings();
-        (&self.flying, self.faults_left).hash(&mut state);
+        self.flying.iter().for_each(|packet| packet.digest.hash(&mut state));
+        self.faults_left.hash(&mut state);
         state.finish()
     }
 
@@ -341,31 +321,29 @@ impl World {
 
     /// Whether the system reaches its end when everything on its way is lost and then nothing goes wrong any more: every
     /// time-out and heartbeat fires in turn, every packet arrives once, in order.
-    fn completes(&self) -> Result<bool, String> {
+    fn completes(&self, steps: &mut Steps) -> Result<bool, String> {
         let mut world = self.clone();
         world.flying.clear();
         if world.epochs.contains(&1) {
             for i in 0..4 {
                 if world.epochs[i] == 0 {
-                    world.apply(Event::NextEpoch(i))?;
+                    world.apply(steps, Event::NextEpoch(i))?;
                 }
             }
         }
         // Two rounds an event of the slowest path are plenty: it either ends or repeats itself.
         for _ in 0..16 {
+            world.step(steps, 0, Input::Lost(world.cut))?;
             for i in 0..2 {
-                if i == 0 {
-                    world.workers[0].set_lost(world.cut);
+                for seq in world.outstanding(i) {
+                    world.step(steps, i, Input::Expire(seq))?;
                 }
-                for seq in world.workers[i].outstanding() {
-                    world.apply(Event::Expire(i, seq))?;
-                }
-                world.apply(Event::WorkerHeartbeat(i))?;
+                world.step(steps, i, Input::Heartbeat)?;
             }
-            world.apply(Event::ServerHeartbeat)?;
-            let mut queue: VecDeque<Flying> = std::mem::take(&mut world.flying).into_iter().collect();
+            world.step(steps, 3, Input::Heartbeat)?;
+            let mut queue: VecDeque<Rc<Flying>> = std::mem::take(&mut world.flying).into();
             while let Some(packet) = queue.pop_front() {
-                world.arrive(&packet)?;
+                world.arrive(steps, packet)?;
                 queue.extend(std::mem::take(&mut world.flying));
             }
             if world.is_complete() {
@@ -374,6 +352,132 @@ impl World {
         }
         Ok(false)
     }
+}
+
+impl Input {
+    fn digest(&self) -> u64 {
+        digest_of(|state| match self {
+            Input::Begin(epoch) => (0, *epoch).hash(state),
+            Input::Arrive(packet) => (1, packet.digest).hash(state),
+            Input::Expire(seq) => (2, *seq).hash(state),
+            Input::Heartbeat => 3.hash(state),
+            Input::Lost(lost) => (4, *lost).hash(state),
+        })
+    }
+}
+
+impl Snapshot {
+    fn new(scope: Scope, i: usize, epoch: u16) -> Snapshot {
+        Snapshot::of(match i {
+            0 | 1 => Machine::Worker(new_worker(scope, i, epoch)),
+            2 => Machine::Aggregator(new_aggregator(scope, epoch)),
+            _ => Machine::Server(new_server(scope, epoch)),
+        })
+    }
+
+    fn of(machine: Machine) -> Snapshot {
+        let digest = digest_of(|state| match &machine {
+            Machine::Worker(worker) => worker.digest(state),
+            Machine::Aggregator(aggregator) => aggregator.digest(state),
+            Machine::Server(server) => server.digest(state),
+        });
+        Snapshot { machine, digest }
+    }
+
+    fn step(&self, scope: Scope, i: usize, input: &Input) -> (Rc<Snapshot>, Rc<[Effect]>) {
+        let mut effects = Vec::new();
+        let mut machine = match input {
+            Input::Begin(epoch) => Snapshot::new(scope, i, *epoch).machine,
+            _ => self.machine.clone(),
+        };
+        match &mut machine {
+            Machine::Worker(worker) => step_worker(scope, i, worker, input, &mut effects),
+            Machine::Aggregator(aggregator) => step_aggregator(scope, aggregator, input, &mut effects),
+            Machine::Server(server) => step_server(server, input, &mut effects),
+        }
+        (Rc::new(Snapshot::of(machine)), effects.into())
+    }
+}
+
+fn step_worker(scope: Scope, i: usize, worker: &mut Worker, input: &Input, effects: &mut Vec<Effect>) {
+    match input {
+        Input::Begin(_) => {
+            for _ in 0..scope.blocks {
+                worker.post(Route::Tree).expect("two windows hold them all");
+            }
+        }
+        Input::Arrive(packet) => {
+            let received = worker.handle_packet(NOW, packet.from, &packet.bytes);
+            if let Ok(Received::Result { seq, payload, .. }) = received {
+                effects.push(Effect::Deliver(seq, i32::from_be_bytes(payload.try_into().expect("one element"))));
+            }
+        }
+        Input::Expire(seq) => worker.expire(*seq),
+        Input::Heartbeat => worker.heartbeat_now(),
+        Input::Lost(lost) => worker.set_lost(*lost),
+    }
+    while let Some(out) = worker.poll_transmit(NOW) {
+        let seq = out.header.seq;
+        effects.push(if out.header.kind == Kind::Push {
+            let block = block(scope, out.header.epoch, i, seq).to_be_bytes();
+            let bytes = [&worker.seal(&out.header, Format::I32, 0, &block)[..], &block].concat();
+            Effect::Push(seq, Flying::new(out.to, WORKERS[i], &bytes))
+        } else {
+            Effect::Send(Flying::new(out.to, WORKERS[i], &worker.seal(&out.header, Format::None, 0, &[])))
+        });
+    }
+}
+
+fn step_aggregator(scope: Scope, aggregator: &mut Aggregator, input: &Input, effects: &mut Vec<Effect>) {
+    let Input::Arrive(packet) = input else { return };
+    let Header { seq, epoch, .. } = decode(&packet.bytes).expect("ours").header;
+    let mut completed = false;
+    let mut send = |to: &[Link], bytes: &[u8]| {
+        effects.extend(to.iter().map(|to| Effect::Send(Flying::new(*to, AGGREGATOR, bytes))));
+    };
+    match aggregator.handle_packet(packet.from, &packet.bytes) {
+        Ok(Action::Send { to, header, payload }) => {
+            completed = !payload.is_empty();
+            send(to, &[&header[..], payload].concat());
+        }
+        Ok(Action::Relay { to }) => send(to, &packet.bytes),
+        Ok(Action::Nothing) | Err(_) => {}
+    }
+    if completed && !scope.rules.hold(Rule::Commit) {
+        // What SwitchML's switch and LuWu's resends rely upon: a complete slot counts as committed.
+        let (ack, credit) = (seq.plus(1), seq.plus(scope.window));
+        let (kind, format) = (Kind::HeartbeatDown, Format::None);
+        let header = Header { kind, job: JOB, epoch, format, flags: 0, seq, ack, credit, exponent: 0, workers: 0 };
+        send(&WORKERS, header.encode(&[], None).as_slice());
+    }
+}
+
+fn step_server(server: &mut Server, input: &Input, effects: &mut Vec<Effect>) {
+    match input {
+        Input::Arrive(packet) => {
+            if let Ok(Some(seq)) = server.handle_packet(NOW, packet.from, &packet.bytes) {
+                effects.push(Effect::Commit(seq));
+            }
+        }
+        Input::Heartbeat => server.heartbeat_now(),
+        Input::Begin(_) | Input::Expire(_) | Input::Lost(_) => {}
+    }
+    while let Some(out) = server.poll_transmit() {
+        let bytes = [&out.header[..], out.payload].concat();
+        effects.push(Effect::Send(Flying::new(out.to, SERVER, &bytes)));
+    }
+}
+
+/// What worker `w` pushes: numbers whose sums tell which blocks are in them.
+fn block(scope: Scope, epoch: u16, w: usize, seq: Serial) -> i32 {
+    let number = 2 * (seq.ahead_of(scope.start) as u32) + w as u32 + 8 * u32::from(epoch);
+    7_i32.wrapping_pow(number + 1)
+}
+
+fn digest_of(add: impl FnOnce(&mut SipHasher13)) -> u64 {
+    let mut state = SipHasher13::new();
+    add(&mut state);
+    state.finish()
 }
 
 fn new_worker(scope: Scope, i: usize, epoch: u16) -> Worker {
@@ -437,7 +541,8 @@ struct Explored {
 
 /// Breadth first, so that what breaks is found by the shortest way.
 fn explore(scope: Scope) -> Explored {
-    let root = World::new(scope);
+    let mut steps = Steps::new();
+    let root = World::new(scope, &mut steps);
     let mut came_from: HashMap<u64, (u64, u16)> = HashMap::new();
     let mut completing: HashSet<u64> = HashSet::new();
     came_from.insert(root.fingerprint(), (0, 0));
@@ -446,7 +551,7 @@ fn explore(scope: Scope) -> Explored {
         let mut next = Vec::new();
         for (here, world) in frontier {
             if completing.insert(world.holdings().finish()) {
-                match world.completes() {
+                match world.completes(&mut steps) {
                     Ok(true) => {}
                     Ok(false) => return broken(scope, &came_from, here, None, "stuck: the end is out of reach"),
                     Err(what) => return broken(scope, &came_from, here, None, &what),
@@ -454,7 +559,7 @@ fn explore(scope: Scope) -> Explored {
             }
             for (i, event) in world.events().into_iter().enumerate() {
                 let mut after = world.clone();
-                if let Err(what) = after.apply(event) {
+                if let Err(what) = after.apply(&mut steps, event) {
                     return broken(scope, &came_from, here, Some(event), &what);
                 }
                 let there = after.fingerprint();
@@ -476,14 +581,13 @@ fn broken(scope: Scope, came_from: &HashMap<u64, (u64, u16)>, at: u64, last: Opt
         choices.push(*choice);
         at = *before;
     }
-    let mut world = World::new(scope);
-    let mut steps: Vec<Event> = Vec::new();
+    let mut steps = Steps::new();
+    let mut world = World::new(scope, &mut steps);
     let mut lines = Vec::new();
     for choice in choices.into_iter().rev() {
         let event = world.events()[usize::from(choice)];
         lines.push(world.describe(event));
-        world.apply(event).expect("it went well the first time");
-        steps.push(event);
+        world.apply(&mut steps, event).expect("it went well the first time");
     }
     lines.extend(last.map(|event| world.describe(event)));
     Explored { states: came_from.len(), broken: Some((what.to_string(), lines)) }
@@ -493,11 +597,11 @@ impl World {
     fn describe(&self, event: Event) -> String {
         match event {
             Event::Arrive(i) | Event::ArriveAndStay(i) | Event::Lose(i) => {
-                let packet = self.flying.iter().nth(i).expect("listed");
+                let packet = &self.flying[i];
                 let Header { kind, seq, ack, credit, workers, epoch, .. } = decode(&packet.bytes).expect("ours").header;
                 let word = format!("{event:?}").replace(|c: char| !c.is_alphabetic(), "");
                 let block = &packet.bytes[HEADER_BYTES..];
-                let Flying { from, to, .. } = packet;
+                let Flying { from, to, .. } = &**packet;
                 format!(
                     "{word} {from:?}->{to:?} {kind:?} {seq} ack {ack} credit {credit} workers {workers:b} epoch {epoch} {block:?}"
                 )
@@ -524,27 +628,32 @@ mod tests {
     /// With all rules, no interleaving breaks anything.
     #[test]
     fn every_interleaving() {
-        holds(scope(Story::Plain, 3, 1), 500_000);
-        holds(scope(Story::Epochs, 1, 1), 200_000);
-        holds(scope(Story::Cut, 2, 0), 15_000);
-        holds(one_slot(2), 100_000);
+        holds(scope(Story::Plain, 3, 1), 2_000_000);
+        holds(scope(Story::Epochs, 1, 1), 600_000);
+        holds(scope(Story::Cut, 2, 0), 80_000);
     }
 
-    /// Nor do two faults together, of the kinds that leave few enough states; nor one while a link is cut.
+    /// Nor do two faults together, of the kinds that leave few enough states.
     #[test]
-    fn faults_together() {
-        holds(Scope { kinds: Kinds::Packets, ..scope(Story::Plain, 3, 2) }, 1_000_000);
-        holds(Scope { kinds: Kinds::Packets, ..scope(Story::Cut, 2, 1) }, 500_000);
-        holds(Scope { kinds: Kinds::Losses, ..scope(Story::Epochs, 1, 2) }, 200_000);
+    fn two_faults() {
+        holds(Scope { kinds: Kinds::Packets, ..scope(Story::Plain, 3, 2) }, 3_000_000);
+        holds(Scope { kinds: Kinds::Losses, ..scope(Story::Epochs, 1, 2) }, 400_000);
+        holds(one_slot(2), 400_000);
+    }
+
+    /// Nor one while a link is cut.
+    #[test]
+    fn a_fault_beside_a_cut() {
+        holds(Scope { kinds: Kinds::Packets, ..scope(Story::Cut, 2, 1) }, 2_000_000);
     }
 
     /// Nor three.
     #[test]
-    #[ignore = "takes two minutes; for changes of a rule"]
+    #[ignore = "takes three minutes; for changes of a rule"]
     fn three_faults() {
-        holds(one_slot(3), 400_000);
-        holds(Scope { kinds: Kinds::Losses, ..scope(Story::Plain, 3, 3) }, 1_000_000);
-        holds(Scope { kinds: Kinds::Losses, ..scope(Story::Cut, 2, 2) }, 2_000_000);
+        holds(one_slot(3), 15_000_000);
+        holds(Scope { kinds: Kinds::Losses, ..scope(Story::Plain, 3, 3) }, 15_000_000);
+        holds(Scope { kinds: Kinds::Losses, ..scope(Story::Cut, 2, 2) }, 15_000_000);
     }
 
     fn holds(scope: Scope, least: usize) {

@@ -746,10 +746,6 @@ impl Server {
         Server { rules, ..Server::new(now, config) }
     }
 
-    fn all_have(&self, seq: Serial) -> bool {
-        self.is_newer(self.slowest().0, seq)
-    }
-
     pub(crate) fn heartbeat_now(&mut self) {
         self.heartbeat();
     }
@@ -758,8 +754,7 @@ impl Server {
     pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         (self.config.epoch, self.ack, &self.heard, self.lost).hash(state);
-        let open = self.recoveries.iter().filter(|each| !self.all_have(each.seq));
-        open.for_each(|each| (each.seq, each.tries > 0, each.asked).hash(state));
+        self.recoveries.iter().for_each(|each| (each.seq, each.tries > 0, each.asked).hash(state));
         let block = self.config.block_bytes;
         for (index, slot) in self.slots.iter().enumerate() {
             (slot.tag, slot.committed, &slot.parts).hash(state);
