@@ -354,8 +354,11 @@ def _staged(how: str) -> dict[str, Any]:
         until = time.monotonic() + 30
         while not penstock.torch.stats()["aggregated"]["0"]["fallback"]:
             assert time.monotonic() < until
-    # Rank 1's tensor lacks the other's.
+    # Rank 1's tensor lacks the other's, which does not come before both ranks have looked.
     assert not any(work.tickets[0].done() for work in works)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"looked {rank}", "")
+    store.wait(["looked 0", "looked 1"])
     for event in late:
         event.has_come.set()
     for number, (work, tensor) in enumerate(zip(works, tensors, strict=True), 1):
