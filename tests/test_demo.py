@@ -390,6 +390,21 @@ def test_the_report_says_what_tuning_cost_and_gained() -> None:
     assert tuned_comparison(1.0, tries=100, chosen_s=None).featured.label == "penstock"
 
 
+def test_a_training_below_raw_sockets_is_named() -> None:
+    """With both times and what to try; not where it is as predicted, and not the backend that others made."""
+    whole = tuned_comparison(1.5)
+    foreseen = [result.prediction.step_s for result in whole.results if result.prediction]
+    assert [whole.results[at].step_s / foreseen[at] > comparison.SHORTFALL for at in range(3)] == [False, False, False]
+    assert comparison.shortfall_sentences(whole) == []
+    slow = [dataclasses.replace(result, step_s=1.5 * at) for result, at in zip(whole.results, foreseen, strict=True)]
+    told = comparison.shortfall_sentences(dataclasses.replace(whole, results=tuple(slow)))
+    times = [
+        f"{1e3 * 1.5 * at:.1f} ms a step where raw sockets on this link allow {1e3 * at:.1f} ms" for at in foreseen
+    ]
+    assert [text.split(" took ")[0] for text in told] == ["penstock", "penstock+tuner"]
+    assert times[1] in told[0] and times[2] in told[1]
+
+
 @pytest.mark.parametrize("trouble", ["a file in the way", "a full disk"])
 def test_a_report_that_cannot_be_written_is_found_before_the_training(trouble: str, tmp_path: pathlib.Path) -> None:
     """In a line, in no time, and what lies there is left as it is."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import penstock
 import ranks
 from backends import ALL
-from penstock import cli, config, doctor, info
+from penstock import cli, config, doctor, info, testbed
 
 
 def test_info_shows_values_and_where_they_come_from() -> None:
@@ -78,6 +78,20 @@ def test_doctor_checks_two_ranks_here() -> None:
     assert ended.returncode == (1 if "! rank" in ended.stdout else 0), ended.stdout
 
 
+@pytest.mark.alone
+def test_doctor_compares_with_raw_sockets(tmp_path: pathlib.Path) -> None:
+    """Two hosts with a link of 200 Mbit/s and 20 ms: raw sockets fill it, and so does Penstock. With socket buffers that are too
+    small for such a way Penstock does not, and the doctor says by how much and what to try."""
+    link = testbed.LinkSpec(rate_mbit=200, delay_ms=10)
+    for env, enough in (({}, True), ({"PENSTOCK_SOCKET_BUFFER": "8192"}, False)):
+        with testbed.Testbed(hosts=2, link=link) as bed, ranks.Ranks(_ask, count=2, bed=bed, env=env) as job:
+            first, _ = job.outcomes(timeout_s=90)
+        rows = [line.split("│")[-3:-1] for line in first.output.splitlines() if "Gbit/s" in line and "│" in line]
+        assert len(rows) == 2 and all(0.1 < float(raw.split()[0]) < 0.2 for raw, _ in rows), first.output
+        warned = re.findall(r"to rank \d Penstock carries (\d+)% of what 16 raw TCP sockets carry", first.output)
+        assert bool(warned) != enough, first.output
+
+
 def test_doctor_names_yama() -> None:
     """Ranks that may not read each other's memory because of Yama are named, with the cure for that scope; others are not."""
     peers = [{"rank": 1, "medium": "memory"}, {"rank": 2, "medium": "local socket"}, {"rank": 3, "medium": "tcp"}]
@@ -97,7 +111,7 @@ def test_doctor_cuts_nothing() -> None:
         assert max(map(len, ended.stdout.splitlines()[1:])) <= width, ended.stdout
         # Of every address all characters are there, one cell below the other.
         letters = "".join(
-            re.sub(r"[^0-9.:]", "", line.split("│")[2]) for line in ended.stdout.splitlines() if line.count("│") == 7
+            re.sub(r"[^0-9.:]", "", line.split("│")[2]) for line in ended.stdout.splitlines() if line.count("│") == 8
         )
         assert re.search(r"127\.0\.0\.1:\d+", letters), ended.stdout
 
@@ -224,6 +238,11 @@ for epoch in range(10**9):
         optimizer.step()
     print("epoch", epoch, flush=True)
 """
+
+
+def _ask() -> None:
+    os.environ["COLUMNS"] = "300"
+    doctor.command(["--mebibytes=4"], prog_name="penstock doctor")
 
 
 def _with_few_files(allowed: int) -> None:

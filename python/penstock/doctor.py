@@ -7,6 +7,7 @@ this machine.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
 import resource
 import signal
@@ -25,6 +26,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from penstock import config
+from penstock.bench.mesh import Mesh
 from penstock.errors import PenstockError
 from penstock.testbed.cluster import Loopback
 
@@ -73,6 +75,9 @@ def _check(size: int) -> bool:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     rates: dict[int, float] = {}
+    raw_rates: dict[int, float] = {}
+    warnings = []
+    peers = {peer["rank"]: peer for peer in stats()["peers"]}
     sent, received = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     # One pair at a time, so that a pair's rate is its own.
     for a in range(world):
@@ -83,7 +88,24 @@ def _check(size: int) -> bool:
             other = b if rank == a else a
             seconds = [_exchange(dist, sent, received, other) for _ in range(_WARM_UP + _REPEATS)]
             rates[other] = size / statistics.median(seconds[_WARM_UP:])
-    own: dict[str, Any] = {"rates": rates, "stats": stats(), "limits": _limits(), "host": socket.gethostname()}
+            if peers[other]["medium"] != "tcp":
+                continue
+            host = peers[other]["address"].rsplit(":", 1)[0].strip("[]")
+            try:
+                raw_rates[other], flows = _raw_rate(dist, size, other, host)
+            except OSError as error:
+                warnings.append(f"raw sockets to rank {other} could not be compared with: {error}")
+                continue
+            if warning := rate_warning(other, host, rates[other], raw_rates[other], flows):
+                warnings.append(warning)
+    own: dict[str, Any] = {
+        "rates": rates,
+        "raw_rates": raw_rates,
+        "stats": stats(),
+        "limits": _limits(),
+        "host": socket.gethostname(),
+    }
+    own["limits"]["warnings"] += warnings
     if warning := memory_warning(own["stats"]["peers"], _read("/proc/sys/kernel/yama/ptrace_scope")):
         own["limits"]["warnings"].append(warning)
     everyone: list[Any] = [None] * world
@@ -119,15 +141,76 @@ def _exchange(dist: Any, sent: Any, received: Any, other: int) -> float:
     return time.perf_counter() - started
 
 
+def _raw_rate(dist: Any, size: int, other: int, host: str) -> tuple[float, int]:
+    """Bytes per second each way that plain TCP sockets carry to another rank, and how many sockets: as many as Penstock has
+    streams to it.
+
+    Raises: OSError, where they cannot connect (only the ports of PENSTOCK_PORT_RANGE may be open) or stall. The other rank then
+    has the same.
+    """
+    rank = dist.get_rank()
+    mesh, trouble = None, "the other rank cannot listen"
+    try:
+        # The route to the other rank's address says which of our own addresses it reaches.
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            mesh = Mesh(int(rank > other), 2, probe.getsockname()[0], config.read().port_range)
+    except OSError as error:
+        trouble = str(error)
+    try:
+        own: list[Any] = [mesh and mesh.address, config.read().streams]
+        theirs: list[Any] = [None, None]
+        if rank < other:
+            dist.send_object_list(own, other)
+            dist.recv_object_list(theirs, other)
+        else:
+            dist.recv_object_list(theirs, other)
+            dist.send_object_list(own, other)
+        if mesh is None or theirs[0] is None:
+            raise OSError(trouble)
+        flows = min(own[1], theirs[1])
+        mesh.connect([own[0], theirs[0]] if rank < other else [theirs[0], own[0]], flows)
+        seconds = []
+        for _ in range(_WARM_UP + _REPEATS):
+            transfer = mesh.transfer({(0, 1): size, (1, 0): size}, flows, "pull")
+            mesh.barrier()
+            started = time.perf_counter()
+            transfer.run()
+            seconds.append(time.perf_counter() - started)
+        mesh.barrier()
+        return size / statistics.median(seconds[_WARM_UP:]), flows
+    finally:
+        if mesh is not None:
+            mesh.close()
+
+
+def rate_warning(other: int, host: str, rate: float, raw_rate: float, flows: int) -> str | None:
+    """What to say where Penstock carries much less to another rank than raw sockets do; rates in bytes per second. Where the
+    processors are the limit (loopback, or a link that is faster than they are) the comparison says nothing: raw sockets throw
+    away what they receive."""
+    is_fair = not ipaddress.ip_address(host.partition("%")[0]).is_loopback and raw_rate < _PROCESSORS_LIMIT
+    if rate >= _LEAST_SHARE * raw_rate or not is_fair:
+        return None
+    each_way = f"{rate * 8 / 1e9:.3f} against {raw_rate * 8 / 1e9:.3f} Gbit/s each way"
+    return (
+        f"to rank {other} Penstock carries {rate / raw_rate:.0%} of what {flows} raw TCP sockets carry ({each_way}). Run it "
+        "again with --mebibytes=256; if it stays, other settings of PENSTOCK_STREAMS and PENSTOCK_SOCKET_BUFFER may help, and "
+        "`penstock bench` shows by how much"
+    )
+
+
 def _print(everyone: list[dict[str, Any]]) -> None:
     # A log file has room for whole lines; on a narrow terminal cells are folded. Nothing is cut.
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=_WIDTH_OF_FILES)
-    pairs = _table("from", "to", "medium", "streams", "rate each way", "round trip", title="pairs of ranks")
+    pairs = _table(
+        "from", "to", "medium", "streams", "rate each way", "raw sockets", "round trip", title="pairs of ranks"
+    )
     for rank, one in enumerate(everyone):
         for peer in sorted(one["stats"]["peers"], key=lambda peer: peer["rank"]):
             rate = one["rates"].get(peer["rank"], 0.0)
+            raw_rate = one["raw_rates"].get(peer["rank"])
             trips = [stream["round_trip_s"] for stream in peer["streams"] if stream["round_trip_s"]]
             pairs.add_row(
                 f"{rank} ({one['host']})",
@@ -135,6 +218,7 @@ def _print(everyone: list[dict[str, Any]]) -> None:
                 peer["medium"],
                 str(len(peer["streams"])),
                 f"{rate * 8 / 1e9:.3f} Gbit/s ({rate / 1e9:.3f} GB/s)",
+                f"{raw_rate * 8 / 1e9:.3f} Gbit/s" if raw_rate else "-",
                 f"{min(trips) * 1e3:.3f} ms" if trips else "-",
             )
     console.print(pairs)
@@ -221,5 +305,9 @@ def _start_two(mebibytes: int, timeout: float) -> int:
 
 # The first exchange touches fresh pages and finds the streams' rates; a single one may meet whatever else the machine does.
 _WARM_UP, _REPEATS = 2, 7
+# Penstock reaches 0.89 to 1.22 of raw sockets on capped links (docs/benchmarks); a job that is stuck in a slow state had 0.65.
+_LEAST_SHARE = 0.8
+# Bytes per second each way: more than a link of 10 Gbit/s carries, and about what two cores move in memory.
+_PROCESSORS_LIMIT = 1.5e9
 _WIDTH_OF_FILES = 200
 _SIOCGIFMTU = 0x8921

@@ -35,12 +35,13 @@ class Pair:
 class Mesh:
     """A full mesh over ``ranks`` processes. Not thread-safe; every call blocks until its part is done."""
 
-    def __init__(self, rank: int, ranks: int, host: str):
-        """Listens on ``host`` at a port that the system chooses; :attr:`address` tells the others."""
+    def __init__(self, rank: int, ranks: int, host: str, ports: tuple[int, int] = (0, 0)):
+        """Listens on ``host`` at a free port of ``ports`` (first and last; 0: the system chooses); :attr:`address` tells the
+        others."""
         self.rank = rank
         self.ranks = ranks
         self.pairs: dict[int, Pair] = {}
-        self._listener = socket.create_server((host, 0), backlog=256)
+        self._listener = _listen(host, ports)
         self.address = list(self._listener.getsockname()[:2])
         self._source = memoryview(bytearray(BUFFER_BYTES))
         self._sink = memoryview(bytearray(BUFFER_BYTES))
@@ -213,6 +214,18 @@ class Transfer:
             f"rank {self.mesh.rank}: no byte moved over raw sockets for {STALL_S} s"
             f" (sending to {sorted(sending)}, receiving from {sorted(receiving)})"
         )
+
+
+def _listen(host: str, ports: tuple[int, int]) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    first, last = ports
+    for port in range(first, last + 1):
+        try:
+            return socket.create_server((host, port), family=family, backlog=256)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == last:
+                raise
+    raise OSError(errno.EADDRINUSE, f"ports {first} to {last} are none")
 
 
 def _connect(address: list, index: int) -> socket.socket:

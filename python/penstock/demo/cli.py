@@ -17,7 +17,16 @@ from rich.table import Table
 
 from penstock import config
 from penstock.bench import machine
-from penstock.demo.comparison import Comparison, disagreements, payload_rate, rows, summarise, tuning_sentences, verdict
+from penstock.demo.comparison import (
+    Comparison,
+    disagreements,
+    payload_rate,
+    rows,
+    shortfall_sentences,
+    summarise,
+    tuning_sentences,
+    verdict,
+)
 from penstock.demo.link_probe import Carriage, exchange
 from penstock.demo.prediction import Prediction, predict_step, units
 from penstock.demo.report import check_writable, write_report
@@ -230,7 +239,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     console.print()
     console.print(table)
     console.print(verdict(comparison), style="bold", soft_wrap=True)
-    for told in tuning_sentences(comparison):
+    for told in tuning_sentences(comparison) + shortfall_sentences(comparison):
         console.print(told, soft_wrap=True)
     for problem in comparison.problems:
         console.print(f"Problem: {problem}.", style="bold red", soft_wrap=True)

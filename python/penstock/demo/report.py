@@ -24,6 +24,7 @@ from penstock.demo.comparison import (
     milliseconds,
     payload_rate,
     rows,
+    shortfall_sentences,
     tuning_sentences,
     verdict,
 )
@@ -57,7 +58,9 @@ def render(comparison: Comparison) -> str:
         setting=html.escape(setting(comparison)),
         cards="\n".join(card(*each) for each in cards(comparison)),
         verdict=html.escape(verdict(comparison)),
-        tuning="".join(f"<p>{html.escape(each)}</p>" for each in tuning_sentences(comparison)),
+        tuning="".join(
+            f"<p>{html.escape(each)}</p>" for each in tuning_sentences(comparison) + shortfall_sentences(comparison)
+        ),
         problems=html_list([f"Problem: {each}." for each in comparison.problems]) if comparison.problems else "",
         losses=svg("losses", lambda: draw_losses(results)),
         breakdown=svg("breakdown", lambda: draw_breakdown(results)),
