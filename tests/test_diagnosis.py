@@ -242,7 +242,7 @@ for epoch in range(10**9):
 
 def _ask() -> None:
     os.environ["COLUMNS"] = "300"
-    doctor.command(["--mebibytes=4"], prog_name="penstock doctor")
+    doctor.command(["--mebibytes=2"], prog_name="penstock doctor")
 
 
 def _with_few_files(allowed: int) -> None:
