@@ -9,7 +9,7 @@ use penstock_protocol::peer::{Body, OpStatus, Outgoing, Payload, Peer, PeerConfi
 use penstock_protocol::{Header, MessageKey};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, OpSeq, Priority, ReduceOp, Time};
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::sync::{Mutex, Once};
@@ -299,6 +299,49 @@ fn own_connections_keep_nobody_out() {
     assert!(member.read(&mut [0; 1024]).expect("frames") > 0);
     assert!(began.elapsed() < HANDSHAKE_WITHIN, "this machine is too slow for this test");
     drop(dialled);
+}
+
+/// An engine that ends says good-bye only after the peer has acknowledged what was sent to it. Until then a stream that is lost
+/// is replaced, and brings it.
+#[test]
+fn a_good_bye_follows_the_messages() {
+    let engine = engine();
+    let (group, joined) = join(&engine, &contact(LARGEST, Vec::new()));
+    let mut peer = Hand::new(connect(&engine, tcp));
+    peer.join(JOB);
+    wait(&joined).expect("joined");
+    let mut tensor = [7; 5];
+    // SAFETY: the buffer outlives the wait.
+    wait(&unsafe { group.start(call(Collective::Send { to: 1 }, &mut tensor)) }).expect("it is copied");
+    engine.begin_stop(true);
+    let is_message = |header: &Header| header.kind == Kind::Data && header.key.channel == TO_PEER;
+    // The peer says nothing of what comes, until the engine asks whether it lives.
+    let mut has_come = false;
+    loop {
+        let (header, _) = next_frame(&mut peer.stream);
+        assert_ne!(header.kind, Kind::Bye, "the message is not acknowledged");
+        has_come |= is_message(&header);
+        if has_come && header.kind == Kind::Heartbeat {
+            break;
+        }
+    }
+    peer.stream.shutdown(Shutdown::Both).expect("it is open");
+    peer.machine.stream_down(0);
+    peer.stream = connect(&engine, tcp);
+    peer.machine.stream_up(0, NOW);
+    let mut brought = None;
+    loop {
+        let (header, payload) = peer.read();
+        if is_message(&header) {
+            brought = Some(payload);
+        }
+        if header.kind == Kind::Bye {
+            break;
+        }
+    }
+    assert_eq!(brought.as_deref(), Some(&[[7, 0, 0, 0]; 5].concat()[..]));
+    peer.flush();
+    engine.stop();
 }
 
 // ------------------------------------------------------------------------------------------------------------- helpers

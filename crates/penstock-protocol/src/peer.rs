@@ -545,9 +545,17 @@ impl Peer {
         self.control(header, None);
     }
 
-    /// Says good-bye; meant to follow [`Peer::is_quiet`].
+    /// Says good-bye; meant to follow [`Peer::may_say_bye`].
     pub fn bye(&mut self) {
         self.control(Header::new(Kind::Bye, NO_MESSAGE), None);
+    }
+
+    /// Whether a good-bye overtakes nothing that the peer must have: messages that were sent, and reasons why groups have failed.
+    /// What it asked of us does not count, and neither do messages of operations that still run.
+    #[must_use]
+    pub fn may_say_bye(&self) -> bool {
+        let is_report = |control: &Control| control.header.kind == Kind::Report;
+        self.undelivered().next().is_none() && !self.controls.values().any(is_report)
     }
 
     /// Everything that was given to this peer has been taken by the other end. Which groups were left does not count: a good-bye
