@@ -285,15 +285,7 @@ fn own_connections_keep_nobody_out() {
     });
     let members: Vec<Contact> =
         [engine.contact().clone()].into_iter().chain(smaller).chain([contact(LARGEST, Vec::new())]).collect();
-    let (_group, _ticket) = engine.join(GroupSpec {
-        id: JOB,
-        generation: Generation(1),
-        rank: 0,
-        members,
-        secret: SECRET.to_vec(),
-        algorithm: None,
-        name: "test".into(),
-    });
+    let (_group, _ticket) = engine.join(GroupSpec { members, ..spec(&engine, &contact(LARGEST, Vec::new()), JOB) });
     let dialled: Vec<TcpStream> = (0..300).map(|_| listener.accept().expect("the engine connects").0).collect();
     let mut member = connect(&engine, tcp);
     assert!(member.read(&mut [0; 1024]).expect("frames") > 0);
@@ -344,6 +336,49 @@ fn a_good_bye_follows_the_messages() {
     engine.stop();
 }
 
+/// An operation does not wait for a message that a rank has announced and can no longer send, since it has left: here one of
+/// two children in a tree, whose turn may not have come.
+#[test]
+fn what_was_announced_goes_with_its_rank() {
+    for announces in [1, 2] {
+        let engine = engine();
+        let nodes = [LARGEST, [0xfe; 16]];
+        let members: Vec<Contact> = [engine.contact().clone()]
+            .into_iter()
+            .chain((1..).zip(nodes).map(|(rank, node)| Contact { rank, ..contact(node, Vec::new()) }))
+            .collect();
+        let (group, joined) = engine.join(GroupSpec { members, ..spec(&engine, &contact(LARGEST, Vec::new()), JOB) });
+        let mut children: Vec<_> = (1..)
+            .zip(nodes)
+            .map(|(rank, from)| {
+                let stream = connect_as(&engine, tcp, &Hello { rank, from, ..hello(&engine, (VERSION_MAJOR, 0)) });
+                // Enough for what ends the join.
+                Hand::with(stream, PeerConfig { eager_credit_bytes: 140, ..PeerConfig::default() })
+            })
+            .collect();
+        (1..).zip(&mut children).for_each(|(host, child)| child.join_on_host(JOB, host));
+        wait(&joined).expect("joined");
+        let mut tensor = [1];
+        let mut reduce = call(Collective::Reduce { root: 0 }, &mut tensor);
+        reduce.fingerprint = Fingerprint::new(Name::Reduce, Some(ReduceOp::Sum), DType::I32, Some(0), 1);
+        let fingerprint = reduce.fingerprint;
+        // SAFETY: the buffer outlives the wait below.
+        let ticket = unsafe { group.start(reduce) };
+        engine.stats().expect("it runs");
+        let child = &mut children[announces - 1];
+        let key = MessageKey { group: JOB, channel: Channel::Collective, op: OpSeq(1), message: 0 };
+        let body = Body::Owned([1, 0, 0, 0].into());
+        child.machine.send(Outgoing { key, priority: Priority(0), fingerprint, coflow: 0, body });
+        child.machine.bye();
+        child.flush();
+        child.stream.shutdown(Shutdown::Both).expect("it is open");
+        let failure = wait(&ticket).expect_err("the child has left");
+        assert_eq!(failure.kind, FailureKind::PeerLost, "{failure}");
+        let expected = format!("rank {announces} (on test) has left the job");
+        assert!(failure.message.contains(&expected), "{failure}");
+    }
+}
+
 // ------------------------------------------------------------------------------------------------------------- helpers
 
 fn engine() -> Engine {
@@ -374,7 +409,11 @@ fn join(engine: &Engine, peer: &Contact) -> (Group, Ticket) {
 }
 
 fn join_as(engine: &Engine, peer: &Contact, id: GroupId) -> (Group, Ticket) {
-    engine.join(GroupSpec {
+    engine.join(spec(engine, peer, id))
+}
+
+fn spec(engine: &Engine, peer: &Contact, id: GroupId) -> GroupSpec {
+    GroupSpec {
         id,
         generation: Generation(1),
         rank: 0,
@@ -382,7 +421,7 @@ fn join_as(engine: &Engine, peer: &Contact, id: GroupId) -> (Group, Ticket) {
         secret: SECRET.to_vec(),
         algorithm: None,
         name: "test".into(),
-    })
+    }
 }
 
 fn wait(ticket: &Ticket) -> Result<(), Failure> {
@@ -444,9 +483,13 @@ fn shake_hands(stream: &mut dyn Stream, hello: &Hello) -> Result<u32, HandshakeE
 
 /// The peer's stream, once the engine knows of the job.
 fn connect<S: Stream>(engine: &Engine, open: impl Fn(&Engine) -> S) -> S {
+    connect_as(engine, open, &hello(engine, (VERSION_MAJOR, 0)))
+}
+
+fn connect_as<S: Stream>(engine: &Engine, open: impl Fn(&Engine) -> S, hello: &Hello) -> S {
     loop {
         let mut stream = open(engine);
-        match shake_hands(&mut stream, &hello(engine, (VERSION_MAJOR, 0))) {
+        match shake_hands(&mut stream, hello) {
             Ok(_) => return stream,
             Err(error) => assert!(error.is_temporary(), "{error}"),
         }
@@ -499,7 +542,11 @@ struct Hand<S> {
 
 impl<S: Stream> Hand<S> {
     fn new(stream: S) -> Hand<S> {
-        let mut machine = Peer::new(PeerConfig { generation: Generation(1), ..PeerConfig::default() }, NOW);
+        Hand::with(stream, PeerConfig::default())
+    }
+
+    fn with(stream: S, config: PeerConfig) -> Hand<S> {
+        let mut machine = Peer::new(PeerConfig { generation: Generation(1), ..config }, NOW);
         machine.stream_up(0, NOW);
         Hand { stream, machine }
     }
@@ -524,9 +571,15 @@ impl<S: Stream> Hand<S> {
 
     /// Takes part in the all-gather that ends a join: what the other says of hosts is true here as well.
     fn join(&mut self, group: GroupId) {
+        self.join_on_host(group, 0);
+    }
+
+    /// The same as a rank on another host, unless this is 0.
+    fn join_on_host(&mut self, group: GroupId, host: u8) {
         loop {
-            let (Header { kind, key, fingerprint, .. }, payload) = self.read();
+            let (Header { kind, key, fingerprint, .. }, mut payload) = self.read();
             if kind == Kind::Data && key.group == group {
+                payload[0] ^= host;
                 let body = Body::Owned(payload.into());
                 self.machine.send(Outgoing { key, priority: Priority(0), fingerprint, coflow: 0, body });
                 return self.flush();

@@ -341,13 +341,10 @@ impl Peer {
         self.credit.reserved - self.credit.returned
     }
 
-    /// The messages that their sender takes for sent, having left on credit or as a copy, and that the peer has not acknowledged.
+    /// The messages that their sender takes for sent, since they are copies, and that the peer has not acknowledged.
     /// Those of groups that were forgotten do not count.
     pub fn undelivered(&self) -> impl Iterator<Item = (MessageKey, Fingerprint)> {
-        let is_sent = |message: &&Message| {
-            let is_copied = matches!(&message.body, Body::Owned(bytes) if !bytes.is_empty());
-            !message.is_forgotten && (is_copied || matches!(message.way, Way::Eager { .. }))
-        };
+        let is_sent = |message: &&Message| !message.is_forgotten && matches!(message.body, Body::Owned(_));
         self.outgoing.values().filter(is_sent).map(|message| (message.key, message.fingerprint))
     }
 

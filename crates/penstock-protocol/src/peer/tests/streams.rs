@@ -340,6 +340,27 @@ fn a_group_that_was_left() {
     assert_eq!(events(&mut b), [Event::Left(GroupId(7))]);
 }
 
+/// A message without bytes, whose sender takes it for sent, is not delivered before the peer has it: on credit, announced, and
+/// after its grant.
+#[test]
+fn empty_messages_are_to_be_delivered() {
+    let config = PeerConfig { eager_credit_bytes: 128, ..PeerConfig::default() };
+    let [mut a, mut b] = pair(&config, 1);
+    b.grant(key(3), 1, FIVE);
+    drain(&mut b, &mut a, 0);
+    [1, 2, 3].into_iter().for_each(|message| copied(&mut a, message, 0));
+    assert_eq!(a.undelivered().count(), 3);
+    drain(&mut a, &mut b, 0);
+    drain(&mut b, &mut a, 0);
+    assert!(a.undelivered().map(|(key, _)| key).eq([key(2)]), "it waits for its grant");
+    b.grant(key(2), 1, FIVE);
+    drain(&mut b, &mut a, 0);
+    drain(&mut a, &mut b, 0);
+    assert!(!a.may_say_bye());
+    drain(&mut b, &mut a, 0);
+    assert!(a.may_say_bye());
+}
+
 /// A copied message that waits for its grant outlives its operation, and nothing is left once it was taken.
 #[test]
 fn a_copied_message_outlives_its_operation() {
