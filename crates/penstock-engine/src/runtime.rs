@@ -4,7 +4,7 @@ use crate::digest::digest;
 use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
 use crate::pages::HugePages;
 use crate::recorder::{Entry as Recorded, Record, Recorder};
-use crate::reported::Reported;
+use crate::reported::{Overtaken, Reported};
 use crate::scale::Scale;
 use crate::stats::{GroupStats, Held, PeerStats, Stats};
 use crate::tags::Tags;
@@ -195,6 +195,8 @@ pub(crate) struct Runtime {
     departed: HashMap<GroupId, Departed>,
     /// What peers have reported of groups that this process has not joined yet.
     reported: Reported,
+    /// Which of them they have left, or have seen fail: nothing more of theirs is kept.
+    overtaken: Overtaken,
     /// What the streams' hand-shakes prove. A job outlives the group that brought it, since groups share streams: it stays until
     /// nobody connects with it any more.
     jobs: HashMap<GroupId, Job>,
@@ -467,6 +469,7 @@ impl Runtime {
             closed: Ranges::default(),
             departed: HashMap::new(),
             reported: Reported::default(),
+            overtaken: Overtaken::default(),
             jobs: HashMap::new(),
             regions: BTreeMap::new(),
             peers: Vec::new(),
@@ -540,6 +543,7 @@ impl Runtime {
             last_algorithm: String::new(),
         };
         self.groups.insert(spec.id, group);
+        self.overtaken.forget_group(spec.id);
         match (self.reported.take(spec.id), refused) {
             (Some(failure), _) => self.fail_group(peers, spec.id, failure, true),
             (None, Some(reason)) => {
@@ -1208,11 +1212,15 @@ impl Runtime {
         }
     }
 
-    /// A peer has left a group, or the group has failed there: it asks for nothing in it any more.
+    /// A peer has left a group, or the group has failed there: it asks for nothing in it any more, and what it gave is of no use to
+    /// a rank that has not joined.
     fn has_left(&mut self, peers: &mut Peers, peer: PeerId, id: GroupId) {
         if let Some(group) = self.groups.get_mut(&id) {
             group.gone.insert(peer);
             return;
+        }
+        if !self.is_closed(id) {
+            self.overtaken.remember(peer, id);
         }
         peers.machine(peer).forget_group(id);
         self.forget_early_of(peers, peer, |group| group == id);
@@ -1227,6 +1235,7 @@ impl Runtime {
             .collect();
         self.forget_early_of(peers, peer, |group| unknown.contains(&group));
         self.no_longer_stays(peer, |_| true);
+        self.overtaken.forget_peer(peer);
         let node = self.peers[peer as usize].contact.node;
         self.no_longer_connects(node, None);
     }
@@ -1420,7 +1429,8 @@ impl Runtime {
 impl Handler for Runtime {
     fn status(&self, peer: PeerId, key: &MessageKey) -> OpStatus {
         let Some(group) = self.groups.get(&key.group) else {
-            return if self.is_closed(key.group) { OpStatus::Retired } else { OpStatus::Early };
+            let is_over = self.is_closed(key.group) || self.overtaken.contains(peer, key.group);
+            return if is_over { OpStatus::Retired } else { OpStatus::Early };
         };
         if group.failed.is_some() {
             return OpStatus::Retired;
@@ -1586,10 +1596,7 @@ impl Handler for Runtime {
                         } else if probe && !left.has_issued(peer, &key) {
                             peers.machine(peer).report(key.group, &left.report());
                         }
-                    } else if !matches!(event, Event::Late(..))
-                        && !self.groups.contains_key(&key.group)
-                        && !self.is_closed(key.group)
-                    {
+                    } else if !self.groups.contains_key(&key.group) && self.status(peer, &key) == OpStatus::Early {
                         let claims = self.claims.entry((key.group, key.channel, key.op)).or_default();
                         if !claims.contains(&(peer, theirs)) {
                             claims.push((peer, theirs));
@@ -1641,10 +1648,10 @@ impl Handler for Runtime {
                 };
                 let failure = Failure::fatal(report.kind, message);
                 if self.groups.contains_key(&id) {
-                    self.fail_group(peers, id, failure, true);
-                } else if self.is_closed(id) {
-                    self.has_left(peers, peer, id);
-                } else {
+                    return self.fail_group(peers, id, failure, true);
+                }
+                self.has_left(peers, peer, id);
+                if !self.is_closed(id) {
                     // It has joined and failed before we came.
                     self.reported.remember(id, failure);
                 }

@@ -5,7 +5,7 @@ use penstock_engine::plan::Collective;
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
 use penstock_protocol::frame::{Channel, Direction, Kind, VERSION_MAJOR, VERSION_MINOR};
 use penstock_protocol::handshake::{Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
-use penstock_protocol::peer::{Body, OpStatus, Outgoing, Payload, Peer, PeerConfig, seal, verify};
+use penstock_protocol::peer::{Body, OpStatus, Outgoing, Payload, Peer, PeerConfig, Report, seal, verify};
 use penstock_protocol::{Header, MessageKey};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, OpSeq, Priority, ReduceOp, Time};
 use std::io::{Read, Write};
@@ -376,6 +376,48 @@ fn what_was_announced_goes_with_its_rank() {
         assert_eq!(failure.kind, FailureKind::PeerLost, "{failure}");
         let expected = format!("rank {announces} (on test) has left the job");
         assert!(failure.message.contains(&expected), "{failure}");
+    }
+}
+
+/// What a peer sends in a group that this rank has not joined is not kept where the word that it has left the group, or that the
+/// group has failed, has come before on another stream; neither is what it asks. Its credit comes back. In other groups it is.
+#[test]
+fn messages_that_the_end_of_their_group_has_overtaken() {
+    for fails in [false, true] {
+        let engine = engine();
+        let (_group, joined) = join(&engine, &contact(LARGEST, Vec::new()));
+        let mut peer = Hand::new(connect(&engine, tcp));
+        peer.join(JOB);
+        wait(&joined).expect("joined");
+        match fails {
+            true => peer.machine.report(OTHER, &Report { kind: FailureKind::Closed, message: "a test".into() }),
+            false => peer.machine.left(OTHER),
+        }
+        peer.flush();
+        let unknown = GroupId(OTHER.0 + 1);
+        for group in [OTHER, unknown] {
+            let key = MessageKey { group, channel: FROM_PEER, op: OpSeq(0), message: 0 };
+            let body = Body::Owned([7; 40].into());
+            peer.machine.send(Outgoing { key, priority: Priority(0), fingerprint: fingerprint(10), coflow: 0, body });
+            peer.machine.probe(key, fingerprint(10));
+        }
+        while !peer.machine.is_quiet() {
+            peer.read();
+        }
+        let held = engine.stats().expect("it runs").held;
+        assert_eq!((held.early_messages, held.claims, held.remembered_operations), (1, 1, 1), "it has failed: {fails}");
+        peer.machine.left(unknown);
+        peer.flush();
+        until(|| {
+            let held = engine.stats().expect("it runs").held;
+            (held.early_messages, held.claims, held.remembered_operations) == (0, 0, 0)
+        });
+        // A rank that comes later joins in vain where the group has failed.
+        let (_late, joined) = join_as(&engine, &contact(LARGEST, Vec::new()), OTHER);
+        if fails {
+            let failure = wait(&joined).expect_err("it has failed");
+            assert!(failure.message.contains("a test"), "{failure}");
+        }
     }
 }
 
