@@ -746,7 +746,6 @@ impl Runtime {
 
     fn begin_steps(&mut self, peers: &mut Peers, id: GroupId, op: OpId, now: Time) {
         self.drive(peers, id, op, |operation, effects| operation.start(effects), now);
-        self.check_departed(peers, id, op);
     }
 
     /// Fails an operation that waits for a rank that has left. What the rank gave before it left still counts.
@@ -818,7 +817,7 @@ impl Runtime {
         }
     }
 
-    /// Lets an operation act, and carries out what it wants.
+    /// Lets an operation act, and carries out what it wants. It fails if it waits for a rank that has left then.
     fn drive(
         &mut self,
         peers: &mut Peers,
@@ -887,6 +886,8 @@ impl Runtime {
             if self.groups[&id].joining.is_some() {
                 self.joined(id);
             }
+        } else {
+            self.check_departed(peers, id, op);
         }
     }
 
@@ -915,6 +916,7 @@ impl Runtime {
         let info = &mut self.peers[peer as usize];
         let (mut region, mut place) = (0, address as u64);
         if info.local
+            && info.lost.is_none()
             && !is_short
             && let Some((number, shared, offset)) = find(&self.regions, address as u64, len as u64)
         {
@@ -1227,7 +1229,8 @@ impl Runtime {
         self.no_longer_stays(peer, |group| group == id);
     }
 
-    /// A peer is gone, and with it what it gave for groups that this process has not joined.
+    /// A peer is gone, and with it what it gave for groups that this process has not joined, and all that was between the two.
+    /// Operations that read from memory of its keep that mapped until they end.
     fn forget_peer(&mut self, peers: &mut Peers, peer: PeerId) {
         let unknown: HashSet<GroupId> = (self.early.keys().map(|(_, key)| key.group))
             .chain(self.claims.keys().map(|(group, ..)| *group))
@@ -1236,7 +1239,12 @@ impl Runtime {
         self.forget_early_of(peers, peer, |group| unknown.contains(&group));
         self.no_longer_stays(peer, |_| true);
         self.overtaken.forget_peer(peer);
-        let node = self.peers[peer as usize].contact.node;
+        peers.machine(peer).end();
+        let info = &mut self.peers[peer as usize];
+        info.offered.clear();
+        info.mappings.clear();
+        info.descriptors.clear();
+        let node = info.contact.node;
         self.no_longer_connects(node, None);
     }
 
@@ -1369,6 +1377,7 @@ impl Runtime {
             remembered_operations: machines().map(|machine| machine.remembered() as u64).sum(),
             unacknowledged_messages: machines().map(|machine| machine.unacknowledged() as u64).sum(),
             credit_bytes: machines().map(Peer::credit_in_use).sum(),
+            mappings: self.peers.iter().map(|info| info.mappings.len() as u64).sum(),
             descriptors: self.peers.iter().map(|info| descriptors(info) as u64).sum::<u64>()
                 + self.regions.len() as u64,
         }
@@ -1695,6 +1704,7 @@ impl Handler for Runtime {
                 self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
             }
         }
+        self.undelivered(peers, peer);
         self.forget_peer(peers, peer);
     }
 
@@ -1955,7 +1965,7 @@ impl Handler for Runtime {
         let Some((key, fingerprint)) = messages.first() else { return };
         let why = info.lost.as_ref().map_or("it did not take them in time", String::as_str);
         log::error!(
-            "penstock: {} messages were sent to {} and not delivered before this process left, the first of {} #{}: {why}. \
+            "penstock: {} messages were sent to {} and not delivered, the first of {} #{}: {why}. \
              What that rank receives of them fails there.",
             messages.len(),
             info.contact.describe(),

@@ -1147,6 +1147,51 @@ fn one_secret_a_peer_is_kept() {
     assert_eq!(held(&world).iter().map(|held| held.jobs).sum::<u64>(), 1);
 }
 
+/// Of a peer that dies nothing is kept: what was on its way to it, what it sent, what it asked for, and the credit of both. Where
+/// it leaves in good order, and the other rank stays in the group, what it gave still counts.
+#[test]
+fn nothing_is_kept_of_a_peer_that_is_gone() {
+    let medium = Medium::Tcp { streams: 2, checksum: false };
+    for dies in [false, true] {
+        let engines: Vec<Engine> = (0..2).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
+        let mut members = contacts(&engines, medium);
+        let ways: Vec<Way> = members.iter().map(|member| Way::to(member.tcp[0])).collect();
+        for (member, way) in members.iter_mut().zip(&ways) {
+            member.tcp = vec![way.address];
+        }
+        let (groups, tickets) = join_as(next_id(), &engines, &members, |_| b"secret".to_vec());
+        tickets.iter().for_each(|ticket| wait(ticket).expect("joined"));
+        let mut world = World { engines, groups };
+        let (input, mut long) = (filled(0, 5), vec![0; 700_003]);
+        let send = |from: usize| {
+            let to = 1 - from as u32;
+            // SAFETY: the buffer outlives the waits below.
+            wait(&unsafe { world.groups[from].start(message(Collective::Send { to }, 20, &input, &mut [])) })
+        };
+        send(1).expect("it is copied");
+        // Rank 0 remembers what is granted, and rank 1 that it grants.
+        let receive = Call { tag: 9, ..message(Collective::Recv { from: 0 }, 4 * 700_003, &[], &mut long) };
+        // SAFETY: the buffer outlives the wait below.
+        let receipt = unsafe { world.groups[1].start(receive) };
+        until(&world, |now| now[0].remembered_operations == 2 && now[0].early_messages == 1);
+        if dies {
+            ways.iter().for_each(|way| way.drops.store(true, Ordering::SeqCst));
+        }
+        send(0).expect("it is copied");
+        if dies {
+            ways.iter().for_each(|way| way.cut(true));
+            wait(&receipt).expect_err("rank 0 is lost");
+        } else {
+            drop(world.engines.pop());
+        }
+        let given = match dies {
+            true => Held::default(),
+            false => Held { claims: 1, early_messages: 1, early_bytes: 20, ..Held::default() },
+        };
+        until(&world, |now| now.iter().all(|held| *held == Held { groups: 1, ..given }));
+    }
+}
+
 /// A rank that leaves forgets at once what others are ready to receive from it.
 #[test]
 fn what_was_granted_goes_with_the_group() {

@@ -89,7 +89,7 @@ pub trait Handler {
     fn patience(&self) -> u64;
     /// The loop is about to end: what is told to peers now is the last that leaves, as far as the sockets take it at once.
     fn ending(&mut self, peers: &mut Peers);
-    /// The loop ends although a peer, which has not left in good order, has not taken all that was sent to it.
+    /// The loop ends although a peer, which has neither left in good order nor been lost, has not taken all that was sent to it.
     fn undelivered(&mut self, peers: &mut Peers, peer: PeerId);
 }
 
@@ -450,7 +450,7 @@ impl Driver {
             }
         }
         for peer in 0..self.links.len() {
-            if self.links[peer].was_up && !self.links[peer].said_bye {
+            if self.links[peer].was_up && !self.links[peer].finished && !self.links[peer].said_bye {
                 handler.undelivered(&mut self.peers, peer as PeerId);
             }
         }

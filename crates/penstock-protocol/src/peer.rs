@@ -252,6 +252,8 @@ pub struct Peer {
     next_check: Time,
     next_look: Time,
     events: VecDeque<Event>,
+    /// [`Peer::end`] was called.
+    has_ended: bool,
 }
 
 impl Peer {
@@ -284,8 +286,15 @@ impl Peer {
             next_check: now.plus(config.heartbeat_every / 2),
             next_look: now,
             events: VecDeque::new(),
+            has_ended: false,
             config,
         }
+    }
+
+    /// The peer is gone. Forgets everything that was between the two, and events that nobody has polled; what is to be sent to it
+    /// from now on is dropped. No stream may come up any more.
+    pub fn end(&mut self) {
+        *self = Peer { has_ended: true, ..Peer::new(self.config.clone(), self.last_heard) };
     }
 
     /// The configuration it runs with.
@@ -301,10 +310,10 @@ impl Peer {
     }
 
     /// Whether the eager credit is enough for a message of so many bytes, as [`Body::Owned`]. One that has to wait for credit
-    /// stays in its tensor, as [`Body::Memory`].
+    /// stays in its tensor, as [`Body::Memory`]. A peer that is gone gives none.
     #[must_use]
     pub fn has_credit(&self, total: u64) -> bool {
-        self.credit.fits(total, self.config.eager_credit_bytes)
+        !self.has_ended && self.credit.fits(total, self.config.eager_credit_bytes)
     }
 
     /// Bytes of messages that were copied and not yet acknowledged.
@@ -424,6 +433,9 @@ impl Peer {
     /// ([`Peer::has_credit`]). Others wait for their grant; a short one is announced, because receivers grant unasked only
     /// what is above [`Peer::eager_limit`].
     pub fn send(&mut self, outgoing: Outgoing) {
+        if self.has_ended {
+            return;
+        }
         let issue = self.next_issue;
         self.next_issue += 1;
         let Outgoing { key, priority, fingerprint, coflow, body } = outgoing;
@@ -480,6 +492,9 @@ impl Peer {
 
     /// Tells the peer that we are ready for messages `key.message..key.message + count`.
     pub fn grant(&mut self, key: MessageKey, count: u32, fingerprint: Fingerprint) {
+        if self.has_ended {
+            return;
+        }
         let mut header = Header::new(Kind::Grant, key);
         header.offset = u64::from(count);
         header.fingerprint = fingerprint;
@@ -516,9 +531,10 @@ impl Peer {
         }
         let mut header = Header::new(Kind::Report, key);
         header.length = text.len() as u32;
-        let id = self.control(header, Some(text.as_bytes()));
-        self.control_queue.pop_back();
-        self.control_queue.push_front(id);
+        self.control(header, Some(text.as_bytes()));
+        if let Some(id) = self.control_queue.pop_back() {
+            self.control_queue.push_front(id);
+        }
     }
 
     /// Tells the peer that this side has left a group.
@@ -661,7 +677,10 @@ impl Peer {
     }
 
     /// Queues a control frame.
-    fn control(&mut self, header: Header, payload: Option<&[u8]>) -> u64 {
+    fn control(&mut self, header: Header, payload: Option<&[u8]>) {
+        if self.has_ended {
+            return;
+        }
         let id = self.next_control;
         self.next_control += 1;
         self.controls.insert(
@@ -669,7 +688,6 @@ impl Peer {
             Control { header, payload: payload.map(Arc::from), has_left: false, copies: Copies::default() },
         );
         self.control_queue.push_back(id);
-        id
     }
 
     /// Puts a control frame on a stream.

@@ -340,6 +340,29 @@ fn a_group_that_was_left() {
     assert_eq!(events(&mut b), [Event::Left(GroupId(7))]);
 }
 
+/// Of a peer that is gone nothing is kept, and nothing is kept that is to be sent to it later. It has no credit, so its senders
+/// keep their messages and find out.
+#[test]
+fn a_peer_that_is_gone() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 1);
+    copied(&mut a, 0, 100);
+    memory(&mut a, 1, 100_000);
+    b.grant(key(1), 1, FIVE);
+    drain(&mut b, &mut a, 0);
+    a.poll_frame(0, NOW).expect("in flight");
+    a.stream_down(0);
+    assert!(a.remembered() + a.unacknowledged() > 0 && a.credit_in_use() > 0);
+    assert!(a.has_credit(0));
+    a.end();
+    memory(&mut a, 2, 10);
+    a.grant(key(3), 1, FIVE);
+    a.done(key(4));
+    a.left(GroupId(7));
+    a.report(GroupId(7), &Report { kind: FailureKind::Closed, message: String::new() });
+    assert_eq!((a.remembered(), a.unacknowledged(), a.credit_in_use()), (0, 0, 0));
+    assert!(a.is_quiet() && a.controls.is_empty() && a.poll_event().is_none() && !a.has_credit(0));
+}
+
 /// A message without bytes, whose sender takes it for sent, is not delivered before the peer has it: on credit, announced, and
 /// after its grant.
 #[test]
