@@ -1199,11 +1199,9 @@ impl Runtime {
             let machine = peers.machine(peer);
             if info.linked && info.lost.is_none() {
                 machine.left(id);
-                if group.gone.contains(&peer) {
-                    machine.forget_group(id);
-                    continue;
+                if !group.gone.contains(&peer) {
+                    staying.insert(peer);
                 }
-                staying.insert(peer);
             }
             machine.retire_group(id);
         }
@@ -1224,7 +1222,7 @@ impl Runtime {
         if !self.is_closed(id) {
             self.overtaken.remember(peer, id);
         }
-        peers.machine(peer).forget_group(id);
+        peers.machine(peer).retire_group(id);
         self.forget_early_of(peers, peer, |group| group == id);
         self.no_longer_stays(peer, |group| group == id);
     }

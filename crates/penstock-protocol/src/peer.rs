@@ -233,6 +233,8 @@ pub struct Peer {
     /// How many of them have left, and which of the peer's have come.
     control_serial: u64,
     controls_taken: Ranges,
+    /// Groups that this side has left and the peer is not told yet, and how many messages and control frames it must have before.
+    leaving: BTreeMap<GroupId, usize>,
     ops: HashMap<OpKey, Op>,
     /// How many records `ops` holds because the peer asked for them.
     remembered: usize,
@@ -274,6 +276,7 @@ impl Peer {
             next_control: 0,
             control_serial: 0,
             controls_taken: Ranges::default(),
+            leaving: BTreeMap::new(),
             ops: HashMap::new(),
             remembered: 0,
             credit: Credit::default(),
@@ -453,6 +456,7 @@ impl Peer {
             again: Vec::new(),
             acked_bytes: 0,
             is_forgotten: false,
+            holds_left: false,
         };
         let span = u64::from(key.message)..u64::from(key.message) + 1;
         if let Body::Memory { place, .. } = message.body
@@ -537,9 +541,37 @@ impl Peer {
         }
     }
 
-    /// Tells the peer that this side has left a group.
+    /// Tells the peer that this side has left a group, once it has all that it can have: the peer compares what comes with what it
+    /// did itself, and, if it has left as well, forgets that with this. What waits for a grant is not waited for.
     pub fn left(&mut self, group: GroupId) {
-        self.control(Header::new(Kind::Left, MessageKey { group, ..NO_MESSAGE }), None);
+        let mut ahead = 0;
+        for (_, issue) in self.by_key.range(first_key(group)..).take_while(|(key, _)| key.group == group) {
+            let message = self.outgoing.get_mut(issue).expect("named by its key");
+            message.holds_left = !message.frames.is_empty() || self.ready.contains(&(message.priority, *issue));
+            ahead += usize::from(message.holds_left);
+        }
+        for control in self.controls.values_mut().filter(|control| control.header.key.group == group) {
+            control.holds_left = true;
+            ahead += 1;
+        }
+        match ahead {
+            0 => self.say_left(group),
+            _ => drop(self.leaving.insert(group, ahead)),
+        }
+    }
+
+    fn say_left(&mut self, group: GroupId) {
+        self.control(Header::new(Kind::Left, first_key(group)), None);
+    }
+
+    /// Something has been taken, or forgotten, that held up the word of having left its group.
+    fn no_longer_holds_left(&mut self, group: GroupId) {
+        let Some(ahead) = self.leaving.get_mut(&group) else { return };
+        *ahead -= 1;
+        if *ahead == 0 {
+            self.leaving.remove(&group);
+            self.say_left(group);
+        }
     }
 
     /// Offers memory of so many bytes under a number, which references may then name. The caller passes the descriptor
@@ -593,13 +625,16 @@ impl Peer {
         }
     }
 
-    /// Forgets a whole group: it has failed, or both sides have left it. Messages not yet taken are dropped, except eager ones
+    /// Forgets a whole group: it has failed. Messages not yet taken are dropped, except eager ones
     /// that have left already: their credit returns only when they arrive.
     pub fn forget_group(&mut self, group: GroupId) {
         self.retire_group(group);
-        let first = MessageKey { group, channel: Channel::Collective, op: OpSeq(0), message: 0 };
-        let issues: Vec<u64> =
-            self.by_key.range(first..).take_while(|(key, _)| key.group == group).map(|(_, issue)| *issue).collect();
+        let issues: Vec<u64> = self
+            .by_key
+            .range(first_key(group)..)
+            .take_while(|(key, _)| key.group == group)
+            .map(|(_, issue)| *issue)
+            .collect();
         for issue in issues {
             let message = self.outgoing.get_mut(&issue).expect("just found");
             match message.way {
@@ -613,10 +648,12 @@ impl Peer {
             self.forget_message(issue);
         }
         // A control frame that has left has its number; the peer waits for no gap, but counts them.
-        self.controls.retain(|_, control| {
+        let dropped = self.controls.extract_if(|_, control| {
             let Header { kind, key, .. } = control.header;
-            key.group != group || control.has_left || matches!(kind, Kind::Report | Kind::Left | Kind::Bye)
+            key.group == group && !control.has_left && !matches!(kind, Kind::Report | Kind::Left | Kind::Bye)
         });
+        let held_left = dropped.filter(|(_, control)| control.holds_left).count();
+        (0..held_left).for_each(|_| self.no_longer_holds_left(group));
         self.control_queue.retain(|id| self.controls.contains_key(id));
     }
 
@@ -685,7 +722,13 @@ impl Peer {
         self.next_control += 1;
         self.controls.insert(
             id,
-            Control { header, payload: payload.map(Arc::from), has_left: false, copies: Copies::default() },
+            Control {
+                header,
+                payload: payload.map(Arc::from),
+                has_left: false,
+                holds_left: false,
+                copies: Copies::default(),
+            },
         );
         self.control_queue.push_back(id);
     }
@@ -1116,7 +1159,11 @@ impl Peer {
         let (issue, index) = match frame {
             FrameId::Data { issue, index } => (issue, index),
             FrameId::Control(id) => {
-                return self.controls.remove(&id).is_some();
+                let Some(control) = self.controls.remove(&id) else { return false };
+                if control.holds_left {
+                    self.no_longer_holds_left(control.header.key.group);
+                }
+                return true;
             }
         };
         let Some(message) = self.outgoing.get_mut(&issue) else { return false };
@@ -1141,6 +1188,9 @@ impl Peer {
         if let Some(message) = self.outgoing.remove(&issue) {
             self.by_key.remove(&message.key);
             self.ready.remove(&(message.priority, issue));
+            if message.holds_left {
+                self.no_longer_holds_left(message.key.group);
+            }
         }
     }
 
@@ -1259,6 +1309,8 @@ struct Control {
     payload: Option<Arc<[u8]>>,
     /// It has its serial number.
     has_left: bool,
+    /// Counted in [`Peer::leaving`].
+    holds_left: bool,
     copies: Copies,
 }
 
@@ -1281,6 +1333,8 @@ struct Message {
     acked_bytes: u64,
     /// Its group was forgotten: nobody misses it.
     is_forgotten: bool,
+    /// Counted in [`Peer::leaving`].
+    holds_left: bool,
 }
 
 /// How a message may leave.
@@ -1519,6 +1573,11 @@ fn bare(kind: Kind, offset: u64) -> Outbound {
 
 fn no_payload() -> Payload {
     Payload::Owned(Arc::default(), 0..0)
+}
+
+/// What no key of the group comes before.
+fn first_key(group: GroupId) -> MessageKey {
+    MessageKey { group, ..NO_MESSAGE }
 }
 
 const NO_MESSAGE: MessageKey = MessageKey { group: GroupId(0), channel: Channel::Collective, op: OpSeq(0), message: 0 };
