@@ -10,6 +10,7 @@ import os
 import pathlib
 import platform
 import resource
+import signal
 import struct
 import subprocess
 import traceback
@@ -22,6 +23,7 @@ import penstock
 import ranks
 from backends import ALL, Backend
 from penstock.errors import Config as ConfigError
+from penstock.errors import PeerLost
 
 MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
 
@@ -87,6 +89,15 @@ def test_made_before_and_kept_after() -> None:
 def test_many_come_and_go() -> None:
     """Peers let go of what is gone: neither descriptors nor mappings pile up."""
     ranks.run(_come_and_go, count=2)
+
+
+def test_memory_of_a_rank_that_has_died() -> None:
+    """Of a rank that has died nothing is held: no mapping of its tensors, no descriptor for it, no message and no credit."""
+    with ranks.Ranks(_outlive, count=2) as job:
+        job.await_note("reduced", deadline_s=60)
+        job.signal(1, signal.SIGKILL)
+        (survivor,) = job.outcomes(of=[0], timeout_s=60)
+        assert survivor.ok, str(survivor)
 
 
 def test_no_room_for_a_mapping() -> None:
@@ -314,6 +325,27 @@ def _come_and_go() -> None:
     # What the engine has not got round to yet; two hundred tensors would be hundreds.
     assert max(counts) <= 10, counts
     dist.destroy_process_group()
+
+
+def _outlive() -> None:
+    dist.init_process_group("penstock")
+    tensor = penstock.empty(100_000).fill_(1.0)
+    dist.all_reduce(tensor)
+    held = penstock.stats()["held"]
+    assert held["mappings"] == 1, held
+    if dist.get_rank() == 0:
+        # Copied, and in place: nobody receives them.
+        dist.isend(torch.ones(10), 1)
+        dist.isend(tensor, 1, tag=1)
+    ranks.note("reduced")
+    with pytest.raises(PeerLost):
+        dist.recv(torch.empty(10), 1 - dist.get_rank(), tag=9)
+    held = penstock.stats()["held"]
+    del held["callback_threads"]
+    # The tensor itself is shared still.
+    left = {"groups": 1, "memberships": 1, "descriptors": 1}
+    assert {name: count for name, count in held.items() if count} == left, held
+    assert _mapped_memory_files() == 2, "the engine's mapping of the tensor's first page, and the tensor"
 
 
 def _without_room() -> None:

@@ -521,6 +521,29 @@ mod tests {
         is_bug(&wait(&ticket), "dropped this operation");
     }
 
+    /// Sends without bytes that nobody receives are not lost without a word when their receiver can keep no more of them: the
+    /// group ends, on both ranks, for that reason.
+    #[test]
+    fn too_many_messages_that_nobody_receives() {
+        let (_engines, groups) = pair(false);
+        let watch = Ticket::default();
+        groups[1].watch(watch.clone());
+        let send = |_| {
+            let call = call(Collective::Send { to: 1 }, 7, &mut []);
+            // SAFETY: it has no buffer.
+            unsafe { groups[0].start(call) }
+        };
+        let tickets: Vec<Ticket> = (0..(1 << 14) + 1).map(send).collect();
+        let (last, heard) = (wait(&tickets[1 << 14]), wait(&watch));
+        for failure in [&last, &heard] {
+            assert!(failure.kind == FailureKind::Mismatch, "{failure}");
+            assert!(failure.message.contains("16384 messages wait here"), "{failure}");
+        }
+        let end = |ticket: &&Ticket| ticket.wait(Some(Duration::from_secs(10))).expect("an end within 10 s").is_ok();
+        let ended = tickets.iter().filter(end).count();
+        assert!((8000..=8192).contains(&ended), "{ended} sends did not wait for a receiver");
+    }
+
     fn is_bug(failure: &Failure, expected: &str) {
         assert!(failure.kind == FailureKind::Bug && failure.message.contains(expected), "{failure}");
     }
@@ -530,15 +553,15 @@ mod tests {
         ticket.wait(Some(Duration::from_secs(10))).expect("an end within 10 s").expect_err("a failure")
     }
 
-    fn receive(group: &Group, from: u32, tag: u32, buffer: &mut [u32; 4]) -> Ticket {
+    fn receive(group: &Group, from: u32, tag: u32, buffer: &mut [u32]) -> Ticket {
         // SAFETY: nothing is ever sent here, so the buffer is not written.
         unsafe { group.start(call(Collective::Recv { from }, tag, buffer)) }
     }
 
-    fn call(collective: Collective, tag: u32, buffer: &mut [u32; 4]) -> Call {
+    fn call(collective: Collective, tag: u32, buffer: &mut [u32]) -> Call {
         Call {
             collective,
-            fingerprint: Fingerprint::new(Name::PointToPoint, None, DType::I32, None, 4),
+            fingerprint: Fingerprint::new(Name::PointToPoint, None, DType::I32, None, buffer.len() as u64),
             dtype: DType::I32,
             op: ReduceOp::Sum,
             bytes: size_of_val(buffer) as u64,

@@ -181,7 +181,7 @@ impl Operation {
     /// The receiver has all of a message that `Effect::Send` named.
     pub(crate) fn on_sent(&mut self, to: u32, message: u32, effects: &mut Vec<Effect>) {
         let found = self.steps.steps.iter().enumerate().find_map(|(index, step)| match step.action {
-            Action::Send { to: rank, message: first, .. }
+            Action::Send { to: rank, message: first, .. } | Action::Notify { to: rank, message: first }
                 if rank == to && (first..first + step.segments).contains(&message) =>
             {
                 Some((index as u32, message - first))
@@ -474,8 +474,8 @@ impl Operation {
                             }
                         }
                     }
-                    Action::Send { to, .. } => awaited.push((*to, None)),
-                    Action::Copy { .. } | Action::Notify { .. } => {}
+                    Action::Send { to, .. } | Action::Notify { to, .. } => awaited.push((*to, None)),
+                    Action::Copy { .. } => {}
                     Action::Push { .. } | Action::Pull { .. } => unreachable!("{AGGREGATED}"),
                 }
             }
@@ -539,7 +539,6 @@ impl Operation {
                 Action::Notify { to, message } => {
                     let address = std::ptr::null();
                     effects.push(Effect::Send { to: *to, message: message + segment, address, len: 0 });
-                    self.finish(index, segment);
                 }
                 Action::Await { from, message } => open(effects, *from, message + segment),
                 Action::Push { .. } | Action::Pull { .. } => unreachable!("{AGGREGATED}"),

@@ -1,5 +1,6 @@
-//! Failures of groups that this process has not joined yet.
+//! What peers have told of the end of groups that this process has not joined yet.
 
+use penstock_net::PeerId;
 use penstock_types::{Failure, GroupId};
 use std::collections::VecDeque;
 
@@ -29,6 +30,38 @@ impl Reported {
     pub(crate) fn take(&mut self, group: GroupId) -> Option<Failure> {
         let at = self.failures.iter().position(|(known, _)| *known == group)?;
         self.failures.remove(at).map(|(_, failure)| failure)
+    }
+}
+
+/// Which peers have done with which groups that this process has not joined, oldest first: frames that come later were overtaken
+/// on another stream, and are dropped. That takes as long as a stream may be slower than another, so the oldest may be
+/// forgotten when there are too many: a message that comes even later would be kept until its peer goes.
+#[derive(Debug, Default)]
+pub(crate) struct Overtaken(VecDeque<(PeerId, GroupId)>);
+
+impl Overtaken {
+    pub(crate) fn remember(&mut self, peer: PeerId, group: GroupId) {
+        if self.contains(peer, group) {
+            return;
+        }
+        if self.0.len() == MAX_REPORTED {
+            self.0.pop_front();
+        }
+        self.0.push_back((peer, group));
+    }
+
+    pub(crate) fn contains(&self, peer: PeerId, group: GroupId) -> bool {
+        self.0.contains(&(peer, group))
+    }
+
+    /// This process joins the group.
+    pub(crate) fn forget_group(&mut self, group: GroupId) {
+        self.0.retain(|(_, known)| *known != group);
+    }
+
+    /// A peer is gone.
+    pub(crate) fn forget_peer(&mut self, peer: PeerId) {
+        self.0.retain(|(known, _)| *known != peer);
     }
 }
 
@@ -73,5 +106,25 @@ mod tests {
             assert_eq!(reported.take(GroupId(group)), Some(failure(group.to_string())));
         }
         assert!(reported.failures.is_empty());
+    }
+
+    /// Pairs of a peer and a group are told apart, the limit holds, and who goes is forgotten.
+    #[test]
+    fn who_has_done_with_a_group() {
+        let mut overtaken = Overtaken::default();
+        let limit = MAX_REPORTED as u64;
+        for group in 0..2 * limit {
+            overtaken.remember(1, GroupId(group));
+            overtaken.remember(1, GroupId(group));
+        }
+        assert_eq!(overtaken.0.len(), MAX_REPORTED);
+        assert!(!overtaken.contains(1, GroupId(limit - 1)) && overtaken.contains(1, GroupId(limit)));
+        assert!(!overtaken.contains(2, GroupId(limit)));
+        overtaken.remember(2, GroupId(limit + 1));
+        overtaken.forget_group(GroupId(limit + 2));
+        overtaken.forget_peer(1);
+        assert_eq!(overtaken.0, [(2, GroupId(limit + 1))]);
+        overtaken.forget_group(GroupId(limit + 1));
+        assert!(overtaken.0.is_empty());
     }
 }

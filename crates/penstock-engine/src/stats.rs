@@ -17,8 +17,9 @@ pub struct Stats {
     pub peers: Vec<PeerStats>,
 }
 
-/// How much the engine holds at present. When nothing runs, all of it but `groups`, `closed_ranges`, `jobs` and `descriptors` comes
-/// back to 0.
+/// How much the engine holds at present. When nothing runs, all of it but `groups`, `closed_ranges`, `jobs`, `mappings` and
+/// `descriptors` comes back to 0. Of a peer that has died, all of it does; of one that has left in good order, all but what it gave in
+/// groups that live.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Held {
     /// Groups that were joined and not left, failed ones too.
@@ -43,6 +44,8 @@ pub struct Held {
     pub unacknowledged_messages: u64,
     /// Eager credit that these have, and those that peers have not used.
     pub credit_bytes: u64,
+    /// Memory that peers share (`penstock.empty`) and this process has mapped.
+    pub mappings: u64,
     /// Descriptors of shared memory, this rank's and those that are on their way.
     pub descriptors: u64,
 }

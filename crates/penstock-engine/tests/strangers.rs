@@ -5,11 +5,11 @@ use penstock_engine::plan::Collective;
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
 use penstock_protocol::frame::{Channel, Direction, Kind, VERSION_MAJOR, VERSION_MINOR};
 use penstock_protocol::handshake::{Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
-use penstock_protocol::peer::{Body, OpStatus, Outgoing, Payload, Peer, PeerConfig, seal, verify};
+use penstock_protocol::peer::{Body, OpStatus, Outgoing, Payload, Peer, PeerConfig, Report, seal, verify};
 use penstock_protocol::{Header, MessageKey};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, OpSeq, Priority, ReduceOp, Time};
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::sync::{Mutex, Once};
@@ -285,20 +285,140 @@ fn own_connections_keep_nobody_out() {
     });
     let members: Vec<Contact> =
         [engine.contact().clone()].into_iter().chain(smaller).chain([contact(LARGEST, Vec::new())]).collect();
-    let (_group, _ticket) = engine.join(GroupSpec {
-        id: JOB,
-        generation: Generation(1),
-        rank: 0,
-        members,
-        secret: SECRET.to_vec(),
-        algorithm: None,
-        name: "test".into(),
-    });
+    let (_group, _ticket) = engine.join(GroupSpec { members, ..spec(&engine, &contact(LARGEST, Vec::new()), JOB) });
     let dialled: Vec<TcpStream> = (0..300).map(|_| listener.accept().expect("the engine connects").0).collect();
     let mut member = connect(&engine, tcp);
     assert!(member.read(&mut [0; 1024]).expect("frames") > 0);
     assert!(began.elapsed() < HANDSHAKE_WITHIN, "this machine is too slow for this test");
     drop(dialled);
+}
+
+/// An engine that ends says good-bye only after the peer has acknowledged what was sent to it. Until then a stream that is lost
+/// is replaced, and brings it.
+#[test]
+fn a_good_bye_follows_the_messages() {
+    let engine = engine();
+    let (group, joined) = join(&engine, &contact(LARGEST, Vec::new()));
+    let mut peer = Hand::new(connect(&engine, tcp));
+    peer.join(JOB);
+    wait(&joined).expect("joined");
+    let mut tensor = [7; 5];
+    // SAFETY: the buffer outlives the wait.
+    wait(&unsafe { group.start(call(Collective::Send { to: 1 }, &mut tensor)) }).expect("it is copied");
+    engine.begin_stop(true);
+    let is_message = |header: &Header| header.kind == Kind::Data && header.key.channel == TO_PEER;
+    // The peer says nothing of what comes, until the engine asks whether it lives.
+    let mut has_come = false;
+    loop {
+        let (header, _) = next_frame(&mut peer.stream);
+        assert_ne!(header.kind, Kind::Bye, "the message is not acknowledged");
+        has_come |= is_message(&header);
+        if has_come && header.kind == Kind::Heartbeat {
+            break;
+        }
+    }
+    peer.stream.shutdown(Shutdown::Both).expect("it is open");
+    peer.machine.stream_down(0);
+    peer.stream = connect(&engine, tcp);
+    peer.machine.stream_up(0, NOW);
+    let mut brought = None;
+    loop {
+        let (header, payload) = peer.read();
+        if is_message(&header) {
+            brought = Some(payload);
+        }
+        if header.kind == Kind::Bye {
+            break;
+        }
+    }
+    assert_eq!(brought.as_deref(), Some(&[[7, 0, 0, 0]; 5].concat()[..]));
+    peer.flush();
+    engine.stop();
+}
+
+/// An operation does not wait for a message that a rank has announced and can no longer send, since it has left: here one of
+/// two children in a tree, whose turn may not have come.
+#[test]
+fn what_was_announced_goes_with_its_rank() {
+    for announces in [1, 2] {
+        let engine = engine();
+        let nodes = [LARGEST, [0xfe; 16]];
+        let members: Vec<Contact> = [engine.contact().clone()]
+            .into_iter()
+            .chain((1..).zip(nodes).map(|(rank, node)| Contact { rank, ..contact(node, Vec::new()) }))
+            .collect();
+        let (group, joined) = engine.join(GroupSpec { members, ..spec(&engine, &contact(LARGEST, Vec::new()), JOB) });
+        let mut children: Vec<_> = (1..)
+            .zip(nodes)
+            .map(|(rank, from)| {
+                let stream = connect_as(&engine, tcp, &Hello { rank, from, ..hello(&engine, (VERSION_MAJOR, 0)) });
+                // Enough for what ends the join.
+                Hand::with(stream, PeerConfig { eager_credit_bytes: 140, ..PeerConfig::default() })
+            })
+            .collect();
+        (1..).zip(&mut children).for_each(|(host, child)| child.join_on_host(JOB, host));
+        wait(&joined).expect("joined");
+        let mut tensor = [1];
+        let mut reduce = call(Collective::Reduce { root: 0 }, &mut tensor);
+        reduce.fingerprint = Fingerprint::new(Name::Reduce, Some(ReduceOp::Sum), DType::I32, Some(0), 1);
+        let fingerprint = reduce.fingerprint;
+        // SAFETY: the buffer outlives the wait below.
+        let ticket = unsafe { group.start(reduce) };
+        engine.stats().expect("it runs");
+        let child = &mut children[announces - 1];
+        let key = MessageKey { group: JOB, channel: Channel::Collective, op: OpSeq(1), message: 0 };
+        let body = Body::Owned([1, 0, 0, 0].into());
+        child.machine.send(Outgoing { key, priority: Priority(0), fingerprint, coflow: 0, body });
+        child.machine.bye();
+        child.flush();
+        child.stream.shutdown(Shutdown::Both).expect("it is open");
+        let failure = wait(&ticket).expect_err("the child has left");
+        assert_eq!(failure.kind, FailureKind::PeerLost, "{failure}");
+        let expected = format!("rank {announces} (on test) has left the job");
+        assert!(failure.message.contains(&expected), "{failure}");
+    }
+}
+
+/// What a peer sends in a group that this rank has not joined is not kept where the word that it has left the group, or that the
+/// group has failed, has come before on another stream; neither is what it asks. Its credit comes back. In other groups it is.
+#[test]
+fn messages_that_the_end_of_their_group_has_overtaken() {
+    for fails in [false, true] {
+        let engine = engine();
+        let (_group, joined) = join(&engine, &contact(LARGEST, Vec::new()));
+        let mut peer = Hand::new(connect(&engine, tcp));
+        peer.join(JOB);
+        wait(&joined).expect("joined");
+        match fails {
+            true => peer.machine.report(OTHER, &Report { kind: FailureKind::Closed, message: "a test".into() }),
+            false => peer.machine.left(OTHER),
+        }
+        peer.flush();
+        let unknown = GroupId(OTHER.0 + 1);
+        for group in [OTHER, unknown] {
+            let key = MessageKey { group, channel: FROM_PEER, op: OpSeq(0), message: 0 };
+            let body = Body::Owned([7; 40].into());
+            peer.machine.send(Outgoing { key, priority: Priority(0), fingerprint: fingerprint(10), coflow: 0, body });
+            peer.machine.probe(key, fingerprint(10));
+        }
+        while !peer.machine.is_quiet() {
+            peer.read();
+        }
+        let held = engine.stats().expect("it runs").held;
+        assert_eq!((held.early_messages, held.claims, held.remembered_operations), (1, 1, 1), "it has failed: {fails}");
+        peer.machine.left(unknown);
+        peer.flush();
+        until(|| {
+            let held = engine.stats().expect("it runs").held;
+            (held.early_messages, held.claims, held.remembered_operations) == (0, 0, 0)
+        });
+        // A rank that comes later joins in vain where the group has failed.
+        let (_late, joined) = join_as(&engine, &contact(LARGEST, Vec::new()), OTHER);
+        if fails {
+            let failure = wait(&joined).expect_err("it has failed");
+            assert!(failure.message.contains("a test"), "{failure}");
+        }
+    }
 }
 
 // ------------------------------------------------------------------------------------------------------------- helpers
@@ -331,7 +451,11 @@ fn join(engine: &Engine, peer: &Contact) -> (Group, Ticket) {
 }
 
 fn join_as(engine: &Engine, peer: &Contact, id: GroupId) -> (Group, Ticket) {
-    engine.join(GroupSpec {
+    engine.join(spec(engine, peer, id))
+}
+
+fn spec(engine: &Engine, peer: &Contact, id: GroupId) -> GroupSpec {
+    GroupSpec {
         id,
         generation: Generation(1),
         rank: 0,
@@ -339,7 +463,7 @@ fn join_as(engine: &Engine, peer: &Contact, id: GroupId) -> (Group, Ticket) {
         secret: SECRET.to_vec(),
         algorithm: None,
         name: "test".into(),
-    })
+    }
 }
 
 fn wait(ticket: &Ticket) -> Result<(), Failure> {
@@ -401,9 +525,13 @@ fn shake_hands(stream: &mut dyn Stream, hello: &Hello) -> Result<u32, HandshakeE
 
 /// The peer's stream, once the engine knows of the job.
 fn connect<S: Stream>(engine: &Engine, open: impl Fn(&Engine) -> S) -> S {
+    connect_as(engine, open, &hello(engine, (VERSION_MAJOR, 0)))
+}
+
+fn connect_as<S: Stream>(engine: &Engine, open: impl Fn(&Engine) -> S, hello: &Hello) -> S {
     loop {
         let mut stream = open(engine);
-        match shake_hands(&mut stream, &hello(engine, (VERSION_MAJOR, 0))) {
+        match shake_hands(&mut stream, hello) {
             Ok(_) => return stream,
             Err(error) => assert!(error.is_temporary(), "{error}"),
         }
@@ -456,7 +584,11 @@ struct Hand<S> {
 
 impl<S: Stream> Hand<S> {
     fn new(stream: S) -> Hand<S> {
-        let mut machine = Peer::new(PeerConfig { generation: Generation(1), ..PeerConfig::default() }, NOW);
+        Hand::with(stream, PeerConfig::default())
+    }
+
+    fn with(stream: S, config: PeerConfig) -> Hand<S> {
+        let mut machine = Peer::new(PeerConfig { generation: Generation(1), ..config }, NOW);
         machine.stream_up(0, NOW);
         Hand { stream, machine }
     }
@@ -481,9 +613,15 @@ impl<S: Stream> Hand<S> {
 
     /// Takes part in the all-gather that ends a join: what the other says of hosts is true here as well.
     fn join(&mut self, group: GroupId) {
+        self.join_on_host(group, 0);
+    }
+
+    /// The same as a rank on another host, unless this is 0.
+    fn join_on_host(&mut self, group: GroupId, host: u8) {
         loop {
-            let (Header { kind, key, fingerprint, .. }, payload) = self.read();
+            let (Header { kind, key, fingerprint, .. }, mut payload) = self.read();
             if kind == Kind::Data && key.group == group {
+                payload[0] ^= host;
                 let body = Body::Owned(payload.into());
                 self.machine.send(Outgoing { key, priority: Priority(0), fingerprint, coflow: 0, body });
                 return self.flush();

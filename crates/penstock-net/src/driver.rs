@@ -89,7 +89,7 @@ pub trait Handler {
     fn patience(&self) -> u64;
     /// The loop is about to end: what is told to peers now is the last that leaves, as far as the sockets take it at once.
     fn ending(&mut self, peers: &mut Peers);
-    /// The loop ends although a peer, which has not left in good order, has not taken all that was sent to it.
+    /// The loop ends although a peer, which has neither left in good order nor been lost, has not taken all that was sent to it.
     fn undelivered(&mut self, peers: &mut Peers, peer: PeerId);
 }
 
@@ -407,7 +407,7 @@ impl Driver {
     /// what is queued for the peers leaves.
     pub fn run<H: Handler>(&mut self, handler: &mut H) {
         let mut events = Vec::with_capacity(256);
-        let mut stop_by = None;
+        let (mut stopping_since, mut farewells) = (None, HashMap::new());
         loop {
             let now = self.now();
             self.peers.now = now;
@@ -415,16 +415,9 @@ impl Driver {
             self.follow_orders(handler, now);
             self.pump(handler, now);
             if handler.stopping() {
-                let since = *stop_by.get_or_insert_with(|| {
-                    self.say_bye();
-                    now
-                });
-                let waited = now.since(since);
-                // What a sender was told had succeeded is delivered; for an answer to the good-bye nobody waits that long.
-                if self.is_drained(|machine| machine.is_quiet())
-                    || waited >= handler.patience()
-                    || (waited >= LINGER && self.is_drained(|machine| machine.undelivered().next().is_none()))
-                {
+                let is_patient = now.since(*stopping_since.get_or_insert(now)) < handler.patience();
+                self.say_bye(&mut farewells, is_patient, now);
+                if !is_patient || self.has_taken_leave(&farewells, now) {
                     break;
                 }
                 self.pump(handler, now);
@@ -457,7 +450,7 @@ impl Driver {
             }
         }
         for peer in 0..self.links.len() {
-            if self.links[peer].was_up && !self.links[peer].said_bye {
+            if self.links[peer].was_up && !self.links[peer].finished && !self.links[peer].said_bye {
                 handler.undelivered(&mut self.peers, peer as PeerId);
             }
         }
@@ -1372,19 +1365,25 @@ impl Driver {
 
     // ------------------------------------------------------------------ the end
 
-    fn say_bye(&mut self) {
+    /// Says good-bye to every peer that has taken what it was sent, or to all of them. A peer that has heard it takes no new
+    /// stream, so what it overtakes is lost with the streams. `farewells`: when it was said to whom.
+    fn say_bye(&mut self, farewells: &mut HashMap<PeerId, Time>, waits_for_messages: bool, now: Time) {
         for peer in 0..self.links.len() as PeerId {
-            if self.links[peer as usize].was_up && !self.links[peer as usize].finished {
+            let link = &self.links[peer as usize];
+            let is_due = !waits_for_messages || self.peers.look(peer).may_say_bye();
+            if link.was_up && !link.finished && is_due && !farewells.contains_key(&peer) {
                 self.peers.machine(peer).bye();
+                farewells.insert(peer, now);
             }
         }
     }
 
-    /// Whether of all peers that have neither left nor been lost this holds.
-    fn is_drained(&self, is_quiet: impl Fn(&Peer) -> bool) -> bool {
-        (0..self.links.len()).all(|peer| {
-            let link = &self.links[peer];
-            !link.was_up || link.finished || is_quiet(&self.peers.machines[peer])
+    /// Whether every peer has left, is lost, or has taken the good-bye. A peer that says nothing of it is not waited for long.
+    fn has_taken_leave(&self, farewells: &HashMap<PeerId, Time>, now: Time) -> bool {
+        (0..self.links.len() as PeerId).all(|peer| {
+            let link = &self.links[peer as usize];
+            let is_over = || farewells.get(&peer).is_some_and(|said| now.since(*said) >= LINGER);
+            !link.was_up || link.finished || self.peers.look(peer).is_quiet() || is_over()
         })
     }
 
@@ -1548,7 +1547,7 @@ const RETRY_FIRST: u64 = 10 * MILLISECOND;
 const CONNECT_ATTEMPTS: u32 = 40;
 /// A thread that always has something to send looks at its sockets this often; a look costs a microsecond.
 const LOOK_WITHIN: u64 = MILLISECOND;
-/// How long the end waits for peers to take what is left.
+/// How long the end waits for a peer to take the good-bye.
 const LINGER: u64 = 2 * SECOND;
 
 #[cfg(test)]

@@ -16,7 +16,7 @@
 //! - `Send`: when the receiver has taken all its bytes (acknowledged), or the engine keeps a copy of its own, so that
 //!   the source may be overwritten.
 //! - `Recv`, `Reduce`, `Copy`: when the destination holds the result.
-//! - `Notify`: when queued. `Await`: when the notification is here.
+//! - `Notify`: as a `Send` of no bytes. `Await`: when the notification is here.
 //! - `Pull`: when the destination holds the result; the `Push` that it answers is done then too.
 //!
 //! What a plan may leave unsaid: an order that holds *through the peer*. In the all-gather half of a ring, for

@@ -127,7 +127,8 @@ pub enum Kind {
     Share = 12,
     /// References to the memory of the number in `offset` will not come any more.
     Unshare = 13,
-    /// The sender has left the group: it waits for nothing in it any more, and begins nothing.
+    /// The sender has left the group: it waits for nothing in it any more, and begins nothing. What it sent there, but for messages
+    /// without a grant, has come before.
     Left = 14,
 }
 

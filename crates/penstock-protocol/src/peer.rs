@@ -233,6 +233,8 @@ pub struct Peer {
     /// How many of them have left, and which of the peer's have come.
     control_serial: u64,
     controls_taken: Ranges,
+    /// Groups that this side has left and the peer is not told yet, and how many messages and control frames it must have before.
+    leaving: BTreeMap<GroupId, usize>,
     ops: HashMap<OpKey, Op>,
     /// How many records `ops` holds because the peer asked for them.
     remembered: usize,
@@ -252,6 +254,8 @@ pub struct Peer {
     next_check: Time,
     next_look: Time,
     events: VecDeque<Event>,
+    /// [`Peer::end`] was called.
+    has_ended: bool,
 }
 
 impl Peer {
@@ -272,6 +276,7 @@ impl Peer {
             next_control: 0,
             control_serial: 0,
             controls_taken: Ranges::default(),
+            leaving: BTreeMap::new(),
             ops: HashMap::new(),
             remembered: 0,
             credit: Credit::default(),
@@ -284,8 +289,15 @@ impl Peer {
             next_check: now.plus(config.heartbeat_every / 2),
             next_look: now,
             events: VecDeque::new(),
+            has_ended: false,
             config,
         }
+    }
+
+    /// The peer is gone. Forgets everything that was between the two, and events that nobody has polled; what is to be sent to it
+    /// from now on is dropped. No stream may come up any more.
+    pub fn end(&mut self) {
+        *self = Peer { has_ended: true, ..Peer::new(self.config.clone(), self.last_heard) };
     }
 
     /// The configuration it runs with.
@@ -301,10 +313,10 @@ impl Peer {
     }
 
     /// Whether the eager credit is enough for a message of so many bytes, as [`Body::Owned`]. One that has to wait for credit
-    /// stays in its tensor, as [`Body::Memory`].
+    /// stays in its tensor, as [`Body::Memory`]. A peer that is gone gives none.
     #[must_use]
     pub fn has_credit(&self, total: u64) -> bool {
-        self.credit.fits(total, self.config.eager_credit_bytes)
+        !self.has_ended && self.credit.fits(total, self.config.eager_credit_bytes)
     }
 
     /// Bytes of messages that were copied and not yet acknowledged.
@@ -341,13 +353,10 @@ impl Peer {
         self.credit.reserved - self.credit.returned
     }
 
-    /// The messages that their sender takes for sent, having left on credit or as a copy, and that the peer has not acknowledged.
+    /// The messages that their sender takes for sent, since they are copies, and that the peer has not acknowledged.
     /// Those of groups that were forgotten do not count.
     pub fn undelivered(&self) -> impl Iterator<Item = (MessageKey, Fingerprint)> {
-        let is_sent = |message: &&Message| {
-            let is_copied = matches!(&message.body, Body::Owned(bytes) if !bytes.is_empty());
-            !message.is_forgotten && (is_copied || matches!(message.way, Way::Eager { .. }))
-        };
+        let is_sent = |message: &&Message| !message.is_forgotten && matches!(message.body, Body::Owned(_));
         self.outgoing.values().filter(is_sent).map(|message| (message.key, message.fingerprint))
     }
 
@@ -427,6 +436,9 @@ impl Peer {
     /// ([`Peer::has_credit`]). Others wait for their grant; a short one is announced, because receivers grant unasked only
     /// what is above [`Peer::eager_limit`].
     pub fn send(&mut self, outgoing: Outgoing) {
+        if self.has_ended {
+            return;
+        }
         let issue = self.next_issue;
         self.next_issue += 1;
         let Outgoing { key, priority, fingerprint, coflow, body } = outgoing;
@@ -444,6 +456,7 @@ impl Peer {
             again: Vec::new(),
             acked_bytes: 0,
             is_forgotten: false,
+            holds_left: false,
         };
         let span = u64::from(key.message)..u64::from(key.message) + 1;
         if let Body::Memory { place, .. } = message.body
@@ -483,6 +496,9 @@ impl Peer {
 
     /// Tells the peer that we are ready for messages `key.message..key.message + count`.
     pub fn grant(&mut self, key: MessageKey, count: u32, fingerprint: Fingerprint) {
+        if self.has_ended {
+            return;
+        }
         let mut header = Header::new(Kind::Grant, key);
         header.offset = u64::from(count);
         header.fingerprint = fingerprint;
@@ -519,14 +535,43 @@ impl Peer {
         }
         let mut header = Header::new(Kind::Report, key);
         header.length = text.len() as u32;
-        let id = self.control(header, Some(text.as_bytes()));
-        self.control_queue.pop_back();
-        self.control_queue.push_front(id);
+        self.control(header, Some(text.as_bytes()));
+        if let Some(id) = self.control_queue.pop_back() {
+            self.control_queue.push_front(id);
+        }
     }
 
-    /// Tells the peer that this side has left a group.
+    /// Tells the peer that this side has left a group, once it has all that it can have: the peer compares what comes with what it
+    /// did itself, and, if it has left as well, forgets that with this. What waits for a grant is not waited for.
     pub fn left(&mut self, group: GroupId) {
-        self.control(Header::new(Kind::Left, MessageKey { group, ..NO_MESSAGE }), None);
+        let mut ahead = 0;
+        for (_, issue) in self.by_key.range(first_key(group)..).take_while(|(key, _)| key.group == group) {
+            let message = self.outgoing.get_mut(issue).expect("named by its key");
+            message.holds_left = !message.frames.is_empty() || self.ready.contains(&(message.priority, *issue));
+            ahead += usize::from(message.holds_left);
+        }
+        for control in self.controls.values_mut().filter(|control| control.header.key.group == group) {
+            control.holds_left = true;
+            ahead += 1;
+        }
+        match ahead {
+            0 => self.say_left(group),
+            _ => drop(self.leaving.insert(group, ahead)),
+        }
+    }
+
+    fn say_left(&mut self, group: GroupId) {
+        self.control(Header::new(Kind::Left, first_key(group)), None);
+    }
+
+    /// Something has been taken, or forgotten, that held up the word of having left its group.
+    fn no_longer_holds_left(&mut self, group: GroupId) {
+        let Some(ahead) = self.leaving.get_mut(&group) else { return };
+        *ahead -= 1;
+        if *ahead == 0 {
+            self.leaving.remove(&group);
+            self.say_left(group);
+        }
     }
 
     /// Offers memory of so many bytes under a number, which references may then name. The caller passes the descriptor
@@ -545,9 +590,17 @@ impl Peer {
         self.control(header, None);
     }
 
-    /// Says good-bye; meant to follow [`Peer::is_quiet`].
+    /// Says good-bye; meant to follow [`Peer::may_say_bye`].
     pub fn bye(&mut self) {
         self.control(Header::new(Kind::Bye, NO_MESSAGE), None);
+    }
+
+    /// Whether a good-bye overtakes nothing that the peer must have: messages that were sent, and reasons why groups have failed.
+    /// What it asked of us does not count, and neither do messages of operations that still run.
+    #[must_use]
+    pub fn may_say_bye(&self) -> bool {
+        let is_report = |control: &Control| control.header.kind == Kind::Report;
+        self.undelivered().next().is_none() && !self.controls.values().any(is_report)
     }
 
     /// Everything that was given to this peer has been taken by the other end. Which groups were left does not count: a good-bye
@@ -572,13 +625,16 @@ impl Peer {
         }
     }
 
-    /// Forgets a whole group: it has failed, or both sides have left it. Messages not yet taken are dropped, except eager ones
+    /// Forgets a whole group: it has failed. Messages not yet taken are dropped, except eager ones
     /// that have left already: their credit returns only when they arrive.
     pub fn forget_group(&mut self, group: GroupId) {
         self.retire_group(group);
-        let first = MessageKey { group, channel: Channel::Collective, op: OpSeq(0), message: 0 };
-        let issues: Vec<u64> =
-            self.by_key.range(first..).take_while(|(key, _)| key.group == group).map(|(_, issue)| *issue).collect();
+        let issues: Vec<u64> = self
+            .by_key
+            .range(first_key(group)..)
+            .take_while(|(key, _)| key.group == group)
+            .map(|(_, issue)| *issue)
+            .collect();
         for issue in issues {
             let message = self.outgoing.get_mut(&issue).expect("just found");
             match message.way {
@@ -592,10 +648,12 @@ impl Peer {
             self.forget_message(issue);
         }
         // A control frame that has left has its number; the peer waits for no gap, but counts them.
-        self.controls.retain(|_, control| {
+        let dropped = self.controls.extract_if(|_, control| {
             let Header { kind, key, .. } = control.header;
-            key.group != group || control.has_left || matches!(kind, Kind::Report | Kind::Left | Kind::Bye)
+            key.group == group && !control.has_left && !matches!(kind, Kind::Report | Kind::Left | Kind::Bye)
         });
+        let held_left = dropped.filter(|(_, control)| control.holds_left).count();
+        (0..held_left).for_each(|_| self.no_longer_holds_left(group));
         self.control_queue.retain(|id| self.controls.contains_key(id));
     }
 
@@ -656,15 +714,23 @@ impl Peer {
     }
 
     /// Queues a control frame.
-    fn control(&mut self, header: Header, payload: Option<&[u8]>) -> u64 {
+    fn control(&mut self, header: Header, payload: Option<&[u8]>) {
+        if self.has_ended {
+            return;
+        }
         let id = self.next_control;
         self.next_control += 1;
         self.controls.insert(
             id,
-            Control { header, payload: payload.map(Arc::from), has_left: false, copies: Copies::default() },
+            Control {
+                header,
+                payload: payload.map(Arc::from),
+                has_left: false,
+                holds_left: false,
+                copies: Copies::default(),
+            },
         );
         self.control_queue.push_back(id);
-        id
     }
 
     /// Puts a control frame on a stream.
@@ -1093,7 +1159,11 @@ impl Peer {
         let (issue, index) = match frame {
             FrameId::Data { issue, index } => (issue, index),
             FrameId::Control(id) => {
-                return self.controls.remove(&id).is_some();
+                let Some(control) = self.controls.remove(&id) else { return false };
+                if control.holds_left {
+                    self.no_longer_holds_left(control.header.key.group);
+                }
+                return true;
             }
         };
         let Some(message) = self.outgoing.get_mut(&issue) else { return false };
@@ -1118,6 +1188,9 @@ impl Peer {
         if let Some(message) = self.outgoing.remove(&issue) {
             self.by_key.remove(&message.key);
             self.ready.remove(&(message.priority, issue));
+            if message.holds_left {
+                self.no_longer_holds_left(message.key.group);
+            }
         }
     }
 
@@ -1236,6 +1309,8 @@ struct Control {
     payload: Option<Arc<[u8]>>,
     /// It has its serial number.
     has_left: bool,
+    /// Counted in [`Peer::leaving`].
+    holds_left: bool,
     copies: Copies,
 }
 
@@ -1258,6 +1333,8 @@ struct Message {
     acked_bytes: u64,
     /// Its group was forgotten: nobody misses it.
     is_forgotten: bool,
+    /// Counted in [`Peer::leaving`].
+    holds_left: bool,
 }
 
 /// How a message may leave.
@@ -1496,6 +1573,11 @@ fn bare(kind: Kind, offset: u64) -> Outbound {
 
 fn no_payload() -> Payload {
     Payload::Owned(Arc::default(), 0..0)
+}
+
+/// What no key of the group comes before.
+fn first_key(group: GroupId) -> MessageKey {
+    MessageKey { group, ..NO_MESSAGE }
 }
 
 const NO_MESSAGE: MessageKey = MessageKey { group: GroupId(0), channel: Channel::Collective, op: OpSeq(0), message: 0 };

@@ -115,6 +115,7 @@ impl Engine {
         held.set_item("remembered_operations", stats.held.remembered_operations)?;
         held.set_item("unacknowledged_messages", stats.held.unacknowledged_messages)?;
         held.set_item("credit_bytes", stats.held.credit_bytes)?;
+        held.set_item("mappings", stats.held.mappings)?;
         held.set_item("descriptors", stats.held.descriptors)?;
         held.set_item("callback_threads", callbacks::threads())?;
         out.set_item("held", held)?;

@@ -87,7 +87,7 @@ def stats() -> dict[str, Any]:
         - ``closed_records``: groups that this rank has left and others have not. ``closed_ranges``: ranges of the ids of all
           groups that were left, one for each set of ranks that has had groups. ``jobs``: groups whose secret peers connect
           with, at most one a peer.
-        - ``descriptors``: of shared memory (`penstock.empty`).
+        - ``mappings``, ``descriptors``: of shared memory (`penstock.empty`), that of other ranks and this one's.
 
     Raises:
         penstock.errors.Closed: no process group of the penstock backend exists.

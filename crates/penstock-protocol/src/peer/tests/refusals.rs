@@ -302,6 +302,7 @@ enum Call {
     Probe(MessageKey),
     Retire(MessageKey),
     Forget(u64),
+    Left(u64),
     Up(u32),
     Down(u32),
     Poll(u32),
@@ -383,6 +384,7 @@ fn call() -> impl Strategy<Value = Call> {
         1 => any_key().prop_map(Call::Probe),
         1 => any_key().prop_map(Call::Retire),
         1 => (0u64..2).prop_map(Call::Forget),
+        1 => (0u64..2).prop_map(Call::Left),
         1 => (0u32..3).prop_map(Call::Up),
         1 => (0u32..3).prop_map(Call::Down),
         6 => (0u32..3).prop_map(Call::Poll),
@@ -432,6 +434,7 @@ proptest! {
                 Call::Probe(key) => peer.probe(key, Fingerprint::default()),
                 Call::Retire(key) => peer.retire(key.group, key.channel, key.op),
                 Call::Forget(group) => peer.forget_group(GroupId(group)),
+                Call::Left(group) => peer.left(GroupId(group)),
                 Call::Up(stream) => peer.stream_up(stream, now),
                 Call::Down(stream) => peer.stream_down(stream),
                 Call::Poll(stream) => {
@@ -456,6 +459,11 @@ proptest! {
             let remembered: usize = peer.ops.values().map(Op::remembered).sum();
             prop_assert_eq!(peer.remembered, remembered);
             prop_assert_eq!(peer.by_key.len(), peer.outgoing.len());
+            for group in (0..2).map(GroupId) {
+                let messages = peer.outgoing.values().filter(|one| one.holds_left && one.key.group == group).count();
+                let controls = peer.controls.values().filter(|one| one.holds_left && one.header.key.group == group);
+                prop_assert_eq!(peer.leaving.get(&group).copied().unwrap_or(0), messages + controls.count());
+            }
             for (_, issue) in &peer.ready {
                 prop_assert!(peer.outgoing[issue].has_frames());
             }

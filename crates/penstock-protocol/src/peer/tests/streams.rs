@@ -319,8 +319,8 @@ fn a_failed_group_leaves_nothing_behind() {
     assert_eq!(b.credit.consumed, 3 * 2128);
 }
 
-/// A group that both sides have left: the other side is told, whatever is forgotten meanwhile, and a message that waited for its
-/// grant goes with the group. Leaving alone keeps such a message, and forgets what the peer was granted.
+/// A group that was left and is forgotten: the other side is told, and a message that waited for its grant goes with the group.
+/// Leaving alone keeps such a message, and forgets what the peer was granted.
 #[test]
 fn a_group_that_was_left() {
     let config = PeerConfig { eager_credit_bytes: 0, ..PeerConfig::default() };
@@ -338,6 +338,79 @@ fn a_group_that_was_left() {
     assert!(a.is_quiet(), "a good-bye need not wait for it");
     drain(&mut a, &mut b, 0);
     assert_eq!(events(&mut b), [Event::Left(GroupId(7))]);
+}
+
+/// Of a peer that is gone nothing is kept, and nothing is kept that is to be sent to it later. It has no credit, so its senders
+/// keep their messages and find out.
+#[test]
+fn a_peer_that_is_gone() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 1);
+    copied(&mut a, 0, 100);
+    memory(&mut a, 1, 100_000);
+    b.grant(key(1), 1, FIVE);
+    drain(&mut b, &mut a, 0);
+    a.poll_frame(0, NOW).expect("in flight");
+    a.stream_down(0);
+    assert!(a.remembered() + a.unacknowledged() > 0 && a.credit_in_use() > 0);
+    assert!(a.has_credit(0));
+    a.end();
+    memory(&mut a, 2, 10);
+    a.grant(key(3), 1, FIVE);
+    a.done(key(4));
+    a.left(GroupId(7));
+    a.report(GroupId(7), &Report { kind: FailureKind::Closed, message: String::new() });
+    assert_eq!((a.remembered(), a.unacknowledged(), a.credit_in_use()), (0, 0, 0));
+    assert!(a.is_quiet() && a.controls.is_empty() && a.poll_event().is_none() && !a.has_credit(0));
+}
+
+/// Two sides that leave a group wait for what can come, and not for what needs a grant that nobody will give: both learn that the
+/// other has left, and nothing is left of the group.
+#[test]
+fn two_sides_that_leave_do_not_wait_for_each_other() {
+    let config = PeerConfig { eager_credit_bytes: 300, ..PeerConfig::default() };
+    let mut peers = pair(&config, 1);
+    // The first leaves on credit, the second is announced; both wait in vain.
+    for peer in &mut peers {
+        copied(peer, 0, 100);
+        copied(peer, 1, 100);
+        peer.left(GroupId(7));
+        peer.retire_group(GroupId(7));
+    }
+    for turn in 0..8 {
+        let [a, b] = &mut peers;
+        let (from, to) = if turn % 2 == 0 { (a, b) } else { (b, a) };
+        while let Some(frame) = from.poll_frame(0, NOW) {
+            let overtakes = frame.header.kind == Kind::Left && !from.by_key.keys().eq([&key(1)]);
+            assert!(!overtakes, "a message that is on its way");
+            take(to, 0, &frame, OpStatus::Retired);
+        }
+    }
+    for peer in &mut peers {
+        assert_eq!(events(peer).iter().filter(|event| **event == Event::Left(GroupId(7))).count(), 1);
+        peer.forget_group(GroupId(7));
+        assert!(peer.is_quiet() && peer.controls.is_empty() && peer.leaving.is_empty());
+    }
+}
+
+/// A message without bytes, whose sender takes it for sent, is not delivered before the peer has it: on credit, announced, and
+/// after its grant.
+#[test]
+fn empty_messages_are_to_be_delivered() {
+    let config = PeerConfig { eager_credit_bytes: 128, ..PeerConfig::default() };
+    let [mut a, mut b] = pair(&config, 1);
+    b.grant(key(3), 1, FIVE);
+    drain(&mut b, &mut a, 0);
+    [1, 2, 3].into_iter().for_each(|message| copied(&mut a, message, 0));
+    assert_eq!(a.undelivered().count(), 3);
+    drain(&mut a, &mut b, 0);
+    drain(&mut b, &mut a, 0);
+    assert!(a.undelivered().map(|(key, _)| key).eq([key(2)]), "it waits for its grant");
+    b.grant(key(2), 1, FIVE);
+    drain(&mut b, &mut a, 0);
+    drain(&mut a, &mut b, 0);
+    assert!(!a.may_say_bye());
+    drain(&mut b, &mut a, 0);
+    assert!(a.may_say_bye());
 }
 
 /// A copied message that waits for its grant outlives its operation, and nothing is left once it was taken.
