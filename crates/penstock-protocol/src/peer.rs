@@ -230,6 +230,8 @@ pub struct Peer {
     /// Of these, the ones that no stream has in flight.
     control_queue: VecDeque<u64>,
     next_control: u64,
+    /// Groups that this side has left, and the peer was not told yet.
+    leaving: BTreeSet<GroupId>,
     /// How many of them have left, and which of the peer's have come.
     control_serial: u64,
     controls_taken: Ranges,
@@ -270,6 +272,7 @@ impl Peer {
             controls: HashMap::new(),
             control_queue: VecDeque::new(),
             next_control: 0,
+            leaving: BTreeSet::new(),
             control_serial: 0,
             controls_taken: Ranges::default(),
             ops: HashMap::new(),
@@ -424,8 +427,8 @@ impl Peer {
     // ------------------------------------------------------------------ outgoing
 
     /// Queues a message. [`Body::Owned`] is for messages up to `eager_bytes` that the credit is enough for
-    /// ([`Peer::has_credit`]). Others wait for their grant; a short one is announced, because receivers grant unasked only
-    /// what is above [`Peer::eager_limit`].
+    /// ([`Peer::has_credit`]). Others wait for their grant. A short one is announced, because receivers grant unasked only what
+    /// is above [`Peer::eager_limit`]; so is the first one of a send, which a receive from any source cannot grant unasked.
     pub fn send(&mut self, outgoing: Outgoing) {
         let issue = self.next_issue;
         self.next_issue += 1;
@@ -469,7 +472,7 @@ impl Peer {
         {
             message.way = Way::Eager { serial: 0 };
             self.ready.insert((priority, issue));
-        } else if matches!(message.body, Body::Owned(_)) || total <= self.eager_limit() {
+        } else if matches!(message.body, Body::Owned(_)) || total <= self.eager_limit() || key.begins_a_send() {
             let mut header = Header::new(Kind::Announce, key);
             header.fingerprint = fingerprint;
             header.coflow = coflow;
@@ -524,9 +527,24 @@ impl Peer {
         self.control_queue.push_front(id);
     }
 
-    /// Tells the peer that this side has left a group.
+    /// Tells the peer that this side has left a group, once the peer has all that leaves without being asked for: eager messages,
+    /// announcements and references. What it does not have then, it never gets.
     pub fn left(&mut self, group: GroupId) {
-        self.control(Header::new(Kind::Left, MessageKey { group, ..NO_MESSAGE }), None);
+        self.leaving.insert(group);
+        self.tell_left(group);
+    }
+
+    fn tell_left(&mut self, group: GroupId) {
+        let first = MessageKey { group, ..NO_MESSAGE };
+        let of_group = self.by_key.range(first..).take_while(|(key, _)| key.group == group);
+        let is_on_its_way =
+            of_group.into_iter().any(|(_, issue)| matches!(self.outgoing[issue].way, Way::Eager { .. }))
+                || self.controls.values().any(|Control { header, .. }| {
+                    header.key.group == group && matches!(header.kind, Kind::Announce | Kind::Reference)
+                });
+        if !is_on_its_way && self.leaving.remove(&group) {
+            self.control(Header::new(Kind::Left, first), None);
+        }
     }
 
     /// Offers memory of so many bytes under a number, which references may then name. The caller passes the descriptor
@@ -597,6 +615,9 @@ impl Peer {
             key.group != group || control.has_left || matches!(kind, Kind::Report | Kind::Left | Kind::Bye)
         });
         self.control_queue.retain(|id| self.controls.contains_key(id));
+        if self.leaving.contains(&group) {
+            self.tell_left(group);
+        }
     }
 
     /// The next frame for a stream that can take bytes, most urgent first; `None` when there is nothing for it.
@@ -893,6 +914,9 @@ impl Peer {
                 self.patience = if was_news { self.patience * PATIENCE_WON } else { self.patience * PATIENCE_LOST };
                 self.patience = self.patience.clamp(1.0, PATIENCE_MOST);
             }
+        }
+        for group in self.leaving.iter().copied().collect::<Vec<_>>() {
+            self.tell_left(group);
         }
         Ok(())
     }
