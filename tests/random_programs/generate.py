@@ -484,6 +484,8 @@ def _is_gloos(spec: dict[str, Any]) -> bool:
         "call"
     ].startswith("coalesced"):
         return False
+    if spec.get("any_source") and 0 in spec["counts"]:
+        return False  # it refuses to receive nothing
     layouts = set(spec.get("layouts", ()))
     if {"strided", "channels_last"} & layouts or spec.get("stacked"):
         return False
