@@ -275,6 +275,7 @@ struct Group {
     ops: HashMap<OpId, Active>,
     /// Operations that have their place but not their buffers.
     held: HashMap<OpId, Waiting>,
+    /// Receives that have no place yet: they take any source, or wait behind one that does.
     unbound: Unbound<Posted>,
     joining: Option<Joining>,
     failed: Option<Failure>,
@@ -742,22 +743,21 @@ impl Runtime {
             _ => Sequence::Collectives,
         });
         let hold = call.hold;
-        let record = || Record {
-            group: group.name.clone(),
-            seq: Some(op.seq),
-            what: call.fingerprint,
-            bytes: call.bytes,
-            algorithm,
-            issued: Instant::now(),
-            ended: None,
-            waits_for: None,
-        };
         let recorded = match recorded {
             Some(recorded) => {
                 self.recorder.numbered(recorded, op.seq);
                 recorded
             }
-            None => self.recorder.issued(record()),
+            None => self.recorder.issued(Record {
+                group: group.name.clone(),
+                seq: Some(op.seq),
+                what: call.fingerprint,
+                bytes: call.bytes,
+                algorithm,
+                issued: Instant::now(),
+                ended: None,
+                waits_for: None,
+            }),
         };
         let waiting = Waiting { call, request, steps, ticket, since, recorded };
         if hold {
