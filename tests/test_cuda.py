@@ -350,6 +350,12 @@ def _collectives(on_fakes: bool) -> None:
             work.wait()
         same(tensor.cpu(), own[of], f"send and recv {what}")
 
+        tensor = place(torch.zeros(length, dtype=dtype))
+        sent = dist.isend(place(own[rank]), to, tag=1)
+        assert dist.recv(tensor, tag=1) == of
+        sent.wait()
+        same(tensor.cpu(), own[of], f"recv from any source {what}")
+
         # Operations on CPU and CUDA tensors keep one order, whichever is ready first.
         tensors = [place(own[rank]) if turn % 2 else own[rank].clone() for turn in range(6)]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -542,6 +548,7 @@ def _capturing(on_fakes: bool) -> None:
         lambda: dist.scatter(tensor, parts if rank == 0 else None, 0, async_op=True),
         lambda: dist.isend(tensor, 1 - rank),
         lambda: dist.irecv(tensor, 1 - rank),
+        lambda: dist.irecv(tensor),
     ]
     with fake_cuda.capture() if on_fakes else torch.cuda.graph(torch.cuda.CUDAGraph()):
         for call in calls:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 import penstock
 import penstock.errors
+import penstock.flight
 import ranks
-from backends import BACKENDS, Backend
+from backends import ALL, BACKENDS, Backend
 
 # More than the engine's patience (1 s) before it asks the other side where it is.
 LATE_S = 1.3
@@ -247,3 +248,182 @@ def test_what_is_not_delivered_is_told(backend: Backend, interrupt: bool) -> Non
             outcome
         )
         assert outcome.value < 20, f"{outcome.value} s"
+
+
+# ------------------------------------------------------------------------------------------------------- from any source
+
+# Around what leaves at once, by reference (8 KiB) and over sockets (32 KiB); a long one waits for its receiver.
+SIZES = [0, 1, 2047, 2048, 2049, 8191, 8192, 8193, 200_000]
+
+
+def _from_any(backend: str, seed: int) -> None:
+    """Rank 0 receives what the others send under three tags, from any source and from named ranks mixed at random, posted before
+    or after it has come. Each receive from any source names its sender, and the messages of a sender fill the receives that took
+    them in the order in which these were posted."""
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=30))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rng, own = random.Random(seed), random.Random(f"{seed} {rank}")
+    when = rng.choice(["before", "after", "both"])
+    calls: list[tuple[int, int | None]] = []
+    rest: list[int] = []
+    messages: dict[tuple[int, int], int] = {}
+    # gloo sends no tensors of no elements.
+    counts = [max(rng.choice(SIZES), int(backend == "gloo")) for _ in range(3)]
+    for tag in range(3):
+        # Whatever those from any source take, they leave enough for those that name a rank.
+        anys, named = rng.randrange(4), {sender: rng.randrange(3) for sender in range(1, world)}
+        if backend == "gloo":  # its receives that name a rank overtake those that do not
+            named = dict.fromkeys(named, 0)
+        calls += [(tag, None)] * anys + [(tag, sender) for sender in named for _ in range(named[sender])]
+        rest += [tag] * (anys * (world - 2))
+        messages |= {(sender, tag): named[sender] + anys for sender in named}
+    rng.shuffle(calls)
+    works, received = [], []
+
+    def send() -> None:
+        lines = {tag: 0 for tag in range(3) if messages[rank, tag]}
+        while lines:
+            tag = own.choice(list(lines))
+            works.append(dist.isend(_pattern((rank, tag, lines[tag]), counts[tag]), 0, tag=tag))
+            lines[tag] += 1
+            if lines[tag] == messages[rank, tag]:
+                del lines[tag]
+
+    def receive(part: list[tuple[int, int | None]]) -> None:
+        for tag, sender in part:
+            tensor = torch.full((counts[tag],), -1.0)
+            received.append((tag, sender, tensor, dist.irecv(tensor, sender, tag=tag)))
+
+    part = {"before": len(calls), "after": 0, "both": len(calls) // 2}[when]
+    if rank == 0:
+        receive(calls[:part])
+    dist.barrier()
+    if rank != 0:
+        send()
+    dist.barrier()
+    if rank == 0:
+        receive(calls[part:])
+        waits = [work for *_, work in received]
+        rng.shuffle(waits)
+        for work in waits:
+            work.wait()
+        sources = [sender or work._source_rank() for _, sender, _, work in received]
+        for tag in rest:
+            tensor = torch.empty(counts[tag])
+            sources.append(dist.recv(tensor, tag=tag))
+            received.append((tag, None, tensor, None))
+        turns = dict.fromkeys(messages, 0)
+        for source, (tag, *_, tensor, _) in zip(sources, received, strict=True):
+            _check(tensor, (source, tag, turns[source, tag]))
+            turns[source, tag] += 1
+        assert turns == messages
+    for work in works:
+        work.wait()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, ALL["gloo"]], ids=str)
+@pytest.mark.parametrize("seed", range(9))
+def test_from_any_source(backend: Backend, seed: int) -> None:
+    """Receives from any source take messages in the order in which they come and leave the others in order; gloo agrees."""
+    ranks.run(_from_any, count=2 + seed % 3, args=(backend.name, seed), env=backend.env)
+
+
+def _in_groups(backend: str) -> None:
+    """Ranks 1 to 3 are a group, in which rank 1 receives; rank 0 sends it something else under the same tag, in the default
+    group."""
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=30))
+    rank, group = dist.get_rank(), dist.new_group([1, 2, 3])
+    if rank == 0:
+        dist.send(_pattern("default", 5), 1)
+    elif rank == 1:
+        tensor = torch.empty(5)
+        senders = []
+        for _ in range(2):
+            senders.append(dist.recv(tensor, group=group))
+            _check(tensor, senders[-1])
+        assert sorted(senders) == [2, 3]
+        work = dist.irecv(tensor)
+        if backend == "gloo":  # its work does not move by itself
+            work.wait()
+        while not work.is_completed():
+            os.sched_yield()
+        assert work.is_success() and work._source_rank() == 0
+        _check(tensor, "default")
+        pair = torch.empty(3, dtype=torch.complex64)
+        assert dist.recv(pair, group=group, tag=1) == 3
+        assert torch.equal(pair, torch.full((3,), 1 - 2j))
+    else:
+        dist.send(_pattern(rank, 5), 1, group=group)
+        if rank == 3:
+            dist.send(torch.full((3,), 1 - 2j), 1, group=group, tag=1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _fails(backend: str, how: str) -> tuple[str, str]:
+    """Rank 0 receives from any source what never comes; returns what its failure and the other ranks' failures are."""
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=2 if how == "timeout" else 30))
+    rank, tensor, works = dist.get_rank(), torch.full((4,), 7.0), []
+    if rank == 0:
+        # Rank 1 comes with the others, or leaves first: then the receive that names it ends as well.
+        works = [dist.irecv(tensor), dist.irecv(torch.empty(4), None if how == "leave" else 1)]
+        assert works[0]._source_rank() == -1 and not works[0].is_completed()
+        held = penstock.stats()["held"]["operations"]
+        assert held == 2, held
+        running = [one for one in penstock.flight_record()["operations"] if one["ended_s_ago"] is None]
+        assert [one["number"] for one in running] == [None, None] and "any of the other ranks" in running[0][
+            "waits_for"
+        ]
+        assert "waits for a message from any" in penstock.flight.describe([penstock.flight_record()])
+    dist.barrier()
+    ranks.note("posted")
+    error: BaseException | None = None
+    try:
+        if how == "destroy" and rank == 0:
+            dist.destroy_process_group()
+        if how == "mismatch" and rank == 2:
+            dist.send(torch.ones(5), 0)
+        if how == "leave" and rank > 0:
+            dist.destroy_process_group()
+        for work in works:
+            work.wait()
+        if dist.is_initialized():
+            dist.recv(torch.empty(4), tag=9)
+    except penstock.errors.PenstockError as raised:
+        error = raised
+    if rank == 0:
+        assert torch.equal(tensor, torch.full((4,), 7.0)) and works[0].exception() is not None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("how", ["timeout", "mismatch", "leave", "kill", "destroy"])
+def test_from_any_source_without_a_message(backend: Backend, how: str) -> None:
+    """A receive from any source that gets no message that fits ends with an error that says why; its tensor is as it was."""
+    kind, parts, of = {
+        "timeout": ("Timeout", ["Timed out after 2.0 s, waiting for a message from any of the other ranks"], [0]),
+        "mismatch": ("Mismatch", ["4 x float32", "5 x float32", "rank 0", "rank 2"], [0, 1, 2]),
+        "leave": ("PeerLost", ["rank 1 (", "rank 2 (", "left"], [0]),
+        "kill": ("PeerLost", ["rank 2 ("], [0, 1]),
+        "destroy": ("Closed", ["rank 0 destroyed the group while operations were running"], [0, 1, 2]),
+    }[how]
+    with ranks.Ranks(_fails, count=3, args=(backend.name, how), env=backend.env) as job:
+        job.await_note("posted", deadline_s=40)
+        if how == "kill":
+            job.signal(2, signal.SIGKILL)
+        outcomes = job.outcomes(timeout_s=25, of=[0, 1] if how == "kill" else None)
+    for outcome in outcomes:
+        assert outcome.ok, outcome
+        if outcome.rank in of:
+            found, text = outcome.value
+            assert found == kind and all(part in text for part in parts), outcome.value
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, ALL["gloo"]], ids=str)
+def test_from_any_source_in_groups(backend: Backend) -> None:
+    """The source that ``recv`` returns is the rank in the job; groups do not take each other's messages; gloo agrees."""
+    ranks.run(_in_groups, count=4, args=(backend.name,), env=backend.env)

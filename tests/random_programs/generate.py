@@ -216,6 +216,9 @@ def _call(
         spec["tag"] = rng.choice([0, 0, 0, 1, 7])
         if "messages both ways" in avoid and spec["src"] > spec["dst"]:
             spec["tag"] += 100
+        if rng.random() < 0.2:
+            # A tag a sender: only it can match, so what a receive from any source gets is known.
+            spec["tag"], spec["any_source"] = 200 + spec["src"], True
     if call == "exchange":
         pairs = [tuple(rng.sample(range(size), 2)) for _ in range(rng.randint(1, 2 * size))]
         spec["back_tag"] = 100 if "messages both ways" in avoid else 0
@@ -481,6 +484,8 @@ def _is_gloos(spec: dict[str, Any]) -> bool:
         "call"
     ].startswith("coalesced"):
         return False
+    if spec.get("any_source") and 0 in spec["counts"]:
+        return False  # it refuses to receive nothing
     layouts = set(spec.get("layouts", ()))
     if {"strided", "channels_last"} & layouts or spec.get("stacked"):
         return False

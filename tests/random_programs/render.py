@@ -211,7 +211,8 @@ def _message(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, l
     given = _fill(spec, spec["src"], 0, count)
     if me == spec["src"]:
         return [given], f"dist.isend(t[0], {members[spec['dst']]}, tag={spec['tag']}{{how}})", ["None"]
-    return [_empty(spec, count)], f"dist.irecv(t[0], {members[spec['src']]}, tag={spec['tag']}{{how}})", [given]
+    source = None if spec.get("any_source") else members[spec["src"]]
+    return [_empty(spec, count)], f"dist.irecv(t[0], {source}, tag={spec['tag']}{{how}})", [given]
 
 
 def _exchange(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:

@@ -490,7 +490,8 @@ def _message(p: _Pending, later: bool) -> Any:
     tag = p.spec["tag"]
     if p.me == p.spec["src"]:
         return (dist.isend if later else dist.send)(p.tensors[0], dst, group=p.group, tag=tag)
-    found = (dist.irecv if later else dist.recv)(p.tensors[0], src, group=p.group, tag=tag)
+    named = None if p.spec.get("any_source") else src
+    found = (dist.irecv if later else dist.recv)(p.tensors[0], named, group=p.group, tag=tag)
     return found if later else p.expect(found, src)
 
 

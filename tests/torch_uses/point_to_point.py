@@ -109,17 +109,11 @@ def between_collectives(backend: str) -> object:
 
 @use()
 def from_any(backend: str) -> object:
-    """recv without a source works and names the sender, or is refused with an error that says so; it never hangs."""
+    """recv without a source takes what comes, and names the sender."""
     with world(backend) as (rank, _):
         if rank == 1:
             received = torch.empty(100)
-            try:
-                sender = dist.recv(received)
-            except (RuntimeError, ValueError, NotImplementedError) as error:
-                assert "any" in str(error).lower() or "source" in str(error).lower(), error
-                dist.recv(received, src=0)
-            else:
-                assert sender == 0
+            assert dist.recv(received) == 0
             same(received, 4.0)
         else:
             dist.send(torch.full((100,), 4.0), dst=1)

@@ -22,6 +22,7 @@ mod scale;
 mod stats;
 mod tags;
 mod ticket;
+mod unbound;
 
 pub use aggregated::{LaneSpec, LaneStats, NodeSpec, ServerSpec, ServerStats, Sockets, Wire};
 pub use engine::{Config, Engine, Group, check_fork};
@@ -33,3 +34,4 @@ pub use reducer::{Gradient, Reducer, ReducerSpec, ReducerStats, Way};
 pub use runtime::{Call, GroupSpec};
 pub use stats::{GroupStats, Held, PeerStats, Stats};
 pub use ticket::Ticket;
+pub use unbound::ANY_SOURCE;

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 pub(crate) struct Record {
     /// The group's name.
     pub(crate) group: Arc<str>,
-    /// Its place among the operations of its channel: for collectives, from 1 on.
-    pub(crate) seq: u64,
+    /// Its place among the operations of its channel: for collectives, from 1 on. `None` for a receive that has no message yet.
+    pub(crate) seq: Option<u64>,
     pub(crate) what: Fingerprint,
     /// Bytes of the tensor.
     pub(crate) bytes: u64,
@@ -81,6 +81,11 @@ impl Recorder {
         }
         log.records.push_back(record);
         Entry(log.forgotten + log.records.len() as u64 - 1)
+    }
+
+    /// A receive that waited for a message has one.
+    pub(crate) fn numbered(&self, entry: Entry, seq: u64) {
+        self.change(entry, |record| (record.seq, record.waits_for) = (Some(seq), None));
     }
 
     pub(crate) fn waits_for(&self, entry: Entry, what: String) {
@@ -241,7 +246,7 @@ mod tests {
         let at = |ns| start + Duration::from_nanos(ns);
         let record = |seq| Record {
             group: if seq == 1002 { "f".into() } else { "g".into() },
-            seq,
+            seq: Some(seq),
             what: Fingerprint::new(Name::AllReduce, None, DType::F32, None, seq),
             bytes: 4 * seq,
             algorithm: Algorithm::Ring,

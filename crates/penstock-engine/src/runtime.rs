@@ -9,6 +9,7 @@ use crate::scale::Scale;
 use crate::stats::{GroupStats, Held, PeerStats, Stats};
 use crate::tags::Tags;
 use crate::ticket::{Promise, Ticket};
+use crate::unbound::{ANY_SOURCE, Unbound};
 use penstock_net::fds::Fd;
 use penstock_net::memory::{Landmark, Mapping, Region, Remote};
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
@@ -206,6 +207,8 @@ pub(crate) struct Runtime {
     by_node: HashMap<NodeKey, PeerId>,
     /// What came for operations that are not posted yet, or not ready for it.
     early: HashMap<(PeerId, MessageKey), Early>,
+    /// How many did so far.
+    arrivals: u64,
     /// What peers believe of operations that are not posted yet.
     claims: HashMap<(GroupId, Channel, OpSeq), Vec<(PeerId, Fingerprint)>>,
     /// Groups that have a reason to fail, and until when somebody else may come up with a better one.
@@ -274,6 +277,8 @@ struct Group {
     ops: HashMap<OpId, Active>,
     /// Operations that have their place but not their buffers.
     held: HashMap<OpId, Waiting>,
+    /// Receives that have no place yet: they take any source, or wait behind one that does.
+    unbound: Unbound<Posted>,
     joining: Option<Joining>,
     failed: Option<Failure>,
     /// They end with the group.
@@ -403,6 +408,14 @@ struct Waiting {
     recorded: Recorded,
 }
 
+/// A receive that has no place in a sequence yet.
+struct Posted {
+    call: Call,
+    ticket: Promise,
+    since: Time,
+    recorded: Recorded,
+}
+
 struct Active {
     operation: Operation,
     ticket: Promise,
@@ -433,21 +446,24 @@ impl Active {
     }
 }
 
-enum Early {
+struct Early {
+    fingerprint: Fingerprint,
+    /// Its place among all that came early.
+    arrival: u64,
+    content: Content,
+}
+
+enum Content {
     Bytes {
-        fingerprint: Fingerprint,
         total: u64,
         payload: Vec<u8>,
     },
     Remote {
-        fingerprint: Fingerprint,
         total: u64,
         remote: Remote,
     },
     /// The sender has no credit for it and waits for a grant.
-    Announced {
-        fingerprint: Fingerprint,
-    },
+    Announced,
 }
 
 impl Runtime {
@@ -475,6 +491,7 @@ impl Runtime {
             peers: Vec::new(),
             by_node: HashMap::new(),
             early: HashMap::new(),
+            arrivals: 0,
             claims: HashMap::new(),
             doomed: Vec::new(),
             work: BTreeSet::new(),
@@ -536,6 +553,7 @@ impl Runtime {
             ended: Ended::default(),
             ops: HashMap::new(),
             held: HashMap::new(),
+            unbound: Unbound::default(),
             joining: Some(Joining { ticket, hosts: None }),
             failed: None,
             watches: Vec::new(),
@@ -631,9 +649,66 @@ impl Runtime {
         if let Some(failure) = &group.failed {
             return ticket.complete(Err(failure.clone()));
         }
-        if let Err(failure) = check_call(&call) {
+        if let Err(failure) = check_call(&call, group.members.len()) {
             return ticket.complete(Err(failure));
         }
+        // A join's own operation has none.
+        if call.timeout != u64::MAX {
+            self.longest_timeout = self.longest_timeout.max(call.timeout.min(MOST_PATIENCE));
+        }
+        match call.collective {
+            Collective::Recv { from } if from == ANY_SOURCE || group.unbound.has(call.tag) => {
+                self.post(peers, id, call, ticket, now);
+            }
+            _ => self.place_in_order(peers, id, call, ticket, now, None),
+        }
+    }
+
+    /// Starts a receive that cannot have its place in a sequence yet: it takes any source, or one that does was posted before it
+    /// under the same tag.
+    fn post(&mut self, peers: &mut Peers, id: GroupId, call: Call, ticket: Promise, now: Time) {
+        let group = self.groups.get_mut(&id).expect("the caller has looked it up");
+        let tag = call.tag;
+        let recorded = self.recorder.issued(Record {
+            group: group.name.clone(),
+            seq: None,
+            what: call.fingerprint,
+            bytes: call.bytes,
+            algorithm: Algorithm::Direct,
+            issued: Instant::now(),
+            ended: None,
+            waits_for: Some(awaited_of(&call).to_owned()),
+        });
+        group.unbound.push(tag, Posted { call, ticket, since: now, recorded });
+        self.bind(peers, id, tag);
+        self.check_senders(peers, id);
+    }
+
+    /// Gives receives that were posted without a place in a sequence their messages: each that takes any source, in the order in
+    /// which they were posted, the first one that is here or announced.
+    fn bind(&mut self, peers: &mut Peers, id: GroupId, tag: u32) {
+        while let Some(group) = self.groups.get_mut(&id)
+            && let Some(first) = group.unbound.first(tag)
+            && let Some(from) = source_of(&first.call).or_else(|| first_sender(group, id, tag, &self.early))
+        {
+            let Posted { mut call, ticket, since, recorded } = group.unbound.pop(tag).expect("just seen");
+            call.collective = Collective::Recv { from };
+            ticket.set_source(from);
+            self.place_in_order(peers, id, call, ticket, since, Some(recorded));
+        }
+    }
+
+    /// Gives an operation its name, and starts it, or holds it. It was recorded before if it had to wait for its name.
+    fn place_in_order(
+        &mut self,
+        peers: &mut Peers,
+        id: GroupId,
+        call: Call,
+        ticket: Promise,
+        since: Time,
+        recorded: Option<Recorded>,
+    ) {
+        let group = self.groups.get_mut(&id).expect("the caller has looked it up");
         let world = group.members.len() as u32;
         let request = Request {
             collective: call.collective,
@@ -659,6 +734,9 @@ impl Runtime {
             Err(error) => {
                 let failure =
                     Failure::of_call(FailureKind::Config, format!("{}: {error}.", call.fingerprint.describe()));
+                if let Some(recorded) = recorded {
+                    self.recorder.ended(recorded, Instant::now(), false);
+                }
                 return ticket.complete(Err(failure));
             }
         };
@@ -668,26 +746,28 @@ impl Runtime {
             Collective::Recv { from } => Sequence::Receives { from, tag: call.tag },
             _ => Sequence::Collectives,
         });
-        // A join's own operation has none.
-        if call.timeout != u64::MAX {
-            self.longest_timeout = self.longest_timeout.max(call.timeout.min(MOST_PATIENCE));
-        }
         let hold = call.hold;
-        let recorded = self.recorder.issued(Record {
-            group: group.name.clone(),
-            seq: op.seq,
-            what: call.fingerprint,
-            bytes: call.bytes,
-            algorithm,
-            issued: Instant::now(),
-            ended: None,
-            waits_for: None,
-        });
-        let waiting = Waiting { call, request, steps, ticket, since: now, recorded };
+        let recorded = match recorded {
+            Some(recorded) => {
+                self.recorder.numbered(recorded, op.seq);
+                recorded
+            }
+            None => self.recorder.issued(Record {
+                group: group.name.clone(),
+                seq: Some(op.seq),
+                what: call.fingerprint,
+                bytes: call.bytes,
+                algorithm,
+                issued: Instant::now(),
+                ended: None,
+                waits_for: None,
+            }),
+        };
+        let waiting = Waiting { call, request, steps, ticket, since, recorded };
         if hold {
             group.held.insert(op, waiting);
         } else {
-            self.begin(peers, id, op, waiting, now);
+            self.begin(peers, id, op, waiting, peers.now());
         }
     }
 
@@ -695,6 +775,9 @@ impl Runtime {
     fn release(&mut self, peers: &mut Peers, id: GroupId, ticket: &Ticket, now: Time) {
         let Some(group) = self.groups.get_mut(&id) else { return };
         let Some(op) = group.held.iter().find(|(_, waiting)| waiting.ticket.is_of(ticket)).map(|(op, _)| *op) else {
+            if let Some(posted) = group.unbound.iter_mut().find(|posted| posted.ticket.is_of(ticket)) {
+                posted.call.hold = false;
+            }
             return;
         };
         let waiting = group.held.remove(&op).expect("just found");
@@ -760,8 +843,31 @@ impl Runtime {
             let key = |message| op.key(id, group.rank, message);
             // What was only announced, or lies in the rank's memory, went with the rank.
             let is_here = message
-                .is_some_and(|message| matches!(self.early.get(&(peer, key(message))), Some(Early::Bytes { .. })));
+                .and_then(|message| self.early.get(&(peer, key(message))))
+                .is_some_and(|early| matches!(early.content, Content::Bytes { .. }));
             self.peers[peer as usize].lost.clone().filter(|_| !is_here)
+        });
+        if let Some(reason) = reason {
+            self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
+        }
+    }
+
+    /// Fails a group in which a receive without a message waits for ranks that have all left. What they sent has come before that
+    /// is known of them.
+    fn check_senders(&mut self, peers: &mut Peers, id: GroupId) {
+        let Some(group) = self.groups.get(&id).filter(|group| !group.unbound.is_empty()) else { return };
+        let farewell = |rank: u32| {
+            let peer = (*group.members.get(rank as usize)?)?;
+            let has_left = || {
+                let contact = &group.contacts[rank as usize];
+                group.gone.contains(&peer).then(|| format!("{} has left the group", contact.describe()))
+            };
+            self.peers[peer as usize].lost.clone().or_else(has_left)
+        };
+        let others = || (0..group.members.len() as u32).filter(|rank| *rank != group.rank);
+        let reason = group.unbound.iter().find_map(|posted| match source_of(&posted.call) {
+            Some(from) => farewell(from),
+            None => Some(others().map(farewell).collect::<Option<Vec<_>>>()?.join("; ")),
         });
         if let Some(reason) = reason {
             self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
@@ -792,10 +898,7 @@ impl Runtime {
         let concerns = |peer: &PeerId| with.is_none_or(|only| only == *peer);
         let from_early = self.early.iter().filter_map(|((peer, key), early)| {
             let same = (key.group, key.channel, key.op) == (id, channel, seq) && concerns(peer);
-            let (Early::Bytes { fingerprint, .. }
-            | Early::Remote { fingerprint, .. }
-            | Early::Announced { fingerprint }) = early;
-            same.then_some((*peer, *fingerprint))
+            same.then_some((*peer, early.fingerprint))
         });
         let mut claimed = Vec::new();
         if let Entry::Occupied(mut entry) = self.claims.entry((id, channel, seq)) {
@@ -980,14 +1083,14 @@ impl Runtime {
         let mut wanted = false;
         if !self.early.is_empty() {
             for message in message..message + count {
-                match self.early.remove(&(peer, key(message))) {
-                    Some(Early::Announced { .. }) => peers.machine(peer).grant(key(message), 1, fingerprint),
-                    Some(Early::Bytes { total, payload, .. }) => {
+                match self.early.remove(&(peer, key(message))).map(|early| early.content) {
+                    Some(Content::Announced) => peers.machine(peer).grant(key(message), 1, fingerprint),
+                    Some(Content::Bytes { total, payload }) => {
                         peers.machine(peer).consumed(total);
                         let incoming = Incoming::Bytes { offset: 0, payload: &payload };
                         self.operation(id, op).on_message(from, message, total, incoming, effects)?;
                     }
-                    Some(Early::Remote { total, remote, .. }) => {
+                    Some(Content::Remote { total, remote }) => {
                         let incoming = Incoming::Remote(remote);
                         self.operation(id, op).on_message(from, message, total, incoming, effects)?;
                     }
@@ -1119,8 +1222,10 @@ impl Runtime {
         let group = self.groups.get_mut(&id).expect("looked up above");
         let ops = std::mem::take(&mut group.ops);
         self.recorder.failed(&group.name, Instant::now());
-        let tickets: Vec<_> = (ops.iter().map(|(op, active)| (*op, active.fingerprint, active.ticket.clone())))
-            .chain(group.held.drain().map(|(op, waiting)| (op, waiting.call.fingerprint, waiting.ticket)))
+        let named = |op: OpId, what: Fingerprint| format!("{} #{}", what.describe(), op.seq);
+        let tickets: Vec<_> = (ops.iter().map(|(op, active)| (named(*op, active.fingerprint), active.ticket.clone())))
+            .chain(group.held.drain().map(|(op, waiting)| (named(op, waiting.call.fingerprint), waiting.ticket)))
+            .chain(group.unbound.drain().map(|posted| (unnamed(&posted.call), posted.ticket)))
             .collect();
         // The loop lets go of the buffers before it does anything else: readers are revoked, half-written frames copied.
         // Until then the operations keep them alive. Peers that read our memory at this moment will find that they cannot
@@ -1154,9 +1259,9 @@ impl Runtime {
         }
         let (rank, name) = (group.rank, group.name.clone());
         let own = group.contacts[rank as usize].describe();
-        for (op, fingerprint, ticket) in tickets {
-            let what = format!("{} #{} of group {name} on {own}", fingerprint.describe(), op.seq);
-            let failure = Failure { message: format!("{what} failed: {}", failure.message), ..failure.clone() };
+        for (what, ticket) in tickets {
+            let message = format!("{what} of group {name} on {own} failed: {}", failure.message);
+            let failure = Failure { message, ..failure.clone() };
             peers.after_drop(Box::new(move || ticket.complete(Err(failure))));
         }
         if let Some(joining) = joining {
@@ -1170,7 +1275,7 @@ impl Runtime {
     /// Drops what came for operations of a group that nobody will post any more. Their senders may use the credit again.
     fn forget_early(&mut self, peers: &mut Peers, id: GroupId) {
         for ((peer, _), early) in self.early.extract_if(|(_, key), _| key.group == id) {
-            if let Early::Bytes { total, .. } = early {
+            if let Content::Bytes { total, .. } = early.content {
                 peers.machine(peer).consumed(total);
             }
         }
@@ -1217,6 +1322,7 @@ impl Runtime {
     fn has_left(&mut self, peers: &mut Peers, peer: PeerId, id: GroupId) {
         if let Some(group) = self.groups.get_mut(&id) {
             group.gone.insert(peer);
+            self.check_senders(peers, id);
             return;
         }
         if !self.is_closed(id) {
@@ -1249,7 +1355,7 @@ impl Runtime {
     /// Drops what a peer gave for operations of some groups.
     fn forget_early_of(&mut self, peers: &mut Peers, peer: PeerId, is_meant: impl Fn(GroupId) -> bool) {
         for (_, early) in self.early.extract_if(|(from, key), _| *from == peer && is_meant(key.group)) {
-            if let Early::Bytes { total, .. } = early {
+            if let Content::Bytes { total, .. } = early.content {
                 peers.machine(peer).consumed(total);
             }
         }
@@ -1302,8 +1408,9 @@ impl Runtime {
         for (_, mut group) in self.groups.drain() {
             let running = group.ops.drain().map(|(_, active)| active.ticket);
             let held = group.held.drain().map(|(_, waiting)| waiting.ticket);
+            let unbound: Vec<_> = group.unbound.drain().map(|posted| posted.ticket).collect();
             let joining = group.joining.take().map(|joining| joining.ticket);
-            for promise in running.chain(held).chain(joining).chain(group.watches.drain(..)) {
+            for promise in running.chain(held).chain(unbound).chain(joining).chain(group.watches.drain(..)) {
                 promise.complete(Err(failure.clone()));
             }
         }
@@ -1326,7 +1433,7 @@ impl Runtime {
     fn sends_in_vain(&self, id: GroupId, peer: PeerId) -> Option<String> {
         let group = self.groups.get(&id)?;
         // What has come as bytes is sent, as far as the peer is concerned.
-        let waits = |early: &Early| !matches!(early, Early::Bytes { .. });
+        let waits = |early: &Early| !matches!(early.content, Content::Bytes { .. });
         let early = self.early.iter().filter(|((from, key), early)| *from == peer && key.group == id && waits(early));
         let early = early.map(|((_, key), _)| *key);
         let claimed = self
@@ -1358,14 +1465,14 @@ impl Runtime {
 
     fn held(&self, peers: &Peers) -> Held {
         let machines = || (0..self.peers.len()).map(|peer| peers.look(peer as PeerId));
-        let bytes = |early: &Early| match early {
-            Early::Bytes { payload, .. } => payload.len(),
+        let bytes = |early: &Early| match &early.content {
+            Content::Bytes { payload, .. } => payload.len(),
             _ => 0,
         };
         let descriptors = |info: &PeerInfo| info.offered.values().flatten().count() + info.descriptors.len();
         Held {
             groups: self.groups.len() as u64,
-            operations: self.groups.values().map(|group| (group.ops.len() + group.held.len()) as u64).sum(),
+            operations: self.groups.values().map(|group| group.operations() as u64).sum(),
             claims: self.claims.values().map(|claims| claims.len() as u64).sum(),
             closed_records: self.departed.len() as u64,
             closed_ranges: self.closed.count() as u64,
@@ -1385,8 +1492,8 @@ impl Runtime {
         let held: usize = self
             .early
             .values()
-            .map(|early| match early {
-                Early::Bytes { payload, .. } => payload.capacity(),
+            .map(|early| match &early.content {
+                Content::Bytes { payload, .. } => payload.capacity(),
                 _ => 0,
             })
             .sum();
@@ -1406,7 +1513,7 @@ impl Runtime {
                     rank: group.rank,
                     world: group.members.len() as u32,
                     issued: group.issued.collectives.saturating_sub(JOIN_OPS),
-                    active: group.ops.len() as u64,
+                    active: (group.ops.len() + group.unbound.iter().count()) as u64,
                     algorithm: group.last_algorithm.clone(),
                     failed: group.failed.as_ref().map(ToString::to_string),
                 })
@@ -1525,7 +1632,11 @@ impl Handler for Runtime {
             (Some((from, op, true)), _) => {
                 let incoming = match header.kind {
                     Kind::Announce => {
-                        peers.machine(peer).grant(key, 1, header.fingerprint);
+                        let machine = peers.machine(peer);
+                        // A longer one was granted when the operation opened.
+                        if machine.config().references || header.total <= machine.eager_limit() {
+                            machine.grant(key, 1, header.fingerprint);
+                        }
                         return Ok(());
                     }
                     Kind::Reference => Incoming::Remote(self.remote(peer, header, payload)?),
@@ -1552,23 +1663,24 @@ impl Handler for Runtime {
             }
             // Not posted, or not ready: keep it.
             (Some((_, _, false)), _) | (None, false) => {
-                let early = match header.kind {
-                    Kind::Announce => Early::Announced { fingerprint: header.fingerprint },
-                    Kind::Reference => Early::Remote {
-                        fingerprint: header.fingerprint,
-                        total: header.total,
-                        remote: self.remote(peer, header, payload)?,
-                    },
-                    _ if eager => {
-                        Early::Bytes { fingerprint: header.fingerprint, total: header.total, payload: payload.to_vec() }
+                let content = match header.kind {
+                    Kind::Announce => Content::Announced,
+                    Kind::Reference => {
+                        Content::Remote { total: header.total, remote: self.remote(peer, header, payload)? }
                     }
+                    _ if eager => Content::Bytes { total: header.total, payload: payload.to_vec() },
                     _ => return Err(FrameError::OutOfTurn("data of a message that was not granted")),
                 };
                 if self.early.len() >= MAX_EARLY {
                     self.overrun(peers, peer, header);
                     return Ok(());
                 }
+                self.arrivals += 1;
+                let early = Early { fingerprint: header.fingerprint, arrival: self.arrivals, content };
                 self.early.insert((peer, key), early);
+                if let Channel::PointToPoint { tag, .. } = key.channel {
+                    self.bind(peers, id, tag);
+                }
             }
         }
         Ok(())
@@ -1714,6 +1826,7 @@ impl Handler for Runtime {
             for op in ops {
                 self.check_departed(peers, id, op);
             }
+            self.check_senders(peers, id);
         }
         self.forget_peer(peers, peer);
     }
@@ -1807,9 +1920,12 @@ impl Handler for Runtime {
         }
         let mut late = Vec::new();
         let mut unready = Vec::new();
+        let mut unanswered = Vec::new();
         for (id, group) in &mut self.groups {
             let overdue = group.held.values().find(|waiting| now.since(waiting.since) > waiting.call.timeout);
             unready.extend(overdue.map(|waiting| (*id, waiting.call.timeout)));
+            let overdue = group.unbound.iter().find(|posted| now.since(posted.since) > posted.call.timeout);
+            unanswered.extend(overdue.map(|posted| (*id, posted.call.timeout, awaited_of(&posted.call))));
             for (op, active) in &mut group.ops {
                 if now.since(active.started) > active.timeout {
                     late.push((*id, *op));
@@ -1857,17 +1973,11 @@ impl Handler for Runtime {
                     )
                 })
                 .collect();
-            let failure = Failure::fatal(
-                FailureKind::Timeout,
-                format!(
-                    "Timed out after {:.1} s, waiting for {}.{} Raise the time-out (timeout= of init_process_group) if that \
-                     is expected.",
-                    active.timeout as f64 / SECOND as f64,
-                    awaited.join("; "),
-                    blocked.concat()
-                ),
-            );
+            let failure = timed_out(active.timeout, &awaited.join("; "), &blocked.concat());
             self.fail_group(peers, id, failure, true);
+        }
+        for (id, timeout, awaited) in unanswered {
+            self.fail_group(peers, id, timed_out(timeout, awaited, ""), true);
         }
         for (id, timeout) in unready {
             let failure = Failure::fatal(
@@ -1882,10 +1992,11 @@ impl Handler for Runtime {
         }
         let running = |group: &Group| group.ops.values().map(|active| active.started.plus(active.timeout)).min();
         let held = |group: &Group| group.held.values().map(|waiting| waiting.since.plus(waiting.call.timeout)).min();
+        let unbound = |group: &Group| group.unbound.iter().map(|posted| posted.since.plus(posted.call.timeout)).min();
         let next = self
             .groups
             .values()
-            .flat_map(|group| [running(group), held(group)])
+            .flat_map(|group| [running(group), held(group), unbound(group)])
             .flatten()
             .fold(now.plus(250 * MILLISECOND), Time::min);
         next.max(now.plus(MILLISECOND))
@@ -1985,8 +2096,13 @@ impl Group {
         op.seq < self.issued.count(op.sequence) && !self.ops.contains_key(&op) && !self.held.contains_key(&op)
     }
 
+    /// Operations that were issued and have not ended.
+    fn operations(&self) -> usize {
+        self.ops.len() + self.held.len() + self.unbound.iter().count()
+    }
+
     fn is_busy(&self) -> bool {
-        !self.ops.is_empty() || !self.held.is_empty() || self.joining.is_some()
+        self.operations() > 0 || self.joining.is_some()
     }
 }
 
@@ -2068,7 +2184,54 @@ fn find(regions: &BTreeMap<u64, (u64, Region)>, address: u64, len: u64) -> Optio
     Some((*number, region, region.offset(address, len)?))
 }
 
-fn check_call(call: &Call) -> Result<(), Failure> {
+fn timed_out(timeout: u64, awaited: &str, blocked: &str) -> Failure {
+    let message = format!(
+        "Timed out after {}, waiting for {awaited}.{blocked} Raise the time-out (timeout= of init_process_group) if that is \
+         expected.",
+        seconds(timeout)
+    );
+    Failure::fatal(FailureKind::Timeout, message)
+}
+
+/// The rank that a receive names.
+fn source_of(call: &Call) -> Option<u32> {
+    call.collective.named_rank().filter(|rank| *rank != ANY_SOURCE)
+}
+
+/// What a receive without a message waits for.
+fn awaited_of(call: &Call) -> &'static str {
+    match source_of(call) {
+        None => "a message from any of the other ranks",
+        Some(_) => {
+            "a receive from any source that was posted before it, and takes the next message of any of the other ranks"
+        }
+    }
+}
+
+/// How a receive without a message is called in errors.
+fn unnamed(call: &Call) -> String {
+    match source_of(call) {
+        None => format!("{} from any source", call.fingerprint.describe()),
+        Some(from) => format!("{} from rank {from}", call.fingerprint.describe()),
+    }
+}
+
+/// The rank whose next message under a tag has come, or was announced, before those of the others.
+fn first_sender(group: &Group, id: GroupId, tag: u32, early: &HashMap<(PeerId, MessageKey), Early>) -> Option<u32> {
+    let arrived = |(from, peer): (u32, &Option<PeerId>)| {
+        let sequence = Sequence::Receives { from, tag };
+        let next = OpId { sequence, seq: group.issued.count(sequence) };
+        // The first message of an operation comes first, or is announced.
+        Some((early.get(&((*peer)?, next.key(id, group.rank, 0)))?.arrival, from))
+    };
+    (0..).zip(&group.members).filter_map(arrived).min().map(|(_, from)| from)
+}
+
+fn check_call(call: &Call, world: usize) -> Result<(), Failure> {
+    if call.collective == (Collective::Recv { from: ANY_SOURCE }) && world == 1 {
+        let message = "a receive from any source in a group of one rank has no rank to receive from. Nothing was sent.";
+        return Err(Failure::of_call(FailureKind::Config, message));
+    }
     if call.collective.reduces() && !call.op.takes(call.dtype) {
         return Err(Failure::of_call(
             FailureKind::Config,

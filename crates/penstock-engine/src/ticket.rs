@@ -17,6 +17,7 @@ struct Inner {
 #[derive(Default)]
 struct State {
     result: Option<Result<(), Failure>>,
+    source: Option<u32>,
     callbacks: Vec<Callback>,
 }
 
@@ -60,6 +61,12 @@ impl Ticket {
     #[must_use]
     pub fn result(&self) -> Option<Result<(), Failure>> {
         self.lock().result.clone()
+    }
+
+    /// The rank whose message a receive from any source takes, once there is one.
+    #[must_use]
+    pub fn source(&self) -> Option<u32> {
+        self.lock().source
     }
 
     /// Calls `callback` once the operation has ended: on the engine's thread, or at once on this one if it has.
@@ -116,6 +123,11 @@ impl Promise {
     /// Sets the ticket's result; the first one counts.
     pub(crate) fn complete(&self, result: Result<(), Failure>) {
         self.0.0.complete(result);
+    }
+
+    /// A receive from any source has its message.
+    pub(crate) fn set_source(&self, from: u32) {
+        self.0.0.lock().source = Some(from);
     }
 
     /// Whether it belongs to this ticket.

@@ -2,7 +2,7 @@
 
 use penstock_engine::fingerprint::{Fingerprint, Name, Order};
 use penstock_engine::plan::{Collective, Splits};
-use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Held, Ticket};
+use penstock_engine::{ANY_SOURCE, Call, Config, Contact, Engine, Group, GroupSpec, Held, Ticket};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -451,6 +451,270 @@ fn send_and_receive() {
                 wait(&ticket).unwrap_or_else(|error| panic!("{medium:?}, {len}: {error}"));
             }
             assert!(received == sent, "{medium:?}, {len} elements");
+        }
+    }
+}
+
+fn start(group: &Group, collective: Collective, tag: u32, buffer: &mut [u32]) -> Ticket {
+    let call = message(collective, 4 * buffer.len() as u64, &[], buffer);
+    // SAFETY: the callers' buffers outlive their waits.
+    unsafe { group.start(Call { tag, input: call.output, ..call }) }
+}
+
+/// Receives from any source and from named ranks, posted before and after the messages come, take them as a queue says: a message
+/// goes to the receive that was posted first among those of its tag that fit, and those of one sender come in order. As a
+/// receive tells its source, the order of each pair is known: the messages of a rank must fill the receives that took from it in
+/// the order of posting. Sizes are those below and above what is sent at once.
+#[test]
+fn receives_from_any_source() {
+    for medium in MEDIA {
+        for seed in 0..if cfg!(debug_assertions) { 6 } else { 12 } {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let size = random.u32(2..=4);
+            let world = world(size, medium);
+            let lens: Vec<usize> = (0..3).map(|_| random.choice(SIZES).expect("some")).collect();
+            // What each rank sends to rank 0, by tag.
+            let counts: Vec<[usize; 3]> = (1..size).map(|_| std::array::from_fn(|_| random.usize(0..5))).collect();
+            let text = |at: &str| format!("seed {seed}, {medium:?}, {size} ranks, {lens:?} elements, {counts:?}: {at}");
+            let mut sends: Vec<(u32, u32, Vec<u32>)> = Vec::new();
+            let mut receives: Vec<(u32, u32, Vec<u32>)> = Vec::new();
+            for (rank, counts) in (1..).zip(&counts) {
+                for (tag, count) in (0..).zip(counts) {
+                    for turn in 0..*count {
+                        let data = filled(100 * rank + turn as u32, lens[tag as usize]);
+                        sends.push((rank, tag, data));
+                        let named = random.u32(0..3) == 0;
+                        receives.push((if named { rank } else { ANY_SOURCE }, tag, vec![0; lens[tag as usize]]));
+                    }
+                }
+            }
+            random.shuffle(&mut receives);
+            let mut posts: Vec<bool> = (0..2 * sends.len()).map(|at| at < sends.len()).collect();
+            random.shuffle(&mut posts);
+            let (mut sending, mut receiving) = (sends.iter_mut(), receives.iter_mut());
+            let (mut sent, mut received) = (Vec::new(), Vec::new());
+            for is_send in posts {
+                if is_send {
+                    let (rank, tag, data) = sending.next().expect("as many");
+                    sent.push(start(&world.groups[*rank as usize], Collective::Send { to: 0 }, *tag, data));
+                } else {
+                    let (from, tag, data) = receiving.next().expect("as many");
+                    let ticket = start(&world.groups[0], Collective::Recv { from: *from }, *tag, data);
+                    received.push((*from, *tag, ticket));
+                }
+            }
+            // A receive from any source may have taken what a named one behind it needs: then a message is left for nobody.
+            let mut left: Vec<[usize; 3]> = counts.clone();
+            let mut is_stuck = false;
+            let mut sources = Vec::new();
+            for (from, tag, ticket) in &received {
+                let ended = match *from {
+                    ANY_SOURCE => ticket.wait(Some(Duration::from_secs(10))),
+                    from if left[from as usize - 1][*tag as usize] == 0 => {
+                        is_stuck = true;
+                        break;
+                    }
+                    _ => ticket.wait(Some(Duration::from_secs(10))),
+                };
+                match ended {
+                    Some(result) => result.unwrap_or_else(|error| panic!("{}", text(&error.to_string()))),
+                    None => panic!("{}", text("a receive has not ended")),
+                }
+                let source = if *from == ANY_SOURCE { ticket.source().expect("it has ended") } else { *from };
+                left[source as usize - 1][*tag as usize] -= 1;
+                sources.push(source);
+            }
+            if !is_stuck {
+                for ticket in &sent {
+                    wait(ticket).unwrap_or_else(|error| panic!("{}", text(&error.to_string())));
+                }
+                let held = world.engines[0].stats().expect("it runs").held;
+                assert_eq!((held.operations, held.early_messages), (0, 0), "{}", text("something is left"));
+            }
+            drop(world);
+            let mut next: std::collections::HashMap<(u32, u32), usize> = std::collections::HashMap::new();
+            for (source, (_, tag, data)) in sources.iter().zip(&receives) {
+                let turn = next.entry((*source, *tag)).or_default();
+                let expected = filled(100 * source + *turn as u32, lens[*tag as usize]);
+                assert!(*data == expected, "{}", text(&format!("message {turn} of rank {source} under tag {tag}")));
+                *turn += 1;
+            }
+        }
+    }
+}
+
+/// A receive from any source takes what came first; what is posted behind it under its tag waits for its choice, and what is posted
+/// under another one does not.
+#[test]
+fn receives_take_turns() {
+    for medium in MEDIA {
+        for len in [0, 1, 3001, 700_003] {
+            let world = world(3, medium);
+            let mut buffers: Vec<Vec<u32>> = (0..4).map(|_| vec![0; len]).collect();
+            let [any, named, other, late] = &mut buffers[..] else { unreachable!() };
+            let any = start(&world.groups[0], Collective::Recv { from: ANY_SOURCE }, 0, any);
+            let named = start(&world.groups[0], Collective::Recv { from: 1 }, 0, named);
+            let other = start(&world.groups[0], Collective::Recv { from: 1 }, 1, other);
+            assert_eq!(held(&world)[0].operations, 3);
+            let mut sent: Vec<_> = (0..4).map(|message| filled(message, len)).collect();
+            let mut send = |rank: u32, tag, at: usize| {
+                start(&world.groups[rank as usize], Collective::Send { to: 0 }, tag, &mut sent[at])
+            };
+            wait(&send(1, 1, 0)).expect("under another tag");
+            wait(&other).expect("as above");
+            assert_eq!((any.source(), any.result().is_none(), named.result().is_none()), (None, true, true));
+            wait(&send(1, 0, 1)).expect("taken");
+            wait(&any).expect("it was first");
+            assert!(any.source() == Some(1) && named.result().is_none(), "{medium:?}, {len}: {:?}", any.source());
+            wait(&send(1, 0, 2)).expect("taken");
+            wait(&named).expect("its turn");
+            // What came before it was posted.
+            let send = send(2, 0, 3);
+            until(&world, |now| now[0].early_messages > 0);
+            let late = start(&world.groups[0], Collective::Recv { from: ANY_SOURCE }, 0, late);
+            wait(&late).expect("it is here");
+            wait(&send).expect("taken");
+            assert_eq!(late.source(), Some(2));
+            drop(world);
+            assert!(buffers == [filled(1, len), filled(2, len), filled(0, len), filled(3, len)], "{medium:?}, {len}");
+        }
+    }
+}
+
+/// A message that does not fit the receive from any source that takes it is a mismatch on both ranks, with what each of them has.
+#[test]
+fn any_source_that_disagrees() {
+    for medium in MEDIA {
+        for (sent, expected) in [(10, 11), (300_000, 300_001), (10, 300_000), (300_000, 10), (0, 5), (5, 0)] {
+            for posted_first in [false, true] {
+                let world = world(3, medium);
+                let (mut data, mut buffer) = (filled(0, sent), vec![0; expected]);
+                let receive =
+                    |buffer: &mut Vec<u32>| start(&world.groups[0], Collective::Recv { from: ANY_SOURCE }, 0, buffer);
+                let early = posted_first.then(|| receive(&mut buffer));
+                // Its failure is heard of where the send has ended.
+                let mut third = vec![0];
+                let watch = start(&world.groups[2], Collective::Recv { from: ANY_SOURCE }, 0, &mut third);
+                let send = start(&world.groups[2], Collective::Send { to: 0 }, 0, &mut data);
+                let receipt = early.unwrap_or_else(|| {
+                    until(&world, |now| now[0].early_messages > 0);
+                    receive(&mut buffer)
+                });
+                for ticket in [&receipt, &watch] {
+                    let failure = wait(ticket).expect_err("the sizes differ");
+                    assert_eq!(failure.kind, FailureKind::Mismatch, "{medium:?}, {sent}, {expected}: {failure}");
+                    let text = failure.to_string();
+                    assert!([sent, expected].iter().all(|len| text.contains(&format!("{len} x int32"))), "{text}");
+                    assert!(text.contains("rank 0") && text.contains("rank 2"), "{text}");
+                }
+                let _ = wait(&send);
+            }
+        }
+    }
+}
+
+/// A receive from any source that gets no message ends at its time-out, or when the group fails, or is left, or when all others have
+/// left: with their last messages taken, and not before. What waits behind it ends with it.
+#[test]
+fn any_source_without_a_message() {
+    for medium in MEDIA {
+        let post = |world: &World, buffers: &mut [Vec<u32>; 2]| {
+            let [any, named] = buffers;
+            [(ANY_SOURCE, any), (1, named)]
+                .map(|(from, buffer)| start(&world.groups[0], Collective::Recv { from }, 0, buffer))
+        };
+        let fails = |tickets: &[Ticket], kind: FailureKind, parts: &[&str]| {
+            for (ticket, own) in tickets.iter().zip(["from any source of group", "from rank 1 of group"]) {
+                let failure = wait(ticket).expect_err("no message comes");
+                let text = failure.to_string();
+                assert_eq!(failure.kind, kind, "{medium:?}: {text}");
+                assert!(parts.iter().chain([&own]).all(|part| text.contains(part)), "{medium:?}, {parts:?}: {text}");
+            }
+        };
+        let mut buffers = [vec![7; 10], vec![7; 10]];
+
+        let patient = world(3, medium);
+        let mut short = vec![0; 10];
+        let call = message(Collective::Recv { from: ANY_SOURCE }, 40, &[], &mut short);
+        // SAFETY: the buffer outlives the wait.
+        let late = unsafe { patient.groups[0].start(Call { timeout: 300_000_000, ..call }) };
+        let behind = start(&patient.groups[0], Collective::Recv { from: 1 }, 0, &mut buffers[1]);
+        let parts = ["Timed out after 0.3 s, waiting for a message from any of the other ranks."];
+        fails(&[late, behind], FailureKind::Timeout, &parts);
+
+        let aborted = world(3, medium);
+        let tickets = post(&aborted, &mut buffers);
+        until(&aborted, |now| now[0].operations == 2);
+        aborted.groups[2].abort("a test wants it");
+        fails(&tickets, FailureKind::Closed, &["a test wants it", "rank 2"]);
+
+        let left = world(3, medium);
+        let tickets = post(&left, &mut buffers);
+        left.groups[0].leave();
+        fails(&tickets, FailureKind::Closed, &["destroyed the group while operations were running"]);
+        until(&left, |now| now[0].operations == 0);
+
+        // One after the other, by leaving the group alone, or altogether; the last one with a message on its way.
+        for leaves_the_job in [false, true] {
+            let mut world = world(3, medium);
+            let mut two = [vec![0; 10], vec![0; 10]];
+            let tickets =
+                two.each_mut().map(|buffer| start(&world.groups[0], Collective::Recv { from: ANY_SOURCE }, 0, buffer));
+            let mut data = filled(3, 10);
+            for rank in [1, 2] {
+                if rank == 2 {
+                    wait(&start(&world.groups[2], Collective::Send { to: 0 }, 0, &mut data)).expect("short");
+                }
+                world.groups[rank].leave();
+                if leaves_the_job {
+                    drop(world.engines.remove(1));
+                }
+            }
+            wait(&tickets[0]).expect("rank 2 has sent before it left");
+            assert_eq!(tickets[0].source(), Some(2));
+            let parts: &[&str] = if leaves_the_job { &["has left the job"] } else { &["has left the group"] };
+            fails(&tickets[1..], FailureKind::PeerLost, parts);
+            let failure = wait(&tickets[1]).expect_err("as above").to_string();
+            assert!(failure.contains("rank 1 (") && failure.contains("rank 2 ("), "{failure}");
+            drop(world);
+            assert_eq!(two, [filled(3, 10), vec![0; 10]]);
+        }
+        drop((patient, aborted, left));
+        assert_eq!(buffers, [vec![7; 10], vec![7; 10]], "{medium:?}: a buffer was touched");
+    }
+    let alone = world(1, Medium::Memory);
+    let failure =
+        wait(&start(&alone.groups[0], Collective::Recv { from: ANY_SOURCE }, 0, &mut [0])).expect_err("alone");
+    assert!(failure.group_lives && failure.to_string().contains("one rank"), "{failure}");
+}
+
+/// A receive from any source whose buffer is not ready has its place in the queue, and its message waits until it is; in both orders.
+#[test]
+fn any_source_held_until_released() {
+    for medium in MEDIA {
+        for (len, released_first) in [(10, true), (10, false), (300_000, true), (300_000, false)] {
+            let world = world(3, medium);
+            let (mut first, mut second) = (vec![7; len], vec![7; len]);
+            let (mut ones, mut others) = (filled(1, len), filled(2, len));
+            let call = message(Collective::Recv { from: ANY_SOURCE }, 4 * len as u64, &[], &mut first);
+            // SAFETY: the buffers outlive the waits.
+            let held_one = unsafe { world.groups[0].start(Call { hold: true, ..call }) };
+            let free = start(&world.groups[0], Collective::Recv { from: ANY_SOURCE }, 0, &mut second);
+            if released_first {
+                world.groups[0].release(&held_one);
+            }
+            let sent = start(&world.groups[1], Collective::Send { to: 0 }, 0, &mut ones);
+            until(&world, |_| held_one.source() == Some(1));
+            wait(&start(&world.groups[2], Collective::Send { to: 0 }, 0, &mut others)).expect("taken");
+            wait(&free).expect("it overtakes the held one");
+            assert_eq!(free.source(), Some(2));
+            if !released_first {
+                assert!(held_one.result().is_none(), "{medium:?}, {len}");
+                world.groups[0].release(&held_one);
+            }
+            wait(&held_one).expect("released");
+            wait(&sent).expect("taken");
+            assert!(first == filled(1, len) && second == filled(2, len), "{medium:?}, {len}");
         }
     }
 }

@@ -94,6 +94,13 @@ pub struct MessageKey {
     pub message: u32,
 }
 
+impl MessageKey {
+    /// Whether it is the first message of a send.
+    pub(crate) fn begins_a_send(&self) -> bool {
+        matches!(self.channel, Channel::PointToPoint { .. }) && self.message == 0
+    }
+}
+
 /// What a frame means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
@@ -106,7 +113,8 @@ pub enum Kind {
     Done = 2,
     /// The receiver is ready for messages `message..message + offset` of the operation.
     Grant = 3,
-    /// The sender has a small message but no credit for it; it asks for a `Grant`.
+    /// The sender has a message that waits for a `Grant`, which the receiver may not give unasked: a small one beyond the credit, or
+    /// the first one of a send.
     Announce = 4,
     /// Only `ack` and `credit`. Not itself acknowledged.
     Ack = 5,

@@ -433,8 +433,8 @@ impl Peer {
     // ------------------------------------------------------------------ outgoing
 
     /// Queues a message. [`Body::Owned`] is for messages up to `eager_bytes` that the credit is enough for
-    /// ([`Peer::has_credit`]). Others wait for their grant; a short one is announced, because receivers grant unasked only
-    /// what is above [`Peer::eager_limit`].
+    /// ([`Peer::has_credit`]). Others wait for their grant. A short one is announced, because receivers grant unasked only what
+    /// is above [`Peer::eager_limit`]; so is the first one of a send, which a receive from any source cannot grant unasked.
     pub fn send(&mut self, outgoing: Outgoing) {
         if self.has_ended {
             return;
@@ -482,7 +482,7 @@ impl Peer {
         {
             message.way = Way::Eager { serial: 0 };
             self.ready.insert((priority, issue));
-        } else if matches!(message.body, Body::Owned(_)) || total <= self.eager_limit() {
+        } else if matches!(message.body, Body::Owned(_)) || total <= self.eager_limit() || key.begins_a_send() {
             let mut header = Header::new(Kind::Announce, key);
             header.fingerprint = fingerprint;
             header.coflow = coflow;

@@ -3,7 +3,7 @@
 use crate::{callbacks, error, setup_error};
 use penstock_engine::fingerprint::{Fingerprint, Name, Order};
 use penstock_engine::plan::{Algorithm, Collective, Splits, UnknownAlgorithm};
-use penstock_engine::{Call, Config, Contact, GroupSpec, Ptracer};
+use penstock_engine::{ANY_SOURCE, Call, Config, Contact, GroupSpec, Ptracer};
 use penstock_types::{DType, Generation, GroupId, Priority, ReduceOp};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -252,6 +252,7 @@ impl Group {
             "barrier" => (Collective::Barrier, Name::Barrier),
             "send" => (Collective::Send { to: rank }, Name::PointToPoint),
             "recv" => (Collective::Recv { from: rank }, Name::PointToPoint),
+            "recv_anysource" => (Collective::Recv { from: ANY_SOURCE }, Name::PointToPoint),
             _ => return Err(PyValueError::new_err(format!("unknown collective {collective:?}"))),
         };
         let dtype = dtype_named(dtype)?;
@@ -349,6 +350,11 @@ impl Ticket {
     /// Whether the operation has ended, well or not.
     fn done(&self) -> bool {
         self.0.result().is_some()
+    }
+
+    /// The rank whose message a receive from any source takes, once there is one.
+    fn source(&self) -> Option<u32> {
+        self.0.source()
     }
 
     /// Calls `callback()` once the operation has ended, on a thread of its own.

@@ -523,9 +523,13 @@ class _Collectives:
         start = self._checked("recv", None, tensor=tensor, output=tensor, rank=src, tag=tag)
         return self._work([start], tensors, source=src)
 
+    @_span("recvAnySource", _first)
     @_batched
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
-        raise _refusal("recv from any source is not supported: name the source rank")
+        """Receive the next message of any rank under this tag. Receives of a tag take messages in the order in which they were
+        posted: one that names a rank leaves an earlier message of that rank to a receive from any source before it."""
+        (tensor,) = tensors
+        return self._work([self._checked("recv_anysource", None, tensor=tensor, output=tensor, tag=tag)], tensors)
 
     recvAnysource = recv_anysource
 
@@ -923,6 +927,10 @@ class _InBatch:
     def done(self) -> bool:
         self._batch.start()
         return all(ticket.done() for ticket in self._work.tickets)
+
+    def source(self) -> int | None:
+        self._batch.start()
+        return self._work.tickets[0].source()
 
     def on_done(self, callback: Callable[[], object]) -> None:
         self._batch.start()

@@ -108,6 +108,9 @@ class SparseTicket:
         """Whether it has ended, well or not."""
         return self._ended.is_set()
 
+    def source(self) -> None:
+        """It receives from nobody in particular."""
+
     def on_done(self, callback: Callable[[], object]) -> None:
         """Call ``callback()`` once it has ended: on the thread of the reductions, or at once on this one."""
         with self._lock:

@@ -155,6 +155,11 @@ class StagedTicket:
         """Whether the operation has ended on the host."""
         return bool(self._ticket.done())
 
+    def source(self) -> int | None:
+        """Like the engine's ticket."""
+        found: int | None = self._ticket.source()
+        return found
+
     def arrived(self) -> bool:
         """Whether its result is on the device; the operation must have ended well. Does not block."""
         return bool(self._staged.returned().query())

@@ -24,6 +24,7 @@ class Ticket(Protocol):
 
     def wait(self, timeout_s: float | None = None) -> bool: ...
     def done(self) -> bool: ...
+    def source(self) -> int | None: ...
     def on_done(self, callback: Callable[[], object]) -> None: ...
 
 
@@ -48,7 +49,7 @@ class Work(dist.Work):
         outputs: the tensors that hold the result, in the form that DDP expects of a future.
         finish: called once, after the tickets and before anybody sees the result, on the thread that asks first:
             copies results to where the user wants them.
-        source: the sending rank of a receive.
+        source: the rank that a receive names.
         parts: calls that this one stands for, with the same tickets.
     """
 
@@ -159,8 +160,9 @@ class Work(dist.Work):
         return self.outputs
 
     def source_rank(self) -> int:
-        """The sending rank of a receive."""
-        return self._source
+        """The sending rank of a receive, in its group; -1 as long as one from any source has no message."""
+        found = self.tickets[0].source() if self._source < 0 and self.tickets else None
+        return self._source if found is None else found
 
     _source_rank = source_rank
 

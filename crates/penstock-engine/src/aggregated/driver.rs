@@ -275,7 +275,7 @@ impl Driver {
         let Call { fingerprint, priority, keep, .. } = call;
         let recorded = self.recorder.issued(Record {
             group: self.spec.name.as_str().into(),
-            seq: self.first + self.running.len() as u64 + 1,
+            seq: Some(self.first + self.running.len() as u64 + 1),
             what: fingerprint,
             bytes: call.bytes,
             algorithm: Algorithm::Aggregated,

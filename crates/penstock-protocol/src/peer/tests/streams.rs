@@ -1,6 +1,7 @@
 //! Frames moved by hand between two machines: loss, repeats, races, references, failed groups.
 
 use crate::fingerprint::Order;
+use crate::frame::Direction;
 use crate::peer::*;
 
 const NOW: Time = Time(1_000_000);
@@ -411,6 +412,38 @@ fn empty_messages_are_to_be_delivered() {
     assert!(!a.may_say_bye());
     drain(&mut b, &mut a, 0);
     assert!(a.may_say_bye());
+}
+
+/// Who leaves a group says so after all that leaves without a grant has been taken, whichever stream is faster: whoever hears of
+/// it knows that nothing more comes.
+#[test]
+fn leaving_is_told_after_what_leaves_unasked() {
+    for (credit, memory) in [(1 << 20, false), (0, false), (1 << 20, true)] {
+        let config = PeerConfig { eager_credit_bytes: credit, references: memory, ..PeerConfig::default() };
+        let [mut a, mut b] = pair(&config, 2);
+        let send = MessageKey { channel: Channel::PointToPoint { direction: Direction::Up, tag: 1 }, ..key(0) };
+        let place = Reference { address: 0, epoch: 0, region: 0 };
+        let short = Body::Owned(vec![1; 100].into());
+        let bodies = if credit > 0 { vec![short, Body::Memory { place, len: 1 << 20 }] } else { vec![short] };
+        for (op, body) in (0..).zip(bodies) {
+            let key = MessageKey { op: OpSeq(op), ..send };
+            a.send(Outgoing { key, priority: Priority(0), fingerprint: FIVE, coflow: 0, body });
+        }
+        a.left(GroupId(7));
+        let slow: Vec<_> = std::iter::from_fn(|| a.poll_frame(0, NOW)).collect();
+        let kinds: Vec<_> = slow.iter().map(|frame| frame.header.kind).collect();
+        let asks = if memory { Kind::Reference } else { Kind::Announce };
+        assert_eq!(kinds, if credit > 0 { vec![asks, Kind::Data] } else { vec![asks] });
+        assert!(drain(&mut a, &mut b, 1).iter().all(|(header, _)| header.kind != Kind::Left), "it overtook them");
+        for frame in &slow {
+            take(&mut b, 0, frame, OpStatus::Early);
+        }
+        assert_eq!(events(&mut b), []);
+        drain(&mut b, &mut a, 0);
+        drain(&mut a, &mut b, 1);
+        assert_eq!(events(&mut b), [Event::Left(GroupId(7))]);
+        assert!(a.leaving.is_empty());
+    }
 }
 
 /// A copied message that waits for its grant outlives its operation, and nothing is left once it was taken.

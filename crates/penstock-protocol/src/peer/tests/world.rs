@@ -579,7 +579,7 @@ impl World {
             Kind::Announce => {
                 let (op, message) = self.find(other, node, &header.key);
                 self.got.entry((op, message)).or_default().announced = true;
-                if self.locals[node][op].posted {
+                if self.locals[node][op].posted && !self.is_granted_unasked(op, message) {
                     self.grant(op, message);
                 }
             }
@@ -627,19 +627,24 @@ impl World {
         self.peer(spec.to, spec.from).grant(key, 1, Fingerprint::default());
     }
 
+    /// Others are announced; so is the first message of a send, which is not granted twice for that.
+    fn is_granted_unasked(&self, op: usize, message: usize) -> bool {
+        let spec = self.ops[op].messages[message];
+        let peer = &self.pairs[self.pair_of(spec.from, spec.to).0].peers[0];
+        !spec.copied && !peer.config.references && spec.len > peer.eager_limit()
+    }
+
     fn post(&mut self, node: usize, op: usize) {
         assert!(!std::mem::replace(&mut self.locals[node][op].posted, true));
         let messages = self.ops[op].messages.clone();
         for (message, spec) in messages.iter().enumerate() {
             if spec.to == node {
-                // A short one that is not copied is announced.
-                let peer = &self.pairs[self.pair_of(spec.from, node).0].peers[0];
-                if !spec.copied && !peer.config.references && spec.len > peer.eager_limit() {
+                if self.is_granted_unasked(op, message) {
                     let later = if self.slow_grants > 0 { self.rng.random_range(0..self.slow_grants) } else { 0 };
                     self.plan(self.now.plus(later), Action::Grant { op, message });
                 }
                 let got = self.got.get(&(op, message)).cloned().unwrap_or_default();
-                if got.announced {
+                if got.announced && !self.is_granted_unasked(op, message) {
                     self.grant(op, message);
                 }
                 if got.referenced {

@@ -1,0 +1,63 @@
+//! Receives that wait for their place in a sequence.
+//!
+//! The `n`-th receive from a rank under a tag takes the `n`-th message of that rank. A receive from any source belongs to no rank
+//! before a message comes that it takes, and a receive that names a rank, posted behind it under the same tag, does not know
+//! before that whether it takes that rank's next message or the one after it. So they queue, by tag: a message goes to the
+//! receive that was posted first among those that fit, as in MPI.
+
+use std::collections::{BTreeMap, VecDeque};
+
+/// The rank of a receive that takes the next message of any rank ([`penstock_plan::Collective::Recv`]). No plan is for it: a receive
+/// is planned when it has its message.
+pub const ANY_SOURCE: u32 = u32::MAX;
+
+/// Receives without a message, by tag. While the runtime is not at work on a queue, its first one takes any source, and no message
+/// for it is here.
+#[derive(Debug)]
+pub(crate) struct Unbound<T>(BTreeMap<u32, VecDeque<T>>);
+
+impl<T> Default for Unbound<T> {
+    fn default() -> Unbound<T> {
+        Unbound(BTreeMap::new())
+    }
+}
+
+impl<T> Unbound<T> {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether a receive under this tag waits, so that later ones have to queue behind it.
+    pub(crate) fn has(&self, tag: u32) -> bool {
+        self.0.contains_key(&tag)
+    }
+
+    pub(crate) fn push(&mut self, tag: u32, receive: T) {
+        self.0.entry(tag).or_default().push_back(receive);
+    }
+
+    pub(crate) fn first(&self, tag: u32) -> Option<&T> {
+        self.0.get(&tag)?.front()
+    }
+
+    pub(crate) fn pop(&mut self, tag: u32) -> Option<T> {
+        let queue = self.0.get_mut(&tag)?;
+        let first = queue.pop_front();
+        if queue.is_empty() {
+            self.0.remove(&tag);
+        }
+        first
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
+        self.0.values().flatten()
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.0.values_mut().flatten()
+    }
+
+    pub(crate) fn drain(&mut self) -> impl Iterator<Item = T> + use<T> {
+        std::mem::take(&mut self.0).into_values().flatten()
+    }
+}
