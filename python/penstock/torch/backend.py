@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.autograd import profiler
 
 from penstock.errors import Config as ConfigError
-from penstock.errors import PenstockError
+from penstock.errors import Closed, PeerLost, PenstockError
 from penstock.torch import Devices, rendezvous
 from penstock.torch.layout import Layout, blocks, layout, order, rows
 from penstock.torch.sparse import SparseReductions
@@ -55,23 +55,49 @@ def create(options: Any, pg_options: Any) -> Any:
         options.timeout,
         name,
         aggregate=everybody,
-        check=_check_default(global_ranks),
+        check=_check_known(global_ranks),
     )
     return _CLASS(membership, options.timeout)
 
 
-def _check_default(ranks: Sequence[int]) -> Callable[[], None] | None:
-    """What raises once one of these ranks is lost, or has left, as the default group knows; None if that is not Penstock's. (That
-    the group has failed of another rank is no reason: these may build a group without it.)"""
+def _check_known(ranks: Sequence[int]) -> Callable[[], None] | None:
+    """What raises once one of these ranks is lost, as far as this process's groups know; None where none of them has such a rank.
+    (That a group has failed of another rank is no reason: these may build a group without it.)
+
+    A rank that has left the default group, if that is Penstock's, has left the job. One that has left all other groups may come
+    back: only its death counts, where the default group is another backend's.
+    """
     if not dist.is_initialized():
         return None
     try:
         default = of(None)
     except (ConfigError, RuntimeError):
-        return None
+        return _check_deaths(ranks)
     if default not in _alive:  # aborted: its group knows nothing any more
         return None
     return functools.partial(default._member.group.check, ranks, whole=False)
+
+
+def _check_deaths(ranks: Sequence[int]) -> Callable[[], None] | None:
+    """What raises once one of these ranks has died: each rank is asked for in one group that has it."""
+    asked: dict[int, tuple[Any, int]] = {}
+    for backend in list(_alive):
+        member = backend._member
+        shared = set(ranks).intersection(member.job_ranks).difference(asked, [member.engine.job_rank])
+        asked |= {rank: (member.group, member.job_ranks.index(rank)) for rank in shared}
+
+    def check() -> None:
+        for group, rank in asked.values():
+            try:
+                group.check([rank], whole=False)
+            except PeerLost as error:
+                # A farewell has the same class; the engine says it in these words (crates/penstock-net/src/driver.rs).
+                if "has left the job" not in str(error):
+                    raise
+            except Closed:
+                pass  # the group was destroyed meanwhile, and knows nothing any more
+
+    return check if asked else None
 
 
 def of(group: Any = None) -> Any:
