@@ -7,6 +7,7 @@ ElasticSampler deals out, and tells what it did, so that every story can be comp
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -323,6 +324,25 @@ def _committed(state: elastic.State) -> elastic.State:
     state.total += 1
     state.commit()
     return state
+
+
+def test_adopt_takes_a_copy() -> None:
+    """What was adopted stays the caller's: commits do not write into it, nor does the caller into the last commit."""
+    donor, state = _state(1), _state(2)
+    donor.commit()
+    given = copy.deepcopy(donor.snapshot())
+    before = _plain(copy.deepcopy(given))
+    state.adopt(given)
+    for parameter in state.model.parameters():
+        torch.nn.init.constant_(parameter, 7.0)
+    for _ in range(3):
+        state.commit()
+    assert _plain(given) == before
+    state.adopt(given)
+    for tensor in given["objects"]["model"].values():
+        tensor.fill_(9.0)
+    state.restore()
+    assert _plain(state.snapshot()) == before
 
 
 def test_restore_goes_back_to_the_last_commit() -> None:

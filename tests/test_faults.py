@@ -149,10 +149,17 @@ def test_new_group_without_a_rank(how: str) -> None:
         assert outcome.ended_s - since_s < DEATH_KNOWN_S, str(outcome)
 
 
+def test_wait_for_the_first_sparse_all_reduce_gives_up() -> None:
+    """The first sparse all-reduce of a group joins another group first, and a rank does not come: a wait with a time-out of its own
+    ends then, as any other, and the group fails on all ranks. It waited for the group's time-out."""
+    for kind in ranks.run(_give_up_on_sparse, count=2):
+        assert kind in ("Timeout", "Refused", "Closed")
+
+
 @pytest.mark.parametrize("how", ["dies", "dies before", "dies with a contact"])
 def test_new_group_under_gloo_without_a_rank(how: str) -> None:
-    """The default group is gloo's, and ranks have a group of Penstock's. One of them dies, and the others build a second one with it:
-    they raise PeerLost within seconds, as the first one knows. So they do where they have its contact already."""
+    """The default group is gloo's, and ranks have a group of Penstock's. One of them dies, and the others build a second one
+    with it: they raise PeerLost within seconds, as the first one knows. So they do where they have its contact already."""
     with ranks.Ranks(_new_group_under_gloo_without, count=3, args=(how,)) as job:
         job.await_note("before", deadline_s=60)
         since_s = job.signal(2, signal.SIGKILL) if how == "dies before" else time.monotonic()
@@ -1017,6 +1024,22 @@ def _new_group_without(how: str) -> tuple[str, str] | None:
     dist.all_reduce(tensor, group=survivors)
     same(tensor, 2.0)
     return raised
+
+
+def _give_up_on_sparse() -> str:
+    rank, _ = _start(1800.0)
+    store = _job_store()
+    if rank == 1:
+        store.wait(["given up"], datetime.timedelta(seconds=60))
+    work = dist.all_reduce(torch.sparse_coo_tensor([[rank]], [1.0], (4,)), async_op=True)
+    with pytest.raises(penstock.errors.PenstockError) as caught:
+        work.wait(*([datetime.timedelta(seconds=0.3)] if rank == 0 else []))
+    if rank == 0:
+        assert isinstance(caught.value, penstock.errors.Timeout) and "0.3 s" in str(caught.value), caught.value
+    store.set("given up", "")
+    with pytest.raises(penstock.errors.PenstockError):
+        dist.all_reduce(torch.ones(2))
+    return type(caught.value).__name__
 
 
 def _new_group_under_gloo_without(how: str) -> tuple[str, str]:

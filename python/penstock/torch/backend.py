@@ -251,7 +251,7 @@ class _Collectives:
         if op not in ("sum", "avg"):
             raise _refusal(f"all_reduce of sparse tensors knows SUM and AVG, not {op.upper()}; make them dense first")
         if self._sparse is None:
-            self._sparse = SparseReductions(lambda: self.sibling("sparse"), self._fail)
+            self._sparse = SparseReductions(lambda check: self.sibling("sparse", check=check), self._fail)
         reductions, tickets = self._sparse, []
         timeout = opts.timeout if _is_set(opts.timeout) else self._timeout
 
@@ -574,11 +574,13 @@ class _Collectives:
             self._member.group.abort(f"rank {self._member.rank} called abort()")
             self.shutdown()
 
-    def sibling(self, name: str, *, aggregate: bool = False) -> rendezvous.Membership:
+    def sibling(
+        self, name: str, *, aggregate: bool = False, check: Callable[[], None] | None = None
+    ) -> rendezvous.Membership:
         """Join another group of the same ranks, for operations that have an order of their own. Blocks until all ranks have
         called it, with the same name; it is left with this group at the latest. With ``aggregate`` its all-reduces go through
-        servers if this group's do."""
-        sibling = self._member.sibling(name, self._timeout, aggregate=aggregate)
+        servers if this group's do; ``check`` is as for `rendezvous.join`."""
+        sibling = self._member.sibling(name, self._timeout, aggregate=aggregate, check=check)
         self._siblings.append(sibling)
         if self not in _alive:  # shut down meanwhile, by another thread
             self.forget_siblings([sibling])
@@ -654,7 +656,9 @@ class _Collectives:
         timeout = getattr(opts, "timeout", None) or self._timeout
         name = getattr(opts, "group_name", "") or f"{self._member.name}:split"
         rank = ranks.index(self._member.rank)
-        member = rendezvous.join(store, rank, [self._member.job_ranks[one] for one in ranks], timeout, name)
+        job_ranks = [self._member.job_ranks[one] for one in ranks]
+        check = functools.partial(self._member.group.check, ranks, whole=False)
+        member = rendezvous.join(store, rank, job_ranks, timeout, name, check=check)
         return _CLASS(member, timeout)
 
     # ------------------------------------------------------------------ helpers
@@ -1020,6 +1024,22 @@ def _is_set(timeout: timedelta) -> bool:
     return timeout.total_seconds() >= 0
 
 
+@functools.cache
+def _spare_outsiders() -> None:
+    """Keep torch from asking for a split on ranks that are in no part of it, from the first group of this backend on. Such a rank's
+    backend returns no group, and where it is written in Python, torch 2.15 crashes on that (`ProcessGroup::splitGroup`). Groups
+    with other backends are asked as before: some take part in a split on all ranks."""
+    split = c10d.ProcessGroup.split_group
+
+    def split_group(group: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        backends = (group._get_backend(device) for device in group._device_types)
+        if group.rank() not in ranks and all(isinstance(one, _Collectives) for one in backends):
+            return None
+        return split(group, ranks, *args, **kwargs)
+
+    c10d.ProcessGroup.split_group = split_group
+
+
 def _class() -> Any:
     """The class for this torch: feature-tested, not version-tested."""
     if _can_be_made(c10d.Backend):
@@ -1029,6 +1049,7 @@ def _class() -> Any:
             def __init__(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
                 base.__init__(self, membership.rank, membership.world)
                 answer_for_wrappers()
+                _spare_outsiders()
                 self._setup(membership, timeout)
 
         return PenstockBackend
