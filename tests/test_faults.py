@@ -150,10 +150,19 @@ def test_new_group_without_a_rank(how: str) -> None:
 
 
 def test_wait_for_the_first_sparse_all_reduce_gives_up() -> None:
-    """The first sparse all-reduce of a group joins another group first, and a rank does not come: a wait with a time-out of its own
-    ends then, as any other, and the group fails on all ranks. It waited for the group's time-out."""
+    """The first sparse all-reduce of a group joins another group first, and a rank does not come: a wait with a time-out of its
+    own ends then, as any other, and the group fails on all ranks. It waited for the group's time-out."""
     for kind in ranks.run(_give_up_on_sparse, count=2):
         assert kind in ("Timeout", "Refused", "Closed")
+
+
+@pytest.mark.parametrize("who", ["all", "one, a subgroup", "one, the default group"])
+def test_new_group_after_abort(who: str) -> None:
+    """Ranks that have aborted a group can build another at once, if all have, or if the default group lives. If one rank aborts the
+    default group, it has left the job: all get an error within seconds."""
+    for built, text in ranks.run(_new_group_after_abort, count=2, args=(who,), timeout_s=DEATH_KNOWN_S + 30):
+        assert built == (who != "one, the default group"), text
+        assert built or ("rank 0 (" in text and "has left the job" in text), text
 
 
 @pytest.mark.parametrize("how", ["dies", "dies before", "dies with a contact"])
@@ -1024,6 +1033,22 @@ def _new_group_without(how: str) -> tuple[str, str] | None:
     dist.all_reduce(tensor, group=survivors)
     same(tensor, 2.0)
     return raised
+
+
+def _new_group_after_abort(who: str) -> tuple[bool, str]:
+    rank, size = _start(1800.0)
+    group = dist.new_group() if who == "one, a subgroup" else dist.group.WORLD
+    dist.barrier()
+    if rank == 0 or who == "all":
+        group._get_backend(torch.device("cpu")).abort()
+    try:
+        again = dist.new_group()
+    except penstock.errors.PenstockError as error:
+        return False, str(error)
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor, group=again)
+    same(tensor, float(size))
+    return True, ""
 
 
 def _give_up_on_sparse() -> str:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.autograd import profiler
 
-from penstock.errors import Config as ConfigError
 from penstock.errors import Closed, PeerLost, PenstockError
+from penstock.errors import Config as ConfigError
 from penstock.torch import Devices, rendezvous
 from penstock.torch.layout import Layout, blocks, layout, order, rows
 from penstock.torch.sparse import SparseReductions
@@ -1026,18 +1026,18 @@ def _is_set(timeout: timedelta) -> bool:
 
 @functools.cache
 def _spare_outsiders() -> None:
-    """Keep torch from asking for a split on ranks that are in no part of it, from the first group of this backend on. Such a rank's
-    backend returns no group, and where it is written in Python, torch 2.15 crashes on that (`ProcessGroup::splitGroup`). Groups
-    with other backends are asked as before: some take part in a split on all ranks."""
+    """Keep torch from asking for a split on ranks that are in no part of it, from the first group of this backend on. Such a
+    rank's backend returns no group, and where it is written in Python, torch 2.15 crashes on that (`ProcessGroup::splitGroup`).
+    Groups with other backends are asked as before: some take part in a split on all ranks."""
     split = c10d.ProcessGroup.split_group
 
-    def split_group(group: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    def split_group(group: Any, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
         backends = (group._get_backend(device) for device in group._device_types)
         if group.rank() not in ranks and all(isinstance(one, _Collectives) for one in backends):
             return None
         return split(group, ranks, *args, **kwargs)
 
-    c10d.ProcessGroup.split_group = split_group
+    setattr(c10d.ProcessGroup, "split_group", split_group)  # noqa: B010 -- the stub calls it a method
 
 
 def _class() -> Any:

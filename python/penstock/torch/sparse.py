@@ -85,12 +85,11 @@ class SparseReductions:
                     failure = error
                     self._fail(error)
 
-
     def _check(self) -> None:
         if self._expired_s is not None:
             raise TimeoutError_(
-                f"Timed out after {self._expired_s:g} s: not all ranks have come to the group's first all_reduce of a sparse tensor. "
-                "Raise the time-out of wait() if that is expected. The group is unusable: destroy it and build a new one."
+                f"Timed out after {self._expired_s:g} s: not all ranks have come to the group's first all_reduce of a sparse "
+                "tensor. Raise the time-out of wait() if that is expected. The group is unusable: destroy it and build a new one."
             )
 
 
