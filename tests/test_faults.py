@@ -158,8 +158,8 @@ def test_wait_for_the_first_sparse_all_reduce_gives_up() -> None:
 
 @pytest.mark.parametrize("who", ["all", "one, a subgroup", "one, the default group"])
 def test_new_group_after_abort(who: str) -> None:
-    """Ranks that have aborted a group can build another at once, if all have, or if the default group lives. If one rank aborts the
-    default group, it has left the job: all get an error within seconds."""
+    """Ranks that have aborted a group can build another at once, if all have, or if the default group lives. If one rank aborts
+    the default group, it has left the job: all get an error within seconds."""
     for built, text in ranks.run(_new_group_after_abort, count=2, args=(who,), timeout_s=DEATH_KNOWN_S + 30):
         assert built == (who != "one, the default group"), text
         assert built or ("rank 0 (" in text and "has left the job" in text), text
