@@ -241,6 +241,8 @@ class _Rank:
         self.ended.clear()
         if dist.is_initialized():
             self._try("", "destroy", dist.destroy_process_group)
+        # torch counts a group that could not be built, and names the next one by the count.
+        dist.distributed_c10d._world.group_count = 0
         for child in self.children:
             child.wait()
 
