@@ -389,7 +389,7 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
             // What `decode` of packet.rs refuses, where all reasons count as one.
             if (standard.parser_error != error.NoError || standard.checksum_error == 1 || !hdr.penstock.isValid()) {
                 malformed = true;
-            } else if (hdr.penstock.magic != 0x5041 || hdr.penstock.version != 1) {
+            } else if (hdr.penstock.magic != 0x5041 || hdr.penstock.version != 2) {
                 malformed = true;
             } else if (hdr.penstock.kind < PUSH || hdr.penstock.kind > MISSING || hdr.penstock.format > BF16) {
                 malformed = true;
@@ -545,6 +545,8 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                             slot_shape.write(meta.slot, 8w0 ++ hdr.penstock.format ++ hdr.penstock.exponent);
                             overwrite();
                             is_added = true;
+                        } else if (alike != 8w0 ++ hdr.penstock.format ++ hdr.penstock.exponent) {
+                            count(FORMAT);
                         } else if ((bitmap & hdr.penstock.workers) != 0) {
                             count(DUPLICATE); // R3
                             if (bitmap == meta.workers) {
@@ -553,8 +555,6 @@ control Aggregator(inout headers_t hdr, inout metadata_t meta, inout standard_me
                                 count(REPEATED);
                                 send_up(PUSH, hdr.penstock.seq, alike[23:16], alike[15:0]);
                             }
-                        } else if (alike != 8w0 ++ hdr.penstock.format ++ hdr.penstock.exponent) {
-                            count(FORMAT);
                         } else {
                             if (hdr.penstock.format == I32) {
                                 add_integers();

@@ -125,7 +125,7 @@ class Penstock:
     length: int
     workers: int
     magic: int = 0x5041
-    version: int = 1
+    version: int = 2
     digest: int = 0
     mac: int = 0
 
@@ -457,7 +457,7 @@ class Switch:
 
     @staticmethod
     def _is_malformed(p: Penstock, ip: dict[str, int], udp: dict[str, int]) -> bool:
-        if (p.magic, p.version) != (0x5041, 1):
+        if (p.magic, p.version) != (0x5041, 2):
             return True
         if not PUSH <= p.kind <= MISSING or p.format > BF16:
             return True
@@ -540,14 +540,14 @@ class Switch:
             for word, value in zip(self.sum, hdr.block, strict=True):
                 word[slot] = value
             is_added = True
+        elif alike != shape:
+            self._count(meta, "format")
         elif bitmap & p.workers:
             self._count(meta, "duplicate")  # R3
             if bitmap == meta.workers:  # R4
                 self._load(hdr, slot)
                 self._count(meta, "repeated")
                 self._send_up(hdr, meta, PUSH, p.seq, *kept)
-        elif alike != shape:
-            self._count(meta, "format")
         else:
             assert hdr.block is not None
             combine = _add if p.format == I32 else _maximum

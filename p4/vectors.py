@@ -302,18 +302,23 @@ def cases() -> list[Case]:
     s.push("another exponent", 1, 0, b, "format", exponent=-8)
     s.push("another format", 1, 0, b, "format", form=EXPONENTS, exponent=-9)
     s.push("as the first", 1, 0, b, "added completed", [0, 1], ab, up=ab, exponent=-9)
-    s.push(
-        "a duplicate with another exponent brings the sum with its own", 1, 0, b, "duplicate repeated", up=ab, exponent=4,
-        up_header={"exponent": -9},
-    )  # fmt: skip
+    s.push("a duplicate with another exponent", 1, 0, b, "format", exponent=4)
+    s.push("a duplicate of another format", 1, 0, b, "format", form=EXPONENTS, exponent=-9)
+    s.push("a true duplicate", 1, 0, b, "duplicate repeated", up=ab, exponent=-9)
 
     s = case("for the server alone", "What only the server adds takes no slot; the sender's Ack is heard all the same.")
     s.push("FULL", 0, 0, a, "format", form=F32, flags=FULL)
     s.push("integers that say FULL", 1, 0, a, "format", flags=FULL)
     s.push("floats", 0, 1, a, "format", form=F32, heard=(1, 4))
 
-    s = case("length", "A block longer than the job's takes no slot.")
+    s = case(
+        "length", "A block longer than the job's takes no slot; one of another length than the slot's has no effect."
+    )
     s.push("a word too long", 0, 0, a + b[:4], "length")
+    s.push("the first", 0, 0, a, "added", [0], a)
+    s.push("its duplicate, cut short", 0, 0, a[:4], "length")
+    s.push("the last", 1, 0, b, "added completed", [0, 1], ab, up=ab)
+    s.push("a duplicate, cut short, does not bring the sum", 0, 0, a[:4], "length")
 
     s = case("senders", "A packet must come from the address of the child that it speaks for.")
     good = packet(PUSH, a, format=I32)
@@ -341,7 +346,7 @@ def cases() -> list[Case]:
     s.send("a byte short of its block", 0, good[:-1], "malformed")
     s.send("a byte behind its block", 0, good + b"\0", "malformed")
     s.send("magic", 0, b"\0" + good[1:], "malformed")
-    s.send("version", 0, packet(PUSH, a, format=I32, version=2), "malformed")
+    s.send("version", 0, packet(PUSH, a, format=I32, version=1), "malformed")
     for kind in (0, 7, 255):
         s.send(f"kind {kind}", 0, packet(kind, a, format=I32), "malformed")
     for form in (7, 255):
@@ -566,7 +571,7 @@ def cases() -> list[Case]:
             s.push("half a block", 0, 0, short, "added", [0], short)
             s.push("not as long as the other", 1, 0, b, "length")
             s.push("as long", 1, 0, rest, "added completed", [0, 1], ab[:32], up=ab[:32])
-            s.push("a duplicate of another length", 0, 0, a, "duplicate repeated", up=ab[:32])
+            s.push("a duplicate of another length", 0, 0, a, "length")
         else:
             s.push("half a block", 0, 0, short, "length")
             s.push("not as long as the other", 1, 0, b, "added", [1], b)

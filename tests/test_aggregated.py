@@ -33,7 +33,7 @@ import penstock
 import penstock.torch
 import ranks
 from daemons import Daemon
-from penstock import plan, testbed
+from penstock import _core, plan, testbed
 from penstock.errors import Config as ConfigError
 
 BLOCK_BYTES = 1024
@@ -787,7 +787,13 @@ def test_another_version_of_the_protocol(tmp_path: pathlib.Path) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{other.server_port}"
-        _refused(_plan(tmp_path, f"- address: {address}"), address, "9.9.9", "version 9", "version 1")
+        _refused(
+            _plan(tmp_path, f"- address: {address}"),
+            address,
+            "9.9.9",
+            "version 9",
+            f"version {_core.AGGREGATION_VERSION}",
+        )
         other.shutdown()
 
 

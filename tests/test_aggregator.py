@@ -80,10 +80,10 @@ def job(workers: list[socket.socket], parent: socket.socket) -> dict[str, Any]:
     }
 
 
-def push(worker: int, *values: int, job: int = 7) -> bytes:
+def push(worker: int, *values: int, job: int = 7, version: int = _core.AGGREGATION_VERSION) -> bytes:
     """A packet as docs/aggregation.md draws it: SeqNum 0 of epoch 1, 32-bit integers, no key."""
     block = b"".join(value.to_bytes(4, "big", signed=True) for value in values)
-    head = b"PA" + bytes([1, 1]) + job.to_bytes(4, "big") + (1).to_bytes(2, "big") + bytes([1, 0]) + bytes(4)
+    head = b"PA" + bytes([version, 1]) + job.to_bytes(4, "big") + (1).to_bytes(2, "big") + bytes([1, 0]) + bytes(4)
     head += bytes(4) + (3).to_bytes(4, "big") + bytes(2) + len(block).to_bytes(2, "big") + bytes(4)
     return head + (1 << worker).to_bytes(8, "big") + bytes(8) + block
 
@@ -101,7 +101,7 @@ def show(one: socket.socket, daemon: tuple[str, int]) -> None:
     def receipt(returned: bytes, asked: bytes) -> bytes:
         return (
             b"PA"
-            + bytes([1, 16])
+            + bytes([_core.AGGREGATION_VERSION, 16])
             + (7).to_bytes(4, "big")
             + (1).to_bytes(2, "big")
             + bytes(6)
@@ -117,6 +117,25 @@ def show(one: socket.socket, daemon: tuple[str, int]) -> None:
 def address_of(text: str) -> tuple[str, int]:
     host, _, port = text.partition(":")
     return host, int(port)
+
+
+@pytest.mark.parametrize("role", ["aggregator", "server"])
+def test_packets_of_another_release(role: str) -> None:
+    """They get no answer, so the daemon counts them and its log says which version came from where, and what to do. A receipt of
+    another release is one of them."""
+    with running(role, "--listen", "127.0.0.1:0") as (process, address):
+        worker = udp()
+        old = push(0, 1, version=1)
+        worker.sendto(old, address_of(address))
+        receipt = old[:3] + bytes([16]) + old[4:48]
+        worker.sendto(receipt, address_of(address))
+        wait_for(address, lambda told: told["strangers"]["version"] == 2)
+        process.terminate()
+        _, log = process.communicate(timeout=20)
+    lines = [line for line in log.splitlines() if "version 1" in line]
+    assert len(lines) == 1, log
+    assert f"this is {_core.AGGREGATION_VERSION}: install the same release" in lines[0]
+    assert f"127.0.0.1:{worker.getsockname()[1]}" in lines[0]
 
 
 def test_a_sum() -> None:

@@ -7,7 +7,9 @@ ElasticSampler deals out, and tells what it did, so that every story can be comp
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import datetime
 import hashlib
 import itertools
 import logging
@@ -31,6 +33,7 @@ import torch.distributed as dist
 
 import ranks
 from penstock import elastic
+from penstock.elastic import loop
 from penstock.elastic.membership import Lobby, Report, Roster, Rules, decide
 from penstock.elastic.sampler import cut
 from penstock.torch import rendezvous
@@ -78,6 +81,12 @@ def test_a_rank_is_killed_in_a_rebuild(store: str) -> None:
         assert "generation 2 (2 ranks) could not be built" in job.output(ranked[0])
     assert last.worlds == [(step, 3 if step < 6 else 1) for step in range(1, 13)]
     _same_as_alone(last)
+
+
+def test_who_has_failed_to_build_a_generation_meets_who_has_not() -> None:
+    """A worker whose last generation could not be built and one that comes anew have one name for the next group. torch counts a
+    group that was not built, and the count is the name (the same over gloo)."""
+    assert ranks.run(_meet_after_a_failure, count=2, timeout_s=40) == [3.0, 3.0]
 
 
 def test_too_few_ranks_wait_and_then_say_what_to_do(store: str) -> None:
@@ -323,6 +332,25 @@ def _committed(state: elastic.State) -> elastic.State:
     state.total += 1
     state.commit()
     return state
+
+
+def test_adopt_takes_a_copy() -> None:
+    """What was adopted stays the caller's: commits do not write into it, nor does the caller into the last commit."""
+    donor, state = _state(1), _state(2)
+    donor.commit()
+    given = copy.deepcopy(donor.snapshot())
+    before = _plain(copy.deepcopy(given))
+    state.adopt(given)
+    for parameter in state.model.parameters():
+        torch.nn.init.constant_(parameter, 7.0)
+    for _ in range(3):
+        state.commit()
+    assert _plain(given) == before
+    state.adopt(given)
+    for tensor in given["objects"]["model"].values():
+        tensor.fill_(9.0)
+    state.restore()
+    assert _plain(state.snapshot()) == before
 
 
 def test_restore_goes_back_to_the_last_commit() -> None:
@@ -711,6 +739,26 @@ def _work_until(path: str) -> int | None:
         return state.step
 
     return elastic.run(train, elastic.State(), **{**FAST, "min_ranks": 2, "max_ranks": 2})
+
+
+def _meet_after_a_failure() -> float:
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+    def build(name: str, timeout_s: float) -> None:
+        kept = dist.PrefixStore(name, store)
+        limit = datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group("penstock", store=kept, rank=rank, world_size=2, timeout=limit)
+
+    if rank == 0:
+        with pytest.raises(TimeoutError):
+            build("first", 0.2)
+        loop._destroy()
+    build("second", 10)
+    tensor = torch.tensor([float(rank + 1)])
+    dist.all_reduce(tensor)
+    loop._destroy()
+    return float(tensor)
 
 
 def _save_and_block(folder: str) -> None:

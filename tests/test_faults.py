@@ -149,6 +149,45 @@ def test_new_group_without_a_rank(how: str) -> None:
         assert outcome.ended_s - since_s < DEATH_KNOWN_S, str(outcome)
 
 
+def test_wait_for_the_first_sparse_all_reduce_gives_up() -> None:
+    """The first sparse all-reduce of a group joins another group first, and a rank does not come: a wait with a time-out of its
+    own ends then, as any other, and the group fails on all ranks. It waited for the group's time-out."""
+    for kind in ranks.run(_give_up_on_sparse, count=2):
+        assert kind in ("Timeout", "Refused", "Closed")
+
+
+@pytest.mark.parametrize("who", ["all", "one, a subgroup", "one, the default group"])
+def test_new_group_after_abort(who: str) -> None:
+    """Ranks that have aborted a group can build another at once, if all have, or if the default group lives. If one rank aborts
+    the default group, it has left the job: all get an error within seconds."""
+    for built, text in ranks.run(_new_group_after_abort, count=2, args=(who,), timeout_s=DEATH_KNOWN_S + 30):
+        assert built == (who != "one, the default group"), text
+        assert built or ("rank 0 (" in text and "has left the job" in text), text
+
+
+@pytest.mark.parametrize("how", ["dies", "dies before", "dies with a contact"])
+def test_new_group_under_gloo_without_a_rank(how: str) -> None:
+    """The default group is gloo's, and ranks have a group of Penstock's. One of them dies, and the others build a second one
+    with it: they raise PeerLost within seconds, as the first one knows. So they do where they have its contact already."""
+    with ranks.Ranks(_new_group_under_gloo_without, count=3, args=(how,)) as job:
+        job.await_note("before", deadline_s=60)
+        since_s = job.signal(2, signal.SIGKILL) if how == "dies before" else time.monotonic()
+        job.await_note("waiting", deadline_s=60, of=[0, 1])
+        if how == "dies":
+            since_s = job.signal(2, signal.SIGKILL)
+        outcomes = job.outcomes(timeout_s=60, of=[0, 1])
+    for outcome in outcomes:
+        assert outcome.ok, str(outcome)
+        kind, text = outcome.value
+        assert kind == "PeerLost" and "rank 2 (" in text, text
+        assert outcome.ended_s - since_s < DEATH_KNOWN_S, str(outcome)
+
+
+def test_who_has_left_its_groups_comes_back_under_gloo() -> None:
+    """The default group is gloo's. A rank that has destroyed its last group of Penstock's is not dead: the next one is built."""
+    ranks.run(_leave_and_come_back_under_gloo, count=3)
+
+
 @pytest.mark.parametrize("medium", MEDIA, ids=str)
 def test_rank_raises_while_others_wait(medium: Backend) -> None:
     """A Python exception on one rank ends the others within seconds of its exit."""
@@ -994,6 +1033,78 @@ def _new_group_without(how: str) -> tuple[str, str] | None:
     dist.all_reduce(tensor, group=survivors)
     same(tensor, 2.0)
     return raised
+
+
+def _new_group_after_abort(who: str) -> tuple[bool, str]:
+    rank, size = _start(1800.0)
+    group = dist.new_group() if who == "one, a subgroup" else dist.group.WORLD
+    dist.barrier()
+    if rank == 0 or who == "all":
+        group._get_backend(torch.device("cpu")).abort()
+    try:
+        again = dist.new_group()
+    except penstock.errors.PenstockError as error:
+        return False, str(error)
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor, group=again)
+    same(tensor, float(size))
+    return True, ""
+
+
+def _give_up_on_sparse() -> str:
+    rank, _ = _start(1800.0)
+    store = _job_store()
+    if rank == 1:
+        store.wait(["given up"], datetime.timedelta(seconds=60))
+    work = dist.all_reduce(torch.sparse_coo_tensor([[rank]], [1.0], (4,)), async_op=True)
+    with pytest.raises(penstock.errors.PenstockError) as caught:
+        work.wait(*([datetime.timedelta(seconds=0.3)] if rank == 0 else []))
+    if rank == 0:
+        assert isinstance(caught.value, penstock.errors.Timeout) and "0.3 s" in str(caught.value), caught.value
+    store.set("given up", "")
+    with pytest.raises(penstock.errors.PenstockError):
+        dist.all_reduce(torch.ones(2))
+    return type(caught.value).__name__
+
+
+def _new_group_under_gloo_without(how: str) -> tuple[str, str]:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1800))
+    rank = dist.get_rank()
+    first = dist.new_group(backend="penstock")
+    dist.barrier(group=first)
+    ranks.note("before")
+    if rank == 2:
+        if how != "dies with a contact":
+            signal.pause()
+        rendezvous._await_keys = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    ranks.note("waiting")
+    with pytest.raises(penstock.errors.PenstockError) as caught:
+        dist.new_group(backend="penstock")
+    return type(caught.value).__name__, str(caught.value)
+
+
+def _leave_and_come_back_under_gloo() -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    first = dist.new_group(backend="penstock")
+    dist.barrier(group=first)
+    store = _job_store()
+    if rank == 2:
+        dist.destroy_process_group(first)
+        store.set("left", "")
+    else:
+        # Its engine has stopped, and these know that it has.
+        store.wait(["left"])
+        while not any(peer["lost"] for peer in penstock.stats()["peers"]):
+            pass
+        store.add("known", 1)
+    if rank == 2:
+        while store.add("known", 0) < size - 1:
+            pass
+    second = dist.new_group(backend="penstock")
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor, group=second)
+    same(tensor, float(size))
 
 
 def _new_groups_for_ever() -> None:

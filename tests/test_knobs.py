@@ -44,7 +44,7 @@ def test_socket_buffer() -> None:
     """PENSTOCK_SOCKET_BUFFER is what both ends of every stream have, to send and to receive."""
     nbytes = 96 << 10
     env = {**TCP.env, "PENSTOCK_SOCKET_BUFFER": str(nbytes), "PENSTOCK_STREAMS": "3"}
-    for buffers in ranks.run(_socket_buffers, count=2, env=env):
+    for buffers in ranks.run(_socket_buffers, count=2, args=(3,), env=env):
         # The kernel doubles what it is asked for, for its own needs (socket(7)).
         assert buffers == 3 * [(2 * nbytes, 2 * nbytes)]
 
@@ -131,10 +131,18 @@ def _all_reduce_for_ever() -> None:
         ranks.note("running")
 
 
-def _socket_buffers() -> list[tuple[int, int]]:
-    """SO_SNDBUF and SO_RCVBUF of this rank's streams."""
+def _socket_buffers(streams: int) -> list[tuple[int, int]]:
+    """SO_SNDBUF and SO_RCVBUF of this rank's streams, as soon as all are open: a group is joined over the first."""
     dist.init_process_group("penstock")
     dist.all_reduce(torch.ones(1000))
+    while len(buffers := _open_streams()) < streams:
+        pass  # the limit of `ranks.run` ends it
+    dist.barrier()
+    dist.destroy_process_group()
+    return buffers
+
+
+def _open_streams() -> list[tuple[int, int]]:
     store = int(os.environ["MASTER_PORT"])
     buffers = []
     for connection in psutil.Process().net_connections(kind="tcp"):
@@ -142,8 +150,6 @@ def _socket_buffers() -> list[tuple[int, int]]:
             with socket.socket(fileno=os.dup(connection.fd)) as stream:
                 options = (socket.SO_SNDBUF, socket.SO_RCVBUF)
                 buffers.append(tuple(stream.getsockopt(socket.SOL_SOCKET, option) for option in options))
-    dist.barrier()
-    dist.destroy_process_group()
     return buffers
 
 

@@ -81,6 +81,16 @@ def test_shrinking_keeps_programs_whole(seed: int) -> None:
     assert shrink.size(small) <= shrink.size(program)
 
 
+def test_shrinking_keeps_the_deviation() -> None:
+    """Candidates of a wrong program hold the call that is wrong, also where the group that it is made in could go. (Seed 90038
+    ended the command instead.)"""
+    for seed in range(90_000, 90_060):
+        program = generate.generate(seed, wrong=True)
+        if program["wrong"] is not None:
+            for candidate in shrink._candidates(program):
+                assert program["wrong"]["call"] in candidate["calls"], f"seed {seed}"
+
+
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[str, Pool]]:
     """Ranks to run on, by medium."""
@@ -155,3 +165,36 @@ def test_judge_sees_what_is_missing() -> None:
     assert any("nobody noticed" in text for text in judge.judge(program, {}))
     assert any("not an error that" in text for text in said("PeerLost", "rank 1 died"))
     assert any("names no rank" in text for text in said("Mismatch", "something differs"))
+
+
+@pytest.mark.parametrize(("steps", "may"), [(["call", "1"], True), (["call", "2"], False), (["issue", "1"], False)])
+def test_judge_knows_what_cannot_be_compared(steps: list[str], may: bool) -> None:
+    """A rank that leaves out a collective and waits for a message of a rank that waits for that collective is seen at the
+    time-out alone (seed 90055); one that makes another collective of the group is seen at once."""
+    program = {
+        "timeout_s": 40,
+        "calls": {
+            "0": {"call": "all_reduce", "group": "world"},
+            "1": {"call": "exchange", "group": "world"},
+            "2": {"call": "barrier", "group": "world"},
+        },
+        "steps": [[["call", "0"], ["call", "1"], ["call", "2"]], [steps, ["call", "2"]]],
+        "wrong": {"kind": "missing", "rank": 1, "call": "0"},
+    }
+    end = {"call": "0", "step": "wait", "seconds": 40.1, "kinds": ["Timeout"], "text": "waiting for rank 1"}
+    report = {"ends": [end], "complaints": [], "digests": {}}
+    assert bool(judge.judge(program, {0: report})) != may
+
+
+def test_only_who_is_needed_comes_too_late() -> None:
+    """Nobody waits for a rank that only receives, nor where nothing is sent (seeds 90052 and 90038)."""
+    program = {"groups": {"world": [0, 1, 2]}}
+
+    def needed(call: str, **spec: Any) -> list[int]:
+        return generate._needed(program, {"call": call, "group": "world", "counts": [5], **spec})
+
+    assert needed("scatter", root=2) == [2]
+    assert needed("gather", root=2) == [0, 1]
+    assert needed("message", src=1, dst=0) == [1]
+    assert needed("all_reduce") == needed("barrier") == [0, 1, 2]
+    assert needed("broadcast", root=1, counts=[0]) == []

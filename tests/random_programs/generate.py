@@ -118,6 +118,8 @@ WRONG = {
     "timeout": 1,
 }
 WRONG_SHARE = 0.08
+# A time-out of a wait that no right program comes to.
+LONG_S = 300.0
 
 
 def generate(seed: int, *, medium: str = "memory", avoid: Collection[str] = (), wrong: bool | None = None) -> Program:
@@ -142,9 +144,12 @@ def generate(seed: int, *, medium: str = "memory", avoid: Collection[str] = (), 
             program["calls"][str(number)] = spec
     is_wrong = rng.random() < WRONG_SHARE
     _lay_out(rng, program, avoid)
+    # Draws of their own: the seeds of programs that are known by number mean the same without them.
+    more = random.Random(f"{seed} more")
+    _vary(more, program)
     program["wrong"] = None
     if is_wrong if wrong is None else wrong:
-        _spoil(rng, program, avoid)
+        _spoil(rng, program, avoid, splits=more.random() < 0.1)
     return program
 
 
@@ -339,6 +344,24 @@ def _lay_out(rng: random.Random, program: Program, avoid: Collection[str]) -> No
     program["steps"] = steps
 
 
+def _vary(rng: random.Random, program: Program) -> None:
+    """Groups that are split off, waits with a time-out of their own, groups that are used after their end, passes that raise."""
+    for spec in program["calls"].values():
+        if spec["call"] == "new_group" and rng.random() < 0.3:
+            spec["split"] = True
+        if spec["call"] == "reducer" and rng.random() < 0.3:
+            spec["raising"] = sorted(rng.sample(range(spec["steps"]), 1))
+    for steps in program["steps"]:
+        varied = []
+        for step in steps:
+            varied.append(step)
+            if step[0] == "wait" and rng.random() < 0.1:
+                step.append(LONG_S)
+            if step[0] == "call" and program["calls"][step[1]]["call"] == "destroy_group" and rng.random() < 0.4:
+                varied.append(["destroyed", step[1]])
+        steps[:] = varied
+
+
 def _can_be_refused(spec: dict[str, Any], avoid: Collection[str]) -> bool:
     """Whether a strided tensor in the place of its last one makes the call fail before anything is sent."""
     if spec["call"] not in (
@@ -356,10 +379,12 @@ def _can_be_refused(spec: dict[str, Any], avoid: Collection[str]) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- wrong
 
 
-def _spoil(rng: random.Random, program: Program, avoid: Collection[str]) -> None:
+def _spoil(rng: random.Random, program: Program, avoid: Collection[str], *, splits: bool) -> None:
     """Make one rank deviate; ``program["wrong"]`` says how, for `judge`. Nothing changes where no call is fit for it."""
     kinds = [kind for kind in WRONG if f"wrong {kind}" not in avoid]
     kind = rng.choices(kinds, [WRONG[kind] for kind in kinds])[0]
+    if splits and any(_is_fit("splits", program, spec, avoid) for spec in program["calls"].values()):
+        kind = "splits"
     fit = [name for name, spec in program["calls"].items() if _is_fit(kind, program, spec, avoid)]
     # What makes groups waits in the store for a rank that is gone, until the group's time-out, as with any backend.
     making: tuple[str, ...] = ("new_group", "reducer", "hvd allreduce") if kind in ("leave", "kill", "timeout") else ()
@@ -372,7 +397,7 @@ def _spoil(rng: random.Random, program: Program, avoid: Collection[str]) -> None
         return
     name = rng.choice(fit)
     spec = program["calls"][name]
-    rank = rng.choice(members(program, spec))
+    rank = rng.choice(members(program, spec) if kind != "timeout" else _needed(program, spec))
     steps = program["steps"][rank]
     at = next(i for i, step in enumerate(steps) if step[0] in ("issue", "call") and step[1] == name)
     wrong = {"kind": kind, "rank": rank, "call": name}
@@ -424,7 +449,7 @@ def _spoil(rng: random.Random, program: Program, avoid: Collection[str]) -> None
             # Where nothing is sent, nothing can be seen.
             return
         wrong["other"] = steps[other][1]
-        waits = [i for i, step in enumerate(steps) if step == ["wait", name]]
+        waits = [i for i, step in enumerate(steps) if step[:2] == ["wait", name]]
         if waits and waits[0] < other:
             return
         steps[at], steps[other] = steps[other], steps[at]
@@ -433,6 +458,12 @@ def _spoil(rng: random.Random, program: Program, avoid: Collection[str]) -> None
         steps.append([kind])
     elif kind == "stop":
         steps.insert(at + rng.randint(0, 1), ["stop", rng.choice([0.05, 0.3, 1.5])])
+    elif kind == "splits":
+        rows = [list(row) for row in spec["splits"]]
+        me = program["groups"][spec["group"]].index(rank)
+        other = rng.choice([one for one in range(len(rows)) if one != me])
+        rows[me][other] = rng.choice([one for one in (0, 1, rows[me][other] + 1) if one != rows[me][other]])
+        steps[at] = [*steps[at], {"splits": rows, "even": False}]
     elif kind == "timeout":
         steps.insert(at, ["pause", 3_500_000])
         program["timeout_s"] = 1.5
@@ -444,8 +475,13 @@ def _is_fit(kind: str, program: Program, spec: dict[str, Any], avoid: Collection
     size = len(members(program, spec))
     if size < 2 or call in ("new_group", "destroy_group") or f"wrong {kind} of {call}" in avoid:
         return False
-    if kind in ("leave", "kill", "stop", "timeout"):
+    if kind == "timeout":
+        # Other groups have torch's time-out of half an hour.
+        return spec["group"] == "world" and bool(_needed(program, spec))
+    if kind in ("leave", "kill", "stop"):
         return call not in ("reducer", "hvd allreduce")
+    if kind == "splits":
+        return call == "all_to_all_single"
     if call in BLOCKING or call.startswith("all_to_all") or call == "exchange":
         return False
     if kind == "count":
@@ -460,6 +496,20 @@ def _is_fit(kind: str, program: Program, spec: dict[str, Any], avoid: Collection
     if kind in ("call", "order", "missing"):
         return call != "message"
     raise AssertionError(kind)
+
+
+def _needed(program: Program, spec: dict[str, Any]) -> list[int]:
+    """The job's ranks that others cannot end the call without."""
+    call, group = spec["call"], program["groups"][spec["group"]]
+    if call in ("reducer", "hvd allreduce", "all_to_all", "all_to_all_single", "exchange") or 0 in spec.get(
+        "counts", ()
+    ):
+        return []  # it depends, or where nothing is sent nobody waits
+    if call == "message":
+        return [group[spec["src"]]]
+    if call in ("broadcast", "scatter", "broadcast_object_list", "scatter_object_list"):
+        return [group[spec["root"]]]
+    return [rank for index, rank in enumerate(group) if index != spec.get("root")]
 
 
 def _is_empty(spec: dict[str, Any]) -> bool:

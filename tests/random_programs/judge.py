@@ -63,6 +63,8 @@ def _judge_wrong(program: dict[str, Any], wrong: dict[str, Any], reports: dict[i
     """Errors are of the kinds that the deviation allows, name an operation and a rank, and come in time; and the deviation does
     not go by unseen."""
     allowed, limit_s, must = _ALLOWED[wrong["kind"]]
+    if wrong["kind"] == "missing" and _blocks_unseen(program, wrong):
+        allowed, limit_s = (*allowed, "Timeout"), max(limit_s, program["timeout_s"] + _SLACK_S)
     found = []
     errors: list[tuple[int, dict[str, Any]]] = []
     for rank, report in reports.items():
@@ -94,6 +96,27 @@ def _judge_wrong(program: dict[str, Any], wrong: dict[str, Any], reports: dict[i
     return found
 
 
+def _blocks_unseen(program: dict[str, Any], wrong: dict[str, Any]) -> bool:
+    """Whether the rank that leaves a call out waits for others before it makes a later collective of that group: they may wait
+    for its call meanwhile, and neither issues anything that could be compared."""
+    group = program["calls"][wrong["call"]]["group"]
+    for step in program["steps"][wrong["rank"]]:
+        if step[0] not in ("issue", "call", "wait") or int(step[1]) <= int(wrong["call"]):
+            continue
+        spec = program["calls"][step[1]]
+        is_compared = spec["group"] == group and spec["call"] not in (
+            "message",
+            "exchange",
+            "new_group",
+            "destroy_group",
+        )
+        if is_compared:
+            return False
+        if step[0] in ("call", "wait"):
+            return True
+    return False
+
+
 # Of the ranks of a pool. Deaths of processes are known by their sockets at once, but not always.
 PEER_TIMEOUT_S = 10
 # How much later than promised a step may end on a machine that does much else.
@@ -105,6 +128,7 @@ _ALLOWED: dict[str, tuple[tuple[str, ...], float, str]] = {
     "reduce": (("Mismatch",), _SLACK_S, "mismatch"),
     "root": (("Mismatch",), _SLACK_S, "mismatch"),
     "call": (("Mismatch",), _SLACK_S, "mismatch"),
+    "splits": (("Mismatch", "Config"), _SLACK_S, "mismatch"),
     "order": (("Mismatch",), _SLACK_S, "mismatch"),
     "missing": (("Mismatch", "PeerLost", "Closed"), PEER_TIMEOUT_S + _SLACK_S, ""),
     "leave": (("PeerLost", "Closed", "Refused"), PEER_TIMEOUT_S + _SLACK_S, ""),

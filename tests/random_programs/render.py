@@ -44,10 +44,12 @@ def _step(program: dict[str, Any], rank: int, step: list[Any]) -> Iterator[str]:
         yield "return"
     elif what == "refused":
         yield f"# here call {step[1]} was first made with a strided tensor in the last place, which is refused"
+    elif what == "destroyed":
+        yield f"# here the group that call {step[1]} has destroyed was used, which must be an error"
     elif what == "drop":
         yield f"tensors_{step[1]} = None"
     elif what == "wait":
-        yield f"wait(work_{step[1]})"
+        yield f"wait(work_{step[1]}{f', {step[2]}' if len(step) > 2 else ''})"
         yield f"check_{step[1]}()" if not _is_dropped(program, rank, step[1]) else "pass"
     else:
         spec = {**program["calls"][step[1]], **(step[2] if len(step) > 2 else {})}
@@ -62,7 +64,8 @@ def _call(program: dict[str, Any], rank: int, name: str, spec: Spec, *, later: b
     members = program["groups"][spec["group"]]
     group = f'groups["{spec["group"]}"]'
     if spec["call"] == "new_group":
-        yield f"{group} = dist.new_group({members})"
+        made = f"dist.split_group(split_ranks=[{members}])" if spec.get("split") else f"dist.new_group({members})"
+        yield f"{group} = {made}"
         return
     if spec["call"] == "destroy_group":
         yield f"dist.destroy_process_group({group})"
@@ -331,10 +334,11 @@ def lay(tensor, layout):
     return tensor
 
 
-def wait(works):
+def wait(works, within_s=None):
     for work in works if isinstance(works, list) else [works]:
         if work is not None:
-            work.wait()
+            timed = within_s is not None and isinstance(work, torch.distributed.Work)
+            work.wait(*([datetime.timedelta(seconds=within_s)] if timed else []))
 
 
 def check(what, tensors, expected):

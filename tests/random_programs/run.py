@@ -83,6 +83,7 @@ class _Rank:
     def __init__(self, program: dict[str, Any], backend: str, rank: int) -> None:
         self.program, self.backend, self.rank = program, backend, rank
         self.groups: dict[str, Any] = {}
+        self.ended: dict[str, Any] = {}
         self.pending: dict[str, _Pending] = {}
         self.ends: list[dict[str, Any]] = []
         self.complaints: list[str] = []
@@ -128,7 +129,10 @@ class _Rank:
             elif what == "wait":
                 pending = self.pending.pop(step[1], None)
                 if pending is not None:
-                    self._try(step[1], "wait", lambda pending=pending: self._finish(pending))
+                    timeout_s = step[2] if len(step) > 2 else None
+                    self._try(step[1], "wait", lambda pending=pending, within=timeout_s: self._finish(pending, within))
+            elif what == "destroyed":
+                self._use_after_end(step[1])
             else:
                 self._issue(step[1], step[2] if len(step) > 2 else {}, blocking=what == "call")
             if self.is_over:
@@ -147,6 +151,7 @@ class _Rank:
         if group is None:
             return
         if spec["call"] == "destroy_group":
+            self.ended[name] = group
             self._try(name, "call", lambda: dist.destroy_process_group(self.groups.pop(spec["group"])))
             return
         pending = _Pending(self, name, spec, group, compared=not changes)
@@ -173,13 +178,31 @@ class _Rank:
         else:
             self.complain(f"call {name}: a tensor of strides {pending.tensors[-1].stride()} was not refused")
 
+    def _use_after_end(self, name: str) -> None:
+        """Use a group that call ``name`` has destroyed: that is an error at once."""
+        if name not in self.ended:
+            return
+        started_s = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(3), group=self.ended[name])
+        except (ValueError, RuntimeError):
+            pass
+        else:
+            self.complain(f"call {name}: the group that it destroyed still reduces")
+        if time.monotonic() - started_s > _AT_ONCE_S:
+            self.complain(f"call {name}: its use afterwards took {time.monotonic() - started_s:.1f} s to fail")
+
     def _new_group(self, spec: Spec) -> None:
-        made = dist.new_group(self.program["groups"][spec["group"]])
+        members = self.program["groups"][spec["group"]]
+        if spec.get("split") and _CAN_SPLIT:
+            made = dist.split_group(split_ranks=[members])
+        else:
+            made = dist.new_group(members)
         if made is not dist.GroupMember.NON_GROUP_MEMBER:
             self.groups[spec["group"]] = made
 
-    def _finish(self, pending: _Pending) -> None:
-        pending.wait()
+    def _finish(self, pending: _Pending, within_s: float | None = None) -> None:
+        pending.wait(within_s)
         pending.check()
 
     def _try(self, name: str, step: str, action: Callable[[], object]) -> bool:
@@ -215,8 +238,11 @@ class _Rank:
     def end(self) -> None:
         self.pending.clear()
         self.groups.clear()
+        self.ended.clear()
         if dist.is_initialized():
             self._try("", "destroy", dist.destroy_process_group)
+        # torch counts a group that could not be built, and names the next one by the count.
+        dist.distributed_c10d._world.group_count = 0
         for child in self.children:
             child.wait()
 
@@ -266,11 +292,15 @@ class _Pending:
         found = _CALLS[self.spec["call"]](self, not blocking)
         self.works = [] if found is None else found if isinstance(found, list) else [found]
 
-    def wait(self) -> None:
+    def wait(self, within_s: float | None = None) -> None:
         order = list(self.works)
         random.Random(self.name).shuffle(order)
         for work in order:
-            work.wait()
+            # Futures, and torch's object for coalesced calls, take no time-out.
+            if within_s is None or not isinstance(work, dist.Work):
+                work.wait()
+            else:
+                work.wait(datetime.timedelta(seconds=within_s))
 
     def drop(self) -> None:
         """The program no longer holds the tensors; the engine must."""
@@ -553,6 +583,8 @@ def _reducer(p: _Pending, later: bool) -> None:
 
 def _train(p: _Pending, parameters: list[torch.nn.Parameter]) -> None:
     for number, (given, averages) in enumerate(model.gradients(p.spec, p.size, p.me)):
+        if number in p.spec.get("raising", ()):
+            _raise(parameters)
         for parameter in parameters:
             parameter.grad = None
         terms = [(parameter * one).sum() for parameter, one in zip(parameters, given, strict=True) if one is not None]
@@ -577,6 +609,24 @@ def _train(p: _Pending, parameters: list[torch.nn.Parameter]) -> None:
                 p.rank.complain(f"{p.what}, step {number}, parameter {index}: {text}")
             key = f"{p.name}/{number}/{index}"
             p.rank.digests[key] = zlib.crc32(_bytes(parameter.grad))
+
+
+def _raise(parameters: list[torch.nn.Parameter]) -> None:
+    """A backward pass that raises on all ranks, after some of its gradients."""
+
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    terms = [one.sum() for one in parameters[1:]]
+    with contextlib.suppress(ZeroDivisionError):
+        (Raises.apply(parameters[0]).sum() + sum(terms)).backward()
+        raise AssertionError("the pass has not raised")
 
 
 def _hvd_allreduce(p: _Pending, later: bool) -> None:
@@ -676,5 +726,9 @@ def _short(value: Any) -> str:
 
 
 _NOT_SHARED = {torch.bool}
+# split_group takes backends that are written in Python from torch 2.15 on.
+_CAN_SPLIT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
+# For an error that waits for nobody, on a machine that does much else.
+_AT_ONCE_S = 10.0
 # How long a program's last threads and descriptors may take to go, on a machine that does much else.
 _SETTLE_S = 5.0

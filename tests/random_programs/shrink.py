@@ -36,12 +36,11 @@ def size(program: Program) -> tuple[int, int, int, int]:
 
 
 def _candidates(program: Program) -> Iterator[Program]:
-    """Smaller programs, the boldest steps first. Each is valid: what a call needs goes with it."""
-    yield from _without_calls(program)
-    yield from _without_rank(program)
-    yield from _without_steps(program)
-    yield from _blocking(program)
-    yield from _simpler_calls(program)
+    """Smaller programs, the boldest steps first. Each is valid: what a call needs goes with it, and the deviation stays."""
+    wrong = program["wrong"] or {}
+    keep = {wrong[one] for one in ("call", "other") if one in wrong}
+    ways = (_without_calls, _without_rank, _without_steps, _blocking, _simpler_calls)
+    yield from (found for way in ways for found in way(program) if keep <= found["calls"].keys())
 
 
 def _without_calls(program: Program) -> Iterator[Program]:
@@ -104,7 +103,7 @@ def _without_rank(program: Program) -> Iterator[Program]:
 def _without_steps(program: Program) -> Iterator[Program]:
     for rank, steps in enumerate(program["steps"]):
         for at, step in enumerate(steps):
-            if step[0] in ("pause", "drop", "refused"):
+            if step[0] in ("pause", "drop", "refused", "destroyed"):
                 found = copy.deepcopy(program)
                 del found["steps"][rank][at]
                 yield found

@@ -119,6 +119,21 @@ def split_group(backend: str) -> object:
         return None
 
 
+@use(ranks=3, since=(2, 15))
+def split_group_without_a_rank(backend: str) -> object:
+    """A rank that is in no part of a split is told so, as every rank outside of a new group is."""
+    with world(backend) as (rank, _):
+        part = dist.split_group(split_ranks=[[0, 2]])
+        if rank == 1:
+            assert part is dist.GroupMember.NON_GROUP_MEMBER
+        else:
+            tensor = torch.full((100,), float(rank))
+            dist.all_reduce(tensor, group=part)
+            same(tensor, 2.0)
+        dist.barrier()
+        return None
+
+
 @use()
 def mesh_of_one_dimension(backend: str) -> object:
     """DeviceMesh over all ranks."""

@@ -12,7 +12,7 @@ use crate::admission::{Admitted, Common};
 use crate::report::{NodeReport, Report};
 use adding::Adding;
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
-use penstock_protocol::aggregation::{HEADER_BYTES, Key, Limits, Link, Receipt, Shard};
+use penstock_protocol::aggregation::{HEADER_BYTES, Key, Limits, Link, PacketError, Receipt, Shard, decode};
 use penstock_types::{SECOND, Time};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fd::OwnedFd;
@@ -128,7 +128,7 @@ fn start<M: Machine>(socket: Datagrams, settings: &Settings, machine: M) -> io::
 fn run<M: Machine>(mut machine: M, mut socket: Datagrams, mailbox: &Receiver<Command>, wake: &OwnedFd, index: u32) {
     let start = Instant::now();
     let clock = || Time(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
-    let mut complaints = Complaints::default();
+    let (mut complaints, mut other_releases) = (Complaints::default(), Complaints::default());
     loop {
         while let Ok(command) = mailbox.try_recv() {
             let now = clock();
@@ -152,7 +152,13 @@ fn run<M: Machine>(mut machine: M, mut socket: Datagrams, mailbox: &Receiver<Com
         let came = if socket.is_blocked() {
             0
         } else {
-            let received = socket.exchange(|train, outbox| machine.train(now, train, outbox));
+            let received = socket.exchange(|train, outbox| {
+                // Its sender gets no answer, so the daemon's log is where the reason can be seen.
+                if let Some(Err(error @ PacketError::Version(_))) = train.datagrams().next().map(decode) {
+                    other_releases.tell(now, || format!("shard {index} refused {error}. It came from {}", train.from));
+                }
+                machine.train(now, train, outbox);
+            });
             received.unwrap_or_else(|error| {
                 complaints.tell(now, || format!("shard {index} cannot receive: {error}"));
                 0

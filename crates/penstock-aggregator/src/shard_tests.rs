@@ -1,6 +1,6 @@
 use super::*;
 use crate::admission::{aggregator_job, server_job};
-use penstock_protocol::aggregation::{Format, Header, Kind, Serial};
+use penstock_protocol::aggregation::{Format, Header, Kind, Serial, VERSION};
 use proptest::prelude::*;
 use std::net::{Ipv4Addr, SocketAddr};
 
@@ -47,7 +47,7 @@ fn storms(trains: Vec<(usize, Vec<u8>, usize, u8)>) {
         // The right start, so that what lies deeper is reached.
         for packet in bytes.chunks_mut(stride.max(1)).filter(|packet| packet.len() >= 48 && kind < 7) {
             let length = packet.len() as u16 - 48;
-            packet[..10].copy_from_slice(&[0x50, 0x41, 1, kind, 0, 0, 0, 5, 0, 3]);
+            packet[..10].copy_from_slice(&[0x50, 0x41, VERSION, kind, 0, 0, 0, 5, 0, 3]);
             (packet[10], packet[11]) = (if length > 0 { packet[10] % 7 } else { 0 }, packet[11] % 4);
             packet[26..28].copy_from_slice(&length.to_be_bytes());
             packet[28..32].fill(0);

@@ -260,6 +260,8 @@ def _destroy() -> None:
         # What a broken group has to say on its end is known already.
         with contextlib.suppress(PenstockError):
             dist.destroy_process_group()
+    # torch counts a group that could not be built, and the count is the next one's name: who has failed would not meet who comes.
+    dist.distributed_c10d._world.group_count = 0
 
 
 # Guesses. Deaths in the middle of a rebuild are rare, and five in a row have another reason than deaths. A newcomer that is

@@ -107,8 +107,8 @@ class State:
         return self._saved
 
     def adopt(self, tree: Any) -> None:
-        """Take what `snapshot` gave, here or elsewhere, for the last commit, and restore it."""
-        self._saved = tree
+        """Take a copy of what `snapshot` gave, here or elsewhere, for the last commit, and restore it."""
+        self._saved = _copied(tree, None)
         self.restore()
         self._seed = tree["seed"]
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.autograd import profiler
 
+from penstock.errors import Closed, PeerLost, PenstockError
 from penstock.errors import Config as ConfigError
-from penstock.errors import PenstockError
 from penstock.torch import Devices, rendezvous
 from penstock.torch.layout import Layout, blocks, layout, order, rows
 from penstock.torch.sparse import SparseReductions
@@ -55,23 +55,49 @@ def create(options: Any, pg_options: Any) -> Any:
         options.timeout,
         name,
         aggregate=everybody,
-        check=_check_default(global_ranks),
+        check=_check_known(global_ranks),
     )
     return _CLASS(membership, options.timeout)
 
 
-def _check_default(ranks: Sequence[int]) -> Callable[[], None] | None:
-    """What raises once one of these ranks is lost, or has left, as the default group knows; None if that is not Penstock's. (That
-    the group has failed of another rank is no reason: these may build a group without it.)"""
+def _check_known(ranks: Sequence[int]) -> Callable[[], None] | None:
+    """What raises once one of these ranks is lost, as far as this process's groups know; None where none of them has such a rank.
+    (That a group has failed of another rank is no reason: these may build a group without it.)
+
+    A rank that has left the default group, if that is Penstock's, has left the job. One that has left all other groups may come
+    back: only its death counts, where the default group is another backend's.
+    """
     if not dist.is_initialized():
         return None
     try:
         default = of(None)
     except (ConfigError, RuntimeError):
-        return None
+        return _check_deaths(ranks)
     if default not in _alive:  # aborted: its group knows nothing any more
         return None
     return functools.partial(default._member.group.check, ranks, whole=False)
+
+
+def _check_deaths(ranks: Sequence[int]) -> Callable[[], None] | None:
+    """What raises once one of these ranks has died: each rank is asked for in one group that has it."""
+    asked: dict[int, tuple[Any, int]] = {}
+    for backend in list(_alive):
+        member = backend._member
+        shared = set(ranks).intersection(member.job_ranks).difference(asked, [member.engine.job_rank])
+        asked |= {rank: (member.group, member.job_ranks.index(rank)) for rank in shared}
+
+    def check() -> None:
+        for group, rank in asked.values():
+            try:
+                group.check([rank], whole=False)
+            except PeerLost as error:
+                # A farewell has the same class; the engine says it in these words (crates/penstock-net/src/driver.rs).
+                if "has left the job" not in str(error):
+                    raise
+            except Closed:
+                pass  # the group was destroyed meanwhile, and knows nothing any more
+
+    return check if asked else None
 
 
 def of(group: Any = None) -> Any:
@@ -225,7 +251,7 @@ class _Collectives:
         if op not in ("sum", "avg"):
             raise _refusal(f"all_reduce of sparse tensors knows SUM and AVG, not {op.upper()}; make them dense first")
         if self._sparse is None:
-            self._sparse = SparseReductions(lambda: self.sibling("sparse"), self._fail)
+            self._sparse = SparseReductions(lambda check: self.sibling("sparse", check=check), self._fail)
         reductions, tickets = self._sparse, []
         timeout = opts.timeout if _is_set(opts.timeout) else self._timeout
 
@@ -552,11 +578,13 @@ class _Collectives:
             self._member.group.abort(f"rank {self._member.rank} called abort()")
             self.shutdown()
 
-    def sibling(self, name: str, *, aggregate: bool = False) -> rendezvous.Membership:
+    def sibling(
+        self, name: str, *, aggregate: bool = False, check: Callable[[], None] | None = None
+    ) -> rendezvous.Membership:
         """Join another group of the same ranks, for operations that have an order of their own. Blocks until all ranks have
         called it, with the same name; it is left with this group at the latest. With ``aggregate`` its all-reduces go through
-        servers if this group's do."""
-        sibling = self._member.sibling(name, self._timeout, aggregate=aggregate)
+        servers if this group's do; ``check`` is as for `rendezvous.join`."""
+        sibling = self._member.sibling(name, self._timeout, aggregate=aggregate, check=check)
         self._siblings.append(sibling)
         if self not in _alive:  # shut down meanwhile, by another thread
             self.forget_siblings([sibling])
@@ -632,7 +660,9 @@ class _Collectives:
         timeout = getattr(opts, "timeout", None) or self._timeout
         name = getattr(opts, "group_name", "") or f"{self._member.name}:split"
         rank = ranks.index(self._member.rank)
-        member = rendezvous.join(store, rank, [self._member.job_ranks[one] for one in ranks], timeout, name)
+        job_ranks = [self._member.job_ranks[one] for one in ranks]
+        check = functools.partial(self._member.group.check, ranks, whole=False)
+        member = rendezvous.join(store, rank, job_ranks, timeout, name, check=check)
         return _CLASS(member, timeout)
 
     # ------------------------------------------------------------------ helpers
@@ -1002,6 +1032,22 @@ def _is_set(timeout: timedelta) -> bool:
     return timeout.total_seconds() >= 0
 
 
+@functools.cache
+def _spare_outsiders() -> None:
+    """Keep torch from asking for a split on ranks that are in no part of it, from the first group of this backend on. Such a
+    rank's backend returns no group, and where it is written in Python, torch 2.15 crashes on that (`ProcessGroup::splitGroup`).
+    Groups with other backends are asked as before: some take part in a split on all ranks."""
+    split = c10d.ProcessGroup.split_group
+
+    def split_group(group: Any, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        backends = (group._get_backend(device) for device in group._device_types)
+        if group.rank() not in ranks and all(isinstance(one, _Collectives) for one in backends):
+            return None
+        return split(group, ranks, *args, **kwargs)
+
+    setattr(c10d.ProcessGroup, "split_group", split_group)  # noqa: B010 -- the stub calls it a method
+
+
 def _class() -> Any:
     """The class for this torch: feature-tested, not version-tested."""
     if _can_be_made(c10d.Backend):
@@ -1011,6 +1057,7 @@ def _class() -> Any:
             def __init__(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
                 base.__init__(self, membership.rank, membership.world)
                 answer_for_wrappers()
+                _spare_outsiders()
                 self._setup(membership, timeout)
 
         return PenstockBackend

@@ -109,8 +109,7 @@ class GradientReducer:
 
     A pass that raises is withdrawn: set its gradients to zero, and the next pass works. What other ranks see of it stands in
     docs/gradients.md. A pass that reaches no parameter at all has no hook to run in; it takes part when an optimizer over these
-    parameters makes its step, with zeros.
-
+    parameters makes its step, with zeros, unless passes under `no_sync` have made gradients since its last step.
 
     Blocking: the constructor until all ranks have called it, ``backward`` until its gradients are reduced.
     Checks (PENSTOCK_CHECK, docs/debugging.md): with ``nan`` every gradient is looked through before it is reduced, and

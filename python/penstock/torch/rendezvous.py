@@ -71,19 +71,24 @@ class Membership:
         finally:
             self.engine.release()
 
-    def sibling(self, name: str, timeout: timedelta, *, aggregate: bool = False) -> Membership:
+    def sibling(
+        self, name: str, timeout: timedelta, *, aggregate: bool = False, check: Callable[[], None] | None = None
+    ) -> Membership:
         """Join another group of the same ranks, over the same streams: its operations have an order of their own. All
-        ranks call it, with the same name. With ``aggregate`` its all-reduces go through servers if this group's do."""
+        ranks call it, with the same name. With ``aggregate`` its all-reduces go through servers if this group's do. ``check`` is
+        as for `join`."""
         # Below the keys of this life: ranks may differ in how many siblings they began in an earlier one, which failed.
         store = dist.PrefixStore(f"penstock/sibling/{name}", self.keys)
         aggregate = aggregate and self.aggregation is not None
         full = f"{self.name}/{name}"
 
-        def check() -> None:
+        def look() -> None:
             self.group.check(range(len(self.job_ranks)), whole=True)
+            if check is not None:
+                check()
 
-        check()
-        return join(store, self.rank, self.job_ranks, timeout, full, aggregate=aggregate, check=check)
+        look()
+        return join(store, self.rank, self.job_ranks, timeout, full, aggregate=aggregate, check=look)
 
 
 def join(

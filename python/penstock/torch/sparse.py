@@ -16,6 +16,7 @@ import torch
 
 from penstock import _core
 from penstock.errors import Closed, Mismatch
+from penstock.errors import Timeout as TimeoutError_
 from penstock.torch import checks
 
 __all__ = ["SparseReductions", "SparseTicket", "add_up"]
@@ -26,15 +27,17 @@ class SparseReductions:
 
     Args:
         join: joins the sibling group (`penstock.torch.rendezvous.Membership`), on this object's thread. All ranks do so with
-            their first sparse all-reduce.
+            their first sparse all-reduce. It calls its argument while it waits, and passes on what that raises.
         fail: called with the error of one that failed, unless its group lives.
     """
 
-    def __init__(self, join: Callable[[], Any], fail: Callable[[BaseException], object]) -> None:
+    def __init__(self, join: Callable[[Callable[[], None]], Any], fail: Callable[[BaseException], object]) -> None:
         self._join = join
         self._fail = fail
         self._queue: queue.SimpleQueue[tuple[SparseTicket, torch.Tensor, bool, float] | None] = queue.SimpleQueue()
         self._member: Any = None
+        self._expired_s: float | None = None
+        """After how long somebody gave up waiting."""
         self._closed = False
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name="penstock-sparse", daemon=True).start()
@@ -51,7 +54,8 @@ class SparseReductions:
         return ticket
 
     def expire(self, waited_s: float) -> None:
-        """Fail what is running: somebody has waited for so many seconds, and waits no longer."""
+        """Fail what is running, the join too: somebody has waited for so many seconds, and waits no longer."""
+        self._expired_s = waited_s
         if self._member is not None:
             self._member.group.expire(waited_s)
 
@@ -71,7 +75,8 @@ class SparseReductions:
                 if self._closed:
                     raise _destroyed()
                 if self._member is None:
-                    self._member = self._join()
+                    self._member = self._join(self._check)
+                    self._check()
                 gather = checks.gatherer(self._member, timeout_s)
                 ticket.end(add_up(tensor, gather, average=average))
             except BaseException as error:
@@ -79,6 +84,13 @@ class SparseReductions:
                 if failure is None and not getattr(error, "group_lives", False):
                     failure = error
                     self._fail(error)
+
+    def _check(self) -> None:
+        if self._expired_s is not None:
+            raise TimeoutError_(
+                f"Timed out after {self._expired_s:g} s: not all ranks have come to the group's first all_reduce of a sparse "
+                "tensor. Raise the time-out of wait() if that is expected. The group is unusable: destroy it and build a new one."
+            )
 
 
 class SparseTicket:

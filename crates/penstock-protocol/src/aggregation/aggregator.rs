@@ -7,6 +7,8 @@
 //!   │ s-W │ 1111     │ kept  │      s = tag, w in have dropped; if all are in, the sum goes up again  (R3, R4)
 //!   └─────┴──────────┴───────┘      s = tag, else      have |= w, sum += block; if all are in, the sum goes up
 //! ```
+//! With s = tag, a block of another format, exponent or length than the slot's is refused first.
+//!
 //! A result, on its way down, takes the place of the sum that led to it: a child that loses it gets it from here.
 //!
 //! One packet in, at most one packet out (to one address, or the same bytes to all children); no clock and no queue, so
@@ -538,10 +540,14 @@ impl Table {
                 ..EMPTY
             };
         }
+        // Before all that sends something: a few bytes of a confused worker must not make a whole block be sent again.
+        if slot.format != header.format || slot.exponent != header.exponent {
+            return Err(Refusal::Format);
+        }
+        if usize::from(slot.length) != payload.len() {
+            return Err(Refusal::Length);
+        }
         if slot.is_result && slot.tag == Some(header.seq) {
-            if usize::from(slot.length) != payload.len() {
-                return Err(Refusal::Length);
-            }
             self.counters.refused[Refusal::Duplicate.index()] += 1;
             return Ok(Decision::Result { index, child });
         }
@@ -552,12 +558,6 @@ impl Table {
                 return Ok(Decision::Sum { index, seq: header.seq });
             }
             return Ok(Decision::Nothing);
-        }
-        if slot.format != header.format || slot.exponent != header.exponent {
-            return Err(Refusal::Format);
-        }
-        if usize::from(slot.length) != payload.len() {
-            return Err(Refusal::Length);
         }
         let block_bytes = self.job.block_bytes;
         let blocks_a_slot = self.job.blocks_a_slot();

@@ -70,6 +70,35 @@ fn a_slot() {
     assert_eq!(counters.refused[Refusal::Stale.index()], 1);
 }
 
+/// A duplicate whose block has another length, format or exponent than the sum is refused: before the others' blocks are here,
+/// with the sum, and with the result. Before, 2 bytes made the whole sum go up again.
+#[test]
+fn duplicates_of_another_form() {
+    let mut node = Aggregator::new(limits());
+    node.open(job(2, 2)).unwrap();
+    let good = header(Kind::Push, 0, 0);
+    let refused = |node: &mut Aggregator| {
+        for (header, block, refusal) in [
+            (good, &[0; 8][..], Refusal::Length),
+            (Header { format: Format::I16, ..good }, &[0; 4], Refusal::Format),
+            (Header { format: Format::Exponents, ..good }, &[0; 2], Refusal::Format),
+            (Header { exponent: 1, ..good }, &[0; 4], Refusal::Format),
+        ] {
+            let bytes = [&header.encode(block, None)[..], block].concat();
+            assert_eq!(node.handle_packet(Link(0), &bytes).unwrap_err(), refusal);
+        }
+    };
+    handle(&mut node, 0, &push(0, 0, 5)).unwrap();
+    refused(&mut node);
+    assert_eq!(handle(&mut node, 1, &push(1, 0, 7)), Ok(Some((0, 3, 12))));
+    refused(&mut node);
+    let result = [&header(Kind::Result, 0, 0).encode(&[9; 4], None)[..], &[9; 4]].concat();
+    assert!(matches!(node.handle_packet(ABOVE, &result), Ok(Action::Relay { .. })));
+    refused(&mut node);
+    let counters = node.counters(5).unwrap();
+    assert_eq!((counters.repeated, counters.answered), (0, 0));
+}
+
 /// When the server lacks a block, a complete sum goes up again; else the children hear whose are missing.
 #[test]
 fn missing() {
@@ -343,9 +372,10 @@ fn shards() {
 proptest! {
     /// Any sequence of packets, sensible or not, from anywhere: no panic, and a sum that goes up is the sum of the
     /// blocks of that SeqNum, because workers send the same block under one SeqNum; a result that goes down again came from above.
+    /// A push gets a sum or a result only if its block has the form of that: a short one cannot make a long one be sent.
     #[test]
     fn sequences(steps in proptest::collection::vec(
-        (0u32..10, 0u32..4, 0u32..9, 0u8..20, any::<(u8, u8)>(), proptest::collection::vec(any::<u8>(), 0..70)), 0..200,
+        (0u32..10, 0u32..4, 0u32..9, 0u8..22, any::<(u8, u8)>(), proptest::collection::vec(any::<u8>(), 0..70)), 0..200,
     )) {
         let mut node = Aggregator::new(limits());
         node.open(Job { floats: true, ..job(2, 3) }).unwrap();
@@ -371,9 +401,16 @@ proptest! {
                     bytes
                 }
                 18 => push(worker, seq, block(worker, seq))[..usize::from(at) % 52].to_vec(),
+                // A block that is longer or shorter than the others of its SeqNum.
+                19 | 20 => {
+                    let format = if what == 19 { Format::I32 } else { Format::I16 };
+                    let block = &block(worker, seq).to_be_bytes().repeat(2)[if what == 19 { 0..8 } else { 2..4 }];
+                    [&Header { format, ..header(Kind::Push, worker, seq) }.encode(block, None)[..], block].concat()
+                }
                 _ => noise,
             };
-            let from = if what < 8 && from < 8 { worker } else { from };
+            let from = if !(8..=12).contains(&what) && from < 8 { worker } else { from };
+            let pushed = decode(&bytes).ok().filter(|packet| packet.header.kind == Kind::Push);
             if let Ok(Packet { header, payload, .. }) = decode(&bytes)
                 && header.kind == Kind::Result
             {
@@ -383,6 +420,10 @@ proptest! {
                 && !payload.is_empty()
             {
                 let header = decode(&[&header[..], payload].concat()).unwrap().header;
+                if let Some(Packet { header: pushed, payload: block, .. }) = pushed {
+                    let form = |header: &Header, block: &[u8]| (header.format, header.exponent, block.len());
+                    prop_assert_eq!(form(&pushed, block), form(&header, payload), "what a push got is of another form");
+                }
                 if header.kind == Kind::Result {
                     prop_assert!(results.contains(&(header.seq.0, payload.to_vec())), "a result that never came");
                     continue;
@@ -396,7 +437,7 @@ proptest! {
                     }
                     _ => continue,
                 };
-                prop_assert_eq!(payload, sum);
+                prop_assert_eq!(payload, sum.repeat(payload.len() / 4));
             }
         }
     }

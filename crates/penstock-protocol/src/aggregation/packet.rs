@@ -282,7 +282,9 @@ impl fmt::Display for PacketError {
                 write!(f, "a datagram of {bytes} bytes; a header has {HEADER_BYTES}")
             }
             PacketError::Magic => write!(f, "a datagram that is not Penstock's"),
-            PacketError::Version(version) => write!(f, "a packet of version {version}; this is {VERSION}"),
+            PacketError::Version(version) => {
+                write!(f, "a packet of version {version}; this is {VERSION}: install the same release everywhere")
+            }
             PacketError::Kind(kind) => write!(f, "a packet of unknown kind {kind}"),
             PacketError::Format(format) => write!(f, "a block of unknown format {format}"),
             PacketError::Flags { kind, flags } => write!(f, "a {kind:?} packet with flags {flags:#x}"),
@@ -310,8 +312,8 @@ pub const FLAG_LOST: u8 = 1;
 /// Elements as the tensor has them; for the server alone, aggregators that only add integers drop it.
 pub const FLAG_FULL: u8 = 2;
 pub(super) const MAGIC: u16 = 0x5041;
-/// Of the packets; daemons tell theirs.
-pub const VERSION: u8 = 1;
+/// Of the packets; daemons tell theirs. 2: servers and aggregators without a secret send only to addresses that answer receipts.
+pub const VERSION: u8 = 2;
 /// What the MAC covers.
 const CODED_BYTES: usize = 40;
 
@@ -343,7 +345,7 @@ mod tests {
     #[test]
     fn layout() {
         let packet = bytes(&header(), &[0xaa; 8], None);
-        let head = "5041 01 01 01020304 0506 01 01 0708090a 0b0c0d0e 0f101112 fffe 0008 00000000 131415161718191a";
+        let head = "5041 02 01 01020304 0506 01 01 0708090a 0b0c0d0e 0f101112 fffe 0008 00000000 131415161718191a";
         let head: String = head.replace(' ', "") + &"00".repeat(8) + &"aa".repeat(8);
         assert_eq!(packet.iter().map(|byte| format!("{byte:02x}")).collect::<String>(), head);
     }
@@ -389,7 +391,7 @@ mod tests {
         assert_eq!(decode(&good[..52]), Err(PacketError::Length { claimed: 8, bytes: 4 }));
         assert_eq!(decode(&[&good[..], &[0]].concat()), Err(PacketError::Length { claimed: 8, bytes: 9 }));
         assert_eq!(with(0, 0), PacketError::Magic);
-        assert_eq!(with(2, 2), PacketError::Version(2));
+        assert_eq!(with(2, 1), PacketError::Version(1));
         assert_eq!(with(3, 0), PacketError::Kind(0));
         assert_eq!(with(3, 7), PacketError::Kind(7));
         assert_eq!(with(3, 3), PacketError::Block(Kind::HeartbeatUp));
@@ -419,7 +421,7 @@ mod tests {
         ) {
             let _ = decode(&bytes);
             if bytes.len() >= HEADER_BYTES {
-                bytes[0..3].copy_from_slice(&[0x50, 0x41, 1]);
+                bytes[0..3].copy_from_slice(&[0x50, 0x41, VERSION]);
                 (bytes[3], bytes[10], bytes[11]) = (kind, format, flags);
                 let length = bytes.len() - HEADER_BYTES;
                 bytes[26..28].copy_from_slice(&(length as u16).to_be_bytes());

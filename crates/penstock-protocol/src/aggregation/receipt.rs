@@ -31,18 +31,17 @@ pub struct Receipt {
 }
 
 impl Receipt {
-    /// Whether a datagram is one, going by its kind alone.
+    /// Whether a datagram is one of this version. (One of another is a packet of another version, and counted as that.)
     #[must_use]
     pub fn is(bytes: &[u8]) -> bool {
-        bytes.len() == HEADER_BYTES && bytes[3] == KIND
+        bytes.len() == HEADER_BYTES && bytes[..4] == START
     }
 
     /// The bytes on the wire.
     #[must_use]
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
-        out[0..2].copy_from_slice(&MAGIC.to_be_bytes());
-        (out[2], out[3]) = (VERSION, KIND);
+        out[..4].copy_from_slice(&START);
         out[4..8].copy_from_slice(&self.job.to_be_bytes());
         out[8..10].copy_from_slice(&self.epoch.to_be_bytes());
         out[16..24].copy_from_slice(&self.returned.to_be_bytes());
@@ -87,13 +86,13 @@ impl Receipt {
     }
 }
 
-/// Beyond those of [`super::Kind`], with room for more of them.
-const KIND: u8 = 16;
+/// Magic, version, and a kind beyond those of [`super::Kind`], with room for more of them.
+const START: [u8; 4] = [(MAGIC >> 8) as u8, MAGIC as u8, VERSION, 16];
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::aggregation::decode;
+    use crate::aggregation::{PacketError, decode};
     use proptest::prelude::*;
 
     proptest! {
@@ -109,6 +108,15 @@ mod tests {
             prop_assert!(Receipt::decode(&bytes).is_none_or(|other| other.encode() == bytes));
             prop_assert_eq!(Receipt::decode(&bytes[..at]), None);
         }
+    }
+
+    /// One of another version is a packet of another version, so that daemons count and report it.
+    #[test]
+    fn other_versions() {
+        let mut bytes = Receipt { job: 1, epoch: 1, returned: 0, asked: 5 }.encode();
+        bytes[2] = VERSION - 1;
+        assert!(!Receipt::is(&bytes));
+        assert_eq!(decode(&bytes), Err(PacketError::Version(VERSION - 1)));
     }
 
     /// Another job, epoch, address, port or key has another number.
