@@ -22,6 +22,8 @@ mod scale;
 mod stats;
 mod tags;
 mod ticket;
+#[cfg(test)]
+mod virtual_time;
 
 pub use aggregated::{LaneSpec, LaneStats, NodeSpec, ServerSpec, ServerStats, Sockets, Wire};
 pub use engine::{Config, Engine, Group, check_fork};
