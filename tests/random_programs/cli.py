@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +20,8 @@ from random_programs.pool import MEDIA, Pool
 def main(arguments: list[str]) -> int:
     """Returns 0 if no program failed (with --mutant: if one did)."""
     options = _parse(arguments)
+    if options.virtual:
+        return _virtual(options)
     folder = pathlib.Path(options.out or tempfile.mkdtemp(prefix="random-programs-"))
     folder.mkdir(parents=True, exist_ok=True)
     if options.replay:
@@ -37,6 +41,17 @@ def main(arguments: list[str]) -> int:
         options,
         folder,
     )
+
+
+def _virtual(options: argparse.Namespace) -> int:
+    """The programs of the engine's crate, under virtual time; they are another kind, and generated there."""
+    environment = {
+        **os.environ,
+        "PENSTOCK_VIRTUAL_SEEDS": f"{options.seed}..{options.seed + options.count}",
+        "PENSTOCK_VIRTUAL_MINUTES": str(options.minutes),
+    }
+    test = ["-p", "penstock-engine", "--lib", "virtual_time::programs", "--", "--exact", "--nocapture"]
+    return subprocess.run(["cargo", "test", "--quiet", *test], env=environment, check=False).returncode
 
 
 def _run(programs: Any, options: argparse.Namespace, folder: pathlib.Path) -> int:
@@ -134,6 +149,11 @@ def _hunt(options: argparse.Namespace) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="./dev fuzz", description=__doc__)
+    parser.add_argument(
+        "--virtual",
+        action="store_true",
+        help="programs on the engine alone, under virtual time (--seed, --count, --minutes)",
+    )
     parser.add_argument("--seed", type=int, default=None, help="the first seed (default: from the clock)")
     parser.add_argument("--count", type=int, default=1_000_000, help="how many seeds")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (per mutant with --mutant)")

@@ -8,6 +8,7 @@ use crate::ticket::Ticket;
 use penstock_net::memory::{Landmark, Region};
 use penstock_net::{Contact, Driver, Listen, Process, Ptracer, Settings, Wake, fds};
 use penstock_plan::{Algorithm, Thresholds};
+use penstock_protocol::handshake::NodeKey;
 use penstock_protocol::peer::PeerConfig;
 use penstock_types::{Failure, FailureKind, Generation, GroupId};
 use std::any::Any;
@@ -78,23 +79,7 @@ impl Engine {
         getrandom::fill(&mut node)
             .map_err(|error| Failure::of_call(FailureKind::Bug, format!("no randomness from the kernel: {error}.")))?;
         let landmark = Arc::new(Landmark::new(node));
-        let dead_after = config.dead_after.as_nanos() as u64;
-        let settings = Settings {
-            node,
-            rank: config.rank,
-            streams: config.streams.max(1),
-            shared_memory: config.shared_memory,
-            ptracer: config.ptracer,
-            peer: PeerConfig {
-                generation: config.generation,
-                checksum: config.checksum,
-                dead_after,
-                heartbeat_every: dead_after / 8,
-                eager_bytes: Thresholds::default().eager_limit_bytes,
-                ..PeerConfig::default()
-            },
-            socket_buffer_bytes: config.socket_buffer_bytes,
-        };
+        let settings = settings(config, node);
         let listen = Listen { addresses: config.addresses.clone(), ports: config.ports.clone() };
         let driver = Driver::new(settings, &listen)
             .map_err(|message| Failure::of_call(FailureKind::Config, format!("{message}.")))?;
@@ -355,6 +340,27 @@ impl Group {
     /// The same with a failure of any kind.
     pub(crate) fn fail(&self, failure: Failure) {
         self.handle.command(Command::Abort(self.id, failure), &Ticket::default());
+    }
+}
+
+/// How the event loop of an engine behaves.
+pub(crate) fn settings(config: &Config, node: NodeKey) -> Settings {
+    let dead_after = config.dead_after.as_nanos() as u64;
+    Settings {
+        node,
+        rank: config.rank,
+        streams: config.streams.max(1),
+        shared_memory: config.shared_memory,
+        ptracer: config.ptracer,
+        peer: PeerConfig {
+            generation: config.generation,
+            checksum: config.checksum,
+            dead_after,
+            heartbeat_every: dead_after / 8,
+            eager_bytes: Thresholds::default().eager_limit_bytes,
+            ..PeerConfig::default()
+        },
+        socket_buffer_bytes: config.socket_buffer_bytes,
     }
 }
 

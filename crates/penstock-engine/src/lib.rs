@@ -23,6 +23,8 @@ mod stats;
 mod tags;
 mod ticket;
 mod unbound;
+#[cfg(test)]
+mod virtual_time;
 
 pub use aggregated::{LaneSpec, LaneStats, NodeSpec, ServerSpec, ServerStats, Sockets, Wire};
 pub use engine::{Config, Engine, Group, check_fork};

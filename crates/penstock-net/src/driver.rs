@@ -5,7 +5,8 @@ use crate::descriptors::{After, after_accept, is_shortage, make_room};
 use crate::fds::Fd;
 use crate::memory::Landmark;
 use crate::ptrace::{Ptracer, Yama};
-use crate::socket::{GONE, Progress, Socket, Stage, read, why};
+use crate::socket::{GONE, Progress, Socket, Stage, why};
+use crate::system::{Host, System, Wire};
 use penstock_protocol::frame::{VERSION_MAJOR, VERSION_MINOR};
 use penstock_protocol::handshake::{Accepted, Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
 use penstock_protocol::peer::{Event, OpStatus, Peer, PeerConfig, StreamId};
@@ -20,7 +21,6 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
 
 /// Names a peer within this process.
 pub type PeerId = u32;
@@ -262,7 +262,7 @@ impl Peers {
 /// One thread's event loop.
 pub struct Driver {
     settings: Settings,
-    epoll: Fd,
+    system: System,
     wake: Arc<Wake>,
     tcp: Vec<(Fd, SocketAddr)>,
     local: Option<Fd>,
@@ -273,7 +273,6 @@ pub struct Driver {
     /// Sockets that may have more to read although the kernel reports them only once.
     again: Vec<u64>,
     junk: Box<[u8]>,
-    epoch: Instant,
     /// Connections of others that have proved nothing yet. Own ones do not count: they are as many as the job needs.
     strangers: usize,
     /// When to accept again, after the machine lacked something.
@@ -285,6 +284,16 @@ pub struct Driver {
     /// When the kernel was last asked what has arrived. All of it has been read by now, or as much of it as one turn reads.
     looked: Time,
     yama: Yama,
+}
+
+/// What a loop keeps from turn to turn until it ends.
+#[derive(Default)]
+pub struct Run {
+    events: Vec<epoll::Event>,
+    /// When it began to stop.
+    stopping_since: Option<Time>,
+    /// When good-bye was said to whom.
+    farewells: HashMap<PeerId, Time>,
 }
 
 /// What the loop knows of the way to a peer.
@@ -321,12 +330,50 @@ impl Driver {
     /// # Errors
     /// Which address or port could not be had, and which knob to turn.
     pub fn new(settings: Settings, listen: &Listen) -> Result<Driver, String> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| format!("epoll_create failed: {e}"))?;
+        let mut driver = Driver::on(System::kernel()?, settings)?;
+        driver.system.add(&driver.wake.event, WAKE).map_err(|e| format!("epoll_ctl failed: {e}"))?;
+        for address in &listen.addresses {
+            let (socket, address) = bind_tcp(*address, listen.ports.clone())?;
+            let token = FIRST_LISTENER + driver.tcp.len() as u64;
+            driver
+                .system
+                .add(&socket, token)
+                .map_err(|e| format!("cannot watch the listening socket on {address}: {e}"))?;
+            driver.tcp.push((Fd::new(socket.into()), address));
+        }
+        if driver.settings.shared_memory {
+            match bind_local(&driver.settings.node) {
+                Ok(socket) => {
+                    driver
+                        .system
+                        .add(&socket, LOCAL_LISTENER)
+                        .map_err(|e| format!("cannot watch the local listening socket: {e}"))?;
+                    driver.local = Some(Fd::new(socket));
+                }
+                Err(error) => {
+                    log::warn!("penstock: no abstract UNIX socket ({error}): peers on this host are reached over TCP");
+                    driver.settings.shared_memory = false;
+                }
+            }
+        }
+        Ok(driver)
+    }
+
+    /// A loop on a host that a test plays. [`Driver::turn`] runs it.
+    ///
+    /// # Errors
+    /// The kernel has no descriptor left.
+    pub fn played(host: Box<dyn Host>, settings: Settings) -> Result<Driver, String> {
+        Driver::on(System::Played(host), Settings { shared_memory: false, ..settings })
+    }
+
+    /// A loop without listeners.
+    fn on(system: System, settings: Settings) -> Result<Driver, String> {
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| format!("eventfd failed: {e}"))?;
         let wake = Arc::new(Wake { event: Fd::new(event), sleeping: AtomicBool::new(false) });
-        let mut driver = Driver {
-            epoll: Fd::new(epoll),
+        Ok(Driver {
+            system,
             wake,
             tcp: Vec::new(),
             local: None,
@@ -345,7 +392,6 @@ impl Driver {
             links: Vec::new(),
             again: Vec::new(),
             junk: vec![0; 64 * 1024].into_boxed_slice(),
-            epoch: Instant::now(),
             strangers: 0,
             accept_at: None,
             complained: None,
@@ -354,30 +400,7 @@ impl Driver {
             looked: Time(0),
             yama: Yama::new(settings.ptracer),
             settings,
-        };
-        epoll_add(&driver.epoll, &driver.wake.event, WAKE, epoll::EventFlags::IN)
-            .map_err(|e| format!("epoll_ctl failed: {e}"))?;
-        for address in &listen.addresses {
-            let (socket, address) = bind_tcp(*address, listen.ports.clone())?;
-            let token = FIRST_LISTENER + driver.tcp.len() as u64;
-            epoll_add(&driver.epoll, &socket, token, epoll::EventFlags::IN)
-                .map_err(|e| format!("cannot watch the listening socket on {address}: {e}"))?;
-            driver.tcp.push((Fd::new(socket.into()), address));
-        }
-        if driver.settings.shared_memory {
-            match bind_local(&driver.settings.node) {
-                Ok(socket) => {
-                    epoll_add(&driver.epoll, &socket, LOCAL_LISTENER, epoll::EventFlags::IN)
-                        .map_err(|e| format!("cannot watch the local listening socket: {e}"))?;
-                    driver.local = Some(Fd::new(socket));
-                }
-                Err(error) => {
-                    log::warn!("penstock: no abstract UNIX socket ({error}): peers on this host are reached over TCP");
-                    driver.settings.shared_memory = false;
-                }
-            }
-        }
-        Ok(driver)
+        })
     }
 
     /// Where it listens.
@@ -406,49 +429,57 @@ impl Driver {
     /// Runs until the handler says to stop and all peers have been told. If the handler panics, it may be run once more: then
     /// what is queued for the peers leaves.
     pub fn run<H: Handler>(&mut self, handler: &mut H) {
-        let mut events = Vec::with_capacity(256);
-        let (mut stopping_since, mut farewells) = (None, HashMap::new());
-        loop {
-            let now = self.now();
-            self.peers.now = now;
-            // Also before the end: somebody waits for what is ordered.
+        let mut run = Run::default();
+        while self.turn(handler, &mut run) {}
+        self.finish(handler);
+    }
+
+    /// One turn of [`Driver::run`]: sends, waits, and handles what has come. False: the loop ends, with [`Driver::finish`].
+    pub fn turn<H: Handler>(&mut self, handler: &mut H, run: &mut Run) -> bool {
+        let now = self.now();
+        self.peers.now = now;
+        // Also before the end: somebody waits for what is ordered.
+        self.follow_orders(handler, now);
+        self.pump(handler, now);
+        if handler.stopping() {
+            let is_patient = now.since(*run.stopping_since.get_or_insert(now)) < handler.patience();
+            self.say_bye(&mut run.farewells, is_patient, now);
+            if !is_patient || self.has_taken_leave(&run.farewells, now) {
+                return false;
+            }
+            self.pump(handler, now);
+        }
+        // Only after a look at the sockets that was late enough: what has arrived is read before anybody is judged by his
+        // silence, also when this process was stopped or busy for long.
+        if self.looked >= self.next_timers {
+            self.handle_timers(handler, now);
             self.follow_orders(handler, now);
             self.pump(handler, now);
-            if handler.stopping() {
-                let is_patient = now.since(*stopping_since.get_or_insert(now)) < handler.patience();
-                self.say_bye(&mut farewells, is_patient, now);
-                if !is_patient || self.has_taken_leave(&farewells, now) {
-                    break;
-                }
-                self.pump(handler, now);
-            }
-            // Only after a look at the sockets that was late enough: what has arrived is read before anybody is judged by his
-            // silence, also when this process was stopped or busy for long.
-            if self.looked >= self.next_timers {
-                self.handle_timers(handler, now);
-                self.follow_orders(handler, now);
-                self.pump(handler, now);
-            }
-            if self.looked >= self.next_tick {
-                self.next_tick = handler.tick(&mut self.peers, now);
-                self.follow_orders(handler, now);
-                self.pump(handler, now);
-            }
-            self.wait(handler, &mut events);
-            self.peers.now = self.now();
-            for event in events.drain(..) {
-                let (data, flags) = (event.data, event.flags);
-                self.handle_event(handler, data.u64(), flags);
-            }
-            for token in std::mem::take(&mut self.again) {
-                self.handle_event(handler, token, epoll::EventFlags::IN);
-            }
-            if handler.has_work() {
-                self.follow_orders(handler, now);
-                self.pump(handler, now);
-                handler.work(&mut self.peers);
-            }
         }
+        if self.looked >= self.next_tick {
+            self.next_tick = handler.tick(&mut self.peers, now);
+            self.follow_orders(handler, now);
+            self.pump(handler, now);
+        }
+        self.wait(handler, &mut run.events);
+        self.peers.now = self.now();
+        for event in run.events.drain(..) {
+            let (data, flags) = (event.data, event.flags);
+            self.handle_event(handler, data.u64(), flags);
+        }
+        for token in std::mem::take(&mut self.again) {
+            self.handle_event(handler, token, epoll::EventFlags::IN);
+        }
+        if handler.has_work() {
+            self.follow_orders(handler, now);
+            self.pump(handler, now);
+            handler.work(&mut self.peers);
+        }
+        true
+    }
+
+    /// The end of [`Driver::run`]: tells the peers the last, and closes the connections.
+    pub fn finish<H: Handler>(&mut self, handler: &mut H) {
         for peer in 0..self.links.len() {
             if self.links[peer].was_up && !self.links[peer].finished && !self.links[peer].said_bye {
                 handler.undelivered(&mut self.peers, peer as PeerId);
@@ -478,11 +509,9 @@ impl Driver {
             (true, true) => MILLISECOND,
             (true, false) => until.since(now),
         };
-        let timeout = rustix::time::Timespec { tv_sec: (nanos / SECOND) as i64, tv_nsec: (nanos % SECOND) as i64 };
         // One answer holds all that is ready, so that no socket waits for its turn while others are read again and again.
         let room = self.sockets.len() + self.tcp.len() + 2;
-        events.reserve(room);
-        if let Err(error) = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), Some(&timeout))
+        if let Err(error) = self.system.wait(events, room, nanos, FIRST_LISTENER)
             && error != rustix::io::Errno::INTR
         {
             log::error!("penstock: epoll_wait failed: {error}");
@@ -492,7 +521,7 @@ impl Driver {
     }
 
     fn now(&self) -> Time {
-        Time(self.epoch.elapsed().as_nanos() as u64)
+        self.system.now()
     }
 
     // ------------------------------------------------------------------ events
@@ -566,7 +595,7 @@ impl Driver {
                 self.again.push(token);
                 return Ok(());
             }
-            let filled = socket.reader.fill(&socket.fd, socket.local, &mut self.junk, &mut descriptors);
+            let filled = socket.reader.fill(&socket.wire, socket.local, &mut self.junk, &mut descriptors);
             for descriptor in descriptors.drain(..) {
                 handler.passed(peer, descriptor).map_err(|error| format!("it sent {error}"))?;
             }
@@ -655,7 +684,7 @@ impl Driver {
         }
         socket.watches_write = watch;
         let flags = if watch { epoll::EventFlags::IN | epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
-        if let Err(error) = epoll::modify(&self.epoll, &socket.fd, epoll::EventData::new_u64(token), flags) {
+        if let Err(error) = self.system.watch(&socket.wire, token, flags, false) {
             log::error!("penstock: epoll_ctl failed: {error}");
         }
     }
@@ -827,7 +856,7 @@ impl Driver {
         };
         let connector = self.connector(peer, 0, if reads { FEATURES | FEATURE_READS_MEMORY } else { FEATURES });
         let mut socket = Socket::new(
-            Fd::new(fd),
+            Wire::Kernel(Fd::new(fd)),
             true,
             "local socket".to_owned(),
             Stage::Connecting(connector),
@@ -856,7 +885,10 @@ impl Driver {
             0 => self.links[peer as usize].first_port + PORT_STEP * stream as u16,
             _ => 0,
         };
-        let attempt_connect = || -> io::Result<socket2::Socket> {
+        let attempt_connect = || -> io::Result<Wire> {
+            if let System::Played(host) = &self.system {
+                return Ok(Wire::Played(host.connect(remote)));
+            }
             let domain = Domain::for_address(remote);
             let socket = socket2::Socket::new(domain, Type::STREAM.nonblocking().cloexec(), Some(Protocol::TCP))?;
             tune(&socket, buffer_bytes)?;
@@ -876,13 +908,13 @@ impl Driver {
                 Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
                 Err(error) => return Err(error),
             }
-            Ok(socket)
+            Ok(Wire::Kernel(Fd::new(socket.into())))
         };
         match attempt_connect() {
-            Ok(socket) => {
+            Ok(wire) => {
                 let connector = self.connector(peer, stream, FEATURES);
                 let mut socket = Socket::new(
-                    Fd::new(socket.into()),
+                    wire,
                     false,
                     remote.to_string(),
                     Stage::Connecting(connector),
@@ -971,19 +1003,23 @@ impl Driver {
     }
 
     fn accept_tcp<H: Handler>(&mut self, handler: &mut H, listener: usize, now: Time) {
+        while let System::Played(host) = &self.system {
+            let Some((connection, from)) = host.accept() else { return };
+            self.accepted(handler, Wire::Played(connection), false, from.to_string(), now);
+        }
         while let Some(fd) = self.accept(handler, Some(listener), now) {
             let remote = socket2::SockRef::from(&fd).peer_addr().ok().and_then(|a| a.as_socket());
             let remote = remote.map_or_else(|| "unknown address".to_owned(), |address| address.to_string());
             if let Err(error) = tune(&socket2::SockRef::from(&fd), self.settings.socket_buffer_bytes as usize) {
                 log::warn!("penstock: cannot set options on a stream from {remote}: {error}");
             }
-            self.accepted(handler, fd, false, remote, now);
+            self.accepted(handler, Wire::Kernel(Fd::new(fd)), false, remote, now);
         }
     }
 
     fn accept_local<H: Handler>(&mut self, handler: &mut H, now: Time) {
         while let Some(fd) = self.accept(handler, None, now) {
-            self.accepted(handler, fd, true, "local socket".to_owned(), now);
+            self.accepted(handler, Wire::Kernel(Fd::new(fd)), true, "local socket".to_owned(), now);
         }
     }
 
@@ -1017,7 +1053,7 @@ impl Driver {
     fn watch_listeners(&self, flags: epoll::EventFlags) {
         let tcp = (FIRST_LISTENER..).zip(self.tcp.iter().map(|(listener, _)| listener));
         for (token, listener) in tcp.chain(self.local.iter().map(|listener| (LOCAL_LISTENER, listener))) {
-            if let Err(error) = epoll::modify(&self.epoll, listener, epoll::EventData::new_u64(token), flags) {
+            if let Err(error) = self.system.modify(listener, token, flags) {
                 log::error!("penstock: epoll_ctl failed: {error}");
             }
         }
@@ -1034,15 +1070,15 @@ impl Driver {
         }
     }
 
-    fn accepted<H: Handler>(&mut self, handler: &mut H, fd: OwnedFd, local: bool, remote: String, now: Time) {
+    fn accepted<H: Handler>(&mut self, handler: &mut H, wire: Wire, local: bool, remote: String, now: Time) {
         if self.strangers >= MAX_STRANGERS && !self.evict_stranger(handler, now) {
             log::warn!("penstock: {MAX_STRANGERS} hand-shakes are going on; {remote} is turned away");
             return;
         }
         let acceptor = Acceptor::new(random(), FEATURES);
-        let socket = Socket::new(Fd::new(fd), local, remote, Stage::Acceptor(acceptor), now.plus(HANDSHAKE_WITHIN));
+        let socket = Socket::new(wire, local, remote, Stage::Acceptor(acceptor), now.plus(HANDSHAKE_WITHIN));
         let token = self.token();
-        match epoll_add(&self.epoll, &socket.fd, token, epoll::EventFlags::IN) {
+        match self.system.watch(&socket.wire, token, epoll::EventFlags::IN, true) {
             Ok(()) => {
                 self.strangers += 1;
                 self.next_timers = self.next_timers.min(now.plus(SECOND));
@@ -1069,7 +1105,7 @@ impl Driver {
         let token = self.token();
         let peer = socket.peer.expect("connectors know their peer");
         socket.watches_write = true;
-        match epoll_add(&self.epoll, &socket.fd, token, epoll::EventFlags::IN | epoll::EventFlags::OUT) {
+        match self.system.watch(&socket.wire, token, epoll::EventFlags::IN | epoll::EventFlags::OUT, true) {
             Ok(()) => {
                 self.next_timers = self.next_timers.min(now.plus(SECOND));
                 self.links[peer as usize].sockets.push(token);
@@ -1091,10 +1127,7 @@ impl Driver {
         now: Time,
     ) -> Result<(), String> {
         if let Stage::Connecting(_) = socket.stage {
-            match rustix::net::sockopt::socket_error(&socket.fd) {
-                Ok(Ok(())) => {}
-                Ok(Err(error)) | Err(error) => return Err(error.to_string()),
-            }
+            socket.wire.error().map_err(|error| error.to_string())?;
             let Stage::Connecting(mut connector) = std::mem::replace(&mut socket.stage, Stage::Up) else {
                 unreachable!("looked at above")
             };
@@ -1110,7 +1143,7 @@ impl Driver {
             }
             // The last message may come together with the first frames, and what they bring along.
             let room = &mut [IoSliceMut::new(&mut buffer)];
-            let count = match read(&socket.fd, room, socket.local, &mut descriptors) {
+            let count = match socket.wire.read(room, socket.local, &mut descriptors) {
                 Ok(0) => return Err("it closed the connection during the hand-shake".into()),
                 Ok(count) => count,
                 Err(rustix::io::Errno::INTR) => continue,
@@ -1174,6 +1207,8 @@ impl Driver {
         if let Progress::Closed(reason) = socket.write_greeting() {
             return Err(reason);
         }
+        // There is nearly always room: the loop would not sleep until the other side answers.
+        self.watch_write(token, socket, !socket.greeting.is_empty());
         if let Some((hello, features)) = ended {
             let job = hello.as_ref().map(|hello| hello.job);
             if let Some(hello) = hello {
@@ -1256,7 +1291,7 @@ impl Driver {
         }
         self.peers.machine(peer).stream_up(socket.stream, now);
         self.watch_write(token, socket, false);
-        let pid = if socket.local { process_at(&socket.fd).unwrap_or(0) } else { 0 };
+        let pid = socket.wire.descriptor().filter(|_| socket.local).and_then(process_at).unwrap_or(0);
         handler.linked(&mut self.peers, peer, socket.local, pid, job);
         self.next_timers = Time(self.next_timers.0.min(now.plus(100 * MILLISECOND).0));
         if socket.reader.has_buffered() {
@@ -1266,7 +1301,7 @@ impl Driver {
     }
 
     fn can_read_back(&self, socket: &Socket, peer: PeerId) -> bool {
-        let Ok(fd) = socket.fd.as_fd().try_clone_to_owned() else { return false };
+        let Some(Ok(fd)) = socket.wire.descriptor().map(|fd| fd.as_fd().try_clone_to_owned()) else { return false };
         let contact = &self.links[peer as usize].contact;
         contact.landmark != 0 && self.can_read(read_landmark(&fd, contact), contact)
     }
@@ -1378,13 +1413,21 @@ impl Driver {
         }
     }
 
-    /// Whether every peer has left, is lost, or has taken the good-bye. A peer that says nothing of it is not waited for long.
+    /// Whether every peer has left, is lost, or has taken the good-bye, and has been sent all acknowledgements: one whose last frames
+    /// were taken and not acknowledged would believe that they are lost. A peer that says nothing of it is not waited for long.
     fn has_taken_leave(&self, farewells: &HashMap<PeerId, Time>, now: Time) -> bool {
         (0..self.links.len() as PeerId).all(|peer| {
-            let link = &self.links[peer as usize];
+            let (link, machine) = (&self.links[peer as usize], self.peers.look(peer));
+            let has_taken_it = || machine.is_quiet() && !machine.owes_acks() && self.is_flushed(link);
             let is_over = || farewells.get(&peer).is_some_and(|said| now.since(*said) >= LINGER);
-            !link.was_up || link.finished || self.peers.look(peer).is_quiet() || is_over()
+            !link.was_up || link.finished || has_taken_it() || is_over()
         })
+    }
+
+    /// Whether all that was begun has been written.
+    fn is_flushed(&self, link: &Link) -> bool {
+        let sockets = link.sockets.iter().filter_map(|token| self.sockets.get(token));
+        sockets.filter(|socket| socket.is_up()).all(Socket::is_flushed)
     }
 
     /// Closes the sockets without throwing away what the peers have not read yet: a socket that is closed with unread
@@ -1392,12 +1435,13 @@ impl Driver {
     fn half_close(&mut self) {
         let end = self.now().plus(LINGER / 4);
         for socket in self.sockets.values() {
-            let _ = rustix::net::shutdown(&socket.fd, rustix::net::Shutdown::Write);
+            socket.wire.finish();
         }
+        let System::Kernel { epoll, .. } = &self.system else { return self.sockets.clear() };
         while !self.sockets.is_empty() && self.now() < end {
             self.sockets.retain(|_, socket| {
                 loop {
-                    match rustix::io::read(&socket.fd, &mut self.junk[..]) {
+                    match socket.wire.read(&mut [IoSliceMut::new(&mut self.junk)], false, &mut Vec::new()) {
                         Ok(0) => return false,
                         Ok(_) => {}
                         Err(rustix::io::Errno::AGAIN) => return true,
@@ -1408,7 +1452,7 @@ impl Driver {
             let timeout = rustix::time::Timespec { tv_sec: 0, tv_nsec: 2 * MILLISECOND as i64 };
             let mut buffer =
                 [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
-            let _ = epoll::wait(&self.epoll, &mut buffer[..], Some(&timeout));
+            let _ = epoll::wait(epoll, &mut buffer[..], Some(&timeout));
         }
         self.sockets.clear();
     }
@@ -1440,10 +1484,6 @@ fn process_at(fd: impl AsFd) -> Option<u32> {
 /// The kernel says 0 of a process that our PID namespace does not number (rustix takes that to be impossible).
 fn visible_process(credentials: &libc::ucred) -> Option<u32> {
     u32::try_from(credentials.pid).ok().filter(|pid| *pid != 0)
-}
-
-fn epoll_add(epoll: &Fd, fd: impl AsFd, token: u64, flags: epoll::EventFlags) -> rustix::io::Result<()> {
-    epoll::add(epoll, fd, epoll::EventData::new_u64(token), flags)
 }
 
 /// A random even port in the kernel's range for outgoing connections, with room for the streams behind it.

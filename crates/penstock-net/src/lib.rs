@@ -18,7 +18,8 @@ pub mod memory;
 pub mod pages;
 mod ptrace;
 mod socket;
+pub mod system;
 
 pub use contact::{Contact, Process};
-pub use driver::{Admission, Driver, Handler, Listen, PeerId, Peers, Settings, Source, Wake};
+pub use driver::{Admission, Driver, Handler, Listen, PeerId, Peers, Run, Settings, Source, Wake};
 pub use ptrace::Ptracer;

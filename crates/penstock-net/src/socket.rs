@@ -2,6 +2,7 @@
 
 use crate::driver::{Handler, PeerId, Peers, Source};
 use crate::fds::Fd;
+use crate::system::Wire;
 use penstock_protocol::frame::MAX_FRAME_BYTES;
 use penstock_protocol::handshake::{Acceptor, Connector};
 use penstock_protocol::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
@@ -20,7 +21,7 @@ use std::sync::Arc;
 
 /// A connection at any stage of its life.
 pub(crate) struct Socket {
-    pub(crate) fd: Fd,
+    pub(crate) wire: Wire,
     /// Over an abstract UNIX socket: the peer is on this host.
     pub(crate) local: bool,
     /// The other end, for messages.
@@ -73,9 +74,9 @@ pub(crate) enum Progress {
 }
 
 impl Socket {
-    pub(crate) fn new(fd: Fd, local: bool, remote: String, stage: Stage, deadline: Time) -> Socket {
+    pub(crate) fn new(wire: Wire, local: bool, remote: String, stage: Stage, deadline: Time) -> Socket {
         Socket {
-            fd,
+            wire,
             local,
             remote,
             stage,
@@ -92,6 +93,11 @@ impl Socket {
 
     pub(crate) fn is_up(&self) -> bool {
         matches!(self.stage, Stage::Up)
+    }
+
+    /// Whether no frame is half-written, or waits to be.
+    pub(crate) fn is_flushed(&self) -> bool {
+        self.writing.is_empty()
     }
 
     /// Lets go of the memory of a failed group's operations.
@@ -112,7 +118,7 @@ impl Socket {
     /// Writes what is left of the greeting.
     pub(crate) fn write_greeting(&mut self) -> Progress {
         while !self.greeting.is_empty() {
-            match write(&self.fd, &[IoSlice::new(&self.greeting)], None) {
+            match self.wire.write(&[IoSlice::new(&self.greeting)], None) {
                 Ok(count) => drop(self.greeting.drain(..count)),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Progress::Blocked,
@@ -151,7 +157,7 @@ impl Socket {
             frame.slices(peer, handler, &mut slices);
         }
         let descriptor = self.writing.back().and_then(|frame| frame.descriptor.as_ref());
-        match write(&self.fd, &slices, descriptor) {
+        match self.wire.write(&slices, descriptor) {
             Ok(mut count) => {
                 drop(slices);
                 if count > 0
@@ -184,7 +190,7 @@ pub(crate) fn why(error: Errno, local: bool) -> String {
 
 /// Writes what the kernel takes; a descriptor goes along with the first byte. A peer that is gone is an error and no SIGPIPE: the
 /// program around us may have set that back to its default, which is to die.
-fn write(fd: impl AsFd, slices: &[IoSlice<'_>], descriptor: Option<&Fd>) -> Result<usize, Errno> {
+pub(crate) fn write(fd: impl AsFd, slices: &[IoSlice<'_>], descriptor: Option<&Fd>) -> Result<usize, Errno> {
     let descriptors = descriptor.map(AsFd::as_fd);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -340,7 +346,7 @@ impl Reader {
     /// One read from the kernel. `Ok(0)` is the end. What a local socket passes along is added to `descriptors`.
     pub(crate) fn fill(
         &mut self,
-        fd: impl AsFd,
+        wire: &Wire,
         local: bool,
         junk: &mut [u8],
         descriptors: &mut Vec<Fd>,
@@ -353,7 +359,7 @@ impl Reader {
         }
         let Some(frame) = &mut self.frame else {
             let room = &mut [IoSliceMut::new(&mut self.buffer[self.end..])];
-            let count = read(fd, room, local, descriptors)?;
+            let count = wire.read(room, local, descriptors)?;
             self.end += count;
             return Ok(count);
         };
@@ -373,9 +379,9 @@ impl Reader {
         // A discarded payload longer than the junk must not be followed by the buffer.
         let count = if room == left {
             let tail = &mut self.buffer[..TAIL_BYTES];
-            read(fd, &mut [IoSliceMut::new(target), IoSliceMut::new(tail)], local, descriptors)?
+            wire.read(&mut [IoSliceMut::new(target), IoSliceMut::new(tail)], local, descriptors)?
         } else {
-            read(fd, &mut [IoSliceMut::new(target)], local, descriptors)?
+            wire.read(&mut [IoSliceMut::new(target)], local, descriptors)?
         };
         frame.got += count.min(room);
         self.end = count.saturating_sub(room);

@@ -610,6 +610,12 @@ impl Peer {
         self.outgoing.is_empty() && self.controls.values().all(|control| control.header.kind == Kind::Left)
     }
 
+    /// Whether frames have been taken that the peer does not know of yet.
+    #[must_use]
+    pub fn owes_acks(&self) -> bool {
+        self.streams.values().any(|stream| stream.owes_ack)
+    }
+
     /// Forgets everything about an operation: it is finished here. A copied message that still waits for its grant or
     /// its ack goes on.
     pub fn retire(&mut self, group: GroupId, channel: Channel, op: OpSeq) {

@@ -1,0 +1,74 @@
+//! What may go wrong in a program, and what may not.
+
+use super::program::{Fault, How, Program, sequence};
+use penstock_types::{Failure, FailureKind, SECOND};
+
+/// Which failures a program may meet.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tolerance {
+    kinds: &'static [FailureKind],
+    /// Ranks may be given up, so that the others keep what is for them.
+    pub(super) may_lose: bool,
+}
+
+impl Program {
+    /// All its operations must succeed.
+    pub(super) fn is_right(&self) -> bool {
+        self.tolerance().kinds.is_empty()
+    }
+
+    pub(super) fn tolerance(&self) -> Tolerance {
+        use FailureKind::{Closed, Mismatch, PeerLost, Refused, Timeout};
+        let nothing = Tolerance { kinds: &[], may_lose: false };
+        let lost = Tolerance { kinds: &[PeerLost, Closed, Timeout, Refused], may_lose: true };
+        let of_fault = match self.fault {
+            None | Some((_, Fault::Lose { .. })) => nothing,
+            // Whoever is silent for 4 s is lost, and a stream alone is all that there is of a peer.
+            Some((_, Fault::Stall { time, .. })) if self.streams > 1 || time <= 3 * SECOND => nothing,
+            Some((_, Fault::Part { time, .. } | Fault::Stop { time, .. })) if time <= 3 * SECOND => nothing,
+            Some(_) => lost,
+        };
+        match self.wrong {
+            None => of_fault,
+            Some(wrong) => Tolerance {
+                kinds: match wrong.how {
+                    How::Size | How::DType | How::Op | How::Root if self.goes_on && !self.ends_early => &[Mismatch],
+                    // Ranks that end meanwhile are missed by others, also in joins.
+                    _ => &[Mismatch, Closed, PeerLost, Timeout],
+                },
+                may_lose: !self.goes_on || self.ends_early || matches!(wrong.how, How::Skip | How::Leave),
+            },
+        }
+    }
+
+    /// Whether a success of the call says nothing about the result on this rank: it, or the call that it met, is not what the
+    /// program wants.
+    pub(super) fn is_undefined(&self, call: usize, rank: usize) -> bool {
+        let Some(wrong) = self.wrong else { return false };
+        match wrong.how {
+            How::Size | How::DType | How::Op | How::Root => (rank, call) == (wrong.rank, wrong.call),
+            How::Order { .. } | How::Leave => false,
+            // Later calls may meet others that look alike.
+            How::Skip => call >= wrong.call && sequence(&self.calls[call]) == sequence(&self.calls[wrong.call]),
+        }
+    }
+}
+
+impl Tolerance {
+    /// What is wrong with a failure of a call, or a join, of a group.
+    pub(super) fn refuses(&self, program: &Program, group: usize, rank: usize, failure: &Failure) -> Option<String> {
+        // Ranks that go on in other groups find them as they were.
+        let is_concerned = match (program.wrong, program.fault) {
+            (Some(wrong), _) => program.calls[wrong.call].group == group || matches!(wrong.how, How::Skip | How::Leave),
+            // A join may wait for a rank that waits for the one that is gone.
+            (None, Some((_, Fault::Kill { rank, .. }))) => {
+                failure.kind == FailureKind::Timeout || program.groups[group].members.contains(&rank)
+            }
+            _ => true,
+        };
+        if self.kinds.contains(&failure.kind) && (is_concerned || !program.goes_on) {
+            return None;
+        }
+        Some(format!("failed: in group {group} on rank {rank}: {failure}"))
+    }
+}

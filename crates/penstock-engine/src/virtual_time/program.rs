@@ -1,0 +1,590 @@
+//! Random programs: what every rank does, and what goes wrong meanwhile.
+//!
+//! A right program cannot block for ever. Its calls stand in windows; every rank issues all calls of a window, in any order
+//! that each pair of ranks may have, before it waits for one of them, or takes the calls in the same order as all others and
+//! waits for each. The windows, joins and leaves come in the same order on all ranks.
+
+use super::network::{Death, Paths};
+use fastrand::Rng;
+use penstock_plan::{Algorithm, Collective, Splits};
+use penstock_protocol::fingerprint::{Fingerprint, Name};
+use penstock_types::{DType, MILLISECOND, ReduceOp, SECOND};
+use std::fmt;
+
+/// What some ranks do, from their start to their end.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Program {
+    pub(super) seed: u64,
+    pub(super) ranks: usize,
+    pub(super) streams: u16,
+    pub(super) checksum: bool,
+    pub(super) paths: Paths,
+    /// The members of each group, by the rank that they have in it.
+    pub(super) groups: Vec<GroupPlan>,
+    pub(super) calls: Vec<CallPlan>,
+    /// By rank.
+    pub(super) steps: Vec<Vec<Step>>,
+    pub(super) fault: Option<(u64, Fault)>,
+    pub(super) wrong: Option<Wrong>,
+    /// Ranks whose group has failed go on in others; otherwise they end.
+    pub(super) goes_on: bool,
+    /// Ranks end as soon as they are through; otherwise they wait until all are.
+    pub(super) ends_early: bool,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct GroupPlan {
+    pub(super) members: Vec<usize>,
+    pub(super) algorithm: Option<Algorithm>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct CallPlan {
+    pub(super) group: usize,
+    pub(super) what: What,
+    pub(super) dtype: DType,
+    pub(super) op: ReduceOp,
+    /// Of one part, where there are several; the most of one where they are unequal.
+    pub(super) elements: u64,
+    pub(super) priority: i32,
+    pub(super) timeout: u64,
+}
+
+/// Ranks are those of the group.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum What {
+    AllReduce,
+    ReduceScatter,
+    AllGather,
+    Broadcast { root: usize },
+    Reduce { root: usize },
+    Gather { root: usize },
+    Scatter { root: usize },
+    AllToAll { has_splits: bool },
+    Barrier,
+    Message { from: usize, to: usize, tag: u32 },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Step {
+    Join(usize),
+    Issue(usize),
+    /// Takes the operation's place; its buffers are ready at [`Step::Release`].
+    Hold(usize),
+    Release(usize),
+    Wait(usize),
+    Pause(u64),
+    Leave(usize),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Fault {
+    /// A connection is lost; the two ends learn it at different times.
+    Lose {
+        ranks: [usize; 2],
+        which: usize,
+        skew: u64,
+        times: u32,
+    },
+    /// Nothing passes on a connection.
+    Stall {
+        ranks: [usize; 2],
+        which: usize,
+        time: u64,
+    },
+    /// Nothing passes between two ranks.
+    Part {
+        ranks: [usize; 2],
+        time: u64,
+    },
+    /// A process does nothing.
+    Stop {
+        rank: usize,
+        time: u64,
+    },
+    Kill {
+        rank: usize,
+        death: Death,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Wrong {
+    /// Of the job.
+    pub(super) rank: usize,
+    pub(super) call: usize,
+    pub(super) how: How,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum How {
+    /// One element more.
+    Size,
+    DType,
+    Op,
+    /// Another root.
+    Root,
+    /// Exchanged with another call.
+    Order {
+        with: usize,
+    },
+    /// Does not make the call.
+    Skip,
+    /// Ends before the call.
+    Leave,
+}
+
+/// One rank's part of a call.
+#[derive(Clone, Debug)]
+pub(super) struct Part {
+    pub(super) collective: Collective,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) dtype: DType,
+    pub(super) op: ReduceOp,
+    pub(super) bytes: u64,
+    pub(super) splits: Option<Splits>,
+    pub(super) tag: u32,
+    /// Lengths of the buffers.
+    pub(super) input: usize,
+    pub(super) output: usize,
+}
+
+impl Program {
+    /// Whether a rank takes part in a call.
+    pub(super) fn takes_part(&self, call: usize, rank: usize) -> bool {
+        self.place(call, rank).is_some()
+    }
+
+    /// A rank's rank in a call's group, if it takes part in the call.
+    pub(super) fn place(&self, call: usize, rank: usize) -> Option<usize> {
+        let CallPlan { group, what, .. } = self.calls[call];
+        let place = self.groups[group].members.iter().position(|member| *member == rank)?;
+        match what {
+            What::Message { from, to, .. } => (place == from || place == to).then_some(place),
+            _ => Some(place),
+        }
+    }
+
+    /// What a rank does in a call, with what is wrong about it.
+    pub(super) fn part(&self, call: usize, rank: usize) -> Part {
+        let mut plan = self.calls[call].clone();
+        let world = self.groups[plan.group].members.len();
+        if let Some(wrong) = self.wrong.filter(|wrong| (wrong.rank, wrong.call) == (rank, call)) {
+            match wrong.how {
+                How::Size => plan.elements += 1,
+                How::DType => plan.dtype = if plan.dtype == DType::I32 { DType::F32 } else { DType::I32 },
+                How::Op => plan.op = if plan.op == ReduceOp::Max { ReduceOp::Min } else { ReduceOp::Max },
+                How::Root => match &mut plan.what {
+                    What::Broadcast { root }
+                    | What::Reduce { root }
+                    | What::Gather { root }
+                    | What::Scatter { root } => {
+                        *root = (*root + 1) % world;
+                    }
+                    _ => unreachable!("it has no root"),
+                },
+                How::Order { .. } | How::Skip | How::Leave => {}
+            }
+        }
+        let place = self.place(call, rank).expect("it takes part");
+        part(&plan, call, world, place)
+    }
+}
+
+fn part(plan: &CallPlan, call: usize, world: usize, place: usize) -> Part {
+    let (size, world_u64) = (plan.dtype.size() as u64, world as u64);
+    let one = plan.elements * size;
+    let (mut tag_of, mut splits) = (0, None);
+    let rank = |rank: usize| rank as u32;
+    let (collective, name, bytes, input, output) = match plan.what {
+        What::AllReduce => (Collective::AllReduce, Name::AllReduce, one, 0, one),
+        What::ReduceScatter => (Collective::ReduceScatter, Name::ReduceScatter, one * world_u64, one * world_u64, one),
+        What::AllGather => (Collective::AllGather, Name::AllGather, one * world_u64, one, one * world_u64),
+        What::Broadcast { root } => (Collective::Broadcast { root: rank(root) }, Name::Broadcast, one, 0, one),
+        What::Reduce { root } => (Collective::Reduce { root: rank(root) }, Name::Reduce, one, 0, one),
+        What::Gather { root } => {
+            let output = if root == place { one * world_u64 } else { 0 };
+            (Collective::Gather { root: rank(root) }, Name::Gather, one, one, output)
+        }
+        What::Scatter { root } => {
+            let input = if root == place { one * world_u64 } else { 0 };
+            (Collective::Scatter { root: rank(root) }, Name::Scatter, one, input, one)
+        }
+        What::AllToAll { has_splits: false } => {
+            (Collective::AllToAll, Name::AllToAll, one * world_u64, one * world_u64, one * world_u64)
+        }
+        What::AllToAll { has_splits: true } => {
+            let of = |from, to| size * unequal(call, from, to, plan.elements);
+            let parts = Splits {
+                input: (0..world).map(|to| of(place, to)).collect(),
+                output: (0..world).map(|from| of(from, place)).collect(),
+            };
+            let (input, output) = (parts.input.iter().sum(), parts.output.iter().sum());
+            splits = Some(parts);
+            (Collective::AllToAll, Name::AllToAll, 0, input, output)
+        }
+        What::Barrier => (Collective::Barrier, Name::Barrier, 0, 0, 0),
+        What::Message { from, to, tag } => {
+            tag_of = tag;
+            if from == place {
+                (Collective::Send { to: rank(to) }, Name::PointToPoint, one, one, 0)
+            } else {
+                (Collective::Recv { from: rank(from) }, Name::PointToPoint, one, 0, one)
+            }
+        }
+    };
+    // As the Python front makes them: elements of the tensor that the caller names, and none where the parts differ.
+    let elements = if splits.is_some() { 0 } else { bytes / size };
+    let root = collective.named_rank().filter(|_| name != Name::PointToPoint);
+    let op = collective.reduces().then_some(plan.op);
+    Part {
+        collective,
+        fingerprint: Fingerprint::new(name, op, plan.dtype, root, elements),
+        dtype: plan.dtype,
+        op: plan.op,
+        bytes,
+        splits,
+        tag: tag_of,
+        input: input as usize,
+        output: output as usize,
+    }
+}
+
+/// The elements of one part of an all-to-all with splits.
+pub(super) fn unequal(call: usize, from: usize, to: usize, most: u64) -> u64 {
+    let mut rng = Rng::with_seed(0x5eed ^ (call as u64) << 16 ^ (from as u64) << 8 ^ to as u64);
+    if rng.u8(..4) == 0 { 0 } else { rng.u64(0..=most) }
+}
+
+// ---------------------------------------------------------------------- generating
+
+/// The program of a seed.
+pub(super) fn generate(seed: u64) -> Program {
+    let mut rng = Rng::with_seed(seed);
+    let ranks = [2, 2, 3, 3, 4][rng.usize(..5)];
+    let paths = Paths {
+        delay_us: [5, 50, 200, 2000, 20_000][rng.usize(..5)],
+        bytes_per_us: [20, 100, 1000, 4000][rng.usize(..4)],
+        buffer_bytes: [4096, 65_536, 262_144, 1 << 20][rng.usize(..4)],
+    };
+    let mut program = Program {
+        seed,
+        ranks,
+        streams: [1, 1, 2, 3][rng.usize(..4)],
+        checksum: rng.u8(..4) == 0,
+        paths,
+        groups: Vec::new(),
+        calls: Vec::new(),
+        steps: vec![Vec::new(); ranks],
+        fault: None,
+        wrong: None,
+        goes_on: rng.bool(),
+        ends_early: rng.u8(..3) == 0,
+    };
+    let mut draw = Draw { rng, live: Vec::new(), unwaited: vec![Vec::new(); ranks], budget: 1_500_000 };
+    draw.join(&mut program, (0..ranks).collect());
+    for _ in 0..draw.rng.usize(1..=4) {
+        draw.phase(&mut program);
+    }
+    for group in std::mem::take(&mut draw.live) {
+        draw.leave(&mut program, group);
+    }
+    match draw.rng.u8(..100) {
+        0..=29 => program.fault = Some(draw.fault(&program)),
+        30..=44 => program.wrong = draw.wrong(&program),
+        _ => {}
+    }
+    program
+}
+
+struct Draw {
+    rng: Rng,
+    /// Groups that were joined and not left.
+    live: Vec<usize>,
+    /// By rank: calls that were issued and not waited for.
+    unwaited: Vec<Vec<usize>>,
+    /// Bytes of tensors that are left for this program.
+    budget: u64,
+}
+
+impl Draw {
+    fn join(&mut self, program: &mut Program, members: Vec<usize>) {
+        let group = program.groups.len();
+        for rank in &members {
+            self.pause(program, *rank);
+            program.steps[*rank].push(Step::Join(group));
+        }
+        let algorithms = Algorithm::of(Collective::AllReduce);
+        let algorithm = (self.rng.u8(..4) == 0).then(|| algorithms[self.rng.usize(..algorithms.len())]);
+        program.groups.push(GroupPlan { members, algorithm });
+        self.live.push(group);
+    }
+
+    fn leave(&mut self, program: &mut Program, group: usize) {
+        for rank in program.groups[group].members.clone() {
+            let mut waits: Vec<usize> = Vec::new();
+            self.unwaited[rank].retain(|call| {
+                let stays = program.calls[*call].group != group;
+                if !stays {
+                    waits.push(*call);
+                }
+                stays
+            });
+            self.rng.shuffle(&mut waits);
+            program.steps[rank].extend(waits.into_iter().map(Step::Wait));
+            self.pause(program, rank);
+            program.steps[rank].push(Step::Leave(group));
+        }
+    }
+
+    fn phase(&mut self, program: &mut Program) {
+        if self.rng.u8(..2) == 0 && program.groups.len() < 6 {
+            let mut members: Vec<usize> = (0..program.ranks).collect();
+            self.rng.shuffle(&mut members);
+            members.truncate(self.rng.usize(2.min(program.ranks)..=program.ranks));
+            self.join(program, members);
+        }
+        for _ in 0..self.rng.usize(1..=3) {
+            self.window(program);
+        }
+        if self.rng.u8(..4) == 0 && self.live.len() > 1 {
+            let group = self.live.swap_remove(self.rng.usize(..self.live.len()));
+            self.leave(program, group);
+        }
+    }
+
+    /// Some calls; see the module's documentation.
+    fn window(&mut self, program: &mut Program) {
+        let first = program.calls.len();
+        for _ in 0..[1, 2, 4, 7][self.rng.usize(..4)] {
+            let call = self.call(program);
+            program.calls.push(call);
+        }
+        let calls = first..program.calls.len();
+        let in_turn = self.rng.u8(..3) == 0;
+        for rank in 0..program.ranks {
+            let mut own: Vec<usize> = calls.clone().filter(|call| program.takes_part(*call, rank)).collect();
+            if in_turn {
+                for call in own {
+                    self.pause(program, rank);
+                    program.steps[rank].extend([Step::Issue(call), Step::Wait(call)]);
+                }
+                continue;
+            }
+            let mut held = Vec::new();
+            while !own.is_empty() {
+                // The first call of any sequence may come next.
+                let is_first = |at: &usize| {
+                    let same = |other: &usize| sequence(&program.calls[*other]) == sequence(&program.calls[own[*at]]);
+                    !own[..*at].iter().any(same)
+                };
+                let first: Vec<usize> = (0..own.len()).filter(is_first).collect();
+                let call = own.remove(first[self.rng.usize(..first.len())]);
+                self.pause(program, rank);
+                if self.rng.u8(..10) == 0 {
+                    program.steps[rank].push(Step::Hold(call));
+                    held.push(call);
+                } else {
+                    program.steps[rank].push(Step::Issue(call));
+                }
+                self.unwaited[rank].push(call);
+            }
+            self.rng.shuffle(&mut held);
+            for call in held {
+                self.pause(program, rank);
+                program.steps[rank].push(Step::Release(call));
+            }
+            let mut waits = std::mem::take(&mut self.unwaited[rank]);
+            self.rng.shuffle(&mut waits);
+            let later = if self.rng.bool() { 0 } else { self.rng.usize(..=waits.len()) };
+            self.unwaited[rank] = waits.split_off(waits.len() - later);
+            program.steps[rank].extend(waits.into_iter().map(Step::Wait));
+        }
+    }
+
+    fn call(&mut self, program: &Program) -> CallPlan {
+        let group = self.live[self.rng.usize(..self.live.len())];
+        let world = program.groups[group].members.len();
+        let root = self.rng.usize(..world);
+        let what = match self.rng.u8(..20) {
+            0..=4 => What::AllReduce,
+            5 => What::ReduceScatter,
+            6 => What::AllGather,
+            7..=8 => What::Broadcast { root },
+            9 => What::Reduce { root },
+            10 => What::Gather { root },
+            11 => What::Scatter { root },
+            12 => What::AllToAll { has_splits: false },
+            13 => What::AllToAll { has_splits: true },
+            14 => What::Barrier,
+            _ => {
+                let to = (root + self.rng.usize(1..world)) % world;
+                What::Message { from: root, to, tag: self.rng.u32(..3) }
+            }
+        };
+        let reduces = matches!(what, What::AllReduce | What::ReduceScatter | What::Reduce { .. });
+        let (dtype, op) = loop {
+            let dtype = DType::ALL[self.rng.usize(..DType::ALL.len())];
+            let op = if reduces { OPS[self.rng.usize(..OPS.len())] } else { ReduceOp::Sum };
+            // A third of a small number has no exact float.
+            let is_exact = op != ReduceOp::Avg || !dtype.is_float() || world.is_power_of_two();
+            if !reduces || op.takes(dtype) && is_exact {
+                break (dtype, op);
+            }
+        };
+        let elements = self.elements(dtype.size() as u64, world as u64);
+        let timeout = SECOND * self.rng.u64(12..=20);
+        CallPlan { group, what, dtype, op, elements, priority: self.rng.i32(-2..=2), timeout }
+    }
+
+    fn elements(&mut self, size: u64, world: u64) -> u64 {
+        let near = |rng: &mut Rng, bytes: u64| (bytes / size + rng.u64(0..3)).saturating_sub(1);
+        let elements = match self.rng.u8(..20) {
+            0 => 0,
+            1..=2 => 1,
+            3..=9 => self.rng.u64(2..=300),
+            10..=13 => self.rng.u64(300..=3000),
+            14 => near(&mut self.rng, EAGER),
+            15 => near(&mut self.rng, EAGER * world),
+            16 => near(&mut self.rng, EAGER / 2),
+            17 => near(&mut self.rng, 65_536),
+            _ => self.rng.u64(10_000..=400_000) / size,
+        };
+        let bytes = elements * size * world;
+        if bytes > self.budget {
+            return self.rng.u64(0..=64);
+        }
+        self.budget -= bytes;
+        elements
+    }
+
+    fn pause(&mut self, program: &mut Program, rank: usize) {
+        let time = match self.rng.u8(..100) {
+            0..=9 => self.rng.u64(1000..100_000),
+            10..=17 => self.rng.u64(100_000..30 * MILLISECOND),
+            18 => self.rng.u64(100 * MILLISECOND..2500 * MILLISECOND),
+            _ => return,
+        };
+        program.steps[rank].push(Step::Pause(time));
+    }
+
+    fn fault(&mut self, program: &Program) -> (u64, Fault) {
+        let rng = &mut self.rng;
+        let rank = rng.usize(..program.ranks);
+        let ranks = [rank, (rank + rng.usize(1..program.ranks)) % program.ranks];
+        let which = rng.usize(..8);
+        // Most programs take some milliseconds to some seconds.
+        let at = match rng.u8(..3) {
+            0 => rng.u64(0..MILLISECOND),
+            1 => rng.u64(0..50 * MILLISECOND),
+            _ => rng.u64(0..SECOND),
+        };
+        let fault = match rng.u8(..12) {
+            0..=4 => Fault::Lose { ranks, which, skew: rng.u64(0..300 * MILLISECOND), times: rng.u32(1..4) },
+            5..=6 => Fault::Stall { ranks, which, time: rng.u64(MILLISECOND..10 * SECOND) },
+            7 => Fault::Part { ranks, time: rng.u64(MILLISECOND..3 * SECOND) },
+            8 => Fault::Part { ranks, time: if rng.bool() { u64::MAX / 2 } else { rng.u64(SECOND..10 * SECOND) } },
+            9 => Fault::Stop { rank, time: rng.u64(MILLISECOND..3 * SECOND) },
+            10 => Fault::Stop { rank, time: rng.u64(SECOND..20 * SECOND) },
+            _ => {
+                let death = [Death::Closes, Death::Resets, Death::Silent][rng.usize(..3)];
+                Fault::Kill { rank, death }
+            }
+        };
+        (at, fault)
+    }
+
+    fn wrong(&mut self, program: &Program) -> Option<Wrong> {
+        let call = self.rng.usize(..program.calls.len());
+        let rank = self.rng.usize(..program.ranks);
+        let plan = &program.calls[call];
+        if !program.takes_part(call, rank) {
+            return None;
+        }
+        let reduces = matches!(plan.what, What::AllReduce | What::ReduceScatter | What::Reduce { .. });
+        let has_root = matches!(
+            plan.what,
+            What::Broadcast { .. } | What::Reduce { .. } | What::Gather { .. } | What::Scatter { .. }
+        );
+        let has_parts = matches!(plan.what, What::AllToAll { has_splits: true });
+        let how = match self.rng.u8(..7) {
+            0 if plan.what != What::Barrier && !has_parts => How::Size,
+            1 if plan.what != What::Barrier && (!reduces || plan.op.takes(DType::I32) && plan.op.takes(DType::F32)) => {
+                How::DType
+            }
+            2 if reduces && plan.dtype != DType::Bool => How::Op,
+            3 if has_root => How::Root,
+            4 => {
+                let is_other = |with: &usize| {
+                    *with != call
+                        && sequence(&program.calls[*with]) == sequence(plan)
+                        && program.takes_part(*with, rank)
+                        && program.part(*with, rank).fingerprint != program.part(call, rank).fingerprint
+                };
+                let with = (call + 1..program.calls.len()).find(is_other)?;
+                How::Order { with }
+            }
+            5 => How::Skip,
+            6 => How::Leave,
+            _ => return None,
+        };
+        Some(Wrong { rank, call, how })
+    }
+}
+
+/// Calls that meet in the order in which they are issued.
+pub(super) fn sequence(call: &CallPlan) -> (usize, Option<(usize, usize, u32)>) {
+    match call.what {
+        What::Message { from, to, tag } => (call.group, Some((from, to, tag))),
+        _ => (call.group, None),
+    }
+}
+
+// ---------------------------------------------------------------------- for people
+
+impl fmt::Display for Program {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Program { seed, ranks, streams, checksum, paths, fault, wrong, goes_on, ends_early, .. } = self;
+        writeln!(f, "seed {seed}: {ranks} ranks, {streams} streams, checksum {checksum}, {paths:?}")?;
+        writeln!(f, "  after a failure ranks go on in other groups: {goes_on}; ranks end early: {ends_early}")?;
+        if let Some((at, fault)) = fault {
+            writeln!(f, "  fault after {:.3} ms: {fault:?}", *at as f64 / 1e6)?;
+        }
+        if let Some(wrong) = wrong {
+            writeln!(f, "  wrong: {wrong:?}")?;
+        }
+        for (number, GroupPlan { members, algorithm }) in self.groups.iter().enumerate() {
+            writeln!(f, "  group {number}: {members:?} {}", algorithm.map_or("", Algorithm::name))?;
+        }
+        for (number, call) in self.calls.iter().enumerate() {
+            let CallPlan { group, what, dtype, op, elements, priority, timeout } = call;
+            if !self.steps.iter().flatten().any(|step| *step == Step::Issue(number) || *step == Step::Hold(number)) {
+                continue;
+            }
+            let (op, timeout) = (op.name(), timeout / SECOND);
+            writeln!(
+                f,
+                "  call {number}: group {group}, {what:?}, {elements} {dtype}, {op}, priority {priority}, {timeout} s"
+            )?;
+        }
+        for (rank, steps) in self.steps.iter().enumerate() {
+            writeln!(f, "  rank {rank}: {steps:?}")?;
+        }
+        Ok(())
+    }
+}
+
+const OPS: [ReduceOp; 10] = [
+    ReduceOp::Sum,
+    ReduceOp::Avg,
+    ReduceOp::PremulSum(0.5),
+    ReduceOp::PremulSum(2.0),
+    ReduceOp::Product,
+    ReduceOp::Min,
+    ReduceOp::Max,
+    ReduceOp::BitAnd,
+    ReduceOp::BitOr,
+    ReduceOp::BitXor,
+];
+/// The engine's limit for messages that leave without a grant.
+const EAGER: u64 = 32 * 1024;

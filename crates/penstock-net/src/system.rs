@@ -1,0 +1,194 @@
+//! What the event loop asks of the operating system: time, readiness, and connections that carry bytes.
+//!
+//! The loop runs unchanged under virtual time: a test plays a [`Host`] and its [`Connection`]s, and calls
+//! [`crate::Driver::turn`] whenever the host has something to do. Only TCP can be played; what needs a kernel (shared memory,
+//! descriptors) cannot.
+
+use crate::fds::Fd;
+use crate::socket;
+use penstock_types::{SECOND, Time};
+use rustix::event::epoll;
+use rustix::io::Errno;
+use std::io::{IoSlice, IoSliceMut};
+use std::net::SocketAddr;
+use std::time::Instant;
+
+/// A host of a played network, as the event loop on it sees it. All of it belongs to one process.
+pub trait Host: Send {
+    /// The time.
+    fn now(&self) -> Time;
+    /// The tokens of connections that are ready, each with whether it can be written to; 0 stands for the listener. If there
+    /// are none and `timeout` is not 0, the loop sleeps: its next turn is due after so many nanoseconds, or when something is
+    /// ready.
+    fn wait(&self, timeout: u64) -> Vec<(u64, bool)>;
+    /// Begins to connect. The end is ready, for writing too, when the attempt is over: [`Connection::error`] says how it went.
+    fn connect(&self, to: SocketAddr) -> Box<dyn Connection>;
+    /// The next connection that somebody else has made, and from where.
+    fn accept(&self) -> Option<(Box<dyn Connection>, SocketAddr)>;
+}
+
+/// One end of a played connection. Dropping it closes it.
+pub trait Connection: Send {
+    /// From now on [`Host::wait`] tells under this token when bytes have arrived, and with `write` also when there is room.
+    fn watch(&self, token: u64, write: bool);
+    /// Why connecting has failed, if it has.
+    fn error(&self) -> Option<Trouble>;
+    /// Takes bytes that have arrived. `Ok(0)`: the other end writes no more.
+    ///
+    /// # Errors
+    /// Nothing is here, or the connection is gone.
+    fn read(&self, slices: &mut [IoSliceMut<'_>]) -> Result<usize, Trouble>;
+    /// Gives bytes away, as many as there is room for.
+    ///
+    /// # Errors
+    /// There is no room, or the connection is gone.
+    fn write(&self, slices: &[IoSlice<'_>]) -> Result<usize, Trouble>;
+    /// Writes no more.
+    fn finish(&self);
+}
+
+/// Why a [`Connection`] does not do as it is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// Not now.
+    Blocked,
+    /// It is gone, and what was on its way is lost.
+    Reset,
+    /// Nobody listens there.
+    Refused,
+}
+
+/// The clock, and the sockets that the loop waits for.
+pub(crate) enum System {
+    Kernel { epoll: Fd, epoch: Instant },
+    Played(Box<dyn Host>),
+}
+
+/// A connection's bytes.
+pub(crate) enum Wire {
+    Kernel(Fd),
+    Played(Box<dyn Connection>),
+}
+
+impl System {
+    pub(crate) fn kernel() -> Result<System, String> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| format!("epoll_create failed: {e}"))?;
+        Ok(System::Kernel { epoll: Fd::new(epoll), epoch: Instant::now() })
+    }
+
+    pub(crate) fn now(&self) -> Time {
+        match self {
+            System::Kernel { epoch, .. } => Time(epoch.elapsed().as_nanos() as u64),
+            System::Played(host) => host.now(),
+        }
+    }
+
+    /// Watches a listener, or the descriptor that wakes the loop.
+    pub(crate) fn add(&self, fd: impl rustix::fd::AsFd, token: u64) -> Result<(), Errno> {
+        let System::Kernel { epoll, .. } = self else { return Ok(()) };
+        epoll::add(epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN)
+    }
+
+    /// Goes on to watch a listener, or rests.
+    pub(crate) fn modify(&self, fd: impl rustix::fd::AsFd, token: u64, flags: epoll::EventFlags) -> Result<(), Errno> {
+        let System::Kernel { epoll, .. } = self else { return Ok(()) };
+        epoll::modify(epoll, fd, epoll::EventData::new_u64(token), flags)
+    }
+
+    pub(crate) fn watch(&self, wire: &Wire, token: u64, flags: epoll::EventFlags, is_new: bool) -> Result<(), Errno> {
+        match (self, wire) {
+            (System::Kernel { epoll, .. }, Wire::Kernel(fd)) if is_new => {
+                epoll::add(epoll, fd, epoll::EventData::new_u64(token), flags)
+            }
+            (System::Kernel { epoll, .. }, Wire::Kernel(fd)) => {
+                epoll::modify(epoll, fd, epoll::EventData::new_u64(token), flags)
+            }
+            (_, Wire::Played(connection)) => {
+                connection.watch(token, flags.contains(epoll::EventFlags::OUT));
+                Ok(())
+            }
+            (System::Played(_), Wire::Kernel(_)) => unreachable!("a played host has played connections"),
+        }
+    }
+
+    /// Waits for at most `nanos`, or for events, of which `events` has room for `room`. `listener` is the token of the first.
+    pub(crate) fn wait(
+        &self,
+        events: &mut Vec<epoll::Event>,
+        room: usize,
+        nanos: u64,
+        listener: u64,
+    ) -> Result<(), Errno> {
+        match self {
+            System::Kernel { epoll, .. } => {
+                let timeout =
+                    rustix::time::Timespec { tv_sec: (nanos / SECOND) as i64, tv_nsec: (nanos % SECOND) as i64 };
+                events.reserve(room);
+                epoll::wait(epoll, rustix::buffer::spare_capacity(events), Some(&timeout)).map(drop)
+            }
+            System::Played(host) => {
+                events.extend(host.wait(nanos).into_iter().map(|(token, write)| {
+                    let flags = if write { epoll::EventFlags::OUT } else { epoll::EventFlags::empty() };
+                    let token = if token == 0 { listener } else { token };
+                    epoll::Event { flags: flags | epoll::EventFlags::IN, data: epoll::EventData::new_u64(token) }
+                }));
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Wire {
+    /// The descriptor, where a kernel has one for it.
+    pub(crate) fn descriptor(&self) -> Option<&Fd> {
+        match self {
+            Wire::Kernel(fd) => Some(fd),
+            Wire::Played(_) => None,
+        }
+    }
+
+    /// Whether connecting has failed.
+    pub(crate) fn error(&self) -> Result<(), Errno> {
+        match self {
+            Wire::Kernel(fd) => rustix::net::sockopt::socket_error(fd).and_then(|error| error),
+            Wire::Played(connection) => connection.error().map_or(Ok(()), |trouble| Err(trouble.into())),
+        }
+    }
+
+    pub(crate) fn read(
+        &self,
+        slices: &mut [IoSliceMut<'_>],
+        local: bool,
+        descriptors: &mut Vec<Fd>,
+    ) -> Result<usize, Errno> {
+        match self {
+            Wire::Kernel(fd) => socket::read(fd, slices, local, descriptors),
+            Wire::Played(connection) => connection.read(slices).map_err(Errno::from),
+        }
+    }
+
+    pub(crate) fn write(&self, slices: &[IoSlice<'_>], descriptor: Option<&Fd>) -> Result<usize, Errno> {
+        match self {
+            Wire::Kernel(fd) => socket::write(fd, slices, descriptor),
+            Wire::Played(connection) => connection.write(slices).map_err(Errno::from),
+        }
+    }
+
+    /// Writes no more.
+    pub(crate) fn finish(&self) {
+        match self {
+            Wire::Kernel(fd) => drop(rustix::net::shutdown(fd, rustix::net::Shutdown::Write)),
+            Wire::Played(connection) => connection.finish(),
+        }
+    }
+}
+
+impl From<Trouble> for Errno {
+    fn from(trouble: Trouble) -> Errno {
+        match trouble {
+            Trouble::Blocked => Errno::AGAIN,
+            Trouble::Reset => Errno::CONNRESET,
+            Trouble::Refused => Errno::CONNREFUSED,
+        }
+    }
+}
