@@ -1820,7 +1820,7 @@ impl Handler for Runtime {
 
     fn left(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
         self.peers[peer as usize].lost = Some(reason.to_owned());
-        self.by_node.retain(|_, known| *known != peer);
+        // It stays known by its node key: it does not come back, and later joins with it fail at once.
         for id in self.groups_of(peer) {
             let ops: Vec<OpId> = self.groups[&id].ops.keys().copied().collect();
             for op in ops {

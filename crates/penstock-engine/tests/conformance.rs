@@ -1211,6 +1211,27 @@ fn a_peer_that_leaves() {
     }
 }
 
+/// A group with a rank that is known to have left the job cannot be joined any more, and the join says so at once.
+#[test]
+fn a_join_with_a_rank_that_has_left_the_job() {
+    for medium in MEDIA {
+        let mut world = world(3, medium);
+        let members = contacts(&world.engines, medium);
+        world.groups.truncate(2);
+        drop(world.engines.pop());
+        for group in &world.groups {
+            wait(&start(group, Collective::Recv { from: 2 }, 0, &mut [0])).expect_err("rank 2 has left");
+        }
+        let (_groups, tickets) = join_as(next_id(), &world.engines, &members, |_| b"secret".to_vec());
+        for ticket in tickets {
+            let failure = wait(&ticket).expect_err("rank 2 does not come");
+            assert_eq!(failure.kind, FailureKind::PeerLost, "{medium:?}: {failure}");
+            let text = failure.to_string();
+            assert!(text.contains("rank 2") && text.contains("has left the job"), "{medium:?}: {text}");
+        }
+    }
+}
+
 /// Ranks with different secrets do not meet; the error says what to set.
 #[test]
 fn wrong_secret() {
