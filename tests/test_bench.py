@@ -646,7 +646,8 @@ def test_readiness_runs(tmp_path: pathlib.Path) -> None:
     (outcome,) = json.loads(path.read_text())["runs"]
     assert 0 < outcome["round_s"] < outcome["step_s"] * 100 and outcome["rounds"] >= 1
     assert outcome["last_s"] > 0 and "nothing hides" in done.stdout
-    assert outcome["imbalance"] >= 1
+    mean = sum(outcome["sent"]) / 3
+    assert outcome["imbalance"] >= max(outcome["sent"]) / mean
     assert outcome["told_s"] > 0 and outcome["told_units"] == 1 and len(outcome["turn_costs"]) == 1
     assert "with nothing to agree on" in done.stdout
 

@@ -184,8 +184,16 @@ def test_new_group_under_gloo_without_a_rank(how: str) -> None:
 
 
 def test_who_has_left_its_groups_comes_back_under_gloo() -> None:
-    """The default group is gloo's. A rank that has destroyed its last group of Penstock's is not dead: the next one is built."""
-    ranks.run(_leave_and_come_back_under_gloo, count=3)
+    """The default group is gloo's. A rank that has destroyed its last group of Penstock's is not dead: the next one is built. If the
+    rank dies then, the others hear of it, though some of their groups know only that it has left them."""
+    with ranks.Ranks(_leave_and_come_back_under_gloo, count=3) as job:
+        job.await_note("back", deadline_s=60)
+        since_s = job.signal(2, signal.SIGKILL)
+        outcomes = job.outcomes(timeout_s=60, of=[0, 1])
+    for outcome in outcomes:
+        assert outcome.ok and outcome.ended_s - since_s < DEATH_KNOWN_S, str(outcome)
+        kind, text = outcome.value
+        assert kind == "PeerLost" and "rank 2 (" in text, text
 
 
 @pytest.mark.parametrize("medium", MEDIA, ids=str)
@@ -1083,8 +1091,8 @@ def _new_group_under_gloo_without(how: str) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
-def _leave_and_come_back_under_gloo() -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+def _leave_and_come_back_under_gloo() -> tuple[str, str]:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1800))
     rank, size = dist.get_rank(), dist.get_world_size()
     first = dist.new_group(backend="penstock")
     dist.barrier(group=first)
@@ -1105,6 +1113,12 @@ def _leave_and_come_back_under_gloo() -> None:
     tensor = torch.ones(10)
     dist.all_reduce(tensor, group=second)
     same(tensor, float(size))
+    ranks.note("back")
+    if rank == 2:
+        signal.pause()
+    with pytest.raises(penstock.errors.PenstockError) as caught:
+        dist.new_group(backend="penstock")
+    return type(caught.value).__name__, str(caught.value)
 
 
 def _new_groups_for_ever() -> None:

@@ -25,7 +25,7 @@ from penstock.flight import describe
 
 def test_a_rank_that_dies(tmp_path: pathlib.Path) -> None:
     """Ranks that lose another write what they were doing: the operation that failed, those before it, and who is lost."""
-    with ranks.Ranks(_reduce_for_ever, count=3, env={"PENSTOCK_FLIGHT_RECORDER": str(tmp_path)}) as job:
+    with ranks.Ranks(_reduce_until_one_dies, count=3, env={"PENSTOCK_FLIGHT_RECORDER": str(tmp_path)}) as job:
         job.await_note("running", deadline_s=60)
         job.signal(2, signal.SIGKILL)
         outcomes = job.outcomes(timeout_s=20, of=[0, 1])
@@ -173,13 +173,17 @@ def test_how_far_ranks_have_come() -> None:
 # ------------------------------------------------------------------------------------------------------------ programs
 
 
-def _reduce_for_ever() -> None:
+def _reduce_until_one_dies() -> None:
     dist.init_process_group("penstock")
     tensor = torch.ones(1000)
-    for step in range(1_000_000):
+    for _ in range(20):
         dist.all_reduce(tensor)
-        if step == 20:
-            ranks.note("running")
+    if dist.get_rank() == 2:
+        ranks.note("running")
+        signal.pause()
+    work = dist.all_reduce(tensor, async_op=True)
+    ranks.note("running")
+    work.wait()
 
 
 def _part() -> None:

@@ -26,7 +26,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from penstock import config
-from penstock.bench.mesh import Mesh
+from penstock.bench.mesh import STALL_S, Mesh
 from penstock.errors import PenstockError
 from penstock.testbed.cluster import Loopback
 
@@ -76,7 +76,7 @@ def _check(size: int) -> bool:
     rank, world = dist.get_rank(), dist.get_world_size()
     rates: dict[int, float] = {}
     raw_rates: dict[int, float] = {}
-    warnings = []
+    warnings, notes = [], []
     peers = {peer["rank"]: peer for peer in stats()["peers"]}
     sent, received = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     # One pair at a time, so that a pair's rate is its own.
@@ -94,8 +94,11 @@ def _check(size: int) -> bool:
             try:
                 raw_rates[other], flows = _raw_rate(dist, size, other, host)
             except OSError as error:
-                warnings.append(f"raw sockets to rank {other} could not be compared with: {error}")
+                notes.append(f"raw sockets to rank {other} could not be compared with: {error}")
                 continue
+            # Before and after the raw sockets, whose rate something else on the machine may have spared or met.
+            seconds = [_exchange(dist, sent, received, other) for _ in range(_REPEATS)]
+            rates[other] = max(rates[other], size / statistics.median(seconds))
             if warning := rate_warning(other, host, rates[other], raw_rates[other], flows):
                 warnings.append(warning)
     own: dict[str, Any] = {
@@ -104,6 +107,7 @@ def _check(size: int) -> bool:
         "stats": stats(),
         "limits": _limits(),
         "host": socket.gethostname(),
+        "notes": notes,
     }
     own["limits"]["warnings"] += warnings
     if warning := memory_warning(own["stats"]["peers"], _read("/proc/sys/kernel/yama/ptrace_scope")):
@@ -170,6 +174,8 @@ def _raw_rate(dist: Any, size: int, other: int, host: str) -> tuple[float, int]:
             raise OSError(trouble)
         flows = min(own[1], theirs[1])
         mesh.connect([own[0], theirs[0]] if rank < other else [theirs[0], own[0]], flows)
+        # A host that vanishes says nothing.
+        mesh.pairs[int(rank < other)].control.settimeout(STALL_S)
         seconds = []
         for _ in range(_WARM_UP + _REPEATS):
             transfer = mesh.transfer({(0, 1): size, (1, 0): size}, flows, "pull")
@@ -230,6 +236,9 @@ def _print(everyone: list[dict[str, Any]]) -> None:
     warnings = [f"rank {rank}: {text}" for rank, one in enumerate(everyone) for text in one["limits"]["warnings"]]
     for warning in warnings:
         console.print(f"[yellow]! {warning}[/]")
+    for rank, one in enumerate(everyone):
+        for note in one["notes"]:
+            console.print(f"rank {rank}: {note}")
     if not warnings:
         console.print("[green]all pairs reach each other; nothing to mend[/]")
 

@@ -528,26 +528,46 @@ mod tests {
     }
 
     /// Sends without bytes that nobody receives are not lost without a word when their receiver can keep no more of them: the
-    /// group ends, on both ranks, for that reason.
+    /// group ends, on both ranks, for that reason, also where a message of another group was the one too many. The other group
+    /// goes on.
     #[test]
     fn too_many_messages_that_nobody_receives() {
-        let (_engines, groups) = pair(false);
-        let watch = Ticket::default();
-        groups[1].watch(watch.clone());
-        let send = |_| {
-            let call = call(Collective::Send { to: 1 }, 7, &mut []);
-            // SAFETY: it has no buffer.
-            unsafe { groups[0].start(call) }
-        };
-        let tickets: Vec<Ticket> = (0..(1 << 14) + 1).map(send).collect();
-        let (last, heard) = (wait(&tickets[1 << 14]), wait(&watch));
-        for failure in [&last, &heard] {
-            assert!(failure.kind == FailureKind::Mismatch, "{failure}");
-            assert!(failure.message.contains("16384 messages wait here"), "{failure}");
+        for in_other_group in [false, true] {
+            let (engines, groups) = pair(false);
+            let (others, joins): (Vec<_>, Vec<_>) =
+                (0..2).map(|rank| engines[rank as usize].join(spec(&engines, rank, 2))).unzip();
+            joins
+                .iter()
+                .for_each(|ticket| ticket.wait(Some(Duration::from_secs(10))).expect("an end").expect("joined"));
+            let watch = Ticket::default();
+            groups[1].watch(watch.clone());
+            let send = |group: &Group| {
+                let call = call(Collective::Send { to: 1 }, 7, &mut []);
+                // SAFETY: it has no buffer.
+                unsafe { group.start(call) }
+            };
+            let mut tickets: Vec<Ticket> = (0..1 << 14).map(|_| send(&groups[0])).collect();
+            while engines[1].stats().expect("it runs").held.early_messages < 1 << 14 {
+                assert!(watch.result().is_none(), "too soon");
+            }
+            let one_too_many = send(if in_other_group { &others[0] } else { &groups[0] });
+            tickets.extend((!in_other_group).then(|| one_too_many.clone()));
+            let (last, heard) = (wait(tickets.last().expect("many")), wait(&watch));
+            for failure in [&last, &heard] {
+                assert!(failure.kind == FailureKind::Mismatch, "{failure}");
+                assert!(failure.message.contains("16384 messages of rank 0"), "{failure}");
+            }
+            let end =
+                |ticket: &&Ticket| ticket.wait(Some(Duration::from_secs(10))).expect("an end within 10 s").is_ok();
+            let ended = tickets.iter().filter(end).count();
+            assert!((8000..=8192).contains(&ended), "{ended} sends did not wait for a receiver");
+            if in_other_group {
+                let received = receive(&others[1], 0, 7, &mut []);
+                for ticket in [&received, &one_too_many] {
+                    ticket.wait(Some(Duration::from_secs(10))).expect("an end within 10 s").expect("it goes on");
+                }
+            }
         }
-        let end = |ticket: &&Ticket| ticket.wait(Some(Duration::from_secs(10))).expect("an end within 10 s").is_ok();
-        let ended = tickets.iter().filter(end).count();
-        assert!((8000..=8192).contains(&ended), "{ended} sends did not wait for a receiver");
     }
 
     fn is_bug(failure: &Failure, expected: &str) {

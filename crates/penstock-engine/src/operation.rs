@@ -27,6 +27,18 @@ pub(crate) enum Effect {
     Doubt { from: u32, message: u32 },
 }
 
+impl Effect {
+    /// The rank that has to do something for it.
+    pub(crate) fn awaits(&self) -> Option<u32> {
+        match self {
+            Effect::Send { to: rank, .. } | Effect::Open { from: rank, .. } | Effect::Doubt { from: rank, .. } => {
+                Some(*rank)
+            }
+            Effect::Read { .. } => None,
+        }
+    }
+}
+
 /// The bytes of an incoming message.
 #[derive(Debug)]
 pub(crate) enum Incoming<'a> {

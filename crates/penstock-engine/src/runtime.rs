@@ -681,7 +681,12 @@ impl Runtime {
         });
         group.unbound.push(tag, Posted { call, ticket, since: now, recorded });
         self.bind(peers, id, tag);
-        self.check_senders(peers, id);
+        // If it still waits, it is the last. Those before it were looked at when they came.
+        let Some(group) = self.groups.get(&id) else { return };
+        let reason = group.unbound.last(tag).and_then(|posted| self.senders_are_gone(group, posted));
+        if let Some(reason) = reason {
+            self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
+        }
     }
 
     /// Gives receives that were posted without a place in a sequence their messages: each that takes any source, in the order in
@@ -855,7 +860,15 @@ impl Runtime {
     /// Fails a group in which a receive without a message waits for ranks that have all left. What they sent has come before that
     /// is known of them.
     fn check_senders(&mut self, peers: &mut Peers, id: GroupId) {
-        let Some(group) = self.groups.get(&id).filter(|group| !group.unbound.is_empty()) else { return };
+        let Some(group) = self.groups.get(&id) else { return };
+        let reason = group.unbound.iter().find_map(|posted| self.senders_are_gone(group, posted));
+        if let Some(reason) = reason {
+            self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
+        }
+    }
+
+    /// Why no message comes any more for a receive without one, if that is so.
+    fn senders_are_gone(&self, group: &Group, posted: &Posted) -> Option<String> {
         let farewell = |rank: u32| {
             let peer = (*group.members.get(rank as usize)?)?;
             let has_left = || {
@@ -864,13 +877,17 @@ impl Runtime {
             };
             self.peers[peer as usize].lost.clone().or_else(has_left)
         };
-        let others = || (0..group.members.len() as u32).filter(|rank| *rank != group.rank);
-        let reason = group.unbound.iter().find_map(|posted| match source_of(&posted.call) {
+        let mut others = (0..group.members.len() as u32).filter(|rank| *rank != group.rank);
+        match source_of(&posted.call) {
             Some(from) => farewell(from),
-            None => Some(others().map(farewell).collect::<Option<Vec<_>>>()?.join("; ")),
-        });
-        if let Some(reason) = reason {
-            self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
+            None => Some(
+                others
+                    .try_fold(Vec::new(), |mut all, rank| {
+                        all.push(farewell(rank)?);
+                        Some(all)
+                    })?
+                    .join("; "),
+            ),
         }
     }
 
@@ -937,10 +954,12 @@ impl Runtime {
         active.progressed = now;
         act(&mut active.operation, &mut effects);
         let mut at = 0;
+        let mut needs_the_lost = false;
         // Opening a message may find it here already, which may ready more steps: the list grows while it is walked.
         while at < effects.len() {
             let effect = effects[at];
             at += 1;
+            needs_the_lost |= effect.awaits().is_some_and(|rank| self.is_lost(id, rank));
             match effect {
                 Effect::Send { to, message, address, len } => {
                     self.send(peers, id, op, to, message, address, len, &mut effects);
@@ -989,9 +1008,14 @@ impl Runtime {
             if self.groups[&id].joining.is_some() {
                 self.joined(id);
             }
-        } else {
+        } else if needs_the_lost {
             self.check_departed(peers, id, op);
         }
+    }
+
+    /// Whether a member of a group is lost or has left the job.
+    fn is_lost(&self, id: GroupId, rank: u32) -> bool {
+        self.groups[&id].members[rank as usize].is_some_and(|peer| self.peers[peer as usize].lost.is_some())
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -1178,16 +1202,18 @@ impl Runtime {
         self.fail_group(peers, id, failure, true);
     }
 
-    /// A message has come that cannot be kept. It is lost, for its peer believes it to be here: its group ends on both sides.
-    fn overrun(&mut self, peers: &mut Peers, peer: PeerId, header: &Header) {
-        let id = header.key.group;
-        if header.kind == Kind::Data {
-            peers.machine(peer).consumed(header.total);
-        }
+    /// There is no room for another message that nobody here has asked for. The group that has most of them ends, on both sides.
+    fn make_room(&mut self, peers: &mut Peers) {
+        let mut counts: HashMap<(GroupId, PeerId), usize> = HashMap::new();
+        self.early.keys().for_each(|(peer, key)| *counts.entry((key.group, *peer)).or_default() += 1);
+        let Some(((id, peer), count)) = counts.into_iter().max_by_key(|((id, peer), count)| (*count, id.0, *peer))
+        else {
+            return;
+        };
         let who = self.peers[peer as usize].contact.describe();
         let message = format!(
-            "{who} sends on, but {MAX_EARLY} messages wait here for operations that this rank has not issued, and it keeps no more. \
-             Receive what others send (irecv), or wait for some of the sends."
+            "{count} messages of {who} wait here for operations that this rank has not issued, and it keeps no more. Receive what \
+             others send (irecv), or wait for some of the sends."
         );
         let failure = Failure::fatal(FailureKind::Mismatch, message);
         if self.groups.contains_key(&id) {
@@ -1672,8 +1698,13 @@ impl Handler for Runtime {
                     _ => return Err(FrameError::OutOfTurn("data of a message that was not granted")),
                 };
                 if self.early.len() >= MAX_EARLY {
-                    self.overrun(peers, peer, header);
-                    return Ok(());
+                    self.make_room(peers);
+                    if self.status(peer, &key) == OpStatus::Retired {
+                        if eager {
+                            peers.machine(peer).consumed(header.total);
+                        }
+                        return Ok(());
+                    }
                 }
                 self.arrivals += 1;
                 let early = Early { fingerprint: header.fingerprint, arrival: self.arrivals, content };

@@ -23,10 +23,6 @@ impl<T> Default for Unbound<T> {
 }
 
 impl<T> Unbound<T> {
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     /// Whether a receive under this tag waits, so that later ones have to queue behind it.
     pub(crate) fn has(&self, tag: u32) -> bool {
         self.0.contains_key(&tag)
@@ -38,6 +34,10 @@ impl<T> Unbound<T> {
 
     pub(crate) fn first(&self, tag: u32) -> Option<&T> {
         self.0.get(&tag)?.front()
+    }
+
+    pub(crate) fn last(&self, tag: u32) -> Option<&T> {
+        self.0.get(&tag)?.back()
     }
 
     pub(crate) fn pop(&mut self, tag: u32) -> Option<T> {

@@ -79,15 +79,16 @@ def _check_known(ranks: Sequence[int]) -> Callable[[], None] | None:
 
 
 def _check_deaths(ranks: Sequence[int]) -> Callable[[], None] | None:
-    """What raises once one of these ranks has died: each rank is asked for in one group that has it."""
-    asked: dict[int, tuple[Any, int]] = {}
+    """What raises once one of these ranks has died: each rank is asked for in every group that has it. One that has left some of
+    them may have died in another."""
+    asked = []
     for backend in list(_alive):
         member = backend._member
-        shared = set(ranks).intersection(member.job_ranks).difference(asked, [member.engine.job_rank])
-        asked |= {rank: (member.group, member.job_ranks.index(rank)) for rank in shared}
+        shared = set(ranks).intersection(member.job_ranks).difference([member.engine.job_rank])
+        asked += [(member.group, member.job_ranks.index(rank)) for rank in shared]
 
     def check() -> None:
-        for group, rank in asked.values():
+        for group, rank in asked:
             try:
                 group.check([rank], whole=False)
             except PeerLost as error:

@@ -64,7 +64,7 @@ def _refused(address: str, number: int) -> int | None:
 
 def _push(job: int, epoch: int, seq: int) -> bytes:
     """The header of a push of int32 elements for worker 0, as docs/aggregation.md draws it, with a digest and a MAC of zeros."""
-    fields = ((0x5041, 2), (1, 1), (1, 1), (job, 4), (epoch, 2), (1, 1), (0, 1), (seq & 0xFFFF_FFFF, 4), (0, 4), (0, 4))
+    fields = ((0x5041, 2), (2, 1), (1, 1), (job, 4), (epoch, 2), (1, 1), (0, 1), (seq & 0xFFFF_FFFF, 4), (0, 4), (0, 4))
     return b"".join(
         value.to_bytes(size, "big") for value, size in (*fields, (0, 2), (PAYLOAD_BYTES, 2), (0, 4), (1, 8), (0, 8))
     )
