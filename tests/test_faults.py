@@ -184,8 +184,8 @@ def test_new_group_under_gloo_without_a_rank(how: str) -> None:
 
 
 def test_who_has_left_its_groups_comes_back_under_gloo() -> None:
-    """The default group is gloo's. A rank that has destroyed its last group of Penstock's is not dead: the next one is built. If the
-    rank dies then, the others hear of it, though some of their groups know only that it has left them."""
+    """The default group is gloo's. A rank that has destroyed its last group of Penstock's is not dead: the next one is built. If
+    it dies then, the others hear of that, though some of their groups know only that it has left them."""
     with ranks.Ranks(_leave_and_come_back_under_gloo, count=3) as job:
         job.await_note("back", deadline_s=60)
         since_s = job.signal(2, signal.SIGKILL)
