@@ -51,8 +51,8 @@ START_WITH_3 = {"max_ranks": 3, "window_s": 30.0}
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_is_killed_in_an_all_reduce(store: str, victim: int) -> None:
-    """SIGKILL while the others wait in the step's all-reduce: both go on with the same bits, and repeat that step alone; or the one
-    before it, where they had not read all of it from the memory that went with the rank."""
+    """SIGKILL while the others wait in the step's all-reduce: both go on with the same bits, and repeat that step alone.
+    They repeat the one before it as well where they had not read all of it from the memory that went with the rank."""
     with _workers(store, 3, Story(12, block=(1, victim, 6), options=START_WITH_3)) as job:
         ranked = _by_rank(job, 3)
         dying = ranked.pop(victim)

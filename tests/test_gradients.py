@@ -825,7 +825,8 @@ def _beyond_the_hook() -> None:
     with pytest.raises(ConfigError, match=r"join\(\)"), uneven.join():
         for _ in range(rank):  # rank 0 is done at once
             uneven(data).sum().backward()
-    # What DDP had issued for the others is never answered: this is no state to go on from. Rank 1 stays until rank 0 has its part.
+    # What DDP had issued for the others is never answered: this is no state to go on from. Rank 1 stays until rank 0 has
+    # its part.
     store = dist.distributed_c10d._get_default_store()
     store.set(f"raised on {rank}", "")
     store.wait(["raised on 0", "raised on 1"])
