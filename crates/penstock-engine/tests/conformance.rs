@@ -74,6 +74,12 @@ fn world(size: u32, medium: Medium) -> World {
     World { engines, groups }
 }
 
+/// Tests that mostly wait run their cases at the same time.
+fn side_by_side<T: Send>(cases: impl IntoIterator<Item = T>, test: impl Fn(T) + Sync) {
+    let test = &test;
+    std::thread::scope(|scope| cases.into_iter().for_each(|case| drop(scope.spawn(move || test(case)))));
+}
+
 /// What the ranks tell each other of how to reach them.
 fn contacts(engines: &[Engine], medium: Medium) -> Vec<Contact> {
     let contacts = engines.iter().map(|engine| engine.contact().clone());
@@ -958,7 +964,7 @@ fn an_empty_operation_meets_another() {
     let cases = [MEDIA[0], MEDIA[1], MEDIA[3], MEDIA[4]]
         .into_iter()
         .flat_map(|medium| kinds.into_iter().map(move |kind| (medium, kind)));
-    for (medium, (name, collective)) in cases {
+    side_by_side(cases, |(medium, (name, collective))| {
         for (len, first) in [(5, 0), (5, 1), (300_000, 0), (300_000, 1)] {
             // Rank 0 has no elements.
             let world = world(2, medium);
@@ -992,14 +998,14 @@ fn an_empty_operation_meets_another() {
                 assert!(began.elapsed() < Duration::from_secs(5), "{context}, on rank {rank}: {:?}", began.elapsed());
             }
         }
-    }
+    });
 }
 
 /// A rank that asks about an operation that has ended on another, as another operation, is told: here of gathers to two roots,
 /// where the third rank has sent what it had to; and when it has left the group since.
 #[test]
 fn operations_that_have_ended_are_compared() {
-    for (medium, leaves) in MEDIA.into_iter().flat_map(|medium| [(medium, false), (medium, true)]) {
+    side_by_side(MEDIA.into_iter().flat_map(|medium| [(medium, false), (medium, true)]), |(medium, leaves)| {
         let world = world(3, medium);
         let (inputs, mut outputs) = (vec![filled(0, 5); 3], vec![vec![0; 15]; 3]);
         let mut start = |rank: usize, root: u32| {
@@ -1016,7 +1022,7 @@ fn operations_that_have_ended_are_compared() {
         for part in ["root 0) on rank 2 (", "root 1) on rank 1 ("] {
             assert!(failure.message.contains(part), "{medium:?}: {failure}");
         }
-    }
+    });
 }
 
 /// Two ranks broadcast from different roots and leave, mostly before they have heard of each other. The third waits for one of
@@ -1063,7 +1069,7 @@ impl Drop for Lent {
 #[test]
 fn an_end_with_memory_that_is_lent() {
     const LEN: usize = 1_000_000;
-    for (medium, waits) in MEDIA.into_iter().flat_map(|medium| [(medium, false), (medium, true)]) {
+    side_by_side(MEDIA.into_iter().flat_map(|medium| [(medium, false), (medium, true)]), |(medium, waits)| {
         let world = world(2, medium);
         let lent: &'static [AtomicU32] = (0..LEN as u32).map(AtomicU32::new).collect::<Vec<_>>().leak();
         let mut call = message(Collective::Send { to: 1 }, 4 * LEN as u64, &[], &mut []);
@@ -1082,7 +1088,7 @@ fn an_end_with_memory_that_is_lent() {
         let failure = wait(&received).expect_err("the sender has ended");
         let kinds = [FailureKind::Closed, FailureKind::PeerLost];
         assert!(kinds.contains(&failure.kind) && failure.message.contains("rank 0"), "{medium:?}: {failure}");
-    }
+    });
 }
 
 /// A way to a rank that a test can cut.
@@ -1235,14 +1241,14 @@ fn a_join_with_a_rank_that_has_left_the_job() {
 /// Ranks with different secrets do not meet; the error says what to set.
 #[test]
 fn wrong_secret() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         let engines: Vec<Engine> = (0..2).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
         let (_groups, tickets) = join(&engines, medium, |rank| vec![rank as u8; 8]);
         let failures: Vec<_> = tickets.iter().filter_map(|ticket| ticket.wait(Some(Duration::from_secs(2)))).collect();
         let failure = failures.into_iter().find_map(Result::err).expect("one side at least knows");
         assert_eq!(failure.kind, FailureKind::Refused, "{medium:?}: {failure}");
         assert!(failure.to_string().contains("PENSTOCK_SECRET"), "{failure}");
-    }
+    });
 }
 
 /// A rank that gives a group up before another has joined it: the other learns it when it comes, and does not wait.
@@ -1277,7 +1283,7 @@ fn a_group_that_fails_before_all_have_joined() {
 /// A rank that leaves one group of several says so when it is asked, which is long before the operation's time-out.
 #[test]
 fn a_rank_that_has_left_one_group_is_not_waited_for() {
-    for medium in MEDIA {
+    side_by_side(MEDIA, |medium| {
         let world = world(2, medium);
         let (groups, tickets) = join(&world.engines, medium, |_| b"secret".to_vec());
         for ticket in tickets {
@@ -1301,7 +1307,7 @@ fn a_rank_that_has_left_one_group_is_not_waited_for() {
         let mut outputs = vec![vec![1]; 2];
         run(&world, |_| Collective::AllReduce, Name::AllReduce, 4, &[vec![], vec![]], &mut outputs, |_| None);
         groups[1].leave();
-    }
+    });
 }
 
 /// A group that fails takes its own buffers along and nobody else's: operations of other groups, which peers may be reading
