@@ -460,7 +460,9 @@ mod tests {
                     (0..2).map(|rank| receive(&groups[rank], 1 - rank as u32, 7, &mut buffers[rank])).collect();
                 let watch = Ticket::default();
                 groups[0].watch(watch.clone());
-                engines[0].stats().expect("it runs");
+                engines
+                    .iter()
+                    .for_each(|engine| drop(engine.stats().expect("it runs, and has begun what was started")));
                 engines[0].handle.command(Command::Panic(at_next_frame), &Ticket::default());
                 if at_next_frame {
                     let call = call(Collective::Send { to: 0 }, 8, &mut buffers[1]);

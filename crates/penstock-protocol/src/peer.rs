@@ -256,6 +256,8 @@ pub struct Peer {
     events: VecDeque<Event>,
     /// [`Peer::end`] was called.
     has_ended: bool,
+    /// A stream withholds the acknowledgement of the peer's good-bye.
+    keeps_peer: bool,
 }
 
 impl Peer {
@@ -290,6 +292,7 @@ impl Peer {
             next_look: now,
             events: VecDeque::new(),
             has_ended: false,
+            keeps_peer: false,
             config,
         }
     }
@@ -880,7 +883,7 @@ impl Peer {
         stream.owes_ack = false;
         self.credit.owes_update = false;
         self.credit.told = self.credit.consumed;
-        outbound.header.ack = stream.taken_frames;
+        outbound.header.ack = stream.before_bye.unwrap_or(stream.taken_frames);
         if self.patience >= PATIENCE_SHARED {
             outbound.header.flags |= FLAG_SHARED;
         }
@@ -1020,6 +1023,7 @@ impl Peer {
             Kind::Bye => self.events.push_back(Event::Bye),
             Kind::Heartbeat | Kind::Ack | Kind::HeartbeatReply | Kind::Share | Kind::Unshare => {}
         }
+        let has_frames_out = header.kind == Kind::Bye && self.has_frames_out();
         if let Some(stream) = self.streams.get_mut(&id) {
             match header.kind {
                 Kind::Heartbeat => stream.owes_reply = Some(header.offset),
@@ -1027,6 +1031,10 @@ impl Peer {
                     stream.answered(Time(header.offset), self.last_heard);
                 }
                 _ => {}
+            }
+            if header.kind == Kind::Bye && stream.before_bye.is_none() && has_frames_out {
+                stream.before_bye = Some(stream.taken_frames);
+                self.keeps_peer = true;
             }
             if header.kind.is_counted() {
                 stream.taken_frames = stream.taken_frames.wrapping_add(1);
@@ -1198,6 +1206,18 @@ impl Peer {
                 self.no_longer_holds_left(message.key.group);
             }
         }
+        if self.keeps_peer && !self.has_frames_out() {
+            self.keeps_peer = false;
+            for stream in self.streams.values_mut() {
+                stream.owes_ack |= stream.before_bye.take().is_some();
+            }
+        }
+    }
+
+    /// Whether messages have left that the peer has not acknowledged. Its acknowledgements may have been lost with a stream, so its
+    /// good-bye is not acknowledged while there are any: it stays, takes the repeated frames, and acknowledges them again.
+    fn has_frames_out(&self) -> bool {
+        self.outgoing.values().any(|message| !message.frames.is_empty())
     }
 
     // ------------------------------------------------------------------ time

@@ -23,6 +23,8 @@ pub(crate) struct Stream<F> {
     pub(crate) taken_frames: u32,
     /// Whether the peer does not know `taken_frames` yet.
     pub(crate) owes_ack: bool,
+    /// The peer's good-bye is not acknowledged yet: what was taken before it.
+    pub(crate) before_bye: Option<u32>,
     /// What to return to the peer's heartbeat.
     pub(crate) owes_reply: Option<u64>,
     pub(crate) wants_heartbeat: bool,
@@ -87,6 +89,7 @@ impl<F> Stream<F> {
             acked_frames: 0,
             taken_frames: 0,
             owes_ack: false,
+            before_bye: None,
             owes_reply: None,
             wants_heartbeat: false,
             last_heard: now,

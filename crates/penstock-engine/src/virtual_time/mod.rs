@@ -89,8 +89,9 @@ const MOST_FAILURES: usize = 10;
 const SHRINK_TRIALS: u32 = 400;
 /// Seeds whose programs have found something, and what. A seed means another program when the generator changes: then the
 /// programs that still matter get new seeds.
-const FAILED: [(u64, &str); 3] = [
+const FAILED: [(u64, &str); 4] = [
     (166, "the loop did not sleep while a hand-shake waited for a process that was stopped"),
     (627, "the same, for a host that had gone dark"),
+    (538_572, "a rank left whose acknowledgements were lost with a stream: the other's operation failed"),
     (200_742, "a rank left while acknowledgements waited behind copies on a full stream: the other's operation failed"),
 ];

@@ -393,6 +393,33 @@ fn two_sides_that_leave_do_not_wait_for_each_other() {
     }
 }
 
+/// A peer that has said good-bye stays until it has acknowledged what left for it, also where its acknowledgement was lost with a
+/// stream: what it has taken counts as taken.
+#[test]
+fn a_good_bye_waits_for_lost_acknowledgements() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 2);
+    memory(&mut a, 0, 1000);
+    b.grant(key(0), 1, FIVE);
+    drain(&mut b, &mut a, 1);
+    assert!(drain(&mut a, &mut b, 0).iter().any(|(header, _)| header.kind == Kind::Data));
+    // The acknowledgement leaves on stream 0, which is lost; only `a` knows so far.
+    b.poll_frame(0, NOW).expect("an acknowledgement");
+    assert!(!b.owes_acks());
+    a.stream_down(0);
+    b.retire_group(GroupId(7));
+    b.bye();
+    drain(&mut b, &mut a, 1);
+    assert_eq!(events(&mut a), [Event::Granted(key(0), FIVE), Event::Bye]);
+    while let Some(frame) = a.poll_frame(1, NOW) {
+        take(&mut b, 1, &frame, OpStatus::Retired);
+    }
+    assert!(!b.is_quiet(), "it leaves, and its acknowledgement is lost");
+    drain(&mut b, &mut a, 1);
+    assert_eq!(events(&mut a), [Event::Sent(key(0))]);
+    drain(&mut a, &mut b, 1);
+    assert!(b.is_quiet());
+}
+
 /// A message without bytes, whose sender takes it for sent, is not delivered before the peer has it: on credit, announced, and
 /// after its grant.
 #[test]
