@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -162,8 +163,11 @@ def test_sums_are_exact_up_to_the_limit_and_refused_above(dtype: str) -> None:
 @pytest.mark.parametrize("split", ["pull", "equal", "saturate"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_raw_sockets_move_the_traffic(ranks: int, split: str) -> None:
-    """Every rank gets at least the bytes of each of several transfers in a row, and nothing is left under way."""
+    """Every rank gets at least the bytes of each of several transfers in a row, and nothing is left under way. A connection of
+    somebody else is closed."""
     meshes = [Mesh(rank, ranks, "127.0.0.1") for rank in range(ranks)]
+    stranger = socket.create_connection(meshes[0].address)
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     moved: list[dict[int, int]] = [{} for _ in range(ranks)]
     traffics = [COLLECTIVES[name].traffic(ranks, nbytes) for nbytes in (1, 3_000_001) for name in COLLECTIVES]
 
@@ -182,6 +186,7 @@ def test_raw_sockets_move_the_traffic(ranks: int, split: str) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
+    stranger.close()
     for rank in range(ranks):
         for number, traffic in enumerate(traffics):
             due = sum(count for (_, dst), count in traffic.items() if dst == rank)

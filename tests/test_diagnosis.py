@@ -90,6 +90,13 @@ def test_doctor_compares_with_raw_sockets() -> None:
     assert re.search(r"to rank \d Penstock carries \d+% of what 16 raw TCP sockets carry", first.output), first.output
 
 
+@pytest.mark.parametrize("wrong", ["--mebibytes=0", "--mebibytes=-1", "--mebibytes=x", "--timeout=0"])
+def test_doctor_refuses_wrong_numbers(wrong: str) -> None:
+    """Before any rank is started, in a line that names the option."""
+    ended = click.testing.CliRunner().invoke(cli.main, ["doctor", wrong])
+    assert ended.exit_code == 2 and f"'{wrong.partition('=')[0]}'" in ended.stderr, ended.output
+
+
 def test_doctor_warns_where_raw_sockets_carry_more() -> None:
     """From a fifth on; not on loopback, nor where the processors are the limit."""
     told = doctor.rate_warning(3, "10.0.0.3", 79e6, 100e6, 16)

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 import psutil
@@ -131,22 +131,29 @@ def test_rank_leaves_while_others_wait(medium: Backend) -> None:
         assert "rank 1" in outcome.raised.text, outcome.raised.text
 
 
-@pytest.mark.parametrize("how", ["leaves", "dies", "dies before"])
-def test_new_group_without_a_rank(how: str) -> None:
-    """A rank dies or leaves, and the others build a group with it: all raise PeerLost within seconds, not after the time-out of
-    half an hour. The others build a group without it, and use that."""
-    with ranks.Ranks(_new_group_without, count=3, args=(how,)) as job:
+def _miss_rank_2(program: Callable[[str], tuple[str, str]], how: str) -> None:
+    """Ranks 0 and 1 wait for rank 2, which dies or leaves before or meanwhile."""
+    with ranks.Ranks(program, count=3, args=(how,)) as job:
         job.await_note("before", deadline_s=60)
         since_s = job.signal(2, signal.SIGKILL) if how == "dies before" else time.monotonic()
         job.await_note("waiting", deadline_s=60, of=[0, 1])
         if how == "dies":
             since_s = job.signal(2, signal.SIGKILL)
-        outcomes = job.outcomes(timeout_s=60, of=[0, 1])
+        _assert_rank_2_is_missed(job.outcomes(timeout_s=60, of=[0, 1]), since_s)
+
+
+def _assert_rank_2_is_missed(outcomes: Sequence[ranks.Outcome], since_s: float) -> None:
     for outcome in outcomes:
-        assert outcome.ok, str(outcome)
+        assert outcome.ok and outcome.ended_s - since_s < DEATH_KNOWN_S, str(outcome)
         kind, text = outcome.value
         assert kind == "PeerLost" and "rank 2 (" in text, text
-        assert outcome.ended_s - since_s < DEATH_KNOWN_S, str(outcome)
+
+
+@pytest.mark.parametrize("how", ["leaves", "dies", "dies before"])
+def test_new_group_without_a_rank(how: str) -> None:
+    """A rank dies or leaves, and the others build a group with it: all raise PeerLost within seconds, not after the time-out of
+    half an hour. The others build a group without it, and use that."""
+    _miss_rank_2(_new_group_without, how)
 
 
 def test_wait_for_the_first_sparse_all_reduce_gives_up() -> None:
@@ -169,18 +176,7 @@ def test_new_group_after_abort(who: str) -> None:
 def test_new_group_under_gloo_without_a_rank(how: str) -> None:
     """The default group is gloo's, and ranks have a group of Penstock's. One of them dies, and the others build a second one
     with it: they raise PeerLost within seconds, as the first one knows. So they do where they have its contact already."""
-    with ranks.Ranks(_new_group_under_gloo_without, count=3, args=(how,)) as job:
-        job.await_note("before", deadline_s=60)
-        since_s = job.signal(2, signal.SIGKILL) if how == "dies before" else time.monotonic()
-        job.await_note("waiting", deadline_s=60, of=[0, 1])
-        if how == "dies":
-            since_s = job.signal(2, signal.SIGKILL)
-        outcomes = job.outcomes(timeout_s=60, of=[0, 1])
-    for outcome in outcomes:
-        assert outcome.ok, str(outcome)
-        kind, text = outcome.value
-        assert kind == "PeerLost" and "rank 2 (" in text, text
-        assert outcome.ended_s - since_s < DEATH_KNOWN_S, str(outcome)
+    _miss_rank_2(_new_group_under_gloo_without, how)
 
 
 def test_who_has_left_its_groups_comes_back_under_gloo() -> None:
@@ -190,10 +186,7 @@ def test_who_has_left_its_groups_comes_back_under_gloo() -> None:
         job.await_note("back", deadline_s=60)
         since_s = job.signal(2, signal.SIGKILL)
         outcomes = job.outcomes(timeout_s=60, of=[0, 1])
-    for outcome in outcomes:
-        assert outcome.ok and outcome.ended_s - since_s < DEATH_KNOWN_S, str(outcome)
-        kind, text = outcome.value
-        assert kind == "PeerLost" and "rank 2 (" in text, text
+    _assert_rank_2_is_missed(outcomes, since_s)
 
 
 @pytest.mark.parametrize("medium", MEDIA, ids=str)

@@ -34,8 +34,20 @@ __all__ = ["command"]
 
 
 @click.command()
-@click.option("--mebibytes", default=16, show_default=True, help="Bytes that each pair exchanges for the rate.")
-@click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for all ranks.")
+@click.option(
+    "--mebibytes",
+    default=16,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Bytes that each pair exchanges for the rate.",
+)
+@click.option(
+    "--timeout",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds to wait for all ranks.",
+)
 def command(mebibytes: int, timeout: float) -> None:
     """Check reachability, rate, MTU and limits between all pairs of ranks."""
     if "RANK" in os.environ:

@@ -302,13 +302,13 @@ impl Group {
         self.handle.ask(|reply| Command::Hosts(self.id, reply))
     }
 
-    /// Whether these ranks of the group can still be reached: an error where one of them is lost or has left, or, with `whole`,
-    /// where the group has failed. For what waits outside the engine; blocks for one turn of its loop.
+    /// Whether these ranks of the group can still be reached: an error where one of them is lost, or, with `farewells`, has left
+    /// the job, or, with `whole`, where the group has failed. For what waits outside the engine; blocks for one turn of its loop.
     ///
     /// # Errors
     /// The group's failure; `PeerLost`; `Closed`: the group was left, or the engine has stopped.
-    pub fn check(&self, whole: bool, ranks: Vec<u32>) -> Result<(), Failure> {
-        let failure = self.handle.ask(|reply| Command::Check { group: self.id, whole, ranks, reply })?;
+    pub fn check(&self, whole: bool, farewells: bool, ranks: Vec<u32>) -> Result<(), Failure> {
+        let failure = self.handle.ask(|reply| Command::Check { group: self.id, whole, farewells, ranks, reply })?;
         failure.map_or(Ok(()), Err)
     }
 

@@ -93,10 +93,13 @@ pub(crate) enum Command {
     /// The all-reduce algorithm of a group from its next operation on, and the streams to use to each of its ranks.
     Retune(GroupId, Option<Algorithm>, usize),
     Hosts(GroupId, mpsc::Sender<Vec<u32>>),
-    /// Whether the group has failed (if that is asked), or one of these ranks is lost or has left.
+    /// Whether one of these ranks is lost, or what else is asked.
     Check {
         group: GroupId,
+        /// Whether the group has failed.
         whole: bool,
+        /// Whether one of the ranks has left the job in good order.
+        farewells: bool,
         ranks: Vec<u32>,
         reply: mpsc::Sender<Option<Failure>>,
     },
@@ -234,6 +237,8 @@ struct PeerInfo {
     local: bool,
     pid: u32,
     lost: Option<String>,
+    /// It is lost because it has left the job in good order.
+    has_left: bool,
     /// Regions of ours that the peer knows; the descriptors of some have not left yet.
     offered: HashMap<u64, Option<Fd>>,
     /// Regions of its own, by its numbers.
@@ -250,6 +255,7 @@ impl PeerInfo {
             local: false,
             pid: 0,
             lost: None,
+            has_left: false,
             offered: HashMap::new(),
             mappings: HashMap::new(),
             descriptors: VecDeque::new(),
@@ -891,15 +897,15 @@ impl Runtime {
         }
     }
 
-    /// Why a group of these ranks of the group `id` cannot be built: one of them is lost or has left, or, where `whole` counts,
-    /// the group has failed.
-    fn check(&self, id: GroupId, whole: bool, ranks: &[u32]) -> Option<Failure> {
+    /// Why a group of these ranks of the group `id` cannot be built: one of them is lost, or, where `farewells` count, has left the
+    /// job, or, where `whole` counts, the group has failed.
+    fn check(&self, id: GroupId, whole: bool, farewells: bool, ranks: &[u32]) -> Option<Failure> {
         let Some(group) = self.groups.get(&id) else {
             return Some(Failure::fatal(FailureKind::Closed, "the group was destroyed."));
         };
         let lost = |rank: &u32| {
-            let peer = (*group.members.get(*rank as usize)?)?;
-            let reason = self.peers[peer as usize].lost.as_ref()?;
+            let info = &self.peers[(*group.members.get(*rank as usize)?)? as usize];
+            let reason = info.lost.as_ref().filter(|_| farewells || !info.has_left)?;
             Some(Failure::fatal(FailureKind::PeerLost, format!("{reason}.")))
         };
         group.failed.clone().filter(|_| whole).or_else(|| ranks.iter().find_map(lost))
@@ -1850,7 +1856,8 @@ impl Handler for Runtime {
     }
 
     fn left(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
-        self.peers[peer as usize].lost = Some(reason.to_owned());
+        let info = &mut self.peers[peer as usize];
+        (info.lost, info.has_left) = (Some(reason.to_owned()), true);
         // It stays known by its node key: it does not come back, and later joins with it fail at once.
         for id in self.groups_of(peer) {
             let ops: Vec<OpId> = self.groups[&id].ops.keys().copied().collect();
@@ -1887,7 +1894,9 @@ impl Handler for Runtime {
                     let hosts = |group: &Group| group.topology.hosts().to_vec();
                     drop(reply.send(self.groups.get(&id).map(hosts).unwrap_or_default()));
                 }
-                Command::Check { group, whole, ranks, reply } => drop(reply.send(self.check(group, whole, &ranks))),
+                Command::Check { group, whole, farewells, ranks, reply } => {
+                    drop(reply.send(self.check(group, whole, farewells, &ranks)));
+                }
                 Command::Watch(id, ticket) => match self.groups.get_mut(&id) {
                     Some(Group { failed: Some(failure), .. }) => ticket.complete(Err(failure.clone())),
                     Some(group) => group.watches.push(ticket),

@@ -128,7 +128,8 @@ pub enum Kind {
     ProbeReply = 9,
     /// The group has failed; the payload says why ([`crate::peer::Report`]).
     Report = 10,
-    /// The sender leaves in good order: all its messages have been taken.
+    /// The sender leaves in good order: all its messages have been taken. The receiver acknowledges it after its own frames have been
+    /// acknowledged.
     Bye = 11,
     /// The sender has memory of `total` bytes for us to map, under the number in `offset`; a descriptor of it comes with
     /// the frame.

@@ -256,8 +256,8 @@ pub struct Peer {
     events: VecDeque<Event>,
     /// [`Peer::end`] was called.
     has_ended: bool,
-    /// A stream withholds the acknowledgement of the peer's good-bye.
-    keeps_peer: bool,
+    /// A stream withholds the acknowledgement of the peer's good-bye ([`Peer::has_frames_out`]).
+    withholds_ack: bool,
 }
 
 impl Peer {
@@ -292,7 +292,7 @@ impl Peer {
             next_look: now,
             events: VecDeque::new(),
             has_ended: false,
-            keeps_peer: false,
+            withholds_ack: false,
             config,
         }
     }
@@ -1034,7 +1034,7 @@ impl Peer {
             }
             if header.kind == Kind::Bye && stream.before_bye.is_none() && has_frames_out {
                 stream.before_bye = Some(stream.taken_frames);
-                self.keeps_peer = true;
+                self.withholds_ack = true;
             }
             if header.kind.is_counted() {
                 stream.taken_frames = stream.taken_frames.wrapping_add(1);
@@ -1206,8 +1206,8 @@ impl Peer {
                 self.no_longer_holds_left(message.key.group);
             }
         }
-        if self.keeps_peer && !self.has_frames_out() {
-            self.keeps_peer = false;
+        if self.withholds_ack && !self.has_frames_out() {
+            self.withholds_ack = false;
             for stream in self.streams.values_mut() {
                 stream.owes_ack |= stream.before_bye.take().is_some();
             }

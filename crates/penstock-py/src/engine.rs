@@ -295,10 +295,11 @@ impl Group {
         py.detach(|| self.0.hosts()).map_err(|failure| error(py, &failure))
     }
 
-    /// Raises the failure if one of these ranks is lost or has left, or, with `whole`, if the group has failed.
-    #[pyo3(signature = (ranks, *, whole))]
-    fn check(&self, py: Python<'_>, ranks: Vec<u32>, whole: bool) -> PyResult<()> {
-        py.detach(|| self.0.check(whole, ranks)).map_err(|failure| error(py, &failure))
+    /// Raises the failure if one of these ranks is lost, or, with `farewells`, has left the job, or, with `whole`, if the group has
+    /// failed.
+    #[pyo3(signature = (ranks, *, whole, farewells=true))]
+    fn check(&self, py: Python<'_>, ranks: Vec<u32>, whole: bool, farewells: bool) -> PyResult<()> {
+        py.detach(|| self.0.check(whole, farewells, ranks)).map_err(|failure| error(py, &failure))
     }
 
     /// Leaves the group; operations that still run fail.

@@ -55,10 +55,15 @@ class Mesh:
                 flow.sendall(GREETING.pack(self.rank, index))
                 found[peer][index] = flow
         self._listener.settimeout(CONNECT_S)
-        for _ in range((self.ranks - 1 - self.rank) * (flows + 1)):
+        expected = {(peer, index) for peer in range(self.rank + 1, self.ranks) for index in range(flows + 1)}
+        while expected:
             flow, _ = self._listener.accept()
             flow.settimeout(CONNECT_S)
             peer, index = GREETING.unpack(receive_exactly(flow, GREETING.size))
+            if (peer, index) not in expected:
+                flow.close()  # nobody of this mesh
+                continue
+            expected.remove((peer, index))
             found[peer][index] = flow
         for peer, by_index in found.items():
             for flow in by_index.values():
@@ -225,7 +230,7 @@ def _listen(host: str, ports: tuple[int, int]) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or port == last:
                 raise
-    raise OSError(errno.EADDRINUSE, f"ports {first} to {last} are none")
+    raise ValueError(f"no port: {first} to {last} is no range")
 
 
 def _connect(address: list, index: int) -> socket.socket:

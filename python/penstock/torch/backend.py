@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.autograd import profiler
 
-from penstock.errors import Closed, PeerLost, PenstockError
+from penstock.errors import Closed, PenstockError
 from penstock.errors import Config as ConfigError
 from penstock.torch import Devices, rendezvous
 from penstock.torch.layout import Layout, blocks, layout, order, rows
@@ -79,24 +79,19 @@ def _check_known(ranks: Sequence[int]) -> Callable[[], None] | None:
 
 
 def _check_deaths(ranks: Sequence[int]) -> Callable[[], None] | None:
-    """What raises once one of these ranks has died: each rank is asked for in every group that has it. One that has left some of
-    them may have died in another."""
+    """What raises once one of these ranks has died. Every group that has a rank is asked: a rank that has left one group may have
+    died in another."""
     asked = []
     for backend in list(_alive):
         member = backend._member
         shared = set(ranks).intersection(member.job_ranks).difference([member.engine.job_rank])
-        asked += [(member.group, member.job_ranks.index(rank)) for rank in shared]
+        if shared:
+            asked.append((member.group, [member.job_ranks.index(rank) for rank in shared]))
 
     def check() -> None:
-        for group, rank in asked:
-            try:
-                group.check([rank], whole=False)
-            except PeerLost as error:
-                # A farewell has the same class; the engine says it in these words (crates/penstock-net/src/driver.rs).
-                if "has left the job" not in str(error):
-                    raise
-            except Closed:
-                pass  # the group was destroyed meanwhile, and knows nothing any more
+        for group, members in asked:
+            with contextlib.suppress(Closed):  # the group was destroyed meanwhile, and knows nothing any more
+                group.check(members, whole=False, farewells=False)
 
     return check if asked else None
 
