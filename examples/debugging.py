@@ -1,5 +1,5 @@
 """A training that breaks when asked to: a gradient becomes infinite on one rank, a rank leaves early, a weight differs, a rank
-is slow. docs/debugging.md shows what you see then."""
+is slow. docs/guide/debugging.md shows what you see then."""
 
 import sys
 import time

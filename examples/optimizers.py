@@ -1,7 +1,7 @@
 """Compare optimizers and schedules on the character GPT: SGD, AdamW and Penstock's hybrid; step decay and linear decay.
 
-    python examples/optimizers.py                                        # docs/optim.md's table: 24 runs, a quarter of an hour
-    python examples/optimizers.py --steps 20 --seeds 1 --windows 10      # does it run?
+    python examples/optimizers.py                                    # docs/design/optim.md's table: 24 runs, a quarter of an hour
+    python examples/optimizers.py --steps 20 --seeds 1 --windows 10  # does it run?
 
 Every method first chooses its learning rate from three, on a seed of its own; then it trains once a seed with the chosen
 one. All methods see the same start and the same batches at a seed. No communication takes part.

@@ -1,4 +1,4 @@
-// An aggregator in a switch: P4-16, v1model. docs/p4.md draws it and maps it to the rules of docs/aggregation.md.
+// An aggregator in a switch: P4-16, v1model. docs/design/p4.md draws it and maps it to the rules of docs/design/aggregation.md.
 //
 // The fixed-size integer mode: every block is BLOCK_BYTES long, its elements are 32-bit integers (added, modulo 2^32) or
 // 16-bit exponents (combined by maximum). One packet in, at most one packet out, to one address or the same to all children.
@@ -70,7 +70,7 @@ header udp_t {
     bit<16> checksum;
 }
 
-// docs/aggregation.md, "The packet".
+// docs/reference/packets.md.
 header penstock_t {
     bit<16> magic;
     bit<8> version;

@@ -111,7 +111,7 @@ class Entry:
 
 @dataclasses.dataclass
 class Penstock:
-    """The header of docs/aggregation.md."""
+    """The header of docs/reference/packets.md."""
 
     kind: int
     job: int

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Writes vectors/aggregator.json and vectors/random.json: what an aggregator must do, packet by packet (docs/p4.md, "Vectors").
+"""Writes vectors/aggregator.json and vectors/random.json: what an aggregator must do, packet by packet
+(docs/design/p4.md, "Vectors").
 
     python p4/vectors.py            # writes both files
     python p4/vectors.py --check    # exits 1 where a file is not what this writes
 
-The expectations of aggregator.json are *stated* here, step by step, from the rules of docs/aggregation.md; nothing computes
-them. random.json holds seeded random packets and what `p4/twin.py` makes of them, for others to contradict."""
+The expectations of aggregator.json are *stated* here, step by step, from the rules of docs/design/aggregation.md; nothing
+computes them. random.json holds seeded random packets and what `p4/twin.py` makes of them, for others to contradict."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def pytest_fixture_setup() -> Iterator[object]:
 def _skipped_without_hosts() -> Iterator[None]:
     """A test that needs emulated hosts is skipped, with the reason, where there can be none."""
     # Not above: importing Penstock reads the environment, which `pytest_configure` cleans first.
-    from penstock.testbed import TestbedUnavailable
+    from penstock.tools.testbed import TestbedUnavailable
 
     try:
         yield
@@ -71,6 +71,7 @@ _SLOW = {
     "test_aggregated_faults",
     "test_bench",
     "test_bench_aggregated",
+    "test_collectives",
     "test_compression",
     "test_demo",
     "test_diagnosis",

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import os
+import sys
 
 _MODULES = [
     "numpy",
@@ -25,14 +26,18 @@ _MODULES = [
     "pytest",
     "hypothesis",
     "ranks",
+    "forked",
     "penstock.torch",
-    "penstock.testbed",
+    "penstock.tools.testbed",
 ]
+
+# Where a program finds modules, behind its own folder and PYTHONPATH.
+PATH = [each for each in sys.path[1:] if each not in os.environ["PYTHONPATH"].split(os.pathsep)]
 
 for _name in _MODULES:
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
-# The first folder was for this process alone, which found this module by it (`ranks._start_fork_server`).
+# The first folder was for this process alone, which found this module by it (`ranks.fork_server`).
 _rest = os.environ.pop("PYTHONPATH").partition(os.pathsep)[2]
 if _rest:
     os.environ["PYTHONPATH"] = _rest

@@ -15,12 +15,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.tune.space import Setting, Space
+from penstock.training.tune.space import Setting, Space
 
 MIB = 1 << 20
 DEFAULT = Setting(streams=16, unit_bytes=16 * MIB, algorithm="ring")
 """Where tuning starts on these landscapes, but for `level`. The product's default is 16 streams, 4 MiB, auto (on these links a
-ring); docs/tune.md says so beside the figures that rest on this one."""
+ring); docs/design/tuner.md says so beside the figures that rest on this one."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import bmv2
-from penstock.testbed import LinkSpec, Testbed, cluster, namespace
+from penstock.tools.testbed import LinkSpec, Testbed, cluster, namespace
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 UDP_PORT = 7471
@@ -75,7 +75,7 @@ def live_switch(
         at = bed._held("core")
         bed._ip(at, [f"link set {name} nomaster" for name in ports] + ["link del switch"])
         for name in ports:
-            held = bed.namespaces[bed.topology.number(name)]
+            held = bed._namespaces[bed.topology.number(name)]
             bed._ip(held, [f"neigh add {_ip(bed)} lladdr {MAC} nud permanent dev {bed.interface}"])
             # A veth device hands over unfinished checksums, which no wire carries.
             namespace.inside(held, lambda: _finish_checksums(bed.interface))

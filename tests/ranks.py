@@ -40,10 +40,10 @@ import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.testbed import namespace
+from penstock.tools.testbed import namespace
 
 if TYPE_CHECKING:
-    from penstock.testbed import Testbed
+    from penstock.tools.testbed import Testbed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,7 @@ class Ranks:
         env_of_rank: the same, for one rank alone, by rank.
         bed: emulated hosts, on which the ranks run in turn; the store is on the first rank's.
         placement: the host of each rank, where not in turn.
+        store_host: the store's, where it is not the first rank's.
     """
 
     def __init__(
@@ -128,22 +129,23 @@ class Ranks:
         env_of_rank: Mapping[int, Mapping[str, str | None]] | None = None,
         bed: Testbed | None = None,
         placement: Sequence[int] | None = None,
+        store_host: int | None = None,
     ) -> None:
-        _start_fork_server()
+        context = fork_server()
         hosts = [rank % bed.hosts for rank in range(count)] if bed and placement is None else placement
         # The store lives here, as torchrun's lives in its agent: no race for a port, and it survives any rank.
         if bed is None or hosts is None:
-            address, surroundings, networks = "127.0.0.1", {}, None
+            address, surroundings = "127.0.0.1", {}
             self.store = _store(address)
         else:
-            address, surroundings, networks = bed.address(hosts[0]), bed.environment(), bed.namespaces
-            self.store = bed.inside(hosts[0], lambda: _store(address))
+            kept = hosts[0] if store_host is None else store_host
+            address, surroundings = bed.address(kept), bed.environment()
+            self.store = bed.inside(kept, lambda: _store(address))
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._connections: list[multiprocessing.connection.Connection] = []
         self._processes: list[Any] = []
         self._notes: list[dict[str, Any]] = [{} for _ in range(count)]
         self._ended: list[tuple[float, Any, Raised | None] | None] = [None] * count
-        context = multiprocessing.get_context("forkserver")
         for rank in range(count):
             ours, theirs = context.Pipe()
             environment = {
@@ -152,7 +154,7 @@ class Ranks:
                 **(env or {}),
                 **((env_of_rank or {}).get(rank, {})),
             }
-            network = f"/proc/{os.getpid()}/fd/{networks[hosts[rank]]}" if hosts and networks else None
+            network = bed.network(hosts[rank]) if bed and hosts else None
             process = context.Process(
                 target=_rank_main,
                 args=(theirs, function, args, environment, str(self._log(rank)), network),
@@ -194,6 +196,27 @@ class Ranks:
                 raise RanksFailed([self._outcome(rank) for rank in range(len(self._processes))])
             self._listen(deadline)
         return [self._notes[rank][text] for rank in of]
+
+    def notes_or_ends(self, rank: int, text: str, *, deadline_s: float) -> bool:
+        """Block until the rank has called ``note(text)`` (True) or has ended (False)."""
+        deadline = time.monotonic() + deadline_s
+        while text not in self._notes[rank] and self._ended[rank] is None:
+            if time.monotonic() > deadline:
+                self._dump_stacks()
+                raise RanksFailed([self._outcome(rank) for rank in range(len(self._processes))])
+            self._listen(deadline)
+        return text in self._notes[rank]
+
+    def children(self) -> list[str]:
+        """What ranks have started and left running, as far as it has not begun a session of its own."""
+        found = []
+        for folder in pathlib.Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdigit() and int(folder.name) not in self.pids:
+                    name, _, fields = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+                    if int(fields.split()[3]) in self.pids:
+                        found.append(f"process {folder.name} ({name})")
+        return found
 
     def outcomes(
         self, *, timeout_s: float, of: Sequence[int] | None = None, grace_s: float | None = 10
@@ -330,13 +353,8 @@ def _rank_main(
 ) -> None:
     global _to_parent
     os.setsid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if network is not None:
-        # While there is one thread: those to come are on this host, too.
-        with open(network) as held:
-            if libc.setns(held.fileno(), namespace.CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"setns to {network}")
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    namespace.join(network)
     log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
@@ -400,8 +418,9 @@ def _torchrun_environment(rank: int, count: int, store_address: str, store_port:
 
 
 @functools.cache
-def _start_fork_server() -> None:
-    """Start it and wait until it has imported everything slow that cases need, so that no case's time is charged for it."""
+def fork_server() -> Any:
+    """The context of processes that are forked from a server; waits until that has imported everything slow that cases need, so
+    that no case's time is charged for it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fork_server"])
     # The server does not take sys.path from here. fork_server.py sets the variable back.
@@ -411,6 +430,7 @@ def _start_fork_server() -> None:
         first.start()
     first.join()
     assert first.exitcode == 0, f"the fork server's first child ended with {first.exitcode}"
+    return context
 
 
 def _check_fork_server() -> None:
@@ -431,4 +451,4 @@ def _tail(text: str, lines: int = 120) -> str:
     return "\n".join("    " + line for line in kept) if kept else "    (nothing)"
 
 
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>

@@ -340,7 +340,7 @@ _CALLS = (
 _SIZES = (0, 1, 100, 1000, 20_000)
 _ENDS = {"clean": 6, "undelivered": 2, "differ": 1, "running": 1}
 _TO_COME = (
-    *("operations", "claims", "closed_records", "early_messages", "remembered_operations"),
+    *("operations", "claims", "early_messages", "remembered_operations"),
     *("unacknowledged_messages", "credit_bytes"),
 )
 

@@ -1,6 +1,6 @@
 """Proves that all-reduces through servers and aggregators are exact, and what happens when any process on the way dies.
 
-Every result is held against `_sum`, which computes what docs/quantisation.md says comes out, in numpy and apart from the
+Every result is held against `_sum`, which computes what docs/design/quantisation.md says comes out, in numpy and apart from the
 engine; bit by bit wherever integers travel.
 """
 
@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
+import gc
 import http.server
 import itertools
 import json
@@ -33,8 +34,11 @@ import penstock
 import penstock.torch
 import ranks
 from daemons import Daemon
-from penstock import _core, plan, testbed
+from penstock import _core
+from penstock.cluster import deployment, jobs
 from penstock.errors import Config as ConfigError
+from penstock.tools import testbed
+from penstock.torch import GradientReducer, backend
 
 BLOCK_BYTES = 1024
 
@@ -82,7 +86,7 @@ CASES = [
 
 
 def _sum(case: _Case, world: int, integer_bits: int, cuts: list[float]) -> np.ndarray[Any, Any]:
-    """docs/quantisation.md, block by block; float64 holds every count and product exactly."""
+    """docs/design/quantisation.md, block by block; float64 holds every count and product exactly."""
     significand = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[case.dtype]
     share = (2 ** (integer_bits - 1) - 1) // world
     largest = {bits: 2**bits - (0 if bits < significand else 2 ** (bits - significand)) for bits in range(32)}
@@ -233,12 +237,69 @@ def _ones() -> dict[str, Any]:
     values = torch.ones(100_000)
     dist.all_reduce(values)
     assert values.eq(dist.get_world_size()).all()
-    # Published ten times a second.
-    until = time.monotonic() + 20
-    while not (stats := penstock.torch.stats()["aggregated"]["0"])["servers"][0]["pushed"]:
-        assert time.monotonic() < until, stats
+    stats = penstock.torch.stats()["aggregated"]["0"]
     dist.destroy_process_group()
     return dict(stats)
+
+
+def _counted() -> list[tuple[int, int]]:
+    """Operations, and pushes to the server, after each of a hundred all-reduces."""
+    dist.init_process_group("penstock")
+    counts = []
+    for _ in range(100):
+        dist.all_reduce(torch.ones(20_000))
+        stats = penstock.torch.stats()["aggregated"]["0"]
+        counts.append((stats["operations"], stats["servers"][0]["pushed"]))
+    dist.destroy_process_group()
+    return counts
+
+
+def test_counters_are_whole_when_an_operation_ends(tmp_path: pathlib.Path) -> None:
+    """Each of equal operations adds as many pushes, whenever a rank asks."""
+    with Daemon("server") as server:
+        tree = f"- address: {server.address}"
+        for counts in ranks.run(_counted, count=2, env=_plan(tmp_path, tree)):
+            assert counts[0][1] > 0
+            assert counts == [(number, number * counts[0][1]) for number in range(1, 101)]
+
+
+def _collected_by_its_own_thread() -> list[str]:
+    """Make a reducer, and let the thread that looks after its jobs, on rank 0, collect it; what could not be raised there."""
+    dist.init_process_group("penstock")
+    own, model = backend.of(), torch.nn.Linear(100, 100)
+    GradientReducer(model)
+    if dist.get_rank() == 1:
+        del model
+        gc.collect()
+        assert own._siblings == []
+        dist.destroy_process_group()
+        return []
+    (thread,) = [one.aggregation._jobs._thread for one in own._siblings if one.aggregation is not None]
+    raised, request = [], jobs._request
+
+    def collecting(*args: Any) -> Any:
+        if threading.current_thread() is thread:
+            gc.collect()
+        return request(*args)
+
+    gc.disable()
+    sys.unraisablehook = lambda unraisable: raised.append(repr(unraisable.exc_value))
+    jobs._request = collecting
+    del model
+    until = time.monotonic() + 30
+    while own._siblings or thread.is_alive():
+        assert time.monotonic() < until, own._siblings
+        time.sleep(0.01)
+    dist.destroy_process_group()
+    return raised
+
+
+def test_a_reducer_that_the_thread_of_its_jobs_collects(tmp_path: pathlib.Path) -> None:
+    """Python's collector may run in that thread: the reducer's jobs are closed there, and the thread ends."""
+    with Daemon("server") as server, Daemon("aggregator") as rack:
+        tree = f"- {{address: {server.address}, tree: [{{aggregator: {rack.address}, workers: [0, 1]}}]}}"
+        assert ranks.run(_collected_by_its_own_thread, count=2, env=_plan(tmp_path, tree)) == [[], []]
+        assert server.get("/jobs")["jobs"] == [] == rack.get("/jobs")["jobs"]
 
 
 def test_ipv6_between_hosts(tmp_path: pathlib.Path) -> None:
@@ -756,6 +817,31 @@ def test_nobody_listens(tmp_path: pathlib.Path) -> None:
     )
 
 
+def test_the_store_dies_before_the_jobs_are_agreed_on(tmp_path: pathlib.Path) -> None:
+    """An error that names the group and its store, as where the store dies at another moment of a join."""
+    with ranks.Ranks(_attach_without_a_store, count=2, env=_plan(tmp_path, "- address: 127.0.0.1:9")) as job:
+        job.await_note("attaching", deadline_s=60)
+        job.close_store()
+        for outcome in job.outcomes(timeout_s=60):
+            assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Config"), str(outcome)
+            assert "the store of group " in outcome.raised.text, outcome.raised.text
+
+
+def _attach_without_a_store() -> None:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    attach = jobs.attach
+
+    def attach_late(*args: Any) -> Any:
+        ranks.note("attaching")
+        with pytest.raises(dist.DistError):
+            while True:
+                store.add("alive", 0)
+        return attach(*args)
+
+    jobs.attach = attach_late
+    _init()
+
+
 def test_wrong_secret_role_and_limits(tmp_path: pathlib.Path) -> None:
     """A daemon with another secret, one of the other role, and one without room: errors that say which and what to do."""
     with (
@@ -815,7 +901,7 @@ def _init_with(plan: Any) -> dict[str, Any]:
 
 
 def test_a_plan_from_the_script(tmp_path: pathlib.Path) -> None:
-    """`penstock.init(plan=...)` on rank 0, as a dict or a file, does what the knob does, until it is taken back."""
+    """`penstock.init(plan=...)` on rank 0, as a dict or a file, does what the setting does, until it is taken back."""
     with Daemon("server") as server:
         plan = {"version": 1, "aggregated": {"block_bytes": 1024, "servers": [{"address": server.address}]}}
         path = tmp_path / "plan.yaml"
@@ -853,7 +939,7 @@ aggregated:
 
 def test_plans_say_what_they_say() -> None:
     """Every key is read; who pushes where follows from the tree."""
-    found = plan.parse(
+    found = deployment.parse(
         GOOD.replace("10.0.0.1:7471\n", "10.0.0.1:7471\n      fraction: 0.5\n")
         + '    - {address: "[fd00::1]:7471", fraction: 0.5}\n'
         + "  format: int16\n  window: 64\n  block_bytes: 1408\n  min_bytes: 0\n  key: none\n  offloads: false\n",
@@ -864,7 +950,7 @@ def test_plans_say_what_they_say() -> None:
     first, second = found.servers
     assert (first.parent(0), first.parent(2), second.parent(0)) == ("10.0.0.2:7471", None, None)
     assert [child if isinstance(child, int) else child.workers for child in first.children(4)] == [(0, 1), 2, 3]
-    assert plan.parse(GOOD, "p").block_bytes is None
+    assert deployment.parse(GOOD, "p").block_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -916,7 +1002,7 @@ def test_bad_plans(change: tuple[str, str], line: int | None, words: str) -> Non
     """What is wrong with a plan is said with its line, its key and what is allowed."""
     assert change[0] in GOOD
     with pytest.raises(ConfigError) as error:
-        plan.parse(GOOD.replace(*change, 1), "plan.yaml")
+        deployment.parse(GOOD.replace(*change, 1), "plan.yaml")
     assert words in str(error.value)
     assert str(error.value).startswith("plan.yaml" + (f":{line}: " if line else ":"))
 
@@ -939,9 +1025,9 @@ aggregated:
 
 
 def test_a_plan_with_a_switch() -> None:
-    [switch] = plan.parse(SWITCH, "p").switches
+    [switch] = deployment.parse(SWITCH, "p").switches
     assert (switch.address, switch.switch, switch.workers) == ("10.0.0.2:7471", ("python", "control.py"), (0, 1))
-    assert plan.parse(GOOD, "p").switches == ()
+    assert deployment.parse(GOOD, "p").switches == ()
 
 
 @pytest.mark.parametrize(
@@ -973,7 +1059,7 @@ def test_bad_plans_with_a_switch(change: tuple[str, str], line: int, words: str)
     """What a switch cannot do is said with what to write."""
     assert change[0] in SWITCH
     with pytest.raises(ConfigError) as error:
-        plan.parse(SWITCH.replace(*change, 1), "plan.yaml")
+        deployment.parse(SWITCH.replace(*change, 1), "plan.yaml")
     assert words in str(error.value)
     assert str(error.value).startswith(f"plan.yaml:{line}: "), str(error.value)
 

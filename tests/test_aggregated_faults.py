@@ -18,9 +18,9 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import ranks
-from penstock.bench import cli
-from penstock.bench.aggregated import faults, quantised, training, training_rank
-from penstock.testbed.cluster import unavailable
+from penstock.tools.bench import cli
+from penstock.tools.bench.aggregated import faults, quantised, training, training_rank
+from penstock.tools.testbed.cluster import unavailable
 
 needs_namespaces = pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts here: {unavailable()}")
 
@@ -83,7 +83,7 @@ def test_other_ways_round_are_found() -> None:
 
 
 def test_the_bound_is_that_of_the_document() -> None:
-    """Bits as docs/quantisation.md lists them, and for 8 workers 2^-25 and 2^-9 of the largest element, a power of two."""
+    """Bits as docs/design/quantisation.md lists them, and for 8 workers 2^-25 and 2^-9 of the largest element, a power of two."""
     for dtype, workers, bits in [
         (torch.float32, 1, 31),
         (torch.float32, 8, 28),

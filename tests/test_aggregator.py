@@ -1,4 +1,4 @@
-"""Proves that `penstock aggregator` and `penstock server` start, admit jobs, count, and end as docs/aggregator.md says."""
+"""Proves that `penstock aggregator` and `penstock server` start, admit jobs, count, end: docs/reference/aggregator.md."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from rich.console import Console
 
 import ranks
 from penstock import _core, cli, errors
-from penstock.aggregator import daemon as daemons
-from penstock.aggregator import top
+from penstock.tools.aggregator import daemon as daemons
+from penstock.tools.aggregator import top
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def job(workers: list[socket.socket], parent: socket.socket) -> dict[str, Any]:
 
 
 def push(worker: int, *values: int, job: int = 7, version: int = _core.AGGREGATION_VERSION) -> bytes:
-    """A packet as docs/aggregation.md draws it: SeqNum 0 of epoch 1, 32-bit integers, no key."""
+    """A packet as docs/reference/packets.md draws it: SeqNum 0 of epoch 1, 32-bit integers, no key."""
     block = b"".join(value.to_bytes(4, "big", signed=True) for value in values)
     head = b"PA" + bytes([version, 1]) + job.to_bytes(4, "big") + (1).to_bytes(2, "big") + bytes([1, 0]) + bytes(4)
     head += bytes(4) + (3).to_bytes(4, "big") + bytes(2) + len(block).to_bytes(2, "big") + bytes(4)
@@ -233,7 +233,7 @@ def test_a_sum_half_done_is_waited_for_and_a_second_signal_does_not() -> None:
 
 
 def test_a_secret_admits(tmp_path: pathlib.Path) -> None:
-    """The proof is what docs/aggregator.md says, made here with the standard library; without it nothing is opened."""
+    """The proof is what docs/reference/aggregator.md says, made here with the standard library; without it nothing is opened."""
     secret = tmp_path / "secret"
     secret.write_text("hush\n")
     with running("server", "--listen", "127.0.0.1:0", "--secret-file", str(secret)) as (_, address):

@@ -25,16 +25,25 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from penstock.bench import cli, figures, readiness, readiness_rank, report, training, tuner
-from penstock.bench.collectives import COLLECTIVES, PERIOD, Run, most_ranks
-from penstock.bench.launcher import BenchError
-from penstock.bench.mesh import Mesh
-from penstock.bench.pattern import DTYPES, Pattern, exact_limit
-from penstock.bench.session import Point, RankGroup, Series, Settings, launching, least_sent, measure, unavailable
-from penstock.bench.task import Task, WrongResult
-from penstock.testbed.cluster import Loopback
-from penstock.testbed.cluster import unavailable as testbed_unavailable
-from penstock.testbed.link import LinkSpec
+from penstock.tools.bench import cli, figures, readiness, readiness_rank, report, training, tuner
+from penstock.tools.bench.collectives import COLLECTIVES, PERIOD, Run, most_ranks
+from penstock.tools.bench.launcher import BenchError
+from penstock.tools.bench.mesh import Mesh
+from penstock.tools.bench.pattern import DTYPES, Pattern, exact_limit
+from penstock.tools.bench.session import (
+    Point,
+    RankGroup,
+    Series,
+    Settings,
+    launching,
+    least_sent,
+    measure,
+    unavailable,
+)
+from penstock.tools.bench.task import Task, WrongResult
+from penstock.tools.testbed.cluster import Loopback
+from penstock.tools.testbed.cluster import unavailable as testbed_unavailable
+from penstock.tools.testbed.link import LinkSpec
 from penstock.tune import Setting, Tuner
 from ranks import run as run_ranks
 
@@ -212,9 +221,9 @@ def bed() -> Iterator[Loopback]:
 @pytest.mark.parametrize("series", HERE, ids=lambda series: series.label)
 def test_every_collective_and_dtype(series: Series, bed: Loopback, tmp_path: pathlib.Path) -> None:
     """Each backend that is here delivers right results in every collective, measured and checked the way that users do it."""
-    with launching(bed) as launchers:
+    with launching(bed) as launcher:
         settings = Settings("all-reduce", [8], [3], timeout_s=60)
-        group = RankGroup(bed, launchers, series, 3, 0, tmp_path / "control", settings)
+        group = RankGroup(bed, launcher, series, 3, 0, tmp_path / "control", settings)
         try:
             group.join()
             for name, dtype in itertools.product(COLLECTIVES, DTYPES):
@@ -333,7 +342,9 @@ def test_an_interrupted_bench_leaves_nothing_behind(how: signal.Signals) -> None
     assert bench.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 130)
     if how != signal.SIGKILL:
         assert "interrupted" in stderr and "Traceback" not in stderr
-    assert sum("penstock.bench.launcher" in argv for argv in workers.values()) == 5, "the launcher, 2 ranks, 2 probes"
+    assert sum("penstock.tools.bench.launcher" in argv for argv in workers.values()) == 5, (
+        "the launcher, 2 ranks, 2 probes"
+    )
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive
 
@@ -757,7 +768,7 @@ def _bench_with_patched_all_reduce(
     before, after = (statement, "") if statement.startswith("return") else ("", statement)
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
-        "if 'penstock.bench.launcher' in sys.orig_argv:\n"
+        "if 'penstock.tools.bench.launcher' in sys.orig_argv:\n"
         "    import torch.distributed as dist\n"
         "    real, calls = dist.all_reduce, 0\n"
         "    def all_reduce(t):\n"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.bench import cli, figures
-from penstock.bench.aggregated import cluster, times
-from penstock.testbed.cluster import unavailable
-from penstock.testbed.topology import Topology
+from penstock.tools.bench import cli, figures
+from penstock.tools.bench.aggregated import cluster, times
+from penstock.tools.testbed.cluster import unavailable
+from penstock.tools.testbed.topology import Topology
 
 needs_namespaces = pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts here: {unavailable()}")
 

@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 from penstock.errors import Diverged, Mismatch
-from penstock.torch import GradientReducer, check_alike, ddp_hook, rendezvous
-from penstock.torch.checks import NONE, WINDOW, Pass, first_difference, straggler
+from penstock.runtime import process
+from penstock.torch import GradientReducer, check_alike, ddp_hook
+from penstock.training.checks import NONE, WINDOW, Pass, first_difference, straggler
 
 # ------------------------------------------------------------------------------------------------------------- mismatch
 
@@ -224,7 +225,7 @@ def _train_plainly(ended: str) -> None:
         for _ in range(1000):
             dist.all_reduce(torch.ones(1))
         # Told by now, and not once more at the end.
-        assert rendezvous.heed._is_over
+        assert process.requests._is_over
     if ended != "exit":
         dist.destroy_process_group()
 

@@ -88,8 +88,8 @@ def test_hooks_of_torch(hook: str) -> None:
 
 
 def test_the_examples_of_the_documentation(root: pathlib.Path) -> None:
-    """The programs in docs/compression.md run on 2 ranks."""
-    programs = re.findall(r"```python\n(.*?)```", (root / "docs" / "compression.md").read_text(), re.DOTALL)
+    """The programs in docs/guide/compression.md run on 2 ranks."""
+    programs = re.findall(r"```python\n(.*?)```", (root / "docs" / "guide" / "compression.md").read_text(), re.DOTALL)
     assert len(programs) == 2
     for program in programs:
         ranks.run(_example, count=2, args=(program,), timeout_s=120)
@@ -99,7 +99,7 @@ def test_the_examples_of_the_documentation(root: pathlib.Path) -> None:
 
 
 def _example(program: str) -> None:
-    exec(compile(program, "docs/compression.md", "exec"), {"__name__": "__main__"})
+    exec(compile(program, "docs/guide/compression.md", "exec"), {"__name__": "__main__"})
     assert not dist.is_initialized()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import pathlib
 import re
-import subprocess
 import sys
 import types
 from typing import Any
@@ -18,14 +17,15 @@ import click.testing
 import pytest
 
 import corpus
+import forked
 import ranks
 import translator
 from penstock.cli import main
-from penstock.convert import helpers
-from penstock.convert.base import Options, Refused
-from penstock.convert.core import Converted, convert
-from penstock.run.cli import parse, torchrun_options
-from penstock.run.lines import compile_as, original_lines
+from penstock.tools.convert import helpers
+from penstock.tools.convert.base import Options, Refused
+from penstock.tools.convert.core import Converted, convert
+from penstock.tools.run.cli import parse, torchrun_options
+from penstock.tools.run.lines import compile_as, original_lines
 
 # --------------------------------------------------------------------------------------------- the core, rule by rule
 
@@ -867,8 +867,8 @@ def test_convert_shows_a_diff_and_writes_nothing_by_itself(tmp_path: pathlib.Pat
 
 
 def test_the_page_shows_what_happens(root: pathlib.Path) -> None:
-    """The difference that docs/convert.md shows for its script is the one that it gets."""
-    page = (root / "docs" / "convert.md").read_text()
+    """The difference that docs/guide/convert.md shows for its script is the one that it gets."""
+    page = (root / "docs" / "guide" / "convert.md").read_text()
     script, difference = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "diff"))
     lines = convert(script).text.splitlines()
     assert [line for line in difference.splitlines() if line[:1] == "+" and line[1:] not in lines] == []
@@ -931,7 +931,7 @@ def test_run_trains_and_shows_where_it_fails(tmp_path: pathlib.Path) -> None:
     script.write_text(
         source.replace("import torch\n", "import sys\nimport torch\n", 1) + "raise ValueError(sys.argv[1])\n"
     )
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "penstock", "run", "--nproc", "2", script, "on purpose"],
         capture_output=True,
         text=True,
@@ -956,7 +956,7 @@ def test_run_refuses_as_convert_does(tmp_path: pathlib.Path) -> None:
 def test_run_starts_what_is_distributed_as_it_is(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """A script on Penstock's Horovod interface is started on two ranks, and nothing is added to it."""
     script = root / "examples" / "horovod_train.py"
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "penstock", "run", "--nproc", "2", script, "--steps", "5"],
         capture_output=True,
         text=True,
@@ -997,6 +997,7 @@ TABLE = translator.load()
 NEEDS = {True: (), False: (corpus.needed,)}  # whether a script is ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [pytest.param(row, id=row.path, marks=NEEDS[row.path.startswith("ours/")]) for row in TABLE if row.slice],
@@ -1016,6 +1017,7 @@ def test_the_table_is_whole() -> None:
     assert not [row.path for row in TABLE if row.outcome == "listed" and not (row.listed and row.without)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script", [pytest.param(row, id=row.path, marks=NEEDS[row.path.startswith("ours/")]) for row in TABLE if row.slice]
 )

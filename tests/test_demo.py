@@ -23,9 +23,9 @@ from click.testing import CliRunner
 
 import ranks
 from backends import BACKENDS, Backend
-from penstock.demo import cli, comparison, link_probe, prediction, report
-from penstock.demo.training import WARM_UP_STEPS, Phases, Step, Training, Way
-from penstock.testbed import CompletedRun, FlowClass, LinkSpec, Testbed, TestbedUnavailable
+from penstock.tools.demo import cli, comparison, link_probe, prediction, report
+from penstock.tools.demo.training import WARM_UP_STEPS, Phases, Step, Training, Way
+from penstock.tools.testbed import CompletedRun, FlowClass, LinkSpec, Testbed, TestbedUnavailable
 from penstock.torch import ddp_hook
 
 # ------------------------------------------------------------------------------------------------- the whole demo
@@ -129,6 +129,20 @@ def test_demo_shows_what_a_failing_backend_said(tmp_path: pathlib.Path) -> None:
     assert 'penstock.errors.Config: PENSTOCK_INTERFACE names "no_such_interface"' in done.stdout, done.stdout
     assert re.search(r"torchrun --nproc-per-node 2 .+train.py --backend penstock", done.stdout)
     assert not page.exists()
+
+
+def test_a_signal_during_a_fork_is_not_lost() -> None:
+    """A signal that comes while Python runs its hooks of a fork, in which what a handler raises is only printed."""
+    script = """
+import multiprocessing, os, signal, sys
+from penstock.tools.demo import link_probe
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+with link_probe._deferred_signals():
+    multiprocessing.get_context("fork").Process(target=int).start()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 @pytest.mark.parametrize(
@@ -481,7 +495,7 @@ def trained(
     compute_s: float = 0.5,
     sent_per_step: float = 1_000_000,
 ) -> Training:
-    """A training of two ranks as `penstock.demo.training.train` would return it; the gradient has 1 MB."""
+    """A training of two ranks as `penstock.tools.demo.training.train` would return it; the gradient has 1 MB."""
     losses = losses or [[3.0], [3.0]]
     seconds = seconds or [1.0] * len(losses[0])
     compute = Phases(compute_s / 4, compute_s / 2, compute_s / 4)

@@ -19,31 +19,36 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import forked
 import penstock
 import ranks
 from backends import ALL
-from penstock import cli, config, doctor, info, testbed
+from penstock import cli
+from penstock.runtime import config
+from penstock.tools import doctor, info, testbed
 
 
 def test_info_shows_values_and_where_they_come_from() -> None:
-    """Every knob with its value, origin and meaning; that there is a secret, and not what it is."""
+    """Every setting with its value, origin and meaning; that there is a secret, and not what it is."""
     set_here = {"PENSTOCK_STREAMS": "3", "PENSTOCK_SECRET": "a stone in the river"}
     ended = _penstock(["info", "--json"], set_here)
     assert ended.returncode == 0 and "stone" not in ended.stdout + ended.stderr, ended.stderr
-    knobs = {knob["name"]: knob for knob in json.loads(ended.stdout)["knobs"]}
-    assert list(knobs) == [knob.name for knob in config.KNOBS]
-    for knob in config.KNOBS:
-        shown = knobs[knob.name]
-        assert shown["origin"] == ("environment" if knob.name in set_here else "default"), shown
-        assert shown["value"] == {**set_here, "PENSTOCK_SECRET": "(set, not shown)"}.get(knob.name, knob.default), shown
-        assert shown["meaning"] == knob.meaning
+    settings = {setting["name"]: setting for setting in json.loads(ended.stdout)["settings"]}
+    assert list(settings) == [setting.name for setting in config.SETTINGS]
+    for setting in config.SETTINGS:
+        shown = settings[setting.name]
+        assert shown["origin"] == ("environment" if setting.name in set_here else "default"), shown
+        assert shown["value"] == {**set_here, "PENSTOCK_SECRET": "(set, not shown)"}.get(
+            setting.name, setting.default
+        ), shown
+        assert shown["meaning"] == setting.meaning
     table = _penstock(["info", "--all"], set_here)
     assert table.returncode == 0 and "stone" not in table.stdout, table.stderr
     rows = re.findall(r"│ (PENSTOCK_\w+)", table.stdout)
-    assert set(rows[:2]) == set(set_here) and set(rows) == {knob.name for knob in config.KNOBS}, rows
+    assert set(rows[:2]) == set(set_here) and set(rows) == {setting.name for setting in config.SETTINGS}, rows
     table = _penstock(["info"], set_here)
     assert set(re.findall(r"│ (PENSTOCK_\w+)", table.stdout)) == set(set_here)
-    assert f"{len(config.KNOBS) - 2} more knobs" in table.stdout, table.stdout
+    assert f"{len(config.SETTINGS) - 2} more settings" in table.stdout, table.stdout
 
 
 @pytest.mark.parametrize("wrong", ["PENSTOCK_STREAMS", "PENSTOCK_INTERFACE", "TORCHELASTIC_RESTART_COUNT"])
@@ -62,7 +67,7 @@ def test_info_shows_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch) -> None
     as nothing reads it."""
     monkeypatch.setenv("PENSTOCK_STREAM", "hush")
     ended = click.testing.CliRunner().invoke(info.command, ["--json"])
-    row = json.loads(ended.stdout)["knobs"][-1]
+    row = json.loads(ended.stdout)["settings"][-1]
     assert ended.exit_code == 0 and (row["name"], row["value"]) == ("PENSTOCK_STREAM", "(set, not shown)")
     assert "did you mean PENSTOCK_STREAMS?" in row["meaning"] and "hush" not in ended.stdout
 
@@ -146,7 +151,8 @@ def test_interrupted_verbs_end_without_a_traceback(verb: str, tmp_path: pathlib.
     script.write_text(TRAINS)
     arguments = ["run", "--nproc=2", str(script)] if verb == "run" else ["doctor", "--mebibytes=4096"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    process = subprocess.Popen(
+    start = forked.Popen if verb == "run" else subprocess.Popen
+    process = start(
         [sys.executable, "-m", "penstock", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -22,7 +22,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
@@ -31,12 +32,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import forked
 import ranks
-from penstock import elastic
-from penstock.elastic import loop
-from penstock.elastic.membership import Lobby, Report, Roster, Rules, decide
-from penstock.elastic.sampler import cut
-from penstock.torch import rendezvous
+from penstock import elastic, errors
+from penstock.runtime import process
+from penstock.training.elastic import loop, membership
+from penstock.training.elastic.membership import Lobby, Report, Roster, Rules, decide
+from penstock.training.elastic.sampler import cut
 
 SAMPLES, BATCH = 97, 4
 
@@ -88,6 +90,15 @@ def test_who_has_failed_to_build_a_generation_meets_who_has_not() -> None:
     """A worker whose last generation could not be built and one that comes anew have one name for the next group. torch counts a
     group that was not built, and the count is the name (the same over gloo)."""
     assert ranks.run(_meet_after_a_failure, count=2, timeout_s=40) == [3.0, 3.0]
+
+
+def test_a_rank_is_lost_after_the_group_timed_out() -> None:
+    """The group's failure is the time-out; that a rank was lost as well still ends the generation, and not the job."""
+    with ranks.Ranks(_lose_a_rank_after_a_time_out, count=2) as job:
+        job.await_note("timed out", of=[0], deadline_s=60)
+        job.signal(1, signal.SIGKILL)
+        [outcome] = job.outcomes(of=[0], timeout_s=60)
+        assert outcome.value is True, str(outcome)
 
 
 def test_too_few_ranks_wait_and_then_say_what_to_do(store: str) -> None:
@@ -163,6 +174,21 @@ def test_a_stopped_rank_is_left_behind_and_comes_back(store: str) -> None:
     _same_as_alone(everybody[ranked[0]])
 
 
+def test_all_members_die_before_the_first_commit(store: str) -> None:
+    """Nobody has reported, and nothing is lost: newcomers begin as soon as they know of the deaths, not after ``wait_s``."""
+    with _workers(store, 2, Story(6, block=(1, 1, 1), options={"min_ranks": 2, "max_ranks": 2})) as dying:
+        dying.await_note("blocked", deadline_s=60, of=[_by_rank(dying, 2)[1]])
+        # Stopped first: the death of one would make the other report.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for rank in (0, 1):
+                dying.signal(rank, number)
+        with _workers(store, 2, Story(6, options={"min_ranks": 2, "max_ranks": 2})) as new:
+            everybody = _ended_well(new, [0, 1])
+    assert {one.digest for one in everybody} == {everybody[0].digest}
+    assert everybody[0].worlds == [(step, 2) for step in range(1, 7)]
+    _same_as_alone(everybody[0])
+
+
 # -------------------------------------------------------------------------------------------------- live: newcomers
 
 
@@ -170,8 +196,8 @@ def test_everything_under_torchrun(root: pathlib.Path, store: str) -> None:
     """As the documentation tells it: a torchrun for each worker. One worker is killed, and its torchrun starts it again as a
     newcomer; all end with the same weights."""
     with contextlib.ExitStack() as stack:
-        script = [str(root / "examples" / "elastic_live.py"), "--steps=600", "--min-ranks=2", "--max-ranks=2"]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--standalone", "--max-restarts=1"]
+        script = [str(root / "examples" / "elastic_live.py"), "--steps=300", "--min-ranks=2", "--max-ranks=2"]
+        torchrun = [*forked.TORCHRUN, "--nnodes=1", "--max-restarts=1"]
         jobs = [_started(stack, [*torchrun, *script], {"PENSTOCK_ELASTIC_STORE": store}) for _ in range(2)]
         outputs = ["", ""]
         readers = [threading.Thread(target=_read_and_kill, args=(index, jobs, outputs)) for index in (0, 1)]
@@ -181,7 +207,7 @@ def test_everything_under_torchrun(root: pathlib.Path, store: str) -> None:
             reader.join(100)
         assert [job.wait(10) for job in jobs] == [0, 0], "\n".join(outputs)
         ends = re.findall(r"ends after step (\d+), sum of weights (\S+)", "".join(outputs))
-        assert len(ends) == 2 and ends[0] == ends[1] and ends[0][0] == "600", "\n".join(outputs)
+        assert len(ends) == 2 and ends[0] == ends[1] and ends[0][0] == "300", "\n".join(outputs)
         assert "generation 2: rank 0 of 2" in "".join(outputs), "the signal came too late"
 
 
@@ -206,7 +232,7 @@ def test_torchrun_restarts_and_goes_on_from_the_last_checkpoint(root: pathlib.Pa
     nothing happened to."""
     # Far more steps than pass until the signal has arrived.
     options = ["--steps=300", "--every=10", f"--checkpoints={tmp_path / 'checkpoints'}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    torchrun = [*forked.TORCHRUN, "--nproc-per-node=2", "--max-restarts=1"]
     disturbed = _printed([*torchrun, str(root / RESTARTABLE), *options], kill_at="rank 1 step 15")
     with ranks.Ranks(
         _restartable, count=2, args=(str(root), "--steps=300", f"--checkpoints={tmp_path / 'other'}")
@@ -381,7 +407,7 @@ def test_every_index_is_in_one_step_of_an_epoch(length: int, batch_size: int, wo
     """Whatever worlds follow each other, steps that fail and are repeated included: every index exactly once an epoch."""
     with pytest.MonkeyPatch.context() as patch:
         place, dice = [0, 1], random.Random(seed)
-        patch.setattr("penstock.elastic.sampler._place", lambda: tuple(place))
+        patch.setattr("penstock.training.elastic.sampler._place", lambda: tuple(place))
         samplers: list[elastic.ElasticSampler] = []
         taken: list[int] = []
         for world in itertools.cycle(worlds):
@@ -445,6 +471,7 @@ NEW = Report(9, -1)
         pytest.param([NEW, Report(1, -1), C], (1, 3), 7, 0, [1, 3, 9], id="one has it"),
         pytest.param([A, B, Report(9, -1, pulse="unsure")], (1, 2), 7, 0, [], id="does the newcomer live?"),
         pytest.param([A, B, Report(9, -1, pulse="dead")], (1, 2), 7, 0, [1, 2], id="it does not"),
+        pytest.param([NEW, Report(8, -1)], (1, 2), 0, 0, [], id="members may be in a long first step"),
         pytest.param([Report(1, -1), Report(2, -1)], (), 0, 9, [], id="the start: more may come"),
         pytest.param([Report(1, -1), Report(2, -1)], (), 0, 10, [1, 2], id="the start: enough"),
         pytest.param([Report(1, -1), Report(2, -1), NEW], (), 0, 0, [1, 2, 9], id="the start: full"),
@@ -495,6 +522,116 @@ def test_newcomers_do_not_begin_a_job_anew_whose_members_died_at_once() -> None:
     assert [type(one.error) for one in newcomers] == [elastic.StateLost] * 2
 
 
+def test_newcomers_begin_when_all_members_have_died_before_the_first_commit() -> None:
+    """Members in a long first step are waited for; when their heartbeats stop, newcomers begin within seconds. A member that goes
+    on after that is left behind at its first commit, which does not count."""
+    job = SimulatedJob(Rules(min_ranks=2, window_s=1, wait_s=60))
+    members = job.join(2)
+    job.pass_s(3)
+    newcomers = job.join(2)
+    job.pass_s(30)
+    assert all(one.trains for one in members) and not any(one.trains for one in newcomers)
+    job.kill(members[0])
+    members[1].is_stopped = True
+    job.pass_s(7)
+    assert all(one.trains for one in newcomers)
+    with pytest.raises(elastic.LeftBehind):
+        members[1].lobby.first_commit(1)
+    job.kill(members[1])
+    assert not newcomers[0].lobby.store.check(["committed"])
+    job.commit(newcomers)
+
+
+def test_members_may_be_silent_for_as_long_as_their_peers_wait() -> None:
+    """With a longer PENSTOCK_PEER_TIMEOUT, members that are all suspended in the first step are replaced later than after 5 s."""
+    [silent_s] = ranks.run(_silence_allowed, count=1, env={"PENSTOCK_PEER_TIMEOUT": "60"})
+    assert silent_s > 60
+    job = SimulatedJob(Rules(min_ranks=2, window_s=1, wait_s=600, silent_s=silent_s))
+    members = job.join(2)
+    job.pass_s(3)
+    for one in members:
+        one.is_stopped = True
+    newcomers = job.join(2)
+    job.pass_s(60)
+    assert not any(one.trains for one in newcomers)
+    job.pass_s(5)
+    assert all(one.trains for one in newcomers)
+
+
+def test_heartbeats_go_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection to the store that breaks is made anew."""
+    monkeypatch.setattr(membership, "_BEAT_S", 0.01)
+    lobby = Lobby(dist.HashStore(), "simulated", Rules())
+    kept, clones = lobby._kept, itertools.count()
+
+    def breaks(*_: Any) -> Any:
+        raise dist.DistNetworkError("the connection is broken")
+
+    def clone() -> Any:
+        return _Instead(kept, add=breaks) if next(clones) == 0 else kept
+
+    lobby._kept = _Instead(kept, clone=clone)
+    until = time.monotonic() + 30
+    with lobby.heartbeats():
+        while lobby.store.add(f"0/heartbeat/{lobby.member}", 0) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+    assert next(clones) == 2
+    assert lobby.store.add(f"0/heartbeat/{lobby.member}", 0) >= 3
+
+
+def test_newcomers_do_not_begin_when_a_member_commits_at_the_last_moment() -> None:
+    """Its first commit and the newcomers' verdict are one compare-and-set: whichever is first holds."""
+    job = SimulatedJob(Rules(min_ranks=2, window_s=1, wait_s=20))
+    members = job.join(2)
+    job.pass_s(3)
+    for one in members:
+        one.is_stopped = True
+    newcomers = job.join(2)
+    (watching, _) = newcomers
+    decides, lobby = watching.lobby.store.compare_set, watching.lobby
+
+    def late(key: str, expected: str, value: str) -> Any:
+        if key.endswith("/fate") and job.longest == ():
+            job.commit(members)
+        return decides(key, expected, value)
+
+    for one in newcomers:
+        one.lobby.store = _Instead(lobby.store, compare_set=late)
+    job.pass_s(30)
+    assert job.longest and [type(one.error) for one in newcomers] == [elastic.StateLost] * 2
+
+
+def test_newcomers_do_not_wait_for_ever_for_a_first_commit_that_was_cut_short() -> None:
+    """The last member dies between the two writes of its first commit. Newcomers hear in ``wait_s`` that the state is lost."""
+    job = SimulatedJob(Rules(min_ranks=2, window_s=1, wait_s=20))
+    members = job.join(2)
+    job.pass_s(3)
+
+    def die(key: str, value: str) -> None:
+        raise dist.DistNetworkError("the worker is killed here")
+
+    members[0].lobby.store = _Instead(members[0].lobby.store, set=die)
+    with pytest.raises(dist.DistNetworkError):
+        members[0].lobby.first_commit(1)
+    for one in members:
+        job.kill(one)
+    newcomers = job.join(2)
+    job.pass_s(30)
+    assert [type(one.error) for one in newcomers] == [elastic.StateLost] * 2
+    assert "the job has committed 1 step(s)" in str(newcomers[0].error)
+
+
+class _Instead:
+    """A store, some methods of which are others."""
+
+    def __init__(self, store: Any, **methods: Callable[..., Any]) -> None:
+        self._store = store
+        vars(self).update(methods)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_schedules_of_joins_deaths_and_commits(seed: int) -> None:
     """Whatever happens in whatever order, every generation goes on from what the member that committed most has committed
@@ -530,9 +667,7 @@ def test_schedules_of_joins_deaths_and_commits(seed: int) -> None:
     for one in job.workers:
         assert not one.lives or one.trains, f"{one} waits for ever, seed {seed}"
         if isinstance(one.error, elastic.StateLost):
-            assert job.longest or "may still come" in str(one.error), (
-                f"{one} mourns a state that never was, seed {seed}"
-            )
+            assert job.longest, f"{one} mourns a state that never was, seed {seed}"
 
 
 @dataclasses.dataclass
@@ -542,6 +677,8 @@ class SimulatedWorker:
     lobby: Lobby
     trains: bool = False
     lives: bool = True
+    is_stopped: bool = False
+    """It sends no heartbeats."""
     committed: tuple[int, ...] | None = None
     """The steps that its state has seen, each with a number of its own; None: it has no state of the job."""
     roster: Roster | None = None
@@ -584,7 +721,7 @@ class SimulatedJob:
         for one in workers:
             assert one.committed is not None
             one.committed = (*one.committed, step)
-            one.lobby.has_committed(len(one.committed))
+            one.lobby.first_commit(len(one.committed))
             self.longest = max(self.longest, one.committed, key=len)
 
     def report(self, workers: list[SimulatedWorker], *, knows_who_died: bool = True) -> None:
@@ -604,7 +741,10 @@ class SimulatedJob:
         while self._now_s < end_s:
             self._now_s += 0.1
             for one in self.workers:
-                if not one.lives or one.trains or one.roster is not None:
+                is_member = one.trains or one.roster is not None
+                if one.lives and is_member and not one.committed and not one.is_stopped:
+                    one.lobby.heartbeat()
+                if not one.lives or is_member:
                     continue
                 try:
                     one.roster = one.lobby.poll(self._now_s)
@@ -684,8 +824,8 @@ def _work(story: Story) -> Told:
     def train(state: elastic.State) -> None:
         generation, rank, world = next(generations), dist.get_rank(), dist.get_world_size()
         ranks.note(f"generation {generation}", (rank, world))
-        assert rendezvous._generation is not None
-        if world >= story.count_from_world and rendezvous._generation >= story.count_from and not state.last:
+        assert process._generation is not None
+        if world >= story.count_from_world and process._generation >= story.count_from and not state.last:
             state.last = state.step + story.steps
         while not state.last or state.step < state.last:
             for indices in state.sampler:
@@ -762,6 +902,29 @@ def _meet_after_a_failure() -> float:
     return float(tensor)
 
 
+def _silence_allowed() -> float:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+    def train(state: elastic.State) -> float:
+        return state._after_commit.__self__.lobby.rules.silent_s
+
+    return elastic.run(train, elastic.State(), store=store, window_s=0.1)
+
+
+def _lose_a_rank_after_a_time_out() -> bool:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+    with pytest.raises(errors.Timeout):
+        dist.all_reduce(torch.ones(1))
+    assert not loop._has_lost_a_rank()
+    ranks.note("timed out")
+    until = time.monotonic() + 30
+    while not loop._lost_ranks() and time.monotonic() < until:
+        time.sleep(0.01)
+    return loop._has_lost_a_rank()
+
+
 def _save_and_block(folder: str) -> None:
     checkpoints, state = elastic.Checkpoints(folder), _state(seed=1)
     state.commit()
@@ -802,7 +965,7 @@ def _block_rebuild(generation: int, rank: int) -> None:
     init = dist.init_process_group
 
     def blocking(*args: Any, **kwargs: Any) -> None:
-        if rendezvous._generation == generation and kwargs["rank"] == rank:
+        if process._generation == generation and kwargs["rank"] == rank:
             ranks.note("rebuilds")
             threading.Event().wait()
         init(*args, **kwargs)
@@ -863,7 +1026,7 @@ def _workers(store: str, count: int, story: Story, **env: str) -> Iterator[ranks
 def _printed(command: list[str], kill_at: str) -> str:
     """What a job prints; the worker that says it is at ``kill_at`` is killed."""
     text, killed = "", False
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
+    with forked.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
         try:
             assert job.stdout is not None
             for line in job.stdout:
@@ -912,7 +1075,7 @@ def _by_rank(job: ranks.Ranks, world: int) -> list[int]:
 
 
 def _started(stack: contextlib.ExitStack, command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+    process = forked.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -39,10 +39,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 from backends import ALL
-from penstock import elastic, testbed
-from penstock.elastic import membership
+from penstock import elastic
 from penstock.errors import PenstockError
+from penstock.tools import testbed
 from penstock.torch import GradientReducer, ddp_hook
+from penstock.training.elastic import membership
 
 pytestmark = pytest.mark.alone  # every fault has to be known within a stated time
 

@@ -32,13 +32,15 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 import ranks
 from backends import ALL, Backend
-from penstock import doctor
-from penstock.torch import rendezvous
+from penstock.runtime import groups, process, store
+from penstock.tools import doctor
+from penstock.torch import backend
 from torch_uses import batch, know, perceptron, regression, same
 
 MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
@@ -48,6 +50,8 @@ Door = int | str  # a port, or the name of a local socket
 
 # Every death is known on every rank within this (ARCHITECTURE.md, heartbeats; PENSTOCK_PEER_TIMEOUT is 4 s).
 DEATH_KNOWN_S = 5.0
+# For how long the host of a store is silent before calls fail, where a test waits for it.
+STORE_SILENT_S = 2.0
 
 
 # ------------------------------------------------------------------------------------------------ ranks that go away
@@ -77,14 +81,35 @@ def test_rank_killed_while_its_children_hold_its_sockets(medium: Backend) -> Non
 
 @pytest.mark.parametrize("medium", MEDIA, ids=str)
 def test_rank_stopped(medium: Backend) -> None:
-    """SIGSTOP beyond PENSTOCK_PEER_TIMEOUT: the others raise PeerLost; the stopped one learns it when it goes on."""
-    with ranks.Ranks(_all_reduce_for_ever, count=3, args=(1 << 20,), env=medium.env) as job:
+    """SIGSTOP beyond PENSTOCK_PEER_TIMEOUT: the others raise PeerLost and end; the stopped one learns why when it goes on. (What
+    it is told has to fit into the buffers of its sockets, behind the data of an operation.)"""
+    with ranks.Ranks(_all_reduce_for_ever, count=3, args=(1 << 16,), env=medium.env) as job:
         job.await_note("running", deadline_s=60)
         stopped_s = job.signal(1, signal.SIGSTOP)
         _assert_lost(job, 1, since_s=stopped_s, operation="all_reduce")
         job.signal(1, signal.SIGCONT)
-        (sleeper,) = job.outcomes(of=[1], timeout_s=30)
-        assert sleeper.raised is not None and sleeper.raised.is_a("penstock.errors.PenstockError"), str(sleeper)
+        _assert_hears_why(job)
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=str)
+def test_rank_stopped_while_the_others_live_on(medium: Backend) -> None:
+    """The same where the others have left the group, and their processes live on."""
+    with ranks.Ranks(_all_reduce_and_stay, count=3, args=(1 << 16,), env=medium.env) as job:
+        job.await_note("running", deadline_s=60)
+        job.signal(1, signal.SIGSTOP)
+        job.await_note("lost", deadline_s=30, of=[0, 2])
+        job.signal(1, signal.SIGCONT)
+        _assert_hears_why(job)
+        job.store.set("enough", "yes")
+        job.outcomes(timeout_s=60)
+
+
+def _assert_hears_why(job: ranks.Ranks) -> None:
+    """Rank 1, which was stopped and goes on, raises PeerLost: it was given up, and why, and what helps."""
+    (sleeper,) = job.outcomes(of=[1], timeout_s=30)
+    assert sleeper.raised is not None and sleeper.raised.is_a("penstock.errors.PeerLost"), str(sleeper)
+    for part in ("rank 1 (", "silent for 4.0 s", "PENSTOCK_PEER_TIMEOUT"):
+        assert part in sleeper.raised.text, sleeper.raised.text
 
 
 @pytest.mark.parametrize("medium", MEDIA, ids=str)
@@ -156,6 +181,25 @@ def test_new_group_without_a_rank(how: str) -> None:
     _miss_rank_2(_new_group_without, how)
 
 
+def test_new_group_after_a_death_of_which_others_have_left() -> None:
+    """Rank 1 dies, rank 0 ends with that, and rank 2 builds groups: with the dead rank, and without it. Both errors named rank 0
+    alone, which has left; both tell of the death, whether rank 2 knows of it itself or was told."""
+    with ranks.Ranks(_new_group_after_all, count=3, env=TCP.env) as job:
+        job.await_note("before", deadline_s=60)
+        job.signal(1, signal.SIGKILL)
+        (outcome,) = job.outcomes(of=[2], timeout_s=60, grace_s=None)
+    assert outcome.ok, str(outcome)
+    of_all, of_two = outcome.value
+    assert "rank 1 (" in of_all, of_all
+    assert re.search(r"rank 0 \(.+ has left the job\. Before, group 0 failed: .*rank 1 \(", of_two), of_two
+
+
+def test_ranks_that_do_not_start_are_named() -> None:
+    """Whom a join has waited for in vain: ranks, once each. Of rank 0, which also says what the group is, it named "group"."""
+    _, text = ranks.run(_start_without_rank_0, count=2)
+    assert "nothing came from rank(s) 0. Did they start?" in text, text
+
+
 def test_wait_for_the_first_sparse_all_reduce_gives_up() -> None:
     """The first sparse all-reduce of a group joins another group first, and a rank does not come: a wait with a time-out of its
     own ends then, as any other, and the group fails on all ranks. It waited for the group's time-out."""
@@ -202,7 +246,7 @@ def test_rank_raises_while_others_wait(medium: Backend) -> None:
 
 def test_link_dropped_silently() -> None:
     """A cable is pulled between emulated hosts: every rank raises PeerLost within 5 s, also the one that is cut off."""
-    from penstock import testbed
+    from penstock.tools import testbed
 
     with contextlib.ExitStack() as stack:
         bed = stack.enter_context(testbed.Testbed(hosts=3))
@@ -215,6 +259,21 @@ def test_link_dropped_silently() -> None:
         assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.PeerLost"), str(outcome)
         assert outcome.ended_s - dropped_s < DEATH_KNOWN_S, f"it took {outcome.ended_s - dropped_s:.1f} s: {outcome}"
     assert "rank 1" in outcomes[0].raised.text and "rank 1" in outcomes[2].raised.text
+
+
+def test_store_that_cannot_be_reached_ends_calls() -> None:
+    """A rank that is cut off does not hang in torch's store: neither in a call that is sent nor in one that waits for a key."""
+    from penstock.tools import testbed
+
+    with contextlib.ExitStack() as stack:
+        bed = stack.enter_context(testbed.Testbed(hosts=2))
+        job = stack.enter_context(ranks.Ranks(_ask_store_for_ever, count=2, bed=bed))
+        job.await_note("asking", deadline_s=60)
+        bed.drop_link(1)
+        dropped_s = time.monotonic()
+        [outcome] = job.outcomes(of=[1], timeout_s=30, grace_s=None)
+        assert sorted(outcome.value or []) == ["asked", "waited"], str(outcome)
+        assert outcome.ended_s - dropped_s < 2 * STORE_SILENT_S + DEATH_KNOWN_S, str(outcome)
 
 
 def test_survivors_start_again() -> None:
@@ -327,7 +386,7 @@ def test_a_wait_that_gives_up(medium: Backend) -> None:
 
 def test_a_pair_that_cannot_reach_each_other() -> None:
     """All ranks learn which two, with an address, from init_process_group; `penstock doctor` says so without a traceback."""
-    from penstock import testbed
+    from penstock.tools import testbed
 
     with contextlib.ExitStack() as stack:
         bed = stack.enter_context(testbed.Testbed(hosts=3))
@@ -417,7 +476,7 @@ def test_right_secret(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knob", "value", "word"),
+    ("setting", "value", "word"),
     [
         ("PENSTOCK_INTERFACE", "nosuch0", "nosuch0"),
         ("PENSTOCK_STREAMS", "many", "many"),
@@ -427,23 +486,23 @@ def test_right_secret(tmp_path: pathlib.Path) -> None:
         ("PENSTOCK_SECRET_FILE", "/nonexistent/secret", "/nonexistent/secret"),
     ],
 )
-def test_wrong_knob(knob: str, value: str, word: str) -> None:
-    """A knob with a wrong value: Config, which is a ValueError too, names the knob and what is wrong.
+def test_wrong_setting(setting: str, value: str, word: str) -> None:
+    """A setting with a wrong value: Config, which is a ValueError too, names the setting and what is wrong.
 
     A rank may also be stopped by what another has found first; then its error quotes the other's.
     """
-    with ranks.Ranks(_start_and_reduce, count=2, env={**TCP.env, knob: value}) as job:
+    with ranks.Ranks(_start_and_reduce, count=2, env={**TCP.env, setting: value}) as job:
         outcomes = job.outcomes(timeout_s=60, grace_s=20)
     for outcome in outcomes:
         assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.PenstockError"), str(outcome)
-        assert knob in outcome.raised.text and word in outcome.raised.text, outcome.raised.text
+        assert setting in outcome.raised.text and word in outcome.raised.text, outcome.raised.text
         assert "The group is" not in outcome.raised.text, "there was none yet"
     first = next(outcome for outcome in outcomes if outcome.raised.is_a("penstock.errors.Config"))
     assert first.raised.is_a("ValueError")
 
 
-def test_wrong_knob_on_one_rank() -> None:
-    """A knob that is wrong on one rank stops all of them in seconds: the others do not wait for their time-out."""
+def test_wrong_setting_on_one_rank() -> None:
+    """A setting that is wrong on one rank stops all of them in seconds: the others do not wait for their time-out."""
     with ranks.Ranks(_start_and_reduce, count=3, env_of_rank={1: {"PENSTOCK_INTERFACE": "nosuch0"}}) as job:
         outcomes = job.outcomes(timeout_s=60, grace_s=20)
     assert outcomes[1].raised is not None and outcomes[1].raised.is_a("penstock.errors.Config"), str(outcomes[1])
@@ -452,13 +511,13 @@ def test_wrong_knob_on_one_rank() -> None:
         assert "rank 1" in outcome.raised.text and "nosuch0" in outcome.raised.text, outcome.raised.text
 
 
-@pytest.mark.parametrize("knob", ["PENSTOCK_INTERFACE", "PENSTOCK_PLAN", "PENSTOCK_ALGORITHM"])
-def test_wrong_knob_on_a_rank_0_that_holds_the_store(knob: str) -> None:
+@pytest.mark.parametrize("setting", ["PENSTOCK_INTERFACE", "PENSTOCK_PLAN", "PENSTOCK_ALGORITHM"])
+def test_wrong_setting_on_a_rank_0_that_holds_the_store(setting: str) -> None:
     """Ranks started by hand: the store ends with rank 0, and yet the others hear what is wrong with rank 0's settings."""
     with _occupied_port() as port:
         pass
     by_hand = {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(port)}
-    with ranks.Ranks(_start_and_reduce, count=3, env=by_hand, env_of_rank={0: {knob: "nosuch0"}}) as job:
+    with ranks.Ranks(_start_and_reduce, count=3, env=by_hand, env_of_rank={0: {setting: "nosuch0"}}) as job:
         outcomes = job.outcomes(timeout_s=60, grace_s=20)
     assert outcomes[0].raised is not None and outcomes[0].raised.is_a("penstock.errors.Config"), str(outcomes[0])
     for outcome in outcomes[1:]:
@@ -486,14 +545,14 @@ def test_one_line_at_init() -> None:
 def test_port_in_use() -> None:
     """A port range that somebody else has: Config names the range. A range with room beside him is used."""
     with _occupied_port() as port:
-        knobs = {**TCP.env, "PENSTOCK_PORT_RANGE": f"{port}-{port}"}
-        with ranks.Ranks(_start_and_reduce, count=2, env=knobs) as job:
+        settings = {**TCP.env, "PENSTOCK_PORT_RANGE": f"{port}-{port}"}
+        with ranks.Ranks(_start_and_reduce, count=2, env=settings) as job:
             for outcome in job.outcomes(timeout_s=60, grace_s=20):
                 assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Config"), str(outcome)
                 assert str(port) in outcome.raised.text, outcome.raised.text
                 assert "The group is" not in outcome.raised.text, "there was none yet"
-        knobs = {**TCP.env, "PENSTOCK_PORT_RANGE": f"{port}-{port + 20}"}
-        assert ranks.run(_start_and_reduce, count=2, env=knobs) == [2.0, 2.0]
+        settings = {**TCP.env, "PENSTOCK_PORT_RANGE": f"{port}-{port + 20}"}
+        assert ranks.run(_start_and_reduce, count=2, env=settings) == [2.0, 2.0]
 
 
 def test_rank_that_never_comes() -> None:
@@ -522,6 +581,14 @@ def test_store_lost() -> None:
         for outcome in job.outcomes(timeout_s=60, grace_s=30):
             assert outcome.raised is not None and outcome.exit_code == 0, str(outcome)
             assert outcome.raised.is_a("PenstockError") or outcome.raised.is_a("DistError"), str(outcome)
+
+
+def test_monitored_barrier_without_a_store() -> None:
+    """It needs the store only for the names of ranks that did not come."""
+    with ranks.Ranks(_monitored_barriers, count=2, env=TCP.env) as job:
+        job.await_note("running", deadline_s=60)
+        job.close_store()
+        assert [outcome.value for outcome in job.outcomes(timeout_s=60)] == [True, True]
 
 
 # --------------------------------------------------------------------------------------------- strangers on the port
@@ -665,10 +732,28 @@ def _job_store() -> dist.Store:
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
+def _ask_store_for_ever() -> list[str]:
+    ended = queue.Queue()
+
+    def until_it_fails(name: str, call: Callable[[dist.Store], None]) -> None:
+        client = _job_store()
+        store.keep_alive(dist.PrefixStore("group", client), STORE_SILENT_S)
+        with contextlib.suppress(dist.DistError):
+            while True:
+                call(client)
+        ended.put(name)
+
+    calls = {"asked": lambda client: client.add("number", 1), "waited": lambda client: client.get("never")}
+    for name, call in calls.items():
+        threading.Thread(target=until_it_fails, args=(name, call), daemon=True).start()
+    ranks.note("asking")
+    return [ended.get() for _ in calls]
+
+
 def _serves_store() -> tuple[bool, bool]:
     elsewhere = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
     here = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    return tuple(rendezvous._is_served_here(dist.PrefixStore("group", store)) for store in (elsewhere, here))
+    return tuple(store.is_served_here(dist.PrefixStore("group", end)) for end in (elsewhere, here))
 
 
 def _start_and_reduce(timeout_s: float = 30.0) -> float:
@@ -688,19 +773,19 @@ def _mend_secret() -> float:
 
 def _fail_to_join() -> None:
     rank, size = _start(60.0)
-    from penstock.torch import rendezvous
+    from penstock.runtime import groups
 
-    await_links = rendezvous._await_links
+    await_links = groups._await_links
     if rank == 1:
 
         def fail(*_: object) -> None:
             raise TimeoutError("a test")
 
-        rendezvous._await_links = fail
+        groups._await_links = fail
     with pytest.raises((RuntimeError, TimeoutError), match="a test"):
         # Ranks that know all the others already have joined at once.
         dist.all_reduce(torch.ones(10), group=dist.new_group())
-    rendezvous._await_links = await_links
+    groups._await_links = await_links
     if rank == 1:
         (left,) = penstock.stats()["groups"]
         assert left["failed"] is None
@@ -727,6 +812,20 @@ def _reduce_for_ever(elements: int, rank: int, size: int) -> None:
         assert tensor[0] == tensor[-1] == size - 1
         if turn == 3:
             ranks.note("running")
+
+
+def _all_reduce_and_stay(elements: int) -> None:
+    """Reduces until a rank is lost. The others leave the group then, and stay until the test sets "enough"."""
+    rank, size = _start()
+    store = _job_store()
+    try:
+        _reduce_for_ever(elements, rank, size)
+    except penstock.errors.PeerLost:
+        if rank == 1:
+            raise
+        dist.destroy_process_group()
+        ranks.note("lost")
+        store.wait(["enough"])
 
 
 def _all_reduce_until_told(elements: int) -> None:
@@ -1038,6 +1137,37 @@ def _new_group_without(how: str) -> tuple[str, str] | None:
     return raised
 
 
+def _new_group_after_all() -> list[str] | None:
+    rank, _ = _start(1800.0)
+    store = _job_store()
+    dist.barrier()
+    ranks.note("before")
+    if rank == 0:
+        with contextlib.suppress(penstock.errors.PeerLost):
+            dist.barrier()
+        dist.destroy_process_group()
+        store.set("left", "")
+    if rank == 1:
+        signal.pause()
+    if rank < 2:
+        return None
+    store.wait(["left"])
+    told = []
+    for members in ([0, 1, 2], [0, 2]):
+        with pytest.raises(penstock.errors.PeerLost) as raised:
+            dist.new_group(members, use_local_synchronization=True)
+        told.append(str(raised.value))
+    return told
+
+
+def _start_without_rank_0() -> str:
+    if os.environ["RANK"] == "0":
+        return ""
+    with pytest.raises(penstock.errors.Timeout) as raised:
+        dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=1))
+    return str(raised.value)
+
+
 def _new_group_after_abort(who: str) -> tuple[bool, str]:
     rank, size = _start(1800.0)
     group = dist.new_group() if who == "one, a subgroup" else dist.group.WORLD
@@ -1079,7 +1209,7 @@ def _new_group_under_gloo_without(how: str) -> tuple[str, str]:
     if rank == 2:
         if how != "dies with a contact":
             signal.pause()
-        rendezvous._await_keys = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        groups._await_keys = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     ranks.note("waiting")
     with pytest.raises(penstock.errors.PenstockError) as caught:
         dist.new_group(backend="penstock")
@@ -1126,6 +1256,20 @@ def _new_groups_for_ever() -> None:
         dist.destroy_process_group(group)
         if turn == 1:
             ranks.note("running")
+
+
+def _monitored_barriers() -> bool:
+    _start()
+    client = _job_store()
+    ranks.note("running")
+    with pytest.raises(dist.DistError):
+        while True:
+            client.add("alive", 0)
+    # The first call may still be written into the dead connection.
+    for _ in range(3):
+        backend.of().monitored_barrier(c10d.BarrierOptions())
+    dist.destroy_process_group()
+    return True
 
 
 def _give_up_waiting() -> tuple[str, str]:
@@ -1195,13 +1339,13 @@ def _fork_and_use() -> tuple[list[tuple[list[str], str]], dict[str, dict[int, st
 
 
 def _fork_while_joining() -> str:
-    from penstock.torch import rendezvous
+    from penstock.runtime import groups
 
     _start()
     held, enough = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with rendezvous._Engine._lock:
+        with process.Engine._lock:
             held.set()
             enough.wait()
 
@@ -1212,7 +1356,7 @@ def _fork_while_joining() -> str:
     child = os.fork()
     if child == 0:
         try:
-            rendezvous.join(dist.HashStore(), 0, [0], datetime.timedelta(seconds=20), "the child's")
+            groups.join(dist.HashStore(), 0, [0], datetime.timedelta(seconds=20), "the child's")
         except RuntimeError as error:
             os.write(writing, str(error).encode())
         finally:

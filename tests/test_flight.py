@@ -17,10 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import forked
 import penstock
 import ranks
 from daemons import Daemon
-from penstock.flight import describe
+from penstock.tools.flight import describe
 
 
 def test_a_rank_that_dies(tmp_path: pathlib.Path) -> None:
@@ -55,7 +56,7 @@ def test_ranks_that_part(tmp_path: pathlib.Path) -> None:
 
 
 def test_on_a_signal(tmp_path: pathlib.Path) -> None:
-    """SIGUSR2 makes a rank that hangs write what it waits for, and changes nothing else; without the knob nobody handles it."""
+    """SIGUSR2 makes a rank that hangs write what it waits for, and changes nothing else; without it nobody handles it."""
     with ranks.Ranks(_hang, count=2, env={"PENSTOCK_FLIGHT_RECORDER": str(tmp_path)}) as job:
         job.await_note("waiting", deadline_s=60, of=[0])
         job.signal(0, signal.SIGUSR2)
@@ -257,15 +258,15 @@ def test_lives_are_kept_apart(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("how", ["infinite", "leave"])
 def test_the_example(how: str, tmp_path: pathlib.Path) -> None:
-    """What docs/debugging.md shows."""
+    """What docs/guide/debugging.md shows."""
     env = os.environ | {"PENSTOCK_CHECK": "nan", "PENSTOCK_FLIGHT_RECORDER": str(tmp_path)}
     example = pathlib.Path(__file__).parent.parent / "examples" / "debugging.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example), how]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    command = [*forked.TORCHRUN, "--nproc-per-node=2", str(example), how]
+    done = forked.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "has finished" not in done.stdout, done.stdout
     told = {
         "infinite": "NotFinite: the gradient of 0.weight on rank 1 holds NaN or infinity in step 3 (PENSTOCK_CHECK=nan)",
-        "leave": "has left the job. The group is unusable",
+        "leave": "(its script has ended, or has destroyed the group) after 2 collectives. The group is unusable",
     }[how]
     assert told in done.stderr, done.stderr
     shown = _flight(tmp_path).stdout
@@ -286,11 +287,11 @@ def test_the_example(how: str, tmp_path: pathlib.Path) -> None:
     ],
 )
 def test_the_examples_of_checks(how: str, check: str, told: str) -> None:
-    """What docs/debugging.md shows of PENSTOCK_CHECK=mismatch and slow."""
+    """What docs/guide/debugging.md shows of PENSTOCK_CHECK=mismatch and slow."""
     env = os.environ | {"PENSTOCK_CHECK": check}
     example = pathlib.Path(__file__).parent.parent / "examples" / "debugging.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example), how]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    command = [*forked.TORCHRUN, "--nproc-per-node=2", str(example), how]
+    done = forked.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert told in done.stderr, done.stderr
     assert (done.returncode == 0) == (how == "slow"), done.stderr
 

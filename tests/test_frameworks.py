@@ -1,4 +1,4 @@
-"""Proves that the scripts of docs/frameworks.md run as they stand there, each where its framework is installed."""
+"""Proves that the scripts of docs/guide/frameworks.md run as they stand there, each where its framework is installed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import importlib.util
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "frameworks.md"
+import forked
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "guide" / "frameworks.md"
 # What a block is called is the package that it needs; the Trainer's is of another name.
 SCRIPTS = re.findall(r"^```python (\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 PACKAGES = {"trainer": ["transformers", "accelerate"]}
@@ -26,9 +26,9 @@ def test_the_script_of_the_page_trains(name: str, script: str, tmp_path: pathlib
     # Not under the name of the package that it imports.
     path = tmp_path / f"{name}_script.py"
     path.write_text(script, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
+    command = [*forked.TORCHRUN, "--nproc-per-node=2", str(path)]
     env = {**os.environ, "PENSTOCK_LOG": "info", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    done = forked.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("final loss") == 2, done.stdout
     assert re.search(r"group \S+: 2 ranks on 1 host name", done.stderr), done.stderr

@@ -5,11 +5,13 @@ The oracle is arithmetic in this process's own passes: the average of what each 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
 import itertools
 import logging
+import math
 import os
 import pathlib
 import random
@@ -32,7 +34,7 @@ from backends import ALL, Backend
 from penstock.errors import Config as ConfigError
 from penstock.errors import Mismatch, NotFinite, PenstockError
 from penstock.torch import GradientReducer, backend, ddp_hook
-from penstock.torch.slots import Slots
+from penstock.training.slots import Slots
 
 MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
 
@@ -95,6 +97,39 @@ def test_passes_that_raise() -> None:
 def test_passes_that_reach_no_parameter() -> None:
     """A rank whose pass reaches no parameter takes part with zeros when its optimizer steps, and gets what the others have."""
     ranks.run(_unreached, count=2)
+
+
+def test_passes_that_reach_no_parameter_after_no_sync() -> None:
+    """What passes under no_sync have left is averaged, also where this rank's pass outside reaches no parameter; a step under
+    no_sync is the rank's own."""
+    ranks.run(_unreached_after_no_sync, count=2)
+
+
+@pytest.mark.parametrize("left", ["kept", "nothing", "nothing at first"])
+def test_gradients_that_are_clipped_before_they_are_averaged(left: str) -> None:
+    """Rank 1's pass outside no_sync reaches no parameter, so it would average in the optimizer's step, after it has clipped: an
+    error that says what to do, in this step or the next, instead of weights that differ."""
+    with ranks.Ranks(_clip_late, count=2, args=(left,)) as job:
+        outcome = job.outcomes(timeout_s=60)[1]
+    assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Config"), str(outcome)
+    assert "GradientReducer.average()" in outcome.raised.text and "rank 1" in outcome.raised.text
+    assert ("gradient of weight was changed" in outcome.raised.text) == (left == "kept")
+
+
+def test_average_before_clipping() -> None:
+    """After `average` all ranks clip the same, whatever their passes have reached."""
+    ranks.run(_average_and_clip, count=2)
+
+
+def test_a_scaler_that_skips_steps() -> None:
+    """All passes under no_sync, and one rank's are infinite: after `average` all ranks skip the step alike; without it the others
+    get an error and do not wait for the rank that skips."""
+    ranks.run(_scale, count=2)
+
+
+def test_no_sync_after_an_average() -> None:
+    """What a pass under no_sync adds to averages is averaged in the step, also where the averages' own step was left out."""
+    ranks.run(_kept_after_an_average, count=2)
 
 
 def test_models_that_change() -> None:
@@ -171,8 +206,10 @@ def test_same_shapes_in_another_order() -> None:
 
 
 def test_the_example_of_the_documentation(root: pathlib.Path) -> None:
-    """The script without DDP in docs/gradients.md runs on 2 ranks; both end with the same weights, which were trained."""
-    block = re.search(r"```python\n(import torch\n.*?)```", (root / "docs" / "gradients.md").read_text(), re.DOTALL)
+    """The script without DDP in docs/guide/gradients.md runs on 2 ranks; both end with the same weights, which were trained."""
+    block = re.search(
+        r"```python\n(import torch\n.*?)```", (root / "docs" / "guide" / "gradients.md").read_text(), re.DOTALL
+    )
     assert block is not None
     first, second = ranks.run(_example, count=2, args=(block[1],), timeout_s=120)
     assert first == second
@@ -498,14 +535,19 @@ def _raising_in_units_of(unit_bytes: int) -> None:
     reducer.close()
 
 
-def _unreached() -> None:
-    dist.init_process_group("penstock")
-    rank = dist.get_rank()
+def _two_layers() -> tuple[nn.Linear, nn.Linear, GradientReducer, list[torch.optim.Optimizer]]:
+    """A layer of zeros and another one, their reducer, and an optimizer for each."""
     used, other = nn.Linear(2, 1, bias=False), nn.Linear(2, 1)
     reducer = GradientReducer([*used.parameters(), *other.parameters()])
     with torch.no_grad():
         used.weight.zero_()
-    optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (used, other)]
+    return used, other, reducer, [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (used, other)]
+
+
+def _unreached() -> None:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+    used, other, reducer, optimizers = _two_layers()
     for step in range(4):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -528,6 +570,142 @@ def _unreached() -> None:
     assert reducer.stats()["steps"] == steps
     reducer.close()
     optimizers[0].step()
+    dist.destroy_process_group()
+
+
+def _unreached_after_no_sync() -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    used, other, reducer, optimizers = _two_layers()
+    # Which ranks have a pass under no_sync, and whose pass outside reaches the parameter; what both average then.
+    cases = [
+        ({0, 1}, {0}, 4.0),
+        ({0, 1}, {1}, 4.0),
+        ({0}, {1}, 3.0),
+        ({1}, {1}, 3.0),
+        ({0, 1}, set(), 2.0),
+        ({0}, set(), 1.0),
+    ]
+    weight = 0.0
+    for kept, reached, average in cases:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if rank in kept:
+            with reducer.no_sync():
+                used(torch.full((1, 2), 2.0)).sum().backward()
+        if rank in reached:
+            used(torch.full((1, 2), 4.0)).sum().backward()
+        else:
+            torch.ones(1, requires_grad=True).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        weight -= average
+        assert used.weight.eq(weight).all(), (kept, reached, used.weight)
+        assert other.weight.grad is None
+    steps = reducer.stats()["steps"]
+    assert steps == len(cases)
+    if rank == 0:
+        with reducer.no_sync():
+            used(torch.ones(1, 2)).sum().backward()
+            optimizers[0].step()
+    assert reducer.stats()["steps"] == steps
+    dist.destroy_process_group()
+
+
+def _one_weight() -> tuple[nn.Linear, GradientReducer, torch.optim.SGD]:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    return model, GradientReducer(model), torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def _reach(model: nn.Module, gradient: float) -> None:
+    """A pass that makes this gradient; 0: one that reaches no parameter."""
+    passed = model(torch.full((1, 1), float(gradient))) if gradient else torch.ones(1, requires_grad=True)
+    passed.sum().backward()
+
+
+def _clip_late(left: str) -> None:
+    model, reducer, optimizer = _one_weight()
+    rank = dist.get_rank()
+    reached = [False, True] if left == "nothing at first" else [True, False]
+    for is_reached in reached:
+        optimizer.zero_grad()
+        if left == "kept":
+            with reducer.no_sync():
+                _reach(model, 4.0)
+        _reach(model, 8.0 if is_reached or rank == 0 else 0.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def _average_and_clip() -> None:
+    model, reducer, optimizer = _one_weight()
+    rank = dist.get_rank()
+    weight = 0.0
+    for kept, outside in [((4, 4), (8, 0)), ((0, 0), (0, 8)), ((4, 0), (8, 8)), ((2, 4), (0, 0)), ((0, 0), (8, 8))]:
+        optimizer.zero_grad()
+        with reducer.no_sync():
+            _reach(model, kept[rank])
+        _reach(model, outside[rank])
+        reducer.average()
+        assert model.weight.grad.eq((sum(kept) + sum(outside)) / 2).all(), (kept, outside, model.weight.grad)
+        reducer.average()  # all is averaged
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        weight -= 1.0
+        assert torch.allclose(model.weight, torch.tensor(weight)), model.weight
+    dist.destroy_process_group()
+
+
+def _scale() -> None:
+    model, reducer, optimizer = _one_weight()
+    rank = dist.get_rank()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for gradient in (math.inf if rank else 2.0, 2.0):
+        with reducer.no_sync():
+            scaler.scale(model(torch.full((1, 1), gradient)).sum()).backward()
+        reducer.average()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert model.weight.eq(-2.0).all(), model.weight
+    with reducer.no_sync():
+        scaler.scale(model(torch.full((1, 1), math.inf if rank else 2.0)).sum()).backward()
+    steps = reducer.stats()["steps"]
+    with pytest.raises(ConfigError, match="average") if rank == 0 else contextlib.nullcontext():
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    assert reducer.stats()["steps"] == steps
+    dist.destroy_process_group()
+
+
+def _kept_after_an_average() -> None:
+    model, reducer, optimizer = _one_weight()
+    rank = dist.get_rank()
+    _reach(model, 1.0 + rank)
+    with reducer.no_sync():
+        _reach(model, 1.0 + 2.0 * rank)
+    optimizer.step()
+    assert model.weight.eq(-3.5).all(), model.weight
+    for how in (True, False):
+        optimizer.zero_grad()
+        _reach(model, math.inf)  # its step is left out
+        optimizer.zero_grad(set_to_none=how)
+        with reducer.no_sync():
+            _reach(model, 1.0 + rank)
+        before = model.weight.detach().clone()
+        optimizer.step()
+        assert model.weight.eq(before - 1.5).all(), model.weight
+    optimizer.zero_grad()
+    _reach(model, math.inf)
+    optimizer.zero_grad()
+    before = model.weight.detach().clone()
+    _reach(model, 4.0 * rank)  # reaches nothing on rank 0
+    optimizer.step()
+    assert model.weight.eq(before - 2.0).all(), model.weight
     dist.destroy_process_group()
 
 
@@ -718,7 +896,7 @@ def _in_a_failed_group() -> list[tuple[str, str]]:
 
     if rank == 0:  # when both others wait
         turn = f"penstock/sibling/made/penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.3/1"
-        own._member.keys.wait([f"{turn}/{one}" for one in (1, 2)])
+        own._member.keys.wait([f"{turn}/{one}" for one in (1, 2)], timedelta(seconds=60))
         own._member.group.abort("nobody needs it")
     made()
     made()
@@ -834,7 +1012,7 @@ def _beyond_the_hook() -> None:
 
 def _example(program: str) -> list[float]:
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(program, "docs/gradients.md", "exec"), names)
+    exec(compile(program, "docs/guide/gradients.md", "exec"), names)
     assert not dist.is_initialized()
     model = names["model"]
     assert float(model.weight.detach().square().mean()) < 1e-4, (

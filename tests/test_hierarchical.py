@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import penstock
 import ranks
-from penstock.testbed import Testbed
+from penstock.tools.testbed import Testbed
 
 # The host of each rank of the largest group, which has three, two and two ranks a host.
 WORLD = "0010212"

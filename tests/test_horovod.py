@@ -21,12 +21,13 @@ from typing import Any
 import pytest
 
 import corpus
+import forked
 import ranks
-from penstock.convert import convert
-from penstock.horovod import launch, negotiation, operations
-from penstock.horovod.controller import Knobs, stall_message
-from penstock.horovod.negotiation import Kind, Negotiation, Op, Request
-from penstock.horovod.torch.elastic import sampler
+from penstock.fronts.horovod import launch, negotiation, operations
+from penstock.fronts.horovod.controller import Settings, stall_message
+from penstock.fronts.horovod.negotiation import Kind, Negotiation, Op, Request
+from penstock.fronts.horovod.torch.elastic import sampler
+from penstock.tools.convert.core import convert
 
 HERE = pathlib.Path(__file__).parent / "horovod"
 sys.path.insert(0, str(HERE))
@@ -171,17 +172,17 @@ def test_the_meeting_point_is_found_or_asked_for() -> None:
         launch.place({"RANK": "x", "WORLD_SIZE": "2"})
 
 
-def test_knobs_are_horovods() -> None:
+def test_settings_are_horovods() -> None:
     """Names and defaults of the environment variables."""
-    assert Knobs.read({}) == Knobs(64 << 20, 0.0, 60.0, 0.0)
+    assert Settings.read({}) == Settings(64 << 20, 0.0, 60.0, 0.0)
     environ = {
         "HOROVOD_FUSION_THRESHOLD": "5",
         "HOROVOD_CYCLE_TIME": "2",
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "7",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9",
     }
-    assert Knobs.read(environ) == Knobs(5, 0.002, 7.0, 9.0)
-    assert Knobs.read({**environ, "HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_warning_s == 0
+    assert Settings.read(environ) == Settings(5, 0.002, 7.0, 9.0)
+    assert Settings.read({**environ, "HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_warning_s == 0
 
 
 def test_the_stall_message_names_missing_ranks_by_operation() -> None:
@@ -386,6 +387,11 @@ def test_a_rank_that_leaves_fails_what_waits_for_it(in_a_step: bool) -> None:
     assert ranks.run(programs.leaves_early, count=3, args=(in_a_step,)) == ["left", "told", "told"]
 
 
+def test_what_was_agreed_on_ends_after_a_rank_has_left() -> None:
+    """Also where a rank is so slow that the leaving one waits for it no longer; what comes later fails, and names who left."""
+    assert ranks.run(programs.leaves_a_slow_rank, count=3) == [6.0, 6.0, 6.0]
+
+
 def test_stalls_are_reported_and_ended() -> None:
     """One of the waiting ranks names the one that is missing, and both fail."""
     with ranks.Ranks(programs.stalled, count=3) as job:
@@ -401,6 +407,12 @@ def test_stalls_are_reported_and_ended() -> None:
 def test_elastic_restores_and_goes_on(count: int) -> None:
     """The way of the program: from the start, from the commit, from where it was."""
     alike(ranks.run(programs.elastic, count=count))
+
+
+@pytest.mark.alone
+def test_a_shutdown_waits_for_all_process_sets_at_once() -> None:
+    """A rank that leaves alone waits a second for the others to leave as well: one for all of its seven process sets."""
+    assert ranks.run(programs.leave_first, count=4)[0] < 4
 
 
 def test_a_gradient_that_is_not_finite() -> None:
@@ -441,6 +453,46 @@ def test_horovods_own(file: str, count: int, passes: int, capsys: pytest.Capture
     assert counts["passed"] >= passes, counts
     with capsys.disabled():
         print(f" {file}: {counts['passed']} passed, {counts['skipped']} skipped")
+
+
+# All of Horovod's modules that have a counterpart, imported and as attributes of the packages that scripts import.
+DEEP = """
+import horovod
+import horovod.torch as hvd
+from horovod.common.elastic import run_fn
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet
+from horovod.common.util import split_list
+from horovod.runner import run
+from horovod.torch.compression import Compression
+from horovod.torch.elastic import TorchState
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.elastic.state import ModelStateHandler
+from horovod.torch.functions import broadcast_object
+from horovod.torch.mpi_ops import allreduce
+from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.sync_batch_norm import SyncBatchNorm
+
+assert horovod.runner.run is horovod.run is run and horovod.torch is hvd
+assert horovod.common.elastic.run_fn is run_fn and horovod.common.util.split_list is split_list
+assert horovod.common.exceptions.HorovodInternalError is HorovodInternalError is hvd.HorovodInternalError
+assert horovod.common.process_sets.ProcessSet is ProcessSet is hvd.ProcessSet
+assert hvd.compression.Compression is Compression is hvd.Compression
+assert hvd.elastic.sampler.ElasticSampler is ElasticSampler is hvd.elastic.ElasticSampler
+assert hvd.elastic.state.TorchState is TorchState is hvd.elastic.TorchState and hvd.elastic.state.ModelStateHandler
+assert hvd.functions.broadcast_object is broadcast_object is hvd.broadcast_object
+assert hvd.mpi_ops.allreduce is allreduce is hvd.allreduce
+assert hvd.optimizer.DistributedOptimizer is DistributedOptimizer is hvd.DistributedOptimizer
+assert hvd.sync_batch_norm.SyncBatchNorm is SyncBatchNorm is hvd.SyncBatchNorm
+"""
+
+
+def test_modules_are_where_horovod_has_them() -> None:
+    """`penstock convert` renames deeper imports, and what it writes is there."""
+    converted = convert(DEEP)
+    assert not converted.findings
+    done = subprocess.run([sys.executable, "-c", converted.text], capture_output=True, text=True)
+    assert done.returncode == 0, converted.text + done.stderr
 
 
 @corpus.needed
@@ -504,7 +556,7 @@ def test_horovod_run_of_an_example(tmp_path: pathlib.Path) -> None:
     (tmp_path / "torchvision" / "__init__.py").write_text(
         "import torchvision_stand_in\n\ntorchvision_stand_in.install()\n"
     )
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(script), *SMALL, "--epochs", "1", "--num-proc", "2"],
         env={
             **os.environ,
@@ -568,7 +620,7 @@ def test_horovod_run_says_what_failed() -> None:
 def test_our_examples_run(
     root: pathlib.Path, file: str, arguments: list[str], expected: str, tmp_path: pathlib.Path
 ) -> None:
-    """As the main programs of ranks with the environment of torchrun, which docs/horovod.md starts them with."""
+    """As the main programs of ranks with the environment of torchrun, which docs/guide/horovod.md starts them with."""
     path = str(root / "examples" / file)
     printed = "".join(ranks.run(programs.example, count=2, args=(path, ["--steps", "6", *arguments], str(tmp_path))))
     assert "loss" in printed and expected in printed, printed
@@ -577,7 +629,7 @@ def test_our_examples_run(
 def test_a_rank_that_is_killed_under_torchrun(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """SIGKILL: torchrun starts all ranks again, they go on from the last commit that is on disk, and end with the loss of a run
     that nothing happened to."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    torchrun = [*forked.TORCHRUN, "--nproc-per-node=2", "--max-restarts=1"]
     # Far more steps than pass until the signal has arrived.
     script, steps = str(root / "examples" / "horovod_elastic.py"), "--steps=1000"
     disturbed = _printed([*torchrun, script, steps, f"--checkpoint={tmp_path / 'state.pt'}"], 1, "step 20 is on disk")
@@ -602,7 +654,7 @@ def _converted(file: str, folder: pathlib.Path) -> pathlib.Path:
 def _printed(command: list[str], kill_rank: int, at: str) -> str:
     """What a job prints that ends well; the first process of a rank is killed when ``at`` is printed."""
     text, killed = "", False
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
+    with forked.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
         # A job that hangs says nothing, and reading would wait for ever.
         deadline = threading.Timer(200, os.killpg, (job.pid, signal.SIGKILL))
         deadline.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import importlib.machinery
 import importlib.util
 import json
@@ -15,10 +16,12 @@ import sys
 import types
 
 import click.testing
+import packaging.requirements
 import pytest
 
 import penstock
-from penstock import cli, config
+from penstock import cli, extras
+from penstock.runtime import config
 
 # --------------------------------------------------------------------------------------------- rooms and directions
 
@@ -81,7 +84,7 @@ REGISTRIES += ["files" + ".pytorch.org", "download" + ".pytorch.org", "registry"
 # A path that only one machine has.
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(home|root|work|farm|tmp|Users|workspace|mnt)/[\w.-]")
 
-PYTHON_LOCKS = ("lock.txt", "fronts.txt")
+PYTHON_LOCKS = ("lock.txt", "fronts.txt", "docs.txt")
 
 # Cargo names the default registry by this identifier, whatever mirror the crates came from.
 CARGO_SOURCE = "registry+https://github.com/rust-lang/crates" + ".io-index"
@@ -120,8 +123,11 @@ def test_python_locks_pin_everything_but_torch(root: pathlib.Path) -> None:
             assert exact and "--hash=sha256:" in requirement, requirement[:80]
             pins[lock].add(exact.group())
     names = {lock: {pin.split("==")[0] for pin in found} for lock, found in pins.items()}
-    assert {"click", "rich", "matplotlib", "numpy", "maturin", "pytest", "ruff", "mypy"} <= names["lock.txt"]
+    assert {"click", "rich", "matplotlib", "numpy", "scipy", "libcst", "maturin", "pytest", "ruff", "mypy"} <= names[
+        "lock.txt"
+    ]
     assert {"jax", "tensorflow-cpu"} <= names["fronts.txt"] - names["lock.txt"]
+    assert {"sphinx", "myst-parser", "furo"} <= names["docs.txt"] - names["lock.txt"]
     assert not {name for found in names.values() for name in found if re.match(r"(torch|triton|nvidia|cuda)", name)}
     shared = names["lock.txt"] & names["fronts.txt"]
     assert {pin for pin in pins["fronts.txt"] if pin.split("==")[0] in shared} <= pins["lock.txt"]
@@ -130,24 +136,91 @@ def test_python_locks_pin_everything_but_torch(root: pathlib.Path) -> None:
 # ------------------------------------------------------------------------------------------------- the command line
 
 
-def test_every_variable_is_a_knob(root: pathlib.Path) -> None:
+def test_every_variable_is_a_setting(root: pathlib.Path) -> None:
     """What the code calls PENSTOCK_... is listed by `penstock info`, but for the marks that the testbed leaves."""
     named = {
         name
         for path in (root / "python").rglob("*.py")
         for name in re.findall(r"\bPENSTOCK_[A-Z][A-Z_]*[A-Z]\b", path.read_text())
     }
-    assert named - {knob.name for knob in config.KNOBS} == set(config.MARKS)
+    assert named - {setting.name for setting in config.SETTINGS} == set(config.MARKS)
 
 
-@pytest.mark.parametrize("room", ["bench", "demo", "horovod", "testbed"])
+# Which rooms of the Python package a room may use (ARCHITECTURE.md, "On the Python side"). `errors`, `extras` and `_core` are
+# for all.
+PYTHON_MAY_USE = {
+    "cluster": set(),
+    "runtime": {"cluster"},
+    "torch": {"runtime"},
+    "training": {"runtime", "torch"},
+    "fronts": {"runtime", "torch", "training"},
+    "workloads": {"torch"},
+    "tools": {"cluster", "runtime", "torch", "training", "workloads", "cli"},
+}
+# What users import, by the names that they use; they define nothing. `penstock.torch` does, and names what is in `training`.
+FACADES = {"__init__", "__main__", "elastic", "horovod", "jax", "optim", "tensorflow", "testbed", "tune"}
+
+
+def test_python_rooms_lean_only_on_those_below(root: pathlib.Path) -> None:
+    """No module imports, not even for types or in a function, from a room that ARCHITECTURE.md puts above its own; and no room
+    imports the names that are for users."""
+    package = root / "python" / "penstock"
+    wrong = set()
+    for path in package.rglob("*.py"):
+        place = path.relative_to(package).with_suffix("")
+        room = place.parts[0]
+        if room in FACADES | {"cli", "errors", "extras"} or place.as_posix() == "torch/__init__":
+            continue
+        used = {name.split(".")[1] for name in _imported(path) if name.startswith("penstock.")}
+        wrong |= {f"{place} -> {other}" for other in used - PYTHON_MAY_USE[room] - {room, "errors", "extras", "_core"}}
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+@pytest.mark.parametrize("facade", sorted(FACADES - {"__init__", "__main__"}))
+def test_names_for_users_are_those_of_the_room(root: pathlib.Path, facade: str) -> None:
+    """A module that users import defines nothing: it imports all from a room."""
+    package = root / "python" / "penstock"
+    for path in [package / f"{facade}.py"] if (package / f"{facade}.py").exists() else (package / facade).rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        defined = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign)]
+        assert not defined, f"{path.name} defines something"
+
+
+def test_a_users_mypy_sees_the_names_for_users(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The package has a py.typed: scripts that name everything that users may import pass mypy --strict."""
+    package = root / "python" / "penstock"
+    facades = [package / "__init__.py", package / "errors.py", package / "torch" / "__init__.py"]
+    for name in FACADES - {"__init__", "__main__"}:
+        facades += [package / f"{name}.py"] if (package / f"{name}.py").exists() else (package / name).rglob("*.py")
+    for path in facades:
+        module = _module(root, path)
+        # These two need what .venv has not, so their names are read.
+        source = package / "fronts" / path.stem / "__init__.py" if path.stem in ("jax", "tensorflow") else None
+        names = _listed(source) if source else getattr(importlib.import_module(module), "__all__", [])
+        lines = [f"import {module}", *(f"print({module}.{name})" for name in names)]
+        (tmp_path / f"uses_{module.replace('.', '_')}.py").write_text("\n".join(lines) + "\n")
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nstrict = true\nignore_missing_imports = true\nfollow_imports = silent\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "mypy", "."], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(facades)} source files" in done.stdout
+
+
+def _listed(path: pathlib.Path) -> list[str]:
+    """What a module lists in ``__all__``."""
+    [names] = [
+        node.value
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return list(ast.literal_eval(names))
+
+
+@pytest.mark.parametrize("room", sorted(PYTHON_MAY_USE))
 def test_imports_run_one_way(root: pathlib.Path, room: str) -> None:
     """No modules of a room need each other, not even for types or in a function."""
-    python = root / "python"
-    modules = {
-        ".".join(path.relative_to(python).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in (python / "penstock" / room).rglob("*.py")
-    }
+    modules = {_module(root, path): path for path in (root / "python" / "penstock" / room).rglob("*.py")}
     sorter = graphlib.TopologicalSorter(
         {name: _imported(path) & modules.keys() - {name} for name, path in modules.items()}
     )
@@ -155,6 +228,11 @@ def test_imports_run_one_way(root: pathlib.Path, room: str) -> None:
         sorter.prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"these import each other: {' -> '.join(error.args[1])}")
+
+
+def _module(root: pathlib.Path, path: pathlib.Path) -> str:
+    """The name of the package's module in a file."""
+    return ".".join(path.relative_to(root / "python").with_suffix("").parts).removesuffix(".__init__")
 
 
 def _imported(path: pathlib.Path) -> set[str]:
@@ -248,8 +326,27 @@ def test_backend_is_known_from_a_tree_that_was_never_installed(root: pathlib.Pat
 
 
 def test_import_penstock_alone_is_light() -> None:
-    """Where torch's autoload is going to do it, nothing heavy is imported now."""
-    python("import penstock, sys; assert 'torch' not in sys.modules; assert 'penstock._core' not in sys.modules")
+    """Where torch's autoload is going to do it, `import penstock` imports nothing of another project, nor the engine."""
+    heavy = {"click", "libcst", "matplotlib", "numpy", "penstock._core", "rich", "scipy", "torch", "yaml"}
+    python(f"import penstock, sys; heavy = {heavy} & set(sys.modules); assert not heavy, heavy")
+
+
+def test_extras_are_those_that_errors_name() -> None:
+    """`pip install penstock` brings what training needs; what a missing extra's error names is an extra that brings it."""
+    import importlib.metadata
+
+    wanted: dict[str, set[str]] = {}
+    for line in importlib.metadata.requires("penstock") or []:
+        requirement = packaging.requirements.Requirement(line)
+        [extra] = re.findall(r'extra == "(.+)"', str(requirement.marker)) or [""]
+        wanted.setdefault(extra, set()).add(requirement.name)
+        assert "==" not in str(requirement.specifier), f"{line}: users keep the releases that they have"
+    assert wanted[""] == {"click", "numpy", "pyyaml", "rich", "torch"}
+    tools = {extra: {package} for package, extra in extras.EXTRAS.items()}
+    assert {extra: wanted[extra] for extra in tools} == tools
+    assert set(wanted) == {"", *tools, "tools", "jax", "tensorflow"}
+    [line] = [line for line in importlib.metadata.requires("penstock") or [] if line.startswith("penstock")]
+    assert packaging.requirements.Requirement(line).extras == set(tools)
 
 
 def test_devices_are_those_of_the_machine() -> None:
@@ -398,20 +495,25 @@ def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 def tracked_texts(root: pathlib.Path) -> list[tuple[str, str]]:
     """(path, text) of every text file that git tracks or would track."""
-    listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=root,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
     texts = []
-    for name in filter(None, listing.stdout.split("\0")):
+    for name in tracked_names(root):
         try:
             texts.append((name, (root / name).read_text(encoding="utf-8")))
         except (UnicodeDecodeError, FileNotFoundError):
             continue
     return texts
+
+
+def tracked_names(root: pathlib.Path, *folders: str) -> list[str]:
+    """The paths of all files that git tracks or would track, or of those in `folders`."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", "--", *folders],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return list(filter(None, listing.stdout.split("\0")))
 
 
 def load_dev(root: pathlib.Path) -> types.ModuleType:

@@ -19,18 +19,18 @@ TCP = ALL["penstock-tcp"]
 
 
 @pytest.mark.parametrize(
-    ("knob", "interfaces", "expected"),
+    ("setting", "interfaces", "expected"),
     [
         ("PENSTOCK_INTERFACE", "127.0.0.1,::1", {"127.0.0.1": 3, "::1": 3}),
         ("PENSTOCK_INTERFACE", "::1", {"::1": 6}),
         ("NCCL_SOCKET_IFNAME", "l", {"127.0.0.1": 6}),
     ],
 )
-def test_streams_take_turns(knob: str, interfaces: str, expected: dict[str, int]) -> None:
+def test_streams_take_turns(setting: str, interfaces: str, expected: dict[str, int]) -> None:
     """Six streams of a pair are spread over the interfaces evenly, and all of them carry."""
     if "::1" in expected and not ranks.has_ipv6():
         pytest.skip("no IPv6 here")
-    env = {**TCP.env, "PENSTOCK_STREAMS": "6", "GLOO_SOCKET_IFNAME": None, knob: interfaces}
+    env = {**TCP.env, "PENSTOCK_STREAMS": "6", "GLOO_SOCKET_IFNAME": None, setting: interfaces}
     values = ranks.run(count_streams, count=2, env=env)
     listening = {tuple(address) for value in values for address in value["listening"]}
     assert collections.Counter(ip for ip, port in listening) == dict.fromkeys(expected, 2), listening
@@ -59,7 +59,7 @@ def test_the_first_variable_that_is_set_decides(first: int) -> None:
 
 def test_two_addresses_of_two_hosts() -> None:
     """The same between hosts: an IPv4 and an IPv6 address each, and streams leave from the address that is told."""
-    from penstock import testbed
+    from penstock.tools import testbed
 
     with contextlib.ExitStack() as stack:
         bed = stack.enter_context(testbed.Testbed(hosts=2))

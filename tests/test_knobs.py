@@ -1,4 +1,4 @@
-"""Proves that knobs of the environment which change nothing in a result reach the engine."""
+"""Proves that settings of the environment which change nothing in a result reach the engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import ranks
 from backends import ALL
-from penstock import config, info
 from penstock.errors import Config as ConfigError
+from penstock.runtime import config
+from penstock.tools import info
 
 TCP = ALL["penstock-tcp"]
 
@@ -58,15 +59,15 @@ def test_checks() -> None:
         with pytest.raises(ConfigError) as error:
             config.read({"PENSTOCK_CHECK": text})
         assert f"there is no check {word}; name any of nan, mismatch, slow, with commas" in str(error.value)
-    (knob,) = (knob for knob in info.gather()["knobs"] if knob["name"] == "PENSTOCK_CHECK")
-    assert all(f"{check}: " in knob["meaning"] for check in config.CHECKS)
+    (setting,) = (setting for setting in info.gather()["settings"] if setting["name"] == "PENSTOCK_CHECK")
+    assert all(f"{check}: " in setting["meaning"] for check in config.CHECKS)
 
 
 def test_a_misspelt_variable_is_told() -> None:
-    """The nearest name is suggested, where there is one; knobs, the testbed's marks and other variables are left alone."""
+    """The nearest name is suggested, where there is one; settings, the testbed's marks and other variables are left alone."""
     fine = {"PENSTOCK_STREAMS": "4", "PENSTOCK_TESTBED": "x", "PENSTOC_LOG": "info", "STREAMS": "4"}
-    assert config.strangers(fine) == {}
-    told = config.strangers({**fine, "PENSTOCK_STREAM": "4", "PENSTOCK_ZZZZZZ": "1"})
+    assert config.unknown_variables(fine) == {}
+    told = config.unknown_variables({**fine, "PENSTOCK_STREAM": "4", "PENSTOCK_ZZZZZZ": "1"})
     assert list(told) == ["PENSTOCK_STREAM", "PENSTOCK_ZZZZZZ"]
     assert told["PENSTOCK_STREAM"].endswith("there is no such setting: did you mean PENSTOCK_STREAMS?")
     assert "`penstock info`" in told["PENSTOCK_ZZZZZZ"]
@@ -105,16 +106,16 @@ def _start_twice() -> None:
 
 def _broadcast_past_a_vandal() -> tuple[int, int]:
     """How many bytes this rank's vandal has changed, and how many elements are wrong here after a broadcast."""
-    from penstock.torch import rendezvous
+    from penstock.runtime import groups
 
-    vandal, agree = _Vandal(), rendezvous._agree
+    vandal, agree = _Vandal(), groups._agree
 
     def past_the_vandal(*args: object) -> object:
         agreed, members = agree(*args)
         # Whichever rank opens the streams of the pair meets its own vandal (penstock-net, contact.rs).
         return agreed, [re.sub(r"127\.0\.0\.1:(\d+)", vandal.stand_before, member) for member in members]
 
-    rendezvous._agree = past_the_vandal
+    groups._agree = past_the_vandal
     dist.init_process_group("penstock")
     tensor = torch.full((1 << 16,), _MARK if dist.get_rank() == 0 else 0, dtype=torch.uint8)
     dist.broadcast(tensor, 0)

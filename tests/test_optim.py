@@ -8,9 +8,8 @@ import itertools
 import math
 import pathlib
 import pickle
-import subprocess
+import re
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, lr_scheduler
 
-from penstock.optim import AdamSGD, LinearDecay, mixing_weight
+import forked
+from penstock.optim import AdamSGD, LinearDecay
+from penstock.training.optim import mixing_weight
 
 SHAPES = [(7,), (3, 5), (), (2, 3, 4)]
 
@@ -71,7 +72,7 @@ def test_the_first_phase_is_adamw(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"maximize": True}])
 def test_all_phases_follow_the_documented_formula(options: dict[str, Any]) -> None:
-    """Plain Python over single numbers, written from docs/optim.md, arrives where the optimizer does."""
+    """Plain Python over single numbers, written from docs/design/optim.md, arrives where the optimizer does."""
     held = parameters(torch.float64)
     expected = [reference(parameter.detach().clone(), index, 14, options) for index, parameter in enumerate(held)]
     ours = trajectory(AdamSGD(held, lr=0.01, **SHORT, **options), range(14))
@@ -432,21 +433,19 @@ def test_no_warning_comes_up() -> None:
 
 
 def test_the_comparison_runs(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """The script behind the table in docs/optim.md still trains with every method."""
+    """The script behind the table in docs/design/optim.md still trains with every method."""
     command = [sys.executable, root / "examples" / "optimizers.py", "--steps", "2", "--seeds", "1", "--windows", "1"]
-    done = subprocess.run([*command, "--json", tmp_path / "out.json"], capture_output=True, text=True)
+    done = forked.run([*command, "--json", tmp_path / "out.json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("mean") == 4 and (tmp_path / "out.json").exists()
 
 
-def test_the_example_of_the_documentation_runs(root: pathlib.Path) -> None:
-    """The code at the top of docs/optim.md trains: its loss ends near 0."""
-    lines = (root / "docs" / "optim.md").read_text().splitlines()
-    first = lines.index("    import torch")
-    block = itertools.takewhile(lambda line: not line or line.startswith("    "), lines[first:])
-    program = textwrap.dedent("\n".join(block))
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch; torch.manual_seed(0)\n" + program], capture_output=True, text=True
-    )
+def test_the_example_of_the_documentation_runs(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The code at the top of docs/guide/optim.md trains: its loss ends near 0."""
+    block = re.search(r"```python\n(.*?)```", (root / "docs" / "guide" / "optim.md").read_text(), re.DOTALL)
+    assert block is not None
+    program = tmp_path / "program.py"
+    program.write_text("import torch; torch.manual_seed(0)\n" + block[1])
+    done = forked.run([sys.executable, program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.1

@@ -1,5 +1,5 @@
 """Proves that the switch's aggregator does what `vectors/` say: the Python twin everywhere, the compiled program where
-`p4c-bm2-ss`, `simple_switch` and `simple_switch_CLI` are on PATH (docs/p4.md)."""
+`p4c-bm2-ss`, `simple_switch` and `simple_switch_CLI` are on PATH (docs/design/p4.md)."""
 
 from __future__ import annotations
 
@@ -432,7 +432,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], pathlib
 def test_compiled_program(case: dict[str, Any], program: Callable[[int], pathlib.Path]) -> None:
     """The same on bmv2's simple_switch: frames on virtual links, registers and counters read back."""
     if grows_by(case) > bmv2.HEADROOM_BYTES:
-        pytest.skip(f"bmv2 ends where a packet grows by more than {bmv2.HEADROOM_BYTES} bytes (docs/p4.md)")
+        pytest.skip(f"bmv2 ends where a packet grows by more than {bmv2.HEADROOM_BYTES} bytes (docs/design/p4.md)")
     words = block_words(case)
     with bmv2.Node(program(words), words, links(case)) as node:
         replay.run(case, node)

@@ -1,7 +1,7 @@
 """Proves that torch ranks all-reduce through a switch that follows the P4 program: real processes in network namespaces, and
 between them the program's twin, frame by frame, or bmv2 with the compiled program where it is installed.
 
-docs/quantisation.md says what comes out, bit by bit (`test_aggregated._sum`), whoever adds."""
+docs/design/quantisation.md says what comes out, bit by bit (`test_aggregated._sum`), whoever adds."""
 
 from __future__ import annotations
 

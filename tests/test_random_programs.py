@@ -1,4 +1,4 @@
-"""Proves that random programs of torch.distributed calls do on real ranks what a model says: docs/random-programs.md.
+"""Proves that random programs of torch.distributed calls do on real ranks what a model says: docs/design/random-programs.md.
 
 A fixed range of seeds and every seed that ever failed; `./dev fuzz` runs new ones at length.
 """
@@ -9,21 +9,26 @@ import contextlib
 import json
 import pathlib
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from random_programs import generate, judge, known, mutants, render, shrink
-from random_programs.pool import MEDIA, Pool
+import forked
+from random_programs import faults, generate, judge, known, mutants, render, shrink
+from random_programs.pool import FAULT_MEDIA, MEDIA, Pool
 
 FAILED = [
     json.loads(line) for line in (pathlib.Path(generate.__file__).parent / "failed.jsonl").read_text().splitlines()
 ]
+FAILED_WITH_A_FAULT = [one for one in FAILED if "fault" in one["program"]]
+FAILED = [one for one in FAILED if "fault" not in one["program"]]
 # In parts, so that a failure says more, and none comes near the limit of a test.
 SEEDS = [range(start, start + 25) for start in range(0, 100, 25)]
+# By medium: collectives and an elastic job whose rank is killed, training jobs whose rank is killed, stopped for less or more
+# than the others' patience, parted and cut off.
+FAULT_SEEDS = {"memory": [8, 16, 27], "tcp": [23, 42], "hosts": [13, 55]}
 # What is planted in every run of the tests; the others are looked for with `./dev fuzz --mutant all`.
 PLANTED = ["avg-without-division", "descriptor-lost", "error-of-wrong-kind"]
 
@@ -111,6 +116,19 @@ def test_seeds(seeds: range, medium: str, pools: dict[str, Pool]) -> None:
         assert not complaints, "\n".join([again, *complaints])
 
 
+@pytest.mark.alone
+@pytest.mark.parametrize("medium", list(FAULT_MEDIA))
+def test_faults(medium: str) -> None:
+    """Programs, training jobs and elastic jobs during which a rank is killed, stopped or cut off, at a random event: the others
+    end in time with an error that names it, or go on and are right; nothing is left behind."""
+    with Pool(medium, patience_s=faults.PATIENCE_S) as pool:
+        for seed in FAULT_SEEDS[medium]:
+            complaints = pool.run(faults.generate(seed, medium=medium, avoid=known.AVOID))
+            again = f"seed {seed}: ./dev fuzz --faults --seed {seed} --count 1 --medium {medium}"
+            assert not complaints, "\n".join([again, *complaints])
+            assert pool.struck, f"{again}: the event did not come"
+
+
 @pytest.mark.parametrize("failed", FAILED, ids=lambda failed: failed["name"].replace(" ", "-"))
 @pytest.mark.parametrize("medium", list(MEDIA))
 def test_programs_that_failed(failed: dict[str, Any], medium: str, pools: dict[str, Pool]) -> None:
@@ -119,6 +137,14 @@ def test_programs_that_failed(failed: dict[str, Any], medium: str, pools: dict[s
         pytest.skip(f"stands: {known.AVOID[failed['known']]}")
     program = {**failed["program"], "medium": medium}
     assert not pools[medium].run(program)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("failed", FAILED_WITH_A_FAULT, ids=lambda failed: failed["name"].replace(" ", "-"))
+def test_programs_with_faults_that_failed(failed: dict[str, Any]) -> None:
+    """What faults once found stays mended."""
+    with Pool(failed["program"]["medium"], patience_s=faults.PATIENCE_S) as pool:
+        assert not pool.run(failed["program"])
 
 
 def test_model_agrees_with_gloo(pools: dict[str, Pool]) -> None:
@@ -143,7 +169,7 @@ def test_rendered_script_runs(tmp_path: pathlib.Path) -> None:
     program = generate.generate(3, wrong=False, avoid=known.AVOID)
     script = tmp_path / "program.py"
     script.write_text(render.script(program, ["nothing"]))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+    done = forked.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("has ended") == program["ranks"], done.stdout
     assert "WRONG" not in done.stdout, done.stdout
@@ -184,6 +210,45 @@ def test_judge_knows_what_cannot_be_compared(steps: list[str], may: bool) -> Non
     end = {"call": "0", "step": "wait", "seconds": 40.1, "kinds": ["Timeout"], "text": "waiting for rank 1"}
     report = {"ends": [end], "complaints": [], "digests": {}}
     assert bool(judge.judge(program, {0: report})) != may
+
+
+def test_a_seed_is_a_program_with_a_fault() -> None:
+    """The same seed gives the same program; each medium has each of its faults in each kind of job, and each kind of event."""
+    for medium, kinds in faults.FAULTS.items():
+        drawn = [faults.generate(seed, medium=medium) for seed in range(400)]
+        assert json.loads(json.dumps(drawn)) == drawn == [faults.generate(seed, medium=medium) for seed in range(400)]
+        assert {program["fault"]["kind"] for program in drawn} == set(kinds)
+        assert {program["fault"]["at"][0] for program in drawn} == {"step", "phase", "frames", "finished", "begin"}
+        jobs = {next(iter(program["calls"].values()), {}).get("call") for program in drawn}
+        assert {"train", "elastic"} < jobs and len(jobs) > 10
+
+
+def test_judge_of_faults() -> None:
+    """A fault allows errors that say that a rank was lost, name it, and come in time; one that is short allows none, and one that
+    did not come to pass neither. Whoever is told nothing must be right."""
+    program: dict[str, Any] = {
+        "timeout_s": 20,
+        "calls": {"0": {"call": "all_reduce", "group": "world"}},
+        "fault": {"kind": "stop", "rank": 1, "at": ["step"], "lasts_s": 3.2},
+        "wrong": None,
+    }
+    struck = {"at_s": 100.0, "until_s": 103.2}
+
+    def said(error: str, text: str, at_s: float, *, rank: int = 0, **fault: Any) -> list[str]:
+        end = {"call": "0", "step": "wait", "seconds": 0.1, "kinds": [error], "text": text, "at_s": at_s}
+        report = {"ends": [end], "complaints": [], "digests": {}}
+        changed = {**program, "fault": {**program["fault"], **fault}}
+        return judge.judge(changed, {rank: report}, None if fault.get("at") == ["never"] else struck)
+
+    assert said("PeerLost", "rank 1 (here) is silent", 102.5) == []
+    assert any("does not name" in text for text in said("PeerLost", "rank 2 (here) is silent", 102.5))
+    assert any("s after the fault" in text for text in said("PeerLost", "rank 1 (here) is silent", 107.0))
+    assert said("PeerLost", "rank 0 (here) is silent", 107.0, rank=1) == [], "it went on later"
+    assert any("not an error that" in text for text in said("Mismatch", "rank 1 differs", 102.5))
+    assert any("PeerLost" in text for text in said("PeerLost", "rank 1 is silent", 102.5, kind="short stop"))
+    assert any("PeerLost" in text for text in said("PeerLost", "rank 1 is silent", 102.5, at=["never"]))
+    assert judge.judge(program, {0: None}, struck) == ["rank 0 died"]
+    assert judge.judge({**program, "fault": {**program["fault"], "kind": "kill"}}, {1: None}, struck) == []
 
 
 def test_only_who_is_needed_comes_too_late() -> None:

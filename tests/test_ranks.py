@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import forked
 import ranks
 
 
@@ -52,6 +54,48 @@ def test_signals_and_notes() -> None:
         first, second = job.outcomes(timeout_s=20)
     assert first.ok and first.value == "went on"
     assert second.exit_code == -signal.SIGKILL and second.value is None
+
+
+def test_a_forked_command_is_one_of_subprocess(tmp_path: pathlib.Path) -> None:
+    """A script as a fork has the arguments, environment, folder, streams and exit code that a fresh interpreter would; torch is
+    there before it asks, and so it is in what the script starts itself."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "neighbour.py").write_text("NAME = 'neighbour'")
+    for run in (subprocess.run, forked.run):
+        env = {**os.environ, "ONE": "1"}
+        done = run([sys.executable, script, "a", "b"], env=env, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 3 and done.stderr == "to stderr\nits end\n", done
+        assert done.stdout == f"['a', 'b'] 1 {tmp_path} neighbour __main__\nchild: {run is forked.run}\n"
+
+
+def test_a_forked_command_that_fails(tmp_path: pathlib.Path) -> None:
+    """A traceback of its own frames only; a signal is the exit code of one that it kills; one that hangs times out."""
+    done = forked.run([sys.executable, "-m", "no.such.module"], capture_output=True, text=True)
+    assert done.returncode == 1 and "No module named" in done.stderr and "forked.py" not in done.stderr, done.stderr
+    (tmp_path / "endless.py").write_text("import threading; threading.Event().wait()")
+    endless = [sys.executable, tmp_path / "endless.py"]
+    with forked.Popen(endless, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert os.getpgid(process.pid) == process.pid and process.poll() is None
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(20) == -signal.SIGKILL
+    with pytest.raises(subprocess.TimeoutExpired):
+        forked.run(endless, timeout=0.1, stdout=subprocess.DEVNULL)
+
+
+SCRIPT = """
+import os, subprocess, sys, threading
+import neighbour
+print(sys.argv[1:], os.environ["ONE"], os.getcwd(), neighbour.NAME, __name__, flush=True)
+if len(sys.argv) > 1:
+    there = "import sys; print('child:', 'torch' in sys.modules)"
+    with open("child.py", "w") as file:
+        file.write(there)
+    subprocess.run([sys.executable, "child.py"], check=True, stderr=subprocess.DEVNULL)
+    print("to stderr", file=sys.stderr)
+    threading.Timer(0.1, lambda: print("its end", file=sys.stderr)).start()
+    sys.exit(3)
+"""
 
 
 def _meet() -> tuple[int, int, float]:

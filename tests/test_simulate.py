@@ -8,7 +8,8 @@ from typing import Any
 import click.testing
 import pytest
 
-from penstock import _core, cli, simulate
+from penstock import _core, cli
+from penstock.tools import simulate
 
 
 def run(*arguments: str, command: str = "aggregation") -> click.testing.Result:

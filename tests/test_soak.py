@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 import ranks
 import soak
-from penstock.torch import backend, rendezvous
+from penstock.runtime import groups
+from penstock.torch import backend
 
 
 @pytest.mark.parametrize("medium", ["memory", "tcp"])
@@ -25,14 +26,14 @@ def test_nothing_is_kept(medium: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_of_the_same_ranks_are_numbered_in_order() -> None:
     """Ids of the groups of the same ranks follow each other, those of others are elsewhere, and a series that is used up is
     followed by another; of how many sets of ranks the last id is remembered is bounded."""
-    ids = rendezvous._Ids()
+    ids = groups._Ids()
     first, other, second = (ids.draw(job_ranks) for job_ranks in ((0, 1), (0, 2), (0, 1)))
     assert second == first + 1 and other not in range(first - 2**20, first + 2**20)
     drawn = {first, second, *(ids.draw((0, 1)) for _ in range(2**20))}
     assert len(drawn) == 2**20 + 2 and min(drawn) > 0 and max(drawn) < 2**63
-    for rank in range(2 * rendezvous._MOST_SERIES):
+    for rank in range(2 * groups._MOST_SERIES):
         ids.draw((0, rank))
-    assert len(ids._series) == rendezvous._MOST_SERIES
+    assert len(ids._series) == groups._MOST_SERIES
 
 
 def test_the_store_keeps_no_contacts() -> None:
@@ -45,8 +46,8 @@ def _come_again() -> tuple[int, int]:
     dist.init_process_group("penstock")
     store = dist.distributed_c10d._get_default_store()
     counts = []
-    for groups in (1, 5):
-        for _ in range(groups):
+    for times in (1, 5):
+        for _ in range(times):
             member = backend.of().sibling("again")
             backend.of().forget_siblings([member])
         # The last of the two to join takes back what it has published before it comes here.

@@ -79,8 +79,8 @@ def _collectives() -> None:
     import tensorflow as tf
 
     import penstock.tensorflow as pt
-    from penstock import arrays
-    from penstock.tensorflow.tensors import to_tensor
+    from penstock.fronts import arrays
+    from penstock.fronts.tensorflow.tensors import to_tensor
 
     rank = pt.rank()
 

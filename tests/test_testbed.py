@@ -17,11 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 from click.testing import CliRunner
 
-from penstock.testbed import (
+from penstock.tools.testbed import (
     LinkSpec,
     Loopback,
     Testbed,
@@ -322,7 +323,32 @@ def test_torchrun_gives_the_same_ranks_output_and_exit_codes(bed: Testbed) -> No
 
 
 @needs_namespaces
-def test_the_first_failure_decides_and_the_others_may_say_what_they_noticed(bed: Testbed) -> None:
+def test_forks_are_the_same_ranks(bed: Testbed, tmp_path: pathlib.Path) -> None:
+    """Forked ranks: each on its host, with its environment, output and exit code; torch is there before it is asked for."""
+    (tmp_path / "neighbour.py").write_text("TOLD = 'torch' in __import__('sys').modules")
+    program = """
+import socket, sys, neighbour
+socket.create_server((sys.argv[1 + int(os.environ["GROUP_RANK"])], 0))  # an address that only this rank's host has
+print(neighbour.TOLD)
+if os.environ["RANK"] == "1":
+    raise ValueError("on purpose")
+if os.environ["RANK"] == "2":
+    sys.exit("bye")
+"""
+    command = [*script(tmp_path, SHOW_ENVIRONMENT + program), bed.address(0), bed.address(1)]
+    done = bed.run(command, ranks=3, launcher="fork", grace_s=20)
+    assert done.returncodes == {0: 0, 1: 1, 2: 1} and done.returncode == 1
+    assert done.outputs[0] == "0 3 0 2 0 10.77.0.1 eth0\nTrue\n"
+    assert done.outputs[1].startswith("1 3 1 2 0 10.77.0.1 eth0\nTrue\nTraceback") and "forks.py" not in done.outputs[1]
+    assert done.outputs[1].endswith("ValueError: on purpose\n")
+    assert done.outputs[2] == "2 3 0 1 1 10.77.0.1 eth0\nTrue\nbye\n"
+
+
+@needs_namespaces
+@pytest.mark.parametrize("launcher", ["direct", "fork"])
+def test_the_first_failure_decides_and_the_others_may_say_what_they_noticed(
+    bed: Testbed, launcher: Literal["direct", "fork"], tmp_path: pathlib.Path
+) -> None:
     """Rank 1 fails at once; rank 0 ends by itself within the grace, and its later failure changes nothing.
 
     Its last words have no newline, and count all the same.
@@ -339,15 +365,18 @@ if os.environ["RANK"] == "0":
 connect().sendall(str(os.getpid()).encode())
 sys.exit(3)
 """
-    done = bed.run(python(PATIENCE + program), ranks=2, grace_s=20)
+    done = bed.run(script(tmp_path, PATIENCE + program), ranks=2, launcher=launcher, grace_s=20)
     assert (done.failed_rank, done.returncode, done.returncodes) == (1, 3, {0: 4, 1: 3})
     assert done.outputs == ["noticed", ""]
 
 
 @needs_namespaces
-def test_a_rank_that_does_not_end_is_told_to_and_then_made_to(bed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the grace SIGTERM, and SIGKILL for one that ignores it."""
-    monkeypatch.setattr("penstock.testbed.launch.KILL_AFTER_S", 0.3)
+@pytest.mark.parametrize("launcher", ["direct", "fork"])
+def test_a_rank_that_does_not_end_is_told_to_and_then_made_to(
+    bed: Testbed, launcher: Literal["direct", "fork"], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """After the grace SIGTERM, and SIGKILL for one that ignores it: with the process that forked it, which then cannot tell."""
+    monkeypatch.setattr("penstock.tools.testbed.launch.KILL_AFTER_S", 0.3)
     program = """
 import os, signal, sys, time
 rank = int(os.environ["RANK"])
@@ -357,9 +386,10 @@ if rank == 1:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 time.sleep(100)
 """
-    done = bed.run(python(program), ranks=3, grace_s=1.0)
+    done = bed.run(script(tmp_path, program), ranks=3, launcher=launcher, grace_s=1.0)
     assert done.returncode == 5 and done.failed_rank == 2
-    assert done.returncodes == {0: -signal.SIGTERM, 1: -signal.SIGKILL, 2: 5}
+    killed = {1: -signal.SIGKILL} if launcher == "direct" else {}
+    assert done.returncodes == {0: -signal.SIGTERM, **killed, 2: 5}
 
 
 @needs_namespaces
@@ -428,7 +458,7 @@ def test_a_killed_maker_leaves_no_process_and_no_namespace(delay_ms: float) -> N
     relay die, and nobody holds any of its namespaces, so the kernel frees them with all that is in them."""
     program = f"""
 import os, subprocess, sys
-from penstock.testbed import Testbed, LinkSpec
+from penstock.tools.testbed import Testbed, LinkSpec
 bed = Testbed(hosts=2, link=LinkSpec(delay_ms={delay_ms}))
 rank = bed.popen(1, ["sh", "-c", "setsid sleep 1000 & echo $!; exec sleep 1000"], stdout=subprocess.PIPE)
 print(rank.pid, int(rank.stdout.readline()), bed._keeper.pid, *[os.fstat(fd).st_ino for fd in bed._namespaces])
@@ -632,7 +662,7 @@ def test_without_root_the_ranks_run_on_loopback_and_the_command_says_so() -> Non
 import ctypes, os, sys
 if os.geteuid() == 0 and ctypes.CDLL(None).unshare(0x10000000) != 0:
     sys.exit(77)
-from penstock.testbed import Testbed, TestbedUnavailable, command
+from penstock.tools.testbed import Testbed, TestbedUnavailable, command
 try:
     Testbed()
 except TestbedUnavailable as error:
@@ -669,7 +699,7 @@ def test_a_missing_right_is_named() -> None:
     """Root without CAP_SYS_ADMIN, as in most containers."""
     program = """
 import ctypes
-from penstock.testbed import Testbed, TestbedUnavailable
+from penstock.tools.testbed import Testbed, TestbedUnavailable
 libc = ctypes.CDLL(None, use_errno=True)
 header = (ctypes.c_uint32 * 2)(0x20080522, 0)
 data = (ctypes.c_uint32 * 6)()
@@ -719,8 +749,13 @@ def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
 
+def script(folder: pathlib.Path, program: str) -> list[str]:
+    (folder / "script.py").write_text(program)
+    return [sys.executable, str(folder / "script.py")]
+
+
 def penstock(*arguments: str) -> list[str]:
-    return [*python("from penstock.testbed import command; command()"), *arguments]
+    return [*python("from penstock.tools.testbed import command; command()"), *arguments]
 
 
 def invoke(*arguments: str, code: int = 0) -> str:

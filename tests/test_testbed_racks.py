@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner
 
-from penstock.testbed import LinkSpec, Testbed, TestbedUnavailable, Topology, cli, cluster
+from penstock.tools.testbed import LinkSpec, Testbed, TestbedUnavailable, Topology, cli, cluster
 
 REASON = cluster.unavailable(LinkSpec(loss=0.1))
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"no testbed here: {REASON}")
@@ -306,7 +306,7 @@ def test_a_killed_maker_leaves_nothing_of_a_tree() -> None:
     """SIGKILL to the process that made it: a daemon on an aggregator's place dies, and nobody holds a namespace."""
     program = """
 import os, subprocess, sys
-from penstock.testbed import Testbed
+from penstock.tools.testbed import Testbed
 bed = Testbed(hosts=2, racks=2, servers=1, losses={"h0": 0.5})
 shell = bed.popen("a1", ["sh", "-c", "setsid sleep 1000 & echo $!; exec sleep 1000"], stdout=subprocess.PIPE)
 print(shell.pid, int(shell.stdout.readline()), *[os.fstat(fd).st_ino for fd in bed._namespaces])
@@ -377,7 +377,7 @@ def python(program: str) -> list[str]:
 
 def invoke(*arguments: str, code: int = 0) -> str:
     """Run the command in a process of its own and return all that it prints."""
-    command = [*python("from penstock.testbed import command; command()"), *arguments]
+    command = [*python("from penstock.tools.testbed import command; command()"), *arguments]
     environment = {**os.environ, "COLUMNS": "120"}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, env=environment
@@ -413,12 +413,12 @@ def holders(namespaces: set[int]) -> list[str]:
 
 @needs_namespaces
 def test_the_five_commands_of_the_page() -> None:
-    """docs/aggregated.md, "From nothing to DDP over two aggregators", as it stands but for steps and the name: the training
+    """docs/guide/aggregated.md, "From nothing to DDP over two aggregators", as it stands but for steps and the name: the training
     goes through the server, and a rack's link carries little more than one of its two workers'."""
     root = pathlib.Path(__file__).parent.parent
-    page = (root / "docs" / "aggregated.md").read_text()
+    page = (root / "docs" / "guide" / "aggregated.md").read_text()
     section = page.split("## From nothing to DDP", 1)[1].split("\n## ", 1)[0]
-    commands = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
+    commands = section.split("```sh\n", 1)[1].split("```", 1)[0]
     name = f"page{os.getpid()}"
     assert commands.count("--name lab") == 5 and "--steps 20" in commands
     commands = commands.replace("--name lab", f"--name {name}").replace("--steps 20", "--steps 3")

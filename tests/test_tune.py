@@ -12,13 +12,21 @@ import random
 import re
 import subprocess
 import sys
-import textwrap
 
 import click.testing
 import numpy as np
 import pytest
 
 from landscapes import DEFAULT, MIB, RECORDED, SIMULATED, Job, Landscape, level
+from penstock.tools.tune import command
+from penstock.training.tune import searchers
+from penstock.training.tune import tuner as tuners
+from penstock.training.tune.bandit import AucBandit
+from penstock.training.tune.graphs import MAX_NODES, distance, edits, least_distance
+from penstock.training.tune.memory import MAX_ENTRIES, NEAR, default_path
+from penstock.training.tune.searchers import Bayesian, Chance, Hyperband, Population, expected_improvement
+from penstock.training.tune.session import BEYOND, faster
+from penstock.training.tune.tuner import MOVES, NEIGHBOUR_STEPS
 from penstock.tune import (
     SEARCHERS,
     Axis,
@@ -32,22 +40,13 @@ from penstock.tune import (
     Space,
     State,
     Tuner,
-    command,
     load_record,
     model_graph,
     parameter_graph,
     save_record,
-    searchers,
     topology_graph,
     verify,
 )
-from penstock.tune import tuner as tuners
-from penstock.tune.bandit import AucBandit
-from penstock.tune.graphs import MAX_NODES, distance, edits, least_distance
-from penstock.tune.memory import MAX_ENTRIES, NEAR, default_path
-from penstock.tune.searchers import Bayesian, Chance, Hyperband, Population, expected_improvement
-from penstock.tune.session import BEYOND, faster
-from penstock.tune.tuner import MOVES, NEIGHBOUR_STEPS
 
 LANDSCAPES = {landscape.name: landscape for landscape in (*RECORDED.values(), *SIMULATED.values())}
 
@@ -933,17 +932,18 @@ def test_the_core_needs_no_torch() -> None:
 
 
 def test_the_example_of_the_documentation_runs(root: pathlib.Path) -> None:
-    """The code at the top of docs/tune.md does what it says: it ends with an explanation of a choice."""
-    done = subprocess.run([sys.executable, "-c", example(root / "docs" / "tune.md")], capture_output=True, text=True)
+    """The code in docs/guide/tune.md, "Tune something else", does what it says: it ends with an explanation of a choice."""
+    done = subprocess.run(
+        [sys.executable, "-c", example(root / "docs" / "guide" / "tune.md")], capture_output=True, text=True
+    )
     assert done.returncode == 0 and "chosen: 16 streams, 4 MiB units" in done.stdout, done.stdout + done.stderr
 
 
 def example(page: pathlib.Path) -> str:
-    """The first indented block of a page that begins with an import."""
-    lines = page.read_text().splitlines()
-    first = next(k for k, line in enumerate(lines) if re.match(r"    (import|from) ", line))
-    block = itertools.takewhile(lambda line: not line or line.startswith("    "), lines[first:])
-    return textwrap.dedent("\n".join(block))
+    """The block of a page that begins by importing the tuner."""
+    block = re.search(r"```python\n(from penstock\.tune .*?)```", page.read_text(), re.DOTALL)
+    assert block is not None
+    return block[1]
 
 
 def test_a_drift_is_described_by_two_numbers() -> None:

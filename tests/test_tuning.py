@@ -24,7 +24,8 @@ import ranks
 from penstock import cli
 from penstock.errors import Bug
 from penstock.errors import Config as ConfigError
-from penstock.torch import GradientReducer, ddp_hook, tuning
+from penstock.torch import GradientReducer, ddp_hook
+from penstock.training import tuning
 from penstock.tune import Drift, Options, Setting, State, Tuner, load_record, save_record, verify
 
 TCP = {"PENSTOCK_SHM": "0"}
@@ -52,14 +53,14 @@ def test_ranks_tune_together_and_gradients_stay_right(count: int, tmp_path: path
     assert shown.exit_code == 0 and f"chosen: {chosen}" in shown.output, shown.output
 
 
-@pytest.mark.parametrize("how", ["knob", "argument", "setting"])
+@pytest.mark.parametrize("how", ["environment", "argument", "setting"])
 def test_a_record_is_replayed(how: str, tmp_path: pathlib.Path) -> None:
     """What a record chose is in force from the first step to the last, on all ranks, though rank 0 alone has the file."""
     chosen = Setting(3, 1 << 18, "auto", "bf16")
     file = tmp_path / "record.json"
     save_record(file, Tuner.pinned(chosen).record())
     env: dict[int, dict[str, str | None]] = {0: {"PENSTOCK_TUNE": str(file)}, 1: {"PENSTOCK_TUNE": "1"}}
-    argument = {"knob": None, "argument": file, "setting": chosen}[how]
+    argument = {"environment": None, "argument": file, "setting": chosen}[how]
     for settings, exchanges in ranks.run(_pinned, count=2, args=(argument,), env=TCP, env_of_rank=env):
         assert settings == 5 * [chosen]
         assert exchanges == 0, "no time is exchanged"
@@ -153,8 +154,8 @@ def test_only_what_differs_is_tried() -> None:
 
 
 def test_the_example_of_the_documentation_trains_and_tunes(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """The script at the top of docs/tune.md, on two ranks: it ends with an explanation of a choice."""
-    text = (root / "docs" / "tune.md").read_text()
+    """The script at the top of docs/guide/tune.md, on two ranks: it ends with an explanation of a choice."""
+    text = (root / "docs" / "guide" / "tune.md").read_text()
     block = re.search(r"```python\n(import torch\n.*?)```", text, re.DOTALL)
     assert block is not None
     for output in ranks.run(
@@ -448,5 +449,5 @@ def _run_text(text: str) -> str:
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        exec(compile(text, "docs/tune.md", "exec"), {"__name__": "__main__"})
+        exec(compile(text, "docs/guide/tune.md", "exec"), {"__name__": "__main__"})
     return said.getvalue()

@@ -32,10 +32,10 @@ from typing import Any
 
 import corpus
 import ranks
-from penstock.convert.base import Options, Refused
-from penstock.convert.cli import beside
-from penstock.convert.core import Converted, convert
-from penstock.run.lines import compile_as
+from penstock.tools.convert.base import Options, Refused
+from penstock.tools.convert.cli import beside
+from penstock.tools.convert.core import Converted, convert
+from penstock.tools.run.lines import compile_as
 
 if sys.version_info >= (3, 11):
     import tomllib

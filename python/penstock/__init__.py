@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock._core import __version__ as __version__
-    from penstock.flight import flight_record as flight_record
-    from penstock.plan import init as init
+    from penstock.cluster.deployment import init as init
+    from penstock.tools.flight import flight_record as flight_record
     from penstock.torch import empty as empty
     from penstock.torch import stats as stats
 
@@ -88,8 +88,8 @@ def _torch_will_autoload() -> bool:
 _HOME = {
     "__version__": "penstock._core",
     "empty": "penstock.torch",
-    "flight_record": "penstock.flight",
-    "init": "penstock.plan",
+    "flight_record": "penstock.tools.flight",
+    "init": "penstock.cluster.deployment",
     "stats": "penstock.torch",
 }
 

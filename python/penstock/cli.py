@@ -1,6 +1,6 @@
 """The command ``penstock <verb>``.
 
-A verb is a click command named ``command`` in ``penstock.<verb>``. Its module is imported when the verb is used and
+A verb is a click command named ``command`` in ``penstock.tools.<verb>``. Its module is imported when the verb is used and
 not before, and the one-line help below stands here for the same reason: torch takes seconds to import, and
 ``penstock --help`` must not.
 """
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from typing import Any
 
 import click
+
+from penstock.errors import MissingExtra
 
 
 class Group(click.Group):
@@ -34,14 +37,21 @@ class Verbs(Group):
 
     kind = "verb"
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MissingExtra as error:
+            click.echo(str(error), err=True)
+            ctx.exit(2)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command = importlib.import_module(f"penstock.{cmd_name}").command
-        assert isinstance(command, click.Command), f"penstock.{cmd_name}.command is not a click command"
+        command = importlib.import_module(f"penstock.tools.{cmd_name}").command
+        assert isinstance(command, click.Command), f"penstock.tools.{cmd_name}.command is not a click command"
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

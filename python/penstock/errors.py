@@ -13,6 +13,7 @@ __all__ = [
     "Config",
     "Diverged",
     "Mismatch",
+    "MissingExtra",
     "NotFinite",
     "PeerLost",
     "PenstockError",
@@ -49,7 +50,11 @@ class Refused(PenstockError, ConnectionError):
 
 
 class Config(PenstockError, ValueError):
-    """A knob, an argument or the machine is not as needed; nothing was sent."""
+    """A setting, an argument or the machine is not as needed; nothing was sent."""
+
+
+class MissingExtra(Config):
+    """A package that an extra of the wheel installs is missing: the text names the package and the command that installs it."""
 
 
 class NotFinite(PenstockError, FloatingPointError):

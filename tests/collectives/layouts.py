@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from collectives.programs import Report
-from penstock import arrays
 from penstock.errors import Config as ConfigError
+from penstock.fronts import arrays
 from torch_uses import world
 
 

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 
 def install() -> None:
     """Make ``import horovod.torch`` and its modules find Penstock's."""
-    import penstock.horovod
+    from penstock import horovod
 
-    sys.modules["horovod"] = penstock.horovod
-    for module in pkgutil.walk_packages(penstock.horovod.__path__, "penstock.horovod."):
+    sys.modules["horovod"] = horovod
+    for module in pkgutil.walk_packages(horovod.__path__, "penstock.horovod."):
         sys.modules[module.name.removeprefix("penstock.")] = importlib.import_module(module.name)
 
 

@@ -7,8 +7,11 @@ import os
 import pathlib
 import random
 import sys
+import threading
 import time
 import warnings
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -450,6 +453,25 @@ def joined_refuses() -> list[str]:
     return hvd.broadcast_object(texts, root_rank=hvd.size() - 1)
 
 
+def leave_first() -> float:
+    """Rank 0 shuts down while the others do something else; how long that took, in seconds."""
+    import penstock.horovod.torch as hvd
+
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    hvd.init(
+        process_sets=[hvd.ProcessSet(ranks) for ranks in ([0, 1], [0, 2], [0, 3], [0, 1, 2], [0, 1, 3], [0, 2, 3])]
+    )
+    rank = hvd.rank()
+    if rank > 0:
+        store.wait(["rank 0 has left"], timedelta(seconds=60))
+    began_s = time.monotonic()
+    hvd.shutdown()
+    took_s = time.monotonic() - began_s
+    if rank == 0:
+        store.set("rank 0 has left", "")
+    return took_s
+
+
 def optimizer_state() -> list[float]:
     """State and options go from the root to all, types kept, whether other ranks have a state or not; parameters stay."""
     import penstock.horovod.torch as hvd
@@ -661,6 +683,53 @@ def leaves_early(in_a_step: bool) -> str:
     return "told"
 
 
+def leaves_a_slow_rank() -> float:
+    """Rank 0 shuts down when all ranks have agreed on a sum. Rank 2 executes it when rank 0 has given up waiting for answers."""
+    import penstock.horovod.torch as hvd
+    from penstock.fronts.horovod import job
+
+    hvd.init()
+    controller = job.current().controller(0, "a test")
+    store = controller.group.backend._member.store
+    execute = controller._execute
+
+    def late(outcome: Any) -> None:
+        if outcome.agreed:
+            store.wait(["rank 0 has given up"], timedelta(seconds=30))
+        execute(outcome)
+
+    if hvd.rank() == 2:
+        controller._execute = late
+    value = torch.full((1000,), hvd.rank() + 1.0)
+    handle = hvd.allreduce_async_(value, name="agreed", op=hvd.Sum)
+    if hvd.rank() == 0:
+        _await(lambda: bool(controller._flights))
+
+        def tell() -> None:
+            _await(lambda: controller._failure is not None)
+            store.set("rank 0 has given up", "")
+
+        telling = threading.Thread(target=tell)
+        telling.start()
+        hvd.shutdown()
+        telling.join()
+        return value.unique().item()
+    hvd.synchronize(handle)
+    for name in ("first", "second"):
+        with_error(
+            hvd.HorovodInternalError, "rank 0 has shut Horovod down", lambda name=name: hvd.allreduce(value, name=name)
+        )
+    hvd.shutdown()
+    return value.unique().item()
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 def elastic() -> list[Any]:
     """After a failure all ranks go back to the last commit and go on; after news of hosts they go on from where they are."""
     import penstock.horovod.torch as hvd
@@ -703,7 +772,7 @@ def elastic() -> list[Any]:
 
 
 def not_finite() -> list[str]:
-    """A gradient that is not finite ends elastic.run on all ranks, which would meet it again; knobs without effect are told."""
+    """A gradient that is not finite ends elastic.run on all ranks, which would meet it again; idle settings are told."""
     import penstock.horovod.torch as hvd
     from penstock.errors import NotFinite
 

@@ -1,4 +1,4 @@
-"""``python -m tests.random_programs``: see docs/random-programs.md."""
+"""``python -m tests.random_programs``: see docs/design/random-programs.md."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ import tempfile
 import time
 from typing import Any
 
-from random_programs import generate, judge, known, mutants, render, shrink
-from random_programs.pool import MEDIA, Pool
+from penstock.testbed import Testbed, TestbedUnavailable
+from random_programs import faults, generate, judge, known, mutants, render, shrink
+from random_programs.pool import FAULT_MEDIA, MEDIA, Pool
 
 
 def main(arguments: list[str]) -> int:
@@ -31,7 +32,13 @@ def main(arguments: list[str]) -> int:
     if options.mutant:
         return _hunt(options)
     seeds = range(options.seed, options.seed + options.count)
-    media = [options.medium] if options.medium else list(MEDIA)
+    media = [options.medium] if options.medium else _media(options)
+    if options.faults:
+        return _run(
+            (faults.generate(seed, medium=medium, avoid=known.AVOID) for seed in seeds for medium in media),
+            options,
+            folder,
+        )
     return _run(
         (
             generate.generate(seed, medium=medium, avoid=known.AVOID, wrong=options.wrong)
@@ -41,6 +48,17 @@ def main(arguments: list[str]) -> int:
         options,
         folder,
     )
+
+
+def _media(options: argparse.Namespace) -> list[str]:
+    if not options.faults:
+        return list(MEDIA)
+    try:
+        Testbed(hosts=2).close()
+    except TestbedUnavailable as reason:
+        print(f"without emulated hosts: {reason}")
+        return list(MEDIA)
+    return list(FAULT_MEDIA)
 
 
 def _virtual(options: argparse.Namespace) -> int:
@@ -59,18 +77,26 @@ def _run(programs: Any, options: argparse.Namespace, folder: pathlib.Path) -> in
     until_s = time.monotonic() + 60 * options.minutes
     count, calls, failed = 0, 0, []
     by_kind: collections.Counter[str] = collections.Counter()
-    pools: dict[str, Pool] = {}
+    pools: dict[tuple[str, float], Pool] = {}
     started_s = time.monotonic()
     try:
         for program in programs:
             if time.monotonic() > until_s:
                 break
-            pool = pools.setdefault(program["medium"], Pool(program["medium"]))
+            medium, patience_s = program["medium"], faults.patience_s(program)
+            if (medium, patience_s) not in pools:
+                pools[medium, patience_s] = Pool(medium, patience_s=patience_s)
+            pool = pools[medium, patience_s]
             complaints = pool.run(program)
             count += 1
             calls += len(program["calls"])
-            by_kind[program["wrong"]["kind"] if program["wrong"] else "right"] += 1
-            if not complaints and options.gloo and program["seed"] % options.gloo == 0 and program["wrong"] is None:
+            by_kind[_kind(program, pool)] += 1
+            if (
+                not complaints
+                and options.gloo
+                and program["seed"] % options.gloo == 0
+                and _kind(program, pool) == "right"
+            ):
                 complaints = [f"gloo: {text}" for text in pool.run(generate.for_gloo(program), backend="gloo")]
                 by_kind["also on gloo"] += 1
             if complaints:
@@ -96,12 +122,19 @@ def _run(programs: Any, options: argparse.Namespace, folder: pathlib.Path) -> in
     return 1 if failed else 0
 
 
+def _kind(program: dict[str, Any], pool: Pool) -> str:
+    if "fault" in program:
+        return program["fault"]["kind"] if pool.struck else "without the event"
+    return program["wrong"]["kind"] if program["wrong"] else "right"
+
+
 def _report(
     program: dict[str, Any], complaints: list[str], pool: Pool, options: argparse.Namespace, folder: pathlib.Path
 ) -> None:
     """Say what failed, make it small, and write it down."""
     print(
-        f"\nFAILED seed {program['seed']} over {program['medium']}, {program['ranks']} ranks, wrong: {program['wrong']}"
+        f"\nFAILED seed {program['seed']} over {program['medium']}, {program['ranks']} ranks, "
+        f"wrong: {program['wrong']}, fault: {program.get('fault')}"
     )
     for text in complaints[:6]:
         print(f"    {text[:3000]}")
@@ -116,9 +149,11 @@ def _report(
 
         small = shrink.shrink(program, fails, trials=options.trials)
         (folder / f"{name}-small.json").write_text(json.dumps(small))
-        (folder / f"{name}.py").write_text(render.script(small, complaints))
+        if "fault" not in program:
+            (folder / f"{name}.py").write_text(render.script(small, complaints))
         print(
-            f"    shrunk from {shrink.size(program)} to {shrink.size(small)} (ranks, calls, steps, elements): {folder / name}.py"
+            f"    shrunk from {shrink.size(program)} to {shrink.size(small)} (ranks, calls, steps, elements): "
+            f"{folder / name}-small.json"
         )
     sys.stdout.flush()
 
@@ -154,10 +189,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="programs on the engine alone, under virtual time (--seed, --count, --minutes)",
     )
+    parser.add_argument(
+        "--faults",
+        action="store_true",
+        help="programs and training jobs during which a rank is killed, stopped or cut off",
+    )
     parser.add_argument("--seed", type=int, default=None, help="the first seed (default: from the clock)")
     parser.add_argument("--count", type=int, default=1_000_000, help="how many seeds")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (per mutant with --mutant)")
-    parser.add_argument("--medium", choices=list(MEDIA), help="one medium (default: each program over both)")
+    parser.add_argument("--medium", choices=list(FAULT_MEDIA), help="one medium (default: each program over all)")
     parser.add_argument("--wrong", action=argparse.BooleanOptionalAction, help="only (or no) wrong programs")
     parser.add_argument("--gloo", type=int, default=50, metavar="N", help="run every Nth seed on gloo, too (0: none)")
     parser.add_argument(

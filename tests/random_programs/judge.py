@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from random_programs import faults
+
 Report = dict[str, Any]
 
 
-def judge(program: dict[str, Any], reports: dict[int, Report | None]) -> list[str]:
-    """What is wrong; nothing if all is as it must be. A report of None: the rank died or did not end."""
+def judge(
+    program: dict[str, Any], reports: dict[int, Report | None], struck: dict[str, Any] | None = None
+) -> list[str]:
+    """What is wrong; nothing if all is as it must be. A report of None: the rank died or did not end. ``struck``: when the
+    program's fault came, if it did (`strike.Helper.struck`)."""
     found = []
     for rank, report in reports.items():
         if report is not None:
@@ -17,6 +22,8 @@ def judge(program: dict[str, Any], reports: dict[int, Report | None]) -> list[st
     found += _same_bits(reports)
     found += _barriers(reports)
     wrong = program["wrong"]
+    if struck is not None and program["fault"]["kind"] not in faults.HARMLESS:
+        return found + _judge_fault(program, program["fault"], reports, struck)
     if wrong is None:
         for rank, report in reports.items():
             if report is None:
@@ -24,10 +31,7 @@ def judge(program: dict[str, Any], reports: dict[int, Report | None]) -> list[st
                 continue
             for end in report["ends"]:
                 if "kinds" in end:
-                    what = program["calls"].get(end["call"], {}).get("call", "")
-                    found.append(
-                        f"rank {rank}: call {end['call']} ({what}): {end['step']}: {end['kinds'][0]}: {end['text']}"
-                    )
+                    found.append(_said(program, rank, end))
         return found
     return found + _judge_wrong(program, wrong, reports)
 
@@ -81,8 +85,7 @@ def _judge_wrong(program: dict[str, Any], wrong: dict[str, Any], reports: dict[i
                 )
     group = program["calls"][wrong["call"]]["group"]
     for rank, end in errors:
-        spec = program["calls"].get(end["call"], {})
-        text = f"rank {rank}: call {end['call']} ({spec.get('call', end['step'])}): {end['kinds'][0]}: {end['text']}"
+        spec, text = program["calls"].get(end["call"], {}), _said(program, rank, end)
         if not any(kind in allowed for kind in _kinds(end)):
             found.append(f"not an error that a wrong {wrong['kind']} allows ({', '.join(allowed)}): {text}")
         elif "rank" not in end["text"]:
@@ -94,6 +97,61 @@ def _judge_wrong(program: dict[str, Any], wrong: dict[str, Any], reports: dict[i
     if must == "timeout" and not any("Timeout" in _kinds(end) for _, end in errors):
         found.append(f"nobody noticed that rank {wrong['rank']} came too late to call {wrong['call']}: no time-out")
     return found
+
+
+def _judge_fault(
+    program: dict[str, Any], fault: dict[str, Any], reports: dict[int, Report | None], struck: dict[str, Any]
+) -> list[str]:
+    """Errors say that a rank was lost, and which, and come in time. Whoever gets none is right, as in any program."""
+    found = []
+    elastic = any(spec["call"] == "elastic" for spec in program["calls"].values())
+    struck_ranks = _ranks_in_generation(program, fault, reports) if elastic else faults.names(fault)
+    for rank, report in reports.items():
+        is_victim = rank == fault["rank"]
+        if report is None:
+            if not (is_victim and fault["kind"] == "kill"):
+                found.append(f"rank {rank} died")
+            continue
+        allowed = ["PeerLost", "Closed", "Refused"]
+        limit_s = faults.PATIENCE_S + _SLACK_OF_FAULTS_S
+        if fault["at"] == ["begin"]:
+            # Who has not come to the group is missed at its time-out.
+            allowed.append("Timeout")
+            limit_s += program["timeout_s"]
+        since_s = struck.get("until_s", struck["at_s"]) if is_victim else struck["at_s"]
+        if is_victim and fault["kind"].startswith(("cut", "any cut")):
+            # It has lost the store as well.
+            allowed += ["Config", "DistError"]
+        errors = [end for end in report["ends"] if "kinds" in end]
+        for end in errors:
+            text = _said(program, rank, end)
+            took_s = end["at_s"] - since_s
+            most_s = limit_s + (_ELASTIC_S if elastic and end["step"] != "generation" else 0)
+            if not any(kind in allowed for kind in _kinds(end)):
+                found.append(f"not an error that the fault {fault['kind']!r} allows ({', '.join(allowed)}): {text}")
+            elif took_s > most_s:
+                found.append(f"{took_s:.1f} s after the fault, more than {most_s} s: {text}")
+        named = r"rank(\(s\))? " + (r"\d" if is_victim else f"({'|'.join(map(str, struck_ranks))})\\b")
+        first = next((end for end in errors if not {"LeftBehind", "DistError"} & set(end["kinds"])), None)
+        if first is not None and not re.search(named, first["text"]):
+            found.append(f"an error that does not name {named}: {_said(program, rank, first)}")
+        if elastic and not is_victim and errors and errors[-1]["step"] != "generation":
+            found.append(f"it has not gone on: {_said(program, rank, errors[-1])}")
+        ended_s = max((end["at_s"] for end in report["ends"]), default=since_s) - since_s
+        if elastic and ended_s > limit_s + _ELASTIC_S:
+            found.append(f"rank {rank} ended {ended_s:.1f} s after the fault, more than {limit_s + _ELASTIC_S} s")
+    return found
+
+
+def _ranks_in_generation(
+    program: dict[str, Any], fault: dict[str, Any], reports: dict[int, Report | None]
+) -> list[int]:
+    """What the rank that was struck is called in an elastic job, where ranks are given by age: the rank that none of the others
+    has. All that it may be, where not all of the others say what they are."""
+    others = [report["ends"] for rank, report in reports.items() if report is not None and rank != fault["rank"]]
+    firsts = [next((end for end in ends if end["step"] == "generation"), None) for ends in others]
+    taken = {end["rank"] for end in firsts if end is not None and end["world"] == program["ranks"]}
+    return [rank for rank in range(program["ranks"]) if rank not in taken or len(taken) < len(others)]
 
 
 def _blocks_unseen(program: dict[str, Any], wrong: dict[str, Any]) -> bool:
@@ -117,10 +175,12 @@ def _blocks_unseen(program: dict[str, Any], wrong: dict[str, Any]) -> bool:
     return False
 
 
-# Of the ranks of a pool. Deaths of processes are known by their sockets at once, but not always.
-PEER_TIMEOUT_S = 10
 # How much later than promised a step may end on a machine that does much else.
 _SLACK_S = 10.0
+# The same for faults: the engine promises a second beyond its patience, and programs pause before they look.
+_SLACK_OF_FAULTS_S = 4.0
+# What a change of membership may take: the window, a rebuild that fails, and the way to the end.
+_ELASTIC_S = faults.ELASTIC["window_s"] + faults.ELASTIC["rebuild_timeout_s"] + 8.0
 # By deviation: the errors that ranks may get, how long any step may take, and what must be seen.
 _ALLOWED: dict[str, tuple[tuple[str, ...], float, str]] = {
     "count": (("Mismatch", "Config"), _SLACK_S, "mismatch"),
@@ -130,12 +190,17 @@ _ALLOWED: dict[str, tuple[tuple[str, ...], float, str]] = {
     "call": (("Mismatch",), _SLACK_S, "mismatch"),
     "splits": (("Mismatch", "Config"), _SLACK_S, "mismatch"),
     "order": (("Mismatch",), _SLACK_S, "mismatch"),
-    "missing": (("Mismatch", "PeerLost", "Closed"), PEER_TIMEOUT_S + _SLACK_S, ""),
-    "leave": (("PeerLost", "Closed", "Refused"), PEER_TIMEOUT_S + _SLACK_S, ""),
-    "kill": (("PeerLost", "Closed", "Refused"), PEER_TIMEOUT_S + _SLACK_S, ""),
-    "stop": ((), PEER_TIMEOUT_S + _SLACK_S, ""),
-    "timeout": (("Timeout", "Closed"), PEER_TIMEOUT_S + _SLACK_S, "timeout"),
+    "missing": (("Mismatch", "PeerLost", "Closed"), faults.PEER_TIMEOUT_S + _SLACK_S, ""),
+    "leave": (("PeerLost", "Closed", "Refused"), faults.PEER_TIMEOUT_S + _SLACK_S, ""),
+    "kill": (("PeerLost", "Closed", "Refused"), faults.PEER_TIMEOUT_S + _SLACK_S, ""),
+    "stop": ((), faults.PEER_TIMEOUT_S + _SLACK_S, ""),
+    "timeout": (("Timeout", "Closed"), faults.PEER_TIMEOUT_S + _SLACK_S, "timeout"),
 }
+
+
+def _said(program: dict[str, Any], rank: int, end: dict[str, Any]) -> str:
+    what = program["calls"].get(end["call"], {}).get("call", "")
+    return f"rank {rank}: call {end['call']} ({what}): {end['step']}: {end['kinds'][0]}: {end['text']}"
 
 
 def _kinds(end: dict[str, Any]) -> list[str]:
@@ -164,6 +229,10 @@ _SORTS = {
     "bits": "hold different bits",
     "value": "are wrong, the first at",
     "tester": "the tester failed",
+    "anew": "in a new group",
+    "orphan": "orphan",
+    "name": "does not name",
+    "late": "s after the fault",
     "unnoticed": "nobody noticed",
     "slow": "s, more than",
     "mismatch": ": Mismatch:",

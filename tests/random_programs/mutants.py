@@ -42,7 +42,7 @@ def _on_start(change: Callable[[str, dict[str, Any], Any], None]) -> Callable[[c
     """Change what the backend passes to the engine: ``change(collective, arguments, membership)``."""
 
     def plant(stack: contextlib.ExitStack) -> None:
-        from penstock.torch import rendezvous
+        from penstock.runtime import groups
 
         class Start:
             def __init__(self, group: Any, membership: Any) -> None:
@@ -64,7 +64,7 @@ def _on_start(change: Callable[[str, dict[str, Any], Any], None]) -> Callable[[c
 
             return joined
 
-        _patch(stack, rendezvous, "join", join)
+        _patch(stack, groups, "join", join)
 
     return plant
 
@@ -251,7 +251,7 @@ def _barrier_does_not_wait(stack: contextlib.ExitStack) -> None:
 
 
 def _group_not_left(stack: contextlib.ExitStack) -> None:
-    from penstock.torch import rendezvous
+    from penstock.runtime import groups
 
     def replace(true: Any) -> Any:
         def leave(self: Any) -> None:
@@ -259,11 +259,11 @@ def _group_not_left(stack: contextlib.ExitStack) -> None:
 
         return leave
 
-    _patch(stack, rendezvous.Membership, "leave", replace)
+    _patch(stack, groups.Membership, "leave", replace)
 
 
 def _descriptor_lost(stack: contextlib.ExitStack) -> None:
-    from penstock.torch import rendezvous
+    from penstock.runtime import groups
 
     def replace(true: Any) -> Any:
         def leave(self: Any) -> None:
@@ -272,11 +272,11 @@ def _descriptor_lost(stack: contextlib.ExitStack) -> None:
 
         return leave
 
-    _patch(stack, rendezvous.Membership, "leave", replace)
+    _patch(stack, groups.Membership, "leave", replace)
 
 
 def _gradient_not_delivered(stack: contextlib.ExitStack) -> None:
-    from penstock.torch import gradients
+    from penstock.training import gradients
 
     def replace(true: Any) -> Any:
         def submit(self: Any, index: int, gradient: Any, absent: bool = False) -> None:

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ranks
 from collectives import reference
 from penstock.errors import Closed, PeerLost, PenstockError
-from random_programs import model, mutants
+from random_programs import faults, model, mutants, strike, training
 
 Spec = dict[str, Any]
 
@@ -47,22 +47,25 @@ def serve(medium: str) -> None:
             return
         if rank < order["program"]["ranks"]:
             with mutants.planted(order["mutant"]):
-                report = run(order["program"], order["backend"], store, f"{number}", rank)
+                report = run(order["program"], order["backend"], store, f"{number}", rank, order["folder"])
             ranks.note(f"report {number}", report)
         number += 1
 
 
-def run(program: dict[str, Any], backend: str, store: Any, name: str, rank: int) -> dict[str, Any]:
-    """Run one program on this rank.
+def run(
+    program: dict[str, Any], backend: str, store: Any, name: str, rank: int, folder: str | None = None
+) -> dict[str, Any]:
+    """Run one program on this rank. A program with a fault has a folder (`strike`).
 
     Returns: ``ends``: for each step that made or waited for a call, how that went; ``complaints``: what is wrong whatever the
         program is; ``digests``: of results that must have the same bits on all ranks; ``seconds``.
     """
     started_s = time.monotonic()
     before = _held()
-    rank_of = _Rank(program, backend, rank)
+    keys = dist.PrefixStore(f"programs/{name}", store)
+    rank_of = _Rank(program, backend, rank, keys, strike.Target(program.get("fault"), rank, folder))
     try:
-        if rank_of.begin(dist.PrefixStore(f"programs/{name}", store)):
+        if rank_of.begin():
             rank_of.play()
             if backend != "penstock":
                 # gloo fails to connect to a rank that has nothing to do and leaves.
@@ -70,7 +73,10 @@ def run(program: dict[str, Any], backend: str, store: Any, name: str, rank: int)
     except Exception:
         rank_of.complain(f"the tester failed:\n{traceback.format_exc()}")
     rank_of.end()
-    rank_of.look_for_leaks(before)
+    if "fault" in program:
+        rank_of.begin_anew()
+    if not ("fault" in program and rank == program["fault"]["rank"] and faults.is_left_out(program["fault"])):
+        rank_of.look_for_leaks(before)
     return {
         "ends": rank_of.ends,
         "complaints": rank_of.complaints,
@@ -80,8 +86,9 @@ def run(program: dict[str, Any], backend: str, store: Any, name: str, rank: int)
 
 
 class _Rank:
-    def __init__(self, program: dict[str, Any], backend: str, rank: int) -> None:
+    def __init__(self, program: dict[str, Any], backend: str, rank: int, store: Any, target: strike.Target) -> None:
         self.program, self.backend, self.rank = program, backend, rank
+        self.store, self.target = store, target
         self.groups: dict[str, Any] = {}
         self.ended: dict[str, Any] = {}
         self.pending: dict[str, _Pending] = {}
@@ -96,17 +103,20 @@ class _Rank:
         if len(self.complaints) < 20:
             self.complaints.append(text)
 
-    def begin(self, store: Any) -> bool:
+    def begin(self) -> bool:
         def init() -> None:
             dist.init_process_group(
                 self.backend,
-                store=store,
+                store=dist.PrefixStore("group", self.store),
                 rank=self.rank,
                 world_size=self.program["ranks"],
                 timeout=datetime.timedelta(seconds=self.program["timeout_s"]),
             )
             self.groups["world"] = dist.group.WORLD
 
+        self.target.begin()
+        if any(spec["call"] == "elastic" for spec in self.program["calls"].values()):
+            return True  # it makes its groups itself
         # A wrong program's first call may fail on one rank while another is still joining.
         return self._try("", "init", init)
 
@@ -119,6 +129,8 @@ class _Rank:
                 self._stop(step[1])
             elif what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif what == "strike":
+                self.target.at("step")
             elif what == "leave":
                 return
             elif what == "refused":
@@ -146,6 +158,9 @@ class _Rank:
         spec = {**self.program["calls"][name], **changes}
         if spec["call"] == "new_group":
             self._try(name, "call", lambda: self._new_group(spec))
+            return
+        if spec["call"] in ("train", "elastic"):
+            self._try(name, "call", lambda: self._train(name, spec))
             return
         group = self.groups.get(spec["group"])
         if group is None:
@@ -201,6 +216,46 @@ class _Rank:
         if made is not dist.GroupMember.NON_GROUP_MEMBER:
             self.groups[spec["group"]] = made
 
+    def _train(self, name: str, spec: Spec) -> None:
+        def failed(error: Exception) -> None:
+            place = {"world": dist.get_world_size(), "rank": dist.get_rank()}
+            self.ends.append({"call": name, "step": "generation", "seconds": 0, **place, **_told(error)})
+
+        if spec["call"] == "train":
+            weights = training.train(spec, self.target.at)
+        else:
+            options = {**faults.ELASTIC, "min_ranks": 2, "max_ranks": self.program["ranks"]}
+            weights = training.train_elastically(spec, self.target.at, self.store, options, failed)
+        for key, weight in training.expected(spec).items():
+            if weights is not None and not torch.equal(weights[key], weight):
+                found, wanted = weights[key], weight
+                at = int((found != wanted).nonzero()[0])
+                self.complain(f"{key} is wrong, the first element at {at}: {found[at]} instead of {wanted[at]}")
+
+    def begin_anew(self) -> None:
+        """The ranks that a fault leaves, in the processes in which it was noticed, form another group and use it."""
+        fault = self.program["fault"]
+        left = [one for one in range(self.program["ranks"]) if one != fault["rank"] or not faults.is_left_out(fault)]
+        if self.rank not in left:
+            return
+        try:
+            dist.init_process_group(
+                self.backend,
+                store=dist.PrefixStore("anew", self.store),
+                rank=left.index(self.rank),
+                world_size=len(left),
+                timeout=datetime.timedelta(seconds=self.program["timeout_s"]),
+            )
+            tensor = torch.full((5000,), float(self.rank + 1))
+            dist.all_reduce(tensor)
+            if not (tensor == sum(one + 1 for one in left)).all():
+                self.complain(f"in a new group: {tensor[0]} .. {tensor[-1]} are wrong, the first at 0")
+        except Exception:
+            self.complain(f"in a new group:\n{traceback.format_exc()}")
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
     def _finish(self, pending: _Pending, within_s: float | None = None) -> None:
         pending.wait(within_s)
         pending.check()
@@ -212,17 +267,13 @@ class _Rank:
         try:
             action()
         except Exception as error:
-            end |= {
-                "kinds": [kind.__name__ for kind in type(error).__mro__],
-                "text": str(error)[:1000],
-                "lives": bool(getattr(error, "group_lives", False)),
-            }
+            end |= _told(error)
             # A program that has lost a rank ends; one that is told that its ranks disagree may go on in other groups.
             self.is_over = (
                 isinstance(error, (PeerLost, Closed)) or "PeerLost: " in str(error) or "Closed: " in str(error)
             )
         ended_s = time.monotonic()
-        end["seconds"] = round(ended_s - started_s, 3)
+        end["seconds"], end["at_s"] = round(ended_s - started_s, 3), ended_s
         if self.program["calls"].get(name, {}).get("call") in ("barrier", "monitored_barrier"):
             # The clock is the same for all processes of a machine.
             end["from_s"], end["to_s"] = started_s, ended_s
@@ -236,6 +287,7 @@ class _Rank:
         os.kill(pid, signal.SIGSTOP)
 
     def end(self) -> None:
+        self.target.end()
         self.pending.clear()
         self.groups.clear()
         self.ended.clear()
@@ -246,14 +298,14 @@ class _Rank:
         for child in self.children:
             child.wait()
 
-    def look_for_leaks(self, before: tuple[int, int]) -> None:
+    def look_for_leaks(self, before: tuple[int, int, int]) -> None:
         """Everything that this program used is given back, soon after its last group has gone."""
         deadline_s = time.monotonic() + _SETTLE_S
         while True:
             gc.collect()
             alive = [label for label, one in self.storages if not one.expired()]
-            descriptors, threads = _held()
-            grown = descriptors > before[0] or threads > before[1]
+            held = _held()
+            grown = any(now > then for now, then in zip(held, before, strict=True))
             if not alive and not grown:
                 break
             if time.monotonic() > deadline_s:
@@ -261,8 +313,8 @@ class _Rank:
                     self.complain(f"leak: still held after the end: the memory of {', '.join(alive[:5])}")
                 if grown:
                     self.complain(
-                        f"leak: {descriptors} descriptors and {threads} threads at the end, {before[0]} and {before[1]} "
-                        f"before; threads: {_threads()}; open: {_open_files()}"
+                        f"leak: {held} descriptors, threads and shared mappings at the end, {before} before; "
+                        f"threads: {_threads()}; open: {_open_files()}"
                     )
                 break
             time.sleep(0.01)
@@ -680,19 +732,35 @@ _ALIKE = {"all_reduce", "all_reduce_coalesced", "coalesced all_reduce", "functio
 # -------------------------------------------------------------------------------------------------------------- helpers
 
 
+def _told(error: Exception) -> dict[str, Any]:
+    return {
+        "kinds": [kind.__name__ for kind in type(error).__mro__],
+        "text": str(error)[:1000],
+        "lives": bool(getattr(error, "group_lives", False)),
+        "at_s": time.monotonic(),
+    }
+
+
 def _warm_up() -> None:
     """Everything that a process opens once and keeps: imports, the clocks' files, the threads of autograd."""
     torch.ones(1, requires_grad=True).sum().backward()
-    for module in ("penstock.torch.gradients", "penstock.horovod.torch", "torch.distributed._functional_collectives"):
+    for module in (
+        "penstock.training.gradients",
+        "penstock.horovod.torch",
+        "torch.distributed._functional_collectives",
+    ):
         with contextlib.suppress(ImportError):
             __import__(module)
 
 
-def _held() -> tuple[int, int]:
-    """Descriptors and threads of this process, without the two spare threads that the engine keeps for callbacks."""
+def _held() -> tuple[int, int, int]:
+    """Descriptors of this process, threads without the two spare ones that the engine keeps for callbacks, and mappings of memory
+    that ranks share."""
     threads = _threads()
     spare = min(2, sum(one.startswith("penstock-callba") for one in threads))
-    return len(os.listdir("/proc/self/fd")), len(threads) - spare
+    with open("/proc/self/maps") as file:
+        mappings = sum("/memfd:penstock" in line for line in file)
+    return len(os.listdir("/proc/self/fd")), len(threads) - spare, mappings
 
 
 def _threads() -> list[str]:

@@ -73,6 +73,9 @@ def _without_rank(program: Program) -> Iterator[Program]:
     last = program["ranks"] - 1
     if last < 2 or (program["wrong"] and program["wrong"]["rank"] == last):
         return
+    fault = program.get("fault", {})
+    if last in (fault.get("rank"), fault.get("from")):
+        return
     found = copy.deepcopy(program)
     found["ranks"] = last
     found["steps"].pop()
@@ -136,6 +139,8 @@ def _simpler(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "all_reduce_coalesced",
         "reducer",
         "hvd allreduce",
+        "train",
+        "elastic",
     )
     if several and len(counts) > 1:
         yield {**spec, "counts": counts[: len(counts) // 2]}
@@ -173,4 +178,4 @@ def _simpler(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 # Steps that belong to no call: ["pause", ...] and the like.
-_OF_NO_CALL = ("pause", "stop", "kill", "leave")
+_OF_NO_CALL = ("pause", "stop", "kill", "leave", "strike")

@@ -1,5 +1,6 @@
 //! The daemons of in-network aggregation: an *aggregator* adds what its children push and forwards one sum, a *server* commits
-//! sums and returns them. `docs/aggregation.md` has the protocol, `docs/aggregator.md` is for those who run these.
+//! sums and returns them. `docs/design/aggregation.md` has the protocol,
+//! `docs/reference/aggregator.md` is for those who run these.
 //!
 //! ```text
 //!            HTTP (TCP port P)                         UDP ports P, P+1, ... P+K-1

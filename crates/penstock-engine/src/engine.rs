@@ -1,11 +1,11 @@
 //! The engine as callers see it.
 
-use crate::aggregated::{Lane, LaneSpec, LaneStats, Sockets};
+use crate::aggregated::{Client, ClientSpec, ClientStats, Sockets};
 use crate::recorder::Recorder;
 use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
 use crate::stats::Stats;
 use crate::ticket::Ticket;
-use penstock_net::memory::{Landmark, Region};
+use penstock_net::memory::{MemoryEpoch, Region};
 use penstock_net::{Contact, Driver, Listen, Process, Ptracer, Settings, Wake, fds};
 use penstock_plan::{Algorithm, Thresholds};
 use penstock_protocol::handshake::NodeKey;
@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How an engine behaves. The Python front's `config.py` says what each knob costs and when to turn it.
+/// How an engine behaves. The Python front's `config.py` says what each setting costs and when to change it.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// This process's rank in the job, for messages.
@@ -58,7 +58,7 @@ pub struct Engine {
     thread: Mutex<Option<JoinHandle<()>>>,
     is_stopping: AtomicBool,
     /// Peers may look at it for as long as the contact is out.
-    _landmark: Arc<Landmark>,
+    _memory_epoch: Arc<MemoryEpoch>,
     next_region: AtomicU64,
 }
 
@@ -78,7 +78,7 @@ impl Engine {
         let mut node = [0; 16];
         getrandom::fill(&mut node)
             .map_err(|error| Failure::of_call(FailureKind::Bug, format!("no randomness from the kernel: {error}.")))?;
-        let landmark = Arc::new(Landmark::new(node));
+        let memory_epoch = Arc::new(MemoryEpoch::new(node));
         let settings = settings(config, node);
         let listen = Listen { addresses: config.addresses.clone(), ports: config.ports.clone() };
         let driver = Driver::new(settings, &listen)
@@ -88,12 +88,12 @@ impl Engine {
             rank: config.rank,
             host: config.host.clone(),
             tcp: driver.addresses(),
-            landmark: if driver.listens_locally() { landmark.address() } else { 0 },
+            memory_epoch: if driver.listens_locally() { memory_epoch.address() } else { 0 },
             process: Process::own(),
         };
         let shared = Arc::new(Shared::default());
         let wake = driver.wake_handle();
-        let (own, mark) = (shared.clone(), landmark.clone());
+        let (own, mark) = (shared.clone(), memory_epoch.clone());
         let recorder =
             Recorder::new(config.rank, config.generation.0, config.host.clone(), config.flight_recorder.clone());
         let records = recorder.clone();
@@ -109,7 +109,7 @@ impl Engine {
             contact,
             thread: Mutex::new(Some(thread)),
             is_stopping: AtomicBool::new(false),
-            _landmark: landmark,
+            _memory_epoch: memory_epoch,
             next_region: AtomicU64::new(1),
         })
     }
@@ -124,7 +124,7 @@ impl Engine {
     #[must_use]
     pub fn join(&self, spec: GroupSpec) -> (Group, Ticket) {
         let ticket = Ticket::default();
-        let group = Group { id: spec.id, handle: self.handle.clone(), lane: Arc::default() };
+        let group = Group { id: spec.id, handle: self.handle.clone(), client: Arc::default() };
         self.handle.command(Command::Join(spec, ticket.promise()), &ticket);
         (group, ticket)
     }
@@ -215,7 +215,7 @@ pub struct Group {
     id: GroupId,
     handle: Arc<Handle>,
     /// What takes its large all-reduces, where aggregators and servers do.
-    lane: Arc<OnceLock<Lane>>,
+    client: Arc<OnceLock<Client>>,
 }
 
 impl Group {
@@ -238,8 +238,8 @@ impl Group {
     /// # Safety
     /// As there.
     pub(crate) unsafe fn start_as(&self, call: Call, ticket: Ticket) {
-        match self.lane.get().filter(|lane| lane.takes(&call)) {
-            Some(lane) => lane.start(call, ticket),
+        match self.client.get().filter(|client| client.takes(&call)) {
+            Some(client) => client.start(call, ticket),
             None => self.handle.command(Command::Start(self.id, call, ticket.promise()), &ticket),
         }
     }
@@ -252,22 +252,22 @@ impl Group {
     ///
     /// # Panics
     /// If the group is aggregated already.
-    pub fn aggregate(&self, sockets: Sockets, spec: LaneSpec) -> Result<(), Failure> {
+    pub fn aggregate(&self, sockets: Sockets, spec: ClientSpec) -> Result<(), Failure> {
         check_fork()?;
-        let lane = Lane::start_thread(self.alone(), sockets, spec, self.handle.recorder.clone())?;
-        assert!(self.lane.set(lane).is_ok(), "a group is aggregated once");
+        let client = Client::start_thread(self.alone(), sockets, spec, self.handle.recorder.clone())?;
+        assert!(self.client.set(client).is_ok(), "a group is aggregated once");
         Ok(())
     }
 
     /// What the aggregated operations have done so far; `None` where there are none.
     #[must_use]
-    pub fn aggregated_stats(&self) -> Option<LaneStats> {
-        self.lane.get().map(Lane::stats)
+    pub fn aggregated_stats(&self) -> Option<ClientStats> {
+        self.client.get().map(Client::stats)
     }
 
-    /// The group without its lane.
+    /// The group without its client.
     fn alone(&self) -> Group {
-        Group { id: self.id, handle: self.handle.clone(), lane: Arc::default() }
+        Group { id: self.id, handle: self.handle.clone(), client: Arc::default() }
     }
 
     /// A ticket that ends when the group fails, with its failure, or is left.
@@ -277,8 +277,8 @@ impl Group {
 
     /// The buffers of an operation that was started with [`Call::hold`] are ready.
     pub fn release(&self, ticket: &Ticket) {
-        if let Some(lane) = self.lane.get() {
-            lane.release(ticket);
+        if let Some(client) = self.client.get() {
+            client.release(ticket);
         }
         self.handle.command(Command::Release(self.id, ticket.clone()), ticket);
     }
@@ -288,8 +288,8 @@ impl Group {
     /// change the algorithm between the same two operations; streams are each sender's own affair, and those of other groups
     /// with these ranks as well.
     pub fn retune(&self, algorithm: Option<Algorithm>, streams: usize) {
-        if let Some(lane) = self.lane.get() {
-            lane.retune(algorithm);
+        if let Some(client) = self.client.get() {
+            client.retune(algorithm);
         }
         self.handle.command(Command::Retune(self.id, algorithm, streams), &Ticket::default());
     }
@@ -314,11 +314,11 @@ impl Group {
 
     /// Leaves the group; operations that still run fail.
     pub fn leave(&self) {
-        if let Some(lane) = self.lane.get() {
-            if let Some(failure) = lane.left() {
+        if let Some(client) = self.client.get() {
+            if let Some(failure) = client.left() {
                 self.fail(failure);
             }
-            lane.stop();
+            client.stop();
         }
         self.handle.command(Command::Leave(self.id), &Ticket::default());
     }
@@ -331,7 +331,7 @@ impl Group {
     /// Fails the group, on all ranks, because its caller waits no longer: for the end of [`Engine::join`], or of an
     /// operation. A failed join says who is missing.
     pub fn expire(&self, waited: Duration) {
-        if let Some(failure) = self.lane.get().and_then(|lane| lane.expired(waited)) {
+        if let Some(failure) = self.client.get().and_then(|client| client.expired(waited)) {
             return self.fail(failure);
         }
         self.handle.command(Command::Expire(self.id, waited.as_nanos() as u64), &Ticket::default());
@@ -536,13 +536,12 @@ mod tests {
     fn too_many_messages_that_nobody_receives() {
         for in_other_group in [false, true] {
             let (engines, groups) = pair(false);
-            let (others, joins): (Vec<_>, Vec<_>) =
-                (0..2).map(|rank| engines[rank as usize].join(spec(&engines, rank, 2))).unzip();
-            joins
-                .iter()
-                .for_each(|ticket| ticket.wait(Some(Duration::from_secs(10))).expect("an end").expect("joined"));
-            let watch = Ticket::default();
-            groups[1].watch(watch.clone());
+            let others = joined(&engines, 2);
+            let watches = [0, 1].map(|rank: usize| {
+                let watch = Ticket::default();
+                groups[rank].watch(watch.clone());
+                watch
+            });
             let send = |group: &Group| {
                 let call = call(Collective::Send { to: 1 }, 7, &mut []);
                 // SAFETY: it has no buffer.
@@ -550,25 +549,58 @@ mod tests {
             };
             let mut tickets: Vec<Ticket> = (0..1 << 14).map(|_| send(&groups[0])).collect();
             while engines[1].stats().expect("it runs").held.early_messages < 1 << 14 {
-                assert!(watch.result().is_none(), "too soon");
+                assert!(watches[1].result().is_none(), "too soon");
             }
+            // Not afterwards: the receiver drops what has come for a group that has failed, and its sender gets credit.
+            let ended = tickets.iter().filter(|ticket| ticket.result().is_some()).count();
+            assert!((8000..=8192).contains(&ended), "{ended} sends did not wait for a receiver");
             let one_too_many = send(if in_other_group { &others[0] } else { &groups[0] });
             tickets.extend((!in_other_group).then(|| one_too_many.clone()));
-            let (last, heard) = (wait(tickets.last().expect("many")), wait(&watch));
-            for failure in [&last, &heard] {
+            for failure in watches.each_ref().map(wait) {
                 assert!(failure.kind == FailureKind::Mismatch, "{failure}");
                 assert!(failure.message.contains("16384 messages of rank 0"), "{failure}");
             }
-            let end =
-                |ticket: &&Ticket| ticket.wait(Some(Duration::from_secs(10))).expect("an end within 10 s").is_ok();
-            let ended = tickets.iter().filter(end).count();
-            assert!((8000..=8192).contains(&ended), "{ended} sends did not wait for a receiver");
+            for ticket in &tickets {
+                ticket.wait(Some(Duration::from_secs(10))).expect("an end within 10 s").ok();
+            }
             if in_other_group {
                 let received = receive(&others[1], 0, 7, &mut []);
                 for ticket in [&received, &one_too_many] {
                     ticket.wait(Some(Duration::from_secs(10))).expect("an end within 10 s").expect("it goes on");
                 }
             }
+        }
+    }
+
+    /// Where a rank can keep no more messages, the rank that has sent most of them loses a group for it, although another one has
+    /// sent more in a single group.
+    #[test]
+    fn a_flood_ends_a_group_of_its_sender() {
+        let (engines, mut groups) = some(3, false);
+        for id in 2..=4 {
+            groups.extend(joined(&engines, id));
+        }
+        let group = |id: usize, rank: usize| &groups[3 * (id - 1) + rank];
+        // SAFETY: it has no buffer.
+        let send = |id, rank| unsafe { group(id, rank).start(call(Collective::Send { to: 2 }, 7, &mut [])) };
+        for _ in 0..4000 {
+            (1..=3).for_each(|id| drop(send(id, 0)));
+        }
+        let tickets: Vec<Ticket> = (12_000..1 << 14).map(|_| send(4, 1)).collect();
+        while engines[2].stats().expect("it runs").held.early_messages < 1 << 14 {
+            assert!(tickets.iter().all(|ticket| ticket.result().is_none_or(|end| end.is_ok())), "too soon");
+        }
+        let watch = Ticket::default();
+        group(3, 2).watch(watch.clone());
+        let one_more = send(4, 1);
+        let failure = wait(&watch);
+        assert!(
+            failure.kind == FailureKind::Mismatch && failure.message.contains("4000 messages of rank 0"),
+            "{failure}"
+        );
+        let received: Vec<Ticket> = (12_000..=1 << 14).map(|_| receive(group(4, 2), 1, 7, &mut [])).collect();
+        for ticket in tickets.iter().chain([&one_more]).chain(&received) {
+            ticket.wait(Some(Duration::from_secs(10))).expect("an end within 10 s").expect("its group goes on");
         }
     }
 
@@ -606,6 +638,11 @@ mod tests {
     }
 
     fn pair(shared_memory: bool) -> (Vec<Engine>, Vec<Group>) {
+        some(2, shared_memory)
+    }
+
+    /// So many engines, and a group of them all.
+    fn some(count: u32, shared_memory: bool) -> (Vec<Engine>, Vec<Group>) {
         let config = |rank| Config {
             rank,
             host: "test".into(),
@@ -620,13 +657,19 @@ mod tests {
             socket_buffer_bytes: 0,
             flight_recorder: None,
         };
-        let engines: Vec<Engine> = (0..2).map(|rank| Engine::start(&config(rank)).expect("starts")).collect();
+        let engines: Vec<Engine> = (0..count).map(|rank| Engine::start(&config(rank)).expect("starts")).collect();
+        let groups = joined(&engines, 1);
+        (engines, groups)
+    }
+
+    /// The group of this id, as each of its ranks has it.
+    fn joined(engines: &[Engine], id: u64) -> Vec<Group> {
         let (groups, tickets): (Vec<_>, Vec<_>) =
-            (0..2).map(|rank| engines[rank as usize].join(spec(&engines, rank, 1))).unzip();
+            (0..).zip(engines).map(|(rank, engine)| engine.join(spec(engines, rank, id))).unzip();
         for ticket in tickets {
             ticket.wait(Some(Duration::from_secs(10))).expect("an end").expect("joined");
         }
-        (engines, groups)
+        groups
     }
 
     fn spec(engines: &[Engine], rank: u32, id: u64) -> GroupSpec {

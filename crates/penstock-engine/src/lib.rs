@@ -26,7 +26,7 @@ mod unbound;
 #[cfg(test)]
 mod virtual_time;
 
-pub use aggregated::{LaneSpec, LaneStats, NodeSpec, ServerSpec, ServerStats, Sockets, Wire};
+pub use aggregated::{ClientSpec, ClientStats, NodeSpec, ServerSpec, ServerStats, Sockets, Wire};
 pub use engine::{Config, Engine, Group, check_fork};
 pub use penstock_kernels::simd_level;
 pub use penstock_net::{Contact, Process, Ptracer, fds, interface, memory};

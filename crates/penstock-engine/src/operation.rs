@@ -12,7 +12,7 @@ use std::io;
 use std::sync::Arc;
 
 /// Why no operation here pushes or pulls.
-const AGGREGATED: &str = "plans with servers run in a lane (`crate::aggregated`)";
+const AGGREGATED: &str = "plans with servers run in an aggregation client (`crate::aggregated`)";
 
 /// What an operation wants from the runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +37,17 @@ impl Effect {
             Effect::Read { .. } => None,
         }
     }
+}
+
+/// What an operation waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Awaited {
+    /// A message.
+    Message(u32),
+    /// The other rank's word that it has taken this message of ours, which was sent.
+    Taken(u32),
+    /// The same of one that cannot be sent yet.
+    Unsent,
 }
 
 /// The bytes of an incoming message.
@@ -464,15 +475,15 @@ impl Operation {
         ranks
     }
 
-    /// What is still to come from which rank: a message, or (`None`) its word that it has taken one of ours.
-    pub(crate) fn awaited_messages(&self) -> Vec<(u32, Option<u32>)> {
+    /// What is still to come from which rank.
+    pub(crate) fn awaited_messages(&self) -> Vec<(u32, Awaited)> {
         let mut awaited = Vec::new();
         for (index, step) in self.steps.steps.iter().enumerate() {
             for segment in (0..step.segments).filter(|segment| !self.instance(index as u32, *segment).done) {
                 match &step.action {
                     Action::Recv { from, message, .. } | Action::Await { from, message } => {
                         if !self.held.contains_key(&(self.base[index] + segment)) {
-                            awaited.push((*from, Some(message + segment)));
+                            awaited.push((*from, Awaited::Message(message + segment)));
                         }
                     }
                     Action::Reduce { sources, .. } => {
@@ -482,11 +493,14 @@ impl Operation {
                             if let Operand::Message { from, message } = source
                                 && !here
                             {
-                                awaited.push((*from, Some(message + segment)));
+                                awaited.push((*from, Awaited::Message(message + segment)));
                             }
                         }
                     }
-                    Action::Send { to, .. } | Action::Notify { to, .. } => awaited.push((*to, None)),
+                    Action::Send { to, message, .. } | Action::Notify { to, message } => {
+                        let is_sent = self.instance(index as u32, segment).started;
+                        awaited.push((*to, if is_sent { Awaited::Taken(message + segment) } else { Awaited::Unsent }));
+                    }
                     Action::Copy { .. } => {}
                     Action::Push { .. } | Action::Pull { .. } => unreachable!("{AGGREGATED}"),
                 }
@@ -777,11 +791,11 @@ const BLOCK_BYTES: usize = 256 * 1024;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use penstock_net::memory::Landmark;
+    use penstock_net::memory::MemoryEpoch;
     use penstock_plan::{Algorithm, Collective, Request, Topology, steps};
     use proptest::prelude::*;
 
-    /// A receive of 100 KB from rank 0, whose memory is our own: the sender's bytes, the landmark, the operation.
+    /// A receive of 100 KB from rank 0, whose memory is our own: the sender's bytes, the memory epoch, the operation.
     fn receive(result: &mut [u8]) -> Operation {
         let request = Request {
             collective: Collective::Recv { from: 0 },
@@ -798,20 +812,25 @@ mod tests {
         Operation::new(steps, Memory { dtype: DType::U8, op, world: 2, input: std::ptr::null(), output })
     }
 
-    fn given(bytes: &[u8], landmark: &Landmark) -> Incoming<'static> {
+    fn given(bytes: &[u8], memory_epoch: &MemoryEpoch) -> Incoming<'static> {
         let (pid, address) = (std::process::id(), bytes.as_ptr() as u64);
-        Incoming::Remote(Remote::Process { pid, address, landmark: landmark.address(), epoch: landmark.epoch() })
+        Incoming::Remote(Remote::Process {
+            pid,
+            address,
+            memory_epoch: memory_epoch.address(),
+            epoch: memory_epoch.epoch(),
+        })
     }
 
     /// A reference waits for its turn to be read; what was read while the sender's epoch lasted is what was meant.
     #[test]
     fn references_are_read_when_there_is_time() {
-        let (theirs, landmark, mut result) = (vec![7; 100_000], Landmark::new([1; 16]), vec![0; 100_000]);
+        let (theirs, memory_epoch, mut result) = (vec![7; 100_000], MemoryEpoch::new([1; 16]), vec![0; 100_000]);
         let (mut operation, mut effects) = (receive(&mut result), Vec::new());
         operation.start(&mut effects);
         assert_eq!(effects, [Effect::Open { from: 0, message: 0, count: 1 }]);
         effects.clear();
-        operation.on_message(0, 0, 100_000, given(&theirs, &landmark), &mut effects).expect("it fits");
+        operation.on_message(0, 0, 100_000, given(&theirs, &memory_epoch), &mut effects).expect("it fits");
         assert!(effects.is_empty() && operation.has_work() && !operation.is_done());
         assert!(operation.awaited().is_empty(), "the message is here");
         operation.work(&mut effects).expect("own memory");
@@ -887,7 +906,10 @@ mod tests {
         assert_eq!(opened.len(), 2, "{effects:?}");
         for at in [4000, 0, 1000, 3000, 2000u64] {
             for (from, message) in &opened {
-                assert_eq!(operation.awaited_messages().iter().filter(|(_, message)| message.is_some()).count(), 2);
+                assert_eq!(
+                    operation.awaited_messages().iter().filter(|(_, what)| matches!(what, Awaited::Message(_))).count(),
+                    2
+                );
                 let payload = &theirs[*from as usize - 1][at as usize..at as usize + 1000];
                 let incoming = Incoming::Bytes { offset: at, payload };
                 operation.on_message(*from, *message, len, incoming, &mut effects).expect("it fits");
@@ -898,7 +920,10 @@ mod tests {
         }
         let (from, message) = opened[1];
         let incoming = Incoming::Bytes { offset: 2000, payload: &theirs[from as usize - 1][2000..3000] };
-        assert_eq!(operation.awaited_messages().iter().filter(|(_, message)| message.is_some()).count(), 1);
+        assert_eq!(
+            operation.awaited_messages().iter().filter(|(_, what)| matches!(what, Awaited::Message(_))).count(),
+            1
+        );
         assert!(operation.memory_bytes() >= 2 * len as usize);
         operation.on_message(from, message, len, incoming, &mut effects).expect("it fits");
         for effect in effects.clone() {
@@ -917,7 +942,7 @@ mod tests {
     fn frames_that_do_not_fit_what_is_held() {
         let expected = 100;
         let frames = || Some(Held::Frames { bytes: vec![5; 100], got: 40 });
-        let remote = || Some(Held::Remote(Remote::Process { pid: 1, address: 2, landmark: 3, epoch: 4 }));
+        let remote = || Some(Held::Remote(Remote::Process { pid: 1, address: 2, memory_epoch: 3, epoch: 4 }));
         let slots: [fn() -> Option<Held>; 4] = [|| None, frames, || Some(Held::Bytes(vec![5; 100])), remote];
         let [empty, begun, whole, referenced] = slots;
         // The slot, the frame's offset and length, and the bytes held afterwards if it is taken.
@@ -990,11 +1015,11 @@ mod tests {
     /// on anything else does not count.
     #[test]
     fn doubtful_bytes_wait_for_the_senders_word() {
-        let (theirs, landmark, mut result) = (vec![7; 100_000], Landmark::new([1; 16]), vec![0; 100_000]);
+        let (theirs, memory_epoch, mut result) = (vec![7; 100_000], MemoryEpoch::new([1; 16]), vec![0; 100_000]);
         let (mut operation, mut effects) = (receive(&mut result), Vec::new());
         operation.start(&mut effects);
-        let incoming = given(&theirs, &landmark);
-        landmark.turn();
+        let incoming = given(&theirs, &memory_epoch);
+        memory_epoch.turn();
         effects.clear();
         operation.on_message(0, 0, 100_000, incoming, &mut effects).expect("it fits");
         operation.work(&mut effects).expect("own memory");
@@ -1014,12 +1039,12 @@ mod tests {
     /// Memory that is gone is named with the rank that it belonged to, and nothing is done with the operation.
     #[test]
     fn memory_that_is_gone_names_its_rank() {
-        let (landmark, mut result) = (Landmark::new([1; 16]), vec![0; 100_000]);
+        let (memory_epoch, mut result) = (MemoryEpoch::new([1; 16]), vec![0; 100_000]);
         let (mut operation, mut effects) = (receive(&mut result), Vec::new());
         operation.start(&mut effects);
         effects.clear();
         let pid = std::process::id();
-        let incoming = Remote::Process { pid, address: 4096, landmark: landmark.address(), epoch: 0 };
+        let incoming = Remote::Process { pid, address: 4096, memory_epoch: memory_epoch.address(), epoch: 0 };
         operation.on_message(0, 0, 100_000, Incoming::Remote(incoming), &mut effects).expect("it fits");
         let (rank, misfit) = operation.work(&mut effects).expect_err("nobody has page 1");
         assert!(rank == 0 && matches!(misfit, Misfit::Unreadable(_)), "{misfit:?}");

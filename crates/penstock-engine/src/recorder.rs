@@ -35,7 +35,7 @@ pub(crate) struct Record {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entry(u64);
 
-/// The last [`MOST_RECORDS`] operations. A clone is the same recorder: lanes have threads of their own.
+/// The last [`MOST_RECORDS`] operations. A clone is the same recorder: clients have threads of their own.
 #[derive(Clone, Debug)]
 pub(crate) struct Recorder {
     rank: u32,

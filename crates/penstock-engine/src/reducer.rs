@@ -59,7 +59,7 @@ pub struct ReducerSpec {
     pub wire: Option<DType>,
     /// Keep what rounding for the wire takes off each of this rank's gradients, and add it to the next one before that is
     /// rounded (Seide et al. 2014, section 3; Karimireddy et al. 2019, algorithm 2). Takes four bytes an element, and means
-    /// nothing without `wire`. Hops round the sums as before, and that is not kept (docs/compression.md).
+    /// nothing without `wire`. Hops round the sums as before, and that is not kept (docs/guide/compression.md).
     pub error_feedback: bool,
     /// Fail all ranks when a gradient that is submitted holds NaN or infinity, and name it. One read of it more.
     pub check_finite: bool,

@@ -1,7 +1,7 @@
 //! The engine's thread: groups, operations, failures. It is the [`Handler`] of the event loop.
 
 use crate::digest::digest;
-use crate::operation::{Effect, Incoming, Memory, Misfit, Operation};
+use crate::operation::{Awaited, Effect, Incoming, Memory, Misfit, Operation};
 use crate::pages::HugePages;
 use crate::recorder::{Entry as Recorded, Record, Recorder};
 use crate::reported::{Overtaken, Reported};
@@ -11,7 +11,7 @@ use crate::tags::Tags;
 use crate::ticket::{Promise, Ticket};
 use crate::unbound::{ANY_SOURCE, Unbound};
 use penstock_net::fds::Fd;
-use penstock_net::memory::{Landmark, Mapping, Region, Remote};
+use penstock_net::memory::{Mapping, MemoryEpoch, Region, Remote};
 use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
 use penstock_plan::{
     Algorithm, Collective, Planner, Request, Splits, Steps, Thresholds, Topology, choose, segment_bytes,
@@ -19,7 +19,7 @@ use penstock_plan::{
 use penstock_protocol::fingerprint::{Fingerprint, Name};
 use penstock_protocol::frame::{Channel, Direction, Kind, Reference};
 use penstock_protocol::handshake::{Hello, NodeKey};
-use penstock_protocol::peer::{Body, Event, FLAG_EAGER, OpStatus, Outgoing, Peer, Report};
+use penstock_protocol::peer::{Body, Event, FLAG_EAGER, Farewell, OpStatus, Outgoing, Peer, Report};
 use penstock_protocol::ranges::Ranges;
 use penstock_protocol::{FrameError, Header, MessageKey};
 use penstock_types::{
@@ -187,7 +187,7 @@ impl std::fmt::Debug for Call {
 pub(crate) struct Runtime {
     shared: Arc<Shared>,
     node: NodeKey,
-    landmark: Arc<Landmark>,
+    memory_epoch: Arc<MemoryEpoch>,
     pages: HugePages,
     planner: Planner,
     thresholds: Thresholds,
@@ -195,8 +195,6 @@ pub(crate) struct Runtime {
     /// Ids of groups that were left: what still comes for them is dropped. Kept for ever, since a frame may be late by any
     /// time; rank 0 numbers the groups of the same ranks in order, so they are few ranges.
     closed: Ranges,
-    /// Of the groups that were left in good order, what peers that are still in them must know.
-    departed: HashMap<GroupId, Departed>,
     /// What peers have reported of groups that this process has not joined yet.
     reported: Reported,
     /// Which of them they have left, or have seen fail: nothing more of theirs is kept.
@@ -215,7 +213,7 @@ pub(crate) struct Runtime {
     /// What peers believe of operations that are not posted yet.
     claims: HashMap<(GroupId, Channel, OpSeq), Vec<(PeerId, Fingerprint)>>,
     /// Groups that have a reason to fail, and until when somebody else may come up with a better one.
-    doomed: Vec<(Time, GroupId, Failure)>,
+    pending_failures: Vec<(Time, GroupId, Failure)>,
     /// Operations with messages to read from other processes' memory, most urgent first. Some may be over.
     work: BTreeSet<(Priority, Time, GroupId, OpId)>,
     recorder: Recorder,
@@ -287,10 +285,15 @@ struct Group {
     unbound: Unbound<Posted>,
     joining: Option<Joining>,
     failed: Option<Failure>,
+    /// A member has ended the group after so many collectives, or has left without making more: it fails when those have ended here
+    /// too. Of several, the fewest.
+    ends_after: Option<(u64, Failure)>,
     /// They end with the group.
     watches: Vec<Promise>,
-    /// Members that have left.
-    gone: HashSet<PeerId>,
+    /// Members that have left, and how many collectives they had issued.
+    gone: HashMap<PeerId, u64>,
+    /// What collectives were to members that have left, as the first of them has told.
+    told: HashMap<OpSeq, (PeerId, Fingerprint)>,
     last_algorithm: String,
 }
 
@@ -346,38 +349,11 @@ impl Ended {
     fn fingerprint(&self, op: OpId) -> Option<Fingerprint> {
         self.0.iter().rev().find(|(known, _)| *known == op).map(|(_, fingerprint)| *fingerprint)
     }
-}
 
-/// How far this rank had come in a group that it has left.
-struct Departed {
-    rank: u32,
-    name: Arc<str>,
-    members: Vec<Option<PeerId>>,
-    own: String,
-    issued: Issued,
-    ended: Ended,
-    /// Members that have not left yet. The last one takes the record along.
-    staying: HashSet<PeerId>,
-}
-
-impl Departed {
-    /// How an operation that has ended here differs from what a peer believes it to be.
-    fn difference(&self, peer: PeerId, they: &Contact, key: &MessageKey, theirs: Fingerprint) -> Option<String> {
-        let (other, op) = operation_of(self.rank, &self.members, peer, key)?;
-        let ours = self.ended.fingerprint(op).filter(|ours| *ours != theirs)?;
-        let (we, they) = ((self.rank, self.own.as_str()), (other, they.describe()));
-        Some(difference(op, &self.name, we, ours, (they.0, &they.1), theirs))
-    }
-
-    /// Whether this rank took part in what a peer asks about: then the peer has, or will get, all that it needs.
-    fn has_issued(&self, peer: PeerId, key: &MessageKey) -> bool {
-        operation_of(self.rank, &self.members, peer, key).is_some_and(|(_, op)| op.seq < self.issued.count(op.sequence))
-    }
-
-    fn report(&self) -> Report {
-        let issued = self.issued.collectives.saturating_sub(JOIN_OPS);
-        let message = format!("it has left the group (destroy_process_group) after {issued} collectives.");
-        Report { kind: FailureKind::Closed, message }
+    /// The last collectives.
+    fn collectives(&self) -> impl Iterator<Item = (OpSeq, Fingerprint)> {
+        let collectives = self.0.iter().rev().filter(|(op, _)| op.sequence == Sequence::Collectives);
+        collectives.map(|(op, fingerprint)| (OpSeq(op.seq), *fingerprint))
     }
 }
 
@@ -476,20 +452,19 @@ impl Runtime {
     pub(crate) fn new(
         shared: Arc<Shared>,
         node: NodeKey,
-        landmark: Arc<Landmark>,
+        memory_epoch: Arc<MemoryEpoch>,
         thresholds: Thresholds,
         recorder: Recorder,
     ) -> Runtime {
         Runtime {
             shared,
             node,
-            landmark,
+            memory_epoch,
             pages: HugePages::new(),
             planner: Planner::default(),
             thresholds,
             groups: HashMap::new(),
             closed: Ranges::default(),
-            departed: HashMap::new(),
             reported: Reported::default(),
             overtaken: Overtaken::default(),
             jobs: HashMap::new(),
@@ -499,7 +474,7 @@ impl Runtime {
             early: HashMap::new(),
             arrivals: 0,
             claims: HashMap::new(),
-            doomed: Vec::new(),
+            pending_failures: Vec::new(),
             work: BTreeSet::new(),
             recorder,
             stopping: false,
@@ -562,8 +537,10 @@ impl Runtime {
             unbound: Unbound::default(),
             joining: Some(Joining { ticket, hosts: None }),
             failed: None,
+            ends_after: None,
             watches: Vec::new(),
-            gone: HashSet::new(),
+            gone: HashMap::new(),
+            told: HashMap::new(),
             last_algorithm: String::new(),
         };
         self.groups.insert(spec.id, group);
@@ -842,25 +819,64 @@ impl Runtime {
         self.drive(peers, id, op, |operation, effects| operation.start(effects), now);
     }
 
-    /// Fails an operation that waits for a rank that has left. What the rank gave before it left still counts.
+    /// Fails an operation that waits for a rank that is lost, or has left. What the rank gave before still counts.
     fn check_departed(&mut self, peers: &mut Peers, id: GroupId, op: OpId) {
         let Some(group) = self.groups.get(&id) else { return };
-        if !group.members.iter().flatten().any(|peer| self.peers[*peer as usize].lost.is_some()) {
+        let Some(active) = group.ops.get(&op) else { return };
+        if !group.members.iter().flatten().any(|peer| self.is_gone(group, *peer)) {
             return;
         }
-        let Some(active) = group.ops.get(&op) else { return };
-        let reason = active.operation.awaited_messages().into_iter().find_map(|(rank, message)| {
-            let peer = group.members[rank as usize]?;
-            let key = |message| op.key(id, group.rank, message);
-            // What was only announced, or lies in the rank's memory, went with the rank.
-            let is_here = message
-                .and_then(|message| self.early.get(&(peer, key(message))))
-                .is_some_and(|early| matches!(early.content, Content::Bytes { .. }));
-            self.peers[peer as usize].lost.clone().filter(|_| !is_here)
-        });
-        if let Some(reason) = reason {
-            self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
+        // It fails with the group, of what came first.
+        if group.is_void(op) {
+            return;
         }
+        let failure = active.operation.awaited_messages().into_iter().find_map(|(rank, what)| {
+            let peer = group.members[rank as usize].filter(|peer| self.is_gone(group, *peer))?;
+            let key = |message| op.key(id, group.rank, message);
+            let comes = match what {
+                // What was only announced, or lies in the rank's memory, went with the rank.
+                Awaited::Message(message) => {
+                    let early = self.early.get(&(peer, key(message)));
+                    early.is_some_and(|early| matches!(early.content, Content::Bytes { .. }))
+                }
+                // It has taken this, if its process lives. Its word may come on another stream than that it has left, or with it.
+                Awaited::Taken(message) => {
+                    self.peers[peer as usize].lost.is_none() && !peers.look(peer).needs_the_peer(&key(message))
+                }
+                Awaited::Unsent => false,
+            };
+            (!comes).then(|| self.departure(group, rank, peer, op))
+        });
+        match (failure, op.sequence) {
+            // What came before may still end.
+            (Some(failure), Sequence::Collectives) => self.end_group_after(peers, id, op.seq, failure),
+            (Some(failure), _) => self.fail_group(peers, id, failure, true),
+            (None, _) => {}
+        }
+    }
+
+    /// Whether a member has left the group, has left the job, or is lost.
+    fn is_gone(&self, group: &Group, peer: PeerId) -> bool {
+        group.gone.contains_key(&peer) || self.peers[peer as usize].lost.is_some()
+    }
+
+    /// Why a rank that is gone does not do its part of an operation.
+    fn departure(&self, group: &Group, rank: u32, peer: PeerId, op: OpId) -> Failure {
+        let Some(collectives) = group.gone.get(&peer) else {
+            let reason = self.peers[peer as usize].lost.as_deref().unwrap_or("a rank is gone");
+            return Failure::fatal(FailureKind::PeerLost, format!("{reason}."));
+        };
+        let left = format!(
+            "{} has left the group (its script has ended, or has destroyed the group) after {} collectives",
+            group.contacts[rank as usize].describe(),
+            collectives.saturating_sub(JOIN_OPS)
+        );
+        if op.sequence == Sequence::Collectives && op.seq < *collectives {
+            // What a rank sends in an operation has come before the word that it has left.
+            let message = format!("{left}, and its #{} was another operation, or PENSTOCK_* settings differ.", op.seq);
+            return Failure::fatal(FailureKind::Mismatch, message);
+        }
+        Failure::fatal(FailureKind::PeerLost, format!("{left}."))
     }
 
     /// Fails a group in which a receive without a message waits for ranks that have all left. What they sent has come before that
@@ -873,13 +889,16 @@ impl Runtime {
         }
     }
 
-    /// Why no message comes any more for a receive without one, if that is so.
+    /// Why no message comes any more for a receive without one, if that is so. In a group that is to fail it waits for that.
     fn senders_are_gone(&self, group: &Group, posted: &Posted) -> Option<String> {
+        if group.ends_after.is_some() {
+            return None;
+        }
         let farewell = |rank: u32| {
             let peer = (*group.members.get(rank as usize)?)?;
             let has_left = || {
                 let contact = &group.contacts[rank as usize];
-                group.gone.contains(&peer).then(|| format!("{} has left the group", contact.describe()))
+                group.gone.contains_key(&peer).then(|| format!("{} has left the group", contact.describe()))
             };
             self.peers[peer as usize].lost.clone().or_else(has_left)
         };
@@ -903,12 +922,22 @@ impl Runtime {
         let Some(group) = self.groups.get(&id) else {
             return Some(Failure::fatal(FailureKind::Closed, "the group was destroyed."));
         };
-        let lost = |rank: &u32| {
+        let lost = |rank: &u32, has_left: bool| {
             let info = &self.peers[(*group.members.get(*rank as usize)?)? as usize];
-            let reason = info.lost.as_ref().filter(|_| farewells || !info.has_left)?;
-            Some(Failure::fatal(FailureKind::PeerLost, format!("{reason}.")))
+            info.lost.as_ref().filter(|_| info.has_left == has_left)
         };
-        group.failed.clone().filter(|_| whole).or_else(|| ranks.iter().find_map(lost))
+        let fatal = |message| Failure::fatal(FailureKind::PeerLost, message);
+        let died = || Some(fatal(format!("{}.", ranks.iter().find_map(|rank| lost(rank, false))?)));
+        // Who loses a rank mostly ends with that: the loss is the reason, and not that others have left.
+        let left = || {
+            let reason = ranks.iter().find_map(|rank| lost(rank, true))?;
+            let before = group
+                .failed
+                .as_ref()
+                .map(|failure| format!(" Before, group {} failed: {}", group.name, failure.message));
+            Some(fatal(format!("{reason}.{}", before.unwrap_or_default())))
+        };
+        group.failed.clone().filter(|_| whole).or_else(died).or_else(|| if farewells { left() } else { None })
     }
 
     /// Compares what peers have said of an operation with what it is here. False if the group has failed of it.
@@ -930,7 +959,8 @@ impl Runtime {
                 entry.remove();
             }
         }
-        let odd = from_early.chain(claimed).find(|(peer, theirs)| {
+        let told = group.told.get(&seq).filter(|_| op.sequence == Sequence::Collectives).copied();
+        let odd = from_early.chain(claimed).chain(told).find(|(peer, theirs)| {
             let other = group.members.iter().position(|member| *member == Some(*peer));
             other.is_some_and(|other| active.fingerprint(group.rank, other as u32) != *theirs)
         });
@@ -960,12 +990,15 @@ impl Runtime {
         active.progressed = now;
         act(&mut active.operation, &mut effects);
         let mut at = 0;
-        let mut needs_the_lost = false;
+        let mut needs_the_gone = false;
         // Opening a message may find it here already, which may ready more steps: the list grows while it is walked.
         while at < effects.len() {
             let effect = effects[at];
             at += 1;
-            needs_the_lost |= effect.awaits().is_some_and(|rank| self.is_lost(id, rank));
+            needs_the_gone |= effect.awaits().is_some_and(|rank| {
+                let group = &self.groups[&id];
+                group.members[rank as usize].is_some_and(|peer| self.is_gone(group, peer))
+            });
             match effect {
                 Effect::Send { to, message, address, len } => {
                     self.send(peers, id, op, to, message, address, len, &mut effects);
@@ -976,7 +1009,8 @@ impl Runtime {
                     peers.machine(peer).done(op.key(id, group.rank, message));
                 }
                 Effect::Doubt { from, message } => {
-                    // A group of the sender's has failed. If it is this one, its report comes before the answer.
+                    // A group of the sender's has failed. If it is this one, its report comes before the answer, which counts then only
+                    // for what the sender has ended ([`Group::is_void`]).
                     let group = &self.groups[&id];
                     let peer = group.members[from as usize].expect("plans receive from other ranks");
                     let fingerprint = group.ops[&op].fingerprint(group.rank, from);
@@ -1014,14 +1048,14 @@ impl Runtime {
             if self.groups[&id].joining.is_some() {
                 self.joined(id);
             }
-        } else if needs_the_lost {
+            let group = &self.groups[&id];
+            let is_over = |(ends, _): &(u64, Failure)| group.first_running().is_none_or(|first| first >= *ends);
+            if let Some((_, failure)) = group.ends_after.clone().filter(is_over) {
+                self.fail_group(peers, id, failure, true);
+            }
+        } else if needs_the_gone {
             self.check_departed(peers, id, op);
         }
-    }
-
-    /// Whether a member of a group is lost or has left the job.
-    fn is_lost(&self, id: GroupId, rank: u32) -> bool {
-        self.groups[&id].members[rank as usize].is_some_and(|peer| self.peers[peer as usize].lost.is_some())
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -1078,7 +1112,7 @@ impl Runtime {
             // SAFETY: the plan's slices lie in the operation's buffers.
             Body::Owned(unsafe { std::slice::from_raw_parts(address, len) }.into())
         } else {
-            let place = Reference { address: place, epoch: self.landmark.epoch(), region };
+            let place = Reference { address: place, epoch: self.memory_epoch.epoch(), region };
             Body::Memory { place, len: len as u64 }
         };
         machine.send(Outgoing {
@@ -1147,7 +1181,7 @@ impl Runtime {
         let Reference { address, epoch, region } = Reference::decode(bytes);
         let info = &self.peers[peer as usize];
         if region == 0 {
-            return Ok(Remote::Process { pid: info.pid, address, landmark: info.contact.landmark, epoch });
+            return Ok(Remote::Process { pid: info.pid, address, memory_epoch: info.contact.memory_epoch, epoch });
         }
         let mapping = info.mappings.get(&region);
         mapping
@@ -1187,7 +1221,7 @@ impl Runtime {
             ),
             Misfit::Unknown => Failure::fatal(
                 FailureKind::Mismatch,
-                format!("{who} follows another plan: PENSTOCK_* knobs differ between ranks."),
+                format!("{who} follows another plan: PENSTOCK_* settings differ between ranks."),
             ),
             Misfit::Frame { offset, len } => Failure::fatal(
                 FailureKind::Mismatch,
@@ -1201,21 +1235,23 @@ impl Runtime {
                 // tell.
                 let message = format!("the memory of {who} cannot be read any more ({error}).");
                 let by = peers.now().plus(UNREADABLE_WITHIN);
-                self.doomed.push((by, id, Failure::fatal(FailureKind::PeerLost, message)));
+                self.pending_failures.push((by, id, Failure::fatal(FailureKind::PeerLost, message)));
                 return;
             }
         };
         self.fail_group(peers, id, failure, true);
     }
 
-    /// There is no room for another message that nobody here has asked for. The group that has most of them ends, on both sides.
+    /// There is no room for another message that nobody here has asked for. Of the peer that has sent most of them, the group that
+    /// has most ends, on both sides.
     fn make_room(&mut self, peers: &mut Peers) {
-        let mut counts: HashMap<(GroupId, PeerId), usize> = HashMap::new();
-        self.early.keys().for_each(|(peer, key)| *counts.entry((key.group, *peer)).or_default() += 1);
-        let Some(((id, peer), count)) = counts.into_iter().max_by_key(|((id, peer), count)| (*count, id.0, *peer))
-        else {
-            return;
-        };
+        let (mut by_peer, mut counts) = (HashMap::new(), HashMap::new());
+        for (peer, key) in self.early.keys() {
+            *by_peer.entry(*peer).or_insert(0) += 1;
+            *counts.entry((key.group, *peer)).or_insert(0) += 1;
+        }
+        let most = |((id, peer), count): &((GroupId, PeerId), usize)| (by_peer[peer], *count, id.0, *peer);
+        let Some(((id, peer), count)) = counts.into_iter().max_by_key(most) else { return };
         let who = self.peers[peer as usize].contact.describe();
         let message = format!(
             "{count} messages of {who} wait here for operations that this rank has not issued, and it keeps no more. Receive what \
@@ -1225,7 +1261,7 @@ impl Runtime {
         if self.groups.contains_key(&id) {
             return self.fail_group(peers, id, failure, true);
         }
-        let report = Report { kind: failure.kind, message: failure.message.clone() };
+        let report = Report { kind: failure.kind, message: failure.message.clone(), finished: 0 };
         peers.machine(peer).report(id, &report);
         self.reported.remember(id, failure);
         self.forget_early(peers, id);
@@ -1233,12 +1269,21 @@ impl Runtime {
 
     fn mismatch(&mut self, peers: &mut Peers, id: GroupId, op: OpId, peer: PeerId, theirs: Fingerprint) {
         let group = &self.groups[&id];
-        let rank = group.members.iter().position(|member| *member == Some(peer)).unwrap_or_default();
-        let own = group.contacts[group.rank as usize].describe();
-        let other = group.contacts[rank].describe();
-        let ours = group.fingerprint(op, rank as u32).expect("it was compared");
-        let message = difference(op, &group.name, (group.rank, &own), ours, (rank as u32, &other), theirs);
+        let rank = group.rank_of(peer);
+        let ours = group.fingerprint(op, rank).expect("it was compared");
+        let message = group.difference(op, (group.rank, ours), (rank, theirs));
         self.fail_group(peers, id, Failure::fatal(FailureKind::Mismatch, message), true);
+    }
+
+    /// Ends a group when its first so many collectives have ended here: the others can have no end.
+    fn end_group_after(&mut self, peers: &mut Peers, id: GroupId, ends: u64, failure: Failure) {
+        let group = self.groups.get_mut(&id).expect("the caller has looked it up");
+        if group.first_running().is_none_or(|first| first >= ends) {
+            return self.fail_group(peers, id, failure, true);
+        }
+        if group.ends_after.as_ref().is_none_or(|(before, _)| ends < *before) {
+            group.ends_after = Some((ends, failure));
+        }
     }
 
     /// Ends a group: all its operations fail, nothing touches their buffers any more, the other ranks are told.
@@ -1249,6 +1294,8 @@ impl Runtime {
         }
         let failure = Failure { group_lives: false, ..failure };
         group.failed = Some(failure.clone());
+        // Who ends a group on purpose takes nothing away from ranks that are still in what has ended here.
+        let finished = if failure.kind == FailureKind::Closed { group.finished() } else { 0 };
         self.forget_early(peers, id);
         self.claims.retain(|(group, ..), _| *group != id);
         let group = self.groups.get_mut(&id).expect("looked up above");
@@ -1265,6 +1312,7 @@ impl Runtime {
         let (rank, members) = (group.rank, group.members.clone());
         peers.drop_group(
             id,
+            finished,
             Box::new(move |peer, key, offset, len| {
                 let (to, op) = operation_of(rank, &members, peer, key)?;
                 ops.get(&op)?.operation.source(to, key.message, offset, len)
@@ -1281,7 +1329,7 @@ impl Runtime {
             peers.after_drop(Box::new(move || watch.complete(Err(failure))));
         }
         if tell {
-            let report = Report { kind: failure.kind, message: failure.message.clone() };
+            let report = Report { kind: failure.kind, message: failure.message.clone(), finished };
             for peer in group.members.iter().flatten() {
                 let info = &self.peers[*peer as usize];
                 if info.linked && info.lost.is_none() {
@@ -1323,46 +1371,72 @@ impl Runtime {
             );
             self.fail_group(peers, id, failure, true);
         }
-        let Some(mut group) = self.groups.remove(&id) else { return };
+        let Some(group) = self.groups.remove(&id) else { return };
         self.closed.insert(id.0..id.0.saturating_add(1));
-        for watch in group.watches.drain(..) {
+        for watch in group.watches {
             watch.complete(Err(Failure::fatal(FailureKind::Closed, "the group was destroyed.")));
         }
         self.forget_early(peers, id);
         self.claims.retain(|(group, ..), _| *group != id);
-        let mut staying = HashSet::new();
+        let mut last: Vec<_> = group.ended.collectives().take(Farewell::MOST).collect();
+        last.reverse();
+        let farewell = Farewell { collectives: group.issued.collectives, last };
         for peer in group.members.iter().flatten().copied() {
             let info = &self.peers[peer as usize];
             let machine = peers.machine(peer);
             if info.linked && info.lost.is_none() {
-                machine.left(id);
-                if !group.gone.contains(&peer) {
-                    staying.insert(peer);
-                }
+                machine.left(id, farewell.clone());
             }
             machine.retire_group(id);
         }
-        let Group { rank, name, members, contacts, issued, ended, failed, .. } = group;
-        if failed.is_none() && !staying.is_empty() {
-            let own = contacts[rank as usize].describe();
-            self.departed.insert(id, Departed { rank, name, members, own, issued, ended, staying });
+    }
+
+    /// A peer has left a group. It asks for nothing in it any more, nothing more comes from it, and what its operations were is
+    /// compared with what they are here.
+    fn has_left(&mut self, peers: &mut Peers, peer: PeerId, id: GroupId, farewell: Farewell) {
+        let Some(group) = self.groups.get_mut(&id) else { return self.has_done_with(peers, peer, id) };
+        let is_news = group.members.contains(&Some(peer)) && !group.gone.contains_key(&peer);
+        if !is_news || group.failed.is_some() {
+            return;
+        }
+        group.gone.insert(peer, farewell.collectives);
+        let rank = group.rank_of(peer);
+        let mut differs = None;
+        for (seq, theirs) in farewell.last {
+            let op = OpId { sequence: Sequence::Collectives, seq: seq.0 };
+            let ours = group.fingerprint(op, rank).map(|ours| (group.rank, ours));
+            // Ranks that have left compare no more with each other.
+            let (first, told) = *group.told.entry(seq).or_insert((peer, theirs));
+            let others = [ours, Some((group.rank_of(first), told))];
+            if let Some(other) = others.into_iter().flatten().find(|(_, other)| *other != theirs) {
+                differs = Some(group.difference(op, other, (rank, theirs)));
+                break;
+            }
+        }
+        match differs {
+            Some(message) => self.fail_group(peers, id, Failure::fatal(FailureKind::Mismatch, message), true),
+            None => self.check_waiting(peers, id),
         }
     }
 
-    /// A peer has left a group, or the group has failed there: it asks for nothing in it any more, and what it gave is of no use to
-    /// a rank that has not joined.
-    fn has_left(&mut self, peers: &mut Peers, peer: PeerId, id: GroupId) {
-        if let Some(group) = self.groups.get_mut(&id) {
-            group.gone.insert(peer);
-            self.check_senders(peers, id);
-            return;
-        }
+    /// A peer has left a group that this process has not joined, or has left, or the group has failed there: what it gave is of no
+    /// use.
+    fn has_done_with(&mut self, peers: &mut Peers, peer: PeerId, id: GroupId) {
         if !self.is_closed(id) {
             self.overtaken.remember(peer, id);
         }
         peers.machine(peer).retire_group(id);
         self.forget_early_of(peers, peer, |group| group == id);
-        self.no_longer_stays(peer, |group| group == id);
+    }
+
+    /// Fails a group in which something waits for a rank that is gone.
+    fn check_waiting(&mut self, peers: &mut Peers, id: GroupId) {
+        let mut ops: Vec<OpId> = self.groups[&id].ops.keys().copied().collect();
+        ops.sort_unstable();
+        for op in ops {
+            self.check_departed(peers, id, op);
+        }
+        self.check_senders(peers, id);
     }
 
     /// A peer is gone, and with it what it gave for groups that this process has not joined, and all that was between the two.
@@ -1373,7 +1447,6 @@ impl Runtime {
             .filter(|group| !self.groups.contains_key(group))
             .collect();
         self.forget_early_of(peers, peer, |group| unknown.contains(&group));
-        self.no_longer_stays(peer, |_| true);
         self.overtaken.forget_peer(peer);
         peers.machine(peer).end();
         let info = &mut self.peers[peer as usize];
@@ -1394,13 +1467,6 @@ impl Runtime {
         self.claims.retain(|(group, ..), claims| {
             claims.retain(|(from, _)| *from != peer || !is_meant(*group));
             !claims.is_empty()
-        });
-    }
-
-    fn no_longer_stays(&mut self, peer: PeerId, is_meant: impl Fn(GroupId) -> bool) {
-        self.departed.retain(|id, departed| {
-            let was_last = is_meant(*id) && departed.staying.remove(&peer) && departed.staying.is_empty();
-            !was_last
         });
     }
 
@@ -1427,9 +1493,9 @@ impl Runtime {
 
     /// Casts doubt on all references to our memory, so that whoever reads there at this moment asks before it uses what it got.
     fn turn(&self) {
-        self.landmark.turn();
+        self.memory_epoch.turn();
         for (_, region) in self.regions.values() {
-            region.set_epoch(self.landmark.epoch());
+            region.set_epoch(self.memory_epoch.epoch());
         }
     }
 
@@ -1506,7 +1572,6 @@ impl Runtime {
             groups: self.groups.len() as u64,
             operations: self.groups.values().map(|group| group.operations() as u64).sum(),
             claims: self.claims.values().map(|claims| claims.len() as u64).sum(),
-            closed_records: self.departed.len() as u64,
             closed_ranges: self.closed.count() as u64,
             jobs: self.jobs.len() as u64,
             early_messages: self.early.len() as u64,
@@ -1740,19 +1805,7 @@ impl Handler for Runtime {
             Event::Granted(key, theirs) | Event::Probe(key, theirs) | Event::Late(key, theirs) => {
                 let probe = matches!(event, Event::Probe(..));
                 let Some((other, op)) = self.operation_of(peer, &key) else {
-                    if let Some(left) = self.departed.get(&key.group) {
-                        let they = &self.peers[peer as usize].contact;
-                        if let Some(message) = left.difference(peer, they, &key, theirs) {
-                            log::error!("penstock: {message} This rank has left the group since.");
-                            // All that are still in it: the record goes, so that later probes get no answer.
-                            let report = Report { kind: FailureKind::Mismatch, message };
-                            for member in self.departed.remove(&key.group).into_iter().flat_map(|left| left.staying) {
-                                peers.machine(member).report(key.group, &report);
-                            }
-                        } else if probe && !left.has_issued(peer, &key) {
-                            peers.machine(peer).report(key.group, &left.report());
-                        }
-                    } else if !self.groups.contains_key(&key.group) && self.status(peer, &key) == OpStatus::Early {
+                    if !self.groups.contains_key(&key.group) && self.status(peer, &key) == OpStatus::Early {
                         let claims = self.claims.entry((key.group, key.channel, key.op)).or_default();
                         if !claims.contains(&(peer, theirs)) {
                             claims.push((peer, theirs));
@@ -1775,7 +1828,7 @@ impl Handler for Runtime {
                         }
                     }
                 }
-                // Also an answer to a doubt: if the group had failed, its report would have left before.
+                // Also an answer to a doubt: the peer knows from a report, which has left before, if it confirms nothing.
                 if probe {
                     peers.machine(peer).answer_probe(key, issued);
                 }
@@ -1785,7 +1838,9 @@ impl Handler for Runtime {
                     && let Some(active) = self.groups.get_mut(&key.group).and_then(|group| group.ops.get_mut(&op))
                 {
                     active.issued.insert(from, count);
-                    if key.message != PROBE {
+                    // An answer to a doubt confirms what was read only where the operation still counts at the peer: if the group has
+                    // failed there, its report has come before.
+                    if key.message != PROBE && !self.groups[&key.group].is_void(op) {
                         let now = peers.now();
                         let act = |operation: &mut Operation, effects: &mut Vec<Effect>| {
                             operation.on_confirmed(from, key.message, effects);
@@ -1804,15 +1859,15 @@ impl Handler for Runtime {
                 };
                 let failure = Failure::fatal(report.kind, message);
                 if self.groups.contains_key(&id) {
-                    return self.fail_group(peers, id, failure, true);
+                    return self.end_group_after(peers, id, report.finished, failure);
                 }
-                self.has_left(peers, peer, id);
+                self.has_done_with(peers, peer, id);
                 if !self.is_closed(id) {
                     // It has joined and failed before we came.
                     self.reported.remember(id, failure);
                 }
             }
-            Event::Left(id) => self.has_left(peers, peer, id),
+            Event::Left(id, farewell) => self.has_left(peers, peer, id, farewell),
             Event::Bye | Event::Stalled(_) | Event::Silent => {}
         }
     }
@@ -1833,7 +1888,7 @@ impl Handler for Runtime {
 
     fn cut_off(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
         let message = format!("{} was cut off: {reason}.", self.peers[peer as usize].contact.describe());
-        let report = Report { kind: FailureKind::PeerLost, message };
+        let report = Report { kind: FailureKind::PeerLost, message, finished: 0 };
         for id in self.groups_of(peer) {
             if self.groups[&id].failed.is_none() {
                 peers.machine(peer).report(id, &report);
@@ -1860,11 +1915,7 @@ impl Handler for Runtime {
         (info.lost, info.has_left) = (Some(reason.to_owned()), true);
         // It stays known by its node key: it does not come back, and later joins with it fail at once.
         for id in self.groups_of(peer) {
-            let ops: Vec<OpId> = self.groups[&id].ops.keys().copied().collect();
-            for op in ops {
-                self.check_departed(peers, id, op);
-            }
-            self.check_senders(peers, id);
+            self.check_waiting(peers, id);
         }
         self.forget_peer(peers, peer);
     }
@@ -1918,11 +1969,11 @@ impl Handler for Runtime {
                     let failure = Failure::fatal(FailureKind::Timeout, message);
                     match patience {
                         0 => self.fail_group(peers, id, failure, true),
-                        _ => self.doomed.push((now.plus(patience), id, failure)),
+                        _ => self.pending_failures.push((now.plus(patience), id, failure)),
                     }
                 }
                 Command::Share(number, region) => {
-                    region.set_epoch(self.landmark.epoch());
+                    region.set_epoch(self.memory_epoch.epoch());
                     self.regions.insert(region.address(), (number, region));
                 }
                 Command::Unshare(number) => {
@@ -1940,6 +1991,12 @@ impl Handler for Runtime {
                 Command::Stop { wait } => {
                     self.stopping = true;
                     self.patience = if wait { self.longest_timeout.max(LEAST_PATIENCE) } else { UNHEARD };
+                    // Ranks that wait for this one in such a group learn what it did there. In others it may do more: what they learn is
+                    // that it has left the job.
+                    let is_idle = |(_, group): &(&GroupId, &Group)| group.failed.is_none() && !group.is_busy();
+                    for id in self.groups.iter().filter(is_idle).map(|(id, _)| *id).collect::<Vec<_>>() {
+                        self.leave(peers, id);
+                    }
                 }
                 #[cfg(test)]
                 Command::Panic(at_next_frame) => {
@@ -1955,7 +2012,7 @@ impl Handler for Runtime {
         if self.claims.len() > MAX_CLAIMS {
             self.claims.retain(|(group, ..), _| self.groups.contains_key(group));
         }
-        for (_, id, failure) in self.doomed.extract_if(.., |(by, ..)| *by <= now).collect::<Vec<_>>() {
+        for (_, id, failure) in self.pending_failures.extract_if(.., |(by, ..)| *by <= now).collect::<Vec<_>>() {
             self.fail_group(peers, id, failure, true);
         }
         let mut late = Vec::new();
@@ -2043,9 +2100,20 @@ impl Handler for Runtime {
     }
 
     fn admit(&self, hello: &Hello) -> Admission {
+        // A process that was lost comes back, or one to which this process was lost and that does not know it yet.
+        let stranger = || {
+            let known = || self.peers.iter().filter(|info| info.contact.node == hello.from && !info.has_left);
+            match known().find_map(|info| info.lost.clone()) {
+                Some(reason) => Admission::Lost(reason),
+                None if known().any(|info| info.linked) => {
+                    Admission::Lost("an earlier connection has not ended there".to_owned())
+                }
+                None => Admission::Stranger,
+            }
+        };
         let Some(job) = self.jobs.get(&hello.job) else {
             let is_known = self.groups.contains_key(&hello.job) || self.is_closed(hello.job);
-            return if is_known { Admission::Stranger } else { Admission::NotYet };
+            return if is_known { stranger() } else { Admission::NotYet };
         };
         if hello.generation != job.generation {
             return Admission::Generation(job.generation);
@@ -2054,7 +2122,7 @@ impl Handler for Runtime {
             Some(peer) if job.nodes.contains(&hello.from) && hello.from != self.node => {
                 Admission::Admit(job.secret.clone(), *peer)
             }
-            _ => Admission::Stranger,
+            _ => stranger(),
         }
     }
 
@@ -2125,6 +2193,24 @@ impl Handler for Runtime {
 }
 
 impl Group {
+    /// The rank of a member that is another process.
+    fn rank_of(&self, peer: PeerId) -> u32 {
+        self.members.iter().position(|member| *member == Some(peer)).expect("a member") as u32
+    }
+
+    /// How what an operation is on two ranks differs, as a sentence.
+    fn difference(&self, op: OpId, one: (u32, Fingerprint), other: (u32, Fingerprint)) -> String {
+        let name = &self.name;
+        let [first, second] = [one, other].map(|(rank, _)| self.contacts[rank as usize].describe());
+        match Fingerprint::difference_of_pair(one.1, other.1, &first, &second, one.0 < other.0) {
+            Some(difference) => format!("in all_to_all #{} of group {name}, {difference}", op.seq),
+            None => {
+                let difference = Fingerprint::difference(one.1, &first, other.1, &second);
+                format!("operation #{} of group {name} is {difference}", op.seq)
+            }
+        }
+    }
+
     /// What an operation of this rank is, or was if it has ended, to be compared with what another rank says.
     fn fingerprint(&self, op: OpId, other: u32) -> Option<Fingerprint> {
         let running = self.ops.get(&op).map(|active| active.fingerprint(self.rank, other));
@@ -2143,6 +2229,24 @@ impl Group {
 
     fn is_busy(&self) -> bool {
         self.operations() > 0 || self.joining.is_some()
+    }
+
+    /// The first collective that has been issued and has not ended.
+    fn first_running(&self) -> Option<u64> {
+        let running = self.ops.keys().chain(self.held.keys());
+        running.filter(|op| op.sequence == Sequence::Collectives).map(|op| op.seq).min()
+    }
+
+    /// Whether an operation can only fail, when the group ends: it is not among the collectives that can still end. Messages are not:
+    /// they may lie in memory that their sender's user has back.
+    fn is_void(&self, op: OpId) -> bool {
+        let is_after = |(ends, _): &(u64, Failure)| op.sequence != Sequence::Collectives || op.seq >= *ends;
+        self.ends_after.as_ref().is_some_and(is_after)
+    }
+
+    /// How many collectives have ended here before the first that has not.
+    fn finished(&self) -> u64 {
+        self.first_running().unwrap_or(self.issued.collectives)
     }
 }
 
@@ -2186,24 +2290,6 @@ fn operation_of(rank: u32, members: &[Option<PeerId>], peer: PeerId, key: &Messa
         Channel::PointToPoint { tag, .. } => Sequence::Receives { from: other, tag },
     };
     Some((other, OpId { sequence, seq: key.op.0 }))
-}
-
-/// How what an operation is to us, and what it is to them, differ, as a sentence. Both are given with their rank.
-fn difference(
-    op: OpId,
-    group: &str,
-    we: (u32, &str),
-    ours: Fingerprint,
-    they: (u32, &str),
-    theirs: Fingerprint,
-) -> String {
-    match Fingerprint::difference_of_pair(ours, theirs, we.1, they.1, we.0 < they.0) {
-        Some(difference) => format!("in all_to_all #{} of group {group}, {difference}", op.seq),
-        None => {
-            let difference = Fingerprint::difference(ours, we.1, theirs, they.1);
-            format!("operation #{} of group {group} is {difference}", op.seq)
-        }
-    }
 }
 
 /// Why a join has not ended although this rank is connected to everybody.

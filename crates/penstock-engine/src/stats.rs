@@ -28,8 +28,6 @@ pub struct Held {
     pub operations: u64,
     /// What peers believe of operations that this rank has not issued.
     pub claims: u64,
-    /// Groups that this rank has left and others have not.
-    pub closed_records: u64,
     /// Ranges of the ids of all groups that were left.
     pub closed_ranges: u64,
     /// Groups whose secret peers connect with: at most one a peer, and those in which a member has not come yet.

@@ -85,7 +85,7 @@ fn contacts(engines: &[Engine], medium: Medium) -> Vec<Contact> {
     let contacts = engines.iter().map(|engine| engine.contact().clone());
     match medium {
         // Nothing can be read there: the first page is never mapped.
-        Medium::LocalSocket => contacts.map(|contact| Contact { landmark: 8, ..contact }).collect(),
+        Medium::LocalSocket => contacts.map(|contact| Contact { memory_epoch: 8, ..contact }).collect(),
         Medium::Tcp { .. } | Medium::Memory | Medium::Mixed => contacts.collect(),
     }
 }
@@ -1025,8 +1025,63 @@ fn operations_that_have_ended_are_compared() {
     });
 }
 
-/// Two ranks broadcast from different roots and leave, mostly before they have heard of each other. The third waits for one of
-/// them, and is told.
+/// A rank whose operations need nothing of the others ends them, leaves, and ends: one that makes another operation in the same
+/// place is told both, whether it began before or begins later, and one that makes more operations is told how many there were.
+#[test]
+fn what_a_rank_did_before_it_left_is_compared() {
+    let media = [MEDIA[0], MEDIA[1], MEDIA[3], MEDIA[4]];
+    let ends = ["leaves", "leaves and ends", "ends"];
+    let cases = media.into_iter().flat_map(|medium| ends.map(|end| (medium, end)));
+    side_by_side(
+        cases.flat_map(|(medium, end)| [(medium, end, false), (medium, end, true)]),
+        |(medium, end, is_early)| {
+            let context = format!("{medium:?}, rank 0 {end}, rank 1 begins early: {is_early}");
+            for is_other in [true, false] {
+                let mut world = world(2, medium);
+                let mut output = filled(1, 5);
+                let start = |group: &Group, output: &mut [u32]| {
+                    // SAFETY: the buffer outlives the wait below.
+                    unsafe { group.start(call(Collective::AllReduce, Name::AllReduce, 20, &[], output)) }
+                };
+                if is_other {
+                    let call = call(Collective::AllGather, Name::AllGather, 0, &[], &mut []);
+                    // SAFETY: it has no buffers.
+                    wait(&unsafe { world.groups[0].start(call) }).expect("it has nothing to do");
+                }
+                let early = is_early.then(|| start(&world.groups[1], &mut output));
+                if end != "ends" {
+                    world.groups[0].leave();
+                }
+                if end != "leaves" {
+                    drop(world.engines.remove(0));
+                }
+                let began = Instant::now();
+                let ticket = early.unwrap_or_else(|| start(&world.groups[1], &mut output));
+                let failure = wait(&ticket).expect_err("rank 0 does not reduce");
+                assert!(began.elapsed() < Duration::from_secs(3), "{context}: {:?}", began.elapsed());
+                let parts: &[&str] = match is_other {
+                    true => &[
+                        "#1 of group",
+                        "all_gather(sum, 0 x int32) on rank 0 (",
+                        "all_reduce(sum, 5 x int32) on rank 1 (",
+                    ],
+                    false => &[
+                        "all_reduce(sum, 5 x int32) #1 of group",
+                        "rank 0 (",
+                        "has left the group",
+                        "after 0 collectives",
+                    ],
+                };
+                assert!(parts.iter().all(|part| failure.message.contains(part)), "{context}: {failure}");
+                let expected = if is_other { FailureKind::Mismatch } else { FailureKind::PeerLost };
+                assert_eq!(failure.kind, expected, "{context}: {failure}");
+            }
+        },
+    );
+}
+
+/// Two ranks broadcast from different roots and leave, mostly before they have heard of each other. The third has made no
+/// operation yet, and is told how the two differ.
 #[test]
 fn a_mismatch_of_ranks_that_have_left_reaches_the_others() {
     for (medium, round) in MEDIA.into_iter().flat_map(|medium| (0..10).map(move |round| (medium, round))) {
@@ -1045,12 +1100,14 @@ fn a_mismatch_of_ranks_that_have_left_reaches_the_others() {
             let _ = wait(ticket);
         }
         world.groups[1..].iter().for_each(Group::leave);
+        // It waits for both.
         let (began, mut output) = (Instant::now(), [0; 5]);
-        // SAFETY: as above.
-        let ticket = unsafe { world.groups[0].start(message(Collective::Recv { from: 2 }, 20, &[], &mut output)) };
-        let failure = wait(&ticket).expect_err("rank 2 has left");
-        let kinds = [FailureKind::Mismatch, FailureKind::Closed];
-        assert!(kinds.contains(&failure.kind), "{medium:?}, round {round}: {failure}");
+        let ticket = start(&world.groups[0], Collective::Recv { from: ANY_SOURCE }, 0, &mut output);
+        let failure = wait(&ticket).expect_err("they differ");
+        assert_eq!(failure.kind, FailureKind::Mismatch, "{medium:?}, round {round}: {failure}");
+        for part in ["root 1) on rank 1 (", "root 2) on rank 2 ("] {
+            assert!(failure.message.contains(part), "{medium:?}, round {round}: {failure}");
+        }
         assert!(began.elapsed() < Duration::from_secs(5), "{medium:?}, round {round}: {:?}", began.elapsed());
     }
 }
@@ -1088,6 +1145,69 @@ fn an_end_with_memory_that_is_lent() {
         let failure = wait(&received).expect_err("the sender has ended");
         let kinds = [FailureKind::Closed, FailureKind::PeerLost];
         assert!(kinds.contains(&failure.kind) && failure.message.contains("rank 0"), "{medium:?}: {failure}");
+    });
+}
+
+/// A member that fails with its group gives its tensors back, and a receive that reads one of them later never takes what lies there
+/// now: also on a rank that is still in a collective that counts, and so has not failed with the others.
+#[test]
+fn a_message_of_a_failed_group_is_not_taken() {
+    const LEN: usize = 700_003;
+    let bytes = 4 * LEN as u64;
+    let [left, reader, sender] = [0, 1, 2];
+    side_by_side(MEDIA.into_iter().flat_map(|medium| [(medium, false), (medium, true)]), |(medium, leaves)| {
+        let world = world(3, medium);
+        let (others, tickets) = join(&world.engines, medium, |_| b"secret".to_vec());
+        for ticket in tickets {
+            wait(&ticket).expect("joined");
+        }
+        // SAFETY: all buffers outlive the waits for their tickets.
+        let begin = |group: &Group, call: Call| unsafe { group.start(call) };
+        let mut first = vec![filled(0, 5); 3];
+        let outputs = (0..3).zip(&mut first);
+        let firsts: Vec<_> = outputs
+            .map(|(rank, output)| {
+                let call = call(Collective::Broadcast { root: 0 }, Name::Broadcast, 20, &[], output);
+                begin(&world.groups[rank], Call { hold: rank == reader, ..call })
+            })
+            .collect();
+        let mut lent = filled(2, LEN);
+        let send = message(Collective::Send { to: reader as u32 }, bytes, &[], &mut []);
+        let sent = begin(&world.groups[sender], Call { input: lent.as_ptr().cast(), ..send });
+        wait(&firsts[left]).expect("it has sent");
+        wait(&firsts[sender]).expect("it has received");
+        let mut second = vec![filled(0, 5); 2];
+        let outputs = [left, sender].into_iter().zip(&mut second);
+        let seconds: Vec<_> = outputs
+            .map(|(rank, output)| {
+                begin(&world.groups[rank], call(Collective::AllReduce, Name::AllReduce, 20, &[], output))
+            })
+            .collect();
+        world.groups[left].leave();
+        seconds.iter().for_each(|ticket| drop(wait(ticket).expect_err("rank 0 has left")));
+        wait(&sent).expect_err("its group has failed");
+        lent.fill(0xdead_beef);
+        if leaves {
+            world.groups[sender].leave();
+        }
+        let mut output = vec![0; LEN];
+        let receive = message(Collective::Recv { from: sender as u32 }, bytes, &[], &mut output);
+        let received = begin(&world.groups[reader], receive);
+        // Messages of another group, one after the other: what is read first, and what is asked then, is answered before.
+        for (from, to, len) in [(sender, reader, LEN), (reader, sender, 1), (sender, reader, 1)] {
+            let (input, mut output) = (filled(3, len), vec![0; len]);
+            let send = message(Collective::Send { to: to as u32 }, 4 * len as u64, &input, &mut []);
+            let receive = message(Collective::Recv { from: from as u32 }, 4 * len as u64, &[], &mut output);
+            let tickets = [begin(&others[from], send), begin(&others[to], receive)];
+            tickets.iter().for_each(|ticket| wait(ticket).expect("this group is whole"));
+        }
+        // It takes nothing, and ends the group no sooner than that has ended what counts.
+        let found = received.result();
+        assert!(found.is_none(), "{medium:?}, the sender leaves: {leaves}: {found:?}, {:x}", output[0]);
+        world.groups[reader].release(&firsts[reader]);
+        wait(&firsts[reader]).unwrap_or_else(|error| panic!("{medium:?}: the others have ended it: {error}"));
+        let failure = wait(&received).expect_err("the sender's group has failed");
+        assert!(failure.kind == FailureKind::Closed && failure.message.contains("rank 0"), "{medium:?}: {failure}");
     });
 }
 

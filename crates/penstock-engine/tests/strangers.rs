@@ -5,7 +5,7 @@ use penstock_engine::plan::Collective;
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
 use penstock_protocol::frame::{Channel, Direction, Kind, VERSION_MAJOR, VERSION_MINOR};
 use penstock_protocol::handshake::{Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
-use penstock_protocol::peer::{Body, OpStatus, Outgoing, Payload, Peer, PeerConfig, Report, seal, verify};
+use penstock_protocol::peer::{Body, Farewell, OpStatus, Outgoing, Payload, Peer, PeerConfig, Report, seal, verify};
 use penstock_protocol::{Header, MessageKey};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, OpSeq, Priority, ReduceOp, Time};
 use std::io::{Read, Write};
@@ -86,8 +86,11 @@ fn an_acceptor_of_another_version_is_named() {
     acceptor.refuse(RefusalCode::Version, &format!("protocol versions differ: {older}"));
     let refusal = acceptor.poll_transmit();
     // CHALLENGE, its length, the version; then features, nonce and proof.
-    let challenge = [&[2, 70, 0, NEWER, 0][..], &[0; 68]].concat();
-    for (answer, expected) in [(refusal, older), (challenge, newer_than_ours())] {
+    let challenge = |version| [&[2, 70, 0, version, 0][..], &[0; 68]].concat();
+    // The version before, whose frames have other payloads.
+    let before = format!("theirs is 2.0, ours {VERSION_MAJOR}.0; install the same");
+    let answers = [(refusal, older), (challenge(NEWER), newer_than_ours()), (challenge(2), before)];
+    for (answer, expected) in answers {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("bound");
         let engine = engine();
@@ -390,8 +393,10 @@ fn messages_that_the_end_of_their_group_has_overtaken() {
         peer.join(JOB);
         wait(&joined).expect("joined");
         match fails {
-            true => peer.machine.report(OTHER, &Report { kind: FailureKind::Closed, message: "a test".into() }),
-            false => peer.machine.left(OTHER),
+            true => {
+                peer.machine.report(OTHER, &Report { kind: FailureKind::Closed, message: "a test".into(), finished: 0 })
+            }
+            false => peer.machine.left(OTHER, Farewell::default()),
         }
         peer.flush();
         let unknown = GroupId(OTHER.0 + 1);
@@ -406,7 +411,7 @@ fn messages_that_the_end_of_their_group_has_overtaken() {
         }
         let held = engine.stats().expect("it runs").held;
         assert_eq!((held.early_messages, held.claims, held.remembered_operations), (1, 1, 1), "it has failed: {fails}");
-        peer.machine.left(unknown);
+        peer.machine.left(unknown, Farewell::default());
         peer.flush();
         until(|| {
             let held = engine.stats().expect("it runs").held;
@@ -443,7 +448,7 @@ fn engine() -> Engine {
 }
 
 fn contact(node: NodeKey, tcp: Vec<std::net::SocketAddr>) -> Contact {
-    Contact { node, rank: 1, host: "test".into(), tcp, landmark: 0, process: penstock_engine::Process::default() }
+    Contact { node, rank: 1, host: "test".into(), tcp, memory_epoch: 0, process: penstock_engine::Process::default() }
 }
 
 fn join(engine: &Engine, peer: &Contact) -> (Group, Ticket) {

@@ -20,7 +20,7 @@
 //!   (`torch.set_flush_denormal`) flushes them here too.
 //!
 //! **Floats as integers.** [`FixedPoint`] says how blocks of floats travel where their sum must not depend on the order in
-//! which they arrive: `docs/quantisation.md` has the format and the proof that no sum overflows.
+//! which they arrive: `docs/design/quantisation.md` has the format and the proof that no sum overflows.
 //!
 //! # Why not ...?
 //! - **intrinsics for everything?** The compiler turns arrays of 128 bytes into the vector code that we would have

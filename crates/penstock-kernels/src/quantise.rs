@@ -1,6 +1,6 @@
 //! Floats as integers with a power-of-two unit per block, so that sums come out the same in every order.
 //!
-//! `docs/quantisation.md` has the format, the proof that nothing overflows, and the error bounds.
+//! `docs/design/quantisation.md` has the format, the proof that nothing overflows, and the error bounds.
 
 use std::fmt;
 use std::marker::PhantomData;

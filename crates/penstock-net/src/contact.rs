@@ -15,8 +15,8 @@ pub struct Contact {
     pub host: String,
     /// Where it listens, an address an interface.
     pub tcp: Vec<SocketAddr>,
-    /// Where its [`crate::memory::Landmark`] lies in its memory. 0: it does not take part in shared memory.
-    pub landmark: u64,
+    /// Where its [`crate::memory::MemoryEpoch`] lies in its memory. 0: it does not take part in shared memory.
+    pub memory_epoch: u64,
     /// Which process of its machine it is.
     pub process: Process,
 }
@@ -50,14 +50,14 @@ impl Process {
 }
 
 impl Contact {
-    /// Text of one line: `2 <node hex> <rank> <host> <landmark hex> <address,address,...> <pid> <PID namespace hex>`.
+    /// Text of one line: `2 <node hex> <rank> <host> <memory epoch hex> <address,address,...> <pid> <PID namespace hex>`.
     #[must_use]
     pub fn encode(&self) -> String {
         let node: String = self.node.iter().map(|byte| format!("{byte:02x}")).collect();
         let tcp: Vec<String> = self.tcp.iter().map(ToString::to_string).collect();
         let host: String = self.host.chars().filter(|c| !c.is_whitespace()).collect();
         let Process { pid, space } = self.process;
-        format!("2 {node} {} {host} {:x} {} {pid} {space:x}", self.rank, self.landmark, tcp.join(","))
+        format!("2 {node} {} {host} {:x} {} {pid} {space:x}", self.rank, self.memory_epoch, tcp.join(","))
     }
 
     /// Reads what [`Contact::encode`] wrote.
@@ -73,7 +73,7 @@ impl Contact {
                 "a contact of format {version}; this Penstock reads format 2: install the same version"
             ));
         }
-        let [node, rank, host, landmark, tcp, pid, space] = *rest else { return Err(bad()) };
+        let [node, rank, host, memory_epoch, tcp, pid, space] = *rest else { return Err(bad()) };
         if node.len() != 32 || !node.is_ascii() {
             return Err(bad());
         }
@@ -90,7 +90,7 @@ impl Contact {
                 .filter(|address| !address.is_empty())
                 .map(|address| address.parse().map_err(|_| bad()))
                 .collect::<Result<_, _>>()?,
-            landmark: u64::from_str_radix(landmark, 16).map_err(|_| bad())?,
+            memory_epoch: u64::from_str_radix(memory_epoch, 16).map_err(|_| bad())?,
             process: Process {
                 pid: pid.parse().map_err(|_| bad())?,
                 space: u64::from_str_radix(space, 16).map_err(|_| bad())?,
@@ -128,7 +128,7 @@ mod tests {
             rank: 7,
             host: "node-3".into(),
             tcp: vec!["10.0.0.2:4000".parse().unwrap(), "[::1]:5".parse().unwrap()],
-            landmark: 0x7fff_0000_1234,
+            memory_epoch: 0x7fff_0000_1234,
             process: Process { pid: 99, space: 0xf00d_0000_0000_0001 },
         };
         assert_eq!(Contact::decode(&contact.encode()), Ok(contact));

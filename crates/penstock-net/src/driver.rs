@@ -3,7 +3,7 @@
 use crate::contact::Contact;
 use crate::descriptors::{After, after_accept, is_shortage, make_room};
 use crate::fds::Fd;
-use crate::memory::Landmark;
+use crate::memory::MemoryEpoch;
 use crate::ptrace::{Ptracer, Yama};
 use crate::socket::{GONE, Progress, Socket, Stage, why};
 use crate::system::{Host, System, Wire};
@@ -64,8 +64,8 @@ pub trait Handler {
     fn event(&mut self, peers: &mut Peers, peer: PeerId, event: Event);
     /// A stream of the peer is up. `local`: on this host, in process `pid`.
     fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32, job: Option<GroupId>);
-    /// The only connection to a peer is about to be closed, for a reason that the peer does not know: what it is told now
-    /// leaves before, as far as the socket takes it at once.
+    /// All connections to a peer are about to be closed, for a reason that the peer does not know: what it is told now leaves
+    /// before, as far as a socket takes it at once.
     fn cut_off(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
     /// A peer cannot be reached any more.
     fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
@@ -104,6 +104,8 @@ pub enum Admission {
     Generation(Generation),
     /// We have not read the job's members yet.
     NotYet,
+    /// It was a peer and is lost, for this reason, or it is not known here yet that it has lost this process.
+    Lost(String),
 }
 
 /// Settings of the event loop.
@@ -237,12 +239,12 @@ impl Peers {
     }
 
     /// Lets go of all memory of a group's operations, at once after the current frame. Frames that are being written are
-    /// copied from `source`, which is dropped then.
+    /// copied from `source`, which is dropped then. What was sent for the first `finished` collectives, which have ended, goes on.
     ///
     /// What waits for that to have happened is given to [`Peers::after_drop`].
-    pub fn drop_group(&mut self, group: GroupId, source: Source) {
+    pub fn drop_group(&mut self, group: GroupId, finished: u64, source: Source) {
         for machine in &mut self.machines {
-            machine.forget_group(group);
+            machine.forget_group(group, finished);
         }
         self.orders.push(Order::DropGroup(group, source));
     }
@@ -328,7 +330,7 @@ impl Driver {
     /// Opens the listeners. The loop does not run yet.
     ///
     /// # Errors
-    /// Which address or port could not be had, and which knob to turn.
+    /// Which address or port could not be had, and which setting to change.
     pub fn new(settings: Settings, listen: &Listen) -> Result<Driver, String> {
         let mut driver = Driver::on(System::kernel()?, settings)?;
         driver.system.add(&driver.wake.event, WAKE).map_err(|e| format!("epoll_ctl failed: {e}"))?;
@@ -614,7 +616,9 @@ impl Driver {
             match event {
                 Event::Silent => {
                     let silent_s = self.settings.peer.dead_after as f64 / 1e9;
-                    self.lose(handler, peer, &format!("has been silent for {silent_s:.1} s"), now);
+                    let what = format!("has been silent for {silent_s:.1} s ({HOW_TO_STAY})");
+                    self.give_up(handler, peer, &what, now);
+                    self.lose(handler, peer, &what, now);
                 }
                 Event::Stalled(stream) => {
                     let token = self.sockets.iter().find(|(_, s)| s.peer == Some(peer) && s.stream == stream);
@@ -651,7 +655,7 @@ impl Driver {
                     }
                     let progress = socket.write_batch(&mut self.peers, handler, now);
                     match progress {
-                        Some(Progress::Closed(ref reason)) if socket.local && reason == GONE => {
+                        Some(Progress::Gone) => {
                             // Its last words may wait to be read, and behind them reading finds the end. Nothing more is
                             // written.
                             socket.watches_write = true;
@@ -753,7 +757,7 @@ impl Driver {
             return;
         }
         if self.settings.shared_memory {
-            self.yama.meet(self.peers.added.iter().filter(|one| one.landmark != 0).map(|one| one.process));
+            self.yama.meet(self.peers.added.iter().filter(|one| one.memory_epoch != 0).map(|one| one.process));
         }
         self.links.extend(self.peers.added.drain(..).map(Link::new));
         let streams = usize::from(self.settings.streams);
@@ -810,7 +814,9 @@ impl Driver {
         if !link.connects {
             return;
         }
-        if self.settings.shared_memory && link.contact.landmark != 0 && self.connect_local(handler, peer, attempt, now)
+        if self.settings.shared_memory
+            && link.contact.memory_epoch != 0
+            && self.connect_local(handler, peer, attempt, now)
         {
             return;
         }
@@ -844,7 +850,7 @@ impl Driver {
         };
         let fd: OwnedFd = socket.into();
         let link = &mut self.links[peer as usize];
-        let reads = match read_landmark(&fd, &link.contact) {
+        let reads = match read_memory_epoch(&fd, &link.contact) {
             Err(error) if link.unread < UNREAD_ATTEMPTS && self.yama.may_end(&error, &link.contact.process) => {
                 link.unread += 1;
                 let at = now.plus(UNREAD_AGAIN);
@@ -987,7 +993,7 @@ impl Driver {
         Connector::new(hello, secret)
     }
 
-    /// Whether what [`read_landmark`] found means that we may read that process's memory; says so where not.
+    /// Whether what [`read_memory_epoch`] found means that we may read that process's memory; says so where not.
     fn can_read(&self, found: io::Result<Option<bool>>, contact: &Contact) -> bool {
         let why = match found {
             Ok(Some(same)) => return same,
@@ -1184,6 +1190,13 @@ impl Driver {
                     if error.is_temporary() {
                         return Err(NOT_YET.to_owned());
                     }
+                    if let (Some(peer), Some(reason)) = (socket.peer, error.lost())
+                        && matches!(socket.stage, Stage::Connector(_))
+                        && self.peers.look(peer).stream_count() == 0
+                    {
+                        self.lose(handler, peer, &format!("does not take this rank back: {reason}"), now);
+                        return Err(error.to_string());
+                    }
                     // Once a stream has been up, a refusal of another one is trouble of that stream only.
                     if let Some(peer) = socket.peer
                         && let link = &mut self.links[peer as usize]
@@ -1260,6 +1273,7 @@ impl Driver {
                 format!("generation {} of the job runs here, not {}", ours.0, hello.generation.0),
             ),
             Admission::NotYet => (RefusalCode::NotYet, "the job is not set up here yet".to_owned()),
+            Admission::Lost(reason) => (RefusalCode::Lost, reason),
         };
         acceptor.refuse(refusal.0, &refusal.1);
         Err(HandshakeError::Refused { code: refusal.0 as u8, reason: refusal.1 })
@@ -1303,7 +1317,7 @@ impl Driver {
     fn can_read_back(&self, socket: &Socket, peer: PeerId) -> bool {
         let Some(Ok(fd)) = socket.wire.descriptor().map(|fd| fd.as_fd().try_clone_to_owned()) else { return false };
         let contact = &self.links[peer as usize].contact;
-        contact.landmark != 0 && self.can_read(read_landmark(&fd, contact), contact)
+        contact.memory_epoch != 0 && self.can_read(read_memory_epoch(&fd, contact), contact)
     }
 
     /// A socket is gone.
@@ -1382,7 +1396,25 @@ impl Driver {
         while socket.write_batch(&mut self.peers, handler, now) == Some(Progress::More) {}
     }
 
-    /// Gives a peer up.
+    /// Tells a peer that is given up for its silence so, as far as its sockets take it at once. If it was stopped, it reads this
+    /// when it goes on.
+    fn give_up<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, now: Time) {
+        let link = &self.links[peer as usize];
+        if link.finished || link.said_bye {
+            return;
+        }
+        let tokens = link.sockets.clone();
+        // As in `say_why`: a peer that was given up before, in this very turn, has ended its groups.
+        self.follow_orders(handler, now);
+        handler.cut_off(&mut self.peers, peer, &format!("it {what}"));
+        for token in tokens {
+            let Some(mut socket) = self.sockets.remove(&token) else { continue };
+            while socket.is_up() && socket.write_batch(&mut self.peers, handler, now) == Some(Progress::More) {}
+            self.sockets.insert(token, socket);
+        }
+    }
+
+    /// Ends everything with a peer that cannot be reached any more.
     fn lose<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, now: Time) {
         let link = &mut self.links[peer as usize];
         if std::mem::replace(&mut link.finished, true) {
@@ -1463,10 +1495,10 @@ impl Driver {
     }
 }
 
-/// Whether the process at the other end of a local socket has its landmark where its contact says; `None`: it is in another PID
+/// Whether the process at the other end of a local socket has its memory epoch where its contact says; `None`: it is in another PID
 /// namespace.
-fn read_landmark(fd: &OwnedFd, contact: &Contact) -> io::Result<Option<bool>> {
-    process_at(fd).map(|pid| Landmark::is_of(pid, contact.landmark, &contact.node)).transpose()
+fn read_memory_epoch(fd: &OwnedFd, contact: &Contact) -> io::Result<Option<bool>> {
+    process_at(fd).map(|pid| MemoryEpoch::is_of(pid, contact.memory_epoch, &contact.node)).transpose()
 }
 
 /// The process at the other end of a local socket, as our PID namespace numbers it.
@@ -1559,6 +1591,8 @@ const PORT_STEP: u16 = 2;
 const NOT_YET: &str = "the job is not set up there yet";
 /// Why a connection ended that had said nothing.
 const MAKES_ROOM: &str = "it has said nothing, and others came";
+/// What helps where a rank was given up that went on later.
+const HOW_TO_STAY: &str = "if it was only stopped, or its network was down, a longer PENSTOCK_PEER_TIMEOUT helps";
 /// Instead of a stream in a planned attempt: choose the way to the peer again.
 const FROM_THE_START: StreamId = StreamId::MAX;
 /// How long to wait until a rank that reads the same contacts has joined as well and named its readers: ranks that wait for the

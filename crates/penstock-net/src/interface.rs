@@ -11,28 +11,28 @@ pub struct Interface {
     pub address: IpAddr,
 }
 
-/// Picks the interfaces: those that the first knob with a value names, else the one that routes to `master`
+/// Picks the interfaces: those that the first setting with a value names, else the one that routes to `master`
 /// (`host:port`). Returns them with the reason.
 ///
-/// A knob is a comma-separated list of exact names or addresses; `NCCL_SOCKET_IFNAME` is read as NCCL reads it, see
+/// A setting is a comma-separated list of exact names or addresses; `NCCL_SOCKET_IFNAME` is read as NCCL reads it, see
 /// [`as_nccl`].
 ///
 /// # Errors
 /// What was asked for and what there is.
 pub fn choose(named: &[(&str, &str)], master: Option<&str>) -> Result<(Vec<Interface>, String), String> {
     let all = every().map_err(|error| format!("cannot list the network interfaces: {error}"))?;
-    for (knob, value) in named {
+    for (setting, value) in named {
         let value = value.trim();
         if value.is_empty() {
             continue;
         }
-        let chosen = if *knob == NCCL { as_nccl(value, &all) } else { exactly(value, &all) };
+        let chosen = if *setting == NCCL { as_nccl(value, &all) } else { exactly(value, &all) };
         return match chosen {
-            Ok(chosen) => Ok((chosen, format!("{knob}={value}"))),
+            Ok(chosen) => Ok((chosen, format!("{setting}={value}"))),
             Err(missing) => {
                 let names: Vec<String> = all.iter().map(|i| format!("{} ({})", i.name, i.address)).collect();
                 Err(format!(
-                    "{knob} names {missing:?}, which this host does not have, or not up; it has {}. Set {knob} to one of \
+                    "{setting} names {missing:?}, which this host does not have, or not up; it has {}. Set {setting} to one of \
                      these.",
                     names.join(", ")
                 ))

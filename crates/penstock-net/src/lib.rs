@@ -7,7 +7,6 @@
 //! Why not tokio? Payloads are placed, checked and reduced from inside the read loop, while they are warm in cache and
 //! in the order in which one thread sees them; an asynchronous runtime would put a task switch and a copy between.
 
-pub mod bell;
 pub mod contact;
 pub mod datagrams;
 pub mod descriptors;
@@ -19,6 +18,7 @@ pub mod pages;
 mod ptrace;
 mod socket;
 pub mod system;
+pub mod waker;
 
 pub use contact::{Contact, Process};
 pub use driver::{Admission, Driver, Handler, Listen, PeerId, Peers, Run, Settings, Source, Wake};

@@ -16,19 +16,19 @@ use std::sync::{Arc, Once};
 /// does, and a reader looks at the epoch after the bytes: unchanged, they were the ones that were meant.
 #[derive(Debug)]
 #[repr(C)]
-pub struct Landmark {
+pub struct MemoryEpoch {
     node: NodeKey,
     epoch: AtomicU64,
 }
 
-impl Landmark {
+impl MemoryEpoch {
     /// Of the process that `node` names.
     #[must_use]
-    pub fn new(node: NodeKey) -> Landmark {
-        Landmark { node, epoch: AtomicU64::new(0) }
+    pub fn new(node: NodeKey) -> MemoryEpoch {
+        MemoryEpoch { node, epoch: AtomicU64::new(0) }
     }
 
-    /// Where it lies, for [`crate::Contact::landmark`].
+    /// Where it lies, for [`crate::Contact::memory_epoch`].
     #[must_use]
     pub fn address(&self) -> u64 {
         std::ptr::from_ref(self) as u64
@@ -50,10 +50,10 @@ impl Landmark {
     ///
     /// # Errors
     /// The system's, see [`Remote::read`].
-    pub fn is_of(pid: u32, landmark: u64, node: &NodeKey) -> io::Result<bool> {
+    pub fn is_of(pid: u32, memory_epoch: u64, node: &NodeKey) -> io::Result<bool> {
         let mut found = NodeKey::default();
         // SAFETY: `found` has the length of a key.
-        unsafe { read_process(pid, landmark, found.as_mut_ptr(), found.len())? };
+        unsafe { read_process(pid, memory_epoch, found.as_mut_ptr(), found.len())? };
         Ok(found == *node)
     }
 }
@@ -114,7 +114,7 @@ impl Region {
         Ok(Fd::new(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?))
     }
 
-    /// Says which epoch it is, see [`Landmark`].
+    /// Says which epoch it is, see [`MemoryEpoch`].
     pub fn set_epoch(&self, epoch: u64) {
         self.header.epoch().store(epoch, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -242,8 +242,8 @@ pub enum Remote {
         pid: u32,
         /// Where they are.
         address: u64,
-        /// Where its [`Landmark`] is.
-        landmark: u64,
+        /// Where its [`MemoryEpoch`] is.
+        memory_epoch: u64,
         /// The epoch that it gave them in.
         epoch: u64,
     },
@@ -311,9 +311,9 @@ impl Remote {
     /// As [`Remote::read`].
     pub fn is_certain(&self) -> io::Result<bool> {
         match self {
-            Remote::Process { pid, landmark, epoch, .. } => {
+            Remote::Process { pid, memory_epoch, epoch, .. } => {
                 let mut now = [0; 8];
-                let at = landmark + std::mem::offset_of!(Landmark, epoch) as u64;
+                let at = memory_epoch + std::mem::offset_of!(MemoryEpoch, epoch) as u64;
                 // SAFETY: `now` has that length.
                 unsafe { read_process(*pid, at, now.as_mut_ptr(), now.len())? };
                 Ok(u64::from_ne_bytes(now) == *epoch)
@@ -378,8 +378,8 @@ fn read_all(dst: *mut u8, len: usize, call: impl Fn(usize, *mut u8, usize) -> is
 mod tests {
     use super::*;
 
-    fn process(address: u64, landmark: u64, epoch: u64) -> Remote {
-        Remote::Process { pid: std::process::id(), address, landmark, epoch }
+    fn process(address: u64, memory_epoch: u64, epoch: u64) -> Remote {
+        Remote::Process { pid: std::process::id(), address, memory_epoch, epoch }
     }
 
     /// A process can read itself, and an address that nobody owns is an error, not a crash.
@@ -395,18 +395,18 @@ mod tests {
         assert_eq!(error.raw_os_error(), Some(libc::EFAULT));
     }
 
-    /// A landmark tells who owns it, and what was given before it turned is doubtful for good.
+    /// A memory epoch tells who owns it, and what was given before it turned is doubtful for good.
     #[test]
-    fn a_turned_landmark_casts_doubt() {
-        let landmark = Landmark::new([7; 16]);
+    fn an_epoch_that_has_turned_casts_doubt() {
+        let memory_epoch = MemoryEpoch::new([7; 16]);
         let pid = std::process::id();
-        assert!(Landmark::is_of(pid, landmark.address(), &[7; 16]).expect("own memory"));
-        assert!(!Landmark::is_of(pid, landmark.address(), &[8; 16]).expect("own memory"));
-        let before = process(8, landmark.address(), landmark.epoch());
+        assert!(MemoryEpoch::is_of(pid, memory_epoch.address(), &[7; 16]).expect("own memory"));
+        assert!(!MemoryEpoch::is_of(pid, memory_epoch.address(), &[8; 16]).expect("own memory"));
+        let before = process(8, memory_epoch.address(), memory_epoch.epoch());
         assert!(before.is_certain().expect("own memory"));
-        landmark.turn();
+        memory_epoch.turn();
         assert!(!before.is_certain().expect("own memory"));
-        assert!(process(8, landmark.address(), landmark.epoch()).is_certain().expect("own memory"));
+        assert!(process(8, memory_epoch.address(), memory_epoch.epoch()).is_certain().expect("own memory"));
     }
 
     fn memory_file(bytes: u64, seals: SealFlags) -> Fd {

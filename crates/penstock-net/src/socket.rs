@@ -69,6 +69,8 @@ pub(crate) enum Progress {
     Blocked,
     /// The budget is used up; there may be more.
     More,
+    /// The other side has closed the connection. What it sent before may wait to be read, with the reason.
+    Gone,
     /// The connection is over.
     Closed(String),
 }
@@ -129,7 +131,7 @@ impl Socket {
     }
 
     /// Pulls frames from the peer and writes one batch. `More` when all of it was taken, `Blocked` when the kernel is
-    /// full, `None` when there is nothing to write.
+    /// full, `Gone` when the other side has closed the connection, `None` when there is nothing to write.
     pub(crate) fn write_batch<H: Handler>(
         &mut self,
         peers: &mut Peers,
@@ -178,6 +180,7 @@ impl Socket {
             }
             Err(Errno::INTR) => Some(Progress::More),
             Err(Errno::AGAIN) => Some(Progress::Blocked),
+            Err(Errno::CONNRESET | Errno::PIPE) => Some(Progress::Gone),
             Err(error) => Some(Progress::Closed(why(error, self.local))),
         }
     }

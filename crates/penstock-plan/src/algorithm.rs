@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr, sync::Arc};
 
 use crate::{Collective, Request, promise::latency};
 
-/// A way to do a collective. `docs/algorithms.md` describes each; the names here are those of environment knobs.
+/// A way to do a collective. `docs/design/algorithms.md` describes each; the names here are those of environment settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Algorithm {
     /// Every rank sends to the next rank only. Moves the fewest bytes; its latency grows with the number of ranks. For
@@ -25,7 +25,7 @@ pub enum Algorithm {
     /// A barrier in log2(n) rounds of notifications over doubling distances.
     Dissemination,
     /// All-reduce through servers, and aggregators on the way to them, that add what all ranks push
-    /// (`docs/aggregation.md`). Only where the topology has servers.
+    /// (`docs/design/aggregation.md`). Only where the topology has servers.
     Aggregated,
 }
 
@@ -63,7 +63,7 @@ impl Algorithm {
         }
     }
 
-    /// The name in knobs and logs.
+    /// The name in settings and logs.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -407,7 +407,7 @@ mod tests {
         choose(&request, &Thresholds::default()).0
     }
 
-    /// What is read from a knob is what is printed in a log; anything else is refused with the list.
+    /// What is read from a setting is what is printed in a log; anything else is refused with the list.
     #[test]
     fn names_round_trip() {
         for &algorithm in Algorithm::ALL {

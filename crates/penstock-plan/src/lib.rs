@@ -9,7 +9,7 @@
 //!                                      the promises                            side promises, for all ranks together
 //! ```
 //!
-//! `docs/algorithms.md` describes the algorithms and what each promises.
+//! `docs/design/algorithms.md` describes the algorithms and what each promises.
 //!
 //! **Why templates and not a list of messages?** A 256 MiB all-reduce over 16 ranks has some thousand messages a rank;
 //! its [`Steps`] has 60 entries, is made in microseconds, and is the same value for every tensor of that size.

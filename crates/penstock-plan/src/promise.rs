@@ -1,4 +1,4 @@
-//! What `docs/algorithms.md` promises of each algorithm, as closed formulas: bytes on the wire, latency, and the order of
+//! What `docs/design/algorithms.md` promises of each algorithm, as closed formulas: bytes on the wire, latency, and the order of
 //! the operands. None of it looks at steps; [`crate::check`] proves that steps keep it.
 
 use crate::{

@@ -1,4 +1,4 @@
-//! Proves from the steps alone that every plan keeps what `docs/algorithms.md` promises.
+//! Proves from the steps alone that every plan keeps what `docs/design/algorithms.md` promises.
 
 mod common;
 
@@ -150,7 +150,7 @@ fn scratch_is_bounded() {
     }
 }
 
-/// The transport can grant every message from the start, but for those that `docs/algorithms.md` names.
+/// The transport can grant every message from the start, but for those that `docs/design/algorithms.md` names.
 #[test]
 fn few_messages_wait_for_their_own_rank() {
     for world in WORLDS {

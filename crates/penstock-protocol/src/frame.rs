@@ -10,8 +10,8 @@
 //!   64   |    fingerprint  |        credit        |header|payload |    serial    |
 //!        |                 |                      |  sum |   sum  |              |
 //!        +---+---+----+----+-----+----------------+------+--------+--------------+ 96
-//!  96    |cl.|dir|order | coflow |
-//!        +---+---+------+--------+ 104
+//!  96    |cl.|dir|order | coflow |  sent_at    |
+//!        +---+---+------+--------+-------------+ 108
 //! ```
 //! All numbers are little-endian. `length` bytes of payload follow.
 //!
@@ -23,10 +23,13 @@
 //! the messages that are of use only together, such as those of one backward pass. It is carried, and nothing reads it
 //! yet.
 //!
+//! `sent_at` is the sender's clock in microseconds, modulo 2^32: its changes tell how long frames wait on their way.
+//!
 //! `ack` and `credit` belong to the stream and to the pair of nodes, not to the frame they ride on: every frame in one
 //! direction tells how many frames of the other direction have been taken.
 
 use crate::fingerprint::{Fingerprint, Order};
+use crate::peer::Farewell;
 use penstock_types::{Generation, GroupId, OpSeq, Priority};
 
 /// Operations that are counted together: the `op`-th of a channel on one rank meets the `op`-th on the other.
@@ -126,7 +129,7 @@ pub enum Kind {
     Probe = 8,
     /// Answer to a `Probe`: `offset` operations have been issued in the channel so far.
     ProbeReply = 9,
-    /// The group has failed; the payload says why ([`crate::peer::Report`]).
+    /// The group has failed; the payload says why ([`crate::peer::Report`]). Its first `total` collectives still count.
     Report = 10,
     /// The sender leaves in good order: all its messages have been taken. The receiver acknowledges it after its own frames have been
     /// acknowledged.
@@ -137,7 +140,7 @@ pub enum Kind {
     /// References to the memory of the number in `offset` will not come any more.
     Unshare = 13,
     /// The sender has left the group: it waits for nothing in it any more, and begins nothing. What it sent there, but for messages
-    /// without a grant, has come before.
+    /// without a grant, has come before. The payload says what it did there ([`crate::peer::Farewell`]).
     Left = 14,
 }
 
@@ -176,6 +179,7 @@ impl Kind {
             Kind::Data => MAX_FRAME_BYTES,
             Kind::Reference => Reference::BYTES as u32,
             Kind::Report => MAX_REPORT_BYTES,
+            Kind::Left => Farewell::MAX_BYTES,
             _ => 0,
         }
     }
@@ -206,6 +210,8 @@ pub struct Header {
     pub fingerprint: Fingerprint,
     /// The messages that are of use only together with this one; 0 for none. Not read yet.
     pub coflow: u32,
+    /// When the frame was given to the stream, in microseconds on the sender's clock, modulo 2^32.
+    pub sent_at: u32,
     /// Bytes of eager messages of the other direction that were consumed so far.
     pub credit: u64,
     /// CRC32C of the payload; 0 unless [`FLAG_PAYLOAD_SUM`] is set.
@@ -218,7 +224,7 @@ pub struct Header {
 
 impl Header {
     /// Bytes of an encoded header.
-    pub const BYTES: usize = 104;
+    pub const BYTES: usize = 108;
 
     /// A header of `kind` for `key`, all else zero.
     #[must_use]
@@ -235,6 +241,7 @@ impl Header {
             ack: 0,
             fingerprint: Fingerprint::default(),
             coflow: 0,
+            sent_at: 0,
             credit: 0,
             payload_sum: 0,
             serial: 0,
@@ -269,6 +276,7 @@ impl Header {
         out[97] = direction;
         out[98..100].copy_from_slice(&self.fingerprint.order.0.to_le_bytes());
         out[100..104].copy_from_slice(&self.coflow.to_le_bytes());
+        out[104..108].copy_from_slice(&self.sent_at.to_le_bytes());
         let sum = crc32c::crc32c(&out);
         out[80..84].copy_from_slice(&sum.to_le_bytes());
         out
@@ -308,6 +316,7 @@ impl Header {
             ack: u32_at(60),
             fingerprint: Fingerprint { what: u64_at(64), order: Order(u16_at(98)) },
             coflow: u32_at(100),
+            sent_at: u32_at(104),
             credit: u64_at(72),
             payload_sum: u32_at(84),
             serial: u64_at(88),
@@ -429,7 +438,7 @@ impl std::error::Error for FrameError {}
 /// First bytes of every frame.
 pub const FRAME_MAGIC: [u8; 4] = *b"PSTK";
 /// Peers must agree on it.
-pub const VERSION_MAJOR: u8 = 2;
+pub const VERSION_MAJOR: u8 = 3;
 /// Newer minors only add feature bits.
 pub const VERSION_MINOR: u8 = 0;
 /// The payload is covered by `payload_sum`.
@@ -467,6 +476,7 @@ mod tests {
             ack: u32::MAX,
             fingerprint: Fingerprint { what: 0x0123_4567_89ab_cdef, order: Order(0xfedc) },
             coflow: 0x7654_3210,
+            sent_at: 0x89ab_cdef,
             credit: 1 << 50,
             payload_sum: 0xdead_beef,
             serial: 1 << 51,

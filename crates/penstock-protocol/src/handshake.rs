@@ -14,7 +14,7 @@
 //! its length (8 bytes, little endian), so that no two hand-shakes are the same bytes: both sides prove that they know the job's
 //! secret, bound to this very stream, and that they have heard the same. Until then nothing is parsed but these messages, of at most
 //! [`MAX_MESSAGE_BYTES`]. The bytes that follow are neither encrypted nor authenticated: the secret keeps strangers
-//! and misrouted ranks out, not an attacker who can alter packets in flight (docs/security.md).
+//! and misrouted ranks out, not an attacker who can alter packets in flight (docs/reference/security.md).
 //!
 //! Each message is `kind (1) | length (2) | body`.
 
@@ -243,6 +243,8 @@ pub enum RefusalCode {
     Generation = 4,
     /// Not here yet: the acceptor has not read the job's secret so far. Try again.
     NotYet = 5,
+    /// The acceptor has lost the connecting process before, or does not know yet that it was lost itself. There is no way back.
+    Lost = 6,
 }
 
 /// Why a hand-shake ended without a stream.
@@ -271,6 +273,15 @@ impl HandshakeError {
     #[must_use]
     pub fn is_temporary(&self) -> bool {
         matches!(self, HandshakeError::Refused { code, .. } if *code == RefusalCode::NotYet as u8)
+    }
+
+    /// Why the other side, which knew this process before, does not take it back.
+    #[must_use]
+    pub fn lost(&self) -> Option<&str> {
+        match self {
+            HandshakeError::Refused { code, reason } if *code == RefusalCode::Lost as u8 => Some(reason),
+            _ => None,
+        }
     }
 }
 
@@ -658,15 +669,20 @@ mod tests {
     /// A refusal says why at any time, in printable characters only, and only one kind is worth another attempt.
     #[test]
     fn refusals_say_why() {
-        for (code, temporary) in
-            [(RefusalCode::Stranger, false), (RefusalCode::Generation, false), (RefusalCode::NotYet, true)]
-        {
+        for (code, temporary) in [
+            (RefusalCode::Stranger, false),
+            (RefusalCode::Generation, false),
+            (RefusalCode::NotYet, true),
+            (RefusalCode::Lost, false),
+        ] {
             let mut acceptor = Acceptor::new([9; 32], 0);
             acceptor.refuse(code, "because\x1b[31m of \u{e4}");
             let mut connector = Connector::new(hello(), b"secret");
             let error = connector.handle_input(&acceptor.poll_transmit(), &mut Vec::new()).expect_err("refused");
             assert_eq!(error, HandshakeError::Refused { code: code as u8, reason: "because[31m of \u{e4}".into() });
             assert_eq!(error.is_temporary(), temporary);
+            let lost = (code == RefusalCode::Lost).then_some("because[31m of \u{e4}");
+            assert_eq!(error.lost(), lost);
         }
     }
 

@@ -42,6 +42,7 @@ pub(crate) struct Stream<F> {
     min_round_trip: u64,
     min_round_trip_at: Time,
     best_round_trip: u64,
+    arrivals: Arrivals,
     pub(crate) stats: StreamStats,
 }
 
@@ -75,7 +76,7 @@ pub struct StreamStats {
     /// Estimated delivery rate, which is what its window and frames are cut for: at most about 130 MB/s where round trips are
     /// short.
     pub rate_bytes_per_s: f64,
-    /// Shortest time from a frame to its ack, lately.
+    /// Shortest time from a frame to its ack, lately, without what the ack waited for in the other direction's queue.
     pub round_trip_ns: u64,
     /// Bytes that may be unacknowledged at present.
     pub window_bytes: u64,
@@ -103,6 +104,7 @@ impl<F> Stream<F> {
             min_round_trip: u64::MAX,
             min_round_trip_at: now,
             best_round_trip: u64::MAX,
+            arrivals: Arrivals::default(),
             stats: StreamStats::default(),
         }
     }
@@ -169,15 +171,26 @@ impl<F> Stream<F> {
         self.rate
     }
 
+    /// The mean of the last samples, in bytes/s. 0 before the first.
+    fn usual_rate(&self) -> f64 {
+        let known = self.rates.iter().filter(|rate| **rate > 0.0);
+        known.clone().sum::<f64>() / known.count().max(1) as f64
+    }
+
     /// The time from a frame to its ack when nothing waits, in nanoseconds. 0 before the first ack.
     ///
-    /// While both directions are full for longer than [`ROUND_TRIP_MEMORY`], every round trip includes the queues that
-    /// our windows and the peer's make, and each would lengthen the other without end: hence the cap.
+    /// While this direction is full for longer than [`ROUND_TRIP_MEMORY`], every round trip includes the queue that our own windows
+    /// make, and would lengthen them without end: hence the cap.
     pub(crate) fn round_trip(&self) -> u64 {
         if self.min_round_trip == u64::MAX {
             return 0;
         }
         self.min_round_trip.min(2 * self.best_round_trip + ROUND_TRIP_GROWTH)
+    }
+
+    /// Learns from a frame of the other direction, which left at `sent_at` on the peer's clock.
+    pub(crate) fn measure_arrival(&mut self, sent_at: u32, now: Time) {
+        self.arrivals.measure(sent_at, now);
     }
 
     /// How many bytes may be unacknowledged. Where streams share a link, what waits in it delays all of them, urgent frames too.
@@ -186,13 +199,16 @@ impl<F> Stream<F> {
         if rate == 0.0 {
             return FIRST_WINDOW.min(limit);
         }
-        let carried = |nanos: u64| rate * nanos as f64 / 1e9;
-        if is_shared {
-            let bytes = carried(self.round_trip() + SLACK_LEAST) as u64 + 2 * u64::from(self.frame_bytes());
-            return bytes.min(limit);
-        }
-        let slack = carried(SLACK_MOST).min(carried(SLACK_LEAST).max(SLACK_BYTES));
-        ((carried(self.round_trip()) + slack) as u64 + 2 * u64::from(self.frame_bytes().max(WINDOW_FRAME))).min(limit)
+        let carried = |rate: f64, nanos: u64| rate * nanos as f64 / 1e9;
+        // With the best rate, which is too high by what acks jitter, two full directions would lengthen each other's queue.
+        let waiting = carried(self.usual_rate(), self.arrivals.wait());
+        let (slack, frame) = if is_shared {
+            (carried(rate, SLACK_LEAST), self.frame_bytes())
+        } else {
+            let slack = carried(rate, SLACK_MOST).min(carried(rate, SLACK_LEAST).max(SLACK_BYTES));
+            (slack, self.frame_bytes().max(WINDOW_FRAME))
+        };
+        ((carried(rate, self.round_trip()) + waiting + slack) as u64 + 2 * u64::from(frame)).min(limit)
     }
 
     /// How large a piece to cut for this stream: what it carries in [`FRAME_TIME`], between the bounds.
@@ -230,11 +246,18 @@ impl<F> Stream<F> {
     }
 
     fn measure_round_trip(&mut self, round_trip: u64, now: Time) {
+        let round_trip = round_trip.saturating_sub(self.arrivals.last);
         if round_trip <= self.min_round_trip || now.since(self.min_round_trip_at) > ROUND_TRIP_MEMORY {
             self.min_round_trip = round_trip;
             self.min_round_trip_at = now;
             self.best_round_trip = self.best_round_trip.min(round_trip);
         }
+    }
+
+    /// As if no frame had ever found its way empty, and the best round trip were so long.
+    #[cfg(test)]
+    pub(crate) fn believe_round_trip(&mut self, round_trip: u64, now: Time) {
+        (self.min_round_trip, self.best_round_trip, self.min_round_trip_at) = (round_trip, round_trip, now);
     }
 
     pub(crate) fn snapshot(&self, limit: u64, is_shared: bool) -> StreamStats {
@@ -247,6 +270,59 @@ impl<F> Stream<F> {
     }
 }
 
+/// How long frames of the other direction wait on their way, and our acks with them.
+///
+/// Clocks of two machines have nothing to do with each other, so a frame's time on its way is not known; how much longer it took
+/// than the quickest one lately is (as in LEDBAT, RFC 6817). A window that did not cover this wait would be the smaller one of the
+/// two: with windows of 1.0 MB here and 2.4 MB there over one full link, all of the queue stood there, our acks waited in it, and
+/// this direction carried 60 % of the link for as long as the other one was full.
+#[derive(Clone, Copy, Debug, Default)]
+struct Arrivals {
+    /// The quickest frame of the last [`QUICKEST_MEMORY`], and of the one before: arrival on our clock less departure on the
+    /// peer's, in microseconds modulo 2^32. `None` before the first frame.
+    quickest: Option<[u32; 2]>,
+    /// Since when the first of them is looked for.
+    since: Time,
+    /// How much longer than the quickest the last frame took, in nanoseconds, ...
+    last: u64,
+    /// ... and all lately, smoothed, in microseconds.
+    lately: f64,
+}
+
+impl Arrivals {
+    fn measure(&mut self, sent_at: u32, now: Time) {
+        let took = clock(now).wrapping_sub(sent_at);
+        let longer = |than: u32| took.wrapping_sub(than) as i32;
+        let [mut lately, mut before] = self.quickest.unwrap_or([took; 2]);
+        if now.since(self.since) > QUICKEST_MEMORY {
+            (lately, before) = (took, lately);
+            self.since = now;
+        } else if longer(lately) < 0 {
+            lately = took;
+        }
+        self.quickest = Some([lately, before]);
+        let waited = longer(lately).max(longer(before)).clamp(0, WAIT_MOST);
+        self.last = waited as u64 * 1_000;
+        self.lately += (f64::from(waited) - self.lately) / WAIT_SAMPLES;
+    }
+
+    /// How long a frame waits at present, in nanoseconds.
+    fn wait(&self) -> u64 {
+        (self.lately * 1e3) as u64
+    }
+}
+
+/// A frame's `sent_at`: microseconds, modulo 2^32.
+pub(crate) fn clock(now: Time) -> u32 {
+    (now.0 / 1_000) as u32
+}
+
+/// Twice as long at most is a quickest frame believed: clocks drift apart, ways become longer.
+const QUICKEST_MEMORY: u64 = 5_000 * MILLISECOND;
+/// Over so many frames is their wait smoothed: a few milliseconds of a stream.
+const WAIT_SAMPLES: f64 = 8.0;
+/// In microseconds. No wait is believed to be longer: no peer makes our windows longer than this many milliseconds of a stream's rate.
+const WAIT_MOST: i32 = 100_000;
 /// Enough to outlive a burst of small frames, few enough to follow a stream that slows down.
 const RATE_SAMPLES: usize = 8;
 /// A sample over fewer bytes is mostly round trip: it may raise the estimate, not lower it.
@@ -271,9 +347,9 @@ const ROUND_TRIP_GROWTH: u64 = 20 * MILLISECOND;
 const SLACK_BYTES: f64 = 512.0 * 1024.0;
 const SLACK_LEAST: u64 = 2 * MILLISECOND;
 const SLACK_MOST: u64 = 8 * MILLISECOND;
-/// A window holds two frames of this size at least, beside what a round trip and the slack take: with 32 KiB, streams of 60 and
-/// 300 Mbit/s with 20 ms round trip got 84 % of their sum both ways, now more than 85 (virtual).
-const WINDOW_FRAME: u32 = 64 * 1024;
+/// A window holds two frames of this size at least, beside what a round trip and the slack take: with 16 KiB, 8 x 100 Mbit/s both
+/// ways got 85 % of a long way, with 64 KiB an urgent message waited 109 ms for a link of 100 Mbit/s instead of 67 (virtual).
+const WINDOW_FRAME: u32 = 32 * 1024;
 /// Before the first ack: carries 200 Mbit/s over 20 ms.
 const FIRST_WINDOW: u64 = 512 * 1024;
 /// A frame should take about this long, so that an urgent one need not wait and the tail is short.

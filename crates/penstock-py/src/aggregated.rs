@@ -2,7 +2,7 @@
 
 use crate::engine::Group;
 use crate::error;
-use penstock_engine::{LaneSpec, NodeSpec, ServerSpec, Sockets, Wire};
+use penstock_engine::{ClientSpec, NodeSpec, ServerSpec, Sockets, Wire};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -83,7 +83,7 @@ pub(crate) fn aggregate(
     let taken = sockets.sockets.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
     let taken = taken.ok_or_else(|| PyValueError::new_err("these sockets are another group's already"))?;
     let (alarm, fallback) = (alarm.0.clone(), fallback.0.clone());
-    let spec = LaneSpec { rank, world, name, wire, payload_bytes, min_bytes, servers, alarm, fallback };
+    let spec = ClientSpec { rank, world, name, wire, payload_bytes, min_bytes, servers, alarm, fallback };
     py.detach(|| group.0.aggregate(taken, spec)).map_err(|failure| error(py, &failure))
 }
 

@@ -107,7 +107,6 @@ impl Engine {
         held.set_item("groups", stats.held.groups)?;
         held.set_item("operations", stats.held.operations)?;
         held.set_item("claims", stats.held.claims)?;
-        held.set_item("closed_records", stats.held.closed_records)?;
         held.set_item("closed_ranges", stats.held.closed_ranges)?;
         held.set_item("jobs", stats.held.jobs)?;
         held.set_item("early_messages", stats.held.early_messages)?;

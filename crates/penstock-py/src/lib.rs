@@ -43,7 +43,7 @@ mod _core {
     const AGGREGATION_VERSION: u8 = penstock_protocol::aggregation::VERSION;
 }
 
-/// Which addresses to listen on: those named by the first non-empty (knob, value), else the one that routes to
+/// Which addresses to listen on: those named by the first non-empty (setting, value), else the one that routes to
 /// `master` ("host:port"). Returns [(interface, address)] and the reason.
 #[pyfunction]
 fn choose_interfaces(
@@ -51,7 +51,7 @@ fn choose_interfaces(
     named: Vec<(String, String)>,
     master: Option<String>,
 ) -> PyResult<(Vec<(String, String)>, String)> {
-    let named: Vec<(&str, &str)> = named.iter().map(|(knob, value)| (knob.as_str(), value.as_str())).collect();
+    let named: Vec<(&str, &str)> = named.iter().map(|(setting, value)| (setting.as_str(), value.as_str())).collect();
     let chosen = py.detach(|| penstock_engine::interface::choose(&named, master.as_deref()));
     match chosen {
         Ok((interfaces, reason)) => {

@@ -13,7 +13,7 @@ pub enum FailureKind {
     Timeout,
     /// A peer did not accept us (wrong secret, version, job): mend the deployment.
     Refused,
-    /// A knob, an argument or the machine is not as needed; nothing was sent.
+    /// A setting, an argument or the machine is not as needed; nothing was sent.
     Config,
     /// The group was shut down, aborted or forked away before the operation ended.
     Closed,

@@ -1,25 +1,9 @@
-"""Jobs that outlive their workers: live, without a restart, or from the last checkpoint.
+"""Jobs that outlive their workers: the names that users import (docs/guide/elastic.md).
 
-```text
-  live     run(train, state)   a worker dies or comes ──> the others agree on the next generation ──> all get the state
-                               of the member that committed most ──> train(state) goes on after that step
-  restart  torchrun            a worker dies ──> torchrun starts all of them anew ──> Checkpoints.load(state)
-```
-- `run`: trains through deaths and arrivals; every worker is started by itself (docs/elastic.md has the commands).
-- `State`: what must survive: model, optimizer, sampler, step, values. ``commit()`` ends a step.
-- `ElasticSampler`: batches whose order stays a partition of the epoch, whoever is there.
-- `Checkpoints`: files that a death cannot spoil.
-
-`membership` decides who is in a generation, `state` moves the state, `loop` holds both together, `store` is the small
-process that outlives the workers.
+`penstock.training.elastic` defines them.
 """
 
 from __future__ import annotations
 
-from penstock.elastic.checkpoints import Checkpoints
-from penstock.elastic.loop import run
-from penstock.elastic.membership import LeftBehind, StateLost, TooFew
-from penstock.elastic.sampler import ElasticSampler
-from penstock.elastic.state import MembershipChanged, State
-
-__all__ = ["Checkpoints", "ElasticSampler", "LeftBehind", "MembershipChanged", "State", "StateLost", "TooFew", "run"]
+from penstock.training.elastic import *  # noqa: F403 (its names are listed there, once)
+from penstock.training.elastic import __all__ as __all__

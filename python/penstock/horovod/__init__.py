@@ -1,18 +1,7 @@
-"""Horovod's API on Penstock: ``import penstock.horovod.torch as hvd`` in place of ``import horovod.torch as hvd``.
+"""Horovod's names, where Horovod has them (docs/guide/horovod.md). `penstock.fronts.horovod` defines them."""
 
-Names, defaults, signatures, exceptions and messages are those that Horovod 0.28.1 documents; docs/horovod.md has the table
-and the differences.
+from __future__ import annotations
 
-- ``torch``: what scripts import.
-- ``common``: what Horovod keeps under ``horovod.common``: exceptions, process sets, elastic state.
-- ``launch``, ``job``: who started this process, and its life from ``init()`` to ``shutdown()``.
-- ``negotiation``: which operations all ranks have, decided alike on all of them and without a master; no I/O.
-- ``controller``: the thread that runs the rounds of one process set and starts what they agree on.
-- ``operations``, ``adasum``: how agreed operations are executed.
-- ``units``: gradients through the engine's reducer, where nothing needs a name.
-- ``runner``: ``horovod.run``, a function on several ranks of this host.
-"""
-
-from penstock.horovod.runner import run
-
-__all__ = ["run"]
+from penstock.fronts.horovod import *  # noqa: F403 (its names are listed there, once)
+from penstock.fronts.horovod import __all__ as __all__
+from penstock.horovod import runner as runner

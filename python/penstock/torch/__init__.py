@@ -8,66 +8,49 @@
 - ``check_alike``: raises where ranks hold other parameters.
 - ``in_turn``: makes torch's PowerSGD hook safe on models of several buckets.
 
-`backend` translates torch's calls, `work` is what they return, `rendezvous` starts the engine and joins groups.
+`backend` translates torch's calls, `work` is what they return. `penstock.runtime` starts the engine and joins groups; what
+trains with them is in `penstock.training`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from penstock.torch.checks import check_alike as check_alike
-    from penstock.torch.gradients import GradientReducer as GradientReducer
-    from penstock.torch.gradients import ddp_hook as ddp_hook
     from penstock.torch.hooks import in_turn as in_turn
+    from penstock.training.checks import check_alike as check_alike
+    from penstock.training.gradients import GradientReducer as GradientReducer
+    from penstock.training.gradients import ddp_hook as ddp_hook
 
 __all__ = ["GradientReducer", "check_alike", "ddp_hook", "empty", "in_turn", "register", "stats"]
 
-_LAZY = {"GradientReducer": "gradients", "ddp_hook": "gradients", "check_alike": "checks", "in_turn": "hooks"}
+_HOME = {
+    "GradientReducer": "penstock.training.gradients",
+    "check_alike": "penstock.training.checks",
+    "ddp_hook": "penstock.training.gradients",
+    "in_turn": "penstock.torch.hooks",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for, when it is asked for (PEP 562): torch calls `register`, which needs none of it."""
-    if name not in _LAZY:
+    if name not in _HOME:
         raise AttributeError(f"module 'penstock.torch' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"penstock.torch.{_LAZY[name]}"), name)
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def register() -> None:
     """Make ``init_process_group("penstock")`` work. Cheap: nothing else is imported before the first group is made."""
     import torch.distributed as dist
 
+    from penstock.torch.devices import Devices
+
     if "penstock" not in dist.Backend.backend_list:
         dist.Backend.register_backend("penstock", _create, extended_api=True, devices=["cpu"])
         dist.Backend.backend_capability["penstock"] = Devices()  # type: ignore[assignment]
-
-
-class Devices(Sequence[str]):
-    """The device types that a group serves: "cpu", and "cuda" where the machine has a CUDA device.
-
-    torch reads them whenever a group is made, and only then are they looked up: asking for CUDA devices takes long and
-    initialises the driver, after which forked children cannot use it; `import torch` must do neither. *Why not always
-    both, as gloo?* From a backend other than gloo torch concludes that what it serves exists: `ShardedTensor.gather` and
-    checkpoints would ask for the current CUDA device, and fail where there is none.
-    """
-
-    def __iter__(self) -> Iterator[str]:
-        import torch
-
-        yield "cpu"
-        if torch.cuda.is_available():
-            yield "cuda"
-
-    # `list(self)` would ask for the length first.
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(iter(self))[index]
 
 
 def stats() -> dict[str, Any]:
@@ -84,17 +67,16 @@ def stats() -> dict[str, Any]:
           rank has not issued.
         - ``remembered_operations``: operations with messages that have come, or that a peer is ready for.
           ``unacknowledged_messages``, ``credit_bytes``: messages that peers have not taken, and their credit.
-        - ``closed_records``: groups that this rank has left and others have not. ``closed_ranges``: ranges of the ids of all
-          groups that were left, one for each set of ranks that has had groups. ``jobs``: groups whose secret peers connect
-          with, at most one a peer.
+        - ``closed_ranges``: ranges of the ids of all groups that were left, one for each set of ranks that has had groups.
+          ``jobs``: groups whose secret peers connect with, at most one a peer.
         - ``mappings``, ``descriptors``: of shared memory (`penstock.empty`), that of other ranks and this one's.
 
     Raises:
         penstock.errors.Closed: no process group of the penstock backend exists.
     """
-    from penstock.torch import rendezvous
+    from penstock.runtime import process
 
-    return rendezvous.stats()
+    return process.stats()
 
 
 def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -22,7 +22,9 @@ from torch.autograd import profiler
 
 from penstock.errors import Closed, PenstockError
 from penstock.errors import Config as ConfigError
-from penstock.torch import Devices, rendezvous
+from penstock.runtime import groups, process
+from penstock.runtime.store import Keys, StoreError
+from penstock.torch.devices import Devices
 from penstock.torch.layout import Layout, blocks, layout, order, rows
 from penstock.torch.sparse import SparseReductions
 from penstock.torch.staging import Side, Staged, StagedTicket
@@ -40,7 +42,7 @@ def create(options: Any, pg_options: Any) -> Any:
     """
     if pg_options is not None:
         raise ConfigError(
-            "the penstock backend takes no pg_options; its knobs are environment variables (penstock info)"
+            "the penstock backend takes no pg_options; its settings are environment variables (penstock info)"
         )
     # torch leaves the list empty for the default group, whose ranks are the job's.
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -48,7 +50,7 @@ def create(options: Any, pg_options: Any) -> Any:
     name = getattr(options, "group_id", "") or "default"
     # A plan is for all ranks of the job.
     everybody = not dist.is_initialized() or len(global_ranks) == dist.get_world_size()
-    membership = rendezvous.join(
+    membership = groups.join(
         options.store,
         rank,
         global_ranks,
@@ -188,7 +190,7 @@ class _Collectives:
     order of their elements, so they may lie in any way. A call checks all of its tensors before it starts the first operation.
     """
 
-    _member: rendezvous.Membership
+    _member: groups.Membership
     _timeout: timedelta
 
     # torch asks for these properties; one that is missing sends its getter into an endless recursion (2.15).
@@ -205,14 +207,14 @@ class _Collectives:
         """torch copies these for the groups that it splits off."""
         return self._options
 
-    def _setup(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
+    def _setup(self, membership: groups.Membership, timeout: timedelta) -> None:
         self._member = membership
         self._timeout = timeout
         self._issued = 0
         self._monitored = 0
         self._coalesced: _Batch | None = None
         self._sides: dict[torch.device, Side] = {}
-        self._siblings: list[rendezvous.Membership] = []
+        self._siblings: list[groups.Membership] = []
         self._sparse: SparseReductions | None = None
         self._options = c10d.Backend.Options("penstock", timeout) if hasattr(c10d.Backend, "Options") else None
         _alive.add(self)
@@ -228,7 +230,7 @@ class _Collectives:
     @_batched
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         def reduced(tensor: torch.Tensor) -> Start:
-            rendezvous.heed.count_all_reduce()
+            process.requests.count_all_reduce()
             return self._checked("all_reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp)
 
         return self._work([reduced(tensor) for tensor in tensors], tensors)
@@ -514,18 +516,20 @@ class _Collectives:
         self._monitored += 1
         rank, world = self._member.rank, self._member.world
         timeout = opts.timeout if _is_set(opts.timeout) else self._timeout
-        store = dist.PrefixStore(f"monitored_barrier/{self._monitored}", self._member.keys)
-        store.set(str(rank), "here")
+        store = Keys(f"monitored_barrier/{self._monitored}", self._member.keys)
+        # Without the store this is a barrier whose time-out names nobody.
+        with contextlib.suppress(StoreError):
+            store.set(str(rank), "here")
         try:
             self.barrier(opts).wait()
         except PenstockError as error:
             # The store is asked, since the barrier's messages tell only of neighbours.
-            with contextlib.suppress(dist.DistError):
+            with contextlib.suppress(StoreError):
                 missing = [other for other in range(world) if not store.check([str(other)])]
                 if missing:
                     raise type(error)(_missed(rank, missing, timeout, wait_all, error)) from None
             raise
-        with contextlib.suppress(dist.DistError):
+        with contextlib.suppress(StoreError):
             store.delete_key(str(rank))
 
     monitoredBarrier = monitored_barrier
@@ -576,17 +580,17 @@ class _Collectives:
 
     def sibling(
         self, name: str, *, aggregate: bool = False, check: Callable[[], None] | None = None
-    ) -> rendezvous.Membership:
+    ) -> groups.Membership:
         """Join another group of the same ranks, for operations that have an order of their own. Blocks until all ranks have
         called it, with the same name; it is left with this group at the latest. With ``aggregate`` its all-reduces go through
-        servers if this group's do; ``check`` is as for `rendezvous.join`."""
+        servers if this group's do; ``check`` is as for `groups.join`."""
         sibling = self._member.sibling(name, self._timeout, aggregate=aggregate, check=check)
         self._siblings.append(sibling)
         if self not in _alive:  # shut down meanwhile, by another thread
             self.forget_siblings([sibling])
         return sibling
 
-    def forget_siblings(self, siblings: Iterable[rendezvous.Membership]) -> None:
+    def forget_siblings(self, siblings: Iterable[groups.Membership]) -> None:
         """Leave them, if they are not left already."""
         for sibling in siblings:
             if sibling in self._siblings:
@@ -603,6 +607,10 @@ class _Collectives:
         self._timeout = timeout
 
     _set_default_timeout = set_timeout
+
+    def check(self) -> None:
+        """Raise why the group has failed, or which of its ranks is gone; nothing where all is well. Local, does not block."""
+        self._member.group.check(range(self._member.world), whole=True)
 
     def get_error(self) -> Any:
         return c10d.ErrorType.SUCCESS
@@ -658,7 +666,7 @@ class _Collectives:
         rank = ranks.index(self._member.rank)
         job_ranks = [self._member.job_ranks[one] for one in ranks]
         check = functools.partial(self._member.group.check, ranks, whole=False)
-        member = rendezvous.join(store, rank, job_ranks, timeout, name, check=check)
+        member = groups.join(store, rank, job_ranks, timeout, name, check=check)
         return _CLASS(member, timeout)
 
     # ------------------------------------------------------------------ helpers
@@ -1050,7 +1058,7 @@ def _class() -> Any:
         base = getattr(dist, "BackendBase", None) or c10d.Backend
 
         class PenstockBackend(_Collectives, base):  # type: ignore[misc, valid-type]
-            def __init__(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
+            def __init__(self, membership: groups.Membership, timeout: timedelta) -> None:
                 base.__init__(self, membership.rank, membership.world)
                 answer_for_wrappers()
                 _spare_outsiders()
@@ -1061,7 +1069,7 @@ def _class() -> Any:
     class PenstockProcessGroup(_Collectives, dist.ProcessGroup):
         """Where only groups can be written in Python, it also answers for what torch's C++ group would know."""
 
-        def __init__(self, membership: rendezvous.Membership, timeout: timedelta) -> None:
+        def __init__(self, membership: groups.Membership, timeout: timedelta) -> None:
             dist.ProcessGroup.__init__(self, membership.rank, membership.world)
             self._setup(membership, timeout)
             self._group_name = ""

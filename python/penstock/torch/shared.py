@@ -23,8 +23,9 @@ import torch
 from penstock import _core
 from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError
+from penstock.runtime import process
 
-__all__ = ["empty", "use"]
+__all__ = ["empty"]
 
 log = logging.getLogger("penstock")
 
@@ -60,7 +61,7 @@ def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     return flat[:count].view(shape)
 
 
-def use(engine: _core.Engine | None) -> None:
+def _use(engine: _core.Engine | None) -> None:
     """The process has an engine, or (None) is about to stop the one that it has."""
     global _engine
     with _lock:
@@ -183,3 +184,4 @@ _lock = threading.RLock()
 _buffers: dict[int, _Buffer] = {}
 _engine: _core.Engine | None = None
 os.register_at_fork(after_in_child=_forget_engine)
+process.observe(_use)

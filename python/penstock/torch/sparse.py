@@ -17,7 +17,7 @@ import torch
 from penstock import _core
 from penstock.errors import Closed, Mismatch
 from penstock.errors import Timeout as TimeoutError_
-from penstock.torch import checks
+from penstock.torch.gather import Gather, gatherer
 
 __all__ = ["SparseReductions", "SparseTicket", "add_up"]
 
@@ -26,7 +26,7 @@ class SparseReductions:
     """One group's all-reduces of sparse tensors.
 
     Args:
-        join: joins the sibling group (`penstock.torch.rendezvous.Membership`), on this object's thread. All ranks do so with
+        join: joins the sibling group (`penstock.runtime.groups.Membership`), on this object's thread. All ranks do so with
             their first sparse all-reduce. It calls its argument while it waits, and passes on what that raises.
         fail: called with the error of one that failed, unless its group lives.
     """
@@ -77,7 +77,7 @@ class SparseReductions:
                 if self._member is None:
                     self._member = self._join(self._check)
                     self._check()
-                gather = checks.gatherer(self._member, timeout_s)
+                gather = gatherer(self._member, timeout_s)
                 ticket.end(add_up(tensor, gather, average=average))
             except BaseException as error:
                 ticket.end(error)
@@ -145,7 +145,7 @@ def _destroyed() -> Closed:
     return Closed("all_reduce of a sparse tensor: the group was destroyed. The group is unusable: build a new one.")
 
 
-def add_up(tensor: torch.Tensor, gather: checks.Gather, *, average: bool) -> torch.Tensor:
+def add_up(tensor: torch.Tensor, gather: Gather, *, average: bool) -> torch.Tensor:
     """The coalesced sum (or mean) of the ranks' tensors, the same bits on all of them. Blocks.
 
     Args:
@@ -177,7 +177,7 @@ def add_up(tensor: torch.Tensor, gather: checks.Gather, *, average: bool) -> tor
     return total / len(counts) if average else total
 
 
-def _gathered(mine: torch.Tensor, gather: checks.Gather, world: int) -> torch.Tensor:
+def _gathered(mine: torch.Tensor, gather: Gather, world: int) -> torch.Tensor:
     if mine.numel() == 0:
         return mine.new_empty(world, *mine.shape)
     return gather(mine.reshape(-1)).view(world, *mine.shape)

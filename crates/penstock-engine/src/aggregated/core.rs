@@ -56,10 +56,10 @@ pub(crate) struct Job {
 }
 
 // SAFETY: the caller of the engine keeps the tensor alive and leaves it alone until the operation has ended; only the
-// lane's thread uses the address.
+// client's thread uses the address.
 unsafe impl Send for Job {}
 
-/// Why the lane cannot go on.
+/// Why the client cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Trouble {
     /// Ranks mean different things with operation `op`; another rank's fingerprint.
@@ -153,7 +153,7 @@ struct Op {
     /// Nothing of it has been posted yet.
     begun: bool,
     sides: Vec<Side>,
-    /// By granule, the servers' one after the other: whether the tensor holds the result.
+    /// By piece, the servers' one after the other: whether the tensor holds the result.
     delivered: Vec<bool>,
     undelivered: usize,
 }
@@ -167,8 +167,8 @@ struct Side {
     exponents: Vec<i16>,
     /// Headers and exponents without a result.
     unagreed: usize,
-    /// Where its granules begin.
-    first_granule: usize,
+    /// Where its pieces begin.
+    first_piece: usize,
     /// The last SeqNum, once all are posted.
     last: Option<Serial>,
 }
@@ -216,7 +216,7 @@ impl Core {
                 blocks: 0,
                 exponents: Vec::new(),
                 unagreed: 0,
-                first_granule: 0,
+                first_piece: 0,
                 last: None,
             })
             .collect();
@@ -225,13 +225,13 @@ impl Core {
             let side = &mut sides[server as usize];
             (side.start, side.len, side.blocks) = (src.start as usize, src.len as usize, step.segments as usize);
         }
-        let mut granules = 0;
+        let mut pieces = 0;
         for side in &mut sides {
-            side.first_granule = granules;
-            granules += side.len.div_ceil(layout.granule_bytes());
+            side.first_piece = pieces;
+            pieces += side.len.div_ceil(layout.piece_bytes());
         }
-        let delivered = vec![false; granules];
-        self.ops.push_back(Op { job, layout, begun: false, sides, delivered, undelivered: granules });
+        let delivered = vec![false; pieces];
+        self.ops.push_back(Op { job, layout, begun: false, sides, delivered, undelivered: pieces });
         self.first + self.ops.len() as u64 - 1
     }
 
@@ -335,8 +335,8 @@ impl Core {
     pub(crate) fn lacks(&self) -> Vec<Lack> {
         let Some(op) = self.ops.front() else { return Vec::new() };
         let of = |side: &Side| {
-            let all = side.len.div_ceil(op.layout.granule_bytes());
-            let here = op.delivered[side.first_granule..][..all].iter().filter(|here| **here).count();
+            let all = side.len.div_ceil(op.layout.piece_bytes());
+            let here = op.delivered[side.first_piece..][..all].iter().filter(|here| **here).count();
             match side.unagreed {
                 0 if here == all => Lack::Nothing,
                 0 => Lack::Pieces { left: all - here, all },
@@ -385,12 +385,12 @@ impl Core {
     pub(crate) fn take_first(&mut self) -> Option<(u64, Leftover)> {
         let op = self.ops.pop_front()?;
         self.first += 1;
-        let granules = op.sides.iter().flat_map(|side| {
-            let step = op.layout.granule_bytes();
+        let pieces = op.sides.iter().flat_map(|side| {
+            let step = op.layout.piece_bytes();
             (0..side.len.div_ceil(step)).map(move |i| (side.start + i * step, step.min(side.len - i * step)))
         });
-        let granules = granules.zip(&op.delivered).map(|((start, len), here)| (start, len, *here)).collect();
-        Some((self.first - 1, Leftover { job: op.job, begun: op.begun, granules }))
+        let pieces = pieces.zip(&op.delivered).map(|((start, len), here)| (start, len, *here)).collect();
+        Some((self.first - 1, Leftover { job: op.job, begun: op.begun, pieces }))
     }
 
     fn pop(&mut self) -> Option<u64> {
@@ -534,9 +534,9 @@ impl Core {
                     // SAFETY: one operand, which is the destination.
                     unsafe { reduce(ReduceOp::Avg, layout.dtype, place, &[place.cast_const()], len, finish) };
                 }
-                let granule = layout.granule_bytes();
-                let first = side.first_granule + (start - side.start) / granule;
-                for here in &mut op.delivered[first..first + len.div_ceil(granule)] {
+                let piece = layout.piece_bytes();
+                let first = side.first_piece + (start - side.start) / piece;
+                for here in &mut op.delivered[first..first + len.div_ceil(piece)] {
                     debug_assert!(!*here, "a result is delivered once");
                     *here = true;
                     op.undelivered -= 1;
@@ -554,7 +554,7 @@ pub(crate) struct Leftover {
     /// The contribution was premultiplied, if it had to be.
     pub(crate) begun: bool,
     /// Start and length in the tensor, and whether it holds the result, finished.
-    pub(crate) granules: Vec<(usize, usize, bool)>,
+    pub(crate) pieces: Vec<(usize, usize, bool)>,
 }
 
 /// What a packet looks like.
@@ -633,7 +633,7 @@ impl Side {
         if !self.is_full(layout, block) {
             return 1;
         }
-        self.part(layout, block, 0, 1).1.div_ceil(layout.granule_bytes())
+        self.part(layout, block, 0, 1).1.div_ceil(layout.piece_bytes())
     }
 
     /// Where a part of a block lies, in bytes of the tensor. With one part it is the block.
@@ -643,8 +643,8 @@ impl Side {
         if parts == 1 {
             return (self.start + block_start, block_len);
         }
-        let start = part * layout.granule_bytes();
-        (self.start + block_start + start, layout.granule_bytes().min(block_len - start))
+        let start = part * layout.piece_bytes();
+        (self.start + block_start + start, layout.piece_bytes().min(block_len - start))
     }
 
     /// The blocks whose exponents a packet carries.

@@ -283,7 +283,7 @@ fn contribution(rank: u32, op: usize, elements: usize) -> Vec<f32> {
         .collect()
 }
 
-/// What docs/quantisation.md says comes out, block by block, in 128-bit integers.
+/// What docs/design/quantisation.md says comes out, block by block, in 128-bit integers.
 fn expected(contributions: &[Vec<f32>], ranges: &[(usize, usize)], block: usize, integer: DType) -> Vec<f32> {
     let mut out = vec![0f32; contributions[0].len()];
     let fixed = FixedPointOf { workers: contributions.len() as u32, integer };
@@ -536,13 +536,13 @@ fn nothing_that_was_handed_out_is_lacking_elsewhere() {
             });
             // Where nothing is agreed on, nothing is counted.
             if let Some(pieces) = pieces.sum::<Option<usize>>() {
-                assert_eq!(pieces, left.granules.iter().filter(|(_, _, here)| !here).count(), "seed {seed}");
+                assert_eq!(pieces, left.pieces.iter().filter(|(_, _, here)| !here).count(), "seed {seed}");
                 counted += 1;
             }
         }
-        for i in 0..left[0].granules.len() {
-            let (start, len, _) = left[0].granules[i];
-            let have: Vec<usize> = (0..3).filter(|rank| left[*rank].granules[i].2).collect();
+        for i in 0..left[0].pieces.len() {
+            let (start, len, _) = left[0].pieces[i];
+            let have: Vec<usize> = (0..3).filter(|rank| left[*rank].pieces[i].2).collect();
             partly += usize::from(have.len() == 1 || have.len() == 2);
             for pair in have.windows(2) {
                 let of = |rank: usize| &tensors[rank][first as usize][start..start + len];
@@ -550,6 +550,6 @@ fn nothing_that_was_handed_out_is_lacking_elsewhere() {
             }
         }
     }
-    assert!(partly > 20, "only {partly} granules were somewhere and not everywhere");
+    assert!(partly > 20, "only {partly} pieces were somewhere and not everywhere");
     assert!(counted > 20, "what is lacking was counted only {counted} times");
 }

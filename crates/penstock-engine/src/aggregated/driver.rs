@@ -1,9 +1,9 @@
-//! The lane's thread: turns what the core wants into system calls, and the core's troubles into the group's failures.
+//! The client's thread: turns what the core wants into system calls, and the core's troubles into the group's failures.
 
 use super::core::{Core, CoreConfig, Job, Lack, PARENT, SERVER, Trouble};
 use super::fallback::{claims, contribute, finish};
 use super::layout::Wire;
-use super::{LaneSpec, NodeSpec, ServerSpec, ServerStats, Shared};
+use super::{ClientSpec, ClientStats, NodeSpec, ServerSpec, ServerStats, Shared};
 use crate::recorder::{Entry, Record, Recorder};
 use crate::runtime::Call;
 use crate::{Group, Ticket};
@@ -19,7 +19,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What others ask of the lane's thread.
+/// What others ask of the client's thread.
 #[derive(Debug)]
 pub(super) enum Command {
     Start(Call, Ticket),
@@ -46,7 +46,7 @@ const PUBLISH_EVERY: u64 = SECOND / 10;
 pub(super) struct Driver {
     shared: Arc<Shared>,
     group: Group,
-    spec: LaneSpec,
+    spec: ClientSpec,
     recorder: Recorder,
     sockets: Vec<Datagrams>,
     core: Core,
@@ -84,7 +84,7 @@ impl Driver {
         shared: Arc<Shared>,
         group: Group,
         sockets: Vec<Datagrams>,
-        spec: LaneSpec,
+        spec: ClientSpec,
         recorder: Recorder,
     ) -> Driver {
         let worker = |server: &ServerSpec| WorkerConfig {
@@ -413,6 +413,8 @@ impl Driver {
             let mut stats = self.shared.stats();
             stats.operations += 1;
             stats.bytes += running.job.bytes as u64;
+            // Callers that have waited for the operation find all of it counted.
+            self.count(&mut stats);
         }
         running.ticket.complete(Ok(()));
     }
@@ -512,7 +514,10 @@ impl Driver {
         if let Some(running) = self.running.front() {
             self.recorder.waits_for(running.recorded, self.lacks());
         }
-        let mut stats = self.shared.stats();
+        self.count(&mut self.shared.stats());
+    }
+
+    fn count(&self, stats: &mut ClientStats) {
         for (server, entry) in stats.servers.iter_mut().enumerate() {
             let counters = self.core.counters(server);
             entry.is_direct = self.core.is_direct(server);
@@ -541,7 +546,7 @@ impl Driver {
             let nanos = self.core.poll_timeout().since(self.now());
             Duration::from_nanos(nanos.min(SECOND))
         });
-        if let Err(error) = self.shared.bell.wait(&sockets, timeout) {
+        if let Err(error) = self.shared.waker.wait(&sockets, timeout) {
             self.group.fail(Failure::fatal(FailureKind::Bug, format!("cannot wait for packets: {error}.")));
             self.stopped = true;
         }
@@ -580,7 +585,7 @@ impl Driver {
         let (rank, name) = (self.spec.rank, self.spec.name.clone());
         log::warn!(
             "penstock: group {name}: rank {rank} goes on without servers, since {reason}: all-reduces go among the ranks from \
-             here on. Sums agree within the bound of docs/quantisation.md, not bit by bit."
+             here on. Sums agree within the bound of docs/design/quantisation.md, not bit by bit."
         );
         self.publish();
         self.shared.stats().fallback = Some(reason.to_owned());
@@ -666,7 +671,7 @@ impl Driver {
         };
         let ticket = Ticket::default();
         // SAFETY: `bytes` is borrowed until the ticket completes: at the latest when the fallback group fails, which it does
-        // with the lane's own (`listen`).
+        // with the client's own (`listen`).
         unsafe { self.spec.fallback.start_as(plain(&job, Priority(0), None), ticket.clone()) };
         ticket.wait(None).expect("without a time-out it waits for the end")
     }

@@ -18,7 +18,7 @@ pub(crate) const NOBODY: i32 = i32::MAX;
 
 /// By piece: this rank, if the piece holds its result here.
 pub(crate) fn claims(rank: u32, left: &Leftover) -> Vec<i32> {
-    left.granules.iter().map(|(_, _, here)| if *here { rank as i32 } else { NOBODY }).collect()
+    left.pieces.iter().map(|(_, _, here)| if *here { rank as i32 } else { NOBODY }).collect()
 }
 
 /// Makes of the tensor what this rank adds, once the minimum of all ranks' claims is known.
@@ -28,7 +28,7 @@ pub(crate) fn contribute(rank: u32, left: &Leftover, owners: &[i32]) {
         // SAFETY: the tensor is the operation's, which has not touched it yet.
         unsafe { premultiply(left.job.dtype, address, address, bytes, factor) };
     }
-    for ((start, len, _), owner) in left.granules.iter().zip(owners) {
+    for ((start, len, _), owner) in left.pieces.iter().zip(owners) {
         if *owner != NOBODY && *owner != rank as i32 {
             // SAFETY: pieces lie in the tensor, which is the operation's.
             unsafe { std::ptr::write_bytes(left.job.address.add(*start), 0, *len) };
@@ -41,7 +41,7 @@ pub(crate) fn finish(world: u32, left: &Leftover, owners: &[i32]) {
     if left.job.op != ReduceOp::Avg {
         return;
     }
-    for ((start, len, _), _) in left.granules.iter().zip(owners).filter(|(_, owner)| **owner == NOBODY) {
+    for ((start, len, _), _) in left.pieces.iter().zip(owners).filter(|(_, owner)| **owner == NOBODY) {
         // SAFETY: pieces lie in the tensor; the one operand is the destination.
         unsafe {
             let place = left.job.address.add(*start);
@@ -79,7 +79,7 @@ mod tests {
                     timeout: 0,
                 },
                 begun: true,
-                granules: has.iter().enumerate().map(|(i, here)| (4 * i, 4, *here)).collect(),
+                pieces: has.iter().enumerate().map(|(i, here)| (4 * i, 4, *here)).collect(),
             })
             .collect();
         let claimed: Vec<Vec<i32>> = (0..3).map(|rank| claims(rank as u32, &left[rank])).collect();

@@ -64,7 +64,7 @@ impl Layout {
     }
 
     /// Bytes of the tensor that are delivered, or not, together.
-    pub(crate) fn granule_bytes(&self) -> usize {
+    pub(crate) fn piece_bytes(&self) -> usize {
         self.block_bytes() / self.full_parts()
     }
 
@@ -137,8 +137,8 @@ mod tests {
                         assert!(layout.block_bytes().is_multiple_of(16));
                         let integer = layout.integers.map_or(dtype.size(), |fixed| fixed.integer().size());
                         assert_eq!(elements * integer, payload, "a full packet: {layout:?}");
-                        assert!(layout.granule_bytes() <= payload, "{layout:?}");
-                        assert_eq!(layout.granule_bytes() * layout.full_parts(), layout.block_bytes());
+                        assert!(layout.piece_bytes() <= payload, "{layout:?}");
+                        assert_eq!(layout.piece_bytes() * layout.full_parts(), layout.block_bytes());
                         assert_eq!(layout.filled(2), if wire == Wire::Padded { payload } else { 2 });
                     }
                 }

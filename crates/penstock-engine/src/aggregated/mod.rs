@@ -1,9 +1,9 @@
-//! All-reduces through aggregators and servers (`docs/aggregated.md`).
+//! All-reduces through aggregators and servers (`docs/design/aggregated.md`).
 //!
-//! A [`Lane`] takes the large sums and averages of floats of one group; everything else goes the group's ordinary way. It is
+//! A [`Client`] takes the large sums and averages of floats of one group; everything else goes the group's ordinary way. It is
 //! one thread: `core.rs` decides, `driver.rs` has the sockets, and `fallback.rs` says how operations end when a server dies.
 //!
-//! Why a thread of its own, and not the engine's? Quantising takes as long as receiving, and the lane wakes for
+//! Why a thread of its own, and not the engine's? Quantising takes as long as receiving, and the client wakes for
 //! every train of datagrams: neither should wait for the other.
 
 mod core;
@@ -16,8 +16,8 @@ use crate::runtime::Call;
 use crate::{Group, Ticket, check_fork};
 use driver::{Command, Driver};
 pub use layout::Wire;
-use penstock_net::bell::Bell;
 use penstock_net::datagrams::{Datagrams, SHORT_SEND_BUFFER};
+use penstock_net::waker::Waker;
 use penstock_plan::{Algorithm, Collective};
 use penstock_types::{DType, Failure, FailureKind, ReduceOp};
 use std::io;
@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// The sockets of a lane, one a server. Bound before the servers are told where results go.
+/// The sockets of a client, one a server. Bound before the servers are told where results go.
 #[derive(Debug)]
 pub struct Sockets(Vec<Datagrams>);
 
@@ -58,7 +58,7 @@ impl Sockets {
 
 /// What all ranks of a group have agreed on, and the daemons have been told.
 #[derive(Debug)]
-pub struct LaneSpec {
+pub struct ClientSpec {
     /// This process's rank in the group: the worker's number in every job.
     pub rank: u32,
     /// Ranks in the group, 2 to 64.
@@ -109,9 +109,9 @@ pub struct ServerSpec {
     pub start: u32,
 }
 
-/// What a lane has done so far.
+/// What a client has done so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LaneStats {
+pub struct ClientStats {
     /// Operations that have ended through the servers.
     pub operations: u64,
     /// Bytes of their tensors.
@@ -157,7 +157,7 @@ pub struct ServerStats {
 
 /// What takes a group's large all-reduces.
 #[derive(Debug)]
-pub(crate) struct Lane {
+pub(crate) struct Client {
     shared: Arc<Shared>,
     rank: u32,
     min_bytes: u64,
@@ -165,13 +165,13 @@ pub(crate) struct Lane {
     bypassed: AtomicBool,
 }
 
-/// What callers and the lane's thread share.
+/// What callers and the client's thread share.
 #[derive(Debug)]
 struct Shared {
     mailbox: Mutex<Mailbox>,
-    bell: Bell,
+    waker: Waker,
     pending: Pending,
-    stats: Mutex<LaneStats>,
+    stats: Mutex<ClientStats>,
 }
 
 /// Operations that have not ended, and some that have.
@@ -204,24 +204,24 @@ struct Mailbox {
     closed: Option<Failure>,
 }
 
-impl Lane {
-    /// Starts the thread for `group`, which must be the group without its lane.
+impl Client {
+    /// Starts the thread for `group`, which must be the group without its client.
     pub(crate) fn start_thread(
         group: Group,
         sockets: Sockets,
-        spec: LaneSpec,
+        spec: ClientSpec,
         recorder: Recorder,
-    ) -> Result<Lane, Failure> {
+    ) -> Result<Client, Failure> {
         let config = |error: io::Error| {
             Failure::of_call(FailureKind::Config, format!("cannot start the thread for aggregation: {error}."))
         };
         let shared = Arc::new(Shared {
             mailbox: Mutex::default(),
-            bell: Bell::new().map_err(config)?,
+            waker: Waker::new().map_err(config)?,
             pending: Pending::default(),
             stats: Mutex::default(),
         });
-        let lane = Lane {
+        let client = Client {
             shared: shared.clone(),
             rank: spec.rank,
             min_bytes: spec.min_bytes,
@@ -229,7 +229,7 @@ impl Lane {
         };
         let driver = Driver::new(shared, group, sockets.0, spec, recorder);
         std::thread::Builder::new().name("penstock-udp".into()).spawn(move || driver.run()).map_err(config)?;
-        Ok(lane)
+        Ok(client)
     }
 
     /// Whether an operation goes this way; alike on all ranks.
@@ -273,12 +273,12 @@ impl Lane {
         self.shared.post(Command::Stop, None);
     }
 
-    pub(crate) fn stats(&self) -> LaneStats {
+    pub(crate) fn stats(&self) -> ClientStats {
         self.shared.stats().clone()
     }
 }
 
-impl Drop for Lane {
+impl Drop for Client {
     fn drop(&mut self) {
         self.stop();
     }
@@ -299,7 +299,7 @@ impl Shared {
         match (refused, ticket) {
             (Some(failure), Some(ticket)) => ticket.complete(Err(failure)),
             (Some(_), None) => {}
-            (None, _) => self.bell.ring(),
+            (None, _) => self.waker.wake(),
         }
     }
 
@@ -307,7 +307,7 @@ impl Shared {
         self.mailbox.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    fn stats(&self) -> MutexGuard<'_, LaneStats> {
+    fn stats(&self) -> MutexGuard<'_, ClientStats> {
         self.stats.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }

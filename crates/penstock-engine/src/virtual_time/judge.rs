@@ -18,14 +18,16 @@ impl Program {
     }
 
     pub(super) fn tolerance(&self) -> Tolerance {
-        use FailureKind::{Closed, Mismatch, PeerLost, Refused, Timeout};
+        use FailureKind::{Closed, Mismatch, PeerLost, Timeout};
         let nothing = Tolerance { kinds: &[], may_lose: false };
-        let lost = Tolerance { kinds: &[PeerLost, Closed, Timeout, Refused], may_lose: true };
+        let lost = Tolerance { kinds: &[PeerLost, Closed, Timeout], may_lose: true };
         let of_fault = match self.fault {
             None | Some((_, Fault::Lose { .. })) => nothing,
             // Whoever is silent for 4 s is lost, and a stream alone is all that there is of a peer.
             Some((_, Fault::Stall { time, .. })) if self.streams > 1 || time <= 3 * SECOND => nothing,
             Some((_, Fault::Part { time, .. } | Fault::Stop { time, .. })) if time <= 3 * SECOND => nothing,
+            // A process does not count the time in which it did not run itself.
+            Some((_, Fault::StopAll { .. })) => nothing,
             Some(_) => lost,
         };
         match self.wrong {
@@ -36,7 +38,7 @@ impl Program {
                     // Ranks that end meanwhile are missed by others, also in joins.
                     _ => &[Mismatch, Closed, PeerLost, Timeout],
                 },
-                may_lose: !self.goes_on || self.ends_early || matches!(wrong.how, How::Skip | How::Leave),
+                may_lose: !self.goes_on || self.ends_early || matches!(wrong.how, How::Skip | How::Leave | How::Late),
             },
         }
     }
@@ -47,7 +49,7 @@ impl Program {
         let Some(wrong) = self.wrong else { return false };
         match wrong.how {
             How::Size | How::DType | How::Op | How::Root => (rank, call) == (wrong.rank, wrong.call),
-            How::Order { .. } | How::Leave => false,
+            How::Order { .. } | How::Leave | How::Late => false,
             // Later calls may meet others that look alike.
             How::Skip => call >= wrong.call && sequence(&self.calls[call]) == sequence(&self.calls[wrong.call]),
         }
@@ -59,14 +61,22 @@ impl Tolerance {
     pub(super) fn refuses(&self, program: &Program, group: usize, rank: usize, failure: &Failure) -> Option<String> {
         // Ranks that go on in other groups find them as they were.
         let is_concerned = match (program.wrong, program.fault) {
-            (Some(wrong), _) => program.calls[wrong.call].group == group || matches!(wrong.how, How::Skip | How::Leave),
+            (Some(wrong), _) => {
+                program.calls[wrong.call].group == group || matches!(wrong.how, How::Skip | How::Leave | How::Late)
+            }
             // A join may wait for a rank that waits for the one that is gone.
             (None, Some((_, Fault::Kill { rank, .. }))) => {
                 failure.kind == FailureKind::Timeout || program.groups[group].members.contains(&rank)
             }
             _ => true,
         };
-        if self.kinds.contains(&failure.kind) && (is_concerned || !program.goes_on) {
+        // Two ranks make different operations, and every rank of the group hears how they differ, also from ranks that have left, but
+        // not from one that ends without waiting for what goes ahead on a slow connection.
+        let must_differ = program.wrong.filter(|_| !program.ends_at_once()).is_some_and(|wrong| {
+            program.calls[wrong.call].group == group && !matches!(wrong.how, How::Skip | How::Leave | How::Late)
+        });
+        let is_named = !must_differ || matches!(failure.kind, FailureKind::Mismatch | FailureKind::Closed);
+        if self.kinds.contains(&failure.kind) && is_named && (is_concerned || !program.goes_on) {
             return None;
         }
         Some(format!("failed: in group {group} on rank {rank}: {failure}"))

@@ -1,4 +1,4 @@
-//! Random programs on the shipped event loop and engine, under virtual time: see `docs/random-programs.md`.
+//! Random programs on the shipped event loop and engine, under virtual time: see `docs/design/random-programs.md`.
 
 mod judge;
 mod model;
@@ -7,7 +7,10 @@ mod program;
 mod shrink;
 mod world;
 
-use program::{Program, generate};
+use network::Paths;
+use penstock_plan::Algorithm;
+use penstock_types::{DType, FailureKind, MILLISECOND, ReduceOp, SECOND};
+use program::{CallPlan, Fault, GroupPlan, How, Program, Step, What, Wrong, generate};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -56,6 +59,137 @@ fn programs_of_a_seed() {
     assert!(some(large) > 30);
 }
 
+/// A rank that leaves in the middle of a collective takes nothing away from ranks that are in the one before, which it has ended: that
+/// ends well, also on ranks that do not hear each other at that time. The one that it has not ended fails and names it.
+#[test]
+fn a_collective_that_one_rank_has_ended_ends_on_all() {
+    for (elements, delay_us) in [(10, 50), (50_000, 50), (50_000, 20_000)] {
+        let begins = [Step::Join(0), Step::Pause(2 * SECOND), Step::Issue(0), Step::Wait(0), Step::Issue(1)];
+        // Rank 2 does not issue the second one, and stays until the others have heard of rank 0.
+        let ends = |rank| match rank {
+            0 => vec![Step::Leave(0)],
+            2 => vec![Step::Pause(SECOND), Step::Leave(0)],
+            _ => vec![Step::Wait(1), Step::Leave(0)],
+        };
+        let steps = (0..4).map(|rank| [begins.to_vec(), ends(rank)].concat()).collect();
+        let mut program = scripted(What::AllReduce, elements, delay_us, steps);
+        program.fault = Some((1900 * MILLISECOND, Fault::Part { ranks: [1, 2], time: 2 * SECOND }));
+        let first = world::results(&program, 0);
+        assert_eq!(first, [Some(Ok(())), Some(Ok(())), Some(Ok(())), Some(Ok(()))], "{elements} elements");
+        let second = world::results(&program, 1);
+        for rank in [1, 3] {
+            let Some(Some(Err(failure))) = second.get(rank) else { panic!("rank {rank}: {second:?}") };
+            assert!(failure.kind == FailureKind::Closed && failure.message.contains("rank 0"), "{failure}");
+        }
+        // Without the fault nobody is slow, and it ends in the same way.
+        program.fault = None;
+        assert_eq!(world::results(&program, 0), first);
+    }
+}
+
+/// Two ranks leave in the middle of different collectives, or the second fails with the group, and a third rank is in an earlier
+/// one: that ends well, and what either of the two has not ended fails at once, as the group does, also if it is not the first to
+/// say so.
+#[test]
+fn the_first_collective_that_somebody_has_not_ended_ends_the_group() {
+    let begins = [Step::Join(0), Step::Pause(SECOND)];
+    for leaves in [true, false] {
+        let ends = |rank| match rank {
+            0 => vec![Step::Issue(0), Step::Issue(1), Step::Wait(0), Step::Wait(1), Step::Issue(2), Step::Leave(0)],
+            1 => vec![
+                Step::Hold(0),
+                Step::Issue(1),
+                Step::Pause(5 * SECOND),
+                Step::Release(0),
+                Step::Wait(0),
+                Step::Wait(1),
+            ],
+            // The first rank has left before.
+            _ if leaves => vec![Step::Issue(0), Step::Hold(1), Step::Pause(SECOND), Step::Leave(0)],
+            _ => vec![Step::Issue(0), Step::Wait(0), Step::Pause(10 * SECOND)],
+        };
+        let steps = (0..3).map(|rank| [begins.to_vec(), ends(rank)].concat()).collect();
+        let mut program = scripted(What::Gather { root: 1 }, 10, 50, steps);
+        program.calls[0].what = What::Broadcast { root: 0 };
+        program.calls[2].what = What::AllReduce;
+        let results = world::results(&program, 0);
+        assert_eq!(results[..2], [Some(Ok(())), Some(Ok(()))], "rank 2 leaves: {leaves}");
+        let second = world::results(&program, 1);
+        let Some(Err(failure)) = &second[1] else { panic!("rank 2 leaves: {leaves}: {second:?}") };
+        assert!(failure.kind == FailureKind::Closed, "rank 2 leaves: {leaves}: {failure}");
+    }
+}
+
+/// A rank ends a collective and leaves while a stream stands still that has its acknowledgements, or copies of what it has taken from
+/// that: the other rank ends that collective as well, whether or not it has begun one that the first has not made.
+#[test]
+fn what_a_rank_has_taken_before_it_left_is_sent() {
+    let times =
+        (240..320).step_by(8).flat_map(|stall_ms| (0..100).step_by(4).map(move |pause_ms| (stall_ms, pause_ms)));
+    let cases = times.flat_map(|(stall_ms, pause_ms)| [0, 1].map(|which| (stall_ms, pause_ms, which)));
+    for (stall_ms, pause_ms, which) in cases {
+        for begins_another in [false, true] {
+            let begins = [Step::Join(0), Step::Pause(SECOND), Step::Issue(0)];
+            let ends = |rank| match rank {
+                0 => vec![Step::Wait(0), Step::Pause(pause_ms * MILLISECOND), Step::Leave(0)],
+                _ if begins_another => vec![Step::Issue(1), Step::Wait(0), Step::Wait(1)],
+                _ => vec![Step::Wait(0), Step::Leave(0)],
+            };
+            let steps = (0..2).map(|rank| [begins.to_vec(), ends(rank)].concat()).collect();
+            let mut program = scripted(What::AllReduce, 50_000, 20_000, steps);
+            let fault = Fault::Stall { ranks: [0, 1], which, time: SECOND };
+            program.fault = Some((SECOND + stall_ms * MILLISECOND, fault));
+            let context = format!("{stall_ms} ms, {pause_ms} ms, stream {which}, begins another: {begins_another}");
+            assert_eq!(world::results(&program, 0), [Some(Ok(())), Some(Ok(()))], "{context}");
+        }
+    }
+}
+
+/// A rank gives up two others at once while half a frame waits for the second, which goes on at this moment and takes the rest: it
+/// never takes bytes that its sender has not sent.
+#[test]
+fn half_a_frame_for_a_rank_that_is_given_up() {
+    for (seed, after_ms) in (0..20).flat_map(|seed| (1250..1500).step_by(10).map(move |after_ms| (seed, after_ms))) {
+        let steps = vec![vec![Step::Join(0), Step::Pause(SECOND), Step::Issue(0), Step::Wait(0)]; 3];
+        let mut program = scripted(What::Scatter { root: 0 }, 9_000, 20_000, steps);
+        (program.seed, program.wrong, program.streams, program.paths.buffer_bytes) = (seed, None, 1, 16_384);
+        let at = |ms: u64| (after_ms + ms) * MILLISECOND;
+        program.fault = Some((at(0), Fault::Stop { rank: 2, time: 4090 * MILLISECOND }));
+        let others = [
+            (at(0), Fault::Stop { rank: 1, time: 8 * SECOND }),
+            (at(3950), Fault::Stop { rank: 0, time: 150 * MILLISECOND }),
+        ];
+        assert_eq!(
+            world::run_with(&program, &others),
+            Vec::<String>::new(),
+            "seed {seed}, stopped after {after_ms} ms"
+        );
+    }
+}
+
+/// A program of one group, in which not all ranks make all calls; these are alike.
+fn scripted(what: What, elements: u64, delay_us: u64, steps: Vec<Vec<Step>>) -> Program {
+    let (dtype, op, timeout) = (DType::F32, ReduceOp::Sum, 60 * SECOND);
+    let call = CallPlan { group: 0, what, dtype, op, elements, priority: 0, timeout };
+    let ranks = steps.len();
+    Program {
+        seed: elements,
+        ranks,
+        streams: 2,
+        checksum: false,
+        paths: Paths { delay_us, bytes_per_us: 100, buffer_bytes: 65_536 },
+        groups: vec![GroupPlan { members: (0..ranks).collect(), algorithm: Some(Algorithm::Exchange) }],
+        calls: vec![call; 3],
+        steps,
+        fault: None,
+        wrong: Some(Wrong { rank: ranks, call: 1, how: How::Skip }),
+        goes_on: false,
+        ends_early: false,
+        eager_credit_bytes: 1 << 20,
+        strikes_at_end: false,
+    }
+}
+
 /// What a program complains of.
 fn complaints(program: &Program) -> Vec<String> {
     catch_unwind(AssertUnwindSafe(|| world::run(program))).unwrap_or_else(|_| vec!["panic: see above".to_owned()])
@@ -89,9 +223,11 @@ const MOST_FAILURES: usize = 10;
 const SHRINK_TRIALS: u32 = 400;
 /// Seeds whose programs have found something, and what. A seed means another program when the generator changes: then the
 /// programs that still matter get new seeds.
-const FAILED: [(u64, &str); 4] = [
+const FAILED: [(u64, &str); 6] = [
     (166, "the loop did not sleep while a hand-shake waited for a process that was stopped"),
     (627, "the same, for a host that had gone dark"),
     (538_572, "a rank left whose acknowledgements were lost with a stream: the other's operation failed"),
     (200_742, "a rank left while acknowledgements waited behind copies on a full stream: the other's operation failed"),
+    (1740, "a rank that was stopped, and lost, refused the next join as that of an unknown job"),
+    (5546, "a rank whose hand-shake stalled, so that it was lost, came back and was refused as that of an unknown job"),
 ];

@@ -5,6 +5,7 @@
 //! waits for each. The windows, joins and leaves come in the same order on all ranks.
 
 use super::network::{Death, Paths};
+use crate::unbound::ANY_SOURCE;
 use fastrand::Rng;
 use penstock_plan::{Algorithm, Collective, Splits};
 use penstock_protocol::fingerprint::{Fingerprint, Name};
@@ -25,11 +26,15 @@ pub(super) struct Program {
     /// By rank.
     pub(super) steps: Vec<Vec<Step>>,
     pub(super) fault: Option<(u64, Fault)>,
+    /// The time of the fault counts from when the first rank leaves a group, or ends.
+    pub(super) strikes_at_end: bool,
     pub(super) wrong: Option<Wrong>,
     /// Ranks whose group has failed go on in others; otherwise they end.
     pub(super) goes_on: bool,
     /// Ranks end as soon as they are through; otherwise they wait until all are.
     pub(super) ends_early: bool,
+    /// What the engine has a constant for, so that little of it runs out as well.
+    pub(super) eager_credit_bytes: u64,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -56,13 +61,29 @@ pub(super) enum What {
     AllReduce,
     ReduceScatter,
     AllGather,
-    Broadcast { root: usize },
-    Reduce { root: usize },
-    Gather { root: usize },
-    Scatter { root: usize },
-    AllToAll { has_splits: bool },
+    Broadcast {
+        root: usize,
+    },
+    Reduce {
+        root: usize,
+    },
+    Gather {
+        root: usize,
+    },
+    Scatter {
+        root: usize,
+    },
+    AllToAll {
+        has_splits: bool,
+    },
     Barrier,
-    Message { from: usize, to: usize, tag: u32 },
+    /// Received from any source, or from the rank that sends it. A receive from any source has a tag that only one rank sends under.
+    Message {
+        from: usize,
+        to: usize,
+        tag: u32,
+        any_source: bool,
+    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -102,6 +123,10 @@ pub(super) enum Fault {
         rank: usize,
         time: u64,
     },
+    /// All processes do nothing, as at Ctrl-Z.
+    StopAll {
+        time: u64,
+    },
     Kill {
         rank: usize,
         death: Death,
@@ -132,6 +157,8 @@ pub(super) enum How {
     Skip,
     /// Ends before the call.
     Leave,
+    /// Makes the call when the others have given up; if it holds the call, its buffers are ready only then.
+    Late,
 }
 
 /// One rank's part of a call.
@@ -150,6 +177,11 @@ pub(super) struct Part {
 }
 
 impl Program {
+    /// Ranks that have failed have no time: what they tell the others may be lost.
+    pub(super) fn ends_at_once(&self) -> bool {
+        !self.goes_on && self.seed & 1 == 1
+    }
+
     /// Whether a rank takes part in a call.
     pub(super) fn takes_part(&self, call: usize, rank: usize) -> bool {
         self.place(call, rank).is_some()
@@ -183,7 +215,7 @@ impl Program {
                     }
                     _ => unreachable!("it has no root"),
                 },
-                How::Order { .. } | How::Skip | How::Leave => {}
+                How::Order { .. } | How::Skip | How::Leave | How::Late => {}
             }
         }
         let place = self.place(call, rank).expect("it takes part");
@@ -224,12 +256,13 @@ fn part(plan: &CallPlan, call: usize, world: usize, place: usize) -> Part {
             (Collective::AllToAll, Name::AllToAll, 0, input, output)
         }
         What::Barrier => (Collective::Barrier, Name::Barrier, 0, 0, 0),
-        What::Message { from, to, tag } => {
+        What::Message { from, to, tag, any_source } => {
             tag_of = tag;
             if from == place {
                 (Collective::Send { to: rank(to) }, Name::PointToPoint, one, one, 0)
             } else {
-                (Collective::Recv { from: rank(from) }, Name::PointToPoint, one, 0, one)
+                let from = if any_source { ANY_SOURCE } else { rank(from) };
+                (Collective::Recv { from }, Name::PointToPoint, one, 0, one)
             }
         }
     };
@@ -277,28 +310,36 @@ pub(super) fn generate(seed: u64) -> Program {
         calls: Vec::new(),
         steps: vec![Vec::new(); ranks],
         fault: None,
+        strikes_at_end: false,
         wrong: None,
         goes_on: rng.bool(),
         ends_early: rng.u8(..3) == 0,
+        eager_credit_bytes: 1 << 20,
     };
-    let mut draw = Draw { rng, live: Vec::new(), unwaited: vec![Vec::new(); ranks], budget: 1_500_000 };
+    let more = Rng::with_seed(seed ^ 0xa11);
+    let mut draw = Draw { rng, more, live: Vec::new(), unwaited: vec![Vec::new(); ranks], budget: 1_500_000 };
     draw.join(&mut program, (0..ranks).collect());
     for _ in 0..draw.rng.usize(1..=4) {
         draw.phase(&mut program);
     }
-    for group in std::mem::take(&mut draw.live) {
-        draw.leave(&mut program, group);
+    let last = std::mem::take(&mut draw.live);
+    for group in &last {
+        draw.leave(&mut program, *group);
     }
     match draw.rng.u8(..100) {
         0..=29 => program.fault = Some(draw.fault(&program)),
         30..=44 => program.wrong = draw.wrong(&program),
         _ => {}
     }
+    draw.rng = Rng::with_seed(seed ^ 0x6d6f_7265);
+    draw.vary(&mut program, &last);
     program
 }
 
 struct Draw {
     rng: Rng,
+    /// Draws of their own: seeds that are known by number mean nearly the same without them.
+    more: Rng,
     /// Groups that were joined and not left.
     live: Vec<usize>,
     /// By rank: calls that were issued and not waited for.
@@ -419,7 +460,14 @@ impl Draw {
             14 => What::Barrier,
             _ => {
                 let to = (root + self.rng.usize(1..world)) % world;
-                What::Message { from: root, to, tag: self.rng.u32(..3) }
+                let tag = self.rng.u32(..3);
+                // A tag a sender: only it can match, so what a receive from any source gets is known.
+                let (tag, any_source) = match self.more.u8(..5) {
+                    0 => (10 + root as u32, true),
+                    1 => (10 + root as u32, false),
+                    _ => (tag, false),
+                };
+                What::Message { from: root, to, tag, any_source }
             }
         };
         let reduces = matches!(what, What::AllReduce | What::ReduceScatter | What::Reduce { .. });
@@ -494,6 +542,37 @@ impl Draw {
         (at, fault)
     }
 
+    /// Draws of their own: seeds that are known by number mean nearly the same without them. `last` are the groups that are left
+    /// at the end.
+    fn vary(&mut self, program: &mut Program, last: &[usize]) {
+        if self.rng.u8(..4) == 0 {
+            // From the least on, which one message of the longest takes.
+            program.eager_credit_bytes = EAGER + 128 + self.rng.u64(0..EAGER);
+        }
+        if !program.ends_early && self.rng.u8(..5) == 0 {
+            let stays = |step: &Step| matches!(step, Step::Leave(group) if last.contains(group));
+            program.steps.iter_mut().for_each(|steps| steps.retain(|step| !stays(step)));
+        }
+        if program.fault.is_some() || program.wrong.is_some() {
+            return;
+        }
+        match self.rng.u8(..100) {
+            0..=4 => {
+                let time = self.rng.u64(SECOND..8 * SECOND);
+                program.fault = Some((self.rng.u64(0..SECOND), Fault::StopAll { time }));
+            }
+            5..=9 => {
+                let (rank, call) = (self.rng.usize(..program.ranks), self.rng.usize(..program.calls.len()));
+                program.wrong = program.takes_part(call, rank).then_some(Wrong { rank, call, how: How::Late });
+            }
+            10..=29 => {
+                program.fault = Some(self.fault(program));
+                program.strikes_at_end = true;
+            }
+            _ => {}
+        }
+    }
+
     fn wrong(&mut self, program: &Program) -> Option<Wrong> {
         let call = self.rng.usize(..program.calls.len());
         let rank = self.rng.usize(..program.ranks);
@@ -535,7 +614,7 @@ impl Draw {
 /// Calls that meet in the order in which they are issued.
 pub(super) fn sequence(call: &CallPlan) -> (usize, Option<(usize, usize, u32)>) {
     match call.what {
-        What::Message { from, to, tag } => (call.group, Some((from, to, tag))),
+        What::Message { from, to, tag, .. } => (call.group, Some((from, to, tag))),
         _ => (call.group, None),
     }
 }
@@ -545,10 +624,12 @@ pub(super) fn sequence(call: &CallPlan) -> (usize, Option<(usize, usize, u32)>) 
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Program { seed, ranks, streams, checksum, paths, fault, wrong, goes_on, ends_early, .. } = self;
-        writeln!(f, "seed {seed}: {ranks} ranks, {streams} streams, checksum {checksum}, {paths:?}")?;
+        let (credit, from) =
+            (self.eager_credit_bytes, if self.strikes_at_end { " the first leaves or ends" } else { "" });
+        writeln!(f, "seed {seed}: {ranks} ranks, {streams} streams, checksum {checksum}, credit {credit}, {paths:?}")?;
         writeln!(f, "  after a failure ranks go on in other groups: {goes_on}; ranks end early: {ends_early}")?;
         if let Some((at, fault)) = fault {
-            writeln!(f, "  fault after {:.3} ms: {fault:?}", *at as f64 / 1e6)?;
+            writeln!(f, "  fault {:.3} ms after{from}: {fault:?}", *at as f64 / 1e6)?;
         }
         if let Some(wrong) = wrong {
             writeln!(f, "  wrong: {wrong:?}")?;

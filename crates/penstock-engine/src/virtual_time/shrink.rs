@@ -104,6 +104,7 @@ fn without_last_rank(program: &Program) -> Option<Program> {
     let concerns = |fault: Fault| match fault {
         Fault::Lose { ranks, .. } | Fault::Stall { ranks, .. } | Fault::Part { ranks, .. } => ranks.contains(&last),
         Fault::Stop { rank, .. } | Fault::Kill { rank, .. } => rank == last,
+        Fault::StopAll { .. } => false,
     };
     if program.fault.is_some_and(|(_, fault)| concerns(fault)) || program.wrong.is_some_and(|wrong| wrong.rank == last)
     {

@@ -9,7 +9,7 @@ use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
 use crate::stats::Held;
 use crate::ticket::Ticket;
 use fastrand::Rng;
-use penstock_net::memory::Landmark;
+use penstock_net::memory::MemoryEpoch;
 use penstock_net::{Contact, Driver, Process, Ptracer, Run};
 use penstock_plan::{Collective, Thresholds};
 use penstock_types::{Failure, FailureKind, Generation, GroupId, MILLISECOND, Priority, SECOND, Time};
@@ -24,6 +24,22 @@ pub(super) fn run(program: &Program) -> Vec<String> {
     world.complaints
 }
 
+/// The same with more faults, in the order of their times.
+pub(super) fn run_with(program: &Program, faults: &[(u64, Fault)]) -> Vec<String> {
+    let mut world = World::new(program);
+    world.faults.extend(faults.iter().map(|(at, fault)| (Time(*at), *fault)));
+    world.run();
+    world.complaints
+}
+
+/// Runs a program; what a call has ended with, by rank.
+pub(super) fn results(program: &Program, call: usize) -> Vec<Option<Result<(), Failure>>> {
+    let mut world = World::new(program);
+    world.run();
+    assert_eq!(world.complaints, Vec::<String>::new());
+    world.ranks.iter().map(|rank| rank.user.calls.get(&call)?.ticket.result()).collect()
+}
+
 struct World<'a> {
     program: &'a Program,
     network: Network,
@@ -32,6 +48,8 @@ struct World<'a> {
     ranks: Vec<Rank<'a>>,
     /// When a fault happens next.
     faults: VecDeque<(Time, Fault)>,
+    /// They are known: the time that they count from has come.
+    has_faults: bool,
     /// All users are through; what the engines hold is looked at then.
     settled_at: Option<Time>,
     complaints: Vec<String>,
@@ -73,6 +91,8 @@ struct User {
     stopped_at: Option<Time>,
     /// It has seen a failure.
     has_failed: bool,
+    /// It has waited until the others have given up.
+    was_late: bool,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -102,17 +122,33 @@ impl<'a> World<'a> {
     fn new(program: &'a Program) -> World<'a> {
         let network = Network::new(program.seed, program.ranks, program.paths);
         let ranks = (0..program.ranks).map(|rank| Rank::new(program, rank, &network)).collect();
-        let mut rng = Rng::with_seed(program.seed ^ 0x3017);
-        let mut faults = VecDeque::new();
-        if let Some((at, fault)) = program.fault {
+        let mut world = World {
+            program,
+            network,
+            now: Time(0),
+            rng: Rng::with_seed(program.seed ^ 0x3017),
+            ranks,
+            faults: VecDeque::new(),
+            has_faults: false,
+            settled_at: None,
+            complaints: Vec::new(),
+        };
+        if !program.strikes_at_end {
+            world.plan_faults();
+        }
+        world
+    }
+
+    fn plan_faults(&mut self) {
+        self.has_faults = true;
+        if let Some((after, fault)) = self.program.fault {
             let times = if let Fault::Lose { times, .. } = fault { times } else { 1 };
-            let mut at = Time(at);
+            let mut at = self.now.plus(after);
             for _ in 0..times {
-                faults.push_back((at, fault));
-                at = at.plus(rng.u64(0..50 * MILLISECOND));
+                self.faults.push_back((at, fault));
+                at = at.plus(self.rng.u64(0..50 * MILLISECOND));
             }
         }
-        World { program, network, now: Time(0), rng, ranks, faults, settled_at: None, complaints: Vec::new() }
     }
 
     fn run(&mut self) {
@@ -137,6 +173,10 @@ impl<'a> World<'a> {
                 if self.ranks[rank].next(&self.network) <= next {
                     self.turn(rank);
                 }
+            }
+            let is_leaving = |rank: &Rank<'_>| !rank.user.left.is_empty() || rank.user.state == State::Stopping;
+            if !self.has_faults && self.ranks.iter().any(is_leaving) {
+                self.plan_faults();
             }
             if self.ranks.iter().all(|rank| rank.engine.is_none()) {
                 break;
@@ -174,6 +214,11 @@ impl<'a> World<'a> {
             Fault::Stall { ranks, which, time } => self.network.stall(ranks, which, time),
             Fault::Part { ranks, time } => self.network.part(ranks, time),
             Fault::Stop { rank, time } => self.ranks[rank].busy_until = self.now.plus(time),
+            Fault::StopAll { time } => {
+                for rank in &mut self.ranks {
+                    rank.busy_until = self.now.plus(time + self.rng.u64(0..GO_ON_WITHIN));
+                }
+            }
             Fault::Kill { rank, death } => self.kill(rank, death),
         }
     }
@@ -214,7 +259,9 @@ impl<'a> World<'a> {
         if self.program.ends_early || !self.faults.is_empty() || !self.ranks.iter().all(through) {
             return;
         }
-        let at = *self.settled_at.get_or_insert(self.now.plus(SETTLES_WITHIN));
+        // From when nobody is stopped.
+        let runs_from = self.ranks.iter().map(|rank| rank.busy_until).fold(self.now, Time::max);
+        let at = *self.settled_at.get_or_insert(runs_from.plus(SETTLES_WITHIN));
         if self.now < at {
             return;
         }
@@ -227,7 +274,8 @@ impl<'a> World<'a> {
             }
             if is_whole && !may_lose {
                 let held = rank.held(&self.network);
-                if held != (Held { closed_ranges: held.closed_ranges, jobs: held.jobs, ..Held::default() })
+                let groups = (rank.user.joins.len() - rank.user.left.len()) as u64;
+                if held != (Held { groups, closed_ranges: held.closed_ranges, jobs: held.jobs, ..Held::default() })
                     || held.jobs as usize > self.program.ranks
                 {
                     self.complaints.push(format!("held: by rank {} at the end: {held:?}", rank.rank));
@@ -258,10 +306,12 @@ impl<'a> Rank<'a> {
         let node = contact(rank).node;
         let shared = Arc::new(Shared::default());
         let recorder = Recorder::new(config.rank, 1, config.host.clone(), None);
-        let landmark = Arc::new(Landmark::new(node));
+        let memory_epoch = Arc::new(MemoryEpoch::new(node));
+        let mut settings = settings(&config, node);
+        settings.peer.eager_credit_bytes = program.eager_credit_bytes;
         let engine = Engine {
-            driver: Driver::played(network.host(rank), settings(&config, node)).expect("a descriptor"),
-            runtime: Runtime::new(shared.clone(), node, landmark, Thresholds::default(), recorder),
+            driver: Driver::played(network.host(rank), settings).expect("a descriptor"),
+            runtime: Runtime::new(shared.clone(), node, memory_epoch, Thresholds::default(), recorder),
             shared,
             run: Run::default(),
         };
@@ -292,6 +342,7 @@ impl<'a> Rank<'a> {
             state: State::Follows,
             stopped_at: None,
             has_failed: false,
+            was_late: false,
         };
         Rank { program, rank, engine: Some(engine), is_killed: false, busy_until: Time(0), user }
     }
@@ -358,6 +409,12 @@ impl<'a> Rank<'a> {
             self.program.wrong.is_some_and(|wrong| (wrong.rank, wrong.call, wrong.how) == (self.rank, call, how))
         };
         match step {
+            Step::Issue(call) | Step::Release(call) if is_meant(call, How::Late) && !self.user.was_late => {
+                self.user.was_late = true;
+                self.user.steps.push_front(step);
+                self.user.at = Some(now.plus(LATE));
+                return true;
+            }
             Step::Join(group) => {
                 let ticket = Ticket::default();
                 self.post(network, Command::Join(spec(self.program, group, self.rank), ticket.promise()), &ticket);
@@ -437,8 +494,7 @@ impl<'a> Rank<'a> {
     fn stop(&mut self, network: &Network, now: Time) {
         self.user.state = State::Stopping;
         self.user.stopped_at = Some(now);
-        // Who has failed may have no time.
-        let wait = !self.user.has_failed || self.program.goes_on || self.program.seed & 1 == 0;
+        let wait = !self.user.has_failed || !self.program.ends_at_once();
         self.post(network, Command::Stop { wait }, &Ticket::default());
     }
 
@@ -454,10 +510,7 @@ impl<'a> Rank<'a> {
     fn look(&mut self, network: &Network, now: Time, rng: &mut Rng) -> Vec<String> {
         let mut complaints = Vec::new();
         let tolerance = self.program.tolerance();
-        let away = match self.program.fault {
-            Some((_, Fault::Stop { rank, time })) if rank == self.rank => time,
-            _ => 0,
-        };
+        let away = self.away();
         for (call, issued) in &mut self.user.calls {
             if issued.is_over {
                 continue;
@@ -513,6 +566,15 @@ impl<'a> Rank<'a> {
         complaints
     }
 
+    /// How long a fault stops it, at most.
+    fn away(&self) -> u64 {
+        match self.program.fault {
+            Some((_, Fault::Stop { rank, time })) if rank == self.rank => time,
+            Some((_, Fault::StopAll { time })) => time + GO_ON_WITHIN,
+            _ => 0,
+        }
+    }
+
     /// The loop has ended.
     fn ended(&self, now: Time) -> Vec<String> {
         let mut complaints = Vec::new();
@@ -523,7 +585,7 @@ impl<'a> Rank<'a> {
         } else {
             longest.max(STOPS_WITHIN) + LATE_AT_MOST
         };
-        if now.since(stopped_at) > patience {
+        if now.since(stopped_at) > patience + self.away() {
             complaints.push(format!(
                 "late: the end of rank {} took {:.3} s",
                 self.rank,
@@ -589,7 +651,7 @@ fn contact(rank: usize) -> Contact {
         rank: rank as u32,
         host: format!("host-{rank}"),
         tcp: vec![address(rank)],
-        landmark: 0,
+        memory_epoch: 0,
         process: Process::default(),
     }
 }
@@ -616,6 +678,10 @@ fn spec(program: &Program, group: usize, rank: usize) -> GroupSpec {
 const LONGEST: Time = Time(600 * SECOND);
 /// Nor more turns of its loops.
 const MOST_ROUNDS: u64 = 200_000;
+/// Ranks that were stopped together go on one after the other.
+const GO_ON_WITHIN: u64 = 300 * MILLISECOND;
+/// Longer than any operation's time-out.
+const LATE: u64 = 25 * SECOND;
 /// What a user allows a join.
 const JOINS_WITHIN: u64 = 20 * SECOND;
 /// The engine looks for operations that are late a few times a second; with this, a tick and what ends in its course.

@@ -13,7 +13,7 @@ pub(super) fn begin(format: Format, sum: &mut [u8], block: &[u8]) {
 }
 
 /// Adds a block to a sum of integers, wrapping, or takes the maximum of exponents. Whether an integer overflowed: then
-/// some worker sent more than its share (`docs/quantisation.md`).
+/// some worker sent more than its share (`docs/design/quantisation.md`).
 pub(super) fn add(format: Format, sum: &mut [u8], block: &[u8]) -> bool {
     if format != Format::Exponents {
         return add_integers(integer(format), sum, block, ByteOrder::Big);

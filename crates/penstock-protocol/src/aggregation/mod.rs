@@ -1,6 +1,6 @@
 //! In-network aggregation: what N workers push is added on the way, committed by a server, and returned to all.
 //!
-//! `docs/aggregation.md` draws the packet, states the rules and says why each is there. The machines:
+//! `docs/reference/packets.md` draws the packet; `docs/design/aggregation.md` states the rules and says why each is there. The machines:
 //!
 //! - [`Worker`]: pushes blocks within Credit, sends again, asks for results that it misses.
 //! - [`Aggregator`]: a slot table; one packet in, at most one packet out (to several); no timers; may lose everything.

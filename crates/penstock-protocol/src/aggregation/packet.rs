@@ -1,4 +1,4 @@
-//! The packet: 48 bytes of header, then a block. Drawn in `docs/aggregation.md`, and here:
+//! The packet: 48 bytes of header, then a block. Drawn in `docs/reference/packets.md`, and here:
 //!
 //! ```text
 //!        0         2      3      4                  8        10     11     12

@@ -1,4 +1,4 @@
-//! The rules of `docs/aggregation.md` by name, and the reasons why a packet has no effect.
+//! The rules of `docs/design/aggregation.md` by name, and the reasons why a packet has no effect.
 
 use super::packet::PacketError;
 use std::fmt;

@@ -761,8 +761,8 @@ impl Worker {
 const ASK_FIRST: usize = REORDERED as usize + 1;
 /// As in QUIC: packets that overtake by three were not reordered, those before are lost.
 const REORDERED: u64 = 3;
-/// Questions to the aggregator above before the server is asked: one may be lost, or its answer (docs/aggregation.md has what other
-/// numbers leave).
+/// Questions to the aggregator above before the server is asked: one may be lost, or its answer (docs/design/aggregation.md has
+/// what other numbers leave).
 const ASK_ABOVE: u8 = 3;
 /// An aggregator that stalled is tried again after a minute at the latest.
 const MAX_DISTRUST: u64 = 60 * SECOND;

@@ -1,29 +1,16 @@
-"""Horovod's API for PyTorch: ``import penstock.horovod.torch as hvd``. See docs/horovod.md."""
+"""Horovod's names, where Horovod has them (docs/guide/horovod.md). `penstock.fronts.horovod.torch` defines them."""
 
 from __future__ import annotations
 
-from penstock.horovod.common.exceptions import HostsUpdatedInterrupt
-from penstock.horovod.torch import elastic, mpi_ops
-from penstock.horovod.torch.compression import Compression
-from penstock.horovod.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from penstock.horovod.torch.mpi_ops import *  # noqa: F403 (its names are listed there, once)
-from penstock.horovod.torch.optimizer import DistributedOptimizer
-from penstock.horovod.torch.sync_batch_norm import SyncBatchNorm
+from penstock.fronts.horovod.torch import *  # noqa: F403 (its names are listed there, once)
+from penstock.fronts.horovod.torch import __all__ as __all__
 
-__all__ = [
-    "Compression",
-    "DistributedOptimizer",
-    "HostsUpdatedInterrupt",
-    "SyncBatchNorm",
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "elastic",
-]
-__all__ += mpi_ops.__all__
+# For type checkers, which do not follow the list's sum.
+from penstock.fronts.horovod.torch.mpi_ops import *  # noqa: F403
+from penstock.horovod import common as _common  # noqa: F401 (scripts that import this have horovod.common, too)
+from penstock.horovod.torch import compression as compression
+from penstock.horovod.torch import elastic as elastic  # type: ignore[no-redef]  # in its place here
+from penstock.horovod.torch import functions as functions
+from penstock.horovod.torch import mpi_ops as mpi_ops
+from penstock.horovod.torch import optimizer as optimizer
+from penstock.horovod.torch import sync_batch_norm as sync_batch_norm

@@ -287,10 +287,10 @@ fn leaving_overtakes_nothing() {
         world.run(SECOND, |world| world.finished.iter().filter(|(_, node, _)| *node == 0).count() as u64 == count);
         let unacknowledged = world.peer(0, 1).unacknowledged();
         overtakers += u64::from(unacknowledged > 0);
-        world.peer(0, 1).left(group);
+        world.peer(0, 1).left(group, Farewell::default());
         world.peer(0, 1).retire_group(group);
         world.run(60 * SECOND, |world| {
-            world.log.iter().any(|(_, node, event)| (*node, event) == (1, &Event::Left(group)))
+            world.log.iter().any(|(_, node, event)| (*node, event) == (1, &Event::Left(group, Farewell::default())))
         });
         assert_eq!(world.arrivals.len() as u64, count, "it has left before its messages came");
         world.finish(60 * SECOND);

@@ -148,6 +148,32 @@ fn a_long_queue_of_the_other_direction_starves_nobody() {
     }
 }
 
+/// One side takes round trips for longer than they are, so its windows are larger, and the queue of a link that both directions
+/// fill stands on its side: the other side's acks wait in it. Both directions are filled all the same.
+#[test]
+fn larger_windows_of_the_other_side_starve_nobody() {
+    for mbit in [1000.0, 200.0] {
+        let mut specs = streams(&[mbit; 16], 50_000);
+        specs.iter_mut().for_each(|spec| spec.buffer_bytes = 4 * MIB);
+        let mut world = pair(&specs, 1000.0);
+        for step in 0..6 {
+            let begun = world.now;
+            post(&mut world, 64 * MIB, true, 0);
+            while !world.idle() {
+                let now = world.now;
+                for (peer, round_trip) in world.pairs[0].peers.iter_mut().zip([16 * MILLISECOND, MILLISECOND / 10]) {
+                    peer.patience = PATIENCE_SHARED;
+                    peer.streams.values_mut().for_each(|stream| stream.believe_round_trip(round_trip, now));
+                }
+                world.run_for(MILLISECOND);
+            }
+            let share = share(64 * MIB, world.now.since(begun) as f64 / 1e9, 1000.0);
+            // 0.61 where a window does not cover what acks wait for.
+            assert!(share > 0.9, "{share} of the link in operation {step} over streams of {mbit} Mbit/s");
+        }
+    }
+}
+
 /// Many short operations both ways over equal streams, the hardest case for the estimate: what a stream holds may have
 /// arrived, and its ack waits behind the data of the other direction. Some frames leave twice, and it costs little.
 #[test]
@@ -309,8 +335,8 @@ fn windows_do_not_creep() {
         most = most.max(windows.max().expect("streams"));
     }
     assert!(!world.idle(), "the traffic has ended");
-    // 40 Mbit/s for 35 ms, and two frames.
-    assert!(most < 330_000, "{most}");
+    // 40 Mbit/s for 43 ms, and two frames.
+    assert!(most < 360_000, "{most}");
 }
 
 /// A node that is told to use so many streams sends on the first of those that are up, at their rates, and the other node

@@ -10,13 +10,24 @@ fn key(message: u32) -> MessageKey {
     MessageKey { group: GroupId(7), channel: Channel::Collective, op: OpSeq(3), message }
 }
 
+/// A stream comes up, and is not asked how long its way is.
+fn stream_up(peer: &mut Peer, stream: StreamId, now: Time) {
+    peer.stream_up(stream, now);
+    peer.streams.get_mut(&stream).expect("it is up").wants_heartbeat = false;
+}
+
 /// Two machines with so many streams.
 fn pair(config: &PeerConfig, streams: u32) -> [Peer; 2] {
     [0, 1].map(|_| {
         let mut peer = Peer::new(config.clone(), Time(0));
-        (0..streams).for_each(|stream| peer.stream_up(stream, Time(0)));
+        (0..streams).for_each(|stream| stream_up(&mut peer, stream, Time(0)));
         peer
     })
+}
+
+/// What a rank tells that leaves a group.
+fn farewell() -> Farewell {
+    Farewell { collectives: 4, last: vec![(OpSeq(3), FIVE)] }
 }
 
 fn memory(peer: &mut Peer, message: u32, len: u64) {
@@ -212,7 +223,7 @@ fn references_are_read_once() {
     // The stream is lost on both sides, with the ack.
     for peer in [&mut a, &mut b] {
         peer.stream_down(0);
-        peer.stream_up(0, NOW);
+        stream_up(peer, 0, NOW);
     }
     let repeated = drain(&mut a, &mut b, 0);
     assert_eq!(repeated.len(), 1);
@@ -223,8 +234,8 @@ fn references_are_read_once() {
     assert_eq!(events(&mut a), [Event::Granted(key(0), FIVE), Event::Sent(key(0))]);
     b.stream_down(0);
     a.stream_down(0);
-    a.stream_up(0, NOW);
-    b.stream_up(0, NOW);
+    stream_up(&mut a, 0, NOW);
+    stream_up(&mut b, 0, NOW);
     drain(&mut b, &mut a, 0);
     assert!(events(&mut a).is_empty(), "reported twice");
     drain(&mut a, &mut b, 0);
@@ -289,11 +300,11 @@ fn a_failed_group_leaves_nothing_behind() {
     assert!(take(&mut b, 0, &eager[0], OpStatus::Early).1.apply);
     memory(&mut a, 2, 50_000);
 
-    b.forget_group(GroupId(7));
+    b.forget_group(GroupId(7), 0);
     b.consumed(2000);
     take(&mut b, 0, &eager[2], OpStatus::Retired);
-    a.report(GroupId(7), &Report { kind: FailureKind::Timeout, message: "why".into() });
-    a.forget_group(GroupId(7));
+    a.report(GroupId(7), &Report { kind: FailureKind::Timeout, message: "why".into(), finished: 0 });
+    a.forget_group(GroupId(7), 0);
     a.stream_down(1);
     b.stream_down(1);
     events(&mut a);
@@ -331,14 +342,62 @@ fn a_group_that_was_left() {
     drain(&mut b, &mut a, 0);
     events(&mut a);
     assert_eq!((a.remembered(), a.unacknowledged()), (1, 1));
-    a.left(GroupId(7));
+    a.left(GroupId(7), farewell());
     a.retire_group(GroupId(7));
     assert_eq!((a.remembered(), a.unacknowledged(), a.undelivered().count()), (0, 1, 1));
-    a.forget_group(GroupId(7));
+    a.forget_group(GroupId(7), 0);
     assert_eq!((a.unacknowledged(), a.undelivered().count()), (0, 0));
-    assert!(a.is_quiet(), "a good-bye need not wait for it");
+    assert!(a.may_say_bye(), "a good-bye need not wait for it");
+    assert!(!a.is_quiet(), "the end waits until the peer can compare");
     drain(&mut a, &mut b, 0);
-    assert_eq!(events(&mut b), [Event::Left(GroupId(7))]);
+    assert_eq!(events(&mut b), [Event::Left(GroupId(7), farewell())]);
+    drain(&mut b, &mut a, 0);
+    assert!(a.is_quiet());
+}
+
+/// What a rank did in a group that it has left arrives as it was told, up to the longest there is; anything else is refused.
+#[test]
+fn farewells_arrive() {
+    for (count, collectives) in [(0, 0), (1, 1), (3, u64::MAX), (Farewell::MOST, 1 << 40)] {
+        let fingerprint = |at: u64| Fingerprint { what: u64::MAX - at, order: Order(at as u16) };
+        let told =
+            Farewell { collectives, last: (0..count as u64).map(|at| (OpSeq(at << 32), fingerprint(at))).collect() };
+        let [mut a, mut b] = pair(&PeerConfig::default(), 1);
+        a.left(GroupId(7), told.clone());
+        let frame = a.poll_frame(0, NOW).expect("nothing is ahead of it");
+        assert_eq!(Header::decode(&frame.header.encode()), Ok(frame.header));
+        let Payload::Owned(bytes, range) = frame.payload.clone() else { panic!("in memory") };
+        assert_eq!(range, 0..frame.header.length as usize);
+        for shorter in [0, 7, bytes.len() - 1, bytes.len() + 1].into_iter().filter(|len| (len + 10) % 18 != 0) {
+            let wrong = vec![0; shorter];
+            let refused = pair(&PeerConfig::default(), 1)[1].handle_frame(0, &frame.header, &wrong, OpStatus::Early);
+            assert_eq!(refused, Err(FrameError::Length { kind: Kind::Left, length: shorter as u32 }));
+        }
+        take(&mut b, 0, &frame, OpStatus::Early);
+        assert_eq!(events(&mut b), [Event::Left(GroupId(7), told)]);
+    }
+    let mut longer = Header::new(Kind::Left, key(0));
+    longer.length = Farewell::MAX_BYTES + 1;
+    assert!(matches!(Header::decode(&longer.encode()), Err(FrameError::Length { kind: Kind::Left, .. })));
+}
+
+/// A message that waits for its grant, or to be read, needs the peer; one that has left does not, nor one that the peer has.
+#[test]
+fn messages_that_need_the_peer() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 1);
+    memory(&mut a, 0, 1000);
+    copied(&mut a, 1, 100);
+    assert_eq!([0, 1, 2].map(|message| a.needs_the_peer(&key(message))), [true, false, false]);
+    b.grant(key(0), 1, FIVE);
+    drain(&mut b, &mut a, 0);
+    assert!(!a.needs_the_peer(&key(0)));
+    drain(&mut a, &mut b, 0);
+    drain(&mut b, &mut a, 0);
+    assert!(!a.needs_the_peer(&key(0)), "nobody has polled the event");
+    let [mut a, _] = pair(&PeerConfig { references: true, ..PeerConfig::default() }, 1);
+    memory(&mut a, 0, 100_000);
+    a.poll_frame(0, NOW).expect("a reference");
+    assert!(a.needs_the_peer(&key(0)));
 }
 
 /// Of a peer that is gone nothing is kept, and nothing is kept that is to be sent to it later. It has no credit, so its senders
@@ -358,8 +417,8 @@ fn a_peer_that_is_gone() {
     memory(&mut a, 2, 10);
     a.grant(key(3), 1, FIVE);
     a.done(key(4));
-    a.left(GroupId(7));
-    a.report(GroupId(7), &Report { kind: FailureKind::Closed, message: String::new() });
+    a.left(GroupId(7), farewell());
+    a.report(GroupId(7), &Report { kind: FailureKind::Closed, message: String::new(), finished: 0 });
     assert_eq!((a.remembered(), a.unacknowledged(), a.credit_in_use()), (0, 0, 0));
     assert!(a.is_quiet() && a.controls.is_empty() && a.poll_event().is_none() && !a.has_credit(0));
 }
@@ -374,7 +433,7 @@ fn two_sides_that_leave_do_not_wait_for_each_other() {
     for peer in &mut peers {
         copied(peer, 0, 100);
         copied(peer, 1, 100);
-        peer.left(GroupId(7));
+        peer.left(GroupId(7), farewell());
         peer.retire_group(GroupId(7));
     }
     for turn in 0..8 {
@@ -387,8 +446,8 @@ fn two_sides_that_leave_do_not_wait_for_each_other() {
         }
     }
     for peer in &mut peers {
-        assert_eq!(events(peer).iter().filter(|event| **event == Event::Left(GroupId(7))).count(), 1);
-        peer.forget_group(GroupId(7));
+        assert_eq!(events(peer).iter().filter(|event| **event == Event::Left(GroupId(7), farewell())).count(), 1);
+        peer.forget_group(GroupId(7), 0);
         assert!(peer.is_quiet() && peer.controls.is_empty() && peer.leaving.is_empty());
     }
 }
@@ -456,7 +515,7 @@ fn leaving_is_told_after_what_leaves_unasked() {
             let key = MessageKey { op: OpSeq(op), ..send };
             a.send(Outgoing { key, priority: Priority(0), fingerprint: FIVE, coflow: 0, body });
         }
-        a.left(GroupId(7));
+        a.left(GroupId(7), farewell());
         let slow: Vec<_> = std::iter::from_fn(|| a.poll_frame(0, NOW)).collect();
         let kinds: Vec<_> = slow.iter().map(|frame| frame.header.kind).collect();
         let asks = if memory { Kind::Reference } else { Kind::Announce };
@@ -468,7 +527,7 @@ fn leaving_is_told_after_what_leaves_unasked() {
         assert_eq!(events(&mut b), []);
         drain(&mut b, &mut a, 0);
         drain(&mut a, &mut b, 1);
-        assert_eq!(events(&mut b), [Event::Left(GroupId(7))]);
+        assert_eq!(events(&mut b), [Event::Left(GroupId(7), farewell())]);
         assert!(a.leaving.is_empty());
     }
 }
@@ -503,7 +562,7 @@ fn reports_overtake() {
     while a.poll_frame(0, NOW).is_some() {}
     (0..5).for_each(|op| a.done(key(op)));
     assert!(a.poll_frame(0, NOW).is_none(), "the window is full");
-    let report = Report { kind: FailureKind::Mismatch, message: "ä".repeat(3000) };
+    let report = Report { kind: FailureKind::Mismatch, message: "ä".repeat(3000), finished: 3 };
     a.report(GroupId(7), &report);
     let frame = a.poll_frame(0, NOW).expect("at once");
     assert_eq!(frame.header.kind, Kind::Report);
@@ -562,8 +621,8 @@ fn a_replaced_stream_loses_nothing() {
     let [mut a, mut b] = pair(&PeerConfig::default(), 1);
     granted(&mut a, &mut b, 60_000);
     a.poll_frame(0, NOW).expect("granted");
-    a.stream_up(0, NOW);
-    b.stream_up(0, NOW);
+    stream_up(&mut a, 0, NOW);
+    stream_up(&mut b, 0, NOW);
     assert!(drain(&mut a, &mut b, 0).iter().any(|(header, finish)| header.kind == Kind::Data && finish.apply));
 }
 
@@ -588,7 +647,7 @@ fn many_messages_at_once() {
     for message in 0..MANY {
         b.grant(key(message.wrapping_mul(7919) % MANY), 1, FIVE);
     }
-    a.forget_group(GroupId(6));
+    a.forget_group(GroupId(6), 0);
     let (mut arrived, mut sent) = (0, 0);
     for stream in (0..4).cycle() {
         drain(&mut b, &mut a, stream);

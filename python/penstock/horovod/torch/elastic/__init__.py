@@ -1,26 +1,8 @@
-"""Training that goes on after a failure; see `penstock.horovod.common.elastic` for how, and docs/horovod.md for what restarts
-what."""
+"""Horovod's names, where Horovod has them (docs/guide/horovod.md). `penstock.fronts.horovod.torch.elastic` defines them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from penstock.horovod.common.elastic import ObjectState, State, run_fn
-from penstock.horovod.torch.elastic.sampler import ElasticSampler
-from penstock.horovod.torch.elastic.state import TorchState
-from penstock.horovod.torch.mpi_ops import init, shutdown
-
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
-
-
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a training function, whose first argument is a `State`: it is called again after each reset, with the state of rank 0
-    on all ranks. Between ``hvd.init()`` and its call there must be no other operation, which a rank that comes later would
-    miss."""
-    return run_fn(func, _reset)
-
-
-def _reset() -> None:
-    shutdown()
-    init()
+from penstock.fronts.horovod.torch.elastic import *  # noqa: F403 (its names are listed there, once)
+from penstock.fronts.horovod.torch.elastic import __all__ as __all__
+from penstock.horovod.torch.elastic import sampler as sampler
+from penstock.horovod.torch.elastic import state as state

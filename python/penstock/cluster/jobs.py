@@ -1,0 +1,580 @@
+"""Opens the jobs of a plan at its servers and aggregators, and gives a group's large all-reduces to them.
+
+All ranks of a group call `attach` together. Each binds its sockets and publishes them; rank 0 opens the jobs and publishes
+how; everybody starts. Rank 0 then looks after the jobs: an aggregator that was restarted is told again, and in the end the
+jobs are closed. Daemons are told over HTTP, switches by the plan's command. docs/guide/aggregated.md says what happens when
+something dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock import _core
+from penstock.cluster import deployment
+from penstock.errors import Config as ConfigError
+from penstock.errors import PenstockError
+
+__all__ = ["Aggregation", "attach"]
+
+log = logging.getLogger("penstock")
+
+
+class Member(Protocol):
+    """What this needs of `penstock.runtime.groups.Membership`."""
+
+    @property
+    def group(self) -> _core.Group: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    def part_of_store(self, prefix: str) -> Any: ...
+    def sibling(self, name: str, timeout: timedelta) -> Member: ...
+    def leave(self) -> None: ...
+
+
+class Aggregation:
+    """What an aggregated group needs beside its engine: two groups, and on rank 0 the jobs."""
+
+    def __init__(self, group: _core.Group, siblings: list[Member], jobs: _Jobs | None) -> None:
+        self._group = group
+        self._siblings = siblings
+        self._jobs = jobs
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: see `penstock.torch.stats`."""
+        return _core.aggregated_stats(self._group) or {}
+
+    def close(self) -> None:
+        """After the group has been left."""
+        for sibling in self._siblings:
+            sibling.leave()
+        self.close_jobs()
+
+    def close_jobs(self) -> None:
+        """Let the daemons forget them now. What still runs ends with an error, on ranks that have not heard of this one's end."""
+        if self._jobs is not None:
+            self._jobs.close()
+
+
+def attach(
+    member: Member,
+    text: str,
+    name: str,
+    secret: bytes | None,
+    timeout: timedelta,
+    interfaces: list[tuple[str, str]],
+) -> Aggregation:
+    """Let a group's large sums and averages of floats go the plan's way. All ranks call it.
+
+    Args:
+        member: this process's part in the group.
+        text: the plan, as rank 0 has read it.
+        name: what errors call it.
+        secret: what daemons want to see proven; None where they want nothing.
+        timeout: for all of it.
+        interfaces: (name, address) of those that this process uses.
+
+    Raises:
+        penstock.errors.Config: on all ranks, if the plan does not fit the group, a socket cannot be bound, or a server or
+            aggregator does not answer or refuses; the message names it.
+        penstock.runtime.store.StoreError: the group's store cannot be used.
+    """
+    agreed = deployment.parse(text, name)
+    agreed.check_world(member.world)
+    until = time.monotonic() + timeout.total_seconds()
+    # A store may outlive a group of the same name.
+    turn = member.part_of_store("penstock/aggregated").add(f"turn/{member.rank}", 1)
+    store = member.part_of_store(f"penstock/aggregated/{turn}")
+    sockets: _core.UdpSockets | None = None
+    try:
+        local = [_local(server.address, interfaces, i) for i, server in enumerate(agreed.servers)]
+        sockets = _core.UdpSockets(
+            [_joined(address, 0) for _, address in local], offloads=agreed.offloads, buffer_bytes=_BUFFER_BYTES
+        )
+        own: dict[str, Any] = {"addresses": sockets.addresses(), "mtu": min(_mtu(interface) for interface, _ in local)}
+    except PenstockError as error:
+        own = {"error": f"rank {member.rank}: {error}"}
+    store.set(f"rank/{member.rank}", json.dumps(own))
+    jobs = None
+    siblings: list[Member] = []
+    try:
+        if member.rank == 0:
+            keys = [f"rank/{rank}" for rank in range(member.world)]
+            outcome: dict[str, Any]
+            try:
+                ranks = [json.loads(value) for value in _read(store, keys, until)]
+                for one in ranks:
+                    if "error" in one:
+                        raise ConfigError(one["error"])
+                jobs = _Jobs(
+                    agreed, member.world, [one["addresses"] for one in ranks], min(o["mtu"] for o in ranks), secret
+                )
+                outcome = jobs.open(until)
+            except PenstockError as error:
+                outcome = {"error": str(error)}
+            store.set("outcome", json.dumps(outcome))
+        outcome = json.loads(_read(store, ["outcome"], until)[0])
+        if "error" in outcome:
+            raise ConfigError(f"group {member.name} cannot be aggregated: {outcome['error']}")
+        assert sockets is not None, "rank 0 has seen no error"
+        for purpose in ("aggregated/alarm", "aggregated/fallback"):
+            siblings.append(member.sibling(purpose, timeout))
+        alarm, fallback = siblings
+        _core.aggregate(
+            member.group,
+            sockets,
+            rank=member.rank,
+            world=member.world,
+            name=member.name,
+            format="padded" if agreed.switches else agreed.format,
+            payload_bytes=outcome["payload_bytes"],
+            min_bytes=agreed.min_bytes,
+            servers=[_as_server(agreed, i, one, member.rank) for i, one in enumerate(outcome["servers"])],
+            alarm=alarm.group,
+            fallback=fallback.group,
+        )
+    except BaseException:
+        for sibling in siblings:
+            sibling.leave()
+        if jobs is not None:
+            jobs.close()
+        raise
+    if jobs is not None:
+        jobs.watch(lambda: (_core.aggregated_stats(member.group) or {}).get("fallback") is not None)
+        log.info(
+            "group %s: all-reduces of %d bytes and more go through %s, as %s in blocks of %d bytes%s",
+            member.name,
+            agreed.min_bytes,
+            ", ".join(f"server {server.address} ({server.fraction:.0%})" for server in agreed.servers),
+            agreed.format,
+            outcome["payload_bytes"],
+            "" if agreed.key else ", without a key",
+        )
+    return Aggregation(member.group, siblings, jobs)
+
+
+def _as_server(agreed: deployment.Plan, index: int, opened: dict[str, Any], rank: int) -> tuple[Any, ...]:
+    """What the engine is told of a server."""
+    server = agreed.servers[index]
+    above = server.parent(rank)
+    parent = None if above is None else (above, opened["shards"][above])
+    key = None if opened["key"] is None else bytes.fromhex(opened["key"])
+    weight = round(server.fraction / deployment.MIN_FRACTION)
+    return (server.address, weight, parent, opened["job"], _EPOCH, key, agreed.window, opened["start"])
+
+
+@dataclass(frozen=True)
+class _Put:
+    """One node's part of one job."""
+
+    role: str
+    address: str
+    job: int
+    body: bytes
+    # Of a switch: the command that opens and closes jobs there, the job's server, and who is at or below it.
+    switch: tuple[str, ...] | None = None
+    server: str = ""
+    workers: int = 0
+
+
+class _Jobs:
+    """Rank 0's: one job a server, and what its nodes have been told."""
+
+    def __init__(
+        self, agreed: deployment.Plan, world: int, workers: list[list[str]], mtu: int, secret: bytes | None
+    ) -> None:
+        self._plan, self._world, self._workers, self._secret = agreed, world, workers, secret
+        self._payload_bytes = agreed.block_bytes or _payload_bytes(mtu, agreed)
+        self._puts: list[_Put] = []
+        self._opener = os.getpid()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self, until: float) -> dict[str, Any]:
+        """Open all jobs: at servers first, so that no aggregator forwards to one that does not know the job."""
+        servers = []
+        for index, server in enumerate(self._plan.servers):
+            children = server.children(self._world)
+            below_switch = {
+                one.address
+                for node in server.aggregators
+                if node.switch
+                for one in node.children
+                if not isinstance(one, int)
+            }
+            shards = {
+                node.address: 1
+                if node.switch
+                else self._shards(
+                    "aggregator",
+                    node.address,
+                    until,
+                    beside_switch=node.address in below_switch or any(_is_switch(one) for one in node.children),
+                )
+                for node in server.aggregators
+            }
+            self._shards("server", server.address, until, beside_switch=any(_is_switch(one) for one in children))
+            job, start = secrets.randbits(32), secrets.randbits(32)
+            key = secrets.token_hex(16) if self._plan.key else None
+            common = {
+                "epoch": _EPOCH,
+                "key": key,
+                "window": self._plan.window,
+                "block_bytes": self._payload_bytes,
+                "floats": self._plan.format == "float32",
+                "start": start,
+            }
+            workers = [addresses[index] for addresses in self._workers]
+            tree = [_tree(child, shards) for child in children]
+            self._put(_Put("server", server.address, job, _body({**common, "tree": tree, "workers": workers})), until)
+            for child in children:
+                parent = {"address": server.address, "shards": 1}
+                self._open_below(child, parent, workers, shards, common, job, server.address, until)
+            servers.append({"job": job, "key": key, "start": start, "shards": shards})
+        return {"payload_bytes": self._payload_bytes, "servers": servers}
+
+    def _open_below(
+        self,
+        node: deployment.Child,
+        parent: dict[str, Any],
+        workers: list[str],
+        shards: dict[str, int],
+        common: dict[str, Any],
+        job: int,
+        server: str,
+        until: float,
+    ) -> None:
+        if isinstance(node, int):
+            return
+        own = {"address": node.address, "shards": shards[node.address]}
+        children = [
+            {"address": workers[child], "shards": 1, "workers": _bitmap((child,))}
+            if isinstance(child, int)
+            else {"address": child.address, "shards": shards[child.address], "workers": _bitmap(child.workers)}
+            for child in node.children
+        ]
+        body = _body({**common, "parent": parent, "children": children})
+        below = int(_bitmap(node.workers), 0)
+        self._put(_Put("aggregator", node.address, job, body, node.switch, server, below), until)
+        for child in node.children:
+            self._open_below(child, own, workers, shards, common, job, server, until)
+
+    def _shards(self, role: str, address: str, until: float, *, beside_switch: bool) -> int:
+        patience = min(until, time.monotonic() + _START_WITHIN_S)
+        while True:
+            try:
+                answer = self._ask(role, "GET", address, "/", b"", until)
+                break
+            except ConfigError:
+                # Daemons and ranks are often started together.
+                if time.monotonic() > patience:
+                    raise
+                self._stop.wait(_RETRY_EVERY_S)
+        if answer.get("role") != role:
+            raise ConfigError(f"{address} is a {answer.get('role')}, but the plan {self._plan.name} has it as {role}")
+        if answer.get("protocol") != _core.AGGREGATION_VERSION:
+            raise ConfigError(
+                f"{role} {address} is penstock {answer.get('penstock')} with version {answer.get('protocol')} of the packets, "
+                f"this rank penstock {_core.__version__} with version {_core.AGGREGATION_VERSION}: install the same on both"
+            )
+        if beside_switch and not answer.get("secret"):
+            raise ConfigError(
+                f"{role} {address} has no secret, so it sends to nodes only that show that they receive, which the switch "
+                "beside it cannot. Start it with PENSTOCK_SECRET or PENSTOCK_SECRET_FILE, and give the ranks the same"
+            )
+        return int(answer.get("shards", 1))
+
+    def _put(self, put: _Put, until: float) -> None:
+        if put.switch is None:
+            self._ask(put.role, "PUT", put.address, f"/jobs/{put.job}", put.body, until)
+        else:
+            _command(put, "open", until)
+        self._puts.append(put)
+
+    def _ask(self, role: str, method: str, address: str, path: str, body: bytes, until: float) -> dict[str, Any]:
+        try:
+            return _request(method, address, path, body, self._secret, until)[1]
+        except urllib.error.HTTPError as error:
+            raise ConfigError(f"{role} {address} refuses: {_why(error)}{_HINTS.get(error.code, '')}") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise ConfigError(
+                f"{role} {address} does not answer ({reason}). Start it with: penstock {role} --listen {address}"
+            ) from error
+
+    def watch(self, fell_back: Callable[[], bool]) -> None:
+        """Look after the jobs: an aggregator may lose everything at any time, and is told again."""
+        self._thread = threading.Thread(target=self._watch, args=(fell_back,), name="penstock-jobs", daemon=True)
+        self._thread.start()
+
+    def _watch(self, fell_back: Callable[[], bool]) -> None:
+        # A server is told once: what it has committed is gone with it.
+        aggregators = [put for put in self._puts if put.role == "aggregator" and put.switch is None]
+        switches = {put: _Passed() for put in self._puts if put.switch is not None}
+        silent: set[str] = set()
+        while not self._stop.wait(_LOOK_EVERY_S):
+            if fell_back():
+                break
+            for put in aggregators:
+                try:
+                    # To one that has the job it says nothing new.
+                    status, _ = _request(
+                        "PUT",
+                        put.address,
+                        f"/jobs/{put.job}",
+                        put.body,
+                        self._secret,
+                        time.monotonic() + _LOOK_WITHIN_S,
+                    )
+                except (OSError, ValueError) as error:
+                    if put.address not in silent:
+                        silent.add(put.address)
+                        log.warning("aggregator %s does not answer: %s", put.address, _reason(error))
+                    continue
+                if status == 201:
+                    log.warning("aggregator %s had lost job %d and has been told again", put.address, put.job)
+                silent.discard(put.address)
+            for put, passed in switches.items():
+                self._look_at_switch(put, passed)
+        # At the end of this thread, so that it opens no job again.
+        self._delete()
+
+    def _look_at_switch(self, put: _Put, passed: _Passed) -> None:
+        """Open a job again at a switch that is passed by: it may have lost it. To ask it at every look would cost a process each
+        time; the server knows who goes past it."""
+        until = time.monotonic() + _LOOK_WITHIN_S
+        try:
+            jobs = _request("GET", put.server, "/jobs", b"", self._secret, until)[1]["jobs"]
+            direct = next((int(job["direct"], 0) for job in jobs if job["job"] == put.job), 0)
+        except (OSError, ValueError, KeyError):
+            return
+        if not direct & put.workers:
+            passed.pause_s, passed.until = _LOOK_EVERY_S, 0.0
+            return
+        if time.monotonic() < passed.until:
+            return
+        try:
+            said = _command(put, "open", time.monotonic() + _COMMAND_WITHIN_S)
+        except ConfigError as error:
+            said = str(error)
+        log.warning("switch %s is passed by: %s", put.address, said)
+        passed.until = time.monotonic() + passed.pause_s
+        passed.pause_s = min(2 * passed.pause_s, _MOST_PAUSE_S)
+
+    def close(self) -> None:
+        """Close the jobs everywhere; daemons forget those that they are not told of, after a while. In a forked child it does
+        nothing: the jobs are its parent's."""
+        if os.getpid() != self._opener:
+            return
+        self._stop.set()
+        # The collector may run this in that thread, for a reducer that nobody closed. It then ends by itself and closes the jobs.
+        if self._thread is threading.current_thread():
+            return
+        if self._thread is not None:
+            self._thread.join()
+        self._delete()
+
+    def _delete(self) -> None:
+        puts, self._puts = self._puts, []
+        for put in reversed(puts):
+            with contextlib.suppress(OSError, ValueError, ConfigError):
+                if put.switch is not None:
+                    _command(put, "close", time.monotonic() + _COMMAND_WITHIN_S)
+                    continue
+                path = f"/jobs/{put.job}?epoch={_EPOCH}"
+                _request("DELETE", put.address, path, b"", self._secret, time.monotonic() + _LOOK_WITHIN_S)
+
+
+def _is_switch(node: deployment.Child) -> bool:
+    return not isinstance(node, int) and node.switch is not None
+
+
+@dataclass
+class _Passed:
+    """A switch that is passed by: when its command runs next, and how long after that once more."""
+
+    until: float = 0.0
+    pause_s: float = 1.0
+
+
+def _command(put: _Put, verb: str, until: float) -> str:
+    """Let a switch's command open a job or close it; what it says.
+
+    Raises:
+        ConfigError: it could not be run, took too long or failed.
+    """
+    assert put.switch is not None
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder, _ONE_COMMAND:
+        words = [*put.switch, verb, str(put.job)]
+        if verb == "open":
+            body = Path(folder, "job.json")
+            body.write_bytes(put.body)
+            words.append(str(body))
+        timeout_s = min(_COMMAND_WITHIN_S, max(0.1, until - time.monotonic()))
+        try:
+            done = subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout_s
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ConfigError(f"switch {put.address}: `{' '.join(words)}`: {error}") from error
+    if done.returncode != 0:
+        why = (done.stderr.strip() or f"it ended with {done.returncode}").splitlines()[-1]
+        raise ConfigError(f"switch {put.address}: `{' '.join(words)}`: {why}")
+    return done.stdout.strip()
+
+
+def _request(
+    method: str, address: str, path: str, body: bytes, secret: bytes | None, until: float
+) -> tuple[int, dict[str, Any]]:
+    """One exchange with a daemon: status and what it said."""
+    request = urllib.request.Request(f"http://{address}{path}", data=body or None, method=method)
+    if body:
+        request.add_header("Content-Type", "application/json")
+    if secret is not None and method != "GET":
+        # The proof is for this daemon, so it is of no use with others to who overhears it.
+        daemon = _request("GET", address, "/", b"", None, until)[1].get("daemon")
+        if not isinstance(daemon, str):
+            raise ValueError(f"it is a daemon of another release than this rank's penstock {_core.__version__}")
+        now = str(int(time.time()))
+        text = b"\n".join((method.encode(), path.encode(), now.encode(), daemon.encode(), body))
+        proof = hmac.new(secret, text, hashlib.sha256)
+        request.add_header("X-Penstock-Time", now)
+        request.add_header("X-Penstock-Proof", proof.hexdigest())
+    # Daemons are reached as workers reach them, whatever proxy the environment names.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    timeout_s = min(_ANSWER_WITHIN_S, max(0.1, until - time.monotonic()))
+    with opener.open(request, timeout=timeout_s) as answer:
+        text = answer.read(_MOST_ANSWER_BYTES)
+        return answer.status, json.loads(text) if text else {}
+
+
+def _why(error: urllib.error.HTTPError) -> str:
+    """What a daemon says of its refusal."""
+    text = error.read(1 << 16).decode(errors="replace").strip()
+    with contextlib.suppress(ValueError):
+        text = str(json.loads(text)["error"])
+    return f"{text or error.reason} (HTTP {error.code})"
+
+
+def _reason(error: Exception) -> str:
+    return _why(error) if isinstance(error, urllib.error.HTTPError) else str(getattr(error, "reason", None) or error)
+
+
+def _read(store: Any, keys: list[str], until: float) -> list[bytes]:
+    left = timedelta(seconds=max(0.1, until - time.monotonic()))
+    try:
+        store.wait(keys, left)
+    except RuntimeError:  # of the store: not in time
+        missing = [key for key in keys if not store.check([key])]
+        raise ConfigError(f"waited for {', '.join(missing)} of the plan's jobs in vain: did a rank die?") from None
+    return list(store.multi_get(keys))
+
+
+def _local(server: str, interfaces: list[tuple[str, str]], turn: int) -> tuple[str, str]:
+    """The (interface, address) that packets of a server go through: servers take turns."""
+    version = ipaddress.ip_address(_host(server)).version
+    fitting = [(name, address) for name, address in interfaces if ipaddress.ip_address(address).version == version]
+    if not fitting:
+        have = ", ".join(address for _, address in interfaces)
+        raise ConfigError(
+            f"server {server} has an address of IPv{version}, and this rank has {have}: PENSTOCK_INTERFACE"
+        )
+    return fitting[turn % len(fitting)]
+
+
+def _mtu(interface: str) -> int:
+    # Not from /sys, which may be that of another network namespace.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16si12x", interface.encode(), 0)
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFMTU, request)
+        except OSError:
+            return _ETHERNET_MTU
+    return int(struct.unpack("16si12x", answer)[1])
+
+
+def _payload_bytes(mtu: int, agreed: deployment.Plan) -> int:
+    six = any(":" in _host(server.address) for server in agreed.servers)
+    fits = mtu - (40 if six else 20) - 8 - _HEADER_BYTES
+    if fits < _STEP_BYTES:
+        raise ConfigError(f"an MTU of {mtu} leaves no room for a block; set block_bytes in {agreed.name}")
+    return min(fits // _STEP_BYTES * _STEP_BYTES, deployment.MOST_BLOCK_BYTES)
+
+
+def _tree(node: deployment.Child, shards: dict[str, int]) -> dict[str, Any]:
+    if isinstance(node, int):
+        return {"worker": node}
+    return {
+        "aggregator": {"address": node.address, "shards": shards[node.address]},
+        "children": [_tree(child, shards) for child in node.children],
+    }
+
+
+def _bitmap(workers: tuple[int, ...]) -> str:
+    return hex(sum(1 << worker for worker in workers))
+
+
+def _body(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+# A group is aggregated once: what starts again is another group, with jobs of its own.
+_EPOCH = 1
+# Of the packet: docs/reference/packets.md. Blocks are cut at cache lines.
+_HEADER_BYTES = 48
+_STEP_BYTES = 64
+_ETHERNET_MTU = 1500
+_SIOCGIFMTU = 0x8921  # linux/sockios.h
+# Two windows of the longest blocks, and the kernel's bookkeeping.
+_BUFFER_BYTES = 8 << 20
+_ANSWER_WITHIN_S = 10.0
+# More than all jobs of a server with 64 workers each.
+_MOST_ANSWER_BYTES = 16 << 20
+_START_WITHIN_S = 5.0
+_RETRY_EVERY_S = 0.2
+# How soon an aggregator that is back is used again.
+_LOOK_EVERY_S = 1.0
+_LOOK_WITHIN_S = 2.0
+# Python, gRPC and some hundred rows, on a machine that is busy.
+_COMMAND_WITHIN_S = 30.0
+# How long a switch that stays passed by is left alone between two commands.
+_MOST_PAUSE_S = 60.0
+# Two controllers of one switch would take it from each other.
+_ONE_COMMAND = threading.Lock()
+_HINTS = {
+    401: ". PENSTOCK_SECRET (or PENSTOCK_SECRET_FILE) of rank 0 and that of the daemon must be the same",
+    409: ". Its limits are arguments: --slots, --memory, --jobs",
+}

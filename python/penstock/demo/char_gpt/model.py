@@ -1,1 +1,0 @@
-../../../../examples/char_gpt/model.py

@@ -1,0 +1,1 @@
+"""Other interfaces over the same engine: Horovod, JAX, TensorFlow."""

@@ -1,0 +1,1 @@
+"""What Horovod keeps under ``horovod.common``."""

@@ -1,0 +1,317 @@
+"""Gradients through the engine's reducer, where they need no names.
+
+A `DistributedOptimizer` reduces the same gradients in every step. For dense ones on the CPU that are summed or averaged over all
+ranks, the engine does better than operations with names: ranks agree on what is ready by a bit for each gradient, small gradients
+share a unit, large ones are split, and Python is not in the way (`crates/penstock-engine/src/reducer.rs`).
+
+A step of it needs all ranks. One that has joined (``hvd.join``) takes part with *ghost steps*: zeros for every gradient, until a
+step comes in which no rank was there in the flesh. A marker tells: a gradient of one element that ghosts lack.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from penstock import _core
+from penstock.errors import Mismatch
+from penstock.fronts.horovod import job
+from penstock.fronts.horovod.controller import NEVER_S
+from penstock.fronts.horovod.negotiation import Kind, Request
+from penstock.fronts.horovod.operations import Entry
+from penstock.runtime import config, process
+from penstock.training.slots import Slots
+
+__all__ = ["Ghosts", "Units"]
+
+log = logging.getLogger("penstock")
+
+
+class Units:
+    """The reducer of one optimizer, made when it is first used: all ranks wait for each other then.
+
+    Args:
+        parameters: dense, on the CPU, of floating point dtypes; in the order in which gradients are expected.
+        names: their names, which all ranks share.
+        average: or sum.
+        wire: how float32 gradients are sent; None as they are.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        *,
+        average: bool,
+        wire: torch.dtype | None,
+    ) -> None:
+        # All ranks make the same optimizers, in the same order.
+        self.number = next(_numbers)
+        if self.number == 0:
+            _tell_what_is_left_out()
+        self._parameters = list(parameters)
+        self._names = list(names)
+        self._average = average
+        self._wire = wire
+        self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._job: job.Job | None = None
+        self._reducer: _core.Reducer | None = None
+        self._abort: Callable[[str], None] | None = None
+        self._marked = False
+        self._done: set[int] = set()
+        self._withdrawn: _core.Ticket | None = None
+        self._has_warned = False
+        _all.add(self)
+
+    def usable(self, *, haunting: bool = False) -> bool:
+        """Make the reducer if there is none; whether all ranks have the same parameters, in the same order. Blocks until all
+        ranks have come here; one that is ``haunting`` has joined."""
+        running = job.current()
+        if self._job is not running:
+            self._marked, self._done, self._withdrawn = False, set(), None
+            self._reducer = self._make(running, haunting)
+            self._job = running
+        return self._reducer is not None
+
+    @property
+    def made(self) -> bool:
+        """Whether all ranks have made it in this life of the job, and can use it."""
+        return self._reducer is not None and job.is_initialized() and self._job is job.current()
+
+    def submit(self, parameter: torch.nn.Parameter) -> None:
+        """This parameter's ``grad`` is complete: it is reduced in place, and not to be touched before `flush` has returned."""
+        gradient = parameter.grad
+        assert gradient is not None, "the caller has looked"
+        self._mark(absent=False)
+        parameter.grad = self._submit(self._index[id(parameter)], gradient, absent=False)
+
+    def has(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether it was submitted in this step."""
+        return self._index[id(parameter)] in self._done
+
+    def flush(self) -> None:
+        """End the step: what was not submitted counts as absent, and its ``grad`` is left alone. Blocks until the gradients are
+        reduced.
+
+        Raises:
+            penstock.errors.PenstockError: a rank was lost.
+        """
+        self._mark(absent=False)
+        self._end()
+
+    def withdraw(self) -> None:
+        """The backward pass has raised: its gradients are withdrawn, as by `penstock.torch.GradientReducer`. Does not block."""
+        if not self._done or self._reducer is None:
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a backward pass raised after %d of %d gradients; they are withdrawn, and some of them may hold averages. Set "
+                "gradients to zero before the next pass. (Reported once; docs/guide/gradients.md says what other ranks see.)",
+                len(self._done - {len(self._parameters)}),
+                len(self._parameters),
+            )
+        self._marked, self._done = False, set()
+        self._withdrawn = self._reducer.withdraw()
+
+    def abandon(self) -> None:
+        """End a step that nobody will; other ranks do so as well, or have failed."""
+        if self._done and self.made:
+            try:
+                self.flush()
+            except RuntimeError as error:
+                log.debug("an abandoned step has failed: %s", error)
+
+    def haunt(self) -> None:
+        """Ghost steps, until all ranks make one at the same time. Blocks until then."""
+        reducer = self._reducer
+        while reducer is not None:
+            self._mark(absent=True)
+            try:
+                self._end()
+            except Mismatch as error:
+                if not error.group_lives:
+                    raise
+                continue  # another rank's pass has raised, and all have dropped the step
+            if reducer.was_absent(len(self._parameters)):
+                return
+
+    def give_up(self) -> None:
+        """Some rank has this optimizer no more: what waits for it here ends."""
+        if self._abort is not None:
+            self._abort("another rank has the optimizer no more")
+            self._reducer = None
+
+    def wanted(self) -> bool:
+        """Whether another rank waits for this one to make the reducer. Asks the store."""
+        return bool(_store(job.current()).check([f"wanted/{self.number}"]))
+
+    # ------------------------------------------------------------------ helpers
+
+    def _make(self, running: job.Job, haunting: bool) -> _core.Reducer | None:
+        controller = running.controller(0, "DistributedOptimizer")
+        own = controller.group.backend
+        if not haunting:
+            _store(running).set(f"wanted/{self.number}", "1")
+            # Ranks may take long to their first gradient. From here on all are there, or ghosts that will be soon.
+            here = Entry(f"optimizer.{self.number}", Request(Kind.BARRIER))
+            controller.submit([here])
+            here.result.wait()
+        siblings: list[Any] = []
+        failures: list[BaseException] = []
+
+        def meet() -> None:
+            try:
+                siblings.extend(own.sibling(f"{what}{self.number}") for what in ("readiness", "units"))
+            except BaseException as error:
+                failures.append(error)
+
+        # Who meets through a store does not notice that somebody has died.
+        meeting = threading.Thread(target=meet, name="penstock-units", daemon=True)
+        meeting.start()
+        with controller.watching() as check:
+            while meeting.is_alive():
+                check()
+                meeting.join(_LOOK_S)
+        if failures:
+            raise failures[0]
+        rounds, units = siblings
+        self._slots = Slots(
+            [*self._parameters, torch.zeros(1, dtype=torch.float32)], [*self._names, "the mark of a step"]
+        )
+        described = repr((self._slots.described(), self._average, self._wire)).encode()
+        digest = torch.frombuffer(bytearray(hashlib.blake2b(described, digest_size=16).digest()), dtype=torch.uint8)
+        digests = torch.zeros(len(digest) * controller.size, dtype=torch.uint8)
+        rounds.group.start(
+            "all_gather",
+            dtype="uint8",
+            elements=digests.numel(),
+            bytes=digests.numel(),
+            input=digest.data_ptr(),
+            output=digests.data_ptr(),
+            timeout_s=NEVER_S,
+            keep=(digest, digests),
+        ).wait()
+        if not bool((digests.view(-1, len(digest)) == digest).all()):
+            # By their names, then; the stall inspector says which are missing.
+            own.forget_siblings(siblings)
+            return None
+        self._abort = rounds.group.abort
+        running.tell_at_end(rounds.group.abort)
+        weakref.finalize(self, own.forget_siblings, siblings).atexit = False
+        process.requests.take()
+        return _core.Reducer(
+            rounds=rounds.group,
+            units=units.group,
+            rank=rounds.rank,
+            world=controller.size,
+            gradients=self._slots.described(),
+            op="avg" if self._average else "sum",
+            unit_bytes=_UNIT_BYTES,
+            wire=None if self._wire is None else str(self._wire).removeprefix("torch."),
+            check_finite="nan" in config.read().check,
+            timeout_s=NEVER_S,
+        )
+
+    def _mark(self, *, absent: bool) -> None:
+        if not self._marked:
+            self._marked = True
+            mark = len(self._parameters)
+            self._submit(mark, self._slots.zeros(mark), absent=absent)
+
+    def _submit(self, index: int, gradient: torch.Tensor, *, absent: bool) -> torch.Tensor:
+        assert self._reducer is not None, "the caller has asked whether it is usable"
+        withdrawn, self._withdrawn = self._withdrawn, None
+        if withdrawn is not None:
+            withdrawn.wait()
+        submitted = self._slots.submit(self._reducer, index, gradient, absent)
+        self._done.add(index)
+        return submitted
+
+    def _end(self) -> None:
+        assert self._reducer is not None, "the caller has asked whether it is usable"
+        for index in range(len(self._parameters)):
+            if index not in self._done:
+                self._submit(index, self._slots.zeros(index), absent=True)
+        try:
+            self._reducer.flush().wait()
+        finally:
+            self._marked, self._done = False, set()
+
+
+class Ghosts:
+    """Ghost steps for all optimizers of a rank that has joined, each on a thread of its own: which one other ranks step next is
+    theirs to say."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._failures: list[BaseException] = []
+        self._units = list(_all)
+        self._threads = [
+            threading.Thread(target=self._run, args=(one,), name="penstock-ghost", daemon=True) for one in self._units
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self, exchange: Callable[[Any], list[Any]]) -> None:
+        """All ranks have joined. Block until the last ghost steps, which all of them make, are over.
+
+        Args:
+            exchange: an all-gather of objects: an optimizer may have been collected as garbage on some rank.
+        """
+        self._over.set()
+        there = exchange({one.number for one in self._units if one.made})
+        everywhere = set.intersection(*there)
+        for one in self._units:
+            if one.made and one.number not in everywhere:
+                one.give_up()
+        for thread in self._threads:
+            thread.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def _run(self, one: Units) -> None:
+        try:
+            while not one.made:
+                # It was not used on this rank. It is made when another rank uses it before all have joined.
+                if one.wanted():
+                    if not one.usable(haunting=True):
+                        return
+                elif self._over.wait(_LOOK_S):
+                    return
+            one.haunt()
+        except BaseException as error:
+            if one.made:
+                self._failures.append(error)
+
+
+def _store(running: job.Job) -> Any:
+    return running.controller(0, "DistributedOptimizer").group.backend._member.part_of_store("units")
+
+
+_all: weakref.WeakSet[Units] = weakref.WeakSet()
+_numbers = itertools.count()
+# As GradientReducer's default.
+_UNIT_BYTES = 4 << 20
+# How soon a rank that has no data at all sees that others begin, and one that waits for them that they have died.
+_LOOK_S = 0.05
+
+
+def _tell_what_is_left_out() -> None:
+    """Say which settings of the gradient hooks do nothing under this API, if they are set."""
+    read = config.read()
+    idle = [f"PENSTOCK_CHECK={check}" for check in read.check if check != "nan"]
+    idle += ["PENSTOCK_TUNE"] if read.tune else []
+    if idle:
+        log.warning(
+            "%s: has no effect on hvd.DistributedOptimizer; penstock.torch.ddp_hook and GradientReducer use it "
+            "(docs/guide/gradients.md)",
+            ", ".join(idle),
+        )

@@ -1,0 +1,406 @@
+"""Joins groups through a store.
+
+What a group needs is agreed there in two batches: every rank publishes its contact, rank 0 also the group's id, its secret and
+its algorithm; then everybody reads all of it and connects. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from penstock import _core
+from penstock.cluster import deployment, jobs
+from penstock.errors import Config as ConfigError
+from penstock.errors import PenstockError, Refused
+from penstock.errors import Timeout as TimeoutError_
+from penstock.runtime import config, process
+from penstock.runtime.store import Keys, StoreError, is_served_here, keep_alive
+
+__all__ = ["Membership", "join"]
+
+log = logging.getLogger("penstock")
+
+
+@dataclass
+class Membership:
+    """This process's part in one group."""
+
+    group: _core.Group
+    rank: int
+    world: int
+    name: str
+    engine: process.Engine
+    store: Any
+    keys: Any
+    """The part of the store that only this life of the group uses."""
+    job_ranks: tuple[int, ...]
+    """Its ranks in the job."""
+    aggregation: jobs.Aggregation | None = None
+    """What its large all-reduces go through; None: they go among the ranks."""
+    last: _core.Ticket | None = None
+    """An operation that nobody may come to wait for, and that all ranks start."""
+
+    def leave(self) -> None:
+        """Leave the group; the engine stops with the last one. Blocks until peers have taken what is left."""
+        if self.last is not None:
+            # Left while it runs, the group would fail, and slower ranks would be told so.
+            with contextlib.suppress(PenstockError):
+                self.last.wait(_LAST_S)
+        self.group.leave()
+        self.engine.aggregations.pop(self.name, None)
+        try:
+            if self.aggregation is not None:
+                self.aggregation.close()
+        finally:
+            self.engine.release()
+
+    def part_of_store(self, prefix: str) -> Keys:
+        """The keys below ``prefix`` of the group's store, which outlives this membership."""
+        return Keys(prefix, self.store)
+
+    def sibling(
+        self, name: str, timeout: timedelta, *, aggregate: bool = False, check: Callable[[], None] | None = None
+    ) -> Membership:
+        """Join another group of the same ranks, over the same streams: its operations have an order of their own. All
+        ranks call it, with the same name. With ``aggregate`` its all-reduces go through servers if this group's do. ``check`` is
+        as for `join`."""
+        # Below the keys of this life: ranks may differ in how many siblings they began in an earlier one, which failed.
+        store = Keys(f"penstock/sibling/{name}", self.keys)
+        aggregate = aggregate and self.aggregation is not None
+        full = f"{self.name}/{name}"
+
+        def look() -> None:
+            self.group.check(range(len(self.job_ranks)), whole=True)
+            if check is not None:
+                check()
+
+        look()
+        return join(store, self.rank, self.job_ranks, timeout, full, aggregate=aggregate, check=look)
+
+
+def join(
+    store: Any,
+    rank: int,
+    job_ranks: Sequence[int],
+    timeout: timedelta,
+    name: str,
+    *,
+    aggregate: bool = False,
+    check: Callable[[], None] | None = None,
+) -> Membership:
+    """Join a group: agree through ``store``, connect to every member.
+
+    Args:
+        store: the group's own store (torch gives each group a prefix).
+        rank: this process's rank in the group.
+        job_ranks: the ranks in the job of all members.
+        timeout: for the whole of it.
+        name: for logs and errors.
+        aggregate: the group has all ranks of the job: the plan (PENSTOCK_PLAN, `penstock.init`) holds for it.
+        check: called every `_SLICE_S` at least while this waits for other ranks. It raises if there is no point in waiting.
+            The other ranks are told through the store.
+
+    Raises:
+        penstock.errors.Config: a setting or the plan is wrong, a server or aggregator does not do its part, an interface or port
+            cannot be had, the store cannot be reached.
+        penstock.errors.Refused: secrets or versions differ.
+        penstock.errors.Timeout: not all ranks came.
+        penstock.errors.Closed: this process is a fork of one that uses Penstock.
+        What ``check`` raises.
+    """
+    _core.check_fork()  # Before the store: a forked child has its parent's connection to it.
+    watch = _Watch(check)
+    engine = group = None
+    world, job_rank = len(job_ranks), job_ranks[rank]
+    own = store
+    with _store_errors(name, rank):
+        # A store may outlive a group of the same name (destroy and start again): every turn has keys of its own. Turns are
+        # counted for each world size and each of the job's lives: a rank that was not there before would count others than the
+        # rest, and read the contacts of processes that are gone.
+        turns = Keys(f"penstock/{process.life()}.{world}", store)
+        store = Keys(str(turns.add(f"turn/{rank}", 1)), turns)
+    try:
+        settings = config.read()
+        keep_alive(own, max(_STORE_SILENT_S, settings.peer_timeout))
+        engine = process.Engine.acquire(settings, store, job_rank)
+        with _store_errors(name, rank):
+            agreed, members = _agree(store, rank, job_ranks, timeout, name, settings, engine, aggregate, watch)
+            group, ticket = engine.core.join(
+                id=agreed["id"],
+                generation=engine.generation,
+                rank=rank,
+                members=members,
+                secret=_secret(agreed, settings, rank),
+                algorithm=None if agreed["algorithm"] == "aggregated" else agreed["algorithm"],
+                name=name,
+            )
+            _await_links(group, ticket, store, timeout, name, watch)
+        _forget_keys(store, rank)
+    except BaseException as error:
+        _tell_failure(store, rank, world, error, linger=error is not watch.failure)
+        if group is not None:
+            # Other groups keep the engine running: it must not keep this one, nor let members wait for it.
+            group.abort(f"rank {rank} could not join: {error or type(error).__name__}".rstrip("."))
+            group.leave()
+        if engine is not None:
+            engine.release()
+        raise
+    membership = Membership(group, rank, world, name, engine, own, store, tuple(job_ranks))
+    if rank == 0:
+        _announce(membership, settings, agreed, members)
+    if agreed["plan"] is not None:
+        try:
+            text, source = agreed["plan"]
+            with _store_errors(name, rank):
+                membership.aggregation = jobs.attach(
+                    membership, text, source, settings.job_secret(), timeout, engine.interfaces
+                )
+        except BaseException:
+            membership.leave()
+            raise
+        engine.aggregations[name] = membership.aggregation
+    return membership
+
+
+class _Watch:
+    """Looks at a group that has all ranks of the one that is being built. Most often every rank sees the failure of that group
+    itself; where only some see it, the store tells the others (`_check_failed`)."""
+
+    def __init__(self, check: Callable[[], None] | None) -> None:
+        self._check = check
+        self.is_on = check is not None
+        self.failure: BaseException | None = None
+
+    def look(self) -> None:
+        if self._check is None:
+            return
+        try:
+            self._check()
+        except PenstockError as error:
+            self.failure = error
+            raise
+
+
+def _agree(
+    store: Any,
+    rank: int,
+    job_ranks: Sequence[int],
+    timeout: timedelta,
+    name: str,
+    settings: config.Settings,
+    engine: process.Engine,
+    aggregate: bool,
+    watch: _Watch,
+) -> tuple[dict[str, Any], list[str]]:
+    """Exchange contacts and what rank 0 decides."""
+    world = len(job_ranks)
+    if rank == 0:
+        given = settings.job_secret() is not None
+        agreed = {
+            "id": _ids.draw(tuple(job_ranks)),
+            "algorithm": settings.algorithm,
+            "secret": None if given else secrets.token_hex(16),
+            "plan": _plan(settings, world) if aggregate else None,
+        }
+        store.set("group", json.dumps(agreed))
+    store.set(str(rank), engine.core.contact())
+    keys = ["group", *map(str, range(world))]
+    _await_keys(store, keys, rank, timeout, name, watch)
+    values: list[bytes] = []
+    for start in range(0, len(keys), _BATCH):
+        values += store.multi_get(keys[start : start + _BATCH])
+    texts = [value.decode() for value in values]
+    return json.loads(texts[0]), texts[1:]
+
+
+class _Ids:
+    """Ids of the groups whose rank 0 this process is: 43 random bits, the same for all groups of the same ranks, and 20 that
+    count those. Engines remember the ids of groups that they have left for ever, to drop what comes late; in order they take
+    one range. (Among 1000 sets of ranks, two have the same random bits once in 17,000,000 jobs.)"""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._series: collections.OrderedDict[tuple[int, ...], Iterator[int]] = collections.OrderedDict()
+
+    def draw(self, job_ranks: tuple[int, ...]) -> int:
+        with self._lock:
+            found = next(self._series.get(job_ranks, iter(())), None)
+            if found is None:
+                base = secrets.randbits(43) << 20
+                # An id is not 0.
+                self._series[job_ranks] = iter(range(base + 1, base + (1 << 20)))
+                found = next(self._series[job_ranks])
+            self._series.move_to_end(job_ranks)
+            if len(self._series) > _MOST_SERIES:
+                self._series.popitem(last=False)
+            return found
+
+
+def _plan(settings: config.Settings, world: int) -> tuple[str, str] | None:
+    """The text of the plan and its name, if it counts."""
+    chosen = deployment.chosen(settings.plan)
+    if chosen is None:
+        if settings.algorithm == "aggregated":
+            raise ConfigError("PENSTOCK_ALGORITHM=aggregated needs a plan (PENSTOCK_PLAN): docs/guide/aggregated.md")
+        return None
+    text, name = chosen
+    deployment.parse(text, name).check_world(world)
+    if world == 1 or settings.algorithm not in (None, "aggregated"):
+        why = "one rank adds nothing" if world == 1 else f"PENSTOCK_ALGORITHM={settings.algorithm} goes first"
+        log.warning("the plan %s is not used: %s", name, why)
+        return None
+    return chosen
+
+
+def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name: str, watch: _Watch) -> None:
+    """Wait until all ranks have published, or one of them has given up."""
+    began_s = time.monotonic()
+    waiting = collections.deque(keys)
+    while waiting:
+        # Not a wait with a time-out: torch prints a line for each that expires.
+        if store.check([waiting[0]]):
+            waiting.popleft()
+            continue
+        watch.look()
+        _check_failed(store, name, watch)
+        waited_s = time.monotonic() - began_s
+        if waited_s > timeout.total_seconds():
+            # What is agreed comes from rank 0, as its contact does.
+            missing = dict.fromkeys("0" if key == "group" else key for key in waiting if not store.check([key]))
+            raise TimeoutError_(
+                f"Timed out after {timeout}: rank {rank} of group {name} waited for others; nothing came from rank(s) "
+                f"{', '.join(missing)}. Did they start?"
+            )
+        # So a join is late by a twentieth of what it had to wait anyway.
+        time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 20), _SLICE_S))
+
+
+def _check_failed(store: Any, name: str, watch: _Watch) -> None:
+    """Raise if a rank has given up: its reason, or, where this rank sees it too, the failure that ``watch`` looks for."""
+    if store.check([_FAILED]):
+        until = time.monotonic() + _SAME_REASON_S
+        while watch.is_on and time.monotonic() < until:
+            watch.look()
+            time.sleep(_SHORTEST_PAUSE_S)
+        raise Refused(f"group {name} cannot be built: {store.get(_FAILED).decode()}")
+
+
+@contextlib.contextmanager
+def _store_errors(name: str, rank: int) -> Iterator[None]:
+    """`StoreError`s in here are raised as `penstock.errors.Config`."""
+    try:
+        yield
+    except StoreError as error:
+        raise ConfigError(
+            f"the store of group {name} cannot be used by rank {rank}: {str(error).splitlines()[0]}. Check MASTER_ADDR and "
+            "MASTER_PORT, and that rank 0 is running."
+        ) from error
+
+
+def _secret(agreed: dict[str, Any], settings: config.Settings, rank: int) -> bytes:
+    own = settings.job_secret()
+    if agreed["secret"] is None and own is None:
+        raise Refused(f"rank 0 has a job secret and rank {rank} has none: set PENSTOCK_SECRET or PENSTOCK_SECRET_FILE")
+    if agreed["secret"] is not None and own is not None:
+        raise Refused(f"rank {rank} has a job secret and rank 0 has none: set PENSTOCK_SECRET or PENSTOCK_SECRET_FILE")
+    return own if own is not None else bytes.fromhex(agreed["secret"])
+
+
+def _await_links(
+    group: _core.Group, ticket: _core.Ticket, store: Any, timeout: timedelta, name: str, watch: _Watch
+) -> None:
+    """Wait until all members are connected, or one of them has given up."""
+    waited_s = 0.0
+    while not ticket.wait(_SLICE_S):
+        waited_s += _SLICE_S
+        watch.look()
+        _check_failed(store, name, watch)
+        if waited_s > timeout.total_seconds():
+            group.expire(waited_s)
+            ticket.wait()  # Raises, and says who is missing.
+
+
+def _forget_keys(store: Any, rank: int) -> None:
+    """Take back what this rank has published: a join ends after all have read it. Stores live as long as the job."""
+    # A store may be gone by now, or know no deletion (NotImplementedError is a RuntimeError).
+    with contextlib.suppress(RuntimeError):
+        for key in [str(rank), "group"] if rank == 0 else [str(rank)]:
+            store.delete_key(key)
+
+
+def _tell_failure(store: Any, rank: int, world: int, error: BaseException, *, linger: bool) -> None:
+    """Let the others fail now instead of at their time-out, and with the reason.
+
+    A rank that serves the store takes it along when it ends, so with ``linger`` it stays until all know, or for `_LINGER_S`.
+    """
+    if not isinstance(error, PenstockError):
+        return
+    try:
+        if not store.check([_FAILED]):
+            store.set(_FAILED, f"rank {rank}: {type(error).__name__}: {error}")
+        store.add(_KNOWN, 1)
+        until = time.monotonic() + _LINGER_S
+        while linger and is_served_here(store) and store.add(_KNOWN, 0) < world and time.monotonic() < until:
+            time.sleep(_LINGER_PAUSE_S)
+    except Exception as trouble:  # the store may be what failed
+        log.debug("cannot tell the other ranks: %s", trouble)
+
+
+def _announce(membership: Membership, settings: config.Settings, agreed: dict[str, Any], members: list[str]) -> None:
+    """One line for the log: what carries this group."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    # What is possible between ranks of a host is found out pair by pair; a fallback is to be seen here.
+    others = {int(member.split(" ")[2]) for member in members} - {membership.engine.job_rank}
+    peers = membership.engine.core.stats()["peers"]
+    media = collections.Counter(peer["medium"] for peer in peers if peer["rank"] in others and peer["lost"] is None)
+    interfaces = ", ".join(f"{name} {address}" for name, address in membership.engine.interfaces)
+    hosts = len({member.split(" ")[3] for member in members})
+    guard = "PENSTOCK_SECRET" if agreed["secret"] is None else "generated (guards against accidents only)"
+    log.info(
+        "group %s: %d ranks on %d host name(s), %d TCP streams a peer over %s (%s), rank 0 reaches the others through %s, "
+        "algorithm %s, secret %s",
+        membership.name,
+        membership.world,
+        hosts,
+        settings.streams,
+        interfaces,
+        membership.engine.why,
+        ", ".join(f"{medium} ({count})" for medium, count in sorted(media.items())) or "nothing",
+        agreed["algorithm"] or "auto",
+        guard,
+    )
+
+
+_ids = _Ids()
+# A series is some 300 bytes, here; one that is forgotten costs the engines another range.
+_MOST_SERIES = 1024
+_FAILED = "failed"
+_KNOWN = "failed/known"  # how many ranks have given up
+# For so long a rank that was told of a failure by another looks for that failure itself: reports of it are under way.
+_SAME_REASON_S = 1.0
+# Long enough for ranks that were started together, short enough for people who wait for their prompt.
+_LINGER_S = 2.0
+_LINGER_PAUSE_S = 0.02
+# Keys a read: a batch of 512 contacts is some 64 KiB.
+_BATCH = 512
+# How late a rank learns that another has given up: chosen for people, who take it for at once. A look costs the store
+# 26 us (measured, over loopback), so 512 ranks that wait take 3 % of a core.
+_SLICE_S = 0.5
+# Ranks that are started together come within milliseconds of each other.
+_SHORTEST_PAUSE_S = 0.001
+# A store whose host has not answered for so long is lost: longer than peers are waited for (PENSTOCK_PEER_TIMEOUT, if that is
+# longer, counts instead), so that a network that comes back has ended nothing of the store.
+_STORE_SILENT_S = 20.0
+# How far behind the slowest rank may be at the end of its job for this to be orderly.
+_LAST_S = 5.0

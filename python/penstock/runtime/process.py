@@ -1,0 +1,232 @@
+"""This process's engine: one for all groups, from the first that is joined until the last that is left.
+
+Groups share its streams. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from penstock import _core
+from penstock.cluster import jobs
+from penstock.errors import Closed
+from penstock.runtime import config
+from penstock.runtime import store as stores
+
+__all__ = ["Engine", "engine", "observe", "requests", "set_generation", "stats"]
+
+log = logging.getLogger("penstock")
+
+
+def stats() -> dict[str, Any]:
+    """See `penstock.torch.stats`."""
+    current = engine()
+    found = current.core.stats()
+    found["held"]["memberships"] = current._users
+    found["aggregated"] = {name: aggregation.stats() for name, aggregation in current.aggregations.items()}
+    return found
+
+
+def engine() -> Engine:
+    """This process's engine.
+
+    Raises:
+        penstock.errors.Closed: there is none.
+    """
+    if Engine.current is None:
+        raise Closed('no process group of the "penstock" backend exists in this process')
+    return Engine.current
+
+
+def set_generation(generation: int | None) -> None:
+    """Count the job's lives from here on, instead of torchrun (None: torchrun again). For the next engine, so after the last
+    group has been destroyed; the same on all ranks. `penstock.elastic` rebuilds jobs whose workers each have a torchrun."""
+    global _generation
+    _generation = generation
+
+
+def life() -> int:
+    """Which of the job's lives this is. torchrun counts its restarts, unless `set_generation` says otherwise."""
+    return config.restarts() if _generation is None else _generation
+
+
+def observe(observer: Callable[[_core.Engine | None], None]) -> None:
+    """Call ``observer`` with the engine whenever the process gets one (at once, if it has one), and with None before that one
+    stops. Calls come one at a time."""
+    with Engine._lock:
+        _observers.append(observer)
+        if Engine.current is not None:
+            observer(Engine.current.core)
+
+
+class Engine:
+    """This process's engine, counted by the groups that use it."""
+
+    current: Engine | None = None
+    _is_registered = False
+    _lock = threading.RLock()
+
+    def __init__(self, settings: config.Settings, store: Any, job_rank: int) -> None:
+        named = [
+            ("PENSTOCK_INTERFACE", settings.interface),
+            ("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "")),
+            ("NCCL_SOCKET_IFNAME", os.environ.get("NCCL_SOCKET_IFNAME", "")),
+        ]
+        _core.init_logging(settings.log)
+        _print_log(settings.log)
+        _warn_of_strangers()
+        requests.ask(settings)
+        self.interfaces, self.why = _core.choose_interfaces(named, stores.master(store))
+        # Frames of an earlier life of the job are refused.
+        self.job_rank = job_rank
+        self.generation = life()
+        self.core = _core.Engine(
+            rank=job_rank,
+            host=socket.gethostname(),
+            generation=self.generation,
+            addresses=list(dict.fromkeys(address for _, address in self.interfaces)),
+            ports=settings.port_range,
+            streams=settings.streams,
+            shared_memory=settings.shm,
+            ptracer=settings.ptracer,
+            checksum=settings.checksum,
+            dead_after_s=settings.peer_timeout,
+            socket_buffer_bytes=settings.socket_buffer,
+            flight_recorder=settings.flight_recorder or None,
+        )
+        _tell(self.core)
+        if settings.flight_recorder:
+            _write_on_signal()
+        self.aggregations: dict[str, jobs.Aggregation] = {}
+        self._users = 0
+
+    @classmethod
+    def acquire(cls, settings: config.Settings, store: Any, job_rank: int) -> Engine:
+        with cls._lock:
+            if cls.current is None:
+                cls.current = cls(settings, store, job_rank)
+                if not cls._is_registered:
+                    atexit.register(cls._at_exit)
+                    cls._is_registered = True
+            cls.current._users += 1
+            return cls.current
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0 and self.current is self
+            if last:
+                Engine.current = None
+                _tell(None)
+        if last:
+            requests.tell()
+            # Whoever interrupts the script does not wait for others.
+            self.core.stop(wait=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
+
+    @classmethod
+    def _at_exit(cls) -> None:
+        # Scripts that end without destroy_process_group still say good-bye, so that no peer takes it for a crash, and no daemon
+        # keeps a job that nobody has.
+        engine = cls.current
+        if engine is not None:
+            requests.tell()
+            engine.core.stop(wait=not isinstance(getattr(sys, "last_value", None), KeyboardInterrupt))
+            for aggregation in engine.aggregations.values():
+                aggregation.close_jobs()
+
+    @classmethod
+    def _renew_lock(cls) -> None:
+        """In a forked child: a thread that only the parent has may hold it for ever."""
+        cls._lock = threading.RLock()
+
+
+class _Requests:
+    """What PENSTOCK_CHECK and PENSTOCK_TUNE ask for, and whether anything in this process does it. Only what reduces gradients in
+    units does (`GradientReducer`, `ddp_hook`, `hvd.DistributedOptimizer`); plain all-reduces, DDP's among them, know nothing of
+    gradients and steps. A user who asks for a check and does not get it is told so, once."""
+
+    def __init__(self) -> None:
+        self._asked: list[str] = []
+        self._all_reduces = 0
+        self._is_over = False
+
+    def ask(self, settings: config.Settings) -> None:
+        """An engine begins, with these settings."""
+        self._asked = [f"PENSTOCK_CHECK={','.join(sorted(settings.check))}"] if settings.check else []
+        self._asked += (
+            [f"PENSTOCK_TUNE={settings.tune if isinstance(settings.tune, str) else 1}"] if settings.tune else []
+        )
+
+    def take(self) -> None:
+        """Somebody reduces gradients, and does as these settings say."""
+        self._is_over = True
+
+    def count_all_reduce(self) -> None:
+        """A plain one."""
+        self._all_reduces += 1
+        if self._all_reduces == _MANY:
+            self.tell()
+
+    def tell(self) -> None:
+        """Log it where there were plain all-reduces and nothing else; on one rank of a host, whose ranks rarely differ."""
+        if self._is_over or not self._asked or not self._all_reduces:
+            return
+        self._is_over = True
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            log.warning(
+                "%s: no effect so far, since nothing has reduced gradients but plain all-reduces (DistributedDataParallel's "
+                "own, for one). Call penstock.torch.ddp_hook(model) on a DDP model, or use penstock.torch.GradientReducer "
+                "(docs/guide/gradients.md).",
+                " and ".join(self._asked),
+            )
+
+
+def _tell(engine: _core.Engine | None) -> None:
+    for observer in _observers:
+        observer(engine)
+
+
+def _print_log(level: str) -> None:
+    """Print what PENSTOCK_LOG asks for, where the program has not set up logging itself. Warnings are printed anyway."""
+    if level in ("info", "debug") and not log.hasHandlers():
+        log.setLevel(level.upper())
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(levelname)s] penstock: %(message)s"))
+        log.addHandler(handler)
+
+
+@functools.cache
+def _warn_of_strangers() -> None:
+    """Once a process, and on one rank of a host: hosts may differ in what is set, the ranks of one rarely do."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for told in config.unknown_variables().values():
+            log.warning("%s", told)
+
+
+def _write_on_signal() -> None:
+    """Let SIGUSR2 write the record of the engine that there is then to its folder, if nobody else handles that."""
+
+    def write(*_: object) -> None:
+        if (current := Engine.current) is not None:
+            current.core.write_record()
+
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, write)
+
+
+requests = _Requests()
+_observers: list[Callable[[_core.Engine | None], None]] = []
+_generation: int | None = None
+# All-reduces after which nobody is likely to make a reducer still: some hundred steps. A guess; a training of days should not
+# learn at its end that nothing was looked for.
+_MANY = 1000
+os.register_at_fork(after_in_child=Engine._renew_lock)

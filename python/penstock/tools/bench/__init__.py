@@ -1,0 +1,16 @@
+"""``penstock bench``: collectives measured beside other backends, and beside what the machine could do at best.
+
+- `collectives`: what each collective is, as pure functions of ranks and bytes.
+- `worker`, `collective_rank`, `probe_rank`: the rank processes. `pattern` fills and checks their tensors; `mesh` is the
+  raw sockets.
+- `session`: the coordinator, which has all backends take turns.
+- `training`, `readiness`, `tuner`: benches of their own, each with its ``_rank``; `program` runs those. `aggregated` is a package
+  of three more.
+- `report`: table, JSON, plot. `figures`: the runs behind the published figures. `cli`: the command line.
+
+``docs/design/bench.md`` says how the figures are defined.
+"""
+
+from penstock.tools.bench.cli import command
+
+__all__ = ["command"]

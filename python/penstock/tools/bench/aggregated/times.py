@@ -1,0 +1,197 @@
+"""``penstock bench aggregated``: all-reduces through aggregators beside our ring, gloo, and a server without aggregators.
+
+Each number of workers gets a `Cluster`. All ways take turns in one run of the same processes, and each reads what its interface
+counted.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+from rich import box
+from rich.table import Table
+
+from penstock.tools.bench.aggregated.cluster import PORT, Cluster
+from penstock.tools.bench.launcher import BenchError
+from penstock.tools.testbed.topology import blocks
+
+WAYS = ("ring", "gloo", "server", "int32", "int16", "float32")
+"""``server``: int32 straight to the server, without aggregators. int16 carries float16 tensors; all others float32."""
+STORM = "storm"
+"""int32 while a stranger sends the last rack's aggregator as many packets of a job as its workers do, without the key."""
+WITHOUT_PLAN = ("ring", "gloo")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way with so many workers and so much loss. Seconds are medians over all-reduces of the slowest rank."""
+
+    workers: int
+    loss: float
+    way: str
+    seconds: float
+    tensor_bytes: int
+    sent: float
+    """Bytes that a worker's interface sent for one byte of the tensor; the mean over workers."""
+    received: float
+    busy: float
+    """Of the machine's processors."""
+    rate_mbit: float
+    strangers: float = 0.0
+    """Packets of a stranger that the last rack's aggregator refused in a second."""
+
+    @property
+    def share(self) -> float:
+        """Of the link: bytes of the tensor over what the link carries meanwhile, headers included."""
+        return self.tensor_bytes * 8e-6 / self.seconds / self.rate_mbit
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self), "share": self.share}
+
+
+def measure(
+    *,
+    workers: int,
+    loss: float,
+    ways: Sequence[str],
+    rate_mbit: float,
+    nbytes: int,
+    window: int,
+    turns: int,
+    operations: int,
+    offloads: bool,
+    timeout_s: float,
+) -> list[Row]:
+    """Make a cluster, start its daemons, run all ways by turns.
+
+    Raises:
+        BenchError: a daemon or a rank failed or hung, with the end of what it said.
+        TestbedUnavailable: no emulated cluster here.
+    """
+    with ExitStack() as stack:
+        cluster = stack.enter_context(
+            Cluster(workers, rate_mbit=rate_mbit, loss=loss, offloads=offloads, stranger=STORM in ways)
+        )
+        storm = None
+        if STORM in ways:
+            storm = str(cluster.folder / "storm")
+            shape = cluster.topology
+            below = sum(host < workers for host in blocks(shape.hosts, shape.racks)[-1])
+            target = f"{shape.address(f'a{shape.racks - 1}')}:{PORT}"
+            command = [sys.executable, "-m", f"{__package__}.stranger", target, str(below * rate_mbit), storm]
+            said = stack.enter_context(tempfile.TemporaryFile())
+            stranger = cluster.bed.popen(f"h{workers}", command, stdout=said, stderr=said)
+            stack.callback(stranger.wait)
+            stack.callback(stranger.kill)
+        numbers = {way: "int32" if way in ("server", STORM) else way for way in ways if way not in WITHOUT_PLAN}
+        options = {
+            "ways": list(ways),
+            "storm": storm,
+            "plans": {
+                way: cluster.plan(number, window, name=way, direct=way == "server") for way, number in numbers.items()
+            },
+            "elements": nbytes // 4,
+            "turns": turns,
+            "operations": operations,
+            # Above what TCP takes to repeat a lost message twice.
+            "lead_s": 1.0 if loss else 0.05,
+        }
+        records = cluster.run("times_rank", options, what=f"aggregated, {workers} workers", timeout_s=timeout_s)
+        refused = _refused(said) if storm else 0.0
+    rows = summarise(records, loss=loss, rate_mbit=rate_mbit)
+    return [replace(row, strangers=refused) if row.way == STORM else row for row in rows]
+
+
+def _refused(said: IO[bytes]) -> float:
+    """What a stranger told of its storms: packets that were refused in a second. All that it sent should be."""
+    said.seek(0)
+    text = said.read().decode()
+    storms = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    sent, refused, seconds = (sum(storm[key] for storm in storms) for key in ("sent", "refused", "seconds"))
+    if refused < 0.9 * sent or not sent:
+        raise BenchError(
+            f"the stranger sent {sent} packets, of which {refused} were refused; it said:\n  {text[-2000:]}"
+        )
+    return float(refused / seconds)
+
+
+def summarise(records: Sequence[Sequence[dict[str, Any]]], *, loss: float, rate_mbit: float) -> list[Row]:
+    """What the ranks said, in numbers. Pure."""
+    rows = []
+    turns = [[record for record in each if record["turn"] >= 0] for each in records]
+    for way in dict.fromkeys(record["way"] for record in turns[0]):
+        mine = [[record for record in each if record["way"] == way] for each in turns]
+        slowest = [
+            max(each)
+            for records in zip(*mine, strict=True)
+            for each in zip(*(r["seconds"] for r in records), strict=True)
+        ]
+        moved = [record for each in mine for record in each]
+        carried = sum(record["tensor_bytes"] * len(record["seconds"]) for record in moved)
+        rows.append(
+            Row(
+                workers=len(records),
+                loss=loss,
+                way=way,
+                seconds=statistics.median(slowest),
+                tensor_bytes=mine[0][0]["tensor_bytes"],
+                sent=sum(record["sent"] for record in moved) / carried,
+                received=sum(record["received"] for record in moved) / carried,
+                busy=statistics.median(record["busy"] for record in mine[0]),
+                rate_mbit=rate_mbit,
+            )
+        )
+    return rows
+
+
+def table(rows: Sequence[Row], title: str = "all-reduce through aggregators") -> Table:
+    """A line for each way."""
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("N", "loss", "way"):
+        shown.add_column(column, no_wrap=True)
+    for column in (
+        "ms",
+        "of the link",
+        "over ring",
+        "over gloo",
+        "sent/S",
+        "received/S",
+        "of lossless",
+        "busy",
+    ):
+        shown.add_column(column, justify="right", no_wrap=True)
+    by_key = {(row.workers, row.loss, row.way): row for row in rows}
+    for row in rows:
+        ring, gloo = (by_key.get((row.workers, row.loss, way)) for way in ("ring", "gloo"))
+        lossless = by_key.get((row.workers, 0.0, row.way))
+        shown.add_row(
+            f"{row.workers}",
+            f"{row.loss:g}",
+            row.way,
+            f"{1e3 * row.seconds:.1f}",
+            f"{row.share:.0%}",
+            *(_ratio(other, row) for other in (ring, gloo)),
+            f"{row.sent:.3f}",
+            f"{row.received:.3f}",
+            f"{lossless.seconds / row.seconds:.0%}" if lossless and row.loss else "",
+            f"{row.busy:.0%}",
+        )
+    storms = [f"{row.strangers:.0f} ({row.workers} workers)" for row in rows if row.strangers]
+    if storms:
+        shown.caption = f"storm: packets of the stranger that were refused in a second: {', '.join(storms)}"
+    return shown
+
+
+def _ratio(other: Row | None, row: Row) -> str:
+    """How much faster than another way, for as many bytes of a tensor."""
+    if other is None:
+        return ""
+    return f"{other.seconds / other.tensor_bytes / (row.seconds / row.tensor_bytes):.2f}x"

@@ -1,0 +1,21 @@
+"""``penstock server``: commits sums and returns them. The daemon is Rust (crates/penstock-aggregator)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from penstock.tools.aggregator.daemon import options, serve
+
+__all__ = ["command"]
+
+
+@click.command()
+@options
+def command(**given: Any) -> None:
+    """Commit sums and return them to all workers: the end of in-network aggregation.
+
+    Runs until SIGTERM or Ctrl-C, and then until no sum is half done. `penstock aggregator top ADDR` shows what one does.
+    """
+    serve("server", **given)

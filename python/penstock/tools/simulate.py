@@ -1,0 +1,265 @@
+"""``penstock simulate``: the shipped protocol in virtual time, with seeded faults.
+
+What runs is the code of `penstock-protocol` itself; only time, the network and the drivers are simulated
+(docs/design/aggregation.md).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from penstock.cli import Group
+from penstock.cluster.deployment import MOST_BLOCK_BYTES
+
+__all__ = ["Rate", "command", "rates"]
+
+SHAPES = {"direct": None, "star": 1, "racks": 2, "core": 1}
+"""How often a block crosses the server's link each way; None: once for each worker."""
+
+
+@click.group(cls=Group)
+def command() -> None:
+    """Run the shipped protocol in virtual time, with seeded faults."""
+
+
+_count = click.IntRange(0, 2**32 - 1)
+_shape = click.Choice(list(SHAPES))
+_shape_help = "No aggregator, one, one a rack, or two racks below a core."
+_on_workers = click.option(
+    "--loss-on",
+    type=click.Choice(["every", "workers"]),
+    default="every",
+    show_default=True,
+    help="Whether also what aggregators and server exchange is lost.",
+)
+
+
+@command.command()
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="The first seed.")
+@click.option(
+    "--runs", type=click.IntRange(1), default=1, show_default=True, help="How many seeds, one after the other."
+)
+@click.option("--jobs", type=_count, help="Jobs that share the aggregators.")
+@click.option("--workers", type=_count, help="Workers a job.")
+@click.option("--shape", type=_shape, help=_shape_help)
+@click.option("--shards", type=_count, help="Shards of each aggregator, a power of two.")
+@click.option("--blocks", type=_count, help="Blocks a worker pushes.")
+@click.option("--operation", type=_count, help="Blocks of an operation, after which all wait for all; 0: all are one.")
+@click.option("--ahead", type=_count, help="First blocks of an operation whose results the others wait for.")
+@click.option("--window", type=_count, help="Blocks in flight, a power of two.")
+@click.option("--floats/--integers", default=None, help="What the blocks hold.")
+@click.option("--keyed/--unkeyed", default=None, help="Whether packets carry a MAC; damaged ones then come as well.")
+@click.option("--loss", type=float, help="Probability that a packet is lost.")
+@_on_workers
+@click.option("--duplicate", type=float, help="Probability that a packet arrives twice.")
+@click.option("--rate", "rate_mbit", type=float, help="Mbit/s of a link, each way; 0: no limit.")
+@click.option("--queue", "queue_kib", type=_count, help="KiB that wait at a switch's port; 0: no limit.")
+@click.option("--delay", "delay_ms", type=float, help="Milliseconds on the way at least.")
+@click.option("--jitter", "jitter_ms", type=float, help="Milliseconds that may come on top.")
+@click.option(
+    "--patient/--impatient",
+    default=False,
+    show_default=True,
+    help="Time-outs that jobs have, or shorter ones, for many runs in a second.",
+)
+@click.option("--faults/--no-faults", default=True, show_default=True, help="Restarts, deaths and cut links.")
+@click.option(
+    "--trace", type=click.IntRange(0, 2000), default=60, show_default=True, help="Lines told of a failed run."
+)
+def aggregation(seed: int, runs: int, trace: int, loss_on: str, queue_kib: int | None, **fixed: Any) -> None:
+    """Jobs that push through aggregators; every result is compared with the undisturbed sum, bit by bit.
+
+    What is not fixed by an option is drawn from the seed. The same seed and options are the same run everywhere, so a
+    failure is replayed by its seed. Ends with 1 where a run failed, after telling its last packets.
+    """
+    fixed |= {"edge_loss": loss_on == "workers", "queue": None if queue_kib is None else queue_kib << 10}
+    totals = dict.fromkeys(("packets", "lost", "results"), 0)
+    for each in range(seed, seed + runs):
+        outcome = _run(each % 2**64, trace, fixed)
+        for name in totals:
+            totals[name] += outcome[name]
+        if runs == 1:
+            click.echo(f"{outcome['scenario']}\n{outcome['time_ns'] / 1e6:.3f} ms of virtual time")
+    click.echo(
+        f"{runs} {'run' if runs == 1 else 'runs'} from seed {seed}: {totals['results']} results right, none wrong, doubled or "
+        f"missing; {totals['packets']} packets, {totals['lost']} lost"
+    )
+
+
+def _run(seed: int, trace: int, fixed: dict[str, Any]) -> dict[str, Any]:
+    """One seed. Where it failed, tells its last packets and ends with 1. Raises click.UsageError on what is out of bounds."""
+    from penstock import _core
+
+    try:
+        outcome = _core.simulate_aggregation(seed, **fixed)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if outcome["failure"]:
+        told = _core.simulate_aggregation(seed, trace=True, **fixed)
+        click.echo("\n".join(told["trace"][len(told["trace"]) - trace :]))
+        click.echo(f"seed {seed} failed: {told['failure']}\n{told['scenario']}")
+        raise SystemExit(1)
+    return outcome
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What one setting came to: means over seeds."""
+
+    rate_mbit: float
+    workers: int
+    window: int
+    queue_kib: int
+    loss: float
+    seconds: float
+    of_link: float
+    """What the busiest link carries at least, payloads alone, over what it could carry meanwhile."""
+    of_lossless: float
+    packets: float
+    """For a block, all nodes together."""
+    dropped: float
+    """By queues, for a block that a worker pushes."""
+
+
+def rates(
+    simulate: Callable[..., dict[str, Any]],
+    *,
+    rate_mbit: Iterable[float],
+    workers: Iterable[int],
+    windows: Iterable[int],
+    queues_kib: Iterable[int],
+    losses: Sequence[float],
+    nbytes: int,
+    seeds: int,
+    shape: str,
+    **fixed: Any,
+) -> Iterator[Rate]:
+    """Every combination, the losses innermost; ``simulate`` is `_core.simulate_aggregation`, or what stands in for it."""
+    blocks = math.ceil(nbytes / MOST_BLOCK_BYTES)
+    for rate, count, window, queue in itertools.product(rate_mbit, workers, windows, queues_kib):
+        lossless = None
+        # What the others are held against comes first, whether it is asked for or not.
+        for loss in dict.fromkeys((0.0, *losses)):
+            outcomes = [
+                simulate(
+                    seed,
+                    rate_mbit=rate,
+                    workers=count,
+                    window=window,
+                    queue=queue << 10,
+                    loss=loss,
+                    blocks=blocks,
+                    shape=shape,
+                    **fixed,
+                )
+                for seed in range(1, seeds + 1)
+            ]
+            time_ns, packets, dropped = (
+                statistics.fmean(outcome[name] for outcome in outcomes) for name in ("time_ns", "packets", "dropped")
+            )
+            seconds = time_ns / 1e9
+            lossless = lossless or seconds
+            crossings = SHAPES[shape] or count
+            if loss in losses:
+                yield Rate(
+                    rate_mbit=rate,
+                    workers=count,
+                    window=window,
+                    queue_kib=queue,
+                    loss=loss,
+                    seconds=seconds,
+                    of_link=crossings * blocks * MOST_BLOCK_BYTES * 8e-6 / (seconds * rate),
+                    of_lossless=lossless / seconds,
+                    packets=packets / blocks,
+                    dropped=dropped / (blocks * count),
+                )
+
+
+class _Several(click.ParamType):
+    """Numbers between commas."""
+
+    def __init__(self, number: type[int] | type[float]) -> None:
+        self._number = number
+        self.name = f"{number.__name__}[,...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return [self._number(part) for part in value.split(",")]
+        except ValueError:
+            self.fail(f"{value}: give numbers between commas", param, ctx)
+
+
+@command.command("rates")
+@click.option("--shape", type=_shape, default="star", show_default=True, help=_shape_help)
+@click.option("--workers", type=_Several(int), default="8", show_default=True)
+@click.option("--window", type=_Several(int), default="256", show_default=True, help="Blocks in flight.")
+@click.option("--rate", "rate_mbit", type=_Several(float), default="1000", show_default=True, help="Mbit/s of a link.")
+@click.option(
+    "--queue", type=_Several(int), default="0", show_default=True, help="KiB at a switch's port; 0: no limit."
+)
+@click.option("--loss", type=_Several(float), default="0,0.01,0.05", show_default=True, help="Shares of packets.")
+@_on_workers
+@click.option("--bytes", "nbytes", type=click.IntRange(1), default=16 << 20, show_default=True, help="Of the tensor.")
+@click.option("--delay", "delay_ms", type=float, default=0.03, show_default=True, help="Milliseconds a hop, at least.")
+@click.option(
+    "--jitter", "jitter_ms", type=float, default=0.005, show_default=True, help="Milliseconds that may come on top."
+)
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Figures are means over so many.")
+def show_rates(
+    workers: list[int],
+    window: list[int],
+    queue: list[int],
+    loss: list[float],
+    rate_mbit: list[float],
+    loss_on: str,
+    **options: Any,
+) -> None:
+    """How long one all-reduce takes, and what loss and short queues leave of its rate. Most options take several numbers.
+
+    A simulation of the protocol, with the time-outs that jobs have: no processor time, links that are always the same. "Of the
+    link" is what the busiest link carries at least, as a share of its rate; "of lossless" the rate without loss at the same
+    setting. docs/design/aggregation.md has tables.
+    """
+    if not all(0 < rate < math.inf for rate in rate_mbit):
+        raise click.BadParameter("give links a rate: without one there is no share of it", param_hint="--rate")
+    if min(queue) < 0:
+        raise click.BadParameter("KiB, or 0 for no limit", param_hint="--queue")
+    # Floats: of integers the simulator sends some blocks around the aggregator.
+    fixed: dict[str, Any] = {
+        "jobs": 1,
+        "floats": True,
+        "keyed": False,
+        "duplicate": 0.0,
+        # As the engine has it: a header, exponents, and then the tensor.
+        "shards": 1,
+        "operation": 0,
+        "ahead": 2,
+        "patient": True,
+        "faults": False,
+    }
+    fixed["edge_loss"] = loss_on == "workers"
+    found = rates(
+        lambda seed, **more: _run(seed, 60, more),
+        rate_mbit=rate_mbit,
+        workers=workers,
+        windows=window,
+        queues_kib=queue,
+        losses=loss,
+        **options,
+        **fixed,
+    )
+    click.echo(
+        "   Mbit/s  workers     W  queue KiB   loss          ms  of the link  of lossless  packets/block  dropped"
+    )
+    for one in found:
+        click.echo(
+            f"{one.rate_mbit:9g}  {one.workers:7}  {one.window:4}  {one.queue_kib or '-':>9}  {one.loss:5g}"
+            f"  {1e3 * one.seconds:10.1f}  {one.of_link:11.0%}  {one.of_lossless:11.0%}  {one.packets:13.1f}  {one.dropped:7.1%}"
+        )

@@ -1,0 +1,32 @@
+"""Emulated clusters on one machine: real processes, real kernel TCP, links as slow and as lossy as you say.
+
+A `Testbed` is N hosts, each a network namespace with one interface, joined by a switch (a bridge in a namespace of its
+own). The machine's own network is never touched, nothing gets a name in ``/run/netns``, and the kernel frees
+everything when the processes that hold it are gone, however they went (`keeper`).
+
+- `link`: what a link is like, and the ``tc`` commands that make it so. Pure.
+- `topology`: which nodes and switches there are, and what their links are called. Pure.
+- `cluster`: namespaces, wires, counters, faults: `Testbed`; and `Loopback`, which has the same face and no network.
+- `launch`: ranks over hosts, their output, their end: `CompletedRun`.
+- `namespace`, `keeper`, `rank`, `relay`: the parts that run in other threads or processes.
+- `cli`: ``penstock testbed up | run | down | show | links``.
+"""
+
+from penstock.tools.testbed.cli import command
+from penstock.tools.testbed.cluster import Loopback, Testbed, TestbedUnavailable
+from penstock.tools.testbed.launch import CompletedRun
+from penstock.tools.testbed.link import FlowClass, LinkSpec, flow_class
+from penstock.tools.testbed.topology import LinkTraffic, Topology
+
+__all__ = [
+    "CompletedRun",
+    "FlowClass",
+    "LinkSpec",
+    "LinkTraffic",
+    "Loopback",
+    "Testbed",
+    "TestbedUnavailable",
+    "Topology",
+    "command",
+    "flow_class",
+]

@@ -1,0 +1,1 @@
+"""What trains over groups: gradients, their checks and tuning, elastic jobs, optimizers."""

@@ -1,0 +1,137 @@
+"""Checkpoints that a death cannot spoil: for jobs that torchrun restarts, and for the day on which all workers die.
+
+A checkpoint is an ordinary file of ``torch.save``, named ``step-<step>-<the first 16 digits of its SHA-256>.pt``. It is
+written under another name, brought to the disk, and renamed: it is whole or not there. A file whose bytes do not fit its name
+(a bad disk, a copy cut short) is passed over when the newest is looked for.
+
+A folder may hold the checkpoints of several runs. Steps of one run grow; so a save at a step that is not beyond the newest
+checkpoint begins another run, and its files are named ``step-<step>-run-<number>-<digits>.pt``. The newest checkpoint is that
+of the last run, and `Checkpoints.save` removes old files of its own run only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.training.elastic.state import State
+
+__all__ = ["Checkpoints"]
+
+log = logging.getLogger("penstock.elastic")
+
+
+class Checkpoints:
+    """The checkpoints of one job, in a folder that rank 0 can read and write; no other rank needs to.
+
+    Args:
+        folder: made where it is missing.
+        keep: how many of a run to keep; two or more, so that a damaged one has one before it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
+        self.folder = Path(folder)
+        self.keep = max(2, keep)
+
+    def save(self, state: State) -> None:
+        """Write the last commit. Rank 0 does it, and blocks until it is on the disk; the others return at once.
+
+        Values in the state must be numbers, texts, tensors, and lists or dicts of them: `load` executes no pickled code.
+        """
+        if _rank() != 0:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tree = state.snapshot()
+        unfinished = self.folder / _UNFINISHED
+        with unfinished.open("wb") as file:
+            torch.save(tree, file)
+            file.flush()
+            os.fsync(file.fileno())
+        found = self._found()
+        run, newest = found[0][0] if found else (0, -1)
+        if tree["step"] <= newest:
+            run += 1
+            log.warning(
+                "the folder %s holds checkpoints of another run, up to step %d: they are kept, and those of this run, which "
+                "has come to step %d, go first from now on",
+                self.folder,
+                newest,
+                tree["step"],
+            )
+        number = f"-run-{run}" if run else ""
+        unfinished.rename(self.folder / f"step-{tree['step']:012d}{number}-{_digest(unfinished)}.pt")
+        _sync_folder(self.folder)
+        own = [path for (other, _), path in self._found() if other == run]
+        for old in own[self.keep :]:
+            old.unlink(missing_ok=True)
+
+    def load(self, state: State) -> bool:
+        """Bring the newest checkpoint that is whole into ``state``: on all ranks, which all call this; it blocks.
+
+        Rank 0 reads it, and the others get it over the default process group, if there is one.
+
+        Returns: whether there was one. Without one all ranks have rank 0's state as it is.
+        """
+        tree = self._newest() if _rank() == 0 else None
+        if tree is not None:
+            state.adopt(tree)
+        if dist.is_initialized():
+            state.share(0)
+            found = torch.tensor([int(tree is not None)])
+            dist.broadcast(found, src=0)
+            return bool(found.item())
+        return tree is not None
+
+    def _newest(self) -> Any:
+        for (_, step), path in self._found():
+            try:
+                if not path.stem.endswith(_digest(path)):
+                    log.warning("checkpoint %s is damaged (its bytes do not fit its name); trying the one before", path)
+                    continue
+                tree = torch.load(path, map_location="cpu", weights_only=True)
+            except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+                log.warning("checkpoint %s cannot be read (%s); trying the one before", path, error)
+                continue
+            log.info("going on from checkpoint %s, after step %d", path, step)
+            return tree
+        return None
+
+    def _found(self) -> list[tuple[tuple[int, int], Path]]:
+        """What is there, as ((run, step), path), the newest first."""
+        paths = self.folder.glob("step-*.pt") if self.folder.is_dir() else []
+        named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
+        return sorted((((int(match[2] or 0), int(match[1])), path) for match, path in named), reverse=True)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()[:16]
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name, too, must be on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+_NAME = re.compile(r"step-(\d{12})(?:-run-(\d+))?-[0-9a-f]{16}\.pt")
+_UNFINISHED = "unfinished"
+_BLOCK = 1 << 20

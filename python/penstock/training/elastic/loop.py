@@ -1,0 +1,300 @@
+"""Trains through deaths and arrivals: one generation after the other, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import Closed, Mismatch, PeerLost, PenstockError
+from penstock.errors import Config as ConfigError
+from penstock.runtime import config, process
+from penstock.torch import backend
+from penstock.training.elastic.membership import Finished, LeftBehind, Lobby, Roster, Rules, TooFew, connect
+from penstock.training.elastic.state import MembershipChanged, State
+
+__all__ = ["run"]
+
+log = logging.getLogger("penstock.elastic")
+Result = TypeVar("Result")
+
+
+def run(
+    train: Callable[[State], Result],
+    state: State,
+    *,
+    min_ranks: int = 1,
+    max_ranks: int | None = None,
+    store: Any = None,
+    job: str | None = None,
+    timeout: timedelta = timedelta(minutes=30),
+    window_s: float = 10.0,
+    rebuild_timeout_s: float = 60.0,
+    wait_s: float = 600.0,
+    check_every: int = 10,
+) -> Result | None:
+    """Train, in one generation of workers after the other, until ``train`` returns on all ranks.
+
+    Every generation has a default process group of the penstock backend. ``train(state)`` is called in each, with the state
+    of the last committed step, the same on all ranks; it goes on from there, calls ``state.commit()`` in every step, and
+    returns when it is done. When a rank dies, what its loss raises in the others leaves ``train``, and they build the next
+    generation; the step that failed is repeated as a whole. When a newcomer waits, ``commit`` leaves ``train``.
+
+    Args:
+        train: all that holds the group (DistributedDataParallel, a `GradientReducer`, subgroups) must be made in it, and
+            a reducer closed by it. Collectives belong before the step's commit.
+        state: made of the same things on all workers. What a newcomer has in it is overwritten.
+        min_ranks, max_ranks: fewer wait for others, more wait in reserve.
+        store: a torch store that outlives the workers; by default the one at PENSTOCK_ELASTIC_STORE=host:port
+            (``python -m penstock.elastic.store``).
+        job: tells jobs on one store apart; by default PENSTOCK_ELASTIC_JOB, else "default".
+        timeout: for an operation of the group.
+        window_s: how long to wait at the start for more than ``min_ranks``, and after a death for survivors who have not
+            noticed (they do within PENSTOCK_PEER_TIMEOUT and a second). Too short leaves survivors behind; too long
+            costs time only where a rank stops without its peers seeing why.
+        rebuild_timeout_s: for connecting a generation's group. What a death in the middle of that costs.
+        wait_s: for a generation to come about; a newcomer or a reserve waits no longer than this.
+        check_every: steps between two looks for a newcomer. A look is an all-reduce of one number; a newcomer is let in
+            at the second look that it is there for.
+
+    Returns:
+        what ``train`` returned, also (with a warning) where the store or the other workers died after that; None on a worker
+        that found the job finished.
+
+    Raises:
+        penstock.elastic.LeftBehind: the others took this worker for dead. Calling ``run`` again joins as a newcomer.
+        penstock.elastic.TooFew: fewer than ``min_ranks`` for ``wait_s``; ``state`` is as last committed.
+        penstock.elastic.StateLost: a newcomer to a job that has committed steps, and whose members have not come for ``wait_s``.
+        penstock.errors.Config: there is no store, or an argument is wrong.
+        Other errors of ``train`` pass, and the other workers go on without this one.
+
+    Who is trusted: whoever reaches the store can ask to join; PENSTOCK_SECRET decides who gets in. Members are trusted: they
+    send each other pickled objects.
+    """
+    if check_every < 1:
+        raise ConfigError(f"check_every must be 1 or more, not {check_every}")
+    settings = config.read()
+    silent_s = max(Rules.silent_s, settings.peer_timeout + 1)
+    rules = Rules(min_ranks, max_ranks, window_s, wait_s, silent_s)
+    process._print_log(settings.log)
+    job = job or settings.elastic_job
+    worker = _Worker(train, state, timeout, timedelta(seconds=rebuild_timeout_s), check_every)
+    try:
+        worker.lobby = Lobby(connect(settings.elastic_store) if store is None else store, job, rules)
+        worker.lobby.report(-1)
+        while not worker.live_one_generation():
+            # What held the old group, and hooks on the parameters with it, must be gone before the next one is made.
+            gc.collect()
+    except Finished as end:
+        if not worker.done:
+            log.warning("%s; this worker came too late to do anything", end)
+    except (LeftBehind, TooFew, dist.DistError) as error:
+        if worker.done and not isinstance(error, LeftBehind):
+            log.warning(
+                "job %r: %s This worker's training had come to its end before, and run() returns its result; the others of "
+                "generation %d may not have come so far",
+                job,
+                _sentence(error),
+                worker.lobby.generation,
+            )
+            return worker.result
+        if isinstance(error, (LeftBehind, TooFew)):
+            # Of a step that failed nothing is left.
+            state.restore()
+            raise
+        raise ConfigError(
+            f"the store of elastic job {job!r} is gone, so that no new generation can be agreed on: "
+            f"{str(error).splitlines()[0]}. Start the job again from a checkpoint, with a new store."
+        ) from error
+    finally:
+        state._after_commit = None
+        process.set_generation(None)
+        _destroy()
+    return worker.result
+
+
+class _Worker:
+    """This process, from its first generation to its last."""
+
+    lobby: Lobby
+
+    def __init__(
+        self, train: Callable[[State], Any], state: State, timeout: timedelta, rebuild: timedelta, check_every: int
+    ) -> None:
+        self.train = train
+        self.state = state
+        self.timeout = timeout
+        self.rebuild = rebuild
+        self.check_every = check_every
+        self.result: Any = None
+        self.done = False
+        self.has_state = False
+        self._failures = 0
+        self._commits = 0
+        self._store_failed = False
+        # Ends this generation's heartbeats.
+        self._has_committed: Callable[[], None] = _nothing
+
+    def live_one_generation(self) -> bool:
+        """Build the next generation and train in it; whether the job came to its end. Otherwise the next one is asked for."""
+        roster = self.lobby.await_roster()
+        lost: dict[int, str] = {}
+        try:
+            with (
+                self.lobby.heartbeats() if roster.step <= 0 else contextlib.nullcontext(_nothing) as self._has_committed
+            ):
+                if not self._build(roster):
+                    lost = _lost_ranks()
+                else:
+                    self.result = self.train(self.state)
+                    # Behind it everybody's train has returned: whoever fails from here on has missed nothing.
+                    self.done = True
+                    self.state._after_commit = None
+                    dist.barrier()
+                    self.lobby.finish(self.state.step)
+                    _destroy()
+                    return True
+        except MembershipChanged:
+            log.info("generation %d ends after step %d: a newcomer waits", roster.generation, self.state.step)
+        except LeftBehind:
+            raise
+        except Exception as error:
+            lost = _lost_ranks()
+            if not isinstance(error, (PeerLost, Closed)) and not (
+                isinstance(error, RuntimeError) and _has_lost_a_rank()
+            ):
+                raise
+            reasons = "; ".join(lost.values()) or str(error)
+            log.warning("generation %d ends in step %d: %s", roster.generation, self.state.step + 1, reasons)
+        # The report comes first (see there).
+        self.lobby.report(self.committed, lost)
+        _destroy()
+        return False
+
+    @property
+    def committed(self) -> int:
+        return self.state.snapshot()["step"] if self.has_state else -1
+
+    def _build(self, roster: Roster) -> bool:
+        """Make the group and bring all members to one state; False if it could not be done with these members."""
+        rank, world = roster.members.index(self.lobby.member), len(roster.members)
+        # Frames and hand-shakes of another generation are refused by the engine itself.
+        process.set_generation(roster.generation)
+        try:
+            dist.init_process_group(
+                "penstock", store=self.lobby.group_store(), rank=rank, world_size=world, timeout=self.rebuild
+            )
+            self.state.share(roster.donor)
+            self.has_state = True
+            backend.of().set_timeout(self.timeout)
+        except (ConfigError, Mismatch):
+            raise
+        except PenstockError as error:
+            self._failures += 1
+            if self._failures >= (_FAILURES if self.has_state else _FAILURES_OF_NEWCOMERS):
+                raise
+            log.warning("generation %d (%d ranks) could not be built: %s", roster.generation, world, error)
+            return False
+        self._failures = 0
+        self._commits = 0
+        if self.state.step > 0:
+            self._tell(self.lobby.has_committed, self.state.step)
+        self.state._after_commit = self._after_commit
+        level = logging.INFO if roster.generation == 1 else logging.WARNING
+        log.log(
+            level,
+            "generation %d: rank %d of %d (member %d; members %s), state of rank %d after step %d",
+            roster.generation,
+            rank,
+            world,
+            self.lobby.member,
+            ", ".join(map(str, roster.members)),
+            roster.donor,
+            self.state.step,
+        )
+        return True
+
+    def _after_commit(self) -> None:
+        self._commits += 1
+        looks = self._commits % self.check_every == 0
+        # Every rank's first commit: from here on there is a state that can be lost.
+        if self._commits == 1:
+            self._tell(self.lobby.first_commit, self.state.step)
+            self._has_committed()
+        elif looks and dist.get_rank() == 0:
+            self._tell(self.lobby.has_committed, self.state.step)
+        if not looks:
+            return
+        # One rank looks and the answer travels, so that all decide alike.
+        flag = torch.zeros(1, dtype=torch.int32)
+        if dist.get_rank() == 0 and self._tell(self.lobby.newcomer_waits):
+            flag += 1
+        dist.all_reduce(flag)
+        if flag.item():
+            raise MembershipChanged
+
+    def _tell(self, ask: Callable[..., Any], *args: Any) -> Any:
+        """What the lobby answers; None, with one warning, where the store is dead: training goes on without it."""
+        try:
+            return ask(*args)
+        except dist.DistError as error:
+            if not self._store_failed:
+                log.warning(
+                    "the elastic store does not answer (%s): training goes on, but cannot go through a change of "
+                    "membership",
+                    str(error).splitlines()[0],
+                )
+            self._store_failed = True
+            return None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _sentence(error: Exception) -> str:
+    first = str(error).splitlines()[0]
+    return first if isinstance(error, PenstockError) else f"the elastic store does not answer ({first})."
+
+
+def _lost_ranks() -> dict[int, str]:
+    """Ranks of this generation that the engine knows to be gone, with its reasons."""
+    try:
+        peers = process.stats()["peers"]
+    except Closed:
+        return {}
+    return {peer["rank"]: f"rank {peer['rank']} on {peer['host']}: {peer['lost']}" for peer in peers if peer["lost"]}
+
+
+def _has_lost_a_rank() -> bool:
+    """Whether a rank is lost, or the group has failed of a rank's loss. Torch passes errors on as other classes, out of DDP's
+    buckets for one; and a rank may hear of a loss from another, and not know of it itself yet."""
+    try:
+        backend.of().check()
+    except (PeerLost, Closed):
+        return True
+    except PenstockError:
+        # The group's first failure; a rank may be lost as well.
+        pass
+    return bool(_lost_ranks())
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        # What a broken group has to say on its end is known already.
+        with contextlib.suppress(PenstockError):
+            dist.destroy_process_group()
+    # torch counts a group that could not be built, and the count is the next one's name: who has failed would not meet who comes.
+    dist.distributed_c10d._world.group_count = 0
+
+
+# Guesses. Deaths in the middle of a rebuild are rare, and five in a row have another reason than deaths. A newcomer that is
+# refused (another secret, an address that cannot be reached) must not keep the others from training.
+_FAILURES = 5
+_FAILURES_OF_NEWCOMERS = 2

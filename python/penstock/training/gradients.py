@@ -1,0 +1,724 @@
+"""Gradients, all-reduced while the backward pass makes them.
+
+```text
+  autograd            a parameter's gradient is complete ──> hook ──> Reducer.submit       (does not block)
+  engine                                         which gradients do all ranks have? ──> units ──> all-reduces
+  end of the pass     what this rank has none of counts as absent ──> Reducer.flush ──> wait
+```
+No order is asked of autograd: the ranks agree on what is ready in rounds of their own (AIACC-Training, section V-A;
+`crates/penstock-engine/src/readiness.rs` says how), and units are cut from that, alike on all ranks.
+
+Under DistributedDataParallel (`ddp_hook`) the same happens beside DDP's buckets: DDP still collects gradients in them, but
+what it gets back was reduced gradient by gradient, from the moment on in which each was ready. *Why not reduce the buckets?*
+The last of DDP's buckets (25 MB) is full when the pass ends, and smaller ones can only be had when DDP is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from penstock import _core
+from penstock.errors import Config as ConfigError
+from penstock.runtime import config, groups, process
+from penstock.torch import backend
+from penstock.torch.gather import gatherer
+from penstock.torch.layout import layout
+from penstock.training import checks, passes, tuning
+from penstock.training.slots import Slots
+from penstock.training.tune import Setting, Tuner
+
+__all__ = ["GradientReducer", "ddp_hook"]
+
+log = logging.getLogger("penstock")
+
+
+def ddp_hook(
+    model: torch.nn.parallel.DistributedDataParallel,
+    *,
+    unit_bytes: int = 4 << 20,
+    wire: torch.dtype | None = None,
+    error_feedback: bool = False,
+    tune: tuning.Tune = None,
+) -> GradientReducer:
+    """Reduce the gradients of a DDP model one by one as all ranks have them, instead of bucket by bucket.
+
+    Everything else is DDP's as before: ``no_sync``, unused parameters, buffers. Two things DDP cannot do with it:
+    ``static_graph`` and ``join``, for both of which it hands over buckets while no backward pass runs. The model must have
+    been made with a group of the penstock backend.
+
+    What is copied: with ``gradient_as_bucket_view=True`` (and gradients that are zeroed, not set to None) DDP copies nothing,
+    and large gradients are reduced in its buckets. So are small ones, where those that share a unit follow each other there;
+    others are copied into units and back, as by `GradientReducer`, and with ``wire`` all are. Without views DDP also copies
+    each gradient into its bucket once, as it does without a hook.
+
+    Args:
+        model: not in the middle of a backward pass, and without another communication hook.
+        unit_bytes, wire, error_feedback, tune: as for `GradientReducer`.
+
+    Returns:
+        the reducer, for `GradientReducer.stats` and the like; the model keeps it alive.
+
+    Raises:
+        penstock.errors.Config: as `GradientReducer`; the model has ``static_graph``. In ``backward``: it is within ``join``.
+    """
+    reducer = _BucketReducer(model, unit_bytes=unit_bytes, wire=wire, error_feedback=error_feedback, tune=tune)
+    model.register_comm_hook(reducer, _bucket_is_full)
+    return reducer
+
+
+class GradientReducer:
+    """Averages the gradients of a model over the ranks of a group, from its construction on, in every backward pass.
+    The parameters keep it alive; when it is collected with them, it closes.
+
+    When ``backward()`` returns, ``p.grad`` of every parameter is the average over the ranks, the same bits on all of them.
+    A parameter that some rank did not use counts as zeros there; one that no rank used keeps the ``grad`` that it had.
+    With three ranks or more, runs may differ in the last bits: the order of a sum depends on where in its unit a gradient lies,
+    and that on which gradients were ready together.
+
+    Args:
+        model: a module, or an iterable of parameters. Those that require no gradient are left out, and one that comes again
+            (a tied weight) counts once. All ranks need the same, in the same order and memory format.
+        group: a process group of the penstock backend; the default group if None.
+        unit_bytes: what one all-reduce carries. Smaller gradients share a unit, larger ones are split.
+        wire: ``torch.float16`` or ``torch.bfloat16`` send float32 gradients in half the bytes: every rank rounds its own
+            once, divided by the number of ranks; sums are computed in float32 and rounded once a hop.
+        error_feedback: with ``wire``: keep what that rounding takes off a gradient here, and add it to the next one, so that
+            what is too small for 16 bits arrives some steps later instead of never (Seide et al. 2014; Karimireddy et al.
+            2019). Four bytes a parameter. What was kept is this object's: it begins with zeros, is no part of a checkpoint,
+            and ends with the reducer, as it does when a step fails (docs/guide/compression.md).
+        broadcast: give all ranks the parameters (and a module's buffers) of rank 0 now, as DDP does.
+        tune: find out how gradients travel best, during the first steps of training (docs/guide/tune.md). True, or
+            `penstock.tune.Options`; a `penstock.tune.Setting`, or a tuner's record or its file, to pin a choice; False. None:
+            what the setting PENSTOCK_TUNE says. Rank 0's counts for all. With ``wire`` the tuner may still send gradients as they
+            are.
+
+    Raises:
+        penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, or of a
+            dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is unexpectedly sparse (below).
+        penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters. (In any) the pass of another rank
+            raised in the middle: all ranks have dropped the step, and the group lives.
+
+    A pass that raises is withdrawn: set its gradients to zero, and the next pass works. What other ranks see of it stands in
+    docs/guide/gradients.md. A pass that reaches no parameter at all has no hook to run in; it takes part when an optimizer over
+    these parameters makes its step outside of `no_sync`, or in `average`, with what passes under `no_sync` have left, or zeros.
+
+    Blocking: the constructor until all ranks have called it, ``backward`` until its gradients are reduced.
+    Checks (PENSTOCK_CHECK, docs/guide/debugging.md): with ``nan`` every gradient is looked through before it is reduced, and
+    ``backward`` raises `penstock.errors.NotFinite` on all ranks, naming the parameter, the rank and the step. With ``mismatch``
+    it raises `penstock.errors.Diverged` where ranks hold other parameters or averages. With ``slow`` the log names the rank
+    that keeps the others waiting.
+    Sparse gradients: those of a module's ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` stay sparse. They are
+    averaged at the end of the pass, one after the other, from what all ranks have (docs/design/algorithms.md); ``wire``, the
+    tuner and the check for NaN leave them alone.
+    Memory: small gradients are copied into units (at most ``unit_bytes`` more than are in flight); large ones are reduced
+    where they lie.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Iterable[torch.nn.Parameter],
+        group: Any = None,
+        *,
+        unit_bytes: int = 4 << 20,
+        wire: torch.dtype | None = None,
+        error_feedback: bool = False,
+        broadcast: bool = True,
+        tune: tuning.Tune = None,
+    ) -> None:
+        parameters = list(dict.fromkeys(model.parameters() if isinstance(model, torch.nn.Module) else model))
+        names = {one: name for name, one in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
+        # Autograd makes gradients from the last layer to the first, nearly.
+        sparse = _sparse_weights(model) if isinstance(model, torch.nn.Module) else set()
+        trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
+        self._parameters = [parameter for parameter in trained if parameter not in sparse]
+        self._sparse = [parameter for parameter in trained if parameter in sparse]
+        if not trained:
+            raise ConfigError("there is no parameter that requires a gradient")
+        for parameter in trained:
+            if parameter.device.type != "cpu":
+                raise ConfigError(
+                    f"a parameter lies on {parameter.device}; gradients are reduced on the CPU only. Use "
+                    'DistributedDataParallel over init_process_group("penstock"), which stages CUDA tensors.'
+                )
+        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
+        self._reduced = {*self._parameters, *self._sparse}
+        if unit_bytes <= 0:
+            raise ConfigError(f"unit_bytes must be positive, not {unit_bytes}")
+        self._group = group
+        self._backend = backend.of(group)
+        plan = tuning.agree(tune, group)
+        if broadcast:
+            tensors = [*parameters, *(model.buffers() if isinstance(model, torch.nn.Module) else [])]
+            self._broadcast(tensors)
+        self._rounds = self._backend.sibling("rounds")
+        self._units = self._backend.sibling("units", aggregate=True)
+        asked = config.read().check
+        process.requests.take()
+        self._names = [names.get(one, f"parameter {index}") for index, one in enumerate(self._parameters)]
+        self._sparse_names = [names[one] for one in self._sparse]
+        self._slots = Slots(self._parameters, self._names)
+        self._gather = gatherer(self._units, self._backend.timeout_s)
+        self._is_compared = "mismatch" in asked
+        self._slow: checks.SlowCheck | None = None
+        if "slow" in asked:
+            everybody = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+            self._slow = checks.SlowCheck(self._gather, self._units.rank, everybody)
+        wire_name = None if wire is None else str(wire).removeprefix("torch.")
+        self._reducer = _core.Reducer(
+            rounds=self._rounds.group,
+            units=self._units.group,
+            rank=self._units.rank,
+            world=self._units.world,
+            gradients=self._slots.described(),
+            op="avg",
+            unit_bytes=unit_bytes,
+            wire=wire_name,
+            error_feedback=error_feedback,
+            check_finite="nan" in asked,
+            timeout_s=self._backend.timeout_s,
+        )
+        self._setting = Setting(
+            streams=plan["streams"],
+            unit_bytes=unit_bytes,
+            algorithm=plan["algorithm"] or tuning.AUTO,
+            compression=next(name for name, dtype in tuning.WIRES.items() if dtype == wire_name),
+        )
+        self._groups = [self._rounds, self._units]
+        self._tuning: tuning.Tuning | None = None
+        if "options" in plan or "setting" in plan:
+            self._groups.append(self._backend.sibling("tuning"))
+            self._tuning = tuning.Tuning(
+                plan,
+                self._reducer,
+                self._units,
+                self._groups[-1],
+                group,
+                default=self._setting,
+                model=model if isinstance(model, torch.nn.Module) else self._parameters,
+                timeout_s=self._backend.timeout_s,
+            )
+        self._enabled = True
+        self._pass: dict[int, torch.Tensor] | None = None
+        self._task = -1
+        # Completes when what a pass that raised has left behind is over.
+        self._withdrawn: _core.Ticket | None = None
+        self._has_warned = False
+        # How many gradients autograd has made to be averaged, and had made when an optimizer made its last step.
+        self._made = 0
+        # Gradients that passes under no_sync have made and that are not averaged yet, as they were then; and averages.
+        self._kept: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        self._averages: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        # Whether averages were changed between the last pass and its step, and whether the last average came within a step.
+        self._was_changed = self._was_late = False
+        self._number = next(_numbers)
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        # Python's collector does not see what torch's hooks refer to, so they do not keep this object.
+        this = weakref.ref(self)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(_is_ready, this, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._hooks += [
+            one.register_post_accumulate_grad_hook(functools.partial(_is_ready, this, None)) for one in self._sparse
+        ]
+        self._end = weakref.finalize(self, _end, self._tuning, self._hooks, self._backend, self._groups)
+        self._end.atexit = False
+        self._keep()
+        _hook_optimizers()
+        _alive.add(self)
+
+    def _keep(self) -> None:
+        """Let the parameters keep this object, so that nobody has to; Python collects both together."""
+        for parameter in self._reduced:
+            if not isinstance(parameter.__dict__.get(_KEPT), _Kept):
+                parameter.__dict__[_KEPT] = _Kept()
+            parameter.__dict__[_KEPT].add(self)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here leave gradients to this rank, to be averaged with those of the next pass outside. If there is
+        none, `average` averages them, or else a step of an optimizer outside; a step in here is this rank's own."""
+        before, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = before
+
+    def average(self) -> None:
+        """Average what passes under `no_sync` have left, and take part if this rank's passes have reached no parameter; does
+        nothing where all is averaged. All ranks call it after a step's last pass, outside `no_sync`. A step of an optimizer does
+        the same; call this where gradients are changed before that (``clip_grad_norm_``, ``GradScaler.unscale_``).
+
+        Blocks until the averages are there.
+
+        Raises:
+            penstock.errors.Config: what passes under `no_sync` have left was changed since; nothing was sent.
+            What ``backward`` raises.
+        """
+        steps = self._stepped.values()
+        if self._synchronises() and self._lacks_average(self._made in steps or not self._made, self._reduced):
+            self._average_rest()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the construction: ``steps``, ``rounds`` and the seconds from their starts to their ends (``round_s``,
+        mostly waiting for the slowest rank), ``units``, and the bytes of gradients that were reduced where they lie
+        (``in_place_bytes``) or copied into units (``copied_bytes``). With PENSTOCK_CHECK=slow also ``slow``: what each rank
+        did in the last steps, and who keeps the others waiting (`penstock.training.checks.SlowCheck.stats`)."""
+        return self._reducer.stats() | ({"slow": self._slow.stats()} if self._slow else {})
+
+    @property
+    def setting(self) -> Setting:
+        """How gradients travel at present. Algorithm ``auto``: the planner chooses, by size and hosts."""
+        return self._setting if self._tuning is None else self._tuning.setting
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """What tries settings, or holds one (`penstock.tune.Tuner`): ``tuner.explain()`` says what was tried and why it chose,
+        ``tuner.record()`` is all of it. None without ``tune``."""
+        return None if self._tuning is None else self._tuning.tuner
+
+    def apply(self, setting: Setting) -> None:
+        """Change how gradients travel, between two steps, on all ranks at the same ones. Streams are those to each rank, for
+        whatever this process sends there; more than are open count as all of them. Does not block.
+
+        Raises:
+            penstock.errors.Bug: a pass is under way. Nothing has changed.
+            penstock.errors.Config: something that the gradients or the group cannot have; a tuner is in charge.
+        """
+        if self._tuning is not None:
+            raise ConfigError("a tuner is in charge of this; make the reducer without tune")
+        tuning.apply(self._reducer, setting)
+        self._setting = setting
+
+    def set_unit_bytes(self, unit_bytes: int) -> None:
+        """`apply` of the setting with another unit size."""
+        self.apply(dataclasses.replace(self.setting, unit_bytes=unit_bytes))
+
+    def exclude_pause(self) -> None:
+        """Tell the tuner that the time since the last step was not all training: call it after an evaluation, a checkpoint or
+        any other pause, on any rank. The step that is under way is then not timed, on no rank. Costs nothing."""
+        if self._tuning is not None:
+            self._tuning.exclude_pause()
+
+    def close(self) -> None:
+        """Take the hooks off the model and leave the groups. `destroy_process_group` does the latter as well. A DDP model goes on
+        with its buckets, each in one all-reduce."""
+        _alive.discard(self)
+        for parameter in self._reduced:
+            kept = parameter.__dict__.get(_KEPT, set())
+            kept.discard(self)
+            if not kept:
+                parameter.__dict__.pop(_KEPT, None)
+        self._end()
+        self._hooks = []
+
+    # ------------------------------------------------------------------ one backward pass
+
+    def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
+        if not self._synchronises():
+            self._keeps_back(parameter)
+            return
+        self._take_part()
+        gradient = parameter.grad
+        assert gradient is not None, "autograd has just accumulated it"
+        if gradient.layout is not torch.strided:
+            raise ConfigError(
+                f"the gradient of {self._names[index]} is {gradient.layout}. Sparse gradients are reduced where the model is "
+                "given as a module and they come from its nn.Embedding or nn.EmbeddingBag with sparse=True; make others dense"
+            )
+        self._submit(index, gradient)
+
+    def _sparse_ready(self, parameter: torch.nn.Parameter) -> None:
+        # Sparse gradients are reduced at the end of the pass, in the parameters' order: autograd's may differ between ranks.
+        if self._synchronises():
+            self._take_part()
+        else:
+            self._keeps_back(parameter)
+
+    def _keeps_back(self, parameter: torch.nn.Parameter) -> None:
+        """A gradient was made under no_sync. The next pass outside averages it, or the next step outside."""
+        assert parameter.grad is not None, "autograd has just accumulated it"
+        self._kept[parameter] = _state(parameter.grad)
+
+    def _take_part(self) -> None:
+        """A gradient of a pass is ready: see that the pass is ended."""
+        self._made += 1
+        task = torch._C._current_graph_task_id()
+        if self._pass is None or task != self._task:
+            # Each pass needs a callback of its own, which autograd calls at its end on the thread that called backward(), or
+            # drops if the pass raises. Nested passes (reentrant checkpoints) end one by one; averaging what is averaged
+            # already changes nothing.
+            self._task = task
+            self._begin()
+            passes.at_end(self._finish, self._abandon)
+
+    def _synchronises(self) -> bool:
+        """Whether passes that begin now are averaged."""
+        return self._enabled
+
+    def _begin(self) -> None:
+        withdrawn, self._withdrawn = self._withdrawn, None
+        if withdrawn is not None:
+            withdrawn.wait()
+        if self._pass is None:
+            if self._tuning is not None:
+                self._tuning.begin()
+            self._pass = {}
+
+    def _submit(self, index: int, gradient: torch.Tensor, absent: bool = False) -> None:
+        assert self._pass is not None
+        if self._slow and not absent:
+            self._slow.gradient()
+        self._pass[index] = self._slots.submit(self._reducer, index, gradient, absent)
+
+    def _finish(self) -> None:
+        if self._pass is None:
+            return  # a nested pass has done it
+        for index, parameter in enumerate(self._parameters):
+            if index in self._pass:
+                continue
+            # What an earlier pass left under no_sync counts; it is this pass's gradient.
+            if parameter.grad is None:
+                self._submit(index, self._slots.zeros(index), absent=True)
+            else:
+                self._submit(index, parameter.grad)
+        try:
+            self._reducer.flush().wait()
+            averages = self._reduce_sparse()
+        finally:
+            gradients, self._pass = self._pass, None
+        self._kept.clear()
+        if self._slow:
+            self._slow.passed(self._reducer.stats()["round_s"])
+        self._deliver(gradients)
+        if self._is_compared:
+            rows = zip(self._names, self._parameters, (gradients[at] for at in range(len(self._names))), strict=True)
+            when = f"in step {self._reducer.stats()['steps']} (PENSTOCK_CHECK=mismatch)"
+            checks.compare(self._gather, [*list(rows)[::-1], *averages], when)
+        if self._tuning is not None:
+            self._tuning.end()
+
+    def _reduce_sparse(self) -> list[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+        """Average the sparse gradients. All ranks have come to the end of the pass.
+
+        Returns: the values of each average, with its parameter and name.
+        """
+        started = []
+        for name, parameter in zip(self._sparse_names, self._sparse, strict=True):
+            gradient = parameter.grad
+            if gradient is None:  # not used here, but perhaps elsewhere
+                mean = torch.sparse_coo_tensor(
+                    torch.zeros(1, 0, dtype=torch.int64), parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape
+                )
+            else:
+                mean = gradient.clone() if gradient.is_sparse else gradient.to_sparse(1)
+            work = dist.all_reduce(mean, dist.ReduceOp.AVG, self._group, async_op=True)
+            started.append((name, parameter, mean, work))
+        for _, parameter, mean, work in started:
+            work.wait()
+            if parameter.grad is not None:
+                parameter.grad.copy_(mean if parameter.grad.is_sparse else mean.to_dense())
+            elif mean._nnz():
+                parameter.grad = mean
+        return [(name, parameter, mean.values()) for name, parameter, mean, _ in started]
+
+    def _abandon(self) -> None:
+        """The pass has raised. Does not block: its traceback is on its way to the script."""
+        if self._pass is None:
+            return
+        submitted, self._pass = self._pass, None
+        self._withdrawn = self._reducer.withdraw()
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "rank %d: a backward pass raised after %d of %d gradients; they are withdrawn, and some of them may hold "
+                "averages. Set gradients to zero before the next pass. (Reported once; docs/guide/gradients.md says what other "
+                "ranks see.)",
+                self._units.rank,
+                len(submitted),
+                len(self._parameters),
+            )
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step. Where it is ours, outside of no_sync, everything it uses is to be an average."""
+        if optimizer not in self._stepped and not any(one in self._reduced for one in _parameters(optimizer)):
+            return
+        if self._synchronises():
+            if self._lacks_average(self._stepped.get(optimizer, 0) == self._made, _parameters(optimizer)):
+                if _is_scaled():
+                    raise ConfigError(
+                        f"rank {self._units.rank}: GradScaler.step() makes a step whose gradients are not averaged, and has "
+                        f"unscaled and checked this rank's own: other ranks may skip the step. {_CALL_AVERAGE}"
+                    )
+                is_late = self._was_late = self._average_rest()
+            else:
+                is_late, self._was_late = self._was_late, False
+                self._was_changed = self._has_changed(optimizer)
+            if is_late and self._was_changed:
+                raise ConfigError(
+                    f"rank {self._units.rank}: gradients were averaged within optimizer.step() in this step or the one before, "
+                    "because no backward pass outside no_sync reached a parameter, and this script changes averages before it "
+                    f"steps (by clip_grad_norm_, for one): other ranks did. {_CALL_AVERAGE}"
+                )
+        self._stepped[optimizer] = self._made
+
+    def _lacks_average(self, has_stepped: bool, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether there is something to be averaged before these parameters are stepped.
+
+        Args:
+            has_stepped: no pass was averaged since the last step: this step's passes have reached no parameter, though other
+                ranks' may have, and wait for this rank.
+        """
+        if has_stepped or (self._kept and any(one in self._kept for one in parameters)):
+            return True
+        # Also where a step was left out: its averages were dropped, and no pass has made others.
+        return all(one.grad is None for one in self._reduced)
+
+    def _average_rest(self) -> bool:
+        """Average what passes under no_sync have left, or nothing if they have left none.
+
+        Returns: whether some rank had a gradient.
+
+        Raises:
+            penstock.errors.Config: what they have left was changed since; nothing was sent.
+        """
+        for parameter, state in self._kept.items():
+            gradient = parameter.grad
+            # Where zero_grad() has dropped it, nothing is left of it.
+            if gradient is not None and _state(gradient) != state and gradient.count_nonzero():
+                index = self._index.get(parameter)
+                name = "a sparse weight" if index is None else self._names[index]
+                raise ConfigError(
+                    f"rank {self._units.rank}: the gradient of {name} was changed (by clip_grad_norm_, for "
+                    f"one) after a pass under no_sync had made it and before it was averaged. {_CALL_AVERAGE}"
+                )
+        self._begin()
+        try:
+            if all(one.grad is None for one in self._kept):
+                for index in range(len(self._parameters)):
+                    self._submit(index, self._slots.zeros(index), absent=True)
+            self._finish()
+        except BaseException:
+            self._abandon()
+            raise
+        # For other optimizers over these parameters, which step now as well.
+        self._made += 1
+        return not all(self._reducer.was_absent(index) for index in range(len(self._parameters)))
+
+    def _has_changed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer's averages are no longer what was delivered. The first stands for all: clipping changes all, and
+        looking at 500 takes 0.3 ms."""
+        one = next((one for one in _parameters(optimizer) if one in self._averages), None)
+        return one is not None and (one.grad is None or _state(one.grad) != self._averages[one])
+
+    def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Everything is reduced, and lies in these tensors."""
+        self._averages.clear()
+        for index, gradient in gradients.items():
+            parameter = self._parameters[index]
+            if self._reducer.was_absent(index):
+                continue  # No rank has one of this pass: what an earlier one left stays.
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif parameter.grad.data_ptr() != gradient.data_ptr():
+                parameter.grad.copy_(gradient)
+            self._averages[parameter] = _state(parameter.grad)
+
+    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Rank 0's values for all. All are checked before the first is sent."""
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        sent = []
+        for tensor in tensors:
+            given = tensor.detach()
+            if given.layout is torch.strided:
+                for dim, stride in enumerate(given.stride()):
+                    # Along an expanded dimension there is one value.
+                    given = given.narrow(dim, 0, min(1, given.shape[dim])) if stride == 0 else given
+                if layout(given) is None:
+                    copied.append((given, given.contiguous()))
+                    given = copied[-1][1]
+            sent.append(given)
+        self._backend.broadcast(sent, c10d.BroadcastOptions()).wait()
+        for given, received in copied:
+            given.copy_(received)
+
+
+class _Kept(set[GradientReducer]):
+    """What a parameter keeps alive, in an attribute that Python's collector sees. Copies of the parameter keep nothing."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return set, ()
+
+    def __deepcopy__(self, memo: Any) -> _Kept:
+        return _Kept()
+
+
+def _is_ready(this: weakref.ref[GradientReducer], index: int | None, parameter: torch.nn.Parameter) -> None:
+    """The hook of a parameter; ``index`` is None where its gradients are sparse."""
+    reducer = this()
+    if reducer is None:
+        return
+    if index is None:
+        reducer._sparse_ready(parameter)
+    else:
+        reducer._ready(index, parameter)
+
+
+def _end(tuned: tuning.Tuning | None, hooks: list[Any], own: Any, groups: list[groups.Membership]) -> None:
+    """What is to be done when a reducer is closed, or collected."""
+    if tuned is not None:
+        tuned.close()
+    for hook in hooks:
+        hook.remove()
+    own.forget_siblings(groups)
+
+
+@functools.cache
+def _hook_optimizers() -> None:
+    """One hook for all optimizers and reducers: torch keeps it for ever, and offers no way to take it back while one steps."""
+
+    def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The optimizer itself is the first of the arguments.
+        has_closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
+        # A closure makes passes of its own; in the middle of a pass (an optimizer in a hook) nothing can be known yet.
+        if not has_closure and torch._C._current_graph_task_id() == -1:
+            # In the order in which they were made, which is the same on all ranks: each may wait for the other ranks.
+            for reducer in sorted(_alive, key=lambda one: one._number):
+                reducer._before_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    return (one for group in optimizer.param_groups for one in group["params"])
+
+
+def _state(gradient: torch.Tensor) -> tuple[int, int]:
+    """What changes when a gradient is replaced, or changed in place."""
+    return (gradient.data_ptr() if gradient.layout is torch.strided else 0), gradient._version
+
+
+def _is_scaled() -> bool:
+    """Whether a GradScaler makes the step that is about to begin. (It unscales gradients without a change of their version.)"""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back
+    return frame.f_code is torch.amp.GradScaler.step.__code__
+
+
+_CALL_AVERAGE = (
+    "Call GradientReducer.average() on all ranks, after the last backward pass of a step and before what changes gradients "
+    "(docs/guide/gradients.md)."
+)
+_KEPT = "_penstock_reducers"
+_alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+class _BucketReducer(GradientReducer):
+    """Fills DDP's buckets with gradients that are reduced already."""
+
+    def __init__(self, model: torch.nn.parallel.DistributedDataParallel, **options: Any) -> None:
+        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise ConfigError(f"ddp_hook takes a DistributedDataParallel model, not {type(model).__name__}")
+        self._model = weakref.ref(model)
+        self._check_passes()
+        super().__init__(model, model.process_group, broadcast=False, **options)
+        # DDP hands them over in buckets of their own.
+        for hook in self._hooks[len(self._parameters) :]:
+            hook.remove()
+        self._sparse = self._sparse_names = []
+        self._full: list[tuple[dist.GradBucket, torch.futures.Future[torch.Tensor]]] = []
+
+    def _keep(self) -> None:
+        """DDP does, which may end before its parameters."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """DDP's."""
+        model = self._model()
+        with contextlib.nullcontext() if model is None else model.no_sync():
+            yield
+
+    def bucket_is_full(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """DDP waits for the future after `_finish`, which was queued before."""
+        is_closed = not self._hooks  # DDP keeps its own
+        if is_closed or bucket.buffer().is_sparse:
+            work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=self._group, async_op=True)
+            return work.get_future().then(lambda done: done.value()[0])
+        self._check_passes()
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._full.append((bucket, future))
+        return future
+
+    def _keeps_back(self, parameter: torch.nn.Parameter) -> None:
+        # A step on these is this rank's own, as it is under DDP without the hook.
+        self._made += 1
+
+    def _synchronises(self) -> bool:
+        model = self._model()
+        return model is not None and bool(model.require_backward_grad_sync)
+
+    def _begin(self) -> None:
+        if self._pass is None:
+            self._check_passes()
+        super()._begin()
+
+    def _check_passes(self) -> None:
+        """DDP must hand over its buckets in the backward pass, or it would wait for ever."""
+        model = self._model()
+        if model is not None and model.static_graph:
+            raise ConfigError(
+                "ddp_hook does not work with static_graph: DDP then hands over its buckets after the first backward pass, not "
+                "in it. Leave static_graph out, or the hook."
+            )
+        if model is not None and model._join_config.enable:
+            raise ConfigError(
+                "ddp_hook does not work within model.join(): ranks that are done have no backward pass. Give all ranks as many "
+                "batches, or leave the hook out."
+            )
+
+    def _abandon(self) -> None:
+        self._full = []
+        super()._abandon()
+
+    def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
+        full, self._full = self._full, []
+        self._averages.clear()
+        if not full:
+            super()._deliver(gradients)
+        for bucket, future in full:
+            for parameter, place in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                # DDP has moved a gradient that was not in its bucket there after our hook: the copy was made while it
+                # was being reduced, and is replaced.
+                gradient = gradients[self._index[parameter]]
+                if gradient.data_ptr() != place.data_ptr():
+                    place.copy_(gradient)
+            future.set_result(bucket.buffer())
+
+
+def _sparse_weights(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The parameters whose gradients are sparse, as DistributedDataParallel finds them."""
+    embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag))
+    return {parameter for one in embeddings if one.sparse for parameter in one.parameters(recurse=False)}
+
+
+def _bucket_is_full(this: _BucketReducer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return this.bucket_is_full(bucket)
+
+
+# DDP compares the annotations with types, and here they are texts.
+_bucket_is_full.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}

@@ -1,0 +1,1 @@
+"""Models and data that the demo and the bench train."""

@@ -1,0 +1,1 @@
+../../../../examples/char_gpt/model.py
