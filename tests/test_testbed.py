@@ -548,6 +548,16 @@ def test_the_keeper_kills_by_mark_and_namespace_and_nothing_else() -> None:
             each.wait()
 
 
+def test_the_keeper_knows_processes_that_have_just_been_started() -> None:
+    """Inside execve(2) a process has no environment for an instant, and Popen returns before it has one."""
+    for _ in range(100):
+        with subprocess.Popen(["sleep", "1000"], env={**os.environ, "MARK": "one"}) as process:
+            try:
+                assert keeper.belongs(process.pid, b"MARK=one", set())
+            finally:
+                process.kill()
+
+
 # The command
 
 

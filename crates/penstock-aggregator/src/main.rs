@@ -109,7 +109,6 @@ fn serve(role: Role, shards: u32, common: Common) -> Result<(), String> {
         drop: common.drop.map(|rate| (rate, common.seed)),
         ..Config::new(role, address(&common.listen)?)
     };
-    let daemon = Daemon::start(config).map_err(|error| error.to_string())?;
     let signals = Arc::new(AtomicUsize::new(0));
     for signal in [signal_hook::consts::SIGTERM, signal_hook::consts::SIGINT] {
         let signals = Arc::clone(&signals);
@@ -121,6 +120,8 @@ fn serve(role: Role, shards: u32, common: Common) -> Result<(), String> {
         };
         registered.map_err(|error| format!("signals cannot be handled: {error}"))?;
     }
+    // After the handlers: whoever reads that it listens may end it.
+    let daemon = Daemon::start(config).map_err(|error| error.to_string())?;
     let mut draining = false;
     while !daemon.wait(LOOK) {
         let count = signals.load(Ordering::Relaxed);

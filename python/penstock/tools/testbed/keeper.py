@@ -111,10 +111,26 @@ def belongs(process: int, mark: bytes, namespaces: set[int]) -> bool:
     try:
         if namespaces and os.stat(f"/proc/{process}/ns/net").st_ino in namespaces:
             return True
-        with open(f"/proc/{process}/environ", "rb") as environ:
-            return mark in environ.read().split(b"\0")
+        environ = _read(process, "environ")
+        if not environ:
+            while _starts_a_program(process):
+                os.sched_yield()
+            environ = _read(process, "environ")
+        return mark in environ.split(b"\0")
     except OSError:  # it is gone, or another user's
         return False
+
+
+def _starts_a_program(process: int) -> bool:
+    """Whether it is inside execve(2), where a process has no environment for an instant; fork's caller goes on before."""
+    state, *fields = _read(process, "stat").rpartition(b") ")[2].split()
+    kernel_thread = int(fields[5]) & 0x0020_0000  # PF_KTHREAD among the flags
+    return not kernel_thread and state not in b"ZX" and int(fields[47]) == 0  # env_end, proc_pid_stat(5)
+
+
+def _read(process: int, name: str) -> bytes:
+    with open(f"/proc/{process}/{name}", "rb") as file:
+        return file.read()
 
 
 if __name__ == "__main__":
