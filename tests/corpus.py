@@ -12,7 +12,10 @@ import pathlib
 import pytest
 
 DEFAULT = pathlib.Path(__file__).resolve().parent.parent.parent / "shared" / "corpus"
-CORPUS = pathlib.Path(os.environ.get("PENSTOCK_CORPUS") or DEFAULT).resolve()
+# The tests' processes lose what begins with PENSTOCK_ (`conftest`), and those that run side by side import this anew.
+_HANDED_DOWN = "CORPUS_OF_THE_TESTS"
+CORPUS = pathlib.Path(os.environ.get("PENSTOCK_CORPUS") or os.environ.get(_HANDED_DOWN) or DEFAULT).resolve()
+os.environ[_HANDED_DOWN] = str(CORPUS)
 SCRIPTS = CORPUS / "scripts"
 HOROVOD = CORPUS / "horovod"
 
