@@ -9,25 +9,21 @@
 //! where a host's link outruns a core; it is deliberately absent until a measurement asks for it.
 
 mod aggregated;
-mod digest;
 mod engine;
-mod operation;
+mod execution;
 mod pages;
-mod readiness;
 mod recorder;
 mod reducer;
-mod reported;
 mod runtime;
 mod scale;
 mod stats;
-mod tags;
 mod ticket;
-mod unbound;
 #[cfg(test)]
 mod virtual_time;
 
 pub use aggregated::{ClientSpec, ClientStats, NodeSpec, ServerSpec, ServerStats, Sockets, Wire};
 pub use engine::{Config, Engine, Group, check_fork};
+pub use penstock_core::unbound::ANY_SOURCE;
 pub use penstock_kernels::simd_level;
 pub use penstock_net::{Contact, Process, Ptracer, fds, interface, memory};
 pub use penstock_plan as plan;
@@ -36,4 +32,3 @@ pub use reducer::{Gradient, Reducer, ReducerSpec, ReducerStats, Way};
 pub use runtime::{Call, GroupSpec};
 pub use stats::{GroupStats, Held, PeerStats, Stats};
 pub use ticket::Ticket;
-pub use unbound::ANY_SOURCE;

@@ -12,9 +12,9 @@
 //! A unit that lies in one piece (a large gradient, or neighbours in memory) is reduced where it lies; others are copied
 //! together and back. Where the wire's dtype is another than the gradients', the copy converts.
 
-use crate::digest::digest;
-use crate::readiness::{Agreed, Readiness};
 use crate::{Call, Group, Ticket};
+use penstock_core::digest::digest;
+use penstock_core::readiness::{Agreed, Readiness};
 use penstock_plan::units::{Entry, Unit, pack};
 use penstock_plan::{Algorithm, Collective};
 use penstock_protocol::fingerprint::{Fingerprint, Name};

@@ -393,9 +393,10 @@ fn messages_that_the_end_of_their_group_has_overtaken() {
         peer.join(JOB);
         wait(&joined).expect("joined");
         match fails {
-            true => {
-                peer.machine.report(OTHER, &Report { kind: FailureKind::Closed, message: "a test".into(), finished: 0 })
-            }
+            true => peer.machine.report(
+                OTHER,
+                &Report { kind: FailureKind::Closed, message: "a test".into(), is_passed_on: false, finished: 0 },
+            ),
             false => peer.machine.left(OTHER, Farewell::default()),
         }
         peer.flush();

@@ -11,7 +11,7 @@ use penstock_protocol::frame::{VERSION_MAJOR, VERSION_MINOR};
 use penstock_protocol::handshake::{Accepted, Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
 use penstock_protocol::peer::{Event, OpStatus, Peer, PeerConfig, StreamId};
 use penstock_protocol::{FrameError, Header, MessageKey};
-use penstock_types::{Generation, GroupId, MILLISECOND, SECOND, Time};
+use penstock_types::{Generation, GroupId, MILLISECOND, PeerId, SECOND, Time};
 use rustix::event::{EventfdFlags, epoll};
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use socket2::{Domain, Protocol, SockAddr, Type};
@@ -21,9 +21,6 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// Names a peer within this process.
-pub type PeerId = u32;
 
 /// Where `len` bytes at `offset` of an outgoing message to a peer lie, as [`Handler::source`] said it until the group failed.
 /// It keeps that memory alive.

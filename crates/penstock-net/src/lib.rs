@@ -21,5 +21,5 @@ pub mod system;
 pub mod waker;
 
 pub use contact::{Contact, Process};
-pub use driver::{Admission, Driver, Handler, Listen, PeerId, Peers, Run, Settings, Source, Wake};
+pub use driver::{Admission, Driver, Handler, Listen, Peers, Run, Settings, Source, Wake};
 pub use ptrace::Ptracer;

@@ -1,13 +1,13 @@
 //! One stream's socket: half-written frames, half-read frames.
 
-use crate::driver::{Handler, PeerId, Peers, Source};
+use crate::driver::{Handler, Peers, Source};
 use crate::fds::Fd;
 use crate::system::Wire;
 use penstock_protocol::frame::MAX_FRAME_BYTES;
 use penstock_protocol::handshake::{Acceptor, Connector};
 use penstock_protocol::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
 use penstock_protocol::{FrameError, Header, Kind, MessageKey};
-use penstock_types::{GroupId, Time};
+use penstock_types::{GroupId, PeerId, Time};
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::{

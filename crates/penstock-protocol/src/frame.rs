@@ -129,7 +129,8 @@ pub enum Kind {
     Probe = 8,
     /// Answer to a `Probe`: `offset` operations have been issued in the channel so far.
     ProbeReply = 9,
-    /// The group has failed; the payload says why ([`crate::peer::Report`]). Its first `total` collectives still count.
+    /// The group has failed; the payload says why ([`crate::peer::Report`]). Its first `total` collectives still count. `offset` is 1
+    /// where the sender passes on what another rank has told it.
     Report = 10,
     /// The sender leaves in good order: all its messages have been taken. The receiver acknowledges it after its own frames have been
     /// acknowledged.

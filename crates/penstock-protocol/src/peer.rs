@@ -207,6 +207,8 @@ pub struct Report {
     pub kind: FailureKind,
     /// Its message.
     pub message: String,
+    /// Another rank has told the reporter; the message names that rank.
+    pub is_passed_on: bool,
     /// How many of the group's collectives still count: the reporter has ended them, and its part of them goes on to the peer.
     pub finished: u64,
 }
@@ -557,6 +559,7 @@ impl Peer {
         }
         let mut header = Header::new(Kind::Report, key);
         header.length = text.len() as u32;
+        header.offset = u64::from(report.is_passed_on);
         header.total = report.finished;
         self.control(header, Some(text.as_bytes()));
         if let Some(id) = self.control_queue.pop_back() {
@@ -1313,7 +1316,8 @@ impl Report {
             .into_iter()
             .find(|kind| *kind as u32 == header.key.message)
             .unwrap_or(Bug);
-        Report { kind, message: String::from_utf8_lossy(payload).into_owned(), finished: header.total }
+        let message = String::from_utf8_lossy(payload).into_owned();
+        Report { kind, message, is_passed_on: header.offset != 0, finished: header.total }
     }
 }
 

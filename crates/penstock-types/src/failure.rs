@@ -49,17 +49,19 @@ pub struct Failure {
     pub message: String,
     /// Whether the group can still be used for other operations.
     pub group_lives: bool,
+    /// Another rank saw it, and the message says which one.
+    pub is_reported: bool,
 }
 
 impl Failure {
     /// A failure after which the group is unusable.
     pub fn fatal(kind: FailureKind, message: impl Into<String>) -> Failure {
-        Failure { kind, message: message.into(), group_lives: false }
+        Failure { kind, message: message.into(), group_lives: false, is_reported: false }
     }
 
     /// A failure of one call; the group goes on.
     pub fn of_call(kind: FailureKind, message: impl Into<String>) -> Failure {
-        Failure { kind, message: message.into(), group_lives: true }
+        Failure { kind, message: message.into(), group_lives: true, is_reported: false }
     }
 
     /// What happened and what holds now, for readers who are told the kind beside it.

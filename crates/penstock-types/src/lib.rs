@@ -3,8 +3,6 @@
 //! A leaf: plain values and their names, no behaviour beyond printing and sizes, no dependencies.
 //! A word is spelled here the way it is spelled in Python, in logs and in `docs/`.
 
-use std::fmt;
-
 mod dtype;
 mod failure;
 
@@ -37,20 +35,8 @@ pub const MILLISECOND: u64 = 1_000_000;
 /// Nanoseconds in a second.
 pub const SECOND: u64 = 1_000_000_000;
 
-/// Who can stand at the end of a stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum NodeId {
-    /// A training process, by its rank in the job.
-    Rank(u32),
-}
-
-impl fmt::Display for NodeId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            NodeId::Rank(rank) => write!(f, "rank {rank}"),
-        }
-    }
-}
+/// Names a peer, which is another process of the job, within this process.
+pub type PeerId = u32;
 
 /// A set of ranks that run collectives together; its first rank chooses the number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -6,7 +6,7 @@
   end of the pass     what this rank has none of counts as absent ──> Reducer.flush ──> wait
 ```
 No order is asked of autograd: the ranks agree on what is ready in rounds of their own (AIACC-Training, section V-A;
-`crates/penstock-engine/src/readiness.rs` says how), and units are cut from that, alike on all ranks.
+`crates/penstock-core/src/readiness.rs` says how), and units are cut from that, alike on all ranks.
 
 Under DistributedDataParallel (`ddp_hook`) the same happens beside DDP's buckets: DDP still collects gradients in them, but
 what it gets back was reduced gradient by gradient, from the moment on in which each was ready. *Why not reduce the buckets?*

@@ -5,8 +5,8 @@
 //! waits for each. The windows, joins and leaves come in the same order on all ranks.
 
 use super::network::{Death, Paths};
-use crate::unbound::ANY_SOURCE;
 use fastrand::Rng;
+use penstock_core::unbound::ANY_SOURCE;
 use penstock_plan::{Algorithm, Collective, Splits};
 use penstock_protocol::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, MILLISECOND, ReduceOp, SECOND};

@@ -303,7 +303,10 @@ fn a_failed_group_leaves_nothing_behind() {
     b.forget_group(GroupId(7), 0);
     b.consumed(2000);
     take(&mut b, 0, &eager[2], OpStatus::Retired);
-    a.report(GroupId(7), &Report { kind: FailureKind::Timeout, message: "why".into(), finished: 0 });
+    a.report(
+        GroupId(7),
+        &Report { kind: FailureKind::Timeout, message: "why".into(), is_passed_on: false, finished: 0 },
+    );
     a.forget_group(GroupId(7), 0);
     a.stream_down(1);
     b.stream_down(1);
@@ -418,7 +421,10 @@ fn a_peer_that_is_gone() {
     a.grant(key(3), 1, FIVE);
     a.done(key(4));
     a.left(GroupId(7), farewell());
-    a.report(GroupId(7), &Report { kind: FailureKind::Closed, message: String::new(), finished: 0 });
+    a.report(
+        GroupId(7),
+        &Report { kind: FailureKind::Closed, message: String::new(), is_passed_on: false, finished: 0 },
+    );
     assert_eq!((a.remembered(), a.unacknowledged(), a.credit_in_use()), (0, 0, 0));
     assert!(a.is_quiet() && a.controls.is_empty() && a.poll_event().is_none() && !a.has_credit(0));
 }
@@ -562,7 +568,7 @@ fn reports_overtake() {
     while a.poll_frame(0, NOW).is_some() {}
     (0..5).for_each(|op| a.done(key(op)));
     assert!(a.poll_frame(0, NOW).is_none(), "the window is full");
-    let report = Report { kind: FailureKind::Mismatch, message: "ä".repeat(3000), finished: 3 };
+    let report = Report { kind: FailureKind::Mismatch, message: "ä".repeat(3000), is_passed_on: true, finished: 3 };
     a.report(GroupId(7), &report);
     let frame = a.poll_frame(0, NOW).expect("at once");
     assert_eq!(frame.header.kind, Kind::Report);
@@ -571,6 +577,7 @@ fn reports_overtake() {
     take(&mut b, 0, &frame, OpStatus::Active);
     let [Event::Report(GroupId(7), got)] = &events(&mut b)[..] else { panic!("no report") };
     assert_eq!((got.kind, got.message.as_str()), (FailureKind::Mismatch, &report.message[..2048]));
+    assert!(got.is_passed_on && got.finished == 3);
 }
 
 /// Credit that was returned on a stream that is lost is returned again on another, although nobody says anything else.

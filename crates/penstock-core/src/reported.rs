@@ -1,7 +1,6 @@
 //! What peers have told of the end of groups that this process has not joined yet.
 
-use penstock_net::PeerId;
-use penstock_types::{Failure, GroupId};
+use penstock_types::{Failure, GroupId, PeerId};
 use std::collections::VecDeque;
 
 /// What peers have reported of groups that are not known here, oldest first.
@@ -10,13 +9,13 @@ use std::collections::VecDeque;
 /// are too many; a join of its group would then wait for its time-out. A peer's reports are not forgotten when it goes:
 /// a rank that fails a group often ends with it, and its report is what tells the reason to a rank that comes later.
 #[derive(Debug, Default)]
-pub(crate) struct Reported {
+pub struct Reported {
     failures: VecDeque<(GroupId, Failure)>,
 }
 
 impl Reported {
     /// Remembers the first report of a group.
-    pub(crate) fn remember(&mut self, group: GroupId, failure: Failure) {
+    pub fn remember(&mut self, group: GroupId, failure: Failure) {
         if self.failures.iter().any(|(known, _)| *known == group) {
             return;
         }
@@ -27,7 +26,7 @@ impl Reported {
     }
 
     /// This process joins the group: why it has failed already.
-    pub(crate) fn take(&mut self, group: GroupId) -> Option<Failure> {
+    pub fn take(&mut self, group: GroupId) -> Option<Failure> {
         let at = self.failures.iter().position(|(known, _)| *known == group)?;
         self.failures.remove(at).map(|(_, failure)| failure)
     }
@@ -37,10 +36,11 @@ impl Reported {
 /// on another stream, and are dropped. That takes as long as a stream may be slower than another, so the oldest may be
 /// forgotten when there are too many: a message that comes even later would be kept until its peer goes.
 #[derive(Debug, Default)]
-pub(crate) struct Overtaken(VecDeque<(PeerId, GroupId)>);
+pub struct Overtaken(VecDeque<(PeerId, GroupId)>);
 
 impl Overtaken {
-    pub(crate) fn remember(&mut self, peer: PeerId, group: GroupId) {
+    /// A peer has done with a group.
+    pub fn remember(&mut self, peer: PeerId, group: GroupId) {
         if self.contains(peer, group) {
             return;
         }
@@ -50,17 +50,19 @@ impl Overtaken {
         self.0.push_back((peer, group));
     }
 
-    pub(crate) fn contains(&self, peer: PeerId, group: GroupId) -> bool {
+    /// Whether a peer is known to have done with a group.
+    #[must_use]
+    pub fn contains(&self, peer: PeerId, group: GroupId) -> bool {
         self.0.contains(&(peer, group))
     }
 
     /// This process joins the group.
-    pub(crate) fn forget_group(&mut self, group: GroupId) {
+    pub fn forget_group(&mut self, group: GroupId) {
         self.0.retain(|(_, known)| *known != group);
     }
 
     /// A peer is gone.
-    pub(crate) fn forget_peer(&mut self, peer: PeerId) {
+    pub fn forget_peer(&mut self, peer: PeerId) {
         self.0.retain(|(known, _)| *known != peer);
     }
 }

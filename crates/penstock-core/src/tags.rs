@@ -5,18 +5,20 @@ use std::collections::BTreeMap;
 /// A count a tag. Neighbouring tags with the same count take one entry: a program that gives every message a tag of its own, one
 /// after the other, does not make it grow.
 #[derive(Debug, Default)]
-pub(crate) struct Tags {
+pub struct Tags {
     /// First tag to last tag and count. The runs are disjoint; neighbours differ in their count.
     runs: BTreeMap<u32, (u32, u64)>,
 }
 
 impl Tags {
-    pub(crate) fn count(&self, tag: u32) -> u64 {
+    /// How many there were under a tag.
+    #[must_use]
+    pub fn count(&self, tag: u32) -> u64 {
         self.run_of(tag).map_or(0, |(_, _, count)| count)
     }
 
     /// Counts one more, and returns how many there were before.
-    pub(crate) fn add(&mut self, tag: u32) -> u64 {
+    pub fn add(&mut self, tag: u32) -> u64 {
         let run = self.run_of(tag);
         let before = run.map_or(0, |(.., count)| count);
         if let Some((first, last, count)) = run {

@@ -14,7 +14,7 @@ pub const ANY_SOURCE: u32 = u32::MAX;
 /// Receives without a message, by tag. While the runtime is not at work on a queue, its first one takes any source, and no message
 /// for it is here.
 #[derive(Debug)]
-pub(crate) struct Unbound<T>(BTreeMap<u32, VecDeque<T>>);
+pub struct Unbound<T>(BTreeMap<u32, VecDeque<T>>);
 
 impl<T> Default for Unbound<T> {
     fn default() -> Unbound<T> {
@@ -24,23 +24,29 @@ impl<T> Default for Unbound<T> {
 
 impl<T> Unbound<T> {
     /// Whether a receive under this tag waits, so that later ones have to queue behind it.
-    pub(crate) fn has(&self, tag: u32) -> bool {
+    pub fn has(&self, tag: u32) -> bool {
         self.0.contains_key(&tag)
     }
 
-    pub(crate) fn push(&mut self, tag: u32, receive: T) {
+    /// Puts a receive behind those under its tag.
+    pub fn push(&mut self, tag: u32, receive: T) {
         self.0.entry(tag).or_default().push_back(receive);
     }
 
-    pub(crate) fn first(&self, tag: u32) -> Option<&T> {
+    /// The receive under a tag that was posted first.
+    #[must_use]
+    pub fn first(&self, tag: u32) -> Option<&T> {
         self.0.get(&tag)?.front()
     }
 
-    pub(crate) fn last(&self, tag: u32) -> Option<&T> {
+    /// The one that was posted last.
+    #[must_use]
+    pub fn last(&self, tag: u32) -> Option<&T> {
         self.0.get(&tag)?.back()
     }
 
-    pub(crate) fn pop(&mut self, tag: u32) -> Option<T> {
+    /// Takes the first one under a tag.
+    pub fn pop(&mut self, tag: u32) -> Option<T> {
         let queue = self.0.get_mut(&tag)?;
         let first = queue.pop_front();
         if queue.is_empty() {
@@ -49,15 +55,18 @@ impl<T> Unbound<T> {
         first
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
+    /// All of them, by tag, in the order in which they were posted.
+    pub fn iter(&self) -> impl Iterator<Item = &T> {
         self.0.values().flatten()
     }
 
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+    /// The same, to be changed.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.0.values_mut().flatten()
     }
 
-    pub(crate) fn drain(&mut self) -> impl Iterator<Item = T> + use<T> {
+    /// Takes all of them.
+    pub fn drain(&mut self) -> impl Iterator<Item = T> + use<T> {
         std::mem::take(&mut self.0).into_values().flatten()
     }
 }

@@ -3,7 +3,7 @@
 //! Autograd makes gradients in an order of its own, on each rank at its own pace, and an all-reduce needs all ranks. Every rank
 //! keeps two bits a gradient; in a *round* the ranks all-reduce their bits with AND, and what is still set is ready
 //! everywhere: all ranks hold the same list, and reduce what is on it in the same order. This is the decision alone; the
-//! [`Reducer`](crate::Reducer) carries it out.
+//! engine's `Reducer` carries it out.
 //!
 //! ```text
 //!   | digest (8) | digest, inverted (8) | whole, a bit a rank | ready, a bit a gradient | absent, a bit a gradient |
@@ -28,7 +28,7 @@ use penstock_plan::units::Entry;
 
 /// One rank's view of its gradients.
 #[derive(Debug)]
-pub(crate) struct Readiness {
+pub struct Readiness {
     digest: u64,
     entries: Vec<(Entry, State)>,
     rank: u32,
@@ -57,18 +57,18 @@ enum State {
 
 /// What a round has decided.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Agreed {
+pub struct Agreed {
     /// Ready on all ranks, and produced by one at least; in the order of their indices.
-    pub(crate) ready: Vec<Entry>,
+    pub ready: Vec<Entry>,
     /// Produced by no rank.
-    pub(crate) absent: Vec<u32>,
+    pub absent: Vec<u32>,
     /// Ranks whose passes have raised: the step is dropped, and nothing is ready or absent.
-    pub(crate) withdrawn: Vec<u32>,
+    pub withdrawn: Vec<u32>,
 }
 
 impl Readiness {
     /// Of gradients whose indices are their places in the list; `names` is a digest of what else ranks must share of them.
-    pub(crate) fn new(entries: Vec<Entry>, names: u64, rank: u32, world: u32) -> Readiness {
+    pub fn new(entries: Vec<Entry>, names: u64, rank: u32, world: u32) -> Readiness {
         debug_assert!(entries.iter().enumerate().all(|(place, entry)| entry.index as usize == place));
         Readiness {
             digest: digest(
@@ -90,7 +90,7 @@ impl Readiness {
     }
 
     /// A gradient is ready here, or will not be in this pass. False if it was submitted in this step already.
-    pub(crate) fn submit(&mut self, index: u32, absent: bool) -> bool {
+    pub fn submit(&mut self, index: u32, absent: bool) -> bool {
         let (entry, state) = &mut self.entries[index as usize];
         if *state != State::Idle {
             return false;
@@ -102,12 +102,12 @@ impl Readiness {
     }
 
     /// The backward pass has ended: what is pending goes as it is.
-    pub(crate) fn flush(&mut self) {
+    pub fn flush(&mut self) {
         self.flushed = self.pending > 0;
     }
 
     /// The pass has raised: nothing more of it will come, and nobody wants its averages.
-    pub(crate) fn withdraw(&mut self) {
+    pub fn withdraw(&mut self) {
         self.withdrawn = self.pending > 0 || self.agreed > 0;
         self.settle();
     }
@@ -127,22 +127,22 @@ impl Readiness {
     }
 
     /// Whether nothing waits for other ranks.
-    pub(crate) fn is_idle(&self) -> bool {
+    pub fn is_idle(&self) -> bool {
         self.pending == 0 && !self.withdrawn
     }
 
     /// Whether a gradient waits for other ranks.
-    pub(crate) fn is_pending(&self, index: u32) -> bool {
+    pub fn is_pending(&self, index: u32) -> bool {
         matches!(self.entries[index as usize].1, State::Ready | State::Absent)
     }
 
     /// How many gradients wait for other ranks.
-    pub(crate) fn pending(&self) -> usize {
+    pub fn pending(&self) -> usize {
         self.pending
     }
 
     /// The bits to all-reduce with AND, if it is time for a round.
-    pub(crate) fn poll_round(&mut self, unit_bytes: u64) -> Option<Vec<u8>> {
+    pub fn poll_round(&mut self, unit_bytes: u64) -> Option<Vec<u8>> {
         let is_due = self.pending > 0 && (self.flushed || self.fresh_bytes >= unit_bytes);
         if self.in_round || !(self.withdrawn || is_due) {
             return None;
@@ -173,7 +173,7 @@ impl Readiness {
     }
 
     /// A round has ended with these bits. `None`: the ranks do not have the same gradients.
-    pub(crate) fn handle_round(&mut self, bits: &[u8]) -> Option<Agreed> {
+    pub fn handle_round(&mut self, bits: &[u8]) -> Option<Agreed> {
         debug_assert!(self.in_round);
         self.in_round = false;
         if bits[..8] != self.digest.to_le_bytes() || bits[8..16] != (!self.digest).to_le_bytes() {

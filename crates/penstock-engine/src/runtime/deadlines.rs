@@ -1,0 +1,134 @@
+//! What takes too long.
+
+use super::group::Group;
+use super::issue::awaited_of;
+use super::progress::PROBE;
+use super::{JOIN_OPS, Runtime};
+use penstock_core::name::Sequence;
+use penstock_net::Peers;
+use penstock_types::{Failure, FailureKind, GroupId, MILLISECOND, PeerId, SECOND, Time};
+
+impl Runtime {
+    /// Looks for operations that are late.
+    pub(super) fn look_for_late(&mut self, peers: &mut Peers, now: Time) -> Time {
+        self.early.bound_claims(|group| self.groups.contains_key(&group));
+        for (_, id, failure) in self.pending_failures.extract_if(.., |(by, ..)| *by <= now).collect::<Vec<_>>() {
+            self.fail_group(peers, id, failure, true);
+        }
+        let mut late = Vec::new();
+        let mut unready = Vec::new();
+        let mut unanswered = Vec::new();
+        for (id, group) in &mut self.groups {
+            let overdue = group.held.values().find(|waiting| now.since(waiting.since) > waiting.call.timeout);
+            unready.extend(overdue.map(|waiting| (*id, waiting.call.timeout)));
+            let overdue = group.unbound.iter().find(|posted| now.since(posted.since) > posted.call.timeout);
+            unanswered.extend(overdue.map(|posted| (*id, posted.call.timeout, awaited_of(&posted.call))));
+            for (op, active) in &mut group.ops {
+                if now.since(active.started) > active.timeout {
+                    late.push((*id, *op));
+                    continue;
+                }
+                if now.since(active.progressed.max(active.probed)) < PROBE_AFTER {
+                    continue;
+                }
+                active.probed = now;
+                for rank in active.execution.operation.awaited() {
+                    if let Some(peer) = group.members.peer(rank) {
+                        let fingerprint = active.fingerprint(group.members.rank(), rank);
+                        peers.machine(peer).probe(op.key(*id, group.members.rank(), PROBE), fingerprint);
+                    }
+                }
+            }
+        }
+        for (id, op) in late {
+            let Some(active) = self.active(id, op) else { continue };
+            let group = &self.groups[&id];
+            let awaited: Vec<String> = active
+                .execution
+                .operation
+                .awaited()
+                .into_iter()
+                .map(|rank| {
+                    let who = group.contacts[rank as usize].describe();
+                    match active.issued.get(&rank) {
+                        Some(&count) => {
+                            let joining = if op.sequence == Sequence::Collectives { JOIN_OPS } else { 0 };
+                            format!("{who}, which has issued {} operations so far", count.saturating_sub(joining))
+                        }
+                        None => who,
+                    }
+                })
+                .collect();
+            let blocked: Vec<String> = (group.members.others())
+                .filter(|(rank, _)| op.sequence.is_send_to(*rank))
+                .filter_map(|(rank, peer)| Some((rank, self.sends_in_vain(id, peer)?)))
+                .map(|(rank, key)| {
+                    format!(
+                        " {} waits in turn until this rank receives what it sends ({}): ranks that send to each other before \
+                         they receive block each other. Let one of them receive first, or use isend or batch_isend_irecv.",
+                        group.contacts[rank as usize].describe(),
+                        key
+                    )
+                })
+                .collect();
+            let failure = timed_out(active.timeout, &awaited.join("; "), &blocked.concat());
+            self.fail_group(peers, id, failure, true);
+        }
+        for (id, timeout, awaited) in unanswered {
+            self.fail_group(peers, id, timed_out(timeout, awaited, ""), true);
+        }
+        for (id, timeout) in unready {
+            let failure = Failure::fatal(
+                FailureKind::Timeout,
+                format!(
+                    "Timed out after {:.1} s: its tensor was not ready. What the device was to do before this operation \
+                     has not ended. Raise the time-out (timeout= of init_process_group) if that is expected.",
+                    timeout as f64 / SECOND as f64,
+                ),
+            );
+            self.fail_group(peers, id, failure, true);
+        }
+        let running = |group: &Group| group.ops.values().map(|active| active.started.plus(active.timeout)).min();
+        let held = |group: &Group| group.held.values().map(|waiting| waiting.since.plus(waiting.call.timeout)).min();
+        let unbound = |group: &Group| group.unbound.iter().map(|posted| posted.since.plus(posted.call.timeout)).min();
+        let next = self
+            .groups
+            .values()
+            .flat_map(|group| [running(group), held(group), unbound(group)])
+            .flatten()
+            .fold(now.plus(250 * MILLISECOND), Time::min);
+        next.max(now.plus(MILLISECOND))
+    }
+
+    /// What a peer wants to send while nobody here has posted the receive: its tag and number, for people.
+    fn sends_in_vain(&self, id: GroupId, peer: PeerId) -> Option<String> {
+        let group = self.groups.get(&id)?;
+        self.early
+            .unsent(id, peer)
+            .filter_map(|key| {
+                let (_, op) = self.operation_of(peer, &key)?;
+                match op.sequence {
+                    Sequence::Receives { tag, .. } if op.seq >= group.issued.count(op.sequence) => Some((tag, op.seq)),
+                    _ => None,
+                }
+            })
+            .min()
+            .map(|(tag, seq)| format!("tag {tag}, from #{seq} on"))
+    }
+}
+
+pub(super) fn seconds(nanoseconds: u64) -> String {
+    format!("{:.1} s", nanoseconds as f64 / SECOND as f64)
+}
+
+fn timed_out(timeout: u64, awaited: &str, blocked: &str) -> Failure {
+    let message = format!(
+        "Timed out after {}, waiting for {awaited}.{blocked} Raise the time-out (timeout= of init_process_group) if that is \
+         expected.",
+        seconds(timeout)
+    );
+    Failure::fatal(FailureKind::Timeout, message)
+}
+
+/// An operation without progress asks the ranks it waits for after this long.
+const PROBE_AFTER: u64 = SECOND;
