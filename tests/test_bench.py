@@ -175,8 +175,8 @@ def test_raw_sockets_move_the_traffic(ranks: int, split: str) -> None:
     """Every rank gets at least the bytes of each of several transfers in a row, and nothing is left under way. A connection of
     somebody else is closed."""
     meshes = [Mesh(rank, ranks, "127.0.0.1") for rank in range(ranks)]
-    stranger = socket.create_connection(meshes[0].address)
-    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    other = socket.create_connection(meshes[0].address)
+    other.sendall(b"GET / HTTP/1.1\r\n\r\n")
     moved: list[dict[int, int]] = [{} for _ in range(ranks)]
     traffics = [COLLECTIVES[name].traffic(ranks, nbytes) for nbytes in (1, 3_000_001) for name in COLLECTIVES]
 
@@ -195,7 +195,7 @@ def test_raw_sockets_move_the_traffic(ranks: int, split: str) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    stranger.close()
+    other.close()
     for rank in range(ranks):
         for number, traffic in enumerate(traffics):
             due = sum(count for (_, dst), count in traffic.items() if dst == rank)

@@ -26,9 +26,9 @@ def test_only_the_links_of_workers_racks_and_server_have_a_limit() -> None:
     assert small.racks == 1 and not small.core_aggregator and not small.losses
 
 
-def test_a_stranger_is_one_more_host_that_no_plan_names() -> None:
+def test_an_unauthenticated_peer_is_one_more_host_that_no_plan_names() -> None:
     """Racks' links are as wide as their workers' together, all the same."""
-    shape = cluster.topology(4, 100, 0.1, stranger=True)
+    shape = cluster.topology(4, 100, 0.1, unauthenticated=True)
     assert shape.hosts == 5 and shape.rates == {"r0": 300, "r1": 100, "a0": 0, "a1": 0, "a2": 0, "h4": 0}
     assert shape.losses == {f"h{host}": 0.1 for host in range(4)}
     [server] = cluster.plan(shape, "int32", 64, 4)["aggregated"]["servers"]
@@ -37,7 +37,7 @@ def test_a_stranger_is_one_more_host_that_no_plan_names() -> None:
 
 @needs_namespaces
 def test_a_storm_is_counted_and_leaves_the_job_its_sums() -> None:
-    """The bench checks the sums, and that the aggregator has refused what the stranger sent."""
+    """The bench checks the sums, and that the aggregator has refused what the unauthenticated peer sent."""
     result = CliRunner().invoke(
         cli.command,
         ["aggregated", "--workers", "2", "--ways", "int32,storm", "--size", "4M", "--turns", "1", "--operations", "1"],

@@ -277,7 +277,7 @@ def test_every_verb_is_there_and_explains_itself(verb: str) -> None:
 
 
 def test_unknown_verb_suggests_one() -> None:
-    """A slip of the finger is answered with the verb that was meant, a stranger with the list."""
+    """A misspelt verb is answered with the verb that was meant, an unknown one with the list."""
     runner = click.testing.CliRunner()
     near, far = runner.invoke(cli.main, ["dmeo"]), runner.invoke(cli.main, ["xyzzy"])
     assert near.exit_code == far.exit_code == 2

@@ -1,7 +1,8 @@
 //! HTTP for a handful of requests a minute: one request a connection, every limit known before a byte is read.
 //!
-//! A stranger can hold [`CONNECTIONS`] connections for [`PATIENCE`], and no packet of a job waits for any of them. Who comes when
-//! all are taken takes the place of the oldest that is not being answered, so that strangers who say nothing keep nobody out.
+//! An unauthenticated peer can hold [`CONNECTIONS`] connections for [`PATIENCE`], and no packet of a job waits for any of them.
+//! When all connections are taken, a new one replaces the oldest that is not being answered: peers that send nothing keep
+//! nobody out.
 
 use penstock_net::descriptors::{After, after_accept};
 use std::collections::VecDeque;

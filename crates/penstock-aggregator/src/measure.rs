@@ -36,9 +36,9 @@ pub struct Options {
     /// With a key: every packet is checked and sealed.
     #[cfg_attr(feature = "cli", arg(long))]
     pub keyed: bool,
-    /// A stranger sends as many packets as all workers together, under the job's number, and all are refused.
+    /// An unauthenticated peer sends as many packets as all workers together, under the job's number, and all are refused.
     #[cfg_attr(feature = "cli", arg(long))]
-    pub stranger: bool,
+    pub unauthenticated: bool,
     /// Without GSO and GRO.
     #[cfg_attr(feature = "cli", arg(long))]
     pub no_offloads: bool,
@@ -73,7 +73,7 @@ pub struct Round {
     pub waited_seconds: f64,
     /// The same of the thread that is all workers and the parent.
     pub peers_waited_seconds: f64,
-    /// Datagrams that came in, a stranger's among them.
+    /// Datagrams that came in, an unauthenticated peer's among them.
     pub datagrams: u64,
     /// Trains in which they came.
     pub trains: u64,
@@ -183,15 +183,15 @@ fn round(options: &Options, format: Format, adds: bool) -> Result<Round, String>
                     .map_err(|error| format!("the namespace {}: {error}", path.display()))?;
             }
             let bind = || Datagrams::bind(SocketAddr::new(options.peers, 0), !options.no_offloads, BUFFER_BYTES);
-            let count = options.workers + 1 + u32::from(options.stranger);
+            let count = options.workers + 1 + u32::from(options.unauthenticated);
             let sockets: Result<Vec<Datagrams>, _> = (0..count).map(|_| bind()).collect();
             let mut sockets = sockets.map_err(fails("the workers' sockets"))?;
-            let stranger = if options.stranger { sockets.pop() } else { None };
+            let unauthenticated = if options.unauthenticated { sockets.pop() } else { None };
             let all: Vec<SocketAddr> = sockets.iter().map(Datagrams::local_addr).collect();
             send_addresses.send(all).map_err(|_| "the shard is gone".to_string())?;
             go.recv().map_err(|_| "the shard is gone".to_string())?;
             let parent = sockets.pop().expect("one more than workers");
-            Peers::new(options, format, adds, to, sockets, parent, stranger).push()
+            Peers::new(options, format, adds, to, sockets, parent, unauthenticated).push()
         });
         // Its own error says more.
         let Ok(all) = addresses.recv() else {
@@ -281,7 +281,7 @@ struct Peers<'a> {
     to: SocketAddr,
     workers: Vec<Datagrams>,
     parent: Datagrams,
-    stranger: Option<Datagrams>,
+    unauthenticated: Option<Datagrams>,
     blocks: Vec<Vec<u8>>,
     sum: Vec<u8>,
 }
@@ -300,7 +300,7 @@ impl Peers<'_> {
         to: SocketAddr,
         workers: Vec<Datagrams>,
         parent: Datagrams,
-        stranger: Option<Datagrams>,
+        unauthenticated: Option<Datagrams>,
     ) -> Peers<'_> {
         let width = format.element_bytes();
         let length = options.block_bytes / width * width;
@@ -317,7 +317,7 @@ impl Peers<'_> {
         let sum = block(if adds { (1..=options.workers).sum() } else { options.workers });
         let blocks = (1..=options.workers).map(block).collect();
         let key = options.keyed.then_some(Key([7; 16]));
-        Peers { options, format, key, to, workers, parent, stranger, blocks, sum }
+        Peers { options, format, key, to, workers, parent, unauthenticated, blocks, sum }
     }
 
     fn push(&mut self) -> Result<Pushed, String> {
@@ -347,16 +347,16 @@ impl Peers<'_> {
         let (format, exponent, to) = (self.format, 0, self.to);
         for (worker, socket) in self.workers.iter_mut().enumerate() {
             let block = &self.blocks[worker];
-            if let Some(stranger) = &mut self.stranger {
+            if let Some(unauthenticated) = &mut self.unauthenticated {
                 for _ in 0..self.options.burst {
                     let kind = Kind::Push;
                     let (seq, ack, credit) = (Serial(first), Serial(first), Serial(first));
                     let (flags, workers) = (0, 1 << worker);
                     let header =
                         Header { kind, job: JOB, epoch: 1, format, flags, seq, ack, credit, exponent, workers };
-                    stranger.queue(to, &header.encode(block, None), block);
+                    unauthenticated.queue(to, &header.encode(block, None), block);
                 }
-                send_all(stranger).map_err(|error| format!("a stranger's packet: {error}"))?;
+                send_all(unauthenticated).map_err(|error| format!("an unauthenticated peer's packet: {error}"))?;
             }
             for seq in (0..self.options.burst).map(|i| first.wrapping_add(i)) {
                 let header = Header {
@@ -433,7 +433,7 @@ mod tests {
                 burst: 8,
                 format: format.into(),
                 keyed,
-                stranger: keyed,
+                unauthenticated: keyed,
                 no_offloads,
                 rounds: 1,
                 seconds: 0.05,

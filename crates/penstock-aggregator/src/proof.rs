@@ -2,8 +2,9 @@
 //!
 //! A proof is the HMAC-SHA256 under the secret of `method \n path \n time \n daemon \n body`, in hex; the time is Unix seconds, at
 //! most [`MOST_SECONDS`] from the daemon's, and the daemon is the name that it drew when it started and tells in `GET /`. It keeps
-//! strangers from opening and closing jobs. It hides nothing: who listens to the network reads the job's key, and may say the same to the
-//! same daemon once more within the minute, which opens what is open already. To another daemon with the secret it says nothing.
+//! unauthenticated peers from opening and closing jobs. It hides nothing: an eavesdropper reads the job's key, and can replay the
+//! request to the same daemon within the minute, which opens a job that is open already. Another daemon refuses the replay, even
+//! if it has the same secret.
 //!
 //! Why not the daemon's address? The one that a client dials need not be one that the daemon knows (a port that a container's host
 //! forwards). Who can alter packets on the way can give a client another daemon's name; nothing here withstands that.

@@ -15,7 +15,7 @@ pub(crate) struct Report {
     /// Datagrams thrown away because `--drop` says so.
     pub(crate) dropped_on_purpose: u64,
     /// Packets of no job here, by [`Refusal::index`].
-    pub(crate) strangers: [u64; Refusal::COUNT],
+    pub(crate) unauthenticated: [u64; Refusal::COUNT],
     pub(crate) jobs: Vec<JobReport>,
 }
 
@@ -79,7 +79,7 @@ impl Report {
         ] {
             *sum += more;
         }
-        add_all(&mut self.strangers, &other.strangers);
+        add_all(&mut self.unauthenticated, &other.unauthenticated);
         for job in other.jobs {
             match self.jobs.iter_mut().find(|known| (known.job, known.epoch) == (job.job, job.epoch)) {
                 None => self.jobs.push(job),
@@ -106,7 +106,7 @@ impl Report {
                 "unsent": unsent, "blocked": blocked, "kernel_dropped": self.kernel_dropped,
                 "dropped_on_purpose": self.dropped_on_purpose,
             },
-            "strangers": by_reason(&self.strangers),
+            "unauthenticated": by_reason(&self.unauthenticated),
             "jobs": self.jobs.iter().map(JobReport::json).collect::<Vec<_>>(),
         })
     }
@@ -139,7 +139,7 @@ impl Report {
             let pairs = Refusal::NAMES.iter().zip(counts);
             pairs.map(|(name, count)| (format!("{labels}{comma}reason=\"{name}\""), *count)).collect()
         };
-        out.counter("strangers", "Packets that belong to no job here.", &reasons(&self.strangers, ""));
+        out.counter("unauthenticated", "Packets that belong to no job here.", &reasons(&self.unauthenticated, ""));
         for (name, help, value) in [
             ("limit_jobs", "Jobs at most.", about.limits.jobs),
             ("limit_slots", "Slots at most.", about.limits.slots),

@@ -315,8 +315,8 @@ impl Door {
     }
 }
 
-/// The number of whoever is at no address of a job.
-const STRANGER: Link = Link(u32::MAX);
+/// The link of packets from addresses that are in no job.
+const UNAUTHENTICATED: Link = Link(u32::MAX);
 
 /// Which job a datagram claims to be of: bytes 4 to 7 of a packet.
 fn job_of(datagram: &[u8]) -> Option<u32> {

@@ -2101,19 +2101,19 @@ impl Handler for Runtime {
 
     fn admit(&self, hello: &Hello) -> Admission {
         // A process that was lost comes back, or one to which this process was lost and that does not know it yet.
-        let stranger = || {
+        let unauthenticated = || {
             let known = || self.peers.iter().filter(|info| info.contact.node == hello.from && !info.has_left);
             match known().find_map(|info| info.lost.clone()) {
                 Some(reason) => Admission::Lost(reason),
                 None if known().any(|info| info.linked) => {
                     Admission::Lost("an earlier connection has not ended there".to_owned())
                 }
-                None => Admission::Stranger,
+                None => Admission::Unauthenticated,
             }
         };
         let Some(job) = self.jobs.get(&hello.job) else {
             let is_known = self.groups.contains_key(&hello.job) || self.is_closed(hello.job);
-            return if is_known { stranger() } else { Admission::NotYet };
+            return if is_known { unauthenticated() } else { Admission::NotYet };
         };
         if hello.generation != job.generation {
             return Admission::Generation(job.generation);
@@ -2122,7 +2122,7 @@ impl Handler for Runtime {
             Some(peer) if job.nodes.contains(&hello.from) && hello.from != self.node => {
                 Admission::Admit(job.secret.clone(), *peer)
             }
-            _ => stranger(),
+            _ => unauthenticated(),
         }
     }
 

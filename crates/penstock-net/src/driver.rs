@@ -99,7 +99,7 @@ pub enum Admission {
     /// It may prove that it knows this secret; it is this peer.
     Admit(Vec<u8>, PeerId),
     /// We do not run such a job, or such a process is not in it.
-    Stranger,
+    Unauthenticated,
     /// Another generation of the job runs here.
     Generation(Generation),
     /// We have not read the job's members yet.
@@ -276,7 +276,7 @@ pub struct Driver {
     again: Vec<u64>,
     junk: Box<[u8]>,
     /// Connections of others that have proved nothing yet. Own ones do not count: they are as many as the job needs.
-    strangers: usize,
+    unauthenticated: usize,
     /// When to accept again, after the machine lacked something.
     accept_at: Option<Time>,
     /// When a shortage was logged last.
@@ -394,7 +394,7 @@ impl Driver {
             links: Vec::new(),
             again: Vec::new(),
             junk: vec![0; 64 * 1024].into_boxed_slice(),
-            strangers: 0,
+            unauthenticated: 0,
             accept_at: None,
             complained: None,
             next_timers: Time(0),
@@ -1042,7 +1042,7 @@ impl Driver {
                 After::Next => {}
                 After::Nothing | After::End => return None,
                 // Whoever says nothing gives its descriptor to whoever comes.
-                After::Later if self.evict_stranger(handler, now) => {}
+                After::Later if self.evict_unauthenticated(handler, now) => {}
                 After::Later => {
                     // The kernel would report the waiting connection at once, again and again.
                     self.watch_listeners(epoll::EventFlags::empty());
@@ -1077,8 +1077,8 @@ impl Driver {
     }
 
     fn accepted<H: Handler>(&mut self, handler: &mut H, wire: Wire, local: bool, remote: String, now: Time) {
-        if self.strangers >= MAX_STRANGERS && !self.evict_stranger(handler, now) {
-            log::warn!("penstock: {MAX_STRANGERS} hand-shakes are going on; {remote} is turned away");
+        if self.unauthenticated >= MAX_UNAUTHENTICATED && !self.evict_unauthenticated(handler, now) {
+            log::warn!("penstock: {MAX_UNAUTHENTICATED} hand-shakes are going on; {remote} is turned away");
             return;
         }
         let acceptor = Acceptor::new(random(), FEATURES);
@@ -1086,7 +1086,7 @@ impl Driver {
         let token = self.token();
         match self.system.watch(&socket.wire, token, epoll::EventFlags::IN, true) {
             Ok(()) => {
-                self.strangers += 1;
+                self.unauthenticated += 1;
                 self.next_timers = self.next_timers.min(now.plus(SECOND));
                 self.sockets.insert(token, socket);
             }
@@ -1096,7 +1096,7 @@ impl Driver {
 
     /// Closes the oldest connection that has not said who it is. False if there is none: the others are members of a job, as far
     /// as one can tell before they have proved it.
-    fn evict_stranger<H: Handler>(&mut self, handler: &mut H, now: Time) -> bool {
+    fn evict_unauthenticated<H: Handler>(&mut self, handler: &mut H, now: Time) -> bool {
         let is_silent = |socket: &Socket| matches!(socket.stage, Stage::Acceptor(_)) && socket.peer.is_none();
         let oldest = self.sockets.iter().filter(|(_, socket)| is_silent(socket)).map(|(token, _)| *token).min();
         let Some((token, socket)) = oldest.and_then(|token| Some((token, self.sockets.remove(&token)?))) else {
@@ -1178,7 +1178,7 @@ impl Driver {
                 Stage::Connecting(_) | Stage::Up => unreachable!("a hand-shake is going on"),
             };
             match step {
-                // They would pile up as long as a stranger talks.
+                // They would pile up as long as an unauthenticated peer talks.
                 Ok(None) if !descriptors.is_empty() => return Err("it passes descriptors in a hand-shake".into()),
                 Ok(None) => {}
                 Ok(Some(done)) => {
@@ -1225,7 +1225,7 @@ impl Driver {
         if let Some((hello, features)) = ended {
             let job = hello.as_ref().map(|hello| hello.job);
             if let Some(hello) = hello {
-                self.strangers -= 1;
+                self.unauthenticated -= 1;
                 socket.stream = u32::from(hello.stream);
                 let peer = socket.peer.expect("decided");
                 // A stream that comes back while we still believe in its old connection replaces it.
@@ -1254,7 +1254,7 @@ impl Driver {
 
     /// Answers a HELLO.
     fn decide<H: Handler>(&self, handler: &H, socket: &mut Socket, hello: Hello) -> Result<(), HandshakeError> {
-        let admission = if hello.to == self.settings.node { handler.admit(&hello) } else { Admission::Stranger };
+        let admission = if hello.to == self.settings.node { handler.admit(&hello) } else { Admission::Unauthenticated };
         let reads =
             matches!(&admission, Admission::Admit(_, peer) if socket.local && self.can_read_back(socket, *peer));
         let Stage::Acceptor(acceptor) = &mut socket.stage else { unreachable!("called for acceptors") };
@@ -1267,7 +1267,7 @@ impl Driver {
                 socket.peer = Some(peer);
                 return Ok(());
             }
-            Admission::Stranger => (RefusalCode::Stranger, "no such job or process here".to_owned()),
+            Admission::Unauthenticated => (RefusalCode::Unauthenticated, "no such job or process here".to_owned()),
             Admission::Generation(ours) => (
                 RefusalCode::Generation,
                 format!("generation {} of the job runs here, not {}", ours.0, hello.generation.0),
@@ -1323,7 +1323,7 @@ impl Driver {
     /// A socket is gone.
     fn closed<H: Handler>(&mut self, handler: &mut H, token: u64, mut socket: Socket, reason: &str, now: Time) {
         if matches!(socket.stage, Stage::Acceptor(_)) {
-            self.strangers -= 1;
+            self.unauthenticated -= 1;
         }
         let Some(peer) = socket.peer else {
             // A member that comes before we have read who is in its job is told to try again. A crowd needs no line each.
@@ -1609,7 +1609,7 @@ const FEATURE_READS_MEMORY: u32 = 1;
 /// the cache.
 const READ_BUDGET: usize = 256 * 1024;
 /// Connections of others that can be open without a proof. Above it the oldest that has said nothing makes room.
-const MAX_STRANGERS: usize = 256;
+const MAX_UNAUTHENTICATED: usize = 256;
 /// How long accepting rests when the machine lacks descriptors or memory.
 const ACCEPT_AGAIN: u64 = 100 * MILLISECOND;
 /// A shortage that lasts is logged this often.

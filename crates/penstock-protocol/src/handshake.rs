@@ -13,7 +13,7 @@
 //! A proof is HMAC-SHA256(secret, role | HELLO | CHALLENGE without its proof), over the bytes as they were sent, each part behind
 //! its length (8 bytes, little endian), so that no two hand-shakes are the same bytes: both sides prove that they know the job's
 //! secret, bound to this very stream, and that they have heard the same. Until then nothing is parsed but these messages, of at most
-//! [`MAX_MESSAGE_BYTES`]. The bytes that follow are neither encrypted nor authenticated: the secret keeps strangers
+//! [`MAX_MESSAGE_BYTES`]. The bytes that follow are neither encrypted nor authenticated: the secret keeps unauthenticated peers
 //! and misrouted ranks out, not an attacker who can alter packets in flight (docs/reference/security.md).
 //!
 //! Each message is `kind (1) | length (2) | body`.
@@ -238,7 +238,7 @@ pub enum RefusalCode {
     /// The secrets differ.
     Secret = 2,
     /// No such job, rank or process here.
-    Stranger = 3,
+    Unauthenticated = 3,
     /// The right job in another generation.
     Generation = 4,
     /// Not here yet: the acceptor has not read the job's secret so far. Try again.
@@ -383,7 +383,7 @@ fn refusal(code: RefusalCode, reason: &str) -> Vec<u8> {
 
 fn refused(body: &[u8]) -> HandshakeError {
     let (code, text) = body.split_first().map_or((0, &[][..]), |(code, text)| (*code, text));
-    // The text comes from a stranger: printable characters only.
+    // The text comes from an unauthenticated peer: printable characters only.
     let reason = String::from_utf8_lossy(text).chars().filter(|c| !c.is_control()).collect();
     HandshakeError::Refused { code, reason }
 }
@@ -458,7 +458,7 @@ impl Reader<'_> {
 }
 
 const HANDSHAKE_MAGIC: [u8; 8] = *b"PENSTOCK";
-/// No hand-shake message is longer, which bounds what a stranger can make us hold.
+/// No hand-shake message is longer, which bounds what an unauthenticated peer can make us hold.
 pub const MAX_MESSAGE_BYTES: usize = 512;
 
 #[cfg(test)]
@@ -670,7 +670,7 @@ mod tests {
     #[test]
     fn refusals_say_why() {
         for (code, temporary) in [
-            (RefusalCode::Stranger, false),
+            (RefusalCode::Unauthenticated, false),
             (RefusalCode::Generation, false),
             (RefusalCode::NotYet, true),
             (RefusalCode::Lost, false),
@@ -698,7 +698,7 @@ mod tests {
         assert_ne!(proof(b"secret", b"accept", b"orhello", b"challenge"), whole);
     }
 
-    /// The acceptor's own proof, sent back, is none: each side proves its role.
+    /// Rejects a reflected proof: each role signs with its own label.
     #[test]
     fn a_reflected_proof_is_refused() {
         let mut acceptor = Acceptor::new([1; 32], 0);
@@ -727,9 +727,9 @@ mod tests {
             }
         }
 
-        /// No bytes from a stranger panic the acceptor or make it hold more than a bound.
+        /// No bytes from an unauthenticated peer panic the acceptor or make it hold more than a bound.
         #[test]
-        fn strangers_are_bounded(bytes in proptest::collection::vec(any::<u8>(), 0..4096), cut in 1usize..600) {
+        fn unauthenticated_peers_are_bounded(bytes in proptest::collection::vec(any::<u8>(), 0..4096), cut in 1usize..600) {
             let mut acceptor = Acceptor::new([0; 32], 0);
             let mut rest = Vec::new();
             for piece in bytes.chunks(cut) {

@@ -108,7 +108,7 @@ pub(crate) fn aggregated_stats<'py>(py: Python<'py>, group: &Group) -> PyResult<
         entry.set_item("requested", server.requested)?;
         entry.set_item("results", server.results)?;
         entry.set_item("refused", server.refused)?;
-        entry.set_item("strangers", server.strangers)?;
+        entry.set_item("unauthenticated", server.unauthenticated)?;
         entry.set_item("sent_bytes", server.sent_bytes)?;
         entry.set_item("received_bytes", server.received_bytes)?;
         entry.set_item("round_trip_s", server.round_trip_ns as f64 / 1e9)?;

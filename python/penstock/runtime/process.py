@@ -83,7 +83,7 @@ class Engine:
         ]
         _core.init_logging(settings.log)
         _print_log(settings.log)
-        _warn_of_strangers()
+        _warn_of_unknown_variables()
         requests.ask(settings)
         self.interfaces, self.why = _core.choose_interfaces(named, stores.master(store))
         # Frames of an earlier life of the job are refused.
@@ -205,7 +205,7 @@ def _print_log(level: str) -> None:
 
 
 @functools.cache
-def _warn_of_strangers() -> None:
+def _warn_of_unknown_variables() -> None:
     """Once a process, and on one rank of a host: hosts may differ in what is set, the ranks of one rarely do."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for told in config.unknown_variables().values():

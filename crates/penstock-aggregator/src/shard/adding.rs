@@ -1,6 +1,6 @@
 //! An aggregator's shard.
 
-use super::{Door, Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
+use super::{Door, Known, Loss, Machine, Refused, UNAUTHENTICATED, Settings, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, add, since};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
@@ -77,9 +77,9 @@ impl Adding {
         }
         self.settle(now);
         let Some((job, open)) = job.and_then(|job| Some((job, self.jobs.get(&job)?))) else {
-            return STRANGER;
+            return UNAUTHENTICATED;
         };
-        let link = open.job.links.get(&from).copied().unwrap_or(STRANGER);
+        let link = open.job.links.get(&from).copied().unwrap_or(UNAUTHENTICATED);
         let asks = open.nodes.get(link.0 as usize).is_some_and(|node| !node.receives);
         let before = *self.aggregator.counters(job).expect("a job that is open here is open there");
         self.run = Some(Run { job, from, link, before, packets: 1, bytes: datagram.len() as u64, heard: false, asks });
@@ -93,7 +93,7 @@ impl Adding {
         let (Some(open), Some(after)) = (self.jobs.get_mut(&job), self.aggregator.counters(job)) else {
             return;
         };
-        // A stranger's packets are among the job's.
+        // An unauthenticated peer's packets are among the job's.
         if let Some(node) = open.nodes.get_mut(link.0 as usize) {
             node.packets += packets;
             node.bytes += bytes;
@@ -261,7 +261,7 @@ impl Machine for Adding {
         });
         Report {
             dropped_on_purpose: self.loss.lost,
-            strangers: *self.aggregator.strangers(),
+            unauthenticated: *self.aggregator.unauthenticated(),
             jobs: jobs.collect(),
             ..Report::default()
         }

@@ -1,6 +1,6 @@
 //! A server's shard.
 
-use super::{Door, Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
+use super::{Door, Known, Loss, Machine, Refused, UNAUTHENTICATED, Settings, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, ServerReport};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
@@ -14,7 +14,7 @@ use std::net::SocketAddr;
 pub(super) struct Serving {
     limits: Limits,
     jobs: HashMap<u32, Open>,
-    strangers: [u64; Refusal::COUNT],
+    unauthenticated: [u64; Refusal::COUNT],
     loss: Loss,
     door: Door,
 }
@@ -35,7 +35,7 @@ impl Serving {
         Serving {
             limits: settings.limits,
             jobs: HashMap::new(),
-            strangers: [0; Refusal::COUNT],
+            unauthenticated: [0; Refusal::COUNT],
             loss: Loss::new(settings.drop, settings.shard),
             door: Door(settings.receipts),
         }
@@ -45,10 +45,10 @@ impl Serving {
     fn datagram(&mut self, now: Time, from: SocketAddr, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
         let Some(open) = job_of(datagram).and_then(|job| self.jobs.get_mut(&job)) else {
             let refusal = decode(datagram).map_or_else(Refusal::from, |_| Refusal::Job);
-            self.strangers[refusal.index()] += 1;
+            self.unauthenticated[refusal.index()] += 1;
             return None;
         };
-        let link = open.job.links.get(&from).copied().unwrap_or(STRANGER);
+        let link = open.job.links.get(&from).copied().unwrap_or(UNAUTHENTICATED);
         let outcome = open.server.handle_packet(now, link, datagram);
         open.stirred = true;
         open.committed += u64::from(matches!(outcome, Ok(Some(_))));
@@ -206,7 +206,7 @@ impl Machine for Serving {
         });
         Report {
             dropped_on_purpose: self.loss.lost,
-            strangers: self.strangers,
+            unauthenticated: self.unauthenticated,
             jobs: jobs.collect(),
             ..Report::default()
         }

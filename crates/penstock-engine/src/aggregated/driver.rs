@@ -66,7 +66,7 @@ pub(super) struct Driver {
     direct: Vec<bool>,
     refusals_told: Vec<bool>,
     /// Packets from none of ours, for each server's socket.
-    strangers: Vec<u64>,
+    unauthenticated: Vec<u64>,
 }
 
 struct Running {
@@ -121,7 +121,7 @@ impl Driver {
                 requested: 0,
                 results: 0,
                 refused: 0,
-                strangers: 0,
+                unauthenticated: 0,
                 sent_bytes: 0,
                 received_bytes: 0,
                 round_trip_ns: 0,
@@ -130,7 +130,7 @@ impl Driver {
         Driver {
             direct: vec![false; spec.servers.len()],
             refusals_told: vec![false; spec.servers.len()],
-            strangers: vec![0; spec.servers.len()],
+            unauthenticated: vec![0; spec.servers.len()],
             payload: vec![0; spec.payload_bytes],
             shared,
             group,
@@ -295,11 +295,11 @@ impl Driver {
             let ServerSpec { address, parent, .. } = self.spec.servers[server];
             for _ in 0..BATCHES {
                 let (core, told) = (&mut self.core, &mut self.refusals_told[server]);
-                let strangers = &mut self.strangers[server];
+                let unauthenticated = &mut self.unauthenticated[server];
                 let mut answers = Vec::new();
                 let received = socket.receive(|from, bytes| {
                     let Some(link) = link_of(from, address, parent) else {
-                        *strangers += 1;
+                        *unauthenticated += 1;
                         return;
                     };
                     if let Some(receipt) = Receipt::decode(bytes) {
@@ -526,7 +526,7 @@ impl Driver {
             entry.requested = counters.requested;
             entry.results = counters.results;
             entry.refused = counters.refused;
-            entry.strangers = self.strangers[server];
+            entry.unauthenticated = self.unauthenticated[server];
             entry.round_trip_ns = self.core.round_trip(server);
             if let Some(socket) = self.sockets.get(server) {
                 entry.sent_bytes = socket.counters().sent_bytes;

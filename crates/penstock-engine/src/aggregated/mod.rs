@@ -146,7 +146,7 @@ pub struct ServerStats {
     /// Packets without effect.
     pub refused: u64,
     /// ... and those that came to this rank's socket from another address than its server's and its aggregator's.
-    pub strangers: u64,
+    pub unauthenticated: u64,
     /// Bytes of datagrams that left, without headers of UDP and below.
     pub sent_bytes: u64,
     /// ... and came.

@@ -196,7 +196,7 @@ pub struct Aggregator {
     shard: Shard,
     jobs: BTreeMap<u32, Table>,
     /// Packets that belong to no job here, by [`Refusal::index`].
-    strangers: [u64; Refusal::COUNT],
+    unauthenticated: [u64; Refusal::COUNT],
     rules: Rules,
 }
 
@@ -268,7 +268,7 @@ impl Aggregator {
     #[must_use]
     pub fn sharded(limits: Limits, shard: Shard) -> Aggregator {
         assert!(shard.count.is_power_of_two() && shard.index < shard.count, "{shard:?}");
-        Aggregator { limits, shard, jobs: BTreeMap::new(), strangers: [0; Refusal::COUNT], rules: Rules::default() }
+        Aggregator { limits, shard, jobs: BTreeMap::new(), unauthenticated: [0; Refusal::COUNT], rules: Rules::default() }
     }
 
     /// Admits a job, or its next epoch, which forgets the one before. Reserves all memory that the job will ever use.
@@ -324,8 +324,8 @@ impl Aggregator {
 
     /// Packets that belong to no job here, by [`Refusal::index`].
     #[must_use]
-    pub fn strangers(&self) -> &[u64; Refusal::COUNT] {
-        &self.strangers
+    pub fn unauthenticated(&self) -> &[u64; Refusal::COUNT] {
+        &self.unauthenticated
     }
 
     /// Slots of a job that hold an incomplete sum.
@@ -338,13 +338,13 @@ impl Aggregator {
 
     /// Takes a datagram that came from `from`. Whatever it holds, at worst it has no effect and is counted.
     pub fn handle_packet(&mut self, from: Link, bytes: &[u8]) -> Result<Action<'_>, Refusal> {
-        let mut stranger = |refusal: Refusal| {
-            self.strangers[refusal.index()] += 1;
+        let mut unauthenticated = |refusal: Refusal| {
+            self.unauthenticated[refusal.index()] += 1;
             refusal
         };
-        let packet = decode(bytes).map_err(|error| stranger(error.into()))?;
+        let packet = decode(bytes).map_err(|error| unauthenticated(error.into()))?;
         let Some(table) = self.jobs.get_mut(&packet.header.job) else {
-            return Err(stranger(Refusal::Job));
+            return Err(unauthenticated(Refusal::Job));
         };
         table.handle(from, &packet, bytes, self.rules)
     }

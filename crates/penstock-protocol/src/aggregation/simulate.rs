@@ -788,7 +788,7 @@ impl<'a> World<'a> {
             );
         }
         if self.scenario.keyed && self.random.below(64) == 0 {
-            // Damage, or a stranger: somewhere a bit is flipped.
+            // Damage, or an unauthenticated peer: somewhere a bit is flipped.
             let mut bytes = bytes;
             let bit = self.random.below(bytes.len() as u64 * 8) as usize;
             bytes[bit / 8] ^= 1 << (bit % 8);

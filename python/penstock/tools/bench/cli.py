@@ -429,7 +429,7 @@ def tune(links: Sequence[str], ranks: int, hosts: int, timeout: float, json_path
     "--ways",
     default=",".join(times.WAYS),
     show_default=True,
-    help="Also storm: int32, and a stranger's packets meanwhile.",
+    help="Also storm: int32, and an unauthenticated peer's packets meanwhile.",
 )
 @click.option(
     "--losses",

@@ -35,7 +35,7 @@ class Cluster:
     Args:
         rate_mbit: of a worker's link; racks' links carry what their workers' do together.
         loss: on the workers' links, in each direction.
-        stranger: one more host in the last rack, whose link has no limit and whom no plan names.
+        unauthenticated: one more host in the last rack, whose link has no limit and whom no plan names.
 
     Entering raises:
         BenchError: a daemon did not come up, with what it said.
@@ -43,10 +43,10 @@ class Cluster:
     """
 
     def __init__(
-        self, workers: int, *, rate_mbit: float, loss: float = 0.0, offloads: bool = False, stranger: bool = False
+        self, workers: int, *, rate_mbit: float, loss: float = 0.0, offloads: bool = False, unauthenticated: bool = False
     ) -> None:
         self.workers = workers
-        self.topology = topology(workers, rate_mbit, loss, stranger=stranger)
+        self.topology = topology(workers, rate_mbit, loss, unauthenticated=unauthenticated)
         self._link = LinkSpec(rate_mbit=rate_mbit, mtu=9000, offloads=offloads)
         self._stack = ExitStack()
 
@@ -89,14 +89,14 @@ class Cluster:
         )
 
 
-def topology(workers: int, rate_mbit: float, loss: float, *, stranger: bool = False) -> Topology:
+def topology(workers: int, rate_mbit: float, loss: float, *, unauthenticated: bool = False) -> Topology:
     """Of a `Cluster`: up to 3 workers on one switch, more on two."""
     racks = 1 if workers < 4 else 2
-    hosts = workers + stranger
+    hosts = workers + unauthenticated
     below = [len([host for host in block if host < workers]) for block in blocks(hosts, racks)]
     rates = {f"r{rack}": rate_mbit * count for rack, count in enumerate(below)}
     rates |= {f"a{number}": 0.0 for number in range(racks + (racks > 1))}
-    rates |= {f"h{workers}": 0.0} if stranger else {}
+    rates |= {f"h{workers}": 0.0} if unauthenticated else {}
     losses = {f"h{host}": loss for host in range(workers)} if loss else {}
     return Topology(hosts=hosts, racks=racks, servers=1, core_aggregator=racks > 1, rates=rates, losses=losses)
 
