@@ -535,14 +535,14 @@ def test_training_survives_the_server(tmp_path: pathlib.Path, hook: bool) -> Non
 
 
 def test_the_reducer_goes_through_the_servers(tmp_path: pathlib.Path) -> None:
-    """With gradient hooks units are aggregated, and losses are those of a run among the ranks, but for quantisation."""
+    """With gradient hooks buckets are aggregated, and losses are those of a run among the ranks, but for quantisation."""
     plain = [losses for losses, _ in ranks.run(_train, count=2, args=(10, True))]
     with Daemon("server") as server:
         env = _plan(tmp_path, f"- address: {server.address}")
         found = ranks.run(_train, count=2, args=(10, True), env=env)
     for (losses, stats), expected in zip(found, plain, strict=True):
         np.testing.assert_allclose(losses, expected, rtol=1e-4)
-        assert stats["0/units"]["operations"] >= 10
+        assert stats["0/buckets"]["operations"] >= 10
 
 
 # ------------------------------------------------------------------------------------------------ ranks that go wrong

@@ -492,12 +492,12 @@ mod tests {
         let (engines, groups) = pair(false);
         let reducer = Reducer::new(ReducerSpec {
             rounds: groups[0].clone(),
-            units: groups[0].clone(),
+            buckets: groups[0].clone(),
             rank: 0,
             world: 2,
             gradients: vec![Gradient { name: "w".into(), elements: 4, dtype: DType::F32, order: 0 }],
             op: ReduceOp::Avg,
-            unit_bytes: 1 << 20,
+            bucket_bytes: 1 << 20,
             wire: None,
             error_feedback: false,
             check_finite: false,

@@ -11,7 +11,7 @@
 //!
 //! The digest is of what the gradients are. The AND of both copies gives them back only if it is the same on all ranks.
 //!
-//! **When is it time for a round?** When as much is ready as a unit holds, or the backward pass has ended; one at a time, so
+//! **When is it time for a round?** When as much is ready as a bucket holds, or the backward pass has ended; one at a time, so
 //! that what becomes ready meanwhile goes into the next. A rank that has ended waits in its round until the others come to
 //! theirs: there are as many rounds as the slowest rank asks for, and one more.
 //!
@@ -24,7 +24,7 @@
 //! can have ended it, for this rank lacks a gradient; so they all come to that round.
 
 use crate::digest::digest;
-use penstock_plan::units::Entry;
+use penstock_plan::buckets::Entry;
 
 /// One rank's view of its gradients.
 #[derive(Debug)]
@@ -142,8 +142,8 @@ impl Readiness {
     }
 
     /// The bits to all-reduce with AND, if it is time for a round.
-    pub(crate) fn poll_round(&mut self, unit_bytes: u64) -> Option<Vec<u8>> {
-        let is_due = self.pending > 0 && (self.flushed || self.fresh_bytes >= unit_bytes);
+    pub(crate) fn poll_round(&mut self, bucket_bytes: u64) -> Option<Vec<u8>> {
+        let is_due = self.pending > 0 && (self.flushed || self.fresh_bytes >= bucket_bytes);
         if self.in_round || !(self.withdrawn || is_due) {
             return None;
         }
@@ -239,7 +239,7 @@ mod tests {
             let mut rng = Rng::with_seed(seed);
             let (world, count) = (rng.usize(1..9), rng.usize(1..40));
             let sizes: Vec<u64> = (0..count).map(|_| rng.u64(1..1000)).collect();
-            let unit_bytes = rng.u64(1..3000);
+            let bucket_bytes = rng.u64(1..3000);
             let mut ranks: Vec<Readiness> =
                 (0..world).map(|rank| Readiness::new(entries(&sizes), 0, rank as u32, world as u32)).collect();
             for _step in 0..3 {
@@ -269,7 +269,7 @@ mod tests {
                         ranks[rank].flush();
                     }
                     if waiting[rank].is_none() {
-                        waiting[rank] = ranks[rank].poll_round(unit_bytes);
+                        waiting[rank] = ranks[rank].poll_round(bucket_bytes);
                     }
                     if waiting.iter().all(Option::is_some) {
                         rounds += 1;
@@ -292,15 +292,15 @@ mod tests {
                     }
                 }
                 assert!(seen.iter().all(|&times| times == 1), "seed {seed}: {seen:?}");
-                // At most one round for each unit that the slowest fills, and the end.
-                assert!(most <= sizes.iter().sum::<u64>() / unit_bytes + 2, "seed {seed}: {most} rounds");
+                // At most one round for each bucket that the slowest fills, and the end.
+                assert!(most <= sizes.iter().sum::<u64>() / bucket_bytes + 2, "seed {seed}: {most} rounds");
             }
         }
     }
 
-    /// In the same order on all ranks, a step costs a round for each unit at most, and one gradient is not asked for twice.
+    /// In the same order on all ranks, a step costs a round for each bucket at most, and one gradient is not asked for twice.
     #[test]
-    fn the_same_order_costs_a_round_a_unit() {
+    fn the_same_order_costs_a_round_a_bucket() {
         let mut rank = Readiness::new(entries(&[100; 50]), 0, 0, 1);
         let mut rounds = 0;
         for index in 0..50 {
@@ -321,7 +321,7 @@ mod tests {
         for seed in 0..500 {
             let mut rng = Rng::with_seed(seed);
             let (world, count) = (rng.usize(2..5), rng.usize(1..12));
-            let unit_bytes = rng.u64(1..30);
+            let bucket_bytes = rng.u64(1..30);
             let sizes = vec![10; count];
             let mut ranks: Vec<Readiness> =
                 (0..world).map(|rank| Readiness::new(entries(&sizes), 0, rank as u32, world as u32)).collect();
@@ -349,7 +349,7 @@ mod tests {
                     ranks[rank].flush();
                 }
                 if waiting[rank].is_none() {
-                    waiting[rank] = ranks[rank].poll_round(unit_bytes);
+                    waiting[rank] = ranks[rank].poll_round(bucket_bytes);
                 }
                 if waiting.iter().all(Option::is_some) {
                     let all: Vec<Vec<u8>> = waiting.iter_mut().map(|bits| bits.take().expect("looked at")).collect();

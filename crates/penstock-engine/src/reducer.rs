@@ -1,21 +1,21 @@
 //! All-reduces a model's gradients while the backward pass makes them.
 //!
 //! ```text
-//!   submit() ──> Readiness ──round──> what all ranks have ──pack()──> units ──> all-reduces ──> the gradients, reduced
+//!   submit() ──> Readiness ──round──> what all ranks have ──pack()──> buckets ──> all-reduces ──> the gradients, reduced
 //!   flush() ───> the same for what is left; its ticket completes when all of it is reduced
 //! ```
 //!
-//! The rounds go through a group of their own and the units through another, so that the order of the user's own operations
-//! has nothing to do with either. A round ends on the engine's thread, which starts its units there and then: Python's lock,
+//! The rounds go through a group of their own and the buckets through another, so that the order of the user's own operations
+//! has nothing to do with either. A round ends on the engine's thread, which starts its buckets there and then: Python's lock,
 //! and the threads that compute, are not in the way.
 //!
-//! A unit that lies in one piece (a large gradient, or neighbours in memory) is reduced where it lies; others are copied
+//! A bucket that lies in one piece (a large gradient, or neighbours in memory) is reduced where it lies; others are copied
 //! together and back. Where the wire's dtype is another than the gradients', the copy converts.
 
 use crate::digest::digest;
 use crate::readiness::{Agreed, Readiness};
 use crate::{Call, Group, Ticket};
-use penstock_plan::units::{Entry, Unit, pack};
+use penstock_plan::buckets::{Bucket, Entry, pack};
 use penstock_plan::{Algorithm, Collective};
 use penstock_protocol::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp};
@@ -43,7 +43,7 @@ pub struct ReducerSpec {
     /// The group that agrees on what is ready. Nobody else uses it.
     pub rounds: Group,
     /// The group that reduces. Nobody else uses it.
-    pub units: Group,
+    pub buckets: Group,
     /// This rank in either.
     pub rank: u32,
     /// Ranks in either.
@@ -53,7 +53,7 @@ pub struct ReducerSpec {
     /// [`ReduceOp::Sum`] or [`ReduceOp::Avg`].
     pub op: ReduceOp,
     /// What one all-reduce is to carry.
-    pub unit_bytes: u64,
+    pub bucket_bytes: u64,
     /// Send float32 gradients as [`DType::F16`] or [`DType::BF16`]: each rank rounds its own once, and each sum is computed in
     /// float32 and rounded once. An average is divided by before it is rounded, so that a sum does not overflow.
     pub wire: Option<DType>,
@@ -70,11 +70,11 @@ pub struct ReducerSpec {
 /// How gradients travel. It may change between steps, on all ranks at the same one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
-    /// As [`ReducerSpec::unit_bytes`].
-    pub unit_bytes: u64,
+    /// As [`ReducerSpec::bucket_bytes`].
+    pub bucket_bytes: u64,
     /// As [`ReducerSpec::wire`].
     pub wire: Option<DType>,
-    /// How units are all-reduced; `None` leaves it to the planner.
+    /// How buckets are all-reduced; `None` leaves it to the planner.
     pub algorithm: Option<Algorithm>,
     /// Streams to send on to each rank, of those that are open; see [`Group::retune`].
     pub streams: usize,
@@ -88,10 +88,10 @@ pub struct ReducerStats {
     /// Nanoseconds from their start to their end, together: mostly waiting for the slowest rank.
     pub round_ns: u64,
     /// All-reduces.
-    pub units: u64,
+    pub buckets: u64,
     /// Bytes of gradients that were reduced where they lie.
     pub in_place_bytes: u64,
-    /// Bytes of gradients that were copied into units and back.
+    /// Bytes of gradients that were copied into buckets and back.
     pub copied_bytes: u64,
     /// Steps that have ended.
     pub steps: u64,
@@ -104,7 +104,7 @@ pub struct Reducer(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     rounds: Group,
-    units: Group,
+    buckets: Group,
     rank: u32,
     world: u32,
     gradients: Vec<Gradient>,
@@ -117,12 +117,12 @@ struct Inner {
 #[derive(Debug)]
 struct State {
     readiness: Readiness,
-    unit_bytes: u64,
+    bucket_bytes: u64,
     wire: Option<DType>,
     submitted: Vec<Option<Submitted>>,
     /// Whether a gradient was absent on all ranks when it was last agreed on.
     absent: Vec<bool>,
-    /// Rounds and units that are not over: their buffers are in use.
+    /// Rounds and buckets that are not over: their buffers are in use.
     running: usize,
     /// Completes when nothing is pending or running.
     flushed: Option<Ticket>,
@@ -133,9 +133,9 @@ struct State {
     dropped: Option<Failure>,
     /// This rank's pass has raised: what is left of its step counts as none.
     withdrawn: bool,
-    /// Buffers for units that are copied, kept from step to step.
+    /// Buffers for buckets that are copied, kept from step to step.
     spare: Vec<Vec<u8>>,
-    /// What rounding has taken off each gradient so far; empty without error feedback. A gradient is in one unit at a time,
+    /// What rounding has taken off each gradient so far; empty without error feedback. A gradient is in one bucket at a time,
     /// which alone touches it.
     residuals: Vec<Box<[f32]>>,
     stats: ReducerStats,
@@ -157,16 +157,16 @@ impl std::fmt::Debug for Submitted {
     }
 }
 
-/// Where a unit's pieces lie, and the buffer that carries them if they do not lie in one piece.
+/// Where a bucket's pieces lie, and the buffer that carries them if they do not lie in one piece.
 struct Carrier {
-    unit: Unit,
+    bucket: Bucket,
     pieces: Vec<*mut u8>,
     /// Where the residuals of the pieces lie; empty without error feedback.
     residuals: Vec<*mut f32>,
     buffer: Option<Vec<u8>>,
 }
 
-// SAFETY: the pointers are of gradients that `Submitted` keeps alive until the unit is over, and of residuals, which live as
+// SAFETY: the pointers are of gradients that `Submitted` keeps alive until the bucket is over, and of residuals, which live as
 // long as the reducer and never move.
 unsafe impl Send for Carrier {}
 
@@ -198,7 +198,7 @@ impl Reducer {
         let count = entries.len();
         let state = State {
             readiness: Readiness::new(entries, names, spec.rank, spec.world),
-            unit_bytes: spec.unit_bytes,
+            bucket_bytes: spec.bucket_bytes,
             wire: spec.wire,
             submitted: (0..count).map(|_| None).collect(),
             absent: vec![false; count],
@@ -214,7 +214,7 @@ impl Reducer {
         };
         Ok(Reducer(Arc::new(Inner {
             rounds: spec.rounds,
-            units: spec.units,
+            buckets: spec.buckets,
             rank: spec.rank,
             world: spec.world,
             gradients: spec.gradients,
@@ -340,13 +340,13 @@ impl Reducer {
             return Err(Failure::of_call(FailureKind::Config, format!("there is no all-reduce called {algorithm}.")));
         }
         let mut state = self.lock_idle()?;
-        (state.unit_bytes, state.wire) = (way.unit_bytes, way.wire);
+        (state.bucket_bytes, state.wire) = (way.bucket_bytes, way.wire);
         // With the lock held: what starts later is behind it in the engine's queue.
-        self.0.units.retune(way.algorithm, way.streams);
+        self.0.buckets.retune(way.algorithm, way.streams);
         Ok(())
     }
 
-    /// The state, if it is between two steps: a unit that is re-cut while it is under way would corrupt gradients.
+    /// The state, if it is between two steps: a bucket that is re-cut while it is under way would corrupt gradients.
     fn lock_idle(&self) -> Result<MutexGuard<'_, State>, Failure> {
         let state = self.lock();
         let (running, pending) = (state.running, state.readiness.pending());
@@ -366,7 +366,7 @@ impl Reducer {
         self.lock().stats
     }
 
-    /// Changes only while no unit is under way.
+    /// Changes only while no bucket is under way.
     fn wire(&self) -> Option<DType> {
         self.lock().wire
     }
@@ -381,8 +381,8 @@ impl Reducer {
         if state.failed.is_some() {
             return;
         }
-        let unit_bytes = state.unit_bytes;
-        let Some(bits) = state.readiness.poll_round(unit_bytes) else { return };
+        let bucket_bytes = state.bucket_bytes;
+        let Some(bits) = state.readiness.poll_round(bucket_bytes) else { return };
         state.running += 1;
         state.stats.rounds += 1;
         drop(state);
@@ -447,10 +447,10 @@ impl Reducer {
                 state.release(entry.index);
             }
         }
-        for unit in pack(ready, state.unit_bytes) {
-            let mut pieces = Vec::with_capacity(unit.pieces.len());
+        for bucket in pack(ready, state.bucket_bytes) {
+            let mut pieces = Vec::with_capacity(bucket.pieces.len());
             let mut residuals = Vec::new();
-            for piece in &unit.pieces {
+            for piece in &bucket.pieces {
                 let submitted = state.submitted[piece.index as usize].as_mut().expect("agreed on, so submitted here");
                 submitted.left += 1;
                 pieces.push(submitted.address.wrapping_add(piece.range.start as usize));
@@ -458,14 +458,14 @@ impl Reducer {
                     residuals.push(residual[piece.range.start as usize / 4..].as_mut_ptr());
                 }
             }
-            let in_place = state.wire.is_none() && is_one_piece(&unit, &pieces);
-            let bytes = unit.bytes();
+            let in_place = state.wire.is_none() && is_one_piece(&bucket, &pieces);
+            let bytes = bucket.bytes();
             let buffer = (!in_place).then(|| state.spare.pop().unwrap_or_default());
             let count = if in_place { &mut state.stats.in_place_bytes } else { &mut state.stats.copied_bytes };
             *count += bytes;
-            state.stats.units += 1;
+            state.stats.buckets += 1;
             state.running += 1;
-            carriers.push(Carrier { unit, pieces, residuals, buffer });
+            carriers.push(Carrier { bucket, pieces, residuals, buffer });
         }
         if state.withdrawn || !withdrawn.is_empty() {
             state.give_back();
@@ -477,7 +477,7 @@ impl Reducer {
     }
 
     fn reduce(&self, mut carrier: Carrier) {
-        let dtype = self.0.gradients[carrier.unit.pieces[0].index as usize].dtype;
+        let dtype = self.0.gradients[carrier.bucket.pieces[0].index as usize].dtype;
         let (dtype, op) = match self.wire() {
             Some(wire) => (wire, ReduceOp::Sum),
             None => (dtype, self.0.op),
@@ -486,20 +486,20 @@ impl Reducer {
         unsafe { self.load(&mut carrier) };
         let (address, bytes) = match &mut carrier.buffer {
             Some(buffer) => (buffer.as_mut_ptr(), buffer.len() as u64),
-            None => (carrier.pieces[0], carrier.unit.bytes()),
+            None => (carrier.pieces[0], carrier.bucket.bytes()),
         };
         let call = self.call(op, dtype, bytes, address);
         let (reducer, began_at) = (self.clone(), address as usize);
-        self.start(&self.0.units, call, move |result| {
+        self.start(&self.0.buckets, call, move |result| {
             let ends_at = carrier.buffer.as_ref().map_or(carrier.pieces[0].cast_const(), |buffer| buffer.as_ptr());
-            debug_assert_eq!(ends_at as usize, began_at, "a unit's memory stays where it is while it is in flight");
+            debug_assert_eq!(ends_at as usize, began_at, "a bucket's memory stays where it is while it is in flight");
             match result {
                 // SAFETY: as above.
                 Ok(()) => unsafe { reducer.store(&carrier) },
                 Err(failure) => reducer.fail(failure),
             }
             let mut state = reducer.lock();
-            for piece in &carrier.unit.pieces {
+            for piece in &carrier.bucket.pieces {
                 if let Some(pending) = &mut state.submitted[piece.index as usize] {
                     pending.left -= 1;
                     if pending.left == 0 {
@@ -530,16 +530,16 @@ impl Reducer {
         }
     }
 
-    /// Copies pieces into the unit's buffer, if it has one.
+    /// Copies pieces into the bucket's buffer, if it has one.
     ///
     /// # Safety
     /// The pieces are valid, and nobody writes to them.
     unsafe fn load(&self, carrier: &mut Carrier) {
         let Some(buffer) = &mut carrier.buffer else { return };
-        let (bytes, wire) = (carrier.unit.bytes() as usize, self.wire());
+        let (bytes, wire) = (carrier.bucket.bytes() as usize, self.wire());
         buffer.resize(if wire.is_some() { bytes / 2 } else { bytes }, 0);
         let mut at = buffer.as_mut_ptr();
-        for (at_piece, (piece, src)) in carrier.unit.pieces.iter().zip(&carrier.pieces).enumerate() {
+        for (at_piece, (piece, src)) in carrier.bucket.pieces.iter().zip(&carrier.pieces).enumerate() {
             let len = piece.range.len() as usize;
             // SAFETY: the buffer holds all pieces one after the other; the caller vouches for them.
             at = unsafe {
@@ -570,7 +570,7 @@ impl Reducer {
         let Some(buffer) = &carrier.buffer else { return };
         let wire = self.wire();
         let mut at = buffer.as_ptr();
-        for (piece, dst) in carrier.unit.pieces.iter().zip(&carrier.pieces) {
+        for (piece, dst) in carrier.bucket.pieces.iter().zip(&carrier.pieces) {
             let len = piece.range.len() as usize;
             // SAFETY: as in `load`.
             at = unsafe {
@@ -588,7 +588,7 @@ impl Reducer {
         }
     }
 
-    /// A round or unit is over.
+    /// A round or bucket is over.
     fn over(&self) {
         self.lock().running -= 1;
         self.advance();
@@ -630,11 +630,11 @@ impl Reducer {
         state.failed = Some(failure.clone());
         drop(state);
         self.0.rounds.fail(failure.clone());
-        self.0.units.fail(failure.clone());
+        self.0.buckets.fail(failure.clone());
     }
 }
 
-/// The end of a round or unit; also when handling its result panics, so that the pass ends.
+/// The end of a round or bucket; also when handling its result panics, so that the pass ends.
 struct End(Reducer);
 
 impl Drop for End {
@@ -688,9 +688,9 @@ fn check_wire(wire: Option<DType>, op: ReduceOp, gradients: &[Gradient]) -> Resu
     Ok(())
 }
 
-/// Whether the pieces of a unit follow each other in memory.
-fn is_one_piece(unit: &Unit, pieces: &[*mut u8]) -> bool {
-    let ends = unit.pieces.iter().zip(pieces).map(|(piece, start)| start.wrapping_add(piece.range.len() as usize));
+/// Whether the pieces of a bucket follow each other in memory.
+fn is_one_piece(bucket: &Bucket, pieces: &[*mut u8]) -> bool {
+    let ends = bucket.pieces.iter().zip(pieces).map(|(piece, start)| start.wrapping_add(piece.range.len() as usize));
     ends.zip(&pieces[1..]).all(|(end, next)| end == *next)
 }
 
@@ -709,7 +709,7 @@ unsafe fn round(wire: DType, dst: *mut u8, src: *const u8, bytes: usize, factor:
     for start in (0..elements).step_by(BLOCK) {
         let count = BLOCK.min(elements - start);
         let (scaled, widened) = (&mut scaled[..count], &mut widened[..count]);
-        // SAFETY: the caller's promise. The buffer of a unit is allocated for more than two bytes at a time, and pieces before
+        // SAFETY: the caller's promise. The buffer of a bucket is allocated for more than two bytes at a time, and pieces before
         // this one were of whole elements: it is aligned to two.
         let (dst, residual) = unsafe {
             penstock_kernels::premultiply(

@@ -13,20 +13,22 @@ pub(crate) struct Reducer(penstock_engine::Reducer);
 
 #[pymethods]
 impl Reducer {
-    /// `rounds` and `units` are groups of the same `world` ranks that nobody else uses; `gradients` are (name, elements, dtype,
+    /// `rounds` and `buckets` are groups of the same `world` ranks that nobody else uses; `gradients` are (name, elements, dtype,
     /// number of their layout), by index, alike on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or "bfloat16"; `error_feedback` needs one.
     #[new]
-    #[pyo3(signature = (*, rounds, units, rank, world, gradients, op, unit_bytes, wire, error_feedback=false, check_finite, timeout_s))]
+    #[pyo3(signature = (
+        *, rounds, buckets, rank, world, gradients, op, bucket_bytes, wire, error_feedback=false, check_finite, timeout_s
+    ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         rounds: &Group,
-        units: &Group,
+        buckets: &Group,
         rank: u32,
         world: u32,
         gradients: Vec<(String, u64, String, u64)>,
         op: &str,
-        unit_bytes: u64,
+        bucket_bytes: u64,
         wire: Option<&str>,
         error_feedback: bool,
         check_finite: bool,
@@ -38,12 +40,12 @@ impl Reducer {
             .collect::<PyResult<_>>()?;
         let spec = ReducerSpec {
             rounds: rounds.0.clone(),
-            units: units.0.clone(),
+            buckets: buckets.0.clone(),
             rank,
             world,
             gradients,
             op: reduce_op(op, 1.0)?,
-            unit_bytes,
+            bucket_bytes,
             wire: wire.map(dtype_named).transpose()?,
             error_feedback,
             check_finite,
@@ -86,17 +88,17 @@ impl Reducer {
     }
 
     /// Changes how gradients travel; between steps only, on all ranks at the same one. `algorithm` None: the planner chooses.
-    #[pyo3(signature = (*, unit_bytes, wire, algorithm, streams))]
+    #[pyo3(signature = (*, bucket_bytes, wire, algorithm, streams))]
     fn set_way(
         &self,
         py: Python<'_>,
-        unit_bytes: u64,
+        bucket_bytes: u64,
         wire: Option<&str>,
         algorithm: Option<&str>,
         streams: usize,
     ) -> PyResult<()> {
         let way = Way {
-            unit_bytes,
+            bucket_bytes,
             wire: wire.map(dtype_named).transpose()?,
             algorithm: algorithm.map(algorithm_named).transpose()?,
             streams,
@@ -111,7 +113,7 @@ impl Reducer {
         out.set_item("steps", stats.steps)?;
         out.set_item("rounds", stats.rounds)?;
         out.set_item("round_s", stats.round_ns as f64 / 1e9)?;
-        out.set_item("units", stats.units)?;
+        out.set_item("buckets", stats.buckets)?;
         out.set_item("in_place_bytes", stats.in_place_bytes)?;
         out.set_item("copied_bytes", stats.copied_bytes)?;
         Ok(out)

@@ -272,7 +272,7 @@ SETTINGS = (
         "0",
         _tune,
         "what gradient hooks do where the script does not say (docs/guide/tune.md); rank 0's value counts. 1: find the fastest "
-        "streams, unit size and algorithm during the first 100 steps, some of which are slower for it, and keep watch. A "
+        "streams, bucket size and algorithm during the first 100 steps, some of which are slower for it, and keep watch. A "
         "tuner's record (a file): what it chose. 0: the defaults.",
     ),
     Setting(

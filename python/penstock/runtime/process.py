@@ -151,7 +151,7 @@ class Engine:
 
 class _Requests:
     """What PENSTOCK_CHECK and PENSTOCK_TUNE ask for, and whether anything in this process does it. Only what reduces gradients in
-    units does (`GradientReducer`, `ddp_hook`, `hvd.DistributedOptimizer`); plain all-reduces, DDP's among them, know nothing of
+    buckets does (`GradientReducer`, `ddp_hook`, `hvd.DistributedOptimizer`); plain all-reduces, DDP's among them, know nothing of
     gradients and steps. A user who asks for a check and does not get it is told so, once."""
 
     def __init__(self) -> None:

@@ -84,7 +84,7 @@ def apply(core: _core.Reducer, setting: Setting) -> None:
         raise ConfigError(f"no compression {setting.compression!r}: there are {', '.join(WIRES)}")
     try:
         core.set_way(
-            unit_bytes=setting.unit_bytes,
+            bucket_bytes=setting.bucket_bytes,
             wire=WIRES[setting.compression],
             algorithm=None if setting.algorithm == AUTO else setting.algorithm,
             streams=setting.streams,
@@ -99,19 +99,19 @@ def space_of(default: Setting, hosts: Sequence[int], gradient_bytes: int, pinned
     Args:
         default: what runs without a tuner; as many streams are open, and its compression is the one that is allowed.
         hosts: of each rank.
-        gradient_bytes: of all gradients; larger units are all alike.
+        gradient_bytes: of all gradients; larger buckets are all alike.
         pinned: what the user has decided.
     """
     # Between ranks of one host, memory is read: no stream carries anything, and no algorithm reads less than the planner's.
     several = len(set(hosts)) > 1
     algorithms = [AUTO]
     if several and len(hosts) > 2:
-        # The planner takes a ring for all units of these sizes, or hierarchical where ranks share hosts.
+        # The planner takes a ring for all buckets of these sizes, or hierarchical where ranks share hosts.
         algorithms += ["halving-doubling"] if len(set(hosts)) == len(hosts) else ["ring", "halving-doubling"]
     return Space.standard(
         default,
         max_streams=default.streams,
-        most_unit_bytes=gradient_bytes,
+        most_bucket_bytes=gradient_bytes,
         algorithms=algorithms,
         compressions=[default.compression],
         pinned={**({} if several else {"streams": default.streams}), **pinned},
@@ -124,7 +124,7 @@ class Tuning:
     Args:
         plan: what `agree` gave, with ``options`` or a ``setting``.
         core: the reducer. It is idle.
-        units: its group of units.
+        buckets: its group of buckets.
         member: a group of its own, for the exchanges.
         group: the process group of the same ranks.
         default: what is in force now.
@@ -136,7 +136,7 @@ class Tuning:
         self,
         plan: Mapping[str, Any],
         core: _core.Reducer,
-        units: groups.Membership,
+        buckets: groups.Membership,
         member: groups.Membership,
         group: Any,
         *,
@@ -154,7 +154,7 @@ class Tuning:
             self.tuner = Tuner.pinned(Setting.from_json(plan["setting"]))
             self._apply(self.tuner.best)
             return
-        hosts = units.group.hosts()
+        hosts = buckets.group.hosts()
         if isinstance(model, torch.nn.Module):
             sizes = [one.nbytes for one in model.parameters() if one.requires_grad]
         else:
@@ -197,7 +197,7 @@ class Tuning:
             return
         self._exchange(None if self._ended is None else clock() - self._ended)
         if not self.tuner.holds:
-            # The ranks have just met in the last unit: this waits for little more than the way there and back. What it then
+            # The ranks have just met in the last bucket: this waits for little more than the way there and back. What it then
             # takes to decide counts for no step.
             self._take()
             self._exchange(None)

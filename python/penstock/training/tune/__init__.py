@@ -1,4 +1,4 @@
-"""Self-tuning: streams, unit size, algorithm and compression, found during the first steps of training.
+"""Self-tuning: streams, bucket size, algorithm and compression, found during the first steps of training.
 
 - `space`: settings, and which of them may be tried.
 - `searchers`: what proposes settings; plug-ins. `bandit`: who of them may propose next.

@@ -61,4 +61,4 @@ def _session(number: int, session: Mapping[str, Any]) -> list[str]:
 
 
 def _values(axis: Axis) -> str:
-    return ", ".join(format_bytes(value) if axis.name == "unit_bytes" else str(value) for value in axis.values)
+    return ", ".join(format_bytes(value) if axis.name == "bucket_bytes" else str(value) for value in axis.values)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.training.tune.graphs import Graph, distance, least_distance
-from penstock.training.tune.space import Setting
+from penstock.training.tune.space import Setting, with_new_names
 from penstock.training.tune.tuner import write_whole
 
 __all__ = ["Entry", "Match", "Memory", "default_path"]
@@ -84,7 +84,7 @@ class Memory:
     def entries(self) -> list[Entry]:
         """All entries, the one that was used last at the end. A file that cannot be read gives none, and a warning."""
         try:
-            document = json.loads(self.path.read_text(encoding="utf-8"))
+            document = with_new_names(json.loads(self.path.read_text(encoding="utf-8")))
             if document["format"] != MEMORY_FORMAT:
                 raise ValueError(f"its format is {document['format']!r}, not {MEMORY_FORMAT}")
             return [Entry.from_json(entry) for entry in document["entries"]]

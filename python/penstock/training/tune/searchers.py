@@ -273,7 +273,7 @@ class Hyperband:
 class Coordinate:
     """Our fifth: enumerate what has no order, walk along what has.
 
-    Step time has one valley along streams and along unit size (too few or too small waits, too many or too large overlaps
+    Step time has one valley along streams and along bucket size (too few or too small waits, too many or too large overlaps
     less), and nothing is known between algorithms. So, as AutoCCL does (NSDI 2025; known to us from summaries), algorithms
     and compressions are enumerated at the best place so far, and each ordered axis is descended, first by two places
     and then by one, until no step helps; then the enumeration is repeated there. Once that ends, every other

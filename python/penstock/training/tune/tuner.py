@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 from penstock.training.tune import session as sessions
 from penstock.training.tune.session import Options, Session
-from penstock.training.tune.space import Setting, Space
+from penstock.training.tune.space import Setting, Space, with_new_names
 
 __all__ = ["MOVES", "Applies", "Drift", "State", "Tuner", "load_record", "save_record"]
 
@@ -136,7 +136,7 @@ class Tuner:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Tuner:
         """A tuner pinned to what a record chose. Raises ValueError where the record holds no choice."""
-        for document in reversed(record["sessions"]):
+        for document in reversed(with_new_names(record)["sessions"]):
             if document["chosen"]:
                 return cls.pinned(Setting.from_json(document["chosen"]))
         raise ValueError("the record ends before its tuner had chosen: there is nothing to pin")
@@ -276,6 +276,7 @@ def verify(record: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a decision differs.
     """
+    record = with_new_names(record)
     space = Space.from_json(record["space"])
     for document in record["sessions"]:
         if "costs" in document:
@@ -295,7 +296,7 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: it is not a record of a tuner; the text says why.
     """
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = with_new_names(json.loads(Path(path).read_text(encoding="utf-8")))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(record, dict) or record.get("format") != RECORD_FORMAT:
