@@ -511,7 +511,7 @@ def test_wrong_setting_on_one_rank() -> None:
         assert "rank 1" in outcome.raised.text and "nosuch0" in outcome.raised.text, outcome.raised.text
 
 
-@pytest.mark.parametrize("setting", ["PENSTOCK_INTERFACE", "PENSTOCK_PLAN", "PENSTOCK_ALGORITHM"])
+@pytest.mark.parametrize("setting", ["PENSTOCK_INTERFACE", "PENSTOCK_DEPLOYMENT", "PENSTOCK_ALGORITHM"])
 def test_wrong_setting_on_a_rank_0_that_holds_the_store(setting: str) -> None:
     """Ranks started by hand: the store ends with rank 0, and yet the others hear what is wrong with rank 0's settings."""
     with _occupied_port() as port:

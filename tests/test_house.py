@@ -137,13 +137,13 @@ def test_python_locks_pin_everything_but_torch(root: pathlib.Path) -> None:
 
 
 def test_every_variable_is_a_setting(root: pathlib.Path) -> None:
-    """What the code calls PENSTOCK_... is listed by `penstock info`, but for the marks that the testbed leaves."""
+    """What the code calls PENSTOCK_... is listed by `penstock info`, but for the marks that the testbed leaves and old names."""
     named = {
         name
         for path in (root / "python").rglob("*.py")
         for name in re.findall(r"\bPENSTOCK_[A-Z][A-Z_]*[A-Z]\b", path.read_text())
     }
-    assert named - {setting.name for setting in config.SETTINGS} == set(config.MARKS)
+    assert named - {setting.name for setting in config.SETTINGS} == {*config.MARKS, *config.OLD_NAMES}
 
 
 # Which rooms of the Python package a room may use (ARCHITECTURE.md, "On the Python side"). `errors`, `extras`,

@@ -1,4 +1,4 @@
-"""Old names of arguments, methods, options, variables and keys in files: each works for one more release and says its new name."""
+"""Old names of arguments, methods, options, variables and keys in files: each works for one more release and tells the new one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
+import penstock
 import ranks
 from landscapes import RECORDED
 from penstock import renamed
+from penstock.errors import Config as ConfigError
+from penstock.runtime import config
+from penstock.tools import info
 from penstock.tools.bench import cli as bench
 from penstock.torch import GradientReducer, ddp_hook
 from penstock.tune import Entry, Graph, Memory, Options, Setting, Space, Tuner, load_record, save_record, verify
@@ -98,6 +102,45 @@ def test_an_old_option_of_the_bench(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--unit is now --bucket" in capsys.readouterr().err
         context = command.make_context("x", arguments)
         assert context.params["bucket"] == "1M" and "--unit" not in command.get_help(context)
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PENSTOCK_PLAN is read where PENSTOCK_DEPLOYMENT is not set, and `penstock info` lists both, with what to do."""
+    assert config.read({"PENSTOCK_PLAN": "old"}).deployment == "old"
+    assert config.read({"PENSTOCK_PLAN": "old", "PENSTOCK_DEPLOYMENT": "new"}).deployment == "new"
+    assert config.renamed_variables({"PENSTOCK_DEPLOYMENT": "new"}) == {}
+    assert config.unknown_variables({"PENSTOCK_PLAN": "old"}) == {}
+    monkeypatch.delenv("PENSTOCK_DEPLOYMENT", raising=False)
+    monkeypatch.setenv("PENSTOCK_PLAN", "old")
+    listed = {setting["name"]: setting for setting in info.gather()["settings"]}
+    assert (listed["PENSTOCK_DEPLOYMENT"]["value"], listed["PENSTOCK_DEPLOYMENT"]["origin"]) == ("old", "environment")
+    assert "PENSTOCK_PLAN is now PENSTOCK_DEPLOYMENT" in listed["PENSTOCK_PLAN"]["meaning"]
+
+
+def test_an_old_setting_is_logged_once() -> None:
+    """One line on one rank of the host; and the setting counts."""
+    with ranks.Ranks(_group, count=2, env={"PENSTOCK_PLAN": "none.yaml"}) as job:
+        outcomes = job.outcomes(timeout_s=60)
+    lines = [line for outcome in outcomes for line in outcome.output.splitlines() if "PENSTOCK_PLAN is now" in line]
+    assert len(lines) == 1, lines
+    for outcome in outcomes:
+        assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Config"), str(outcome)
+        assert "PENSTOCK_DEPLOYMENT=none.yaml: the file cannot be read" in outcome.raised.text
+
+
+def _group() -> None:
+    dist.init_process_group("penstock")
+
+
+def test_a_deployment_from_the_script() -> None:
+    """`penstock.init(plan=...)` is `penstock.init(deployment=...)`, whose errors have the new name."""
+    with pytest.warns(DeprecationWarning, match="argument plan is now deployment"):
+        penstock.init(plan=None)  # type: ignore[call-arg]
+    with (
+        pytest.warns(DeprecationWarning, match="argument plan is now deployment"),
+        pytest.raises(ConfigError, match=r"penstock.init\(deployment='none.yaml'\): the file cannot be read"),
+    ):
+        penstock.init(plan="none.yaml")  # type: ignore[call-arg]
 
 
 def test_reducers() -> None:

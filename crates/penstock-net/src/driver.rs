@@ -938,7 +938,7 @@ impl Driver {
         }
     }
 
-    /// Plans another attempt for a stream that this process has no descriptor for at present. It is not counted: whoever waits
+    /// Schedules another attempt for a stream that this process has no descriptor for at present. It is not counted: whoever waits
     /// for the join knows how long.
     fn await_descriptors(&mut self, peer: PeerId, stream: StreamId, attempt: u32, reason: &str, now: Time) {
         self.complain(&format!("cannot connect to {reason}"), now);
@@ -948,7 +948,7 @@ impl Driver {
         self.next_timers = self.next_timers.min(at);
     }
 
-    /// Plans another attempt for a stream, or gives up.
+    /// Schedules another attempt for a stream, or gives up.
     fn retry<H: Handler>(
         &mut self,
         handler: &mut H,
@@ -1593,7 +1593,7 @@ const NOT_YET: &str = "the job is not set up there yet";
 const MAKES_ROOM: &str = "it has said nothing, and others came";
 /// What helps where a rank was given up that went on later.
 const HOW_TO_STAY: &str = "if it was only stopped, or its network was down, a longer PENSTOCK_PEER_TIMEOUT helps";
-/// Instead of a stream in a planned attempt: choose the way to the peer again.
+/// Instead of a stream in a scheduled attempt: choose the way to the peer again.
 const FROM_THE_START: StreamId = StreamId::MAX;
 /// How long to wait until a rank that reads the same contacts has joined as well and named its readers: ranks that wait for the
 /// store look at it every half second at least.

@@ -1,8 +1,8 @@
-"""Opens the jobs of a plan at its servers and aggregators, and gives a group's large all-reduces to them.
+"""Opens the jobs of a deployment at its servers and aggregators, and gives a group's large all-reduces to them.
 
 All ranks of a group call `attach` together. Each binds its sockets and publishes them; rank 0 opens the jobs and publishes
 how; everybody starts. Rank 0 then looks after the jobs: an aggregator that was restarted is told again, and in the end the
-jobs are closed. Daemons are told over HTTP, switches by the plan's command. docs/guide/aggregated.md says what happens when
+jobs are closed. Daemons are told over HTTP, switches by the deployment's command. docs/guide/aggregated.md says what happens when
 something dies.
 """
 
@@ -89,18 +89,18 @@ def attach(
     timeout: timedelta,
     interfaces: list[tuple[str, str]],
 ) -> Aggregation:
-    """Let a group's large sums and averages of floats go the plan's way. All ranks call it.
+    """Let a group's large sums and averages of floats go the deployment's way. All ranks call it.
 
     Args:
         member: this process's part in the group.
-        text: the plan, as rank 0 has read it.
+        text: the deployment, as rank 0 has read it.
         name: what errors call it.
         secret: what daemons want to see proven; None where they want nothing.
         timeout: for all of it.
         interfaces: (name, address) of those that this process uses.
 
     Raises:
-        penstock.errors.Config: on all ranks, if the plan does not fit the group, a socket cannot be bound, or a server or
+        penstock.errors.Config: on all ranks, if the deployment does not fit the group, a socket cannot be bound, or a server or
             aggregator does not answer or refuses; the message names it.
         penstock.runtime.store.StoreError: the group's store cannot be used.
     """
@@ -178,7 +178,7 @@ def attach(
     return Aggregation(member.group, siblings, jobs)
 
 
-def _as_server(agreed: deployment.Plan, index: int, opened: dict[str, Any], rank: int) -> tuple[Any, ...]:
+def _as_server(agreed: deployment.Deployment, index: int, opened: dict[str, Any], rank: int) -> tuple[Any, ...]:
     """What the engine is told of a server."""
     server = agreed.servers[index]
     above = server.parent(rank)
@@ -206,9 +206,9 @@ class _Jobs:
     """Rank 0's: one job a server, and what its nodes have been told."""
 
     def __init__(
-        self, agreed: deployment.Plan, world: int, workers: list[list[str]], mtu: int, secret: bytes | None
+        self, agreed: deployment.Deployment, world: int, workers: list[list[str]], mtu: int, secret: bytes | None
     ) -> None:
-        self._plan, self._world, self._workers, self._secret = agreed, world, workers, secret
+        self._deployment, self._world, self._workers, self._secret = agreed, world, workers, secret
         self._payload_bytes = agreed.block_bytes or _payload_bytes(mtu, agreed)
         self._puts: list[_Put] = []
         self._opener = os.getpid()
@@ -218,7 +218,7 @@ class _Jobs:
     def open(self, until: float) -> dict[str, Any]:
         """Open all jobs: at servers first, so that no aggregator forwards to one that does not know the job."""
         servers = []
-        for index, server in enumerate(self._plan.servers):
+        for index, server in enumerate(self._deployment.servers):
             children = server.children(self._world)
             below_switch = {
                 one.address
@@ -240,13 +240,13 @@ class _Jobs:
             }
             self._shards("server", server.address, until, beside_switch=any(_is_switch(one) for one in children))
             job, start = secrets.randbits(32), secrets.randbits(32)
-            key = secrets.token_hex(16) if self._plan.key else None
+            key = secrets.token_hex(16) if self._deployment.key else None
             common = {
                 "epoch": _EPOCH,
                 "key": key,
-                "window": self._plan.window,
+                "window": self._deployment.window,
                 "block_bytes": self._payload_bytes,
-                "floats": self._plan.format == "float32",
+                "floats": self._deployment.format == "float32",
                 "start": start,
             }
             workers = [addresses[index] for addresses in self._workers]
@@ -296,7 +296,7 @@ class _Jobs:
                     raise
                 self._stop.wait(_RETRY_EVERY_S)
         if answer.get("role") != role:
-            raise ConfigError(f"{address} is a {answer.get('role')}, but the plan {self._plan.name} has it as {role}")
+            raise ConfigError(f"{address} is a {answer.get('role')}, but the deployment {self._deployment.name} has it as {role}")
         if answer.get("protocol") != _core.AGGREGATION_VERSION:
             raise ConfigError(
                 f"{role} {address} is penstock {answer.get('penstock')} with version {answer.get('protocol')} of the packets, "
@@ -491,7 +491,7 @@ def _read(store: Any, keys: list[str], until: float) -> list[bytes]:
         store.wait(keys, left)
     except RuntimeError:  # of the store: not in time
         missing = [key for key in keys if not store.check([key])]
-        raise ConfigError(f"waited for {', '.join(missing)} of the plan's jobs in vain: did a rank die?") from None
+        raise ConfigError(f"waited for {', '.join(missing)} of the deployment's jobs in vain: did a rank die?") from None
     return list(store.multi_get(keys))
 
 
@@ -518,7 +518,7 @@ def _mtu(interface: str) -> int:
     return int(struct.unpack("16si12x", answer)[1])
 
 
-def _payload_bytes(mtu: int, agreed: deployment.Plan) -> int:
+def _payload_bytes(mtu: int, agreed: deployment.Deployment) -> int:
     six = any(":" in _host(server.address) for server in agreed.servers)
     fits = mtu - (40 if six else 20) - 8 - _HEADER_BYTES
     if fits < _STEP_BYTES:

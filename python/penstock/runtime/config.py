@@ -12,9 +12,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from penstock import renamed
 from penstock.errors import Config as ConfigError
 
-__all__ = ["SETTINGS", "Setting", "Settings", "read", "restarts", "unknown_variables"]
+__all__ = [
+    "SETTINGS",
+    "Setting",
+    "Settings",
+    "given_value",
+    "read",
+    "renamed_variables",
+    "restarts",
+    "unknown_variables",
+]
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class Settings:
     shm: bool
     ptracer: str
     algorithm: str | None
-    plan: str
+    deployment: str
     checksum: bool
     check: frozenset[str]
     tune: bool | str
@@ -78,12 +88,24 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """
     values = {}
     for setting in SETTINGS:
-        text = environ.get(setting.name, setting.default)
+        given = given_value(setting.name, environ)
+        text = setting.default if given is None else given
         try:
             values[setting.name.removeprefix("PENSTOCK_").lower()] = setting.parse(text)
         except ValueError as error:
             raise ConfigError(f"{setting.name}={text!r}: {error}. It means: {setting.meaning}") from None
     return Settings(**values)
+
+
+def given_value(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The text that the environment has for a setting, under its name or else its old name; None if it has neither."""
+    old = next((old for old, new in OLD_NAMES.items() if new == name), "")
+    return environ.get(name, environ.get(old))
+
+
+def renamed_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that are set under the old name of a setting, with what to say of each."""
+    return {old: renamed.message(old, new) for old, new in OLD_NAMES.items() if old in environ}
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -92,7 +114,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     found = {}
     for name in sorted(environ):
         word = name.removeprefix("PENSTOCK_")
-        if name.startswith("PENSTOCK_") and word not in known and name not in MARKS:
+        if name.startswith("PENSTOCK_") and word not in known and name not in (*MARKS, *OLD_NAMES):
             # Imported where something is wrong, not in every rank.
             import difflib
 
@@ -198,6 +220,9 @@ def _level(text: str) -> str:
 MARKS = ("PENSTOCK_TESTBED", "PENSTOCK_TESTBED_RUN")
 """By these the testbed knows what it has started (`penstock.tools.testbed.keeper`); no settings."""
 
+OLD_NAMES = {"PENSTOCK_PLAN": "PENSTOCK_DEPLOYMENT"}
+"""Old names of settings, and their names now. The new name wins where both are set."""
+
 CHECKS = ("nan", "mismatch", "slow")
 """What PENSTOCK_CHECK takes."""
 
@@ -242,14 +267,14 @@ SETTINGS = (
         "auto",
         _algorithm,
         "all-reduce algorithm; rank 0's value counts for the group. auto chooses by size and hosts "
-        "(docs/design/algorithms.md). Any but auto and aggregated switches PENSTOCK_PLAN off.",
+        "(docs/design/algorithms.md). Any but auto and aggregated switches PENSTOCK_DEPLOYMENT off.",
     ),
     Setting(
-        "PENSTOCK_PLAN",
+        "PENSTOCK_DEPLOYMENT",
         "",
         str,
-        "a plan file: large sums and averages of floats in groups of all ranks go through the servers and aggregators that it "
-        "names (docs/guide/aggregated.md); rank 0's file counts. Empty: all-reduces go among the ranks.",
+        "a deployment file: large sums and averages of floats in groups of all ranks go through the servers and aggregators "
+        "that it names (docs/guide/aggregated.md); rank 0's file counts. Empty: all-reduces go among the ranks.",
     ),
     Setting(
         "PENSTOCK_CHECKSUM",

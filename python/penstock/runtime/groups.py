@@ -106,13 +106,13 @@ def join(
         job_ranks: the ranks in the job of all members.
         timeout: for the whole of it.
         name: for logs and errors.
-        aggregate: the group has all ranks of the job: the plan (PENSTOCK_PLAN, `penstock.init`) holds for it.
+        aggregate: the group has all ranks of the job: the deployment (PENSTOCK_DEPLOYMENT, `penstock.init`) holds for it.
         check: called every `_SLICE_S` at least while this waits for other ranks. It raises if there is no point in waiting.
             The other ranks are told through the store.
 
     Raises:
-        penstock.errors.Config: a setting or the plan is wrong, a server or aggregator does not do its part, an interface or port
-            cannot be had, the store cannot be reached.
+        penstock.errors.Config: a setting or the deployment is wrong, a server or aggregator does not do its part, an interface
+            or port cannot be had, the store cannot be reached.
         penstock.errors.Refused: secrets or versions differ.
         penstock.errors.Timeout: not all ranks came.
         penstock.errors.Closed: this process is a fork of one that uses Penstock.
@@ -158,9 +158,9 @@ def join(
     membership = Membership(group, rank, world, name, engine, own, store, tuple(job_ranks))
     if rank == 0:
         _announce(membership, settings, agreed, members)
-    if agreed["plan"] is not None:
+    if agreed["deployment"] is not None:
         try:
-            text, source = agreed["plan"]
+            text, source = agreed["deployment"]
             with _store_errors(name, rank):
                 membership.aggregation = jobs.attach(
                     membership, text, source, settings.job_secret(), timeout, engine.interfaces
@@ -210,7 +210,7 @@ def _agree(
             "id": _ids.draw(tuple(job_ranks)),
             "algorithm": settings.algorithm,
             "secret": None if given else secrets.token_hex(16),
-            "plan": _plan(settings, world) if aggregate else None,
+            "deployment": _deployment(settings, world) if aggregate else None,
         }
         store.set("group", json.dumps(agreed))
     store.set(str(rank), engine.core.contact())
@@ -246,18 +246,18 @@ class _Ids:
             return found
 
 
-def _plan(settings: config.Settings, world: int) -> tuple[str, str] | None:
-    """The text of the plan and its name, if it counts."""
-    chosen = deployment.chosen(settings.plan)
+def _deployment(settings: config.Settings, world: int) -> tuple[str, str] | None:
+    """The text of the deployment and its name, if it counts."""
+    chosen = deployment.chosen(settings.deployment)
     if chosen is None:
         if settings.algorithm == "aggregated":
-            raise ConfigError("PENSTOCK_ALGORITHM=aggregated needs a plan (PENSTOCK_PLAN): docs/guide/aggregated.md")
+            raise ConfigError("PENSTOCK_ALGORITHM=aggregated needs a deployment (PENSTOCK_DEPLOYMENT): docs/guide/aggregated.md")
         return None
     text, name = chosen
     deployment.parse(text, name).check_world(world)
     if world == 1 or settings.algorithm not in (None, "aggregated"):
         why = "one rank adds nothing" if world == 1 else f"PENSTOCK_ALGORITHM={settings.algorithm} goes first"
-        log.warning("the plan %s is not used: %s", name, why)
+        log.warning("the deployment %s is not used: %s", name, why)
         return None
     return chosen
 

@@ -208,7 +208,7 @@ def _print_log(level: str) -> None:
 def _warn_of_unknown_variables() -> None:
     """Once a process, and on one rank of a host: hosts may differ in what is set, the ranks of one rarely do."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for told in config.unknown_variables().values():
+        for told in (*config.unknown_variables().values(), *config.renamed_variables().values()):
             log.warning("%s", told)
 
 

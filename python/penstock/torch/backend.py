@@ -48,7 +48,7 @@ def create(options: Any, pg_options: Any) -> Any:
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     rank = options.group_rank
     name = getattr(options, "group_id", "") or "default"
-    # A plan is for all ranks of the job.
+    # A deployment is for all ranks of the job.
     everybody = not dist.is_initialized() or len(global_ranks) == dist.get_world_size()
     membership = groups.join(
         options.store,

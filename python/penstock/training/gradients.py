@@ -161,7 +161,7 @@ class GradientReducer:
             raise ConfigError(f"bucket_bytes must be positive, not {bucket_bytes}")
         self._group = group
         self._backend = backend.of(group)
-        plan = tuning.agree(tune, group)
+        agreed = tuning.agree(tune, group)
         if broadcast:
             tensors = [*parameters, *(model.buffers() if isinstance(model, torch.nn.Module) else [])]
             self._broadcast(tensors)
@@ -193,17 +193,17 @@ class GradientReducer:
             timeout_s=self._backend.timeout_s,
         )
         self._setting = Setting(
-            streams=plan["streams"],
+            streams=agreed["streams"],
             bucket_bytes=bucket_bytes,
-            algorithm=plan["algorithm"] or tuning.AUTO,
+            algorithm=agreed["algorithm"] or tuning.AUTO,
             compression=next(name for name, dtype in tuning.WIRES.items() if dtype == wire_name),
         )
         self._groups = [self._rounds, self._buckets]
         self._tuning: tuning.Tuning | None = None
-        if "options" in plan or "setting" in plan:
+        if "options" in agreed or "setting" in agreed:
             self._groups.append(self._backend.sibling("tuning"))
             self._tuning = tuning.Tuning(
-                plan,
+                agreed,
                 self._reducer,
                 self._buckets,
                 self._groups[-1],

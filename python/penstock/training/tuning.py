@@ -60,17 +60,17 @@ def agree(tune: Tune, group: Any) -> dict[str, Any]:
     Raises:
         penstock.errors.Config: (on all ranks) rank 0 cannot make sense of what it was given, or lacks scipy.
     """
-    plan: list[Any] = [None]
+    agreed: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            plan = [_plan(tune)]
+            agreed = [_asked_for(tune)]
         except (ConfigError, OSError, ValueError, TypeError) as error:
-            plan = [{"error": f"{error}"}]
-    dist.broadcast_object_list(plan, _root(group), group=group)
-    agreed: dict[str, Any] = plan[0]
-    if "error" in agreed:
-        raise ConfigError(f"tune: {agreed['error']}")
-    return agreed
+            agreed = [{"error": f"{error}"}]
+    dist.broadcast_object_list(agreed, _root(group), group=group)
+    found: dict[str, Any] = agreed[0]
+    if "error" in found:
+        raise ConfigError(f"tune: {found['error']}")
+    return found
 
 
 def apply(core: _core.Reducer, setting: Setting) -> None:
@@ -122,7 +122,7 @@ class Tuning:
     """Runs a tuner on a reducer of gradients. All ranks make it, and call it at the same places.
 
     Args:
-        plan: what `agree` gave, with ``options`` or a ``setting``.
+        agreed: what `agree` gave, with ``options`` or a ``setting``.
         core: the reducer. It is idle.
         buckets: its group of buckets.
         member: a group of its own, for the exchanges.
@@ -134,7 +134,7 @@ class Tuning:
 
     def __init__(
         self,
-        plan: Mapping[str, Any],
+        agreed: Mapping[str, Any],
         core: _core.Reducer,
         buckets: groups.Membership,
         member: groups.Membership,
@@ -146,12 +146,12 @@ class Tuning:
     ) -> None:
         self._core, self._member, self._timeout_s = core, member, timeout_s
         self._default = self.setting = default
-        self._record_path = plan["record"]
+        self._record_path = agreed["record"]
         self._report: tuple[torch.Tensor, _core.Ticket] | None = None
         self._ended: float | None = None
         self._graphs: tuple[Graph, Graph] | None = None
-        if "setting" in plan:
-            self.tuner = Tuner.pinned(Setting.from_json(plan["setting"]))
+        if "setting" in agreed:
+            self.tuner = Tuner.pinned(Setting.from_json(agreed["setting"]))
             self._apply(self.tuner.best)
             return
         hosts = buckets.group.hosts()
@@ -176,8 +176,8 @@ class Tuning:
         dist.broadcast_object_list(remembered, _root(group), group=group)
         known = remembered[0]
         self.tuner = Tuner(
-            space_of(default, hosts, sum(sizes), {"algorithm": plan["algorithm"]} if plan["algorithm"] else {}),
-            options=Options.from_json(plan["options"]),
+            space_of(default, hosts, sum(sizes), {"algorithm": agreed["algorithm"]} if agreed["algorithm"] else {}),
+            options=Options.from_json(agreed["options"]),
             remembered=Setting.from_json(known["setting"]) if known else None,
             near=bool(known and known["near"]),
         )
@@ -270,7 +270,7 @@ class Tuning:
                 log.warning("the tuner's record cannot be written (PENSTOCK_TUNE_RECORD): %s", error)
 
 
-def _plan(tune: Tune) -> dict[str, Any]:
+def _asked_for(tune: Tune) -> dict[str, Any]:
     """What `agree` says of it, on rank 0.
 
     Raises:
@@ -278,23 +278,23 @@ def _plan(tune: Tune) -> dict[str, Any]:
         penstock.errors.Config: something else.
     """
     settings = config.read()
-    plan: dict[str, Any] = {"streams": settings.streams, "algorithm": settings.algorithm}
+    found: dict[str, Any] = {"streams": settings.streams, "algorithm": settings.algorithm}
     if tune is None:
         tune = settings.tune
     if tune is False:
-        return plan
-    plan["record"] = str(Path(settings.tune_record).absolute()) if settings.tune_record else ""
+        return found
+    found["record"] = str(Path(settings.tune_record).absolute()) if settings.tune_record else ""
     if tune is True:
         tune = Options()
     elif isinstance(tune, (str, os.PathLike)):
         tune = load_record(tune)
     if isinstance(tune, Options):
         need("a tuner", "scipy")
-        return {**plan, "options": tune.to_json()}
+        return {**found, "options": tune.to_json()}
     if isinstance(tune, Setting):
-        return {**plan, "setting": tune.to_json()}
+        return {**found, "setting": tune.to_json()}
     if isinstance(tune, Mapping):
-        return {**plan, "setting": Tuner.from_record(tune).best.to_json()}
+        return {**found, "setting": Tuner.from_record(tune).best.to_json()}
     raise ConfigError(f"it takes True, False, Options, a Setting, a record or its file, not {type(tune).__name__}")
 
 

@@ -799,7 +799,7 @@ impl<'a> World<'a> {
 
     fn wake(&mut self, node: Link, at: Time) {
         let at = at.max(Time(self.now.0 + 1));
-        if self.wakes.get(&node).is_none_or(|planned| at < *planned) {
+        if self.wakes.get(&node).is_none_or(|scheduled| at < *scheduled) {
             self.wakes.insert(node, at);
             self.at(at, Event::Wake { node });
         }

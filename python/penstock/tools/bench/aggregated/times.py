@@ -26,7 +26,7 @@ WAYS = ("ring", "gloo", "server", "int32", "int16", "float32")
 """``server``: int32 straight to the server, without aggregators. int16 carries float16 tensors; all others float32."""
 STORM = "storm"
 """int32 while an unauthenticated peer sends the last rack's aggregator as many packets of a job as its workers do."""
-WITHOUT_PLAN = ("ring", "gloo")
+WITHOUT_DEPLOYMENT = ("ring", "gloo")
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ def measure(
             sender = cluster.bed.popen(f"h{workers}", command, stdout=said, stderr=said)
             stack.callback(sender.wait)
             stack.callback(sender.kill)
-        numbers = {way: "int32" if way in ("server", STORM) else way for way in ways if way not in WITHOUT_PLAN}
+        numbers = {way: "int32" if way in ("server", STORM) else way for way in ways if way not in WITHOUT_DEPLOYMENT}
         options = {
             "ways": list(ways),
             "storm": storm,
-            "plans": {
-                way: cluster.plan(number, window, name=way, direct=way == "server") for way, number in numbers.items()
+            "deployments": {
+                way: cluster.deployment(number, window, name=way, direct=way == "server") for way, number in numbers.items()
             },
             "elements": nbytes // 4,
             "turns": turns,
