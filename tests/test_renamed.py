@@ -1,4 +1,4 @@
-"""Old names of arguments, methods, options, variables and keys in files: each works for one more release and tells the new one."""
+"""Old names of arguments, methods, options, variables and keys in files: each works for one more release, with a warning."""
 
 from __future__ import annotations
 

@@ -938,8 +938,8 @@ impl Driver {
         }
     }
 
-    /// Schedules another attempt for a stream that this process has no descriptor for at present. It is not counted: whoever waits
-    /// for the join knows how long.
+    /// Schedules another attempt for a stream for which this process has no file descriptor at present. The attempt is not
+    /// counted: the join's time-out bounds the wait.
     fn await_descriptors(&mut self, peer: PeerId, stream: StreamId, attempt: u32, reason: &str, now: Time) {
         self.complain(&format!("cannot connect to {reason}"), now);
         self.peers.troubles[peer as usize] = Some(reason.to_owned());
