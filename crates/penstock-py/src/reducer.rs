@@ -13,8 +13,9 @@ pub(crate) struct Reducer(penstock_engine::Reducer);
 
 #[pymethods]
 impl Reducer {
-    /// `rounds` and `buckets` are groups of the same `world` ranks that nobody else uses; `gradients` are (name, elements, dtype,
-    /// number of their layout), by index, alike on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or "bfloat16"; `error_feedback` needs one.
+    /// `rounds` and `buckets` are groups of the same `world` ranks that nothing else uses; `gradients` are (name, elements,
+    /// dtype, number of their layout), by index, the same on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or
+    /// "bfloat16"; `error_feedback` needs one of the last two.
     #[new]
     #[pyo3(signature = (
         *, rounds, buckets, rank, world, gradients, op, bucket_bytes, wire, error_feedback=false, check_finite, timeout_s
@@ -54,8 +55,8 @@ impl Reducer {
         penstock_engine::Reducer::new(spec).map(Reducer).map_err(|failure| error(py, &failure))
     }
 
-    /// The gradient at `address`, of `bytes` bytes, is ready, or `absent`: it lies in zeros then. Whatever keeps it valid goes into
-    /// `keep`.
+    /// The gradient at `address`, of `bytes` bytes, is ready; with `absent` it consists of zeros. `keep` is the object that
+    /// keeps the address valid.
     #[pyo3(signature = (index, address, bytes, *, absent=false, keep=None))]
     fn submit(
         &self,
@@ -72,22 +73,23 @@ impl Reducer {
             .map_err(|failure| error(py, &failure))
     }
 
-    /// The backward pass has ended. The ticket completes when all that was submitted is reduced.
+    /// The backward pass has ended. The ticket completes when every submitted gradient is reduced.
     fn flush(&self, py: Python<'_>) -> Ticket {
         Ticket(py.detach(|| self.0.flush()))
     }
 
-    /// The backward pass has raised. The ticket completes when the next one can begin.
+    /// The backward pass has raised. The ticket completes when the next pass can begin.
     fn withdraw(&self, py: Python<'_>) -> Ticket {
         Ticket(py.detach(|| self.0.withdraw()))
     }
 
-    /// Whether no rank had the gradient when it was last agreed on.
+    /// Whether no rank had the gradient in the last round that was about it.
     fn was_absent(&self, index: u32) -> bool {
         self.0.was_absent(index)
     }
 
-    /// Changes how gradients travel; between steps only, on all ranks at the same one. `algorithm` None: the planner chooses.
+    /// Changes how gradients travel: only between steps, on all ranks between the same two. `algorithm` None: the planner
+    /// chooses.
     #[pyo3(signature = (*, bucket_bytes, wire, algorithm, streams))]
     fn set_way(
         &self,

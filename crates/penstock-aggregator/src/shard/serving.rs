@@ -41,7 +41,8 @@ impl Serving {
         }
     }
 
-    /// Takes a datagram; returns what to ask its sender, where that is a node of a job that is not known to receive.
+    /// Handles a datagram; returns the receipt for its sender, if that is a node of a job that is not known to receive
+    /// packets.
     fn datagram(&mut self, now: Time, from: SocketAddr, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
         let Some(open) = job_of(datagram).and_then(|job| self.jobs.get_mut(&job)) else {
             let refusal = decode(datagram).map_or_else(Refusal::from, |_| Refusal::Job);
@@ -69,7 +70,7 @@ impl Serving {
         if is_heard && !node.receives { self.door.ask(&open.job.common, from) } else { None }
     }
 
-    /// Takes a datagram about who receives what; returns the answer.
+    /// Handles a receipt; returns the answer.
     fn receipt(&mut self, from: SocketAddr, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
         let open = self.jobs.get_mut(&job_of(datagram)?)?;
         let link = open.job.links.get(&from)?;
@@ -153,7 +154,7 @@ impl Machine for Serving {
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
         };
-        // The epoch before goes first, so that both are never here together.
+        // The epoch before is removed first, so that both never need memory together.
         self.jobs.remove(&common.job);
         let open = Open {
             server: Server::new(now, config),
