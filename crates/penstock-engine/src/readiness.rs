@@ -1,4 +1,4 @@
-//! Which gradients are ready on every rank, agreed without a master (AIACC-Training, section V-A).
+//! Agreement on which gradients are ready on every rank, without a master (AIACC-Training, section V-A).
 //!
 //! Autograd makes gradients in an order of its own, on each rank at its own pace, and an all-reduce needs all ranks. Every rank
 //! keeps two bits a gradient; in a *round* the ranks all-reduce their bits with AND, and what is still set is ready
@@ -9,19 +9,19 @@
 //!   | digest (8) | digest, inverted (8) | whole, a bit a rank | ready, a bit a gradient | absent, a bit a gradient |
 //! ```
 //!
-//! The digest is of what the gradients are. The AND of both copies gives them back only if it is the same on all ranks.
+//! The digest describes the gradients. The AND leaves both copies intact only if it is the same on all ranks.
 //!
-//! **When is it time for a round?** When as much is ready as a bucket holds, or the backward pass has ended; one at a time, so
-//! that what becomes ready meanwhile goes into the next. A rank that has ended waits in its round until the others come to
-//! theirs: there are as many rounds as the slowest rank asks for, and one more.
+//! **When does a round begin?** When the ready gradients fill a bucket, or the backward pass has ended. One round runs at a
+//! time, and gradients that become ready meanwhile go into the next. A rank that has ended waits in its round until the others
+//! join it: there are as many rounds as the slowest rank asks for, and one more.
 //!
-//! **A gradient that a rank does not produce** is *absent*: at the end of the pass it counts as ready, and as zeros. If it is
-//! absent everywhere, nobody reduces it, and it stays as it was.
+//! **A gradient that a rank does not produce** is *absent*: at the end of the pass it counts as ready, and as zeros. A
+//! gradient that is absent on all ranks is not reduced, and stays as it was.
 //!
-//! **A pass that raises** is withdrawn. As long as no gradient of the step has been agreed on, that concerns this rank alone: the
-//! others go on waiting for its next pass. Once one has been, the step cannot be taken back, and not ended either: this rank joins one
-//! more round, in which it clears its bit of *whole*, and all ranks drop the step. They are all in it, for all have agreed, and none
-//! can have ended it, for this rank lacks a gradient; so they all come to that round.
+//! **A pass that raises** is withdrawn. While no gradient of the step is agreed on, that concerns this rank alone: the others
+//! wait for its next pass. Once one is agreed on, the step can neither be taken back nor completed: this rank joins one more
+//! round, in which it clears its bit of *whole*, and all ranks drop the step. All of them take part in that round: they are
+//! still in the step, since all have agreed and none can have ended it without the gradients that this rank lacks.
 
 use crate::digest::digest;
 use penstock_plan::buckets::Entry;
@@ -35,9 +35,9 @@ pub(crate) struct Readiness {
     world: u32,
     /// Bytes that became ready after the last round began.
     fresh_bytes: u64,
-    /// Gradients that are ready here and not yet agreed.
+    /// Gradients that are ready here and not yet agreed on.
     pending: usize,
-    /// The backward pass has ended; what is pending will not grow.
+    /// The backward pass has ended: no more gradients become pending.
     flushed: bool,
     in_round: bool,
     /// Gradients that all ranks have agreed on in this step.
@@ -58,16 +58,16 @@ enum State {
 /// What a round has decided.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Agreed {
-    /// Ready on all ranks, and produced by one at least; in the order of their indices.
+    /// Gradients that are ready on all ranks and that at least one rank has produced, in the order of their indices.
     pub(crate) ready: Vec<Entry>,
-    /// Produced by no rank.
+    /// Gradients that no rank has produced.
     pub(crate) absent: Vec<u32>,
     /// Ranks whose passes have raised: the step is dropped, and nothing is ready or absent.
     pub(crate) withdrawn: Vec<u32>,
 }
 
 impl Readiness {
-    /// Of gradients whose indices are their places in the list; `names` is a digest of what else ranks must share of them.
+    /// `entries` are the gradients, by index; `names` is a digest of everything else that ranks must share about them.
     pub(crate) fn new(entries: Vec<Entry>, names: u64, rank: u32, world: u32) -> Readiness {
         debug_assert!(entries.iter().enumerate().all(|(place, entry)| entry.index as usize == place));
         Readiness {
@@ -89,7 +89,7 @@ impl Readiness {
         }
     }
 
-    /// A gradient is ready here, or will not be in this pass. False if it was submitted in this step already.
+    /// A gradient is ready here, or absent in this pass. Returns false if it was submitted in this step before.
     pub(crate) fn submit(&mut self, index: u32, absent: bool) -> bool {
         let (entry, state) = &mut self.entries[index as usize];
         if *state != State::Idle {
@@ -101,12 +101,12 @@ impl Readiness {
         true
     }
 
-    /// The backward pass has ended: what is pending goes as it is.
+    /// The backward pass has ended: the pending gradients go into rounds as they are.
     pub(crate) fn flush(&mut self) {
         self.flushed = self.pending > 0;
     }
 
-    /// The pass has raised: nothing more of it will come, and nobody wants its averages.
+    /// The pass has raised: no more gradients of it come, and their averages are not needed.
     pub(crate) fn withdraw(&mut self) {
         self.withdrawn = self.pending > 0 || self.agreed > 0;
         self.settle();
@@ -119,7 +119,7 @@ impl Readiness {
         }
     }
 
-    /// Nothing is submitted.
+    /// Forgets what was submitted.
     fn reset(&mut self) {
         self.entries.iter_mut().for_each(|(_, state)| *state = State::Idle);
         (self.fresh_bytes, self.pending, self.agreed) = (0, 0, 0);
@@ -172,7 +172,7 @@ impl Readiness {
         Some(bits)
     }
 
-    /// A round has ended with these bits. `None`: the ranks do not have the same gradients.
+    /// A round has ended with these bits. Returns `None` if the ranks do not have the same gradients.
     pub(crate) fn handle_round(&mut self, bits: &[u8]) -> Option<Agreed> {
         debug_assert!(self.in_round);
         self.in_round = false;
@@ -203,7 +203,7 @@ impl Readiness {
             }
         }
         if self.agreed == self.entries.len() {
-            // The step is over, on all ranks: also where its pass has raised after its last gradient.
+            // The step is over on all ranks, also if this rank's pass has raised after its last gradient.
             self.reset();
         } else if self.pending == 0 {
             self.flushed = false;

@@ -31,19 +31,19 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::time::Instant;
 
-/// What the callers' threads and the engine's thread share.
+/// State that callers' threads share with the engine's thread.
 #[derive(Debug, Default)]
 pub(crate) struct Shared(Mutex<Mailbox>);
 
 #[derive(Debug, Default)]
 struct Mailbox {
     commands: Vec<Command>,
-    /// Why the engine's thread reads no more commands.
+    /// Set when the engine's thread reads no more commands.
     closed: Option<Failure>,
 }
 
 impl Shared {
-    /// Hands a command to the engine's thread. If that has ended, `ticket` says why, and the result is false.
+    /// Posts a command to the engine's thread. If the thread has ended, `ticket` gets the reason, and the result is false.
     pub(crate) fn post(&self, command: Command, ticket: &Ticket) -> bool {
         let mut mailbox = self.lock();
         let Some(failure) = mailbox.closed.clone() else {
@@ -51,12 +51,12 @@ impl Shared {
             return true;
         };
         drop(mailbox);
-        // Before the command is dropped, and with it its promise.
+        // Before the command is dropped: that drops its promise.
         ticket.complete(Err(failure));
         false
     }
 
-    /// Refuses commands from now on. Those that nobody has read fail as later ones do.
+    /// Refuses commands from now on. Commands that were not read fail as later ones do.
     pub(crate) fn close(&self, failure: &Failure) {
         let mut mailbox = self.lock();
         mailbox.closed.get_or_insert_with(|| failure.clone());
@@ -83,40 +83,41 @@ impl Shared {
     }
 }
 
-/// What a caller asks of the engine's thread.
+/// A request of a caller to the engine's thread.
 #[derive(Debug)]
 pub(crate) enum Command {
     Join(GroupSpec, Promise),
     Start(GroupId, Call, Promise),
     Release(GroupId, Ticket),
     Leave(GroupId),
-    /// The all-reduce algorithm of a group from its next operation on, and the streams to use to each of its ranks.
+    /// Sets the all-reduce algorithm of a group from its next operation on, and the streams to use to each of its ranks.
     Retune(GroupId, Option<Algorithm>, usize),
     Hosts(GroupId, mpsc::Sender<Vec<u32>>),
-    /// Whether one of these ranks is lost, or what else is asked.
+    /// Checks whether one of these ranks is lost, and optionally more.
     Check {
         group: GroupId,
-        /// Whether the group has failed.
+        /// Also whether the group has failed.
         whole: bool,
-        /// Whether one of the ranks has left the job in good order.
+        /// Also whether one of the ranks has left the job in good order.
         farewells: bool,
         ranks: Vec<u32>,
         reply: mpsc::Sender<Option<Failure>>,
     },
     Abort(GroupId, Failure),
     Expire(GroupId, u64),
-    /// A ticket that ends when the group fails, or is left.
+    /// Completes a ticket when the group fails, or is left.
     Watch(GroupId, Promise),
     Share(u64, Region),
     Unshare(u64),
     Stats(mpsc::Sender<Stats>),
     Record(mpsc::Sender<String>),
     WriteRecord,
-    /// End; wait until peers have taken what was sent to them, as far as their operations' time-outs allow, or not at all.
+    /// Ends the engine; with `wait`, after peers have taken what was sent to them, as far as their operations' time-outs
+    /// allow.
     Stop {
         wait: bool,
     },
-    /// Panic now, or (`true`) at the next frame: for the tests of what a defect of ours leads to.
+    /// Panics now, or (`true`) at the next frame: for tests of what a defect of the engine leads to.
     #[cfg(test)]
     Panic(bool),
 }
@@ -124,18 +125,18 @@ pub(crate) enum Command {
 /// A group to join.
 #[derive(Clone, Debug)]
 pub struct GroupSpec {
-    /// Chosen by the group's rank 0, and never again for another group. Engines remember the ids of groups that they have left
-    /// as ranges, so the groups of the same ranks should be numbered in order, from a random number on.
+    /// Chosen by the group's rank 0, and never used for another group. Engines remember the ids of groups that they have left
+    /// as ranges, so groups of the same ranks should be numbered consecutively, from a random number on.
     pub id: GroupId,
     /// The job's generation.
     pub generation: Generation,
     /// This process's rank in the group.
     pub rank: u32,
-    /// Every rank's contact, this one's too.
+    /// Every rank's contact, including this one's.
     pub members: Vec<Contact>,
-    /// What the streams' hand-shakes prove.
+    /// The secret that the streams' hand-shakes prove.
     pub secret: Vec<u8>,
-    /// All-reduces use this algorithm where it is not `None`; rank 0's choice for all.
+    /// The algorithm of all-reduces; `None`: the planner's choice. Rank 0's counts for all.
     pub algorithm: Option<Algorithm>,
     /// A name for logs and errors.
     pub name: String,
@@ -145,32 +146,32 @@ pub struct GroupSpec {
 pub struct Call {
     /// What to do.
     pub collective: Collective,
-    /// How it is called in errors; part of what ranks compare.
+    /// Operation, dtype, size and so on, which ranks compare; its name is used in errors.
     pub fingerprint: Fingerprint,
     /// Element type.
     pub dtype: DType,
-    /// Reduction, where there is one.
+    /// The reduction, if the collective has one.
     pub op: ReduceOp,
-    /// Bytes, as [`Request::bytes`] means it.
+    /// The operation's size, as [`Request::bytes`] defines it.
     pub bytes: u64,
     /// Unequal parts of an all-to-all.
     pub splits: Option<Splits>,
-    /// The contribution; null where the operation is in place.
+    /// The contribution; null for an operation in place.
     pub input: *const u8,
     /// The result.
     pub output: *mut u8,
     /// Tag of a send or receive.
     pub tag: u32,
-    /// The operations that are of use only together with this one; 0 for none. Frames carry it, and nothing reads it yet.
+    /// Identifies operations that are useful only together (a coflow); 0 for none. Frames carry it, and nothing reads it yet.
     pub coflow: u32,
     /// How urgent.
     pub priority: Priority,
-    /// Take the operation's place in the order now, but do not touch the buffers before [`crate::Group::release`]: the
-    /// contribution is still on its way from a device.
+    /// Give the operation its place in the order now, but do not touch the buffers before [`crate::Group::release`]: the
+    /// contribution is still being copied from a device.
     pub hold: bool,
-    /// Nanoseconds until the operation fails.
+    /// Time-out in nanoseconds.
     pub timeout: u64,
-    /// Kept until the operation has ended: what the pointers point into.
+    /// The owner of the buffers, kept until the operation has ended.
     pub keep: Option<Box<dyn Any + Send>>,
 }
 
@@ -192,39 +193,39 @@ pub(crate) struct Runtime {
     planner: Planner,
     thresholds: Thresholds,
     groups: HashMap<GroupId, Group>,
-    /// Ids of groups that were left: what still comes for them is dropped. Kept for ever, since a frame may be late by any
-    /// time; rank 0 numbers the groups of the same ranks in order, so they are few ranges.
+    /// Ids of groups that were left: frames for them are dropped. Kept forever, since a frame may be late by any time; rank 0
+    /// numbers groups of the same ranks consecutively, so they form few ranges.
     closed: Ranges,
     /// What peers have reported of groups that this process has not joined yet.
     reported: Reported,
-    /// Which of them they have left, or have seen fail: nothing more of theirs is kept.
+    /// Which peers have left such groups, or have seen them fail: frames of these peers are dropped.
     overtaken: Overtaken,
-    /// What the streams' hand-shakes prove. A job outlives the group that brought it, since groups share streams: it stays until
-    /// nobody connects with it any more.
+    /// Secrets that the streams' hand-shakes prove. A job outlives the group that brought it, since groups share streams: it
+    /// stays until no peer connects with it any more.
     jobs: HashMap<GroupId, Job>,
-    /// What the user's memory is shared of, by address, with its number.
+    /// Memory regions that the user shares, by address, with their numbers.
     regions: BTreeMap<u64, (u64, Region)>,
     peers: Vec<PeerInfo>,
     by_node: HashMap<NodeKey, PeerId>,
-    /// What came for operations that are not posted yet, or not ready for it.
+    /// Messages for operations that are not posted yet, or not ready for them.
     early: HashMap<(PeerId, MessageKey), Early>,
     /// How many did so far.
     arrivals: u64,
     /// What peers believe of operations that are not posted yet.
     claims: HashMap<(GroupId, Channel, OpSeq), Vec<(PeerId, Fingerprint)>>,
-    /// Groups that have a reason to fail, and until when somebody else may come up with a better one.
+    /// Groups that are about to fail, until when another rank may report a better reason, and the failure so far.
     pending_failures: Vec<(Time, GroupId, Failure)>,
-    /// Operations with messages to read from other processes' memory, most urgent first. Some may be over.
+    /// Operations with messages to read from other processes' memory, most urgent first. Some may have ended.
     work: BTreeSet<(Priority, Time, GroupId, OpId)>,
     recorder: Recorder,
     stopping: bool,
-    /// How long the end waits for peers to take what was sent to them.
+    /// How long the end of the engine waits for peers to take what was sent to them.
     patience: u64,
     effects: Vec<Effect>,
     finished: u64,
-    /// Of the operations so far.
+    /// The longest time-out of an operation so far.
     longest_timeout: u64,
-    /// The next frame panics.
+    /// Whether the next frame panics, for tests.
     #[cfg(test)]
     panics: bool,
 }
@@ -235,13 +236,13 @@ struct PeerInfo {
     local: bool,
     pid: u32,
     lost: Option<String>,
-    /// It is lost because it has left the job in good order.
+    /// The peer is lost because it has left the job in good order.
     has_left: bool,
-    /// Regions of ours that the peer knows; the descriptors of some have not left yet.
+    /// Our regions that the peer knows; the descriptors of some have not been sent yet.
     offered: HashMap<u64, Option<Fd>>,
-    /// Regions of its own, by its numbers.
+    /// The peer's regions, by its numbers.
     mappings: HashMap<u64, Arc<Mapping>>,
-    /// What it has passed for frames that have not come yet.
+    /// Descriptors that the peer has passed for frames that have not come yet.
     descriptors: VecDeque<Fd>,
 }
 
@@ -264,7 +265,7 @@ impl PeerInfo {
 struct Job {
     generation: Generation,
     secret: Vec<u8>,
-    /// Members that may connect to this process with this job, now or when they have lost a stream.
+    /// Members that may connect to this process with this job, now or after they have lost a stream.
     nodes: HashSet<NodeKey>,
 }
 
@@ -279,20 +280,20 @@ struct Group {
     issued: Issued,
     ended: Ended,
     ops: HashMap<OpId, Active>,
-    /// Operations that have their place but not their buffers.
+    /// Operations that have their place in the order but not their buffers.
     held: HashMap<OpId, Waiting>,
-    /// Receives that have no place yet: they take any source, or wait behind one that does.
+    /// Receives without a place in the order yet: they take any source, or wait behind one that does.
     unbound: Unbound<Posted>,
     joining: Option<Joining>,
     failed: Option<Failure>,
-    /// A member has ended the group after so many collectives, or has left without making more: it fails when those have ended here
-    /// too. Of several, the fewest.
+    /// A member has ended the group after this many collectives, or has left without issuing more: the group fails when these
+    /// collectives have ended here too. If several have, the lowest number counts.
     ends_after: Option<(u64, Failure)>,
-    /// They end with the group.
+    /// Tickets that end with the group.
     watches: Vec<Promise>,
     /// Members that have left, and how many collectives they had issued.
     gone: HashMap<PeerId, u64>,
-    /// What collectives were to members that have left, as the first of them has told.
+    /// What collectives were on members that have left, as the first of these has reported.
     told: HashMap<OpSeq, (PeerId, Fingerprint)>,
     last_algorithm: String,
 }
@@ -360,7 +361,8 @@ impl Ended {
 /// A join that has not ended.
 struct Joining {
     ticket: Promise,
-    /// What every rank says of who shares its host, once all links are up: the group's first operation gathers it.
+    /// What every rank reports about which ranks share its host, once all are connected: the group's first operation gathers
+    /// it.
     hosts: Option<Box<[u64]>>,
 }
 
@@ -402,7 +404,7 @@ struct Active {
     operation: Operation,
     ticket: Promise,
     fingerprint: Fingerprint,
-    /// Of an all-to-all: the parts in bytes, and the bytes of an element.
+    /// For an all-to-all: the parts in bytes, and the size of an element.
     splits: Option<(Splits, u64)>,
     coflow: u32,
     recorded: Recorded,
@@ -411,15 +413,15 @@ struct Active {
     timeout: u64,
     progressed: Time,
     probed: Time,
-    /// What peers answered to probes: how many operations they have issued.
+    /// Peers' answers to probes: how many operations each has issued.
     issued: HashMap<u32, u64>,
-    /// The factor of its contribution, which is applied in turns before the operation starts.
+    /// The factor of the contribution, which is applied in pieces before the operation starts.
     scale: Option<Scale>,
     _keep: Option<Box<dyn Any + Send>>,
 }
 
 impl Active {
-    /// What this rank and another compare of the operation.
+    /// The fingerprint that this rank and another compare for the operation.
     fn fingerprint(&self, rank: u32, other: u32) -> Fingerprint {
         let Some((splits, element)) = &self.splits else { return self.fingerprint };
         let [sent, received] = [&splits.input, &splits.output].map(|parts| parts[other as usize] / element);
@@ -513,7 +515,8 @@ impl Runtime {
             }
             members.push(Some(peer));
         }
-        // A node connects with the first job that it has with this one. Where it has connected already, that is not this job.
+        // A node connects with the first job that it shares with this process. If it has connected already, that is not this
+        // job.
         let may_come = |peer: &&PeerId| {
             let info = &self.peers[**peer as usize];
             !info.linked && info.lost.is_none()
@@ -554,13 +557,13 @@ impl Runtime {
         }
     }
 
-    /// Why a join has not ended after `waited` nanoseconds: with whom there is no connection.
+    /// Why a join has not ended after `waited` nanoseconds: the ranks to which there is no connection.
     fn missing(&self, peers: &Peers, group: &Group, waited: u64) -> String {
         let (rank, name, waited) = (group.rank, &group.name, seconds(waited));
         let unlinked = group.members.iter().enumerate().filter_map(|(other, member)| {
             let peer = member.filter(|peer| !self.peers[*peer as usize].linked)?;
             let who = group.contacts[other].describe();
-            // Of two ranks one connects and the other waits.
+            // Of two ranks, one connects and the other accepts.
             Some(match peers.trouble(peer) {
                 Some(trouble) => format!("{who}: {trouble}"),
                 None => format!("{who}: no answer"),
@@ -576,8 +579,8 @@ impl Runtime {
         )
     }
 
-    /// Goes on with a join once all members are linked: every rank says whom it shares a host with, since the choice of an
-    /// algorithm must be the same on all ranks, and each sees its own links only.
+    /// Continues a join once all members are connected: every rank reports which ranks share its host, since all ranks must
+    /// choose the same algorithm, and each one sees only its own connections.
     fn check_linked(&mut self, peers: &mut Peers, id: GroupId, now: Time) {
         let Some(group) = self.groups.get_mut(&id) else { return };
         let is_linked = |peer: &PeerId| self.peers[*peer as usize].linked;
@@ -591,8 +594,8 @@ impl Runtime {
         let neighbours = group.members.iter().enumerate().filter(|(_, member)| {
             member.is_none_or(|peer| self.peers[peer as usize].local && peers.look(peer).config().references)
         });
-        // Ranks of one host share memory with the same ranks. Where only some pairs of a host can, their lists differ, and it
-        // counts as several.
+        // Ranks of one host share memory with the same ranks. If only some pairs of a host can, their lists differ, and it
+        // counts as several hosts.
         let own = Box::new(digest(neighbours.map(|(rank, _)| rank as u64)));
         let hosts = joining.hosts.insert(vec![0; world].into_boxed_slice());
         let call = Call {
@@ -608,14 +611,14 @@ impl Runtime {
             coflow: 0,
             priority: Priority(0),
             hold: false,
-            // Whoever waits for the join knows how long it may take.
+            // The caller of the join limits how long it takes.
             timeout: u64::MAX,
             keep: Some(own),
         };
         self.start(peers, id, call, Ticket::default().promise(), now);
     }
 
-    /// Completes a join: all ranks know now which of them share a host.
+    /// Completes a join: all ranks know which of them share a host.
     fn joined(&mut self, id: GroupId) {
         let group = self.groups.get_mut(&id).expect("its operation has just ended");
         let Some(Joining { ticket, hosts: Some(keys) }) = group.joining.take() else { return };
@@ -635,7 +638,7 @@ impl Runtime {
         if let Err(failure) = check_call(&call, group.members.len()) {
             return ticket.complete(Err(failure));
         }
-        // A join's own operation has none.
+        // A join's own operation has no time-out.
         if call.timeout != u64::MAX {
             self.longest_timeout = self.longest_timeout.max(call.timeout.min(MOST_PATIENCE));
         }
@@ -647,8 +650,8 @@ impl Runtime {
         }
     }
 
-    /// Starts a receive that cannot have its place in a sequence yet: it takes any source, or one that does was posted before it
-    /// under the same tag.
+    /// Starts a receive that cannot have its place in a sequence yet: it takes any source, or an earlier receive under the
+    /// same tag does.
     fn post(&mut self, peers: &mut Peers, id: GroupId, call: Call, ticket: Promise, now: Time) {
         let group = self.groups.get_mut(&id).expect("the caller has looked it up");
         let tag = call.tag;
@@ -664,7 +667,7 @@ impl Runtime {
         });
         group.unbound.push(tag, Posted { call, ticket, since: now, recorded });
         self.bind(peers, id, tag);
-        // If it still waits, it is the last. Those before it were looked at when they came.
+        // If it still waits, it is the last one. Earlier ones were checked when they came.
         let Some(group) = self.groups.get(&id) else { return };
         let reason = group.unbound.last(tag).and_then(|posted| self.senders_are_gone(group, posted));
         if let Some(reason) = reason {
@@ -672,8 +675,8 @@ impl Runtime {
         }
     }
 
-    /// Gives receives that were posted without a place in a sequence their messages: each that takes any source, in the order in
-    /// which they were posted, the first one that is here or announced.
+    /// Gives messages to receives that were posted without a place in a sequence. Each receive from any source, in the order
+    /// of posting, takes the first message that is here or announced.
     fn bind(&mut self, peers: &mut Peers, id: GroupId, tag: u32) {
         while let Some(group) = self.groups.get_mut(&id)
             && let Some(first) = group.unbound.first(tag)
@@ -686,7 +689,8 @@ impl Runtime {
         }
     }
 
-    /// Gives an operation its name, and starts it, or holds it. It was recorded before if it had to wait for its name.
+    /// Gives an operation its number, and starts it, or holds it. An operation that had to wait for its number was recorded
+    /// before.
     fn place_in_order(
         &mut self,
         peers: &mut Peers,
@@ -819,14 +823,14 @@ impl Runtime {
         self.drive(peers, id, op, |operation, effects| operation.start(effects), now);
     }
 
-    /// Fails an operation that waits for a rank that is lost, or has left. What the rank gave before still counts.
+    /// Fails an operation that waits for a rank that is lost, or has left. What the rank sent before still counts.
     fn check_departed(&mut self, peers: &mut Peers, id: GroupId, op: OpId) {
         let Some(group) = self.groups.get(&id) else { return };
         let Some(active) = group.ops.get(&op) else { return };
         if !group.members.iter().flatten().any(|peer| self.is_gone(group, *peer)) {
             return;
         }
-        // It fails with the group, of what came first.
+        // The operation fails with the group, for the first failure.
         if group.is_void(op) {
             return;
         }
@@ -834,12 +838,13 @@ impl Runtime {
             let peer = group.members[rank as usize].filter(|peer| self.is_gone(group, *peer))?;
             let key = |message| op.key(id, group.rank, message);
             let comes = match what {
-                // What was only announced, or lies in the rank's memory, went with the rank.
+                // Messages that were only announced, or lie in the rank's memory, are lost with the rank.
                 Awaited::Message(message) => {
                     let early = self.early.get(&(peer, key(message)));
                     early.is_some_and(|early| matches!(early.content, Content::Bytes { .. }))
                 }
-                // It has taken this, if its process lives. Its word may come on another stream than that it has left, or with it.
+                // The rank has taken the message, if its process is alive. The acknowledgement may come after the farewell, on
+                // another stream.
                 Awaited::Taken(message) => {
                     self.peers[peer as usize].lost.is_none() && !peers.look(peer).needs_the_peer(&key(message))
                 }
@@ -848,7 +853,7 @@ impl Runtime {
             (!comes).then(|| self.departure(group, rank, peer, op))
         });
         match (failure, op.sequence) {
-            // What came before may still end.
+            // Earlier collectives may still end.
             (Some(failure), Sequence::Collectives) => self.end_group_after(peers, id, op.seq, failure),
             (Some(failure), _) => self.fail_group(peers, id, failure, true),
             (None, _) => {}
@@ -872,15 +877,15 @@ impl Runtime {
             collectives.saturating_sub(JOIN_OPS)
         );
         if op.sequence == Sequence::Collectives && op.seq < *collectives {
-            // What a rank sends in an operation has come before the word that it has left.
+            // What a rank sends in an operation comes before its farewell.
             let message = format!("{left}, and its #{} was another operation, or PENSTOCK_* settings differ.", op.seq);
             return Failure::fatal(FailureKind::Mismatch, message);
         }
         Failure::fatal(FailureKind::PeerLost, format!("{left}."))
     }
 
-    /// Fails a group in which a receive without a message waits for ranks that have all left. What they sent has come before that
-    /// is known of them.
+    /// Fails a group in which a receive without a message waits only for ranks that have left. Their messages come before
+    /// their farewells.
     fn check_senders(&mut self, peers: &mut Peers, id: GroupId) {
         let Some(group) = self.groups.get(&id) else { return };
         let reason = group.unbound.iter().find_map(|posted| self.senders_are_gone(group, posted));
@@ -889,7 +894,8 @@ impl Runtime {
         }
     }
 
-    /// Why no message comes any more for a receive without one, if that is so. In a group that is to fail it waits for that.
+    /// Why no message will come for a receive without one, if that is so. In a group that is about to fail, the receive waits
+    /// for that.
     fn senders_are_gone(&self, group: &Group, posted: &Posted) -> Option<String> {
         if group.ends_after.is_some() {
             return None;
@@ -916,8 +922,8 @@ impl Runtime {
         }
     }
 
-    /// Why a group of these ranks of the group `id` cannot be built: one of them is lost, or, where `farewells` count, has left the
-    /// job, or, where `whole` counts, the group has failed.
+    /// Why a group of these ranks of the group `id` cannot be built: one of them is lost; with `farewells`, one has left the
+    /// job; with `whole`, the group has failed.
     fn check(&self, id: GroupId, whole: bool, farewells: bool, ranks: &[u32]) -> Option<Failure> {
         let Some(group) = self.groups.get(&id) else {
             return Some(Failure::fatal(FailureKind::Closed, "the group was destroyed."));
@@ -928,7 +934,7 @@ impl Runtime {
         };
         let fatal = |message| Failure::fatal(FailureKind::PeerLost, message);
         let died = || Some(fatal(format!("{}.", ranks.iter().find_map(|rank| lost(rank, false))?)));
-        // Who loses a rank mostly ends with that: the loss is the reason, and not that others have left.
+        // A rank that loses another mostly ends: the loss is the reason then, and not that others have left.
         let left = || {
             let reason = ranks.iter().find_map(|rank| lost(rank, true))?;
             let before = group
@@ -940,12 +946,13 @@ impl Runtime {
         group.failed.clone().filter(|_| whole).or_else(died).or_else(|| if farewells { left() } else { None })
     }
 
-    /// Compares what peers have said of an operation with what it is here. False if the group has failed of it.
+    /// Compares the fingerprints that peers have sent for an operation with its own. Returns false if the group has failed
+    /// over it.
     fn check_claims(&mut self, peers: &mut Peers, id: GroupId, op: OpId) -> bool {
         let group = &self.groups[&id];
         let active = &group.ops[&op];
         let MessageKey { channel, op: seq, .. } = op.key(id, group.rank, 0);
-        // Others may use the same tag in the same direction.
+        // Other pairs of ranks may use the same tag in the same direction.
         let with = op.other().and_then(|rank| group.members[rank as usize]);
         let concerns = |peer: &PeerId| with.is_none_or(|only| only == *peer);
         let from_early = self.early.iter().filter_map(|((peer, key), early)| {
@@ -973,7 +980,7 @@ impl Runtime {
         }
     }
 
-    /// Lets an operation act, and carries out what it wants. It fails if it waits for a rank that has left then.
+    /// Lets an operation act, and carries out its effects. The operation fails if it then waits for a rank that has left.
     fn drive(
         &mut self,
         peers: &mut Peers,
@@ -991,7 +998,7 @@ impl Runtime {
         act(&mut active.operation, &mut effects);
         let mut at = 0;
         let mut needs_the_gone = false;
-        // Opening a message may find it here already, which may ready more steps: the list grows while it is walked.
+        // Opening a message may find it here already, which may make more steps ready: the list grows while it is walked.
         while at < effects.len() {
             let effect = effects[at];
             at += 1;
@@ -1009,8 +1016,8 @@ impl Runtime {
                     peers.machine(peer).done(op.key(id, group.rank, message));
                 }
                 Effect::Doubt { from, message } => {
-                    // A group of the sender's has failed. If it is this one, its report comes before the answer, which counts then only
-                    // for what the sender has ended ([`Group::is_void`]).
+                    // A group of the sender's has failed. If it is this one, its report comes before the answer; the answer
+                    // then counts only for what the sender has ended ([`Group::is_void`]).
                     let group = &self.groups[&id];
                     let peer = group.members[from as usize].expect("plans receive from other ranks");
                     let fingerprint = group.ops[&op].fingerprint(group.rank, from);
@@ -1077,8 +1084,8 @@ impl Runtime {
         let active = group.ops.get_mut(&op).expect("it is running");
         let machine = peers.machine(peer);
         let is_short = len as u64 <= machine.eager_limit();
-        // Beyond the credit a short message stays where it is until it is granted, and its operation is open. So does one
-        // without bytes: the receiver has to remember it, too.
+        // A short message without credit stays in its tensor until it is granted, and its operation stays open. The same holds
+        // for an empty message: the receiver has to remember it, too.
         let owned = is_short && machine.has_credit(len as u64);
         let info = &mut self.peers[peer as usize];
         let (mut region, mut place) = (0, address as u64);
@@ -1127,7 +1134,7 @@ impl Runtime {
         }
     }
 
-    /// Messages of an operation may come now: take those that are here, grant the others.
+    /// Messages of an operation may come now: takes those that are here, and grants the others.
     #[allow(clippy::too_many_arguments)]
     fn opened(
         &mut self,
@@ -1164,7 +1171,7 @@ impl Runtime {
         } else {
             wanted = true;
         }
-        // Granting what needs no grant (a small message, a reference) does no harm but costs a frame.
+        // A grant for a message that needs none (a short one, or a reference) does no harm, but costs a frame.
         let machine = peers.machine(peer);
         if wanted && !machine.config().references {
             let operation = &self.groups[&id].ops[&op].operation;
@@ -1175,7 +1182,7 @@ impl Runtime {
         Ok(())
     }
 
-    /// What a reference frame names.
+    /// The memory that a reference frame names.
     fn remote(&self, peer: PeerId, header: &Header, payload: &[u8]) -> Result<Remote, FrameError> {
         let bytes = payload.try_into().map_err(|_| FrameError::Length { kind: header.kind, length: header.length })?;
         let Reference { address, epoch, region } = Reference::decode(bytes);
@@ -1189,7 +1196,7 @@ impl Runtime {
             .ok_or(FrameError::OutOfTurn("a reference to shared memory that is not there"))
     }
 
-    /// Maps what a peer shares with us.
+    /// Maps a region that a peer shares.
     fn map(&mut self, peer: PeerId, region: u64, len: u64) -> Result<(), FrameError> {
         let info = &mut self.peers[peer as usize];
         let descriptor =
@@ -1231,8 +1238,7 @@ impl Runtime {
                 ),
             ),
             Misfit::Unreadable(error) => {
-                // A rank whose memory is gone has died, or has failed and left; which, and why, its socket is about to
-                // tell.
+                // A rank whose memory is gone has died, or has failed and left; its socket will soon tell which, and why.
                 let message = format!("the memory of {who} cannot be read any more ({error}).");
                 let by = peers.now().plus(UNREADABLE_WITHIN);
                 self.pending_failures.push((by, id, Failure::fatal(FailureKind::PeerLost, message)));
@@ -1242,8 +1248,8 @@ impl Runtime {
         self.fail_group(peers, id, failure, true);
     }
 
-    /// There is no room for another message that nobody here has asked for. Of the peer that has sent most of them, the group that
-    /// has most ends, on both sides.
+    /// There is no room for another message that was not requested. The peer with the most such messages loses its group with
+    /// the most of them, on both sides.
     fn make_room(&mut self, peers: &mut Peers) {
         let (mut by_peer, mut counts) = (HashMap::new(), HashMap::new());
         for (peer, key) in self.early.keys() {
@@ -1275,7 +1281,7 @@ impl Runtime {
         self.fail_group(peers, id, Failure::fatal(FailureKind::Mismatch, message), true);
     }
 
-    /// Ends a group when its first so many collectives have ended here: the others can have no end.
+    /// Ends a group when its first `ends` collectives have ended here: later ones can never end.
     fn end_group_after(&mut self, peers: &mut Peers, id: GroupId, ends: u64, failure: Failure) {
         let group = self.groups.get_mut(&id).expect("the caller has looked it up");
         if group.first_running().is_none_or(|first| first >= ends) {
@@ -1286,7 +1292,7 @@ impl Runtime {
         }
     }
 
-    /// Ends a group: all its operations fail, nothing touches their buffers any more, the other ranks are told.
+    /// Ends a group: all its operations fail, nothing touches their buffers any more, and the other ranks are told.
     fn fail_group(&mut self, peers: &mut Peers, id: GroupId, failure: Failure, tell: bool) {
         let Some(group) = self.groups.get_mut(&id) else { return };
         if group.failed.is_some() {
@@ -1294,7 +1300,7 @@ impl Runtime {
         }
         let failure = Failure { group_lives: false, ..failure };
         group.failed = Some(failure.clone());
-        // Who ends a group on purpose takes nothing away from ranks that are still in what has ended here.
+        // A rank that closes a group must not fail collectives that have ended here and in which other ranks still are.
         let finished = if failure.kind == FailureKind::Closed { group.finished() } else { 0 };
         self.forget_early(peers, id);
         self.claims.retain(|(group, ..), _| *group != id);
@@ -1306,9 +1312,9 @@ impl Runtime {
             .chain(group.held.drain().map(|(op, waiting)| (named(op, waiting.call.fingerprint), waiting.ticket)))
             .chain(group.unbound.drain().map(|posted| (unnamed(&posted.call), posted.ticket)))
             .collect();
-        // The loop lets go of the buffers before it does anything else: readers are revoked, half-written frames copied.
-        // Until then the operations keep them alive. Peers that read our memory at this moment will find that they cannot
-        // trust what they got.
+        // The loop releases the buffers before it does anything else: frames that are being read are discarded, half written
+        // ones copied. The operations keep the buffers alive until then. Peers that read this process's memory at the moment
+        // will find that they cannot trust the bytes.
         let (rank, members) = (group.rank, group.members.clone());
         peers.drop_group(
             id,
@@ -1352,7 +1358,7 @@ impl Runtime {
         }
     }
 
-    /// Drops what came for operations of a group that nobody will post any more. Their senders may use the credit again.
+    /// Drops early messages of a group whose operations will never be posted. Their senders get the credit back.
     fn forget_early(&mut self, peers: &mut Peers, id: GroupId) {
         for ((peer, _), early) in self.early.extract_if(|(_, key), _| key.group == id) {
             if let Content::Bytes { total, .. } = early.content {
@@ -1391,8 +1397,8 @@ impl Runtime {
         }
     }
 
-    /// A peer has left a group. It asks for nothing in it any more, nothing more comes from it, and what its operations were is
-    /// compared with what they are here.
+    /// A peer has left a group. It requests nothing there any more, and nothing more comes from it. The operations that it
+    /// reports are compared with those here.
     fn has_left(&mut self, peers: &mut Peers, peer: PeerId, id: GroupId, farewell: Farewell) {
         let Some(group) = self.groups.get_mut(&id) else { return self.has_done_with(peers, peer, id) };
         let is_news = group.members.contains(&Some(peer)) && !group.gone.contains_key(&peer);
@@ -1405,7 +1411,7 @@ impl Runtime {
         for (seq, theirs) in farewell.last {
             let op = OpId { sequence: Sequence::Collectives, seq: seq.0 };
             let ours = group.fingerprint(op, rank).map(|ours| (group.rank, ours));
-            // Ranks that have left compare no more with each other.
+            // Farewells are not compared with each other after the first.
             let (first, told) = *group.told.entry(seq).or_insert((peer, theirs));
             let others = [ours, Some((group.rank_of(first), told))];
             if let Some(other) = others.into_iter().flatten().find(|(_, other)| *other != theirs) {
@@ -1419,8 +1425,8 @@ impl Runtime {
         }
     }
 
-    /// A peer has left a group that this process has not joined, or has left, or the group has failed there: what it gave is of no
-    /// use.
+    /// A peer has left a group that this process has not joined, or has left, or that has failed on the peer: its messages
+    /// there are of no use.
     fn has_done_with(&mut self, peers: &mut Peers, peer: PeerId, id: GroupId) {
         if !self.is_closed(id) {
             self.overtaken.remember(peer, id);
@@ -1429,7 +1435,7 @@ impl Runtime {
         self.forget_early_of(peers, peer, |group| group == id);
     }
 
-    /// Fails a group in which something waits for a rank that is gone.
+    /// Fails a group in which an operation waits for a rank that is gone.
     fn check_waiting(&mut self, peers: &mut Peers, id: GroupId) {
         let mut ops: Vec<OpId> = self.groups[&id].ops.keys().copied().collect();
         ops.sort_unstable();
@@ -1439,8 +1445,8 @@ impl Runtime {
         self.check_senders(peers, id);
     }
 
-    /// A peer is gone, and with it what it gave for groups that this process has not joined, and all that was between the two.
-    /// Operations that read from memory of its keep that mapped until they end.
+    /// A peer is gone: forgets its messages in groups that this process has not joined, and all state of the pair. Operations
+    /// that read from the peer's memory keep it mapped until they end.
     fn forget_peer(&mut self, peers: &mut Peers, peer: PeerId) {
         let unknown: HashSet<GroupId> = (self.early.keys().map(|(_, key)| key.group))
             .chain(self.claims.keys().map(|(group, ..)| *group))
@@ -1457,7 +1463,7 @@ impl Runtime {
         self.no_longer_connects(node, None);
     }
 
-    /// Drops what a peer gave for operations of some groups.
+    /// Drops a peer's early messages for operations of some groups.
     fn forget_early_of(&mut self, peers: &mut Peers, peer: PeerId, is_meant: impl Fn(GroupId) -> bool) {
         for (_, early) in self.early.extract_if(|(from, key), _| *from == peer && is_meant(key.group)) {
             if let Content::Bytes { total, .. } = early.content {
@@ -1470,7 +1476,7 @@ impl Runtime {
         });
     }
 
-    /// A node connects with this job only, or not at all any more.
+    /// From now on a node connects only with the job `but_with`, or not at all.
     fn no_longer_connects(&mut self, node: NodeKey, but_with: Option<GroupId>) {
         self.jobs.retain(|id, job| {
             let was_last = Some(*id) != but_with && job.nodes.remove(&node) && job.nodes.is_empty();
@@ -1491,7 +1497,7 @@ impl Runtime {
         }
     }
 
-    /// Casts doubt on all references to our memory, so that whoever reads there at this moment asks before it uses what it got.
+    /// Invalidates all references to this process's memory: a rank that is reading there asks before it uses the bytes.
     fn turn(&self) {
         self.memory_epoch.turn();
         for (_, region) in self.regions.values() {
@@ -1499,8 +1505,8 @@ impl Runtime {
         }
     }
 
-    /// The engine's thread ends, and the driver is gone: nothing in this process reads or writes a tensor any more, and what
-    /// other processes read of them is doubted from now on. Ends what is still open.
+    /// The engine's thread ends, and the driver is gone: nothing in this process reads or writes a tensor any more, and bytes
+    /// that other processes read from now on are not trusted. Ends everything that is still open.
     pub(crate) fn end(mut self, failure: &Failure) {
         self.turn();
         for (_, mut group) in self.groups.drain() {
@@ -1521,13 +1527,13 @@ impl Runtime {
 
     // ------------------------------------------------------------------ names
 
-    /// The rank of a peer in a group and the operation, as it is called here, of a message between it and this rank.
+    /// The peer's rank in the group, and the operation's number here, of a message between the peer and this rank.
     fn operation_of(&self, peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
         let group = self.groups.get(&key.group)?;
         operation_of(group.rank, &group.members, peer, key)
     }
 
-    /// What a peer wants to send while nobody here has posted the receive: its tag and number, for people.
+    /// A message that a peer wants to send while no receive for it is posted here: its tag and number, for an error message.
     fn sends_in_vain(&self, id: GroupId, peer: PeerId) -> Option<String> {
         let group = self.groups.get(&id)?;
         // What has come as bytes is sent, as far as the peer is concerned.
@@ -1730,7 +1736,7 @@ impl Handler for Runtime {
                 let incoming = match header.kind {
                     Kind::Announce => {
                         let machine = peers.machine(peer);
-                        // A longer one was granted when the operation opened.
+                        // A longer message was granted when the operation opened.
                         if machine.config().references || header.total <= machine.eager_limit() {
                             machine.grant(key, 1, header.fingerprint);
                         }
@@ -1758,7 +1764,7 @@ impl Handler for Runtime {
                     self.misfit(peers, id, from, misfit);
                 }
             }
-            // Not posted, or not ready: keep it.
+            // The operation is not posted, or not ready: keeps the message.
             (Some((_, _, false)), _) | (None, false) => {
                 let content = match header.kind {
                     Kind::Announce => Content::Announced,
@@ -1828,7 +1834,8 @@ impl Handler for Runtime {
                         }
                     }
                 }
-                // Also an answer to a doubt: the peer knows from a report, which has left before, if it confirms nothing.
+                // Also answers a probe that doubts a reference: the peer knows from a report, which was sent before, if that
+                // confirms nothing.
                 if probe {
                     peers.machine(peer).answer_probe(key, issued);
                 }
@@ -1838,8 +1845,8 @@ impl Handler for Runtime {
                     && let Some(active) = self.groups.get_mut(&key.group).and_then(|group| group.ops.get_mut(&op))
                 {
                     active.issued.insert(from, count);
-                    // An answer to a doubt confirms what was read only where the operation still counts at the peer: if the group has
-                    // failed there, its report has come before.
+                    // An answer to such a probe confirms what was read only if the operation still counts on the peer: if the
+                    // group has failed there, its report has come before.
                     if key.message != PROBE && !self.groups[&key.group].is_void(op) {
                         let now = peers.now();
                         let act = |operation: &mut Operation, effects: &mut Vec<Effect>| {
@@ -1863,7 +1870,7 @@ impl Handler for Runtime {
                 }
                 self.has_done_with(peers, peer, id);
                 if !self.is_closed(id) {
-                    // It has joined and failed before we came.
+                    // The peer has joined the group and failed before this process joined it.
                     self.reported.remember(id, failure);
                 }
             }
@@ -1898,10 +1905,10 @@ impl Handler for Runtime {
 
     fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
         self.peers[peer as usize].lost = Some(reason.to_owned());
-        // A later process of the same node key cannot be: keys are random. Forget the way to this one.
+        // A later process never has the same node key, since keys are random. Forgets the connection to this one.
         self.by_node.retain(|_, known| *known != peer);
         for id in self.groups_of(peer) {
-            // A process that ends fails only what still runs in it.
+            // A process that ends fails only its running operations.
             if !self.stopping || self.groups[&id].is_busy() {
                 self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
             }
@@ -1913,7 +1920,7 @@ impl Handler for Runtime {
     fn left(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
         let info = &mut self.peers[peer as usize];
         (info.lost, info.has_left) = (Some(reason.to_owned()), true);
-        // It stays known by its node key: it does not come back, and later joins with it fail at once.
+        // The peer stays known by its node key: it does not come back, and later joins with it fail at once.
         for id in self.groups_of(peer) {
             self.check_waiting(peers, id);
         }
@@ -1955,10 +1962,10 @@ impl Handler for Runtime {
                 },
                 Command::Abort(id, failure) => self.fail_group(peers, id, failure, true),
                 Command::Expire(id, waited) => {
-                    // What has ended while its caller gave up has ended well.
+                    // An operation that ended while its caller gave up has succeeded.
                     let Some(group) = self.groups.get(&id).filter(|group| group.is_busy()) else { continue };
                     let (message, patience) = match &group.joining {
-                        // Who lacks a member knows more, and should be heard first.
+                        // A rank that lacks a member knows more, and should report first.
                         Some(joining) if joining.hosts.is_some() => (unconnected_others(group, waited), SECOND),
                         Some(_) => (self.missing(peers, group, waited), 0),
                         None => (
@@ -1991,8 +1998,8 @@ impl Handler for Runtime {
                 Command::Stop { wait } => {
                     self.stopping = true;
                     self.patience = if wait { self.longest_timeout.max(LEAST_PATIENCE) } else { UNHEARD };
-                    // Ranks that wait for this one in such a group learn what it did there. In others it may do more: what they learn is
-                    // that it has left the job.
+                    // Ranks that wait for this one in an idle group learn what it did there. In other groups it may do more:
+                    // there they learn that it has left the job.
                     let is_idle = |(_, group): &(&GroupId, &Group)| group.failed.is_none() && !group.is_busy();
                     for id in self.groups.iter().filter(is_idle).map(|(id, _)| *id).collect::<Vec<_>>() {
                         self.leave(peers, id);
@@ -2007,7 +2014,7 @@ impl Handler for Runtime {
         }
     }
 
-    /// Looks for operations that are late.
+    /// Checks for operations that are late.
     fn tick(&mut self, peers: &mut Peers, now: Time) -> Time {
         if self.claims.len() > MAX_CLAIMS {
             self.claims.retain(|(group, ..), _| self.groups.contains_key(group));
@@ -2100,7 +2107,7 @@ impl Handler for Runtime {
     }
 
     fn admit(&self, hello: &Hello) -> Admission {
-        // A process that was lost comes back, or one to which this process was lost and that does not know it yet.
+        // A lost process comes back, or one that has lost this process, which does not know it yet.
         let unauthenticated = || {
             let known = || self.peers.iter().filter(|info| info.contact.node == hello.from && !info.has_left);
             match known().find_map(|info| info.lost.clone()) {
@@ -2145,7 +2152,7 @@ impl Handler for Runtime {
             return;
         }
         let mut result = Ok(());
-        // It is put back if there is more to do.
+        // It is queued again if there is more to do.
         self.drive(peers, id, op, |operation, effects| result = operation.work(effects), now);
         if let Err((from, misfit)) = result {
             self.misfit(peers, id, from, misfit);
@@ -2161,7 +2168,7 @@ impl Handler for Runtime {
     }
 
     fn ending(&mut self, peers: &mut Peers) {
-        // Operations whose memory nobody reads end with us alone: what was sent to peers still counts there.
+        // Operations whose memory no peer reads fail here alone: what was sent to peers still counts there.
         let lent = |(id, group): &(&GroupId, &Group)| {
             group.failed.is_none() && group.members.iter().flatten().any(|peer| peers.look(*peer).lends(**id))
         };
@@ -2176,7 +2183,7 @@ impl Handler for Runtime {
 
     fn undelivered(&mut self, peers: &mut Peers, peer: PeerId) {
         let info = &self.peers[peer as usize];
-        // Operations of a group that has failed have told so, and the machine has forgotten them.
+        // Operations of a failed group have reported that, and the machine has forgotten them.
         let mut messages: Vec<_> = peers.look(peer).undelivered().collect();
         messages.sort_unstable_by_key(|(key, _)| *key);
         let Some((key, fingerprint)) = messages.first() else { return };
@@ -2198,7 +2205,7 @@ impl Group {
         self.members.iter().position(|member| *member == Some(peer)).expect("a member") as u32
     }
 
-    /// How what an operation is on two ranks differs, as a sentence.
+    /// The difference between an operation's fingerprints on two ranks, as a sentence.
     fn difference(&self, op: OpId, one: (u32, Fingerprint), other: (u32, Fingerprint)) -> String {
         let name = &self.name;
         let [first, second] = [one, other].map(|(rank, _)| self.contacts[rank as usize].describe());
@@ -2211,13 +2218,13 @@ impl Group {
         }
     }
 
-    /// What an operation of this rank is, or was if it has ended, to be compared with what another rank says.
+    /// The fingerprint of an operation of this rank, running or ended, to be compared with another rank's.
     fn fingerprint(&self, op: OpId, other: u32) -> Option<Fingerprint> {
         let running = self.ops.get(&op).map(|active| active.fingerprint(self.rank, other));
         running.or_else(|| self.ended.fingerprint(op))
     }
 
-    /// Whether an operation has begun and ended here. One that is held has not begun.
+    /// Whether an operation has begun and ended here. A held operation has not begun.
     fn is_over(&self, op: OpId) -> bool {
         op.seq < self.issued.count(op.sequence) && !self.ops.contains_key(&op) && !self.held.contains_key(&op)
     }
@@ -2231,20 +2238,20 @@ impl Group {
         self.operations() > 0 || self.joining.is_some()
     }
 
-    /// The first collective that has been issued and has not ended.
+    /// The number of the first collective that was issued and has not ended.
     fn first_running(&self) -> Option<u64> {
         let running = self.ops.keys().chain(self.held.keys());
         running.filter(|op| op.sequence == Sequence::Collectives).map(|op| op.seq).min()
     }
 
-    /// Whether an operation can only fail, when the group ends: it is not among the collectives that can still end. Messages are not:
-    /// they may lie in memory that their sender's user has back.
+    /// Whether an operation can only fail when the group ends, since it is not among the collectives that can still end.
+    /// Messages never are: they may lie in memory that their sender's user has back.
     fn is_void(&self, op: OpId) -> bool {
         let is_after = |(ends, _): &(u64, Failure)| op.sequence != Sequence::Collectives || op.seq >= *ends;
         self.ends_after.as_ref().is_some_and(is_after)
     }
 
-    /// How many collectives have ended here before the first that has not.
+    /// How many collectives have ended here before the first one that has not.
     fn finished(&self) -> u64 {
         self.first_running().unwrap_or(self.issued.collectives)
     }
@@ -2278,8 +2285,7 @@ impl OpId {
     }
 }
 
-/// The rank of a peer among the members of a group and the operation, as rank `rank` calls it, that a key names between
-/// the two.
+/// For a key in a frame of `peer`: the peer's rank in the group, and the operation as rank `rank` numbers it.
 fn operation_of(rank: u32, members: &[Option<PeerId>], peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
     let other = members.iter().position(|member| *member == Some(peer))? as u32;
     let sequence = match key.channel {
@@ -2292,7 +2298,7 @@ fn operation_of(rank: u32, members: &[Option<PeerId>], peer: PeerId, key: &Messa
     Some((other, OpId { sequence, seq: key.op.0 }))
 }
 
-/// Why a join has not ended although this rank is connected to everybody.
+/// Why a join has not ended although this rank is connected to all others.
 fn unconnected_others(group: &Group, waited: u64) -> String {
     let (rank, name, waited) = (group.rank, &group.name, seconds(waited));
     format!(
@@ -2304,7 +2310,7 @@ fn seconds(nanoseconds: u64) -> String {
     format!("{:.1} s", nanoseconds as f64 / SECOND as f64)
 }
 
-/// The region that has these bytes, and where in it they are.
+/// The region that contains these bytes, and their offset in it.
 fn find(regions: &BTreeMap<u64, (u64, Region)>, address: u64, len: u64) -> Option<(u64, &Region, u64)> {
     let (_, (number, region)) = regions.range(..=address).next_back()?;
     Some((*number, region, region.offset(address, len)?))
@@ -2324,7 +2330,7 @@ fn source_of(call: &Call) -> Option<u32> {
     call.collective.named_rank().filter(|rank| *rank != ANY_SOURCE)
 }
 
-/// What a receive without a message waits for.
+/// What a receive without a message waits for, as a text.
 fn awaited_of(call: &Call) -> &'static str {
     match source_of(call) {
         None => "a message from any of the other ranks",
@@ -2334,7 +2340,7 @@ fn awaited_of(call: &Call) -> &'static str {
     }
 }
 
-/// How a receive without a message is called in errors.
+/// The name of a receive without a message in errors.
 fn unnamed(call: &Call) -> String {
     match source_of(call) {
         None => format!("{} from any source", call.fingerprint.describe()),
@@ -2342,12 +2348,12 @@ fn unnamed(call: &Call) -> String {
     }
 }
 
-/// The rank whose next message under a tag has come, or was announced, before those of the others.
+/// The rank whose next message under a tag has come or was announced first.
 fn first_sender(group: &Group, id: GroupId, tag: u32, early: &HashMap<(PeerId, MessageKey), Early>) -> Option<u32> {
     let arrived = |(from, peer): (u32, &Option<PeerId>)| {
         let sequence = Sequence::Receives { from, tag };
         let next = OpId { sequence, seq: group.issued.count(sequence) };
-        // The first message of an operation comes first, or is announced.
+        // An operation's first message comes or is announced before its others.
         Some((early.get(&((*peer)?, next.key(id, group.rank, 0)))?.arrival, from))
     };
     (0..).zip(&group.members).filter_map(arrived).min().map(|(_, from)| from)
@@ -2367,38 +2373,39 @@ fn check_call(call: &Call, world: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether an algorithm that the user asks for can carry this all-reduce.
+/// Whether an algorithm that the user asks for can run this all-reduce.
 fn fits(algorithm: Algorithm, bytes: u64, medium: penstock_plan::Medium, thresholds: &Thresholds) -> bool {
     let held = algorithm.holds_messages(Collective::AllReduce);
     Algorithm::of(Collective::AllReduce).contains(&algorithm)
         && (!held || medium == penstock_plan::Medium::Memory || bytes <= thresholds.eager_limit_bytes)
 }
 
-/// Descriptors that a peer may pass ahead of the frames that they belong to: one system call brings a few.
+/// How many descriptors a peer may pass before the frames to which they belong: one system call brings a few.
 const MAX_DESCRIPTORS: usize = 64;
-/// Regions that are shared with a peer at a time; others are read as private memory. Well below the kernel's own limit on
+/// How many regions are shared with a peer at a time; others are read as private memory. Well below the kernel's limit on
 /// mappings (65530).
 const MAX_MAPPINGS: usize = 4096;
-/// Operations of a group's own, before the first of its users': so theirs are numbered from 1 on.
+/// How many operations a group issues for itself before its users' first: those are numbered from 1 on.
 const JOIN_OPS: u64 = 1;
 /// Operations of a group that have ended and can still be compared. Whoever waits in vain asks within [`PROBE_AFTER`], and the
 /// first frame of a larger operation comes sooner; only a rank that needs nothing of the other meanwhile (it sends short messages
 /// to third ones) ends more than this in a second, and then the other learns by its time-out. 40 KiB a group, at most.
 const MAX_ENDED: usize = 1024;
-/// The message that a probe names when it does not doubt one.
+/// The message number of a probe that does not doubt a reference.
 const PROBE: u32 = u32::MAX;
-/// An operation without progress asks the ranks it waits for after this long.
+/// After this long without progress, an operation probes the ranks it waits for.
 const PROBE_AFTER: u64 = SECOND;
-/// What the end waits for at least where somebody wants to wait: for the good-bye to be taken.
+/// How long the end waits at least for good-byes to be acknowledged, if the caller waits.
 const LEAST_PATIENCE: u64 = 2 * SECOND;
-/// What the end waits for at most: as long as torch's own time-out is, where an operation has a longer one.
+/// How long the end waits at most, if the caller waits: torch's own default time-out, or more if an operation had a longer
+/// one.
 const MOST_PATIENCE: u64 = 30 * 60 * SECOND;
-/// What the end waits for where nobody wants to wait: a good-bye leaves, and nothing is asked back.
+/// How long the end waits if the caller does not wait: good-byes leave, and are not acknowledged.
 const UNHEARD: u64 = 100 * MILLISECOND;
-/// How long the socket of a rank whose memory is gone may take to say why.
+/// How long to wait for the reason after a peer's shared memory disappears.
 const UNREADABLE_WITHIN: u64 = SECOND;
-/// Messages of operations that are not posted: their bytes are bounded by credit, their number by this. About 150 bytes each.
-/// For the engine's own tests fewer, but more than the credit for messages without bytes (8,192).
+/// How many messages for operations that are not posted are kept. Credit bounds their bytes, this bounds their number, at
+/// about 150 bytes each. Fewer in the engine's own tests, but more than the credit for empty messages (8,192).
 const MAX_EARLY: usize = if cfg!(test) { 1 << 14 } else { 1 << 20 };
-/// Beyond so many, what peers believe of operations of groups that are not joined is forgotten: probes say it again.
+/// How many fingerprints of operations of groups that are not joined are kept; probes repeat those that were dropped.
 const MAX_CLAIMS: usize = 1 << 16;

@@ -10,7 +10,7 @@ mod world;
 use network::Paths;
 use penstock_plan::Algorithm;
 use penstock_types::{DType, FailureKind, MILLISECOND, ReduceOp, SECOND};
-use program::{ProgramCall, Fault, ProgramGroup, How, Program, Step, What, Wrong, generate};
+use program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What, Wrong, generate};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,6 +1,6 @@
 //! What every call gives, computed from its definition.
 
-use super::program::{ProgramCall, Program, What, unequal};
+use super::program::{Program, ProgramCall, What, unequal};
 use fastrand::Rng;
 use penstock_types::{DType, ReduceOp};
 

@@ -588,7 +588,9 @@ impl Draw {
         let has_parts = matches!(given.what, What::AllToAll { has_splits: true });
         let how = match self.rng.u8(..7) {
             0 if given.what != What::Barrier && !has_parts => How::Size,
-            1 if given.what != What::Barrier && (!reduces || given.op.takes(DType::I32) && given.op.takes(DType::F32)) => {
+            1 if given.what != What::Barrier
+                && (!reduces || given.op.takes(DType::I32) && given.op.takes(DType::F32)) =>
+            {
                 How::DType
             }
             2 if reduces && given.dtype != DType::Bool => How::Op,
