@@ -237,7 +237,10 @@ fn another_way_in_every_step() {
             }
             let total = lengths.iter().sum::<usize>() as u64 * 4;
             let buckets = ranks.reducers[rank].stats().buckets - before[rank].0;
-            assert!((total / bucket_bytes..=total / bucket_bytes + 4).contains(&buckets), "step {step}: {buckets} buckets");
+            assert!(
+                (total / bucket_bytes..=total / bucket_bytes + 4).contains(&buckets),
+                "step {step}: {buckets} buckets"
+            );
             let stats = ranks.engines[rank].stats().expect("it runs");
             let group = stats.groups.iter().find(|group| group.name == "buckets").expect("it is there");
             if let Some(algorithm) = algorithm {

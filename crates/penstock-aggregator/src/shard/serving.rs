@@ -1,6 +1,6 @@
 //! A server's shard.
 
-use super::{Door, Known, Loss, Machine, Refused, UNAUTHENTICATED, Settings, job_of};
+use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, ServerReport};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};

@@ -268,7 +268,13 @@ impl Aggregator {
     #[must_use]
     pub fn sharded(limits: Limits, shard: Shard) -> Aggregator {
         assert!(shard.count.is_power_of_two() && shard.index < shard.count, "{shard:?}");
-        Aggregator { limits, shard, jobs: BTreeMap::new(), unauthenticated: [0; Refusal::COUNT], rules: Rules::default() }
+        Aggregator {
+            limits,
+            shard,
+            jobs: BTreeMap::new(),
+            unauthenticated: [0; Refusal::COUNT],
+            rules: Rules::default(),
+        }
     }
 
     /// Admits a job, or the next epoch of one, which replaces the epoch before. Reserves all memory that the job will use.

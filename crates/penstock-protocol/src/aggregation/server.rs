@@ -9,7 +9,7 @@
 //!             Ack                      Credit = (slowest worker's Ack) + W - 1
 //!   committed  │  committed or collecting │  refused
 //!   ───────────┴──────────────────────────┴──────────
-//! kept from the slowest worker's Ack on: workers that request it get it again
+//!   kept from the slowest worker's Ack on: workers that request it get it again
 //! ```
 
 use super::estimate::{MAX_BACKOFF, MAX_DOUBTFUL, smoothed};
