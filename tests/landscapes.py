@@ -133,7 +133,9 @@ def level(slower: float) -> Landscape:
     """A step where the default is the best: other settings take longer in proportion to how far they are from it, the furthest
     by this share. The space is that of two hosts with 11 MB of gradients."""
     default = Setting(streams=16, bucket_bytes=4 * MIB, algorithm="auto")
-    space = Space.standard(default, max_streams=16, most_bucket_bytes=11_000_000, algorithms=("auto", "halving-doubling"))
+    space = Space.standard(
+        default, max_streams=16, most_bucket_bytes=11_000_000, algorithms=("auto", "halving-doubling")
+    )
 
     def steps(setting: Setting) -> float:
         away = [math.log2(setting.streams / default.streams), math.log2(setting.bucket_bytes / default.bucket_bytes)]

@@ -752,7 +752,9 @@ def _shared() -> None:
     encoder, decoder = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     decoder.weight = encoder.weight
     for bucket_bytes in (1, 1 << 20):
-        reducer = GradientReducer(itertools.chain(encoder.parameters(), decoder.parameters()), bucket_bytes=bucket_bytes)
+        reducer = GradientReducer(
+            itertools.chain(encoder.parameters(), decoder.parameters()), bucket_bytes=bucket_bytes
+        )
         encoder.weight.grad = None
         decoder(encoder(scale * torch.ones(1, 3))).sum().backward()
         averaged = encoder.weight.grad
@@ -916,7 +918,10 @@ def _buckets() -> None:
         model.zero_grad()
         model(torch.randn(2, 1000, generator=torch.Generator().manual_seed(dist.get_rank()))).square().sum().backward()
         results.append(model.weight.grad.clone())
-        assert abs(reducer.stats()["buckets"] - before - buckets) <= 1, (bucket_bytes, reducer.stats()["buckets"] - before)
+        assert abs(reducer.stats()["buckets"] - before - buckets) <= 1, (
+            bucket_bytes,
+            reducer.stats()["buckets"] - before,
+        )
     assert all(result.equal(results[0]) for result in results)
     dist.destroy_process_group()
 

@@ -62,7 +62,9 @@ def _daemon(switch: LiveSwitch, role: str, host: int, *options: str) -> Iterator
 
 
 def _deployment(folder: pathlib.Path, server: Daemon, tree: dict[str, Any]) -> dict[str, str | None]:
-    env = test_aggregated._deployment(folder, f"- address: {server.address}\n  tree: [{json.dumps(tree)}]\n", "key: none\n")
+    env = test_aggregated._deployment(
+        folder, f"- address: {server.address}\n  tree: [{json.dumps(tree)}]\n", "key: none\n"
+    )
     return {**env, **SECRET}
 
 
@@ -100,7 +102,9 @@ def test_all_reduces(
     ):
         run = functools.partial(ranks.run, count=world, bed=switch.bed, placement=[0, 1, 2, 2][:world], timeout_s=120)
         workers = list(range(world))
-        env = _deployment(tmp_path, server, {"aggregator": switch.address, "switch": switch.command, "workers": workers})
+        env = _deployment(
+            tmp_path, server, {"aggregator": switch.address, "switch": switch.command, "workers": workers}
+        )
         values = run(test_aggregated._all_reduces, env=env)
         test_aggregated._assert_sums(values, world, WIDE, [])
         sent = [stats["0"]["servers"][0] for _, stats in values]
@@ -177,7 +181,9 @@ def test_a_silent_switch_is_passed_by_and_taken_back(tmp_path: pathlib.Path) -> 
             count=2,
             bed=switch.bed,
             placement=[0, 1],
-            env=_deployment(tmp_path, server, {"aggregator": switch.address, "switch": switch.command, "workers": [0, 1]}),
+            env=_deployment(
+                tmp_path, server, {"aggregator": switch.address, "switch": switch.command, "workers": [0, 1]}
+            ),
         ) as job,
     ):
         job.await_note("phase 0", deadline_s=60)

@@ -23,13 +23,13 @@ __all__ = ["Aggregator", "Deployment", "Server", "chosen", "init", "load", "pars
 
 @dataclass(frozen=True)
 class Aggregator:
-    """An aggregator and who pushes to it, in the order of addition."""
+    """An aggregator and the nodes that push to it, in the order of addition."""
 
     address: str
-    """Where it listens, "IP:PORT"."""
+    """The address on which it listens, "IP:PORT"."""
     children: tuple[Child, ...]
     switch: tuple[str, ...] | None = None
-    """It is a switch: the command that opens and closes jobs there. None: a daemon, which is asked over HTTP."""
+    """For a switch: the command that opens and closes jobs on it. None: a daemon, which takes requests over HTTP."""
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ class Aggregator:
 
     @property
     def aggregators(self) -> tuple[Aggregator, ...]:
-        """It, and all below it."""
+        """This aggregator, and all below it."""
         return (self, *(one for child in self.children if not isinstance(child, int) for one in child.aggregators))
 
 
@@ -55,11 +55,12 @@ class Server:
 
     @property
     def aggregators(self) -> tuple[Aggregator, ...]:
-        """All below it."""
+        """All aggregators below this server."""
         return tuple(one for aggregator in self.tree for one in aggregator.aggregators)
 
     def children(self, world: int) -> tuple[Child, ...]:
-        """The whole tree of a job of so many workers: those that no aggregator has hang straight below the server."""
+        """The children of the server in a job of ``world`` workers: a worker that is below no aggregator is the server's own
+        child."""
         placed = {worker for aggregator in self.tree for worker in aggregator.workers}
         return (*self.tree, *(worker for worker in range(world) if worker not in placed))
 
@@ -82,16 +83,16 @@ class Server:
 
 @dataclass(frozen=True)
 class Deployment:
-    """What one deployment file says, checked."""
+    """The content of a deployment file, validated."""
 
     name: str
-    """The file, for errors."""
+    """The file's name, for errors."""
     format: str
     """"int32", "int16" or "float32"."""
     window: int
     """Blocks in flight, a power of two."""
     block_bytes: int | None
-    """The most that a packet carries, a multiple of 64; None: as much as fits."""
+    """The longest block, a multiple of 64; None: as long as a packet allows."""
     min_bytes: int
     """Smaller all-reduces go among the ranks."""
     key: bool
@@ -137,7 +138,7 @@ def init(*, deployment: str | os.PathLike[str] | Mapping[str, Any] | None = None
     Raises:
         penstock.errors.Config: it cannot be read, or is no deployment; nothing has changed.
 
-    Does not block, and asks no daemon: that comes with the group.
+    Does not block, and contacts no daemon: that happens when the group is made.
     """
     global _given
     if deployment is None:
@@ -158,7 +159,7 @@ def init(*, deployment: str | os.PathLike[str] | Mapping[str, Any] | None = None
 
 
 def chosen(setting: str) -> tuple[str, str] | None:
-    """The text of the deployment and its name: `init`'s, or that of the file which PENSTOCK_DEPLOYMENT names.
+    """The text and the name of the deployment that `init` was given, or else of the file that PENSTOCK_DEPLOYMENT names.
 
     Raises:
         penstock.errors.Config: as `load`.
@@ -167,7 +168,7 @@ def chosen(setting: str) -> tuple[str, str] | None:
 
 
 def load(path: str, asked: str) -> str:
-    """The text of a deployment file, checked; ``asked`` is what named it, for errors.
+    """The text of a deployment file, validated; ``asked`` says in errors where the file was named.
 
     Raises:
         penstock.errors.Config: it cannot be read, or is no deployment.
@@ -182,7 +183,7 @@ def load(path: str, asked: str) -> str:
 
 
 def parse(text: str, name: str) -> Deployment:
-    """What a deployment says; ``name`` is what errors call it.
+    """Parse and validate the text of a deployment; ``name`` is its name in errors.
 
     Raises:
         penstock.errors.Config: it is no deployment. The message has the line, the key, and what is allowed.
@@ -241,7 +242,7 @@ def parse(text: str, name: str) -> Deployment:
 
 
 class _Entry:
-    """A node of the file, and the way to it."""
+    """A node of the YAML file, and its path for errors."""
 
     def __init__(self, name: str, path: str, node: Any) -> None:
         self.name, self.path, self.node = name, path, node
@@ -296,7 +297,7 @@ class _Entry:
         return str(value)
 
     def address(self) -> str:
-        """As the engine and the daemons write it, so that one address is one text."""
+        """The address in the form of the engine and the daemons, so that equal addresses are equal texts."""
         value = str(self.node.value) if isinstance(self.node, yaml.ScalarNode) else ""
         host, _, port = value.rpartition(":")
         try:
@@ -308,7 +309,7 @@ class _Entry:
             raise self.wrong(
                 f"must be IP:PORT, such as 10.77.2.1:7471 or [fd00::1]:7471, not {_shown(self.node)}"
             ) from None
-        # A link-local address means nothing without the interface, which differs from rank to rank.
+        # A link-local address needs an interface, which differs from rank to rank.
         if ip.is_unspecified or ip.is_multicast or (six and (ip.is_link_local or ip.scope_id)):
             raise self.wrong(
                 f"not all ranks can reach one daemon at {_shown(self.node)}: give an address of its host's"
@@ -389,9 +390,9 @@ def _shown(node: Any) -> str:
 
 FORMATS = ("int32", "int16", "float32")
 MOST_WORKERS = 64
-# What the packet holds: docs/reference/packets.md.
+# The longest block of a packet: docs/reference/packets.md.
 MOST_BLOCK_BYTES = 8896
-# What p4/penstock.p4 is made for: docs/design/p4.md.
+# The limits of p4/penstock.p4: docs/design/p4.md.
 SWITCH_BLOCK_BYTES = (64, 256, 1024)
 SWITCH_CHILDREN = 16
 SWITCH_SLOTS = 4096

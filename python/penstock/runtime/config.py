@@ -36,7 +36,7 @@ class Setting:
     default: str
     parse: Callable[[str], Any]
     meaning: str
-    """For people: what it does, costs and is tied to."""
+    """A text for users: the effect, the cost, and which other settings it is tied to."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Settings:
     log: str
 
     def job_secret(self) -> bytes | None:
-        """The job secret that the user gave; None when there is none."""
+        """The job secret of the user; None if there is none."""
         if self.secret:
             return self.secret.encode()
         if self.secret_file:
@@ -104,18 +104,18 @@ def given_value(name: str, environ: Mapping[str, str] = os.environ) -> str | Non
 
 
 def renamed_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that are set under the old name of a setting, with what to say of each."""
+    """Variables that are set under the old name of a setting, with a message for each."""
     return {old: renamed.message(old, new) for old, new in OLD_NAMES.items() if old in environ}
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that are named like settings and that nothing reads, with what to say of each: a misspelt one has no effect."""
+    """Variables that are named like settings but are none, with a message for each: a misspelt variable has no effect."""
     known = {setting.name.removeprefix("PENSTOCK_") for setting in SETTINGS}
     found = {}
     for name in sorted(environ):
         word = name.removeprefix("PENSTOCK_")
         if name.startswith("PENSTOCK_") and word not in known and name not in (*MARKS, *OLD_NAMES):
-            # Imported where something is wrong, not in every rank.
+            # Imported only where a name is wrong, and not in every rank.
             import difflib
 
             near = difflib.get_close_matches(word, known, n=1)
@@ -128,7 +128,7 @@ def restarts(environ: Mapping[str, str] = os.environ) -> int:
     """How often torchrun has restarted this job's workers; 0 where something else started them.
 
     Raises:
-        penstock.errors.Config: what TORCHELASTIC_RESTART_COUNT holds is no count.
+        penstock.errors.Config: TORCHELASTIC_RESTART_COUNT is not a number.
     """
     text = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not text.isdecimal():
@@ -218,13 +218,13 @@ def _level(text: str) -> str:
 
 
 MARKS = ("PENSTOCK_TESTBED", "PENSTOCK_TESTBED_RUN")
-"""By these the testbed knows what it has started (`penstock.tools.testbed.keeper`); no settings."""
+"""Variables by which the testbed finds processes that it has started (`penstock.tools.testbed.keeper`); they are no settings."""
 
 OLD_NAMES = {"PENSTOCK_PLAN": "PENSTOCK_DEPLOYMENT"}
 """Old names of settings, and their names now. The new name wins where both are set."""
 
 CHECKS = ("nan", "mismatch", "slow")
-"""What PENSTOCK_CHECK takes."""
+"""The values of PENSTOCK_CHECK."""
 
 SETTINGS = (
     Setting(

@@ -9,7 +9,7 @@ No order is asked of autograd: the ranks agree on what is ready in rounds of the
 `crates/penstock-engine/src/readiness.rs` says how), and the engine cuts buckets from that, alike on all ranks.
 
 Under DistributedDataParallel (`ddp_hook`) the same happens beside DDP's own buckets: DDP still collects gradients in them, but
-what it gets back was reduced in our buckets, each gradient from the moment on in which it was ready. *Why not reduce DDP's
+the gradients that it gets back were reduced in our buckets, each as soon as all ranks had it. *Why not reduce DDP's
 buckets?* The last of them (25 MB) is full when the pass ends, and smaller ones can only be had when DDP is made.
 """
 
@@ -87,20 +87,20 @@ class GradientReducer:
 
     When ``backward()`` returns, ``p.grad`` of every parameter is the average over the ranks, the same bits on all of them.
     A parameter that some rank did not use counts as zeros there; one that no rank used keeps the ``grad`` that it had.
-    With three ranks or more, runs may differ in the last bits: the order of a sum depends on where in its bucket a gradient lies,
+    With three ranks or more, runs may differ in the last bits: the order of a sum depends on a gradient's place in its bucket,
     and that on which gradients were ready together.
 
     Args:
-        model: a module, or an iterable of parameters. Those that require no gradient are left out, and one that comes again
-            (a tied weight) counts once. All ranks need the same, in the same order and memory format.
+        model: a module, or an iterable of parameters. Those that require no gradient are left out, and a duplicate (a tied
+            weight) counts once. All ranks need the same, in the same order and memory format.
         group: a process group of the penstock backend; the default group if None.
         bucket_bytes: the size of a bucket: what one all-reduce carries. Smaller gradients share a bucket, larger ones are split.
         wire: ``torch.float16`` or ``torch.bfloat16`` send float32 gradients in half the bytes: every rank rounds its own
             once, divided by the number of ranks; sums are computed in float32 and rounded once a hop.
         error_feedback: with ``wire``: keep what that rounding takes off a gradient here, and add it to the next one, so that
             what is too small for 16 bits arrives some steps later instead of never (Seide et al. 2014; Karimireddy et al.
-            2019). Four bytes a parameter. What was kept is this object's: it begins with zeros, is no part of a checkpoint,
-            and ends with the reducer, as it does when a step fails (docs/guide/compression.md).
+            2019). Four bytes a parameter. The kept remainders belong to this object: they begin with zeros, are no part of a
+            checkpoint, and are lost with the reducer, and when a step fails (docs/guide/compression.md).
         broadcast: give all ranks the parameters (and a module's buffers) of rank 0 now, as DDP does.
         tune: find out how gradients travel best, during the first steps of training (docs/guide/tune.md). True, or
             `penstock.tune.Options`; a `penstock.tune.Setting`, or a tuner's record or its file, to pin a choice; False. None:
@@ -113,8 +113,8 @@ class GradientReducer:
         penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters. (In any) the pass of another rank
             raised in the middle: all ranks have dropped the step, and the group lives.
 
-    A pass that raises is withdrawn: set its gradients to zero, and the next pass works. What other ranks see of it stands in
-    docs/guide/gradients.md. A pass that reaches no parameter at all has no hook to run in; it takes part when an optimizer over
+    A pass that raises is withdrawn: set its gradients to zero, and the next pass works. docs/guide/gradients.md says what other
+    ranks see of it. A pass that reaches no parameter at all has no hook to run in; it takes part when an optimizer over
     these parameters makes its step outside of `no_sync`, or in `average`, with what passes under `no_sync` have left, or zeros.
 
     Blocking: the constructor until all ranks have called it, ``backward`` until its gradients are reduced.
@@ -215,12 +215,12 @@ class GradientReducer:
         self._enabled = True
         self._pass: dict[int, torch.Tensor] | None = None
         self._task = -1
-        # Completes when what a pass that raised has left behind is over.
+        # Completes when the operations of a pass that raised have ended.
         self._withdrawn: _core.Ticket | None = None
         self._has_warned = False
-        # How many gradients autograd has made to be averaged, and had made when an optimizer made its last step.
+        # How many gradients autograd has made that are to be averaged.
         self._made = 0
-        # Gradients that passes under no_sync have made and that are not averaged yet, as they were then; and averages.
+        # Gradients that passes under no_sync have made and that are not averaged yet, with their state then; and averages.
         self._kept: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self._averages: dict[torch.nn.Parameter, tuple[int, int]] = {}
         # Whether averages were changed between the last pass and its step, and whether the last average came within a step.
@@ -243,7 +243,7 @@ class GradientReducer:
         _alive.add(self)
 
     def _keep(self) -> None:
-        """Let the parameters keep this object, so that nobody has to; Python collects both together."""
+        """Let the parameters keep this object alive; Python collects both together."""
         for parameter in self._reduced:
             if not isinstance(parameter.__dict__.get(_KEPT), _Kept):
                 parameter.__dict__[_KEPT] = _Kept()
@@ -283,22 +283,22 @@ class GradientReducer:
 
     @property
     def setting(self) -> Setting:
-        """How gradients travel at present. Algorithm ``auto``: the planner chooses, by size and hosts."""
+        """The setting in force. Algorithm ``auto``: the planner chooses, by size and hosts."""
         return self._setting if self._tuning is None else self._tuning.setting
 
     @property
     def tuner(self) -> Tuner | None:
-        """What tries settings, or holds one (`penstock.tune.Tuner`): ``tuner.explain()`` says what was tried and why it chose,
-        ``tuner.record()`` is all of it. None without ``tune``."""
+        """The tuner, which tries settings or holds one (`penstock.tune.Tuner`): ``tuner.explain()`` describes the trials and the
+        choice, ``tuner.record()`` has all of them. None without ``tune``."""
         return None if self._tuning is None else self._tuning.tuner
 
     def apply(self, setting: Setting) -> None:
-        """Change how gradients travel, between two steps, on all ranks at the same ones. Streams are those to each rank, for
-        whatever this process sends there; more than are open count as all of them. Does not block.
+        """Put a setting in force, on all ranks between the same two steps. Its streams are those to each rank, for everything
+        that this process sends there; a number above those that are open means all of them. Does not block.
 
         Raises:
             penstock.errors.Bug: a pass is under way. Nothing has changed.
-            penstock.errors.Config: something that the gradients or the group cannot have; a tuner is in charge.
+            penstock.errors.Config: the gradients or the group do not support the setting; a tuner is in charge.
         """
         if self._tuning is not None:
             raise ConfigError("a tuner is in charge of this; make the reducer without tune")
@@ -321,8 +321,8 @@ class GradientReducer:
             self._tuning.exclude_pause()
 
     def close(self) -> None:
-        """Take the hooks off the model and leave the groups. `destroy_process_group` does the latter as well. DDP then reduces its
-        own buckets, each in one all-reduce."""
+        """Remove the hooks from the model and leave the groups. `destroy_process_group` does the latter, too. DDP then reduces
+        its own buckets, each in one all-reduce."""
         _alive.discard(self)
         for parameter in self._reduced:
             kept = parameter.__dict__.get(_KEPT, set())
@@ -361,7 +361,7 @@ class GradientReducer:
         self._kept[parameter] = _state(parameter.grad)
 
     def _take_part(self) -> None:
-        """A gradient of a pass is ready: see that the pass is ended."""
+        """A gradient of a pass is ready: make sure that the pass gets its end."""
         self._made += 1
         task = torch._C._current_graph_task_id()
         if self._pass is None or task != self._task:
@@ -443,7 +443,7 @@ class GradientReducer:
         return [(name, parameter, mean.values()) for name, parameter, mean, _ in started]
 
     def _abandon(self) -> None:
-        """The pass has raised. Does not block: its traceback is on its way to the script."""
+        """The pass has raised: drop its step. Does not block, since the exception is on its way to the script."""
         if self._pass is None:
             return
         submitted, self._pass = self._pass, None
@@ -460,7 +460,8 @@ class GradientReducer:
             )
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step. Where it is ours, outside of no_sync, everything it uses is to be an average."""
+        """An optimizer is about to step. If it steps parameters of this reducer outside of no_sync, average what is not averaged
+        yet."""
         if optimizer not in self._stepped and not any(one in self._reduced for one in _parameters(optimizer)):
             return
         if self._synchronises():
@@ -483,7 +484,7 @@ class GradientReducer:
         self._stepped[optimizer] = self._made
 
     def _lacks_average(self, has_stepped: bool, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Whether there is something to be averaged before these parameters are stepped.
+        """Whether gradients must be averaged before these parameters are stepped.
 
         Args:
             has_stepped: no pass was averaged since the last step: this step's passes have reached no parameter, though other
@@ -504,7 +505,7 @@ class GradientReducer:
         """
         for parameter, state in self._kept.items():
             gradient = parameter.grad
-            # Where zero_grad() has dropped it, nothing is left of it.
+            # zero_grad() has dropped this gradient.
             if gradient is not None and _state(gradient) != state and gradient.count_nonzero():
                 index = self._index.get(parameter)
                 name = "a sparse weight" if index is None else self._names[index]
@@ -521,7 +522,7 @@ class GradientReducer:
         except BaseException:
             self._abandon()
             raise
-        # For other optimizers over these parameters, which step now as well.
+        # For other optimizers over these parameters, which step at the same time.
         self._made += 1
         return not all(self._reducer.was_absent(index) for index in range(len(self._parameters)))
 
@@ -532,7 +533,7 @@ class GradientReducer:
         return one is not None and (one.grad is None or _state(one.grad) != self._averages[one])
 
     def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Everything is reduced, and lies in these tensors."""
+        """Put the averages, which are in these tensors, into the parameters' gradients."""
         self._averages.clear()
         for index, gradient in gradients.items():
             parameter = self._parameters[index]
@@ -564,7 +565,8 @@ class GradientReducer:
 
 
 class _Kept(set[GradientReducer]):
-    """What a parameter keeps alive, in an attribute that Python's collector sees. Copies of the parameter keep nothing."""
+    """The reducers that a parameter keeps alive, in an attribute that Python's collector sees. Copies of the parameter keep
+    none."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return set, ()
@@ -585,7 +587,7 @@ def _is_ready(this: weakref.ref[GradientReducer], index: int | None, parameter: 
 
 
 def _end(tuned: tuning.Tuning | None, hooks: list[Any], own: Any, groups: list[groups.Membership]) -> None:
-    """What is to be done when a reducer is closed, or collected."""
+    """Close a reducer: called by `close`, and when it is collected."""
     if tuned is not None:
         tuned.close()
     for hook in hooks:
@@ -614,7 +616,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
 
 
 def _state(gradient: torch.Tensor) -> tuple[int, int]:
-    """What changes when a gradient is replaced, or changed in place."""
+    """A value that changes when a gradient is replaced, or changed in place."""
     return (gradient.data_ptr() if gradient.layout is torch.strided else 0), gradient._version
 
 
@@ -651,7 +653,7 @@ class _DDPReducer(GradientReducer):
         self._full: list[tuple[dist.GradBucket, torch.futures.Future[torch.Tensor]]] = []
 
     def _keep(self) -> None:
-        """DDP does, which may end before its parameters."""
+        """Nothing: the DDP model keeps the reducer, and may end before its parameters."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Couples the tuner (`penstock.tune`) to gradients: which setting a step runs under, and what the step cost.
+"""Couples the tuner (`penstock.tune`) to gradients: applies the setting of each step, and measures the step's cost.
 
 ```text
   first gradient of a pass   have all decided alike? ──> Tuner.begin_step ──> Reducer.set_way     (nothing is in flight yet)
@@ -54,8 +54,8 @@ Tune: TypeAlias = "bool | Options | Setting | Mapping[str, Any] | str | os.PathL
 
 
 def agree(tune: Tune, group: Any) -> dict[str, Any]:
-    """What rank 0 has, on all ranks: its ``streams`` and ``algorithm``; and, if it wants tuning, ``options``, or ``setting`` to
-    pin, and ``record``, the file to write. Blocks until rank 0 has called it.
+    """Rank 0's choices, on all ranks: its ``streams`` and ``algorithm``; and, for tuning, ``options`` (or the ``setting`` to pin)
+    and ``record``, the file to write. Blocks until rank 0 has called it.
 
     Raises:
         penstock.errors.Config: (on all ranks) rank 0 cannot make sense of what it was given, or lacks scipy.
@@ -74,11 +74,11 @@ def agree(tune: Tune, group: Any) -> dict[str, Any]:
 
 
 def apply(core: _core.Reducer, setting: Setting) -> None:
-    """Make a setting the one in force; all ranks, between the same two steps.
+    """Put a setting in force, on all ranks between the same two steps.
 
     Raises:
         penstock.errors.Bug: something is in flight. Nothing has changed.
-        penstock.errors.Config: a compression or an algorithm that the gradients or the group cannot have.
+        penstock.errors.Config: the gradients or the group do not support the compression or the algorithm.
     """
     if setting.compression not in WIRES:
         raise ConfigError(f"no compression {setting.compression!r}: there are {', '.join(WIRES)}")
@@ -94,13 +94,13 @@ def apply(core: _core.Reducer, setting: Setting) -> None:
 
 
 def space_of(default: Setting, hosts: Sequence[int], gradient_bytes: int, pinned: Mapping[str, Any]) -> Space:
-    """What is worth trying in a group.
+    """The settings that are worth trying in a group.
 
     Args:
         default: what runs without a tuner; as many streams are open, and its compression is the one that is allowed.
         hosts: of each rank.
         gradient_bytes: of all gradients; larger buckets are all alike.
-        pinned: what the user has decided.
+        pinned: the fields that the user has decided.
     """
     # Between ranks of one host, memory is read: no stream carries anything, and no algorithm reads less than the planner's.
     several = len(set(hosts)) > 1
@@ -271,7 +271,7 @@ class Tuning:
 
 
 def _asked_for(tune: Tune) -> dict[str, Any]:
-    """What `agree` says of it, on rank 0.
+    """What `agree` sends to the other ranks, on rank 0.
 
     Raises:
         OSError, ValueError: a record that cannot be read, or holds no choice.
@@ -332,7 +332,7 @@ def _root(group: Any) -> int:
 
 
 clock: Callable[[], float] = time.perf_counter
-"""What steps are timed with, in seconds."""
+"""The clock for steps, in seconds."""
 
 WIRES = {"off": None, "fp16": "float16", "bf16": "bfloat16"}
 """The tuner's words for what is on the wire, and torch's."""

@@ -1,4 +1,4 @@
-"""Records as text: what was tried, in which order and why, and what it led to."""
+"""Records as text: the trials, their order and reasons, and the outcome."""
 
 from __future__ import annotations
 

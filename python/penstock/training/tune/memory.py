@@ -1,4 +1,4 @@
-"""What served earlier jobs: the best settings by model graph and topology graph, in one file of the user's cache.
+"""The memory of earlier jobs: their best settings by model graph and topology graph, in one file of the user's cache.
 
 The file is JSON, written whole or not at all. One that cannot be read is a warning and counts as empty: a job must not
 fail for what it could have remembered. Two jobs that end at the same moment may each keep the other's entry from being
@@ -26,7 +26,7 @@ log = logging.getLogger("penstock.tune")
 
 @dataclass(frozen=True)
 class Entry:
-    """What is remembered of one model on one topology."""
+    """The setting of one model on one topology."""
 
     model: Graph
     topology: Graph
@@ -67,7 +67,7 @@ class Match:
 
     @property
     def near(self) -> bool:
-        """Whether a short tuning from there will do; else it is only where a full one begins."""
+        """Whether a short tuning from this entry suffices; otherwise it is only the start of a full one."""
         return self.distance <= NEAR
 
 

@@ -1,4 +1,4 @@
-"""What can be tuned: settings, the axes they lie on, and the space of all of them. Pure."""
+"""Settings, the axes on which they lie, and the space of all of them. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Setting:
     """off, bf16 or fp16: the dtype on the wire."""
 
     def __str__(self) -> str:
-        return f"{self.streams} streams, {format_bytes(self.bucket_bytes)} buckets, {self.algorithm}, {self.compression}"
+        return (
+            f"{self.streams} streams, {format_bytes(self.bucket_bytes)} buckets, {self.algorithm}, {self.compression}"
+        )
 
     @property
     def unit_bytes(self) -> int:
@@ -186,8 +188,8 @@ class Space:
 
 
 def with_new_names(document: Any) -> Any:
-    """A record, a memory or a part of one, read from JSON. What an older release wrote has the names of this one afterwards, and
-    the log says so."""
+    """A record, a memory or a part of one, read from JSON. Old names that an earlier release wrote are replaced, with a warning
+    in the log."""
     text = json.dumps(document)
     if '"unit_bytes"' not in text:
         return document

@@ -1,8 +1,7 @@
 """The tuner: tunes during the first steps, then keeps watch, and tunes again when the time of a step drifts.
 
-It decides and does nothing else: it opens no socket, reads no clock and changes no engine. Whoever drives it asks for the
-setting before a step, has it applied while nothing is in flight, and hands in what the step cost, all-reduced, so that
-every rank hands in the same::
+It decides and does nothing else: it opens no socket, reads no clock and changes no engine. Its caller asks for the setting before
+a step, applies it while nothing is in flight, and passes the cost of the step, all-reduced, so that every rank passes the same::
 
     tuner = Tuner(space)
     for batch in batches:
@@ -41,7 +40,7 @@ log = logging.getLogger("penstock.tune")
 
 
 class Applies(Protocol):
-    """Makes a setting the one in force; the coupling to the engine implements it.
+    """Puts a setting in force; the coupling to the engine implements it.
 
     It is called between steps, on all ranks, with the same setting, and only when that differs from the one before. It must
     return with nothing in flight under the old setting, and before the first gradient of the next step leaves: a buffer
@@ -82,7 +81,7 @@ class Drift:
 
 
 class Tuner:
-    """Says which setting each step runs under. Make one a rank, with the same arguments on all; see the module.
+    """Chooses the setting of each step. Make one on each rank, with the same arguments; see the module.
 
     Args:
         space: the settings that may be tried; `Space.standard` makes the usual one.
@@ -171,7 +170,7 @@ class Tuner:
 
     @property
     def best(self) -> Setting:
-        """What is chosen; before there is a choice, the fastest so far, or the start."""
+        """The chosen setting; before there is a choice, the fastest so far, or the start."""
         if self._pinned is not None:
             return self._pinned
         if self._session.chosen is not None:
@@ -329,7 +328,7 @@ def write_whole(path: Path, text: str) -> None:
 
 RECORD_FORMAT = "penstock-tune/1"
 
-# What the project asks of a start from a neighbour.
+# The project's requirement for a start from a neighbour.
 NEIGHBOUR_STEPS = 20
 
 # A job that drifts every hour for a month would otherwise keep hundreds.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.errors import NotFinite
+from penstock.fronts.horovod.buckets import Buckets
 from penstock.fronts.horovod.common.exceptions import HorovodInternalError
 from penstock.fronts.horovod.common.process_sets import ProcessSet, global_process_set
 from penstock.fronts.horovod.common.util import split_list
@@ -32,7 +33,6 @@ from penstock.fronts.horovod.torch.mpi_ops import (
     sparse_allreduce_async,
     synchronize,
 )
-from penstock.fronts.horovod.buckets import Buckets
 from penstock.training import passes
 
 __all__ = ["DistributedOptimizer"]
@@ -399,7 +399,9 @@ class _Reduction:
         if possible:
             # Autograd makes gradients from the last layer to the first, nearly.
             ordered: Any = list(reversed(parameters))
-            self._buckets = Buckets(ordered, [self._names[one] for one in ordered], average=self._op == Average, wire=wire)
+            self._buckets = Buckets(
+                ordered, [self._names[one] for one in ordered], average=self._op == Average, wire=wire
+            )
 
     def submit(self, parameter: torch.Tensor) -> Any:
         """Start reducing ``parameter.grad``. Does not block, but at the first time."""

@@ -43,7 +43,13 @@ class Cluster:
     """
 
     def __init__(
-        self, workers: int, *, rate_mbit: float, loss: float = 0.0, offloads: bool = False, unauthenticated: bool = False
+        self,
+        workers: int,
+        *,
+        rate_mbit: float,
+        loss: float = 0.0,
+        offloads: bool = False,
+        unauthenticated: bool = False,
     ) -> None:
         self.workers = workers
         self.topology = topology(workers, rate_mbit, loss, unauthenticated=unauthenticated)
@@ -61,7 +67,9 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def deployment(self, number: str, window: int, *, name: str = "deployment", direct: bool = False, **more: Any) -> str:
+    def deployment(
+        self, number: str, window: int, *, name: str = "deployment", direct: bool = False, **more: Any
+    ) -> str:
         """Write the `deployment` of these workers, with ``more`` in it, to a file of that name; return its path."""
         found = deployment(self.topology, number, window, self.workers, direct=direct)
         found["aggregated"] |= more

@@ -96,7 +96,8 @@ def measure(
             "ways": list(ways),
             "storm": storm,
             "deployments": {
-                way: cluster.deployment(number, window, name=way, direct=way == "server") for way, number in numbers.items()
+                way: cluster.deployment(number, window, name=way, direct=way == "server")
+                for way, number in numbers.items()
             },
             "elements": nbytes // 4,
             "turns": turns,

@@ -24,7 +24,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     deployments = options["deployments"]
     groups = {
-        way: group_of(deployments[way]) if way in deployments else dist.new_group(backend="gloo" if way == "gloo" else "penstock")
+        way: group_of(deployments[way])
+        if way in deployments
+        else dist.new_group(backend="gloo" if way == "gloo" else "penstock")
         for way in options["ways"]
     }
     for turn in range(options["turns"] + 1):
