@@ -168,7 +168,7 @@ def test_the_example_of_the_documentation_trains_and_tunes(root: pathlib.Path, t
 
 
 def _seconds(setting: Setting, worse: float = 0.0) -> float:
-    """A landscape: each stream adds bandwidth and costs a little, and one bucket size is best. `worse` makes streams cost more."""
+    """A landscape: each stream adds bandwidth and costs a little, one bucket size is best. `worse` makes streams cost more."""
     size = math.log2(setting.bucket_bytes / (1 << 20))
     return 0.05 + 0.2 / setting.streams + (0.001 + worse / 100) * setting.streams + 0.01 * size * size
 
