@@ -9,7 +9,7 @@
     control.py --p4info ... close 5
 
 It talks P4Runtime (`pip install p4runtime`) to the switch at --switch; `load` and the rest must be told the p4info that the
-compiler wrote. What to write into which table is decided by `plan`, which needs neither.
+compiler wrote. What to write into which table is decided by `job_entries`, which needs neither.
 
 ports.json says who is where, for a switch knows ports and hardware addresses only:
 
@@ -76,7 +76,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class JobEntries:
     """What opens a job. `admit` comes last and goes first: without it no packet of the job has an effect."""
 
     entries: tuple[Entry, ...]
@@ -109,7 +109,7 @@ def check(job: Job, block_words: int = BLOCK_WORDS) -> None:
             raise Refused(f"{shards} shards: 1, 2, 4, 8 or 16 are possible")
 
 
-def plan(job: Job, place: Place) -> Plan:
+def job_entries(job: Job, place: Place) -> JobEntries:
     """The entries and the multicast group of a job that `check` lets pass."""
     entries, copies = [], []
     for i, child in enumerate(job.children):
@@ -135,7 +135,7 @@ def plan(job: Job, place: Place) -> Plan:
         "port": job.parent.port,
         "group": place.number,
     }
-    return Plan(
+    return JobEntries(
         tuple(entries), Entry("Aggregator.jobs", (job.job,), "Aggregator.job", admit), place.number, tuple(copies)
     )
 
@@ -327,7 +327,7 @@ def open_job(switch: Tables, job: Job, block_words: int = BLOCK_WORDS) -> Place:
     others = [entry for entry in opened if entry is not before]
     lease = time.time_ns() if before is None else max(time.time_ns(), before.params["lease"] + 1)
     place = find_place(job, others, lease)
-    what = plan(job, place)
+    what = job_entries(job, place)
     if before is not None:
         close_job(switch, job.job)
     switch.clear_counters(place.number)
@@ -351,7 +351,7 @@ def find_open(switch: Tables, job: Job) -> Place | None:
     if admit is None:
         return None
     place = Place(admit.params["place"], admit.params["base"], admit.params["lease"])
-    what = plan(job, place)
+    what = job_entries(job, place)
     tables = ("Aggregator.senders", "Copies.children")
     rows = [row for table in tables for row in switch.entries(table) if row.keys[0] == place.number]
     same = {(row.table, row.keys): row for row in rows} == {(row.table, row.keys): row for row in what.entries}

@@ -150,9 +150,9 @@ def run(case: dict[str, Any], node: Any) -> None:
 
 
 def tally(node: Any, job: int) -> dict[str, int]:
-    """The counters of a job and of strangers in one."""
-    mine, strangers = node.counters(job), node.counters(None)
-    return {name: mine[name] + strangers[name] for name in mine}
+    """The counters of a job and of unauthenticated senders in one."""
+    mine, unauthenticated = node.counters(job), node.counters(None)
+    return {name: mine[name] + unauthenticated[name] for name in mine}
 
 
 def readable(out: list[tuple[int, bytes]]) -> list[tuple[int, str]]:

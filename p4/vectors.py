@@ -38,7 +38,7 @@ from twin import (
 VECTORS = pathlib.Path(__file__).resolve().parent.parent / "vectors"
 WORDS = 16
 ABOVE = 9
-STRANGER = 7
+UNAUTHENTICATED = 7
 ZERO, NONFINITE = -32768, 32767
 ALL = 0xFFFFFFFF
 MODES = {
@@ -323,15 +323,15 @@ def cases() -> list[Case]:
 
     s = case("senders", "A packet must come from the address of the child that it speaks for.")
     good = packet(PUSH, a, format=I32)
-    s.send("an unknown address", STRANGER, good, "sender")
+    s.send("an unknown address", UNAUTHENTICATED, good, "sender")
     s.send("another child's address", 1, good, "sender")
     s.send("from above", ABOVE, good, "sender")
     s.send("for both children", 0, packet(PUSH, a, format=I32, workers=3), "sender")
     s.send("for a worker that is in no job", 0, packet(PUSH, a, format=I32, workers=1 << 40), "sender")
-    s.send("a heartbeat", STRANGER, packet(HEARTBEAT_UP), "sender")
+    s.send("a heartbeat", UNAUTHENTICATED, packet(HEARTBEAT_UP), "sender")
     s.push("the child", 0, 0, a, "added", [0], a)
 
-    s = case("strangers", "Other jobs, other epochs, packets under a key.", "R6")
+    s = case("unauthenticated", "Other jobs, other epochs, packets under a key.", "R6")
     s.send("another job", 0, packet(PUSH, a, format=I32, job=6), "job")
     s.send("an older epoch", 0, packet(PUSH, a, format=I32, epoch=2), "epoch")
     s.send("a newer epoch", 0, packet(PUSH, a, format=I32, epoch=4), "epoch")
@@ -446,7 +446,7 @@ def cases() -> list[Case]:
     ):
         s.send(what, ABOVE, data, "relayed", everyone, data)
     s.send("a result from a child", 1, packet(RESULT, ab, format=I32, seq=3), "sender")
-    s.send("a heartbeat down from a stranger", STRANGER, packet(HEARTBEAT_DOWN), "sender")
+    s.send("a heartbeat down from an unauthenticated peer", UNAUTHENTICATED, packet(HEARTBEAT_DOWN), "sender")
 
     # --------------------------------------------------------------------------------------------------------- missing
     s = case(
@@ -500,7 +500,7 @@ def cases() -> list[Case]:
     s.ask("the slot's own", 4, 0xF, "named", named=0x7)
     for what, source, data in (
         ("a missing from a child", 0, packet(MISSING, seq=4)),
-        ("from a stranger", STRANGER, packet(MISSING, seq=4)),
+        ("from an unauthenticated peer", UNAUTHENTICATED, packet(MISSING, seq=4)),
     ):
         s.send(what, source, data, "sender")
     s.send("a missing of another epoch", ABOVE, packet(MISSING, seq=4, epoch=2), "epoch")

@@ -1,9 +1,9 @@
 """Landscapes for the tuner's tests: what a training step costs under each setting.
 
 *Recorded* ones rest on all-reduces that were measured on emulated links (recordings/landscapes.json says how). *Simulated* ones
-rest on a formula. In both, a step is a forward pass and a backward pass that readies the gradients' bytes evenly; a unit
-leaves when its last byte is ready and the unit before it is through; the step ends when the backward pass and the last
-unit do. Noise, outliers and the cost of changing a setting are drawn from a seed.
+rest on a formula. In both, a step is a forward pass and a backward pass that readies the gradients' bytes evenly; a bucket
+leaves when its last byte is ready and the bucket before it is through; the step ends when the backward pass and the last
+bucket do. Noise, outliers and the cost of changing a setting are drawn from a seed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from penstock.training.tune.space import Setting, Space
 
 MIB = 1 << 20
-DEFAULT = Setting(streams=16, unit_bytes=16 * MIB, algorithm="ring")
+DEFAULT = Setting(streams=16, bucket_bytes=16 * MIB, algorithm="ring")
 """Where tuning starts on these landscapes, but for `level`. The product's default is 16 streams, 4 MiB, auto (on these links a
 ring); docs/design/tuner.md says so beside the figures that rest on this one."""
 
@@ -69,21 +69,21 @@ class Job:
 
 
 def recorded(link: str) -> Landscape:
-    """A step on a link of recordings/landscapes.json; unit sizes between the recorded ones are interpolated by ratio."""
+    """A step on a link of recordings/landscapes.json; bucket sizes between the recorded ones are interpolated by ratio."""
     document = json.loads((pathlib.Path(__file__).parent / "recordings" / "landscapes.json").read_text())
     times: dict[tuple[int, str], dict[int, float]] = {}
     for streams, nbytes, algorithm, median, *_ in document["links"][link]["rows"]:
         times.setdefault((streams, algorithm), {})[nbytes] = median
     space = Space.standard(DEFAULT, max_streams=32, algorithms=("ring", "halving-doubling"))
 
-    def unit_seconds(setting: Setting) -> float:
+    def bucket_seconds(setting: Setting) -> float:
         known = times[setting.streams, setting.algorithm]
-        below = max(size for size in known if size <= setting.unit_bytes)
-        above = min(size for size in known if size >= setting.unit_bytes)
-        share = 0.0 if below == above else math.log(setting.unit_bytes / below) / math.log(above / below)
+        below = max(size for size in known if size <= setting.bucket_bytes)
+        above = min(size for size in known if size >= setting.bucket_bytes)
+        share = 0.0 if below == above else math.log(setting.bucket_bytes / below) / math.log(above / below)
         return known[below] ** (1 - share) * known[above] ** share
 
-    return _landscape(f"recorded {link}", space, unit_seconds)
+    return _landscape(f"recorded {link}", space, bucket_seconds)
 
 
 def simulated(
@@ -103,14 +103,14 @@ def simulated(
 
     Args:
         link: bytes a second between hosts. flow: the most that one stream gets of them.
-        latency: seconds of a hop, and of a unit's start.
+        latency: seconds of a hop, and of a bucket's start.
         shared: how many rings of ranks cross a link where ranks are not ordered by host; hierarchical crosses it once.
-        cost_of_streams: seconds a unit and stream. cost_of_conversion: seconds a byte of compression.
+        cost_of_streams: seconds a bucket and stream. cost_of_conversion: seconds a byte of compression.
     """
     space = Space.standard(DEFAULT, max_streams=max_streams, compressions=("bf16", "fp16"))
 
-    def unit_seconds(setting: Setting) -> float:
-        wire = setting.unit_bytes / (1 if setting.compression == "off" else 2)
+    def bucket_seconds(setting: Setting) -> float:
+        wire = setting.bucket_bytes / (1 if setting.compression == "off" else 2)
         # fp16 is converted with a check for overflow, which bf16 does not need.
         conversion = {"off": 0.0, "bf16": 1.0, "fp16": 1.5}[setting.compression] * cost_of_conversion
         hops, factor, sharing = {
@@ -123,20 +123,22 @@ def simulated(
             hops * latency
             + factor * sharing * wire / rate
             + cost_of_streams * setting.streams
-            + conversion * setting.unit_bytes
+            + conversion * setting.bucket_bytes
         )
 
-    return _landscape(f"simulated {name}", space, unit_seconds, gradient_bytes, compute)
+    return _landscape(f"simulated {name}", space, bucket_seconds, gradient_bytes, compute)
 
 
 def level(slower: float) -> Landscape:
     """A step where the default is the best: other settings take longer in proportion to how far they are from it, the furthest
     by this share. The space is that of two hosts with 11 MB of gradients."""
-    default = Setting(streams=16, unit_bytes=4 * MIB, algorithm="auto")
-    space = Space.standard(default, max_streams=16, most_unit_bytes=11_000_000, algorithms=("auto", "halving-doubling"))
+    default = Setting(streams=16, bucket_bytes=4 * MIB, algorithm="auto")
+    space = Space.standard(
+        default, max_streams=16, most_bucket_bytes=11_000_000, algorithms=("auto", "halving-doubling")
+    )
 
     def steps(setting: Setting) -> float:
-        away = [math.log2(setting.streams / default.streams), math.log2(setting.unit_bytes / default.unit_bytes)]
+        away = [math.log2(setting.streams / default.streams), math.log2(setting.bucket_bytes / default.bucket_bytes)]
         return sum(map(abs, away)) + 2 * (setting.algorithm != default.algorithm)
 
     settings = [space.setting(point) for point in space.points()]
@@ -149,17 +151,17 @@ def level(slower: float) -> Landscape:
 def _landscape(
     name: str,
     space: Space,
-    unit_seconds: Callable[[Setting], float],
+    bucket_seconds: Callable[[Setting], float],
     gradient_bytes: int = 64 * MIB,
     compute: tuple[float, float] = (0.2, 0.4),
 ) -> Landscape:
     forward, backward = compute
     seconds = {}
     for setting in map(space.setting, space.points()):
-        units = math.ceil(gradient_bytes / setting.unit_bytes)
-        each, end = unit_seconds(setting), 0.0
-        for unit in range(1, units + 1):
-            ready = backward * min(1.0, unit * setting.unit_bytes / gradient_bytes)
+        buckets = math.ceil(gradient_bytes / setting.bucket_bytes)
+        each, end = bucket_seconds(setting), 0.0
+        for bucket in range(1, buckets + 1):
+            ready = backward * min(1.0, bucket * setting.bucket_bytes / gradient_bytes)
             end = max(end, ready) + each
         seconds[setting] = forward + max(backward, end)
     return Landscape(name, space, seconds)

@@ -1,8 +1,8 @@
 """Hosts in network namespaces, joined by a switch that adds: the P4 program's twin, frame by frame, or bmv2 where that is
 installed.
 
-It is a testbed whose bridge has gone, and on the bridge's ports the switch. Jobs are opened by `p4/control.py`, which the plan
-names; it reaches the switch's P4Runtime over a Unix socket, which no namespace hides."""
+It is a testbed whose bridge has gone, and on the bridge's ports the switch. The deployment names `p4/control.py`, which
+opens jobs; it reaches the switch's P4Runtime over a Unix socket, which no namespace hides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LiveSwitch:
     Attributes:
         bed: the hosts.
         address: where the switch takes blocks.
-        command: what opens jobs there, for a plan.
+        command: what opens jobs there, for a deployment.
     """
 
     def __init__(self, bed: Testbed, process: subprocess.Popen[str], folder: pathlib.Path, block_words: int) -> None:

@@ -36,7 +36,7 @@ from penstock.torch import backend as penstock_backend
 
 
 @dataclasses.dataclass
-class Plan:
+class Spec:
     """What a rank does."""
 
     backend: str
@@ -83,9 +83,9 @@ class Told:
         return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
-def run(plan: Plan, *, world: int) -> list[Told]:
+def run(spec: Spec, *, world: int) -> list[Told]:
     """Run the program on ranks of its own; raises what a rank raised."""
-    return ranks.run(_rank, count=world, args=(plan,), timeout_s=60 * plan.minutes + 120)
+    return ranks.run(_rank, count=world, args=(spec,), timeout_s=60 * spec.minutes + 120)
 
 
 def complaints(told: Told, world: int) -> list[str]:
@@ -106,23 +106,23 @@ def complaints(told: Told, world: int) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- in a rank
 
 
-def _rank(plan: Plan) -> Told:
-    dist.init_process_group(plan.backend)
-    torch.manual_seed(plan.seed)
-    choose = random.Random(plan.seed)
-    is_penstock = plan.backend == "penstock"
+def _rank(spec: Spec) -> Told:
+    dist.init_process_group(spec.backend)
+    torch.manual_seed(spec.seed)
+    choose = random.Random(spec.seed)
+    is_penstock = spec.backend == "penstock"
     began_s, counts = time.monotonic(), collections.Counter()
-    soak = _Soak(plan, choose, counts)
+    soak = _Soak(spec, choose, counts)
     memory: list[tuple[int, int]] = []
     before = None
     made = 0
-    while made < plan.groups:
+    while made < spec.groups:
         if made == _FIRST:
             before = _held(is_penstock)
             memory.clear()
         if made % _EVERY == 0:
             memory.append((made, _resident()))
-            if not _agree(time.monotonic() - began_s < 60 * plan.minutes):
+            if not _agree(time.monotonic() - began_s < 60 * spec.minutes):
                 break
         soak.one_group()
         made += 1
@@ -134,26 +134,26 @@ def _rank(plan: Plan) -> Told:
 
 
 class _Soak:
-    def __init__(self, plan: Plan, choose: random.Random, counts: collections.Counter[str]) -> None:
-        self._plan = plan
+    def __init__(self, spec: Spec, choose: random.Random, counts: collections.Counter[str]) -> None:
+        self._spec = spec
         self._choose = choose
         self._counts = counts
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
     def one_group(self) -> None:
         """Make a group, work in it, and leave it."""
-        choose, plan = self._choose, self._plan
+        choose, spec = self._choose, self._spec
         members = sorted(choose.sample(range(self._world), choose.randint(2, self._world)))
-        is_clean = plan.clean or plan.bare or plan.backend != "penstock"
+        is_clean = spec.clean or spec.bare or spec.backend != "penstock"
         end = "clean" if is_clean else choose.choices(list(_ENDS), _ENDS.values())[0]
-        calls = [choose.choice(_CALLS) for _ in range(plan.operations)]
+        calls = [choose.choice(_CALLS) for _ in range(spec.operations)]
         sizes = [choose.choice(_SIZES) for _ in calls]
         self._counts[end] += 1
-        self._counts["operations"] += plan.operations
-        if plan.bare:
+        self._counts["operations"] += spec.operations
+        if spec.bare:
             self._bare_group(sizes)
             return
-        group = dist.new_group(members, backend=plan.backend)
+        group = dist.new_group(members, backend=spec.backend)
         if self._rank not in members:
             return
         for number, (call, size) in enumerate(zip(calls, sizes, strict=True)):
@@ -305,10 +305,10 @@ def main(arguments: list[str]) -> int:
     backends = ["gloo"] if options.backend == "gloo" else backends
     failed = False
     for backend in backends:
-        plan = Plan(
+        spec = Spec(
             backend, options.seed, options.groups, options.minutes, options.operations, options.clean, options.bare
         )
-        told = run(plan, world=options.ranks)
+        told = run(spec, world=options.ranks)
         first = told[0]
         rate = f"{first.groups / first.seconds:.0f} groups/s, {first.operations / first.seconds:.0f} operations/s"
         print(f"{backend}: {first.groups} groups, {first.operations} operations in {first.seconds:.0f} s ({rate})")

@@ -43,16 +43,16 @@ from penstock.torch import GradientReducer, backend
 BLOCK_BYTES = 1024
 
 
-def _plan(tmp_path: pathlib.Path, servers: str, settings: str = "") -> dict[str, str | None]:
-    """A plan file, as the environment of ranks."""
+def _deployment(tmp_path: pathlib.Path, servers: str, settings: str = "") -> dict[str, str | None]:
+    """A deployment file, as the environment of ranks."""
     text = "version: 1\naggregated:\n" + textwrap.indent(
         f"block_bytes: {BLOCK_BYTES}\nmin_bytes: 2000\nwindow: 32\n{textwrap.dedent(settings)}servers:\n"
         + textwrap.indent(textwrap.dedent(servers).strip("\n"), "  "),
         "  ",
     )
-    path = tmp_path / "plan.yaml"
+    path = tmp_path / "deployment.yaml"
     path.write_text(text + "\n")
-    return {"PENSTOCK_PLAN": str(path)}
+    return {"PENSTOCK_DEPLOYMENT": str(path)}
 
 
 # ------------------------------------------------------------------------------------------------ what comes out
@@ -149,7 +149,7 @@ NARROW = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16}
 def test_one_server(tmp_path: pathlib.Path) -> None:
     """Three ranks and a server: every rank gets the bits of the definition, for every type and for averages."""
     with Daemon("server") as server:
-        env = _plan(tmp_path, f"- address: {server.address}")
+        env = _deployment(tmp_path, f"- address: {server.address}")
         values = ranks.run(_all_reduces, count=3, env=env)
         assert server.get("/jobs")["jobs"] == [], "the job is closed at the end"
     _assert_sums(values, 3, NARROW, [])
@@ -165,7 +165,7 @@ def test_aggregators_in_a_hierarchy_with_loss(tmp_path: pathlib.Path) -> None:
         Daemon("aggregator", *drop) as left,
         Daemon("aggregator", *drop) as right,
     ):
-        env = _plan(
+        env = _deployment(
             tmp_path,
             f"""
             - address: {server.address}
@@ -185,7 +185,7 @@ def test_aggregators_in_a_hierarchy_with_loss(tmp_path: pathlib.Path) -> None:
 def test_two_servers_and_shards(tmp_path: pathlib.Path) -> None:
     """Two servers share the tensors by fractions, one below an aggregator of two shards."""
     with Daemon("server") as one, Daemon("server") as two, Daemon("aggregator", "--shards", "2") as rack:
-        env = _plan(
+        env = _deployment(
             tmp_path,
             f"""
             - address: {one.address}
@@ -210,7 +210,7 @@ def test_ipv6(tmp_path: pathlib.Path) -> None:
         Daemon("aggregator", *drop, host="::1") as core,
         Daemon("aggregator", "--shards", "4", *drop, host="::1") as rack,
     ):
-        env = _plan(
+        env = _deployment(
             tmp_path,
             f"""
             - address: "{one.address}"
@@ -258,7 +258,7 @@ def test_counters_are_whole_when_an_operation_ends(tmp_path: pathlib.Path) -> No
     """Each of equal operations adds as many pushes, whenever a rank asks."""
     with Daemon("server") as server:
         tree = f"- address: {server.address}"
-        for counts in ranks.run(_counted, count=2, env=_plan(tmp_path, tree)):
+        for counts in ranks.run(_counted, count=2, env=_deployment(tmp_path, tree)):
             assert counts[0][1] > 0
             assert counts == [(number, number * counts[0][1]) for number in range(1, 101)]
 
@@ -298,7 +298,7 @@ def test_a_reducer_that_the_thread_of_its_jobs_collects(tmp_path: pathlib.Path) 
     """Python's collector may run in that thread: the reducer's jobs are closed there, and the thread ends."""
     with Daemon("server") as server, Daemon("aggregator") as rack:
         tree = f"- {{address: {server.address}, tree: [{{aggregator: {rack.address}, workers: [0, 1]}}]}}"
-        assert ranks.run(_collected_by_its_own_thread, count=2, env=_plan(tmp_path, tree)) == [[], []]
+        assert ranks.run(_collected_by_its_own_thread, count=2, env=_deployment(tmp_path, tree)) == [[], []]
         assert server.get("/jobs")["jobs"] == [] == rack.get("/jobs")["jobs"]
 
 
@@ -312,11 +312,11 @@ def test_ipv6_between_hosts(tmp_path: pathlib.Path) -> None:
 
         server, rack = daemon("server", "s0"), daemon("aggregator", "a0")
         tree = [{"aggregator": rack.address, "workers": [0, 1]}]
-        plan = {"version": 1, "aggregated": {"servers": [{"address": server.address, "tree": tree}]}}
+        document = {"version": 1, "aggregated": {"servers": [{"address": server.address, "tree": tree}]}}
         own = {rank: {"PENSTOCK_INTERFACE": bed.address(rank, 6)} for rank in range(2)}
-        path = tmp_path / "plan.yaml"
-        path.write_text(json.dumps(plan))
-        found = ranks.run(_ones, count=2, env={"PENSTOCK_PLAN": str(path)}, env_of_rank=own, bed=bed)
+        path = tmp_path / "deployment.yaml"
+        path.write_text(json.dumps(document))
+        found = ranks.run(_ones, count=2, env={"PENSTOCK_DEPLOYMENT": str(path)}, env_of_rank=own, bed=bed)
         sockets = (
             bed.inside("s0", lambda: server.get("/jobs"))["socket"],
             bed.inside("a0", lambda: rack.get("/jobs"))["socket"],
@@ -335,7 +335,7 @@ def test_sixteen_bits_for_everything(tmp_path: pathlib.Path) -> None:
             - address: {server.address}
               tree: [{{aggregator: "{rack.address}", workers: [0, 1]}}]
             """
-        values = ranks.run(_all_reduces, count=2, env=_plan(tmp_path, servers, "format: int16\n"))
+        values = ranks.run(_all_reduces, count=2, env=_deployment(tmp_path, servers, "format: int16\n"))
     _assert_sums(values, 2, dict.fromkeys(NARROW, 16), [])
 
 
@@ -346,7 +346,7 @@ def test_floats_are_added_in_the_order_of_the_tree(tmp_path: pathlib.Path) -> No
             - address: {server.address}
               tree: [{{aggregator: "{rack.address}", workers: [2, 0]}}]
             """
-        values = ranks.run(_all_reduces, count=3, env=_plan(tmp_path, servers, "format: float32\n"))
+        values = ranks.run(_all_reduces, count=3, env=_deployment(tmp_path, servers, "format: float32\n"))
     case = CASES[0]
     parts = [case.contribution(rank).numpy() for rank in range(3)]
     expected = (parts[2] + parts[0]) + parts[1]
@@ -371,7 +371,7 @@ def test_inf_and_nan_come_out(tmp_path: pathlib.Path) -> None:
             - address: {server.address}
               tree: [{{aggregator: "{rack.address}", workers: [0, 1]}}]
             """
-        for found in ranks.run(_not_finite, count=2, env=_plan(tmp_path, servers)):
+        for found in ranks.run(_not_finite, count=2, env=_deployment(tmp_path, servers)):
             assert found[0] == float("inf")
             assert found[1:3] == [1.0, 1.0]
             assert np.isnan(found[3])
@@ -435,7 +435,7 @@ def test_tensors_on_a_device(how: str, tmp_path: pathlib.Path) -> None:
     """CUDA tensors (fakes) go through the servers, in the order of the calls among those on the CPU; an operation waits for its
     own rank's device, also when a server dies meanwhile, and its time-out says so."""
     with Daemon("server") as server, Daemon("aggregator") as rack:
-        env = _plan(
+        env = _deployment(
             tmp_path, f"- {{address: {server.address}, tree: [{{aggregator: {rack.address}, workers: [0, 1]}}]}}"
         )
         with ranks.Ranks(_staged, count=2, args=(how,), env=env) as job:
@@ -495,7 +495,7 @@ def _tree(server: Daemon, left: Daemon, right: Daemon) -> str:
 def test_training_survives_an_aggregator(tmp_path: pathlib.Path) -> None:
     """kill -9 of an aggregator in the middle of a training, and its return: all losses are those of an undisturbed run."""
     with Daemon("server") as server, Daemon("aggregator") as left, Daemon("aggregator") as right:
-        env = _plan(tmp_path, _tree(server, left, right))
+        env = _deployment(tmp_path, _tree(server, left, right))
         undisturbed = [losses for losses, _ in ranks.run(_train, count=3, args=(60, False), env=env)]
         with ranks.Ranks(_train, count=3, args=(60, False, 0.05), env=env) as job:
             job.await_note("step 10", deadline_s=60)
@@ -518,7 +518,7 @@ def test_training_survives_the_server(tmp_path: pathlib.Path, hook: bool) -> Non
     servers; said in the log and in the counters."""
     plain = [losses for losses, _ in ranks.run(_train, count=2, args=(40, hook))]
     with Daemon("server") as server:
-        env = _plan(tmp_path, f"- address: {server.address}")
+        env = _deployment(tmp_path, f"- address: {server.address}")
         with ranks.Ranks(_train, count=2, args=(40, hook), env=env) as job:
             job.await_note("step 12", deadline_s=60)
             server.kill()
@@ -535,14 +535,14 @@ def test_training_survives_the_server(tmp_path: pathlib.Path, hook: bool) -> Non
 
 
 def test_the_reducer_goes_through_the_servers(tmp_path: pathlib.Path) -> None:
-    """With gradient hooks units are aggregated, and losses are those of a run among the ranks, but for quantisation."""
+    """With gradient hooks buckets are aggregated, and losses are those of a run among the ranks, but for quantisation."""
     plain = [losses for losses, _ in ranks.run(_train, count=2, args=(10, True))]
     with Daemon("server") as server:
-        env = _plan(tmp_path, f"- address: {server.address}")
+        env = _deployment(tmp_path, f"- address: {server.address}")
         found = ranks.run(_train, count=2, args=(10, True), env=env)
     for (losses, stats), expected in zip(found, plain, strict=True):
         np.testing.assert_allclose(losses, expected, rtol=1e-4)
-        assert stats["0/units"]["operations"] >= 10
+        assert stats["0/buckets"]["operations"] >= 10
 
 
 # ------------------------------------------------------------------------------------------------ ranks that go wrong
@@ -565,7 +565,7 @@ def _for_ever() -> None:
 def test_rank_killed(tmp_path: pathlib.Path) -> None:
     """kill -9 of a rank in the middle of aggregated operations: PeerLost on all others within 5 s, who is lost and in what."""
     with Daemon("server") as server, Daemon("aggregator") as left, Daemon("aggregator") as right:
-        env = _plan(tmp_path, _tree(server, left, right))
+        env = _deployment(tmp_path, _tree(server, left, right))
         with ranks.Ranks(_for_ever, count=3, env=env) as job:
             job.await_note("running", deadline_s=60)
             killed_s = job.signal(1, signal.SIGKILL)
@@ -614,7 +614,7 @@ def _impatient() -> None:
 def test_ranks_that_disagree(program: Any, kind: str, words: list[str], tmp_path: pathlib.Path) -> None:
     """Another size, a rank that has left, a wait that ends: an error on every rank that waits, which says so, in seconds."""
     with Daemon("server") as server:
-        env = _plan(tmp_path, f"- address: {server.address}")
+        env = _deployment(tmp_path, f"- address: {server.address}")
         with ranks.Ranks(program, count=2, env=env) as job:
             outcomes = job.outcomes(timeout_s=25)
     raised = [outcome for outcome in outcomes if not (program is _gone and outcome.rank == 1)]
@@ -669,7 +669,7 @@ def test_fork(tmp_path: pathlib.Path) -> None:
     """A forked child that reduces, destroys the group and ends: it is told, has none of the lane's descriptors, and its parents'
     jobs go on."""
     with Daemon("server") as server, Daemon("aggregator") as left, Daemon("aggregator") as right:
-        found = ranks.run(_fork, count=3, env=_plan(tmp_path, _tree(server, left, right)))
+        found = ranks.run(_fork, count=3, env=_deployment(tmp_path, _tree(server, left, right)))
         assert server.get("/jobs")["jobs"] == [], "the parent has closed it"
     for answers, stats, ended in found:
         assert ended and len(answers) == 2, answers
@@ -700,7 +700,7 @@ def test_one_ends_what_is_in_flight(how: str, who: int, tmp_path: pathlib.Path) 
     """abort, destroy_process_group, Ctrl-C in the middle of an all-reduce: an error on every rank in seconds, which says who and
     what; and daemons drop the job when rank 0 has ended, long before they would forget it."""
     with Daemon("server") as server, Daemon("aggregator") as left, Daemon("aggregator") as right:
-        env = _plan(tmp_path, _tree(server, left, right))
+        env = _deployment(tmp_path, _tree(server, left, right))
         with ranks.Ranks(_in_flight, count=3, args=(who, how), env=env) as job:
             job.await_note("running", deadline_s=60)
             began_s = time.monotonic()
@@ -725,7 +725,7 @@ def test_one_ends_what_is_in_flight(how: str, who: int, tmp_path: pathlib.Path) 
 # ------------------------------------------------------------------------------------------------ opening
 
 
-# What a plan names in `switch`, for a daemon in a switch's place: it is given the same body.
+# What a deployment names in `switch`, for a daemon in a switch's place: it is given the same body.
 COMMAND = """
 import sys, urllib.request
 address, verb, job, *body = sys.argv[1:]
@@ -738,12 +738,12 @@ print(urllib.request.urlopen(request).status)
 
 def _switched(tmp_path: pathlib.Path, server: Daemon, address: str, command: list[str]) -> dict[str, str | None]:
     tree = f'[{{aggregator: "{address}", workers: [0, 1], switch: {json.dumps(command)}}}]'
-    return _plan(tmp_path, f'- {{address: "{server.address}", tree: {tree}}}', "key: none\n")
+    return _deployment(tmp_path, f'- {{address: "{server.address}", tree: {tree}}}', "key: none\n")
 
 
 def test_a_switch_is_told_by_a_command(tmp_path: pathlib.Path) -> None:
-    """The job is opened, opened again when it is lost, and closed by the plan's command; 16-bit types travel in 32 bits, and the
-    bits are those of the definition. (tests/test_p4_live.py has a switch.)"""
+    """The deployment's command opens the job, opens it again when it is lost, and closes it; 16-bit types travel in 32 bits, and
+    the bits are those of the definition. (tests/test_p4_live.py has a switch.)"""
     (tmp_path / "tell.py").write_text(COMMAND)
     secret = {"PENSTOCK_SECRET": "hush"}
     with Daemon("server", env=secret) as server, Daemon("aggregator") as rack:
@@ -811,7 +811,7 @@ def test_nobody_listens(tmp_path: pathlib.Path) -> None:
     with Daemon("server") as server:
         address = server.address
     _refused(
-        _plan(tmp_path, f"- address: {address}"),
+        _deployment(tmp_path, f"- address: {address}"),
         f"server {address} does not answer",
         f"penstock server --listen {address}",
     )
@@ -819,7 +819,7 @@ def test_nobody_listens(tmp_path: pathlib.Path) -> None:
 
 def test_the_store_dies_before_the_jobs_are_agreed_on(tmp_path: pathlib.Path) -> None:
     """An error that names the group and its store, as where the store dies at another moment of a join."""
-    with ranks.Ranks(_attach_without_a_store, count=2, env=_plan(tmp_path, "- address: 127.0.0.1:9")) as job:
+    with ranks.Ranks(_attach_without_a_store, count=2, env=_deployment(tmp_path, "- address: 127.0.0.1:9")) as job:
         job.await_note("attaching", deadline_s=60)
         job.close_store()
         for outcome in job.outcomes(timeout_s=60):
@@ -849,11 +849,11 @@ def test_wrong_secret_role_and_limits(tmp_path: pathlib.Path) -> None:
         Daemon("aggregator") as aggregator,
         Daemon("server", "--slots", "16") as small,
     ):
-        env = _plan(tmp_path, f"- address: {secret.address}")
+        env = _deployment(tmp_path, f"- address: {secret.address}")
         _refused({**env, "PENSTOCK_SECRET": "two"}, secret.address, "401", "PENSTOCK_SECRET")
         ranks.run(_all_reduces, count=2, env={**env, "PENSTOCK_SECRET": "one"})
-        _refused(_plan(tmp_path, f"- address: {aggregator.address}"), aggregator.address, "is a aggregator")
-        _refused(_plan(tmp_path, f"- address: {small.address}"), small.address, "32 slots are needed", "--slots")
+        _refused(_deployment(tmp_path, f"- address: {aggregator.address}"), aggregator.address, "is a aggregator")
+        _refused(_deployment(tmp_path, f"- address: {small.address}"), small.address, "32 slots are needed", "--slots")
 
 
 def test_another_version_of_the_protocol(tmp_path: pathlib.Path) -> None:
@@ -874,7 +874,7 @@ def test_another_version_of_the_protocol(tmp_path: pathlib.Path) -> None:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{other.server_port}"
         _refused(
-            _plan(tmp_path, f"- address: {address}"),
+            _deployment(tmp_path, f"- address: {address}"),
             address,
             "9.9.9",
             "version 9",
@@ -883,15 +883,15 @@ def test_another_version_of_the_protocol(tmp_path: pathlib.Path) -> None:
         other.shutdown()
 
 
-def _init_with(plan: Any) -> dict[str, Any]:
-    penstock.init(plan=plan if os.environ["RANK"] == "0" else None)
+def _init_with(given: Any) -> dict[str, Any]:
+    penstock.init(deployment=given if os.environ["RANK"] == "0" else None)
     dist.init_process_group("penstock")
     values = torch.ones(50_000)
     dist.all_reduce(values)
     assert values.eq(dist.get_world_size()).all()
     stats = penstock.torch.stats()["aggregated"]
     # Groups from here on go among the ranks.
-    penstock.init(plan=None)
+    penstock.init(deployment=None)
     group = dist.new_group(backend="penstock")
     dist.all_reduce(values, group=group)
     assert len(penstock.torch.stats()["aggregated"]) == 1
@@ -900,13 +900,13 @@ def _init_with(plan: Any) -> dict[str, Any]:
     return dict(lane)
 
 
-def test_a_plan_from_the_script(tmp_path: pathlib.Path) -> None:
-    """`penstock.init(plan=...)` on rank 0, as a dict or a file, does what the setting does, until it is taken back."""
+def test_a_deployment_from_the_script(tmp_path: pathlib.Path) -> None:
+    """`penstock.init(deployment=...)` on rank 0, as a dict or a file, does what the setting does, until it is taken back."""
     with Daemon("server") as server:
-        plan = {"version": 1, "aggregated": {"block_bytes": 1024, "servers": [{"address": server.address}]}}
-        path = tmp_path / "plan.yaml"
-        path.write_text(json.dumps(plan))
-        for given in (plan, str(path), path):
+        document = {"version": 1, "aggregated": {"block_bytes": 1024, "servers": [{"address": server.address}]}}
+        path = tmp_path / "deployment.yaml"
+        path.write_text(json.dumps(document))
+        for given in (document, str(path), path):
             for lane in ranks.run(_init_with, args=(given,), count=2):
                 assert (lane["operations"], lane["fallback"]) == (1, None)
 
@@ -914,15 +914,15 @@ def test_a_plan_from_the_script(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("/nowhere/plan.yaml", "penstock.init(plan='/nowhere/plan.yaml'): the file cannot be read"),
-        (["a"], "penstock.init(plan=['a']): a plan is a file's path, or a dict"),
-        ({"version": 1}, "penstock.init(plan=...)"),
-        ({"version": 1, "aggregated": {"servers": [object()]}}, "penstock.init(plan=...)"),
+        ("/nowhere/deployment.yaml", "penstock.init(deployment='/nowhere/deployment.yaml'): the file cannot be read"),
+        (["a"], "penstock.init(deployment=['a']): a deployment is a file's path, or a dict"),
+        ({"version": 1}, "penstock.init(deployment=...)"),
+        ({"version": 1, "aggregated": {"servers": [object()]}}, "penstock.init(deployment=...)"),
     ],
 )
-def test_a_bad_plan_from_the_script(given: Any, words: str) -> None:
+def test_a_bad_deployment_from_the_script(given: Any, words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        penstock.init(plan=given)
+        penstock.init(deployment=given)
     assert words in str(error.value)
 
 
@@ -937,7 +937,7 @@ aggregated:
 """
 
 
-def test_plans_say_what_they_say() -> None:
+def test_deployments_say_what_they_say() -> None:
     """Every key is read; who pushes where follows from the tree."""
     found = deployment.parse(
         GOOD.replace("10.0.0.1:7471\n", "10.0.0.1:7471\n      fraction: 0.5\n")
@@ -998,13 +998,13 @@ def test_plans_say_what_they_say() -> None:
         (("[0, 1]", "[0, 1"), None, "this is not YAML"),
     ],
 )
-def test_bad_plans(change: tuple[str, str], line: int | None, words: str) -> None:
-    """What is wrong with a plan is said with its line, its key and what is allowed."""
+def test_bad_deployments(change: tuple[str, str], line: int | None, words: str) -> None:
+    """What is wrong with a deployment is said with its line, its key and what is allowed."""
     assert change[0] in GOOD
     with pytest.raises(ConfigError) as error:
-        deployment.parse(GOOD.replace(*change, 1), "plan.yaml")
+        deployment.parse(GOOD.replace(*change, 1), "deployment.yaml")
     assert words in str(error.value)
-    assert str(error.value).startswith("plan.yaml" + (f":{line}: " if line else ":"))
+    assert str(error.value).startswith("deployment.yaml" + (f":{line}: " if line else ":"))
 
 
 SWITCH = """
@@ -1024,7 +1024,7 @@ aggregated:
 """
 
 
-def test_a_plan_with_a_switch() -> None:
+def test_a_deployment_with_a_switch() -> None:
     [switch] = deployment.parse(SWITCH, "p").switches
     assert (switch.address, switch.switch, switch.workers) == ("10.0.0.2:7471", ("python", "control.py"), (0, 1))
     assert deployment.parse(GOOD, "p").switches == ()
@@ -1055,17 +1055,17 @@ def test_a_plan_with_a_switch() -> None:
         (("[python, control.py]", "[python, 3]"), 13, "switch[1]: must be a word of the command"),
     ],
 )
-def test_bad_plans_with_a_switch(change: tuple[str, str], line: int, words: str) -> None:
+def test_bad_deployments_with_a_switch(change: tuple[str, str], line: int, words: str) -> None:
     """What a switch cannot do is said with what to write."""
     assert change[0] in SWITCH
     with pytest.raises(ConfigError) as error:
-        deployment.parse(SWITCH.replace(*change, 1), "plan.yaml")
+        deployment.parse(SWITCH.replace(*change, 1), "deployment.yaml")
     assert words in str(error.value)
-    assert str(error.value).startswith(f"plan.yaml:{line}: "), str(error.value)
+    assert str(error.value).startswith(f"deployment.yaml:{line}: "), str(error.value)
 
 
-def test_plans_that_do_not_fit_the_job(tmp_path: pathlib.Path) -> None:
+def test_deployments_that_do_not_fit_the_job(tmp_path: pathlib.Path) -> None:
     """A file that is not there, and a worker that the job does not have: known on all ranks before anything is opened."""
-    _refused({"PENSTOCK_PLAN": str(tmp_path / "none.yaml")}, "none.yaml", "cannot be read")
-    env = _plan(tmp_path, '- {address: "127.0.0.1:9", tree: [{aggregator: "127.0.0.1:10", workers: [5]}]}')
+    _refused({"PENSTOCK_DEPLOYMENT": str(tmp_path / "none.yaml")}, "none.yaml", "cannot be read")
+    env = _deployment(tmp_path, '- {address: "127.0.0.1:9", tree: [{aggregator: "127.0.0.1:10", workers: [5]}]}')
     _refused(env, "names worker 5", "ranks 0 to 1")

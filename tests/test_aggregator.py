@@ -129,7 +129,7 @@ def test_packets_of_another_release(role: str) -> None:
         worker.sendto(old, address_of(address))
         receipt = old[:3] + bytes([16]) + old[4:48]
         worker.sendto(receipt, address_of(address))
-        wait_for(address, lambda told: told["strangers"]["version"] == 2)
+        wait_for(address, lambda told: told["unauthenticated"]["version"] == 2)
         process.terminate()
         _, log = process.communicate(timeout=20)
     lines = [line for line in log.splitlines() if "version 1" in line]
@@ -153,7 +153,7 @@ def test_a_sum() -> None:
         assert packet[48:] == (81).to_bytes(4, "big") + (-1).to_bytes(4, "big", signed=True)
         assert int.from_bytes(packet[32:40], "big") == 3
         workers[0].sendto(b"noise", address_of(address))
-        told = wait_for(address, lambda told: told["strangers"]["malformed"] == 1)
+        told = wait_for(address, lambda told: told["unauthenticated"]["malformed"] == 1)
         (one,) = told["jobs"]
         assert (one["added"], one["completed"], one["waiting_slots"], one["slots"]) == (2, 1, 0, 4)
         assert [node["packets"] for node in one["nodes"]] == [0, 1, 1]
@@ -404,7 +404,7 @@ def test_rates_are_of_two_looks() -> None:
             },
             "counted": {
                 "socket": {name: factor * value for name, value in socket_counts.items()},
-                "strangers": counts,
+                "unauthenticated": counts,
                 "jobs": [one],
             },
             "time": at,

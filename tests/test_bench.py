@@ -175,8 +175,8 @@ def test_raw_sockets_move_the_traffic(ranks: int, split: str) -> None:
     """Every rank gets at least the bytes of each of several transfers in a row, and nothing is left under way. A connection of
     somebody else is closed."""
     meshes = [Mesh(rank, ranks, "127.0.0.1") for rank in range(ranks)]
-    stranger = socket.create_connection(meshes[0].address)
-    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    other = socket.create_connection(meshes[0].address)
+    other.sendall(b"GET / HTTP/1.1\r\n\r\n")
     moved: list[dict[int, int]] = [{} for _ in range(ranks)]
     traffics = [COLLECTIVES[name].traffic(ranks, nbytes) for nbytes in (1, 3_000_001) for name in COLLECTIVES]
 
@@ -195,7 +195,7 @@ def test_raw_sockets_move_the_traffic(ranks: int, split: str) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    stranger.close()
+    other.close()
     for rank in range(ranks):
         for number, traffic in enumerate(traffics):
             due = sum(count for (_, dst), count in traffic.items() if dst == rank)
@@ -631,8 +631,8 @@ def test_rounds_are_timed_from_the_last_to_join_to_the_last_to_know() -> None:
 
     def rank(joined: float, answered: float, sent: int) -> list[dict]:
         rounds = [[1, joined, answered], [2, joined + 10, answered + 12]]
-        turn = {"seconds": [2.0, 4.0, 3.0], "ends": [17.5], "counts": {"rounds": 4, "units": 8, "steps": 2}}
-        told = {"seconds": [2.0, 2.5, sent / 10], "counts": {"rounds": 6, "units": 6, "steps": 2}}
+        turn = {"seconds": [2.0, 4.0, 3.0], "ends": [17.5], "counts": {"rounds": 4, "buckets": 8, "steps": 2}}
+        told = {"seconds": [2.0, 2.5, sent / 10], "counts": {"rounds": 6, "buckets": 6, "steps": 2}}
         return [
             {"sent": sent, "received": 20},
             {"turn": -1, "rounds": [[0, 0, 99]]},
@@ -644,7 +644,7 @@ def test_rounds_are_timed_from_the_last_to_join_to_the_last_to_know() -> None:
     assert (outcome.step_s, outcome.rounds, outcome.round_s, outcome.last_s) == (3.0, 2.0, 2.0, 3.0)
     assert (outcome.share, outcome.last_share, outcome.imbalance) == (pytest.approx(4 / 3), 1.0, 1.5)
     # The slower rank's steps without take 2, 2.5 and 3 s.
-    assert (outcome.told_s, outcome.units, outcome.told_units) == (2.5, 4.0, 3.0)
+    assert (outcome.told_s, outcome.buckets, outcome.told_buckets) == (2.5, 4.0, 3.0)
     assert outcome.cost == pytest.approx(0.5 / 3) and outcome.turn_costs == [outcome.cost]
     assert any("2500.0 ms a step; agreeing takes +500.0 ms, +16.7% of the step" in line for line in outcome.lines())
     del second[2]["rounds"][:]
@@ -664,7 +664,7 @@ def test_readiness_runs(tmp_path: pathlib.Path) -> None:
     assert outcome["last_s"] > 0 and "nothing hides" in done.stdout
     mean = sum(outcome["sent"]) / 3
     assert outcome["imbalance"] >= max(outcome["sent"]) / mean
-    assert outcome["told_s"] > 0 and outcome["told_units"] == 1 and len(outcome["turn_costs"]) == 1
+    assert outcome["told_s"] > 0 and outcome["told_buckets"] == 1 and len(outcome["turn_costs"]) == 1
     assert "with nothing to agree on" in done.stdout
 
 
@@ -681,8 +681,8 @@ def _told() -> tuple[int, int]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(5)))
     alone = copy.deepcopy(model)
-    # A layer's gradients are 32 and 256 bytes: a round, and two units, which are whole cache lines at most.
-    reducer = readiness_rank.ToldReducer(model, unit_bytes=288)
+    # A layer's gradients are 32 and 256 bytes: a round, and two buckets, which are whole cache lines at most.
+    reducer = readiness_rank.ToldReducer(model, bucket_bytes=288)
     # Layers without a function between them: gradients are affine in the data, so that the average is that of the mean.
     alone(torch.full((1, 8), 1.5)).sum().backward()
     for _ in range(2):
@@ -693,7 +693,7 @@ def _told() -> tuple[int, int]:
     stats = reducer.stats()
     assert stats["steps"] == 2
     dist.destroy_process_group()
-    return stats["rounds"] // 2, stats["units"] // 2
+    return stats["rounds"] // 2, stats["buckets"] // 2
 
 
 def test_losses_are_compared(tmp_path: pathlib.Path) -> None:

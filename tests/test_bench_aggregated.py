@@ -1,4 +1,4 @@
-"""`penstock bench aggregated`: the cluster and the plans that it makes, its arithmetic, and one real run."""
+"""`penstock bench aggregated`: the cluster and the deployments that it makes, its arithmetic, and one real run."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def test_only_the_links_of_workers_racks_and_server_have_a_limit() -> None:
     assert small.racks == 1 and not small.core_aggregator and not small.losses
 
 
-def test_a_stranger_is_one_more_host_that_no_plan_names() -> None:
+def test_an_unauthenticated_peer_is_one_more_host_that_no_deployment_names() -> None:
     """Racks' links are as wide as their workers' together, all the same."""
-    shape = cluster.topology(4, 100, 0.1, stranger=True)
+    shape = cluster.topology(4, 100, 0.1, unauthenticated=True)
     assert shape.hosts == 5 and shape.rates == {"r0": 300, "r1": 100, "a0": 0, "a1": 0, "a2": 0, "h4": 0}
     assert shape.losses == {f"h{host}": 0.1 for host in range(4)}
-    [server] = cluster.plan(shape, "int32", 64, 4)["aggregated"]["servers"]
+    [server] = cluster.deployment(shape, "int32", 64, 4)["aggregated"]["servers"]
     assert [rack["workers"] for rack in server["tree"][0]["children"]] == [[0, 1, 2], [3]]
 
 
 @needs_namespaces
 def test_a_storm_is_counted_and_leaves_the_job_its_sums() -> None:
-    """The bench checks the sums, and that the aggregator has refused what the stranger sent."""
+    """The bench checks the sums, and that the aggregator has refused what the unauthenticated peer sent."""
     result = CliRunner().invoke(
         cli.command,
         ["aggregated", "--workers", "2", "--ways", "int32,storm", "--size", "4M", "--turns", "1", "--operations", "1"],
@@ -52,12 +52,12 @@ def test_plans_name_who_aggregates_where() -> None:
         {"aggregator": "10.77.1.1:7471", "workers": [0, 1]},
         {"aggregator": "10.77.1.2:7471", "workers": [2, 3]},
     ]
-    [server] = cluster.plan(shape, "int16", 64, 4)["aggregated"]["servers"]
+    [server] = cluster.deployment(shape, "int16", 64, 4)["aggregated"]["servers"]
     assert server["tree"] == [{"aggregator": "10.77.1.3:7471", "children": racks}]
-    assert cluster.plan(shape, "int16", 64, 4)["aggregated"]["format"] == "int16"
-    direct = cluster.plan(shape, "int32", 64, 4, direct=True)["aggregated"]
+    assert cluster.deployment(shape, "int16", 64, 4)["aggregated"]["format"] == "int16"
+    direct = cluster.deployment(shape, "int32", 64, 4, direct=True)["aggregated"]
     assert direct["format"] == "int32" and "tree" not in direct["servers"][0]
-    [server] = cluster.plan(cluster.topology(3, 100, 0), "int32", 64, 3)["aggregated"]["servers"]
+    [server] = cluster.deployment(cluster.topology(3, 100, 0), "int32", 64, 3)["aggregated"]["servers"]
     assert server["tree"] == [{"aggregator": "10.77.1.1:7471", "workers": [0, 1, 2]}]
 
 

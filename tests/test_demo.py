@@ -257,15 +257,15 @@ def test_sockets_slow_the_computation_where_no_processor_is_idle(
     assert cli.foresee(training, Way("gloo"), None) is None
 
 
-def test_the_hook_is_foreseen_in_its_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its units are what ddp_hook makes by default, whatever DDP's buckets are."""
-    assert inspect.signature(ddp_hook).parameters["unit_bytes"].default == cli.UNIT_BYTES
-    assert prediction.units(10, 4) == [4, 4, 2] and prediction.units(8, 4) == [4, 4]
-    monkeypatch.setattr(cli, "UNIT_BYTES", 1_000_000)
+def test_the_hook_is_foreseen_in_its_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buckets are what ddp_hook makes by default, whatever DDP's buckets are."""
+    assert inspect.signature(ddp_hook).parameters["bucket_bytes"].default == cli.BUCKET_BYTES
+    assert prediction.hook_buckets(10, 4) == [4, 4, 2] and prediction.hook_buckets(8, 4) == [4, 4]
+    monkeypatch.setattr(cli, "BUCKET_BYTES", 1_000_000)
     ends = [{"bucket_bytes": [4_000_000]}] * 2
     training = dataclasses.replace(trained(losses=[[3.0] * (WARM_UP_STEPS + 1)] * 2, compute_s=40.0), ends=ends)
     fast = link_probe.Carriage(1e6, 0.0)
-    # Backward takes 20 s and the whole bucket 4 s after it; of four units three have left when it ends.
+    # Backward takes 20 s and the whole bucket 4 s after it; of four buckets three have left when it ends.
     assert cli.foresee(training, Way("penstock"), fast).step_s == pytest.approx(44)
     assert cli.foresee(training, Way("penstock", "hook"), fast).step_s == pytest.approx(41)
 
@@ -348,7 +348,7 @@ def test_steps_in_which_the_tuner_tries_are_left_out() -> None:
 def tuned_comparison(tuned_s: float, *, tries: int = 60, chosen_s: float | None = 1.5) -> comparison.Comparison:
     """Gloo at 6 s a step, Penstock at 2 s, and the tuner: 100 steps, of which ``tries`` are trials of 3 s."""
     link = LinkSpec(rate_mbit=1000, flow_mbit=200)
-    default, other = ({"streams": 16, "unit_bytes": size << 20} for size in (4, 2))
+    default, other = ({"streams": 16, "bucket_bytes": size << 20} for size in (4, 2))
     trainings = []
     for way, step_s in (("gloo", 6.0), ("penstock", 2.0), ("penstock+tuner", tuned_s)):
         is_tuned = way == "penstock+tuner"

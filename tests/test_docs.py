@@ -211,7 +211,7 @@ RUN_BY = {
         "penstock testbed up --name lab --hosts 4 --racks 2 --servers 1 --mtu 9000",
         "penstock testbed run --name lab --on s0 -- penstock server --listen 10.77.2.1 &",
         "penstock testbed run --name lab --on a0,a1 -- sh -c 'penstock aggregator --listen 10.77.1.$((RANK + 1))' &",
-        "PENSTOCK_PLAN=examples/aggregated.yaml PENSTOCK_LOG=info penstock testbed run --name lab -n 4 --"
+        "PENSTOCK_DEPLOYMENT=examples/aggregated.yaml PENSTOCK_LOG=info penstock testbed run --name lab -n 4 --"
         " python examples/char_gpt/train.py --backend penstock --steps 20",
     ],
     "test_tune.py::test_the_command_explains_a_record_and_the_memory": [

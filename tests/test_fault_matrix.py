@@ -9,8 +9,8 @@ that goes on.
   NaN               .         .           .          .          .       NotFinite on every rank, in this step or the next
   disagreement      .         .           .          .          .       Mismatch or Timeout on every rank
 ```
-*backward*: in the middle of the pass, while units of the gradients that are ready already travel. *reduction*: the pass has
-ended, and units travel. *between*: before the optimizer's step. *optimizer*: parameters are changed, the step is not committed.
+*backward*: in the middle of the pass, while buckets of the gradients that are ready already travel. *reduction*: the pass has
+ended, and buckets travel. *between*: before the optimizer's step. *optimizer*: parameters are changed, the step is not committed.
 
 All 25 cells run: killed on the memory of one host, stopped on TCP, cut off between emulated hosts. The front (`GradientReducer`,
 `ddp_hook`) changes from cell to cell, so that each front meets every fault and every phase. Ranks are shared: a line of the
@@ -327,7 +327,7 @@ def _disagree(training: Training, phase: str, data: torch.Tensor, other: bool) -
             training.at(phase, lambda _: dist.all_reduce(torch.ones(3)))
         training.step(data)
     elif phase == "reduction":
-        training.reducer.set_unit_bytes(UNIT_BYTES // 2 if other else UNIT_BYTES)
+        training.reducer.set_bucket_bytes(BUCKET_BYTES // 2 if other else BUCKET_BYTES)
         training.step(data)
     elif phase == "between":
         # The norm of the gradients, in another dtype.
@@ -342,7 +342,7 @@ def _disagree(training: Training, phase: str, data: torch.Tensor, other: bool) -
 
 
 WIDTH, HIDDEN = 64, 8192
-UNIT_BYTES = 1 << 18
+BUCKET_BYTES = 1 << 18
 TIMEOUT_S = 4.0
 # Longer than the others need to go on without one: it then hears of that, and does not give up its store.
 ANSWER_S = 10.0
@@ -390,26 +390,26 @@ class Training:
         self.called: nn.Module = model
         if front == "ddp":
             self.called = DistributedDataParallel(model)
-            self.reducer: GradientReducer = ddp_hook(self.called, unit_bytes=UNIT_BYTES, wire=wire)
+            self.reducer: GradientReducer = ddp_hook(self.called, bucket_bytes=BUCKET_BYTES, wire=wire)
         else:
-            self.reducer = GradientReducer(model, unit_bytes=UNIT_BYTES, wire=wire)
+            self.reducer = GradientReducer(model, bucket_bytes=BUCKET_BYTES, wire=wire)
         self.between: Callable[[], object] = lambda: None
         self.hooks: list[Any] = []
 
     def at(self, phase: str, happens: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Let it happen in that phase of the next step. It gets a tensor that passes by there, and may return another."""
-        before, bias = self.reducer.stats()["units"], self.model.last.bias
+        before, bias = self.reducer.stats()["buckets"], self.model.last.bias
 
         def passing(tensor: torch.Tensor) -> torch.Tensor:
             instead = happens(tensor)
             return tensor if instead is None else instead
 
         def back(gradient: torch.Tensor) -> torch.Tensor:
-            self._await_units(before)
+            self._await_buckets(before)
             return passing(gradient)
 
         def flushing() -> None:
-            self._await_units(before + 8)
+            self._await_buckets(before + 8)
             happens(bias.grad)
 
         if phase == "forward":
@@ -436,15 +436,15 @@ class Training:
         self.reducer.close()
         self.model.on_the_way = self.model.on_the_way_back = lambda tensor: tensor
 
-    def _await_units(self, before: int) -> None:
-        """Units of this step are under way."""
+    def _await_buckets(self, before: int) -> None:
+        """Buckets of this step are under way."""
         deadline_s = time.monotonic() + 30
-        while self.reducer.stats()["units"] <= before:
-            assert time.monotonic() < deadline_s, "no unit has started"
+        while self.reducer.stats()["buckets"] <= before:
+            assert time.monotonic() < deadline_s, "no bucket has started"
 
 
 class _Flush:
-    """A reducer before whose next flush something happens while units travel: the pass has ended, and nobody knows it yet. Only
+    """A reducer before whose next flush something happens while buckets travel: the pass has ended, and nobody knows it yet. Only
     before the next one: who is struck once all gradients are agreed on ends the step, and meets the fault in the one after it."""
 
     def __init__(self, reducer: Any, flushing: Callable[[], None]) -> None:

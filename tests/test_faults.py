@@ -511,7 +511,7 @@ def test_wrong_setting_on_one_rank() -> None:
         assert "rank 1" in outcome.raised.text and "nosuch0" in outcome.raised.text, outcome.raised.text
 
 
-@pytest.mark.parametrize("setting", ["PENSTOCK_INTERFACE", "PENSTOCK_PLAN", "PENSTOCK_ALGORITHM"])
+@pytest.mark.parametrize("setting", ["PENSTOCK_INTERFACE", "PENSTOCK_DEPLOYMENT", "PENSTOCK_ALGORITHM"])
 def test_wrong_setting_on_a_rank_0_that_holds_the_store(setting: str) -> None:
     """Ranks started by hand: the store ends with rank 0, and yet the others hear what is wrong with rank 0's settings."""
     with _occupied_port() as port:
@@ -591,7 +591,7 @@ def test_monitored_barrier_without_a_store() -> None:
         assert [outcome.value for outcome in job.outcomes(timeout_s=60)] == [True, True]
 
 
-# --------------------------------------------------------------------------------------------- strangers on the port
+# --------------------------------------------------------------------------------------------- unauthenticated peers on the port
 
 
 APPROACHES = ["noise", "half a handshake", "endless length", "endless noise", "silence", "crowd"]
@@ -602,10 +602,10 @@ APPROACHES = ["noise", "half a handshake", "endless length", "endless noise", "s
     [*itertools.product(MEDIA, APPROACHES), (ALL["penstock"], "descriptors")],
     ids=str,
 )
-def test_stranger_at_the_door(medium: Backend, approach: str) -> None:
-    """A stranger connects to a rank, says nonsense, half a sentence or nothing, alone or in hundreds.
+def test_unauthenticated_peer_on_the_port(medium: Backend, approach: str) -> None:
+    """An unauthenticated peer connects to a rank, says nonsense, half a sentence or nothing, alone or in hundreds.
 
-    The job goes on with right results, and the rank does not keep what the stranger leaves behind.
+    The job goes on with right results, and the rank does not keep what the unauthenticated peer leaves behind.
     """
     with ranks.Ranks(_all_reduce_until_told, count=2, args=(1 << 16,), env=medium.env) as job:
         job.await_note("running", deadline_s=60)
@@ -613,10 +613,10 @@ def test_stranger_at_the_door(medium: Backend, approach: str) -> None:
         assert len(doors) == 2, f"each rank was to listen at one: {doors}"
         before = [psutil.Process(pid).num_fds() for pid in job.pids]
         ports: set[int] = set()
-        with contextlib.ExitStack() as strangers:
+        with contextlib.ExitStack() as connections:
             for door in doors:
                 for connection in _approach(approach, door):
-                    strangers.enter_context(connection)
+                    connections.enter_context(connection)
                     if medium is TCP:
                         ports.add(connection.getsockname()[1])
             for rank in range(2):
@@ -625,9 +625,11 @@ def test_stranger_at_the_door(medium: Backend, approach: str) -> None:
         for rank, process in enumerate(map(psutil.Process, job.pids)):
             if medium is TCP:
                 # Descriptors cannot be counted: a job runs from its first stream on, and others may come up until now.
-                _await(lambda: ports.isdisjoint(_remote_ports(process)), f"rank {rank} keeps strangers' sockets")  # noqa: B023
+                left = f"rank {rank} keeps unauthenticated peers' sockets"
+                _await(lambda: ports.isdisjoint(_remote_ports(process)), left)  # noqa: B023
             else:
-                _await(lambda: process.num_fds() <= before[rank], f"rank {rank} keeps strangers' descriptors")  # noqa: B023
+                left = f"rank {rank} keeps unauthenticated peers' descriptors"
+                _await(lambda: process.num_fds() <= before[rank], left)  # noqa: B023
         job.store.set("enough", "yes")
         for outcome in job.outcomes(timeout_s=60):
             assert outcome.ok, str(outcome)
@@ -943,7 +945,7 @@ def _complete_while_the_gil_is_held() -> int:
 
 
 def _run_out_of_descriptors() -> None:
-    """Rank 0 has no descriptor left while a stranger connects; both leave in order."""
+    """Rank 0 has no descriptor left while an unauthenticated peer connects; both leave in order."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Fewer than an interpreter with torch and 64 streams needs.
     low = len(os.listdir("/proc/self/fd")) + 100
@@ -1489,7 +1491,7 @@ def _remote_ports(process: psutil.Process) -> set[int]:
 
 
 def _approach(how: str, door: Door) -> list[socket.socket]:
-    """What a stranger does; returns connections that it keeps open until the test lets go of them."""
+    """What an unauthenticated peer does; returns connections that it keeps open until the test lets go of them."""
     noise = random.Random(str(door))
     # The head of a hand-shake message, as in penstock-protocol/src/handshake.rs: kind, length, magic.
     hello = struct.pack("<BH", 1, 100) + b"PENSTOCK"

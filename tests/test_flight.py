@@ -93,12 +93,12 @@ def test_through_servers(tmp_path: pathlib.Path) -> None:
     which rank has not come; and again when the time-out has failed the group, with the words of the error."""
     folder = tmp_path / "records"
     with Daemon("server") as server, Daemon("aggregator") as rack:
-        plan = tmp_path / "plan.yaml"
+        deployment = tmp_path / "deployment.yaml"
         tree = [{"aggregator": rack.address, "workers": [0, 1, 2]}]
-        plan.write_text(
+        deployment.write_text(
             json.dumps({"version": 1, "aggregated": {"servers": [{"address": server.address, "tree": tree}]}})
         )
-        env = {"PENSTOCK_FLIGHT_RECORDER": str(folder), "PENSTOCK_PLAN": str(plan)}
+        env = {"PENSTOCK_FLIGHT_RECORDER": str(folder), "PENSTOCK_DEPLOYMENT": str(deployment)}
         with ranks.Ranks(_come_late, count=3, env=env) as job:
             job.await_note("waiting", deadline_s=60)
             until = time.monotonic() + 20

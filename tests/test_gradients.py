@@ -72,7 +72,7 @@ def test_hooks_wait_for_nobody(hooked: str) -> None:
 @pytest.mark.parametrize("hooked", ["plain", "ddp", "views"])
 def test_what_is_copied(hooked: str) -> None:
     """Large gradients are reduced where they lie, and so are small ones that are neighbours in DDP's buckets; others are copied
-    into units."""
+    into buckets."""
     large, small = {"plain": (4800, 10_800), "ddp": (4800, 10_800), "views": (4800, 0)}[hooked]
     for value in ranks.run(_copied, count=2, args=(hooked,)):
         assert value == [(2 * 1_440_000, large), (10_800 - small, small)]
@@ -182,9 +182,9 @@ def test_reducers_of_failed_groups() -> None:
             assert kind == "Closed" and "nobody needs it" in text, raised
 
 
-def test_the_size_of_units() -> None:
+def test_the_size_of_buckets() -> None:
     """What one all-reduce carries is as said, may change between steps, and changes no result."""
-    ranks.run(_units, count=2)
+    ranks.run(_buckets, count=2)
 
 
 def test_not_a_number() -> None:
@@ -264,7 +264,7 @@ def _any_order() -> list[float]:
     dist.init_process_group("penstock")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = Branches(30, seed=5)
-    reducer = GradientReducer(model, unit_bytes=2048)
+    reducer = GradientReducer(model, bucket_bytes=2048)
     sums = []
     for step in range(6):
         orders = []
@@ -293,7 +293,7 @@ def _any_order() -> list[float]:
         assert used == sorted(want)
         sums.append(sum(float(one.grad.double().sum()) for one in model.parameters() if one.grad is not None))
     counts = reducer.stats()
-    assert counts["steps"] == 6 and counts["rounds"] >= 6 and counts["units"] > 6, counts
+    assert counts["steps"] == 6 and counts["rounds"] >= 6 and counts["buckets"] > 6, counts
     dist.destroy_process_group()
     return sums
 
@@ -334,7 +334,7 @@ def _beside_ddp(views: bool, zeroed: bool) -> float:
         DistributedDataParallel(Sometimes(), find_unused_parameters=True, gradient_as_bucket_view=views)
         for _ in range(2)
     ]
-    reducer = ddp_hook(models[0], unit_bytes=1 << 16)
+    reducer = ddp_hook(models[0], bucket_bytes=1 << 16)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
     for step in range(6):
         data = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -348,23 +348,23 @@ def _beside_ddp(views: bool, zeroed: bool) -> float:
         for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None)
             torch.testing.assert_close(ours, theirs)
-    assert reducer.stats()["steps"] == 6 and reducer.stats()["units"] > 6 * 4
+    assert reducer.stats()["steps"] == 6 and reducer.stats()["buckets"] > 6 * 4
     dist.destroy_process_group()
     return sum(float(parameter.double().sum()) for parameter in models[0].parameters())
 
 
-def _hooked(model: nn.Module, hooked: str, unit_bytes: int) -> tuple[nn.Module, GradientReducer]:
+def _hooked(model: nn.Module, hooked: str, bucket_bytes: int) -> tuple[nn.Module, GradientReducer]:
     if hooked == "plain":
-        return model, GradientReducer(model, unit_bytes=unit_bytes)
+        return model, GradientReducer(model, bucket_bytes=bucket_bytes)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=hooked == "views")
-    return wrapped, ddp_hook(wrapped, unit_bytes=unit_bytes)
+    return wrapped, ddp_hook(wrapped, bucket_bytes=bucket_bytes)
 
 
 def _ahead(hooked: str) -> None:
     dist.init_process_group("penstock")
     rank = dist.get_rank()
-    # Each weight is a unit: the first of them begins a round.
-    model, reducer = _hooked(nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), hooked, unit_bytes=4096)
+    # Each weight is a bucket: the first of them begins a round.
+    model, reducer = _hooked(nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), hooked, bucket_bytes=4096)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     returned = []
 
@@ -372,7 +372,7 @@ def _ahead(hooked: str) -> None:
         returned.append(parameter)
         if rank == 0 and len(returned) == 12:
             stats = reducer.stats()
-            assert (stats["rounds"], stats["units"], stats["steps"]) == (1, 0, 0), stats
+            assert (stats["rounds"], stats["buckets"], stats["steps"]) == (1, 0, 0), stats
             store.set("rank 0 has made all its gradients", "")
 
     for parameter in model.parameters():
@@ -380,7 +380,7 @@ def _ahead(hooked: str) -> None:
     if rank == 1:
         store.wait(["rank 0 has made all its gradients"], timedelta(seconds=30))
     model(torch.full((1, 32), rank + 1.0)).sum().backward()
-    assert len(returned) == 12 and reducer.stats()["units"] >= 6
+    assert len(returned) == 12 and reducer.stats()["buckets"] >= 6
     sums = [float(parameter.grad.sum()) for parameter in model.parameters() if parameter.grad is not None]
     both: list[Any] = [None, None]
     dist.all_gather_object(both, sums)
@@ -397,7 +397,7 @@ def _copied(hooked: str) -> list[tuple[int, int]]:
     values = []
     for net, width in ((large, 600), (small, 30)):
         # All of it in one round.
-        model, reducer = _hooked(net, hooked, unit_bytes=4 << 20)
+        model, reducer = _hooked(net, hooked, bucket_bytes=4 << 20)
         counts = []
         # DDP puts its buckets into the order of the first pass, and gradients lie in them from the one after the second on.
         for _ in range(5):
@@ -441,8 +441,8 @@ def _early_and_nested() -> None:
     dist.init_process_group("penstock")
     scale = dist.get_rank() + 1.0  # 1 and 2
     first, last = nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)
-    # The last layer's gradient is a unit: it is agreed on and reduced although the pass does not come to its end.
-    GradientReducer([*first.parameters(), *last.parameters()], unit_bytes=1)
+    # The last layer's gradient is a bucket: it is agreed on and reduced although the pass does not come to its end.
+    GradientReducer([*first.parameters(), *last.parameters()], bucket_bytes=1)
     with pytest.raises(ArithmeticError, match="half-way"):
         last(_Raises.apply(first(torch.ones(1, 3)))).sum().backward()
     for nested in (False, True):
@@ -479,26 +479,26 @@ def _raising() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
-    for unit_bytes in (1, 1 << 20):
-        _raising_in_units_of(unit_bytes)
+    for bucket_bytes in (1, 1 << 20):
+        _raising_in_buckets_of(bucket_bytes)
     assert len([text for text in warnings if "a backward pass raised after" in text]) == 2, warnings
     dist.destroy_process_group()
 
 
-def _raising_in_units_of(unit_bytes: int) -> None:
+def _raising_in_buckets_of(bucket_bytes: int) -> None:
     rank, scale = dist.get_rank(), dist.get_rank() + 1.0
     layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
-    reducer = GradientReducer(nn.Sequential(*layers), unit_bytes=unit_bytes)
+    reducer = GradientReducer(nn.Sequential(*layers), bucket_bytes=bucket_bytes)
 
     def run(raises_after: int | None = None) -> list[torch.Tensor]:
-        """A pass that raises after so many gradients were made, and reduced if a unit is no more than one."""
+        """A pass that raises after so many gradients were made, and reduced if a bucket is no more than one."""
 
         def fail() -> None:
-            while unit_bytes == 1 and reducer.stats()["units"] < units + (raises_after or 0):
+            while bucket_bytes == 1 and reducer.stats()["buckets"] < buckets + (raises_after or 0):
                 time.sleep(0.001)
             raise ArithmeticError("half-way")
 
-        units = reducer.stats()["units"]
+        buckets = reducer.stats()["buckets"]
         value = scale * torch.ones(1, 4)
         for index, layer in enumerate(layers):
             layer.weight.grad = None
@@ -519,7 +519,7 @@ def _raising_in_units_of(unit_bytes: int) -> None:
         with pytest.raises(ArithmeticError):
             run(raises_after)
         check()
-    if unit_bytes == 1:
+    if bucket_bytes == 1:
         # On one rank only, after something was reduced: an error on the others.
         with pytest.raises(ArithmeticError if rank == 1 else Mismatch) as caught:
             run(1 if rank == 1 else None)
@@ -751,8 +751,10 @@ def _shared() -> None:
     scale = dist.get_rank() + 1.0
     encoder, decoder = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     decoder.weight = encoder.weight
-    for unit_bytes in (1, 1 << 20):
-        reducer = GradientReducer(itertools.chain(encoder.parameters(), decoder.parameters()), unit_bytes=unit_bytes)
+    for bucket_bytes in (1, 1 << 20):
+        reducer = GradientReducer(
+            itertools.chain(encoder.parameters(), decoder.parameters()), bucket_bytes=bucket_bytes
+        )
         encoder.weight.grad = None
         decoder(encoder(scale * torch.ones(1, 3))).sum().backward()
         averaged = encoder.weight.grad
@@ -764,7 +766,7 @@ def _shared() -> None:
 
     decoder.weight = nn.Parameter(encoder.weight.data)
     both = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
-    GradientReducer(both, unit_bytes=1)
+    GradientReducer(both, bucket_bytes=1)
     both.zero_grad()
     (encoder(scale * torch.ones(1, 3)).sum() + decoder(scale * torch.full((1, 3), 10.0)).sum()).backward()
     assert encoder.weight.grad.eq(1.5).all() and decoder.weight.grad.eq(15.0).all()
@@ -904,19 +906,22 @@ def _in_a_failed_group() -> list[tuple[str, str]]:
     return raised
 
 
-def _units() -> None:
+def _buckets() -> None:
     dist.init_process_group("penstock")
     torch.manual_seed(1)
     model = nn.Linear(1000, 100)  # 400,000 bytes and 400
-    reducer = GradientReducer(model, unit_bytes=1 << 20)
+    reducer = GradientReducer(model, bucket_bytes=1 << 20)
     results = []
-    for unit_bytes, units in ((1 << 20, 1), (100_000, 6), (64, 6257), (1 << 30, 1)):
-        reducer.set_unit_bytes(unit_bytes)
-        before = reducer.stats()["units"]
+    for bucket_bytes, buckets in ((1 << 20, 1), (100_000, 6), (64, 6257), (1 << 30, 1)):
+        reducer.set_bucket_bytes(bucket_bytes)
+        before = reducer.stats()["buckets"]
         model.zero_grad()
         model(torch.randn(2, 1000, generator=torch.Generator().manual_seed(dist.get_rank()))).square().sum().backward()
         results.append(model.weight.grad.clone())
-        assert abs(reducer.stats()["units"] - before - units) <= 1, (unit_bytes, reducer.stats()["units"] - before)
+        assert abs(reducer.stats()["buckets"] - before - buckets) <= 1, (
+            bucket_bytes,
+            reducer.stats()["buckets"] - before,
+        )
     assert all(result.equal(results[0]) for result in results)
     dist.destroy_process_group()
 
@@ -945,7 +950,7 @@ def _differ() -> str:
     try:
         model(torch.ones(1, 3)).sum().backward()
     except Mismatch as error:
-        assert reducer.stats()["units"] == 0
+        assert reducer.stats()["buckets"] == 0
         return str(error)
     raise AssertionError("it went through")
 
@@ -1028,8 +1033,8 @@ def _refused() -> None:
     group = dist.new_group(backend="penstock")
     with pytest.raises(ConfigError, match="no parameter that requires"):
         GradientReducer([], group)
-    with pytest.raises(ConfigError, match="unit_bytes must be positive"):
-        GradientReducer(nn.Linear(1, 1), group, unit_bytes=0)
+    with pytest.raises(ConfigError, match="bucket_bytes must be positive"):
+        GradientReducer(nn.Linear(1, 1), group, bucket_bytes=0)
     with pytest.raises(ConfigError, match="as float16 or bfloat16"):
         GradientReducer(nn.Linear(1, 1), group, wire=torch.int8)
     with pytest.raises(ConfigError, match="bias is float64"):
@@ -1100,9 +1105,9 @@ def _train_for_ever(hooked: str) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 500))
     if hooked == "ddp":
         model = DistributedDataParallel(model)
-        ddp_hook(model, unit_bytes=1 << 16)
+        ddp_hook(model, bucket_bytes=1 << 16)
     else:
-        reducer = GradientReducer(model, unit_bytes=1 << 16)
+        reducer = GradientReducer(model, bucket_bytes=1 << 16)
         assert reducer.stats()["steps"] == 0
     until = time.monotonic() + 60
     step = 0

@@ -122,7 +122,7 @@ def test_requests_survive_the_wire() -> None:
 
 
 def test_fusion_keeps_to_alike_operations_and_the_threshold() -> None:
-    """Operations that reduce alike share a unit up to the threshold, look past others, and never grow beyond it."""
+    """Operations that reduce alike share a bucket up to the threshold, look past others, and never grow beyond it."""
     small = Request(Kind.ALLREDUCE, Op.SUM, "float32", (10,))
     large = Request(Kind.ALLREDUCE, Op.SUM, "float32", (30,))
     half = Request(Kind.ALLREDUCE, Op.SUM, "float16", (10,))
@@ -311,10 +311,10 @@ def test_passes_are_counted() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("through_units", [True, False])
-def test_join_with_uneven_data(count: int, through_units: bool) -> None:
-    """Through units, whose steps a joined rank has to haunt, and by names."""
-    alike(ranks.run(programs.uneven_data, count=count, args=(through_units,)))
+@pytest.mark.parametrize("through_buckets", [True, False])
+def test_join_with_uneven_data(count: int, through_buckets: bool) -> None:
+    """Through buckets, whose steps a joined rank has to haunt, and by names."""
+    alike(ranks.run(programs.uneven_data, count=count, args=(through_buckets,)))
 
 
 def test_join_refuses_what_has_no_zeros() -> None:

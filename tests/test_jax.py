@@ -96,7 +96,7 @@ def _trees() -> None:
                 name: jax.device_put(ramp((5, 3), name)) for name in ("float32", "float16", "bfloat16", "complex64")
             },
             "numpy": [ramp((7,), "float64"), np.float32(rank), ramp((4, 6), "float32").T],
-            # Below, at and above a unit of 4 MiB, and many that share one.
+            # Below, at and above a bucket of 4 MiB, and many that share one.
             "large": (jax.device_put(ramp((1 << 20,), "float32")), jax.device_put(ramp((1_500_001,), "float32"))),
             "many": [jax.device_put(ramp((n,), "float32")) for n in range(60)],
             "scalar": jnp.float32(rank),

@@ -350,7 +350,7 @@ def without_p4runtime() -> str | None:
 
 
 def test_control_over_p4runtime(tmp_path: pathlib.Path) -> None:
-    """The script's verbs over real gRPC write the rows that `plan` decides, and the switch behind them passes a vector."""
+    """The script's verbs over real gRPC write the rows that `job_entries` decides, and the switch behind them passes a vector."""
     if (reason := without_p4runtime()) is not None:
         pytest.skip(reason)
     case = next(case for case in STATED if case["name"] == "three children")

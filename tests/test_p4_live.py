@@ -61,8 +61,10 @@ def _daemon(switch: LiveSwitch, role: str, host: int, *options: str) -> Iterator
         yield daemon
 
 
-def _plan(folder: pathlib.Path, server: Daemon, tree: dict[str, Any]) -> dict[str, str | None]:
-    env = test_aggregated._plan(folder, f"- address: {server.address}\n  tree: [{json.dumps(tree)}]\n", "key: none\n")
+def _deployment(folder: pathlib.Path, server: Daemon, tree: dict[str, Any]) -> dict[str, str | None]:
+    env = test_aggregated._deployment(
+        folder, f"- address: {server.address}\n  tree: [{json.dumps(tree)}]\n", "key: none\n"
+    )
     return {**env, **SECRET}
 
 
@@ -100,7 +102,9 @@ def test_all_reduces(
     ):
         run = functools.partial(ranks.run, count=world, bed=switch.bed, placement=[0, 1, 2, 2][:world], timeout_s=120)
         workers = list(range(world))
-        env = _plan(tmp_path, server, {"aggregator": switch.address, "switch": switch.command, "workers": workers})
+        env = _deployment(
+            tmp_path, server, {"aggregator": switch.address, "switch": switch.command, "workers": workers}
+        )
         values = run(test_aggregated._all_reduces, env=env)
         test_aggregated._assert_sums(values, world, WIDE, [])
         sent = [stats["0"]["servers"][0] for _, stats in values]
@@ -112,7 +116,7 @@ def test_all_reduces(
             return
         for found in run(test_aggregated._not_finite, env=env):
             assert (found[0], found[1], found[4]) == (float("inf"), world / 2, world / 2) and np.isnan(found[3])
-        env = _plan(tmp_path, server, {"aggregator": software.address, "workers": workers})
+        env = _deployment(tmp_path, server, {"aggregator": software.address, "workers": workers})
         for (mine, _), (its, _) in zip(values, run(test_aggregated._all_reduces, env=env), strict=True):
             for case, one, other in zip(test_aggregated.CASES, mine, its, strict=True):
                 if case.dtype == torch.float32:  # the others travel in 16 bits there
@@ -128,7 +132,7 @@ def test_software_below_a_switch(tmp_path: pathlib.Path) -> None:
     ):
         below = {"aggregator": rack.address, "workers": [3, 1]}
         tree = {"aggregator": switch.address, "switch": switch.command, "workers": [0, 2], "children": [below]}
-        env = _plan(tmp_path, server, tree)
+        env = _deployment(tmp_path, server, tree)
         run = ranks.run(test_aggregated._all_reduces, count=4, env=env, bed=switch.bed, placement=[0, 1, 2, 3])
         test_aggregated._assert_sums(run, 4, WIDE, [])
         sent = [stats["0"]["servers"][0] for _, stats in run]
@@ -177,7 +181,9 @@ def test_a_silent_switch_is_passed_by_and_taken_back(tmp_path: pathlib.Path) -> 
             count=2,
             bed=switch.bed,
             placement=[0, 1],
-            env=_plan(tmp_path, server, {"aggregator": switch.address, "switch": switch.command, "workers": [0, 1]}),
+            env=_deployment(
+                tmp_path, server, {"aggregator": switch.address, "switch": switch.command, "workers": [0, 1]}
+            ),
         ) as job,
     ):
         job.await_note("phase 0", deadline_s=60)

@@ -16,9 +16,9 @@ def test_nothing_is_kept(medium: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of groups, each with operations of all kinds and some with disorderly ends: what the engine, Python and the
     process hold afterwards is what they held after the first groups."""
     monkeypatch.setenv("PENSTOCK_SHM", "1" if medium == "memory" else "0")
-    plan = soak.Plan("penstock", seed=7, groups=250, minutes=2, operations=10)
-    told = soak.run(plan, world=3)
-    assert all(one.groups == plan.groups and len(one.ends) == 4 for one in told)
+    spec = soak.Spec("penstock", seed=7, groups=250, minutes=2, operations=10)
+    told = soak.run(spec, world=3)
+    assert all(one.groups == spec.groups and len(one.ends) == 4 for one in told)
     kept = [f"rank {rank} keeps {text}" for rank, one in enumerate(told) for text in soak.complaints(one, 3)]
     assert not kept, "\n".join(kept)
 

@@ -88,7 +88,7 @@ def _collectives() -> None:
         dtypes = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64, tf.uint8, tf.complex64)
         return {
             **{dtype.name: tf.cast(tf.reshape(tf.range(12) + 10 * rank, (3, 4)), dtype) for dtype in dtypes},
-            # More than a unit of 4 MiB.
+            # More than a bucket of 4 MiB.
             "large": tf.cast(tf.range(1_500_001) % 13 + rank, tf.float32),
             "list": [tf.zeros((0, 3)), tf.constant(float(rank)), None],
         }

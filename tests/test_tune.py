@@ -182,7 +182,7 @@ def test_every_searcher_wins_on_a_recorded_landscape(name: str) -> None:
 def test_a_searcher_copes_with_the_smallest_spaces(name: str) -> None:
     """With one setting and with two it proposes them, and does not hang when all are known."""
     for algorithms in (("ring",), ("ring", "hierarchical")):
-        pinned = {"streams": 4, "unit_bytes": MIB, "compression": "off"}
+        pinned = {"streams": 4, "bucket_bytes": MIB, "compression": "off"}
         space = Space.standard(Setting(4, MIB, "ring"), algorithms=algorithms, pinned=pinned)
         searcher = SEARCHERS[name](space, 0, space.default)
         for _ in range(10):
@@ -200,7 +200,7 @@ def test_grid_search_sees_the_middle_and_the_corners_first() -> None:
         assert setting is not None
         seen.append(setting)
         grid.observe(setting, 1.0)
-    assert seen[0].streams == 8 and seen[0].unit_bytes == 4 * MIB
+    assert seen[0].streams == 8 and seen[0].bucket_bytes == 4 * MIB
     for axis in space.axes:
         assert {axis.values[0], axis.values[-1]} <= {getattr(setting, axis.name) for setting in seen}
 
@@ -597,7 +597,7 @@ def test_watching_can_be_switched_off() -> None:
 @pytest.mark.parametrize(("noise", "share", "mean"), [(0.05, 0.8, 0.03), (0.1, 0.55, 0.045)])
 @pytest.mark.parametrize("name", LANDSCAPES)
 def test_from_a_neighbour_it_converges_in_twenty_steps(name: str, noise: float, share: float, mean: float) -> None:
-    """Begun one place beside the best along streams or unit size, it ends within 20 steps, most times within 5 %."""
+    """Begun one place beside the best along streams or bucket size, it ends within 20 steps, most times within 5 %."""
     landscape = LANDSCAPES[name]
     best = landscape.space.point(landscape.best)
     moved = [landscape.space.moved(best, axis, by) for axis in (0, 1) for by in (-1, 1)]
@@ -936,7 +936,7 @@ def test_the_example_of_the_documentation_runs(root: pathlib.Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", example(root / "docs" / "guide" / "tune.md")], capture_output=True, text=True
     )
-    assert done.returncode == 0 and "chosen: 16 streams, 4 MiB units" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "chosen: 16 streams, 4 MiB buckets" in done.stdout, done.stdout + done.stderr
 
 
 def example(page: pathlib.Path) -> str:

@@ -136,7 +136,7 @@ def test_what_makes_no_sense_is_refused_on_all_ranks(tmp_path: pathlib.Path) -> 
 
 
 def test_only_what_differs_is_tried() -> None:
-    """One host varies units alone; two ranks have one algorithm; nothing is larger than all gradients; pinned fields stay."""
+    """One host varies buckets alone; two ranks have one algorithm; nothing is larger than all gradients; pinned fields stay."""
     default = Setting(16, 4 << 20, "auto")
 
     def values(hosts: list[int], nbytes: int = 1 << 30, default: Setting = default, **pinned: Any) -> list[Any]:
@@ -168,8 +168,8 @@ def test_the_example_of_the_documentation_trains_and_tunes(root: pathlib.Path, t
 
 
 def _seconds(setting: Setting, worse: float = 0.0) -> float:
-    """A landscape: each stream adds bandwidth and costs a little, and units have a best size. With `worse`, streams cost more."""
-    size = math.log2(setting.unit_bytes / (1 << 20))
+    """A landscape: each stream adds bandwidth and costs a little, one bucket size is best. `worse` makes streams cost more."""
+    size = math.log2(setting.bucket_bytes / (1 << 20))
     return 0.05 + 0.2 / setting.streams + (0.001 + worse / 100) * setting.streams + 0.01 * size * size
 
 
@@ -285,11 +285,11 @@ def _in_flight() -> None:
     assert refused == [before]
     handle.remove()
     reducer.apply(wanted)
-    units = reducer.stats()["units"]
+    buckets = reducer.stats()["buckets"]
     _step(model, 1)
     _check(model, copy, 1, rtol=0.05, atol=1e-3)
-    assert reducer.setting == wanted and reducer.stats()["units"] - units >= 8
-    (group,) = [group for group in penstock.stats()["groups"] if group["name"].endswith("/units")]
+    assert reducer.setting == wanted and reducer.stats()["buckets"] - buckets >= 8
+    (group,) = [group for group in penstock.stats()["groups"] if group["name"].endswith("/buckets")]
     assert "ring" in group["algorithm"], group
     dist.destroy_process_group()
 
@@ -436,7 +436,7 @@ def _refused(file: str) -> str:
     with pytest.raises(ConfigError, match="not float"):
         GradientReducer(model, tune=0.5)
     with pytest.raises(ConfigError, match="a tuner is in charge"):
-        GradientReducer(model, tune=Setting(1, 1 << 20, "ring")).set_unit_bytes(7)
+        GradientReducer(model, tune=Setting(1, 1 << 20, "ring")).set_bucket_bytes(7)
     with pytest.raises(ConfigError) as caught:
         GradientReducer(model, tune=file if dist.get_rank() == 0 else False)
     dist.destroy_process_group()

@@ -107,12 +107,12 @@ class Reducer:
         cls,
         *,
         rounds: Group,
-        units: Group,
+        buckets: Group,
         rank: int,
         world: int,
         gradients: Sequence[tuple[str, int, str, int]],
         op: str,
-        unit_bytes: int,
+        bucket_bytes: int,
         wire: str | None,
         error_feedback: bool = False,
         check_finite: bool,
@@ -122,7 +122,7 @@ class Reducer:
     def flush(self) -> Ticket: ...
     def withdraw(self) -> Ticket: ...
     def was_absent(self, index: int) -> bool: ...
-    def set_way(self, *, unit_bytes: int, wire: str | None, algorithm: str | None, streams: int) -> None: ...
+    def set_way(self, *, bucket_bytes: int, wire: str | None, algorithm: str | None, streams: int) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
 @final

@@ -390,7 +390,7 @@ def passes_are_counted() -> None:
     )
 
 
-def uneven_data(through_units: bool) -> list[Any]:
+def uneven_data(through_buckets: bool) -> list[Any]:
     """Ranks with fewer batches join; the others go on, with zeros from them, and all end with the same model."""
     import penstock.horovod.torch as hvd
 
@@ -402,7 +402,7 @@ def uneven_data(through_units: bool) -> list[Any]:
         hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.5),
             named_parameters=[(f"{index}.{name}", one) for name, one in model.named_parameters()],
-            **({} if through_units else {"groups": 1}),
+            **({} if through_buckets else {"groups": 1}),
         )
         for index, model in enumerate(models)
     ]

@@ -119,7 +119,7 @@ def _training(rng: random.Random, seed: int, medium: str, job: str) -> Program:
         "dtype": rng.choice(["float32", "float32", "float64"]),
         # Of the parameters: from one element to a few frames.
         "counts": [rng.choice([1, 3, 100, 5000, 16_384, 70_000, 200_001]) for _ in range(rng.randint(1, 6))],
-        "unit_bytes": rng.choice([4096, 1 << 16, 1 << 18, 4 << 20]),
+        "bucket_bytes": rng.choice([4096, 1 << 16, 1 << 18, 4 << 20]),
     }
     return {
         "seed": seed,

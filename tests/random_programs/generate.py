@@ -236,8 +236,8 @@ def _call(
         spec["closed"] = rng.random() < 0.5 or "reducer without close" in avoid
         spec["unused_percent"] = rng.choice([0, 0, 10, 40])
         spec["counts"] = [max(1, count) for count in spec["counts"]]
-        # Not more units than a loaded machine reduces in a moment.
-        spec["unit_bytes"] = max(rng.choice([64, 4096, 1 << 16, 4 << 20]), sum(spec["counts"]) * item // 200)
+        # Not more buckets than a loaded machine reduces in a moment.
+        spec["bucket_bytes"] = max(rng.choice([64, 4096, 1 << 16, 4 << 20]), sum(spec["counts"]) * item // 200)
     if call == "hvd allreduce":
         spec["counts"] = [max(1, count) for count in spec["counts"]]
     # Horovod compares shapes.

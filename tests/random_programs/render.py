@@ -253,7 +253,7 @@ def _objects(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, l
 
 
 def _reducer(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
-    counts = f"{spec['counts']}, torch.{spec['dtype']}, {spec['steps']}, {spec['unit_bytes']}"
+    counts = f"{spec['counts']}, torch.{spec['dtype']}, {spec['steps']}, {spec['bucket_bytes']}"
     counts += f", {spec['closed']}"
     return [], f"reduce_gradients({counts}, {{group}})", []
 
@@ -360,10 +360,10 @@ def coalesced(group, later, each):
     return manager if later else None
 
 
-def reduce_gradients(counts, dtype, steps, unit_bytes, closed, group):
+def reduce_gradients(counts, dtype, steps, bucket_bytes, closed, group):
     from penstock.torch import GradientReducer
     parameters = [torch.nn.Parameter(torch.ones(count, dtype=dtype)) for count in counts]
-    reducer = GradientReducer(parameters, group, unit_bytes=unit_bytes)
+    reducer = GradientReducer(parameters, group, bucket_bytes=bucket_bytes)
     for _ in range(steps):
         sum((one * 3).sum() for one in parameters).backward()
         for one in parameters:

@@ -625,7 +625,7 @@ def _reducer(p: _Pending, later: bool) -> None:
 
     kind = getattr(torch, p.spec["dtype"])
     parameters = [torch.nn.Parameter(torch.zeros(count, dtype=kind)) for count in p.spec["counts"]]
-    reducer = GradientReducer(parameters, p.group, unit_bytes=p.spec["unit_bytes"])
+    reducer = GradientReducer(parameters, p.group, bucket_bytes=p.spec["bucket_bytes"])
     try:
         _train(p, parameters)
     finally:

@@ -127,11 +127,11 @@ def _front(spec: Spec, model: Model) -> Iterator[Callable[[list[torch.Tensor]], 
         called: Any = model
         if spec["front"].startswith("ddp"):
             # Every parameter in a bucket of its own, as far as torch allows.
-            called = DistributedDataParallel(model, bucket_cap_mb=max(1e-3, spec["unit_bytes"] / 2**20))
+            called = DistributedDataParallel(model, bucket_cap_mb=max(1e-3, spec["bucket_bytes"] / 2**20))
         if spec["front"] == "ddp hook":
-            stack.callback(ddp_hook(called, unit_bytes=spec["unit_bytes"]).close)
+            stack.callback(ddp_hook(called, bucket_bytes=spec["bucket_bytes"]).close)
         if spec["front"] == "reducer":
-            stack.callback(GradientReducer(model, unit_bytes=spec["unit_bytes"]).close)
+            stack.callback(GradientReducer(model, bucket_bytes=spec["bucket_bytes"]).close)
 
         def step(factors: list[torch.Tensor]) -> None:
             called(factors).backward()

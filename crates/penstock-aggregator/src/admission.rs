@@ -1,4 +1,4 @@
-//! What `PUT /jobs/{job}` says, read and believed only as far as it fits together. Pure.
+//! Parses and validates the body of `PUT /jobs/{job}`. Pure.
 
 use crate::proof::unhex;
 use penstock_protocol::aggregation::{Key, Link, MAX_PAYLOAD_BYTES, Node, Tree};
@@ -6,7 +6,7 @@ use serde::Deserialize;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 
-/// A node of a job's tree, by its address; one with several shards listens on as many ports.
+/// The address of a node in a job's tree. A node with several shards listens on as many ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) address: SocketAddr,
@@ -14,10 +14,10 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Where it takes SeqNum `seq`.
+    /// The address at which the node takes SeqNum `seq`.
     pub(crate) fn of(self, seq: u32) -> SocketAddr {
         let mut address = self.address;
-        // The last port was checked to be one.
+        // The last port was checked to be valid.
         address.set_port(address.port() + (seq & (self.shards - 1)) as u16);
         address
     }
@@ -27,7 +27,7 @@ impl Place {
     }
 }
 
-/// What all roles are told of a job.
+/// What every role needs to know of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Common {
     pub(crate) job: u32,
@@ -39,7 +39,7 @@ pub(crate) struct Common {
     pub(crate) start: u32,
 }
 
-/// A job as it was asked for. The driver's numbers of nodes are indices of `places`.
+/// A validated job. The driver's number of a node is its index in `places`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Admitted {
     pub(crate) common: Common,
@@ -47,11 +47,11 @@ pub(crate) struct Admitted {
     pub(crate) places: Vec<Place>,
     /// The workers behind each of `places`; 0 for a parent.
     pub(crate) workers: Vec<u64>,
-    /// Every port of every place.
+    /// The node's number for every port of every place.
     pub(crate) links: HashMap<SocketAddr, Link>,
-    /// For a server.
+    /// Only on a server.
     pub(crate) tree: Option<Tree>,
-    /// For a server: how many of `places` are workers.
+    /// Only on a server: how many of `places` are workers.
     pub(crate) addressed: usize,
 }
 
@@ -112,7 +112,7 @@ fn one() -> u32 {
     1
 }
 
-/// Reads what an aggregator that listens on `here` is told of a job.
+/// Parses a job for an aggregator that listens on `here`.
 pub(crate) fn aggregator_job(job: u32, body: &[u8], here: SocketAddr) -> Result<Admitted, String> {
     let body: AggregatorBody =
         serde_json::from_slice(body).map_err(|error| format!("not an aggregator's job: {error}"))?;
@@ -140,7 +140,7 @@ pub(crate) fn aggregator_job(job: u32, body: &[u8], here: SocketAddr) -> Result<
     Ok(book.admitted(common, None, 0))
 }
 
-/// Reads what a server that listens on `here` is told of a job.
+/// Parses a job for a server that listens on `here`.
 pub(crate) fn server_job(job: u32, body: &[u8], here: SocketAddr) -> Result<Admitted, String> {
     let body: ServerBody = serde_json::from_slice(body).map_err(|error| format!("not a server's job: {error}"))?;
     let ServerBody { epoch, key, window, block_bytes, floats, start, tree, workers } = body;
@@ -181,7 +181,7 @@ fn read_key(key: Option<String>) -> Result<Option<Key>, String> {
     key.map(|hex| unhex(&hex).map(Key).ok_or_else(|| "key: 32 hex digits or null are needed".into())).transpose()
 }
 
-/// Places as they are numbered.
+/// Collects places and numbers them.
 struct Book {
     here: SocketAddr,
     places: Vec<Place>,
@@ -230,7 +230,7 @@ impl Book {
                 let link = self.add("tree", aggregator, 0)?;
                 let children = children.iter().map(|child| self.branch(child)).collect::<Result<_, String>>()?;
                 let node = Node::Aggregator { link, children };
-                // A number of 64 or more is refused with the whole tree, right after this.
+                // The whole tree with a number of 64 or more is refused right after this.
                 let mut whole = vec![&node];
                 let mut workers = 0;
                 while let Some(node) = whole.pop() {
@@ -251,7 +251,7 @@ impl Book {
     }
 }
 
-/// As the protocol's.
+/// As the protocol's limit.
 const MAX_WINDOW: u32 = 1 << 16;
 
 #[cfg(test)]
@@ -293,7 +293,7 @@ mod tests {
         assert_eq!(job.links[&"10.0.0.9:901".parse().unwrap()], Link(3));
     }
 
-    /// What does not fit together is refused with the place where it stands.
+    /// A job that is inconsistent is refused, and the error names the place.
     #[test]
     fn reasons() {
         for (from, to, reason) in [
@@ -345,7 +345,7 @@ mod tests {
     }
 
     proptest! {
-        /// A body that somebody damaged is refused or read, and never panics.
+        /// A damaged body is refused or read, and never panics.
         #[test]
         fn damaged_bodies(at in 0usize..400, byte in any::<u8>(), cut in 0usize..600) {
             for text in [AGGREGATOR, SERVER] {

@@ -1,20 +1,20 @@
-//! What a daemon is told when it starts.
+//! A daemon's configuration.
 
 use penstock_protocol::aggregation::Limits;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// Which daemon.
+/// The kind of daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Adds on the way.
+    /// Adds blocks on their way.
     Aggregator,
-    /// Commits at the end.
+    /// Commits sums at the end of the path.
     Server,
 }
 
 impl Role {
-    /// As it is spelled in answers, metrics and logs.
+    /// The name in answers, metrics and logs.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -24,34 +24,35 @@ impl Role {
     }
 }
 
-/// What a daemon is told.
+/// A daemon's configuration.
 #[derive(Clone)]
 pub struct Config {
-    /// Which daemon.
+    /// The kind of daemon.
     pub role: Role,
-    /// TCP and the first shard's UDP port; with port 0 free ones are found.
+    /// Address of TCP and of the first shard's UDP port. With port 0, free ports are chosen.
     pub listen: SocketAddr,
     /// Threads, each with a UDP port of its own: a power of two, at most 16; 1 for a server.
     pub shards: u32,
-    /// What jobs may take, all together.
+    /// Limits for all jobs together.
     pub limits: Limits,
-    /// Who may open jobs; None: anybody who reaches the port.
+    /// The secret that clients need to open jobs; `None`: everybody who reaches the port may.
     pub secret: Option<Vec<u8>>,
-    /// UDP trains in one piece (GSO, GRO). Off for measurements that count packets on an interface.
+    /// Whether UDP trains go through the kernel in one piece (GSO, GRO). Off for measurements that count packets on an
+    /// interface.
     pub offloads: bool,
-    /// The kernel's receive buffer of each socket, and of an aggregator the send buffer too. Too small: packets are lost at full
-    /// rate although Credit allows them (`kernel_dropped`).
+    /// The kernel's receive buffer of each socket, and on an aggregator also the send buffer. Too small: packets are lost at
+    /// full rate although Credit allows them (`kernel_dropped`).
     pub buffer_bytes: usize,
-    /// A job of which nothing was heard for so long is closed.
+    /// A job from which nothing came for this long is closed.
     pub forget_after: Duration,
-    /// So long a daemon that was asked to end waits for its jobs.
+    /// How long a daemon that was asked to end waits for its jobs.
     pub drain_timeout: Duration,
-    /// For tests: the share of received packets that is thrown away, and the seed of which.
+    /// For tests: the share of received packets to discard, and the seed that chooses them.
     pub drop: Option<(f64, u64)>,
 }
 
 impl Config {
-    /// The port where nothing else is said.
+    /// The default port.
     pub const PORT: u16 = 7471;
     /// Windows of 256 of 256 jobs.
     pub const SLOTS: usize = 65536;
@@ -65,7 +66,7 @@ impl Config {
     pub const FORGET_AFTER: Duration = Duration::from_secs(60);
     /// A step of training.
     pub const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
-    /// A daemon's shards at most: a port each.
+    /// The most shards of a daemon: a port each.
     pub const MAX_SHARDS: u32 = 16;
 
     /// The defaults.
@@ -85,7 +86,7 @@ impl Config {
         }
     }
 
-    /// What cannot be, in words.
+    /// Checks the configuration; the error names the option.
     pub(crate) fn check(&self) -> Result<(), String> {
         let Config { role, shards, limits, drop, listen, .. } = self;
         if !shards.is_power_of_two() || *shards > Config::MAX_SHARDS {
@@ -119,7 +120,7 @@ impl Config {
     }
 }
 
-/// Bytes as people write them: `4096`, `64K`, `512M`, `4G`, `1T`, powers of 1024.
+/// Parses a number of bytes such as `4096`, `64K`, `512M`, `4G`, `1T`, in powers of 1024.
 pub fn parse_bytes(text: &str) -> Result<usize, String> {
     let text = text.trim();
     let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
@@ -169,7 +170,7 @@ mod tests {
         }
     }
 
-    /// What cannot work is refused before anything starts, by the option's name.
+    /// A configuration that cannot work is refused before anything starts, and the error names the option.
     #[test]
     fn options_that_cannot_be() {
         let good = Config::new(Role::Aggregator, "127.0.0.1:7471".parse().unwrap());

@@ -1,4 +1,4 @@
-//! Jobs come and go, and somebody asks: everything that is not packets.
+//! Opens and closes jobs, and answers requests: everything but packets.
 
 use crate::admission::{aggregator_job, server_job};
 use crate::http::{Request, Response};
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 pub(crate) struct Control {
     config: Config,
     here: SocketAddr,
-    /// What it calls itself, for proofs.
+    /// The daemon's name in proofs.
     daemon: String,
     shards: Mutex<Vec<Handle>>,
     registry: Mutex<Registry>,
@@ -26,12 +26,12 @@ pub(crate) struct Control {
     started: Instant,
 }
 
-/// Which jobs are open. It is locked while one is opened or closed, so that all shards see the same order.
+/// The open jobs. Locked while one is opened or closed, so that all shards see the same order.
 #[derive(Default)]
 struct Registry {
     jobs: BTreeMap<u32, (u16, Vec<u8>)>,
-    /// A server must never begin an epoch twice, since it would have forgotten what it committed: the newest epoch of
-    /// each job that was closed, of the last [`CLOSED`] such jobs.
+    /// The newest epoch of each job that was closed, for the last [`CLOSED`] jobs. A server must never open an epoch twice,
+    /// since it would have forgotten what it committed.
     closed: HashMap<u32, u16>,
     closed_order: VecDeque<u32>,
 }
@@ -89,7 +89,7 @@ impl Control {
         }
     }
 
-    /// No new jobs from now on.
+    /// Opens no new jobs from now on.
     pub(crate) fn drain(&self) {
         self.draining.store(true, Ordering::Relaxed);
     }
@@ -98,11 +98,11 @@ impl Control {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// No sum is half done. None: a shard does not answer.
+    /// Whether no sum is incomplete; `None`: a shard does not answer.
     pub(crate) fn is_idle(&self) -> Option<bool> {
         let report = self.report()?;
         Some(report.jobs.iter().all(|job| {
-            // A server also waits until all have its results.
+            // A server also waits until all workers have their results.
             let untold = job
                 .server
                 .as_ref()
@@ -111,7 +111,7 @@ impl Control {
         }))
     }
 
-    /// Closes jobs of which nothing was heard for long.
+    /// Closes jobs from which nothing has come for long.
     pub(crate) fn forget_silent(&self) {
         let Some(report) = self.report() else {
             return;
@@ -119,7 +119,7 @@ impl Control {
         let limit = u64::try_from(self.config.forget_after.as_nanos()).unwrap_or(u64::MAX);
         for job in report.jobs.iter().filter(|job| job.silent_ns() > limit) {
             let mut registry = self.registry();
-            // It may have been opened anew meanwhile.
+            // The job may have been opened again in the meantime.
             if registry.jobs.get(&job.job).is_some_and(|(epoch, _)| *epoch == job.epoch) {
                 self.close_everywhere(&mut registry, job.job);
                 self.forgotten.fetch_add(1, Ordering::Relaxed);
@@ -190,8 +190,9 @@ impl Control {
                 Ok(Err(Refused::Conflict(reason))) => Response::error(409, reason),
                 Err(_) => Response::error(503, "a shard does not answer"),
             };
-            // All shards have the same limits and jobs, so the first refuses for all; but for one that is gone, or so late that the
-            // job may yet be opened there. Then it is closed everywhere, the epoch before too, which some have lost.
+            // All shards have the same limits and jobs, so the first one refuses for all. If a shard is gone, or so late that
+            // it may still open the job, the job is closed everywhere, and so is the epoch before it, which some shards have
+            // already dropped.
             if at > 0 || refused.status == 503 {
                 drop(shards);
                 self.close_everywhere(&mut registry, job);
@@ -301,7 +302,7 @@ impl Control {
     }
 }
 
-/// A shard answers between batches; this is a thousand of them.
+/// How long to wait for a shard's answer. A shard answers between batches; this is a thousand of them.
 const ANSWER: Duration = Duration::from_secs(5);
-/// Jobs whose last epoch a server remembers, 8 bytes each and their place in the order.
+/// How many closed jobs a server remembers: 8 bytes each, and their order.
 const CLOSED: usize = 65536;

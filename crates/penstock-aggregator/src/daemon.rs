@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
-/// A daemon that runs until it is dropped, or drained and done.
+/// A running daemon. It ends when it is dropped, or after it was drained.
 pub struct Daemon {
     here: SocketAddr,
     control: Arc<Control>,
@@ -24,15 +24,15 @@ pub struct Daemon {
 /// Why a daemon does not start.
 #[derive(Debug)]
 pub enum StartError {
-    /// An option that cannot be.
+    /// The configuration is invalid.
     Config(String),
-    /// An address that cannot be had.
+    /// An address cannot be bound.
     Bind {
-        /// Which.
+        /// The address.
         address: SocketAddr,
         /// TCP or UDP.
         protocol: &'static str,
-        /// Why.
+        /// The system's error.
         error: io::Error,
     },
     /// The machine has no threads or descriptors left.
@@ -75,13 +75,13 @@ impl std::error::Error for StartError {
 
 #[derive(Default)]
 struct State {
-    /// Asked to end, and when; ended.
+    /// When the daemon was asked to end; whether it has ended.
     ends: Mutex<(Option<Instant>, bool)>,
     changed: Condvar,
 }
 
 impl Daemon {
-    /// Binds all ports and starts all threads. When it returns, packets and requests are taken.
+    /// Binds all ports and starts all threads. When this returns, the daemon takes packets and requests.
     pub fn start(config: Config) -> Result<Daemon, StartError> {
         config.check().map_err(StartError::Config)?;
         let name = proof::draw_name().map_err(StartError::Machine)?;
@@ -89,10 +89,10 @@ impl Daemon {
         let here = sockets[0].local_addr();
         announce(&config, here, &sockets);
         let Config { shards, limits, .. } = config;
-        // Every shard has its share.
+        // Each shard gets an equal part of the limits.
         let share = |whole: usize| whole / shards as usize;
         let limits = Limits { jobs: limits.jobs, slots: share(limits.slots), memory_bytes: share(limits.memory_bytes) };
-        // Who has the secret is trusted with the addresses that it names.
+        // A client that has the secret is trusted with the addresses that it names.
         let receipts = match config.secret {
             Some(_) => None,
             None => Some(Key(proof::draw().map_err(StartError::Machine)?)),
@@ -145,7 +145,8 @@ impl Daemon {
         self.here
     }
 
-    /// Asks it to end: no new jobs, and an end when no sum is half done, or after the drain time-out. Returns at once.
+    /// Asks the daemon to end: it opens no new jobs, and ends when no sum is incomplete, or after the drain time-out. Returns
+    /// at once.
     pub fn drain(&self) {
         self.control.drain();
         let mut ends = self.state.ends.lock().unwrap_or_else(PoisonError::into_inner);
@@ -153,7 +154,7 @@ impl Daemon {
         self.state.changed.notify_all();
     }
 
-    /// Waits until it has drained, `timeout` at most. True when it has.
+    /// Waits until the daemon has drained, at most `timeout`. Returns whether it has.
     #[must_use]
     pub fn wait(&self, timeout: Duration) -> bool {
         let ends = self.state.ends.lock().unwrap_or_else(PoisonError::into_inner);
@@ -175,7 +176,7 @@ impl Drop for Daemon {
     }
 }
 
-/// Looks after jobs that fell silent, and after the end.
+/// Closes silent jobs, and ends the daemon when it has drained.
 fn keep(control: &Control, state: &State, forget_after: Duration, drain_timeout: Duration) {
     let mut look = Instant::now();
     let every = (forget_after / 4).clamp(Duration::from_millis(10), Duration::from_secs(1));
@@ -206,12 +207,12 @@ fn keep(control: &Control, state: &State, forget_after: Duration, drain_timeout:
     }
 }
 
-/// All ports or none.
+/// Binds all ports, or fails.
 fn bind(config: &Config) -> Result<(Vec<Datagrams>, TcpListener), StartError> {
     let mut tries = 0;
     loop {
         match bind_at(config, config.listen) {
-            // The system chose the first port; the next, or TCP's, may be somebody's.
+            // The kernel chose the first port; the next one, or TCP's, may be in use.
             Err(StartError::Bind { error, .. })
                 if config.listen.port() == 0 && error.kind() == io::ErrorKind::AddrInUse && tries < TRIES =>
             {
@@ -230,7 +231,7 @@ fn bind_at(config: &Config, mut address: SocketAddr) -> Result<(Vec<Datagrams>, 
         port.set_port(address.port().checked_add(shard).filter(|port| *port != 0 || shard == 0).unwrap_or(0));
         let socket = Datagrams::bind(port, config.offloads, config.buffer_bytes).map_err(failed(port, "UDP"))?;
         if config.role == Role::Server {
-            // Results that are asked for again go before those of later blocks.
+            // Results that are requested again leave before those of later blocks.
             socket.set_send_buffer(SHORT_SEND_BUFFER).map_err(failed(port, "UDP"))?;
         }
         if shard == 0 {
@@ -275,7 +276,7 @@ fn announce(config: &Config, here: SocketAddr, sockets: &[Datagrams]) {
             rate * 100.0
         );
     }
-    // Linux reports twice what it was asked for.
+    // Linux reports twice the requested size.
     if let Ok((received, _)) = sockets[0].buffer_bytes()
         && received < *buffer_bytes
     {
@@ -287,7 +288,7 @@ fn announce(config: &Config, here: SocketAddr, sockets: &[Datagrams]) {
     }
 }
 
-/// How often a daemon that is to end looks whether it can.
+/// How often a daemon that was asked to end checks whether it can.
 const DRAINING: Duration = Duration::from_millis(20);
-/// Free ports beside each other are found at once nearly always.
+/// Attempts to find consecutive free ports; the first nearly always succeeds.
 const TRIES: u32 = 64;

@@ -1,7 +1,8 @@
 //! HTTP for a handful of requests a minute: one request a connection, every limit known before a byte is read.
 //!
-//! A stranger can hold [`CONNECTIONS`] connections for [`PATIENCE`], and no packet of a job waits for any of them. Who comes when
-//! all are taken takes the place of the oldest that is not being answered, so that strangers who say nothing keep nobody out.
+//! An unauthenticated peer can hold [`CONNECTIONS`] connections for [`PATIENCE`], and no packet of a job waits for any of them.
+//! When all connections are taken, a new one replaces the oldest that is not being answered: peers that send nothing keep
+//! nobody out.
 
 use penstock_net::descriptors::{After, after_accept};
 use std::collections::VecDeque;
@@ -10,11 +11,11 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A request whose form is right.
+/// A request whose form is valid.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Request {
     pub(crate) method: String,
-    /// With the query, as it was sent.
+    /// The path with its query, as it was sent.
     pub(crate) path: String,
     headers: Vec<(String, String)>,
     pub(crate) body: Vec<u8>,
@@ -68,8 +69,8 @@ impl Response {
     }
 }
 
-/// Accepts until the listener is shut down, and whatever else goes wrong. Every connection has a thread of its own for as long as
-/// it lives.
+/// Accepts connections until the listener is shut down; other errors do not end the loop. Every connection has a thread of its
+/// own.
 pub(crate) fn serve(
     mut accept: impl FnMut() -> io::Result<TcpStream>,
     handle: impl Fn(&Request) -> Response + Send + Sync + 'static,
@@ -111,20 +112,20 @@ pub(crate) fn serve(
     }
 }
 
-/// Who is connected.
+/// The open connections.
 #[derive(Default)]
 struct Crowd(Mutex<Places>);
 
 #[derive(Default)]
 struct Places {
-    /// Their requests are not here yet, or their answers are out; the oldest comes first.
+    /// Connections whose request is incomplete, or whose answer was sent; the oldest comes first.
     waiting: VecDeque<Arc<TcpStream>>,
-    /// Their requests are being answered.
+    /// How many connections are being answered.
     answered: usize,
 }
 
 impl Crowd {
-    /// Whether there is a place, or somebody has made one.
+    /// Adds a connection. Returns false if all are being answered; otherwise the oldest other one may be closed for it.
     fn enter(&self, stream: &Arc<TcpStream>) -> bool {
         let mut places = self.places();
         if places.waiting.len() + places.answered >= CONNECTIONS && !places.drop_oldest() {
@@ -134,12 +135,12 @@ impl Crowd {
         true
     }
 
-    /// The oldest connection that is not being answered gives its descriptor back.
+    /// Closes the oldest connection that is not being answered, which frees its descriptor.
     fn make_room(&self) {
         self.places().drop_oldest();
     }
 
-    /// A request is here; false: another connection has taken its place meanwhile.
+    /// The request is complete. Returns false if the connection was closed for another one in the meantime.
     fn is_read(&self, stream: &Arc<TcpStream>) -> bool {
         let mut places = self.places();
         let is_here = places.take(stream);
@@ -151,7 +152,7 @@ impl Crowd {
         self.places().take(stream);
     }
 
-    /// The answer is out, and perhaps not yet read.
+    /// The answer was sent, and may not have been read yet.
     fn is_answered(&self, stream: &Arc<TcpStream>) {
         let mut places = self.places();
         places.answered -= 1;
@@ -163,7 +164,7 @@ impl Crowd {
     }
 }
 
-/// A connection that is being answered; also when answering panics it is so no longer.
+/// A connection that is being answered. Dropping it, also in a panic, ends that.
 struct Answered<'a> {
     crowd: &'a Crowd,
     stream: &'a Arc<TcpStream>,
@@ -178,7 +179,7 @@ impl Drop for Answered<'_> {
 impl Places {
     fn drop_oldest(&mut self) -> bool {
         let Some(oldest) = self.waiting.pop_front() else { return false };
-        // Its thread reads the end and goes.
+        // Its thread reads the end of the stream and ends.
         let _ = oldest.shutdown(Shutdown::Both);
         true
     }
@@ -207,7 +208,7 @@ fn converse(stream: &Arc<TcpStream>, crowd: &Crowd, handle: &impl Fn(&Request) -
     })();
     drop(place);
     answered?;
-    // What was not read would make the kernel reset the connection before the answer is there.
+    // Unread bytes would make the kernel reset the connection before the answer arrives.
     stream.shutdown(Shutdown::Write)?;
     let _ = io::copy(&mut Deadline { stream, deadline }.take(LEFT_OVER), &mut io::sink());
     Ok(())
@@ -283,7 +284,7 @@ fn body_length(headers: &[httparse::Header<'_>]) -> Result<usize, (u16, &'static
     }
 }
 
-/// A stream that is read until a moment and not longer, however slowly it drips.
+/// A stream that can be read until a point in time, however slowly bytes come.
 struct Deadline<'a> {
     stream: &'a TcpStream,
     deadline: Instant,
@@ -300,19 +301,19 @@ impl Read for Deadline<'_> {
     }
 }
 
-/// How long accepting rests when the machine lacks descriptors or memory.
+/// How long accepting pauses when the machine lacks descriptors or memory.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
-/// A shortage that lasts is logged this often.
+/// How often a lasting shortage is logged.
 const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
-/// Connections at a time.
+/// The most connections at a time.
 const CONNECTIONS: usize = 32;
-/// For a whole request.
+/// How long a whole request may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 const HEAD_BYTES: usize = 8 << 10;
 const HEADERS: usize = 32;
 /// A job of 64 workers needs about 5 KiB.
 const BODY_BYTES: usize = 64 << 10;
-/// How much of a refused body is read for politeness.
+/// How much of a refused body is read, so that the client gets the answer.
 const LEFT_OVER: u64 = 1 << 20;
 
 #[cfg(test)]
@@ -367,7 +368,7 @@ mod tests {
         assert_eq!(read_text(b"").unwrap_err(), 0);
     }
 
-    /// No error of `accept` ends the loop but that of a listener that was shut down, and who comes after it is answered.
+    /// Only a listener that was shut down ends the loop of `accept`, and clients after another error are answered.
     #[test]
     fn errors_of_accept_end_nothing() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

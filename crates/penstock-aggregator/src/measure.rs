@@ -1,7 +1,8 @@
-//! What one shard sums, beside what a loop takes that only receives the same datagrams and sends as many: its limit.
+//! Measures what one shard sums, beside its limit: a loop that only receives the same datagrams and sends as many.
 //!
-//! Workers push as fast as two bursts of blocks in flight allow, all from one thread that may live in another network namespace. Both
-//! loops run one after the other, several times; per second of processor time of the loop's thread the figures bear a loaded machine.
+//! Workers push as fast as two bursts of blocks in flight allow, all from one thread that may live in another network
+//! namespace. The two loops run in turn, several times. Rates per second of processor time of the loop's thread do not depend
+//! on the machine's load.
 
 use crate::admission::aggregator_job;
 use crate::report::Report;
@@ -36,9 +37,9 @@ pub struct Options {
     /// With a key: every packet is checked and sealed.
     #[cfg_attr(feature = "cli", arg(long))]
     pub keyed: bool,
-    /// A stranger sends as many packets as all workers together, under the job's number, and all are refused.
+    /// An unauthenticated peer sends as many packets as all workers together, under the job's number, and all are refused.
     #[cfg_attr(feature = "cli", arg(long))]
-    pub stranger: bool,
+    pub unauthenticated: bool,
     /// Without GSO and GRO.
     #[cfg_attr(feature = "cli", arg(long))]
     pub no_offloads: bool,
@@ -71,11 +72,11 @@ pub struct Round {
     pub cpu_seconds: f64,
     /// Seconds in which the loop's thread could have run and had no processor.
     pub waited_seconds: f64,
-    /// The same of the thread that is all workers and the parent.
+    /// Seconds in which the thread of all workers and the parent could have run and had no processor.
     pub peers_waited_seconds: f64,
-    /// Datagrams that came in, a stranger's among them.
+    /// Datagrams that came in, an unauthenticated peer's among them.
     pub datagrams: u64,
-    /// Trains in which they came.
+    /// Trains that came.
     pub trains: u64,
     /// Bytes of workers' blocks in the sums that came back.
     pub bytes: u64,
@@ -88,32 +89,32 @@ pub struct Round {
 }
 
 impl Round {
-    /// Gbit/s of blocks that came in, while all ran.
+    /// Gbit/s of blocks that came, by wall time.
     #[must_use]
     pub fn gigabits(&self) -> f64 {
         self.bytes as f64 * 8e-9 / self.seconds
     }
 
-    /// Gbit of blocks that came in for each second of the loop's own processor time: what a whole core takes.
+    /// Gbit of blocks for each second of processor time of the loop's thread: what a whole core handles.
     #[must_use]
     pub fn gigabits_per_core(&self) -> f64 {
         self.bytes as f64 * 8e-9 / self.cpu_seconds
     }
 }
 
-/// What was measured.
+/// The result of a measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct Measured {
-    /// The shard of an aggregator.
+    /// Of an aggregator's shard.
     pub adding: Vec<Round>,
-    /// The loop that only receives and sends.
+    /// Of the loop that only receives and sends.
     pub passing: Vec<Round>,
     #[serde(skip)]
     as_json: bool,
 }
 
 impl Measured {
-    /// The median over rounds of adding's share of passing, by processor time.
+    /// The median over rounds of adding's rate as a share of passing's, by processor time.
     #[must_use]
     pub fn share(&self) -> f64 {
         let pairs = self.adding.iter().zip(&self.passing);
@@ -148,7 +149,7 @@ impl fmt::Display for Measured {
     }
 }
 
-/// Measures; blocks for `2 * rounds * seconds`. Every tenth sum is compared with what it must be.
+/// Runs the measurement, which takes `2 * rounds * seconds`. Every tenth sum is compared with the expected one.
 pub fn run(options: &Options) -> Result<Measured, String> {
     let format = match options.format.as_str() {
         "i32" => Format::I32,
@@ -183,17 +184,17 @@ fn round(options: &Options, format: Format, adds: bool) -> Result<Round, String>
                     .map_err(|error| format!("the namespace {}: {error}", path.display()))?;
             }
             let bind = || Datagrams::bind(SocketAddr::new(options.peers, 0), !options.no_offloads, BUFFER_BYTES);
-            let count = options.workers + 1 + u32::from(options.stranger);
+            let count = options.workers + 1 + u32::from(options.unauthenticated);
             let sockets: Result<Vec<Datagrams>, _> = (0..count).map(|_| bind()).collect();
             let mut sockets = sockets.map_err(fails("the workers' sockets"))?;
-            let stranger = if options.stranger { sockets.pop() } else { None };
+            let unauthenticated = if options.unauthenticated { sockets.pop() } else { None };
             let all: Vec<SocketAddr> = sockets.iter().map(Datagrams::local_addr).collect();
             send_addresses.send(all).map_err(|_| "the shard is gone".to_string())?;
             go.recv().map_err(|_| "the shard is gone".to_string())?;
             let parent = sockets.pop().expect("one more than workers");
-            Peers::new(options, format, adds, to, sockets, parent, stranger).push()
+            Peers::new(options, format, adds, to, sockets, parent, unauthenticated).push()
         });
-        // Its own error says more.
+        // The thread's own error says more.
         let Ok(all) = addresses.recv() else {
             return peers.join().expect("the peers' thread panicked").map(|_| unreachable!("it had no addresses"));
         };
@@ -247,7 +248,7 @@ fn report(handle: &Handle) -> Result<Report, String> {
     report.recv_timeout(Duration::from_secs(10)).map_err(|_| "the shard does not answer".into())
 }
 
-/// What a thread's schedstat says, in seconds: how long it ran, and how long it could have and had no processor.
+/// A thread's schedstat in seconds: how long it ran, and how long it could have run and had no processor.
 #[derive(Clone, Copy, Default)]
 struct Scheduled {
     ran: f64,
@@ -255,7 +256,7 @@ struct Scheduled {
 }
 
 impl Scheduled {
-    /// Of the thread with this folder in /proc; zeros where the kernel does not count.
+    /// Of the thread with this folder in /proc; zeros if the kernel does not count.
     fn of(thread: &Path) -> Scheduled {
         let text = std::fs::read_to_string(thread.join("schedstat")).unwrap_or_default();
         let mut numbers = text.split(' ').map(|number| number.parse::<f64>().unwrap_or_default() * 1e-9);
@@ -264,7 +265,7 @@ impl Scheduled {
     }
 }
 
-/// Of the shard's thread, of whom there is one at a time.
+/// Of the shard's thread; there is one at a time.
 fn of_shard() -> Scheduled {
     let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let mut mine = threads.filter(|thread| {
@@ -273,7 +274,7 @@ fn of_shard() -> Scheduled {
     mine.next().map(|thread| Scheduled::of(&thread.path())).unwrap_or_default()
 }
 
-/// All workers and the parent.
+/// All workers and the parent, in one thread.
 struct Peers<'a> {
     options: &'a Options,
     format: Format,
@@ -281,7 +282,7 @@ struct Peers<'a> {
     to: SocketAddr,
     workers: Vec<Datagrams>,
     parent: Datagrams,
-    stranger: Option<Datagrams>,
+    unauthenticated: Option<Datagrams>,
     blocks: Vec<Vec<u8>>,
     sum: Vec<u8>,
 }
@@ -300,7 +301,7 @@ impl Peers<'_> {
         to: SocketAddr,
         workers: Vec<Datagrams>,
         parent: Datagrams,
-        stranger: Option<Datagrams>,
+        unauthenticated: Option<Datagrams>,
     ) -> Peers<'_> {
         let width = format.element_bytes();
         let length = options.block_bytes / width * width;
@@ -317,7 +318,7 @@ impl Peers<'_> {
         let sum = block(if adds { (1..=options.workers).sum() } else { options.workers });
         let blocks = (1..=options.workers).map(block).collect();
         let key = options.keyed.then_some(Key([7; 16]));
-        Peers { options, format, key, to, workers, parent, stranger, blocks, sum }
+        Peers { options, format, key, to, workers, parent, unauthenticated, blocks, sum }
     }
 
     fn push(&mut self) -> Result<Pushed, String> {
@@ -334,7 +335,7 @@ impl Peers<'_> {
             }
             let came = self.sums(&mut pushed)?;
             if came == 0 {
-                // Lost on the way; without resends they will not come.
+                // They were lost on the way, and are not sent again.
                 pushed.lost += outstanding;
             }
             outstanding = if came == 0 { 0 } else { outstanding.saturating_sub(came) };
@@ -347,16 +348,16 @@ impl Peers<'_> {
         let (format, exponent, to) = (self.format, 0, self.to);
         for (worker, socket) in self.workers.iter_mut().enumerate() {
             let block = &self.blocks[worker];
-            if let Some(stranger) = &mut self.stranger {
+            if let Some(unauthenticated) = &mut self.unauthenticated {
                 for _ in 0..self.options.burst {
                     let kind = Kind::Push;
                     let (seq, ack, credit) = (Serial(first), Serial(first), Serial(first));
                     let (flags, workers) = (0, 1 << worker);
                     let header =
                         Header { kind, job: JOB, epoch: 1, format, flags, seq, ack, credit, exponent, workers };
-                    stranger.queue(to, &header.encode(block, None), block);
+                    unauthenticated.queue(to, &header.encode(block, None), block);
                 }
-                send_all(stranger).map_err(|error| format!("a stranger's packet: {error}"))?;
+                send_all(unauthenticated).map_err(|error| format!("an unauthenticated peer's packet: {error}"))?;
             }
             for seq in (0..self.options.burst).map(|i| first.wrapping_add(i)) {
                 let header = Header {
@@ -378,7 +379,7 @@ impl Peers<'_> {
         Ok(())
     }
 
-    /// Waits for sums, 200 ms at most; says how many there were.
+    /// Waits for sums, at most 200 ms. Returns how many came.
     fn sums(&mut self, pushed: &mut Pushed) -> Result<u64, String> {
         let limit = rustix::time::Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
         let _ = poll(&mut [PollFd::new(&self.parent, PollFlags::IN)], Some(&limit));
@@ -399,7 +400,7 @@ impl Peers<'_> {
     }
 }
 
-/// Blocks until the kernel has everything.
+/// Blocks until the kernel has taken everything.
 fn send_all(socket: &mut Datagrams) -> std::io::Result<()> {
     loop {
         socket.flush()?;
@@ -433,7 +434,7 @@ mod tests {
                 burst: 8,
                 format: format.into(),
                 keyed,
-                stranger: keyed,
+                unauthenticated: keyed,
                 no_offloads,
                 rounds: 1,
                 seconds: 0.05,

@@ -1,42 +1,44 @@
-//! Who may open jobs: whoever has the daemon's secret.
+//! Proofs that a client has the daemon's secret, and may therefore open jobs.
 //!
 //! A proof is the HMAC-SHA256 under the secret of `method \n path \n time \n daemon \n body`, in hex; the time is Unix seconds, at
 //! most [`MOST_SECONDS`] from the daemon's, and the daemon is the name that it drew when it started and tells in `GET /`. It keeps
-//! strangers from opening and closing jobs. It hides nothing: who listens to the network reads the job's key, and may say the same to the
-//! same daemon once more within the minute, which opens what is open already. To another daemon with the secret it says nothing.
-//!
-//! Why not the daemon's address? The one that a client dials need not be one that the daemon knows (a port that a container's host
+//! unauthenticated peers from opening and closing jobs. It hides nothing: an eavesdropper reads the job's key, and can replay the
+//! request to the same daemon within the minute, which opens a job that is open already. Another daemon refuses the replay, even
+//! if it has the same secret.
+//! Why not the daemon's address? A daemon may not know the address that a client uses (a port that a container's host
+//! forwards). An attacker who can alter packets on the way can give a client another daemon's name; nothing here prevents
+//! that.
 //! forwards). Who can alter packets on the way can give a client another daemon's name; nothing here withstands that.
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-/// Unix seconds.
+/// The header with the time in Unix seconds.
 pub const TIME_HEADER: &str = "X-Penstock-Time";
-/// 64 hex digits.
+/// The header with the proof, 64 hex digits.
 pub const PROOF_HEADER: &str = "X-Penstock-Proof";
 
-/// The proof for a request to the daemon that calls itself so in `GET /`.
+/// The proof for a request to the daemon that reports the name `daemon` in `GET /`.
 #[must_use]
 pub fn prove(secret: &[u8], daemon: &str, method: &str, path: &str, time: &str, body: &[u8]) -> String {
     let bytes = mac(secret, daemon, method, path, time, body).finalize().into_bytes();
     hex(&bytes)
 }
 
-/// What a daemon calls itself: 32 hex digits, other ones each time that it starts.
+/// Draws a daemon's name: 32 hex digits, different at each start.
 pub(crate) fn draw_name() -> std::io::Result<String> {
     draw().map(|drawn| hex(&drawn))
 }
 
-/// Randomness of the kernel.
+/// 16 random bytes of the kernel.
 pub(crate) fn draw() -> std::io::Result<[u8; 16]> {
     let mut drawn = [0u8; 16];
-    // At most 256 bytes come at once and whole, if the call is not interrupted before.
+    // Up to 256 bytes come completely, if the call is not interrupted before.
     rustix::io::retry_on_intr(|| rustix::rand::getrandom(&mut drawn, rustix::rand::GetRandomFlags::empty()))?;
     Ok(drawn)
 }
 
-/// Whether a request may change jobs; if not, why, for its sender.
+/// Whether a request may change jobs; the error is for its sender.
 pub(crate) fn check(
     secret: &[u8],
     daemon: &str,
@@ -56,7 +58,7 @@ pub(crate) fn check(
     };
     let proof = unhex::<32>(proof).ok_or_else(wrong)?;
     mac(secret, daemon, method, path, time, body).verify_slice(&proof).map_err(|_| wrong())?;
-    // Only who has the secret learns our time.
+    // Only a client with the secret learns the daemon's time.
     if now_unix.abs_diff(seconds) > MOST_SECONDS {
         return Err(format!(
             "the proof is of second {seconds}, it is {now_unix} here; {MOST_SECONDS} s are allowed: are the clocks right?"
@@ -65,7 +67,7 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// `N` bytes from `2 N` hex digits.
+/// Parses `2 N` hex digits.
 pub(crate) fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
     let digits = text.as_bytes();
     if digits.len() != 2 * N {
@@ -85,7 +87,7 @@ fn hex(bytes: &[u8]) -> String {
 
 fn mac(secret: &[u8], daemon: &str, method: &str, path: &str, time: &str, body: &[u8]) -> Hmac<Sha256> {
     let mut mac = Hmac::<Sha256>::new_from_slice(secret).expect("any length will do");
-    // Only the body can hold a line's end.
+    // Only the body may contain line ends.
     for part in [method, path, time, daemon] {
         mac.update(part.as_bytes());
         mac.update(b"\n");
@@ -94,14 +96,14 @@ fn mac(secret: &[u8], daemon: &str, method: &str, path: &str, time: &str, body: 
     mac
 }
 
-/// How far clocks may be apart.
+/// How far the clocks of client and daemon may differ.
 const MOST_SECONDS: u64 = 60;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The proof of this request holds; with anything changed it does not, and the reason says what to look at.
+    /// The proof of this request is valid; with anything changed it is not, and the reason says what to check.
     #[test]
     fn a_proof_is_of_one_request_at_one_time() {
         let request = ("PUT", "/jobs/7?x=1", &b"{}"[..]);

@@ -1,4 +1,4 @@
-//! What a daemon has counted, as JSON and as Prometheus text.
+//! A daemon's counters, as JSON and as Prometheus text.
 
 use penstock_net::datagrams::DatagramCounters;
 use penstock_protocol::aggregation::{JobCounters, Refusal};
@@ -6,20 +6,20 @@ use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::net::SocketAddr;
 
-/// What one shard has counted; of all of them, added up, what the daemon has.
+/// The counters of one shard; merged, those of the daemon.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Report {
     pub(crate) socket: DatagramCounters,
-    /// Datagrams that the kernel had no room for.
+    /// Datagrams for which the kernel's receive buffer had no room.
     pub(crate) kernel_dropped: u64,
-    /// Datagrams thrown away because `--drop` says so.
+    /// Datagrams that were discarded because of `--drop`.
     pub(crate) dropped_on_purpose: u64,
-    /// Packets of no job here, by [`Refusal::index`].
-    pub(crate) strangers: [u64; Refusal::COUNT],
+    /// Packets that belong to no job here, by [`Refusal::index`].
+    pub(crate) unauthenticated: [u64; Refusal::COUNT],
     pub(crate) jobs: Vec<JobReport>,
 }
 
-/// What is known of a job.
+/// The counters and the state of a job.
 #[derive(Clone, Debug)]
 pub(crate) struct JobReport {
     pub(crate) job: u32,
@@ -31,7 +31,7 @@ pub(crate) struct JobReport {
     pub(crate) waiting_slots: usize,
     pub(crate) memory_bytes: usize,
     pub(crate) counters: JobCounters,
-    /// For a server: what it committed, its Ack and Credit, and who passes aggregators by.
+    /// Only on a server: what it committed, its Ack and Credit, and which workers bypass aggregators.
     pub(crate) server: Option<ServerReport>,
     pub(crate) nodes: Vec<NodeReport>,
     pub(crate) age_ns: u64,
@@ -45,24 +45,24 @@ pub(crate) struct ServerReport {
     pub(crate) direct: u64,
 }
 
-/// What came from one node of a job.
+/// Counters of one node of a job.
 #[derive(Clone, Debug)]
 pub(crate) struct NodeReport {
     pub(crate) address: SocketAddr,
-    /// 0: the parent.
+    /// The workers at or below the node, as a bitmap; 0 for the parent.
     pub(crate) workers: u64,
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
-    /// Its part of the job's.
+    /// The node's part of the job's counters.
     pub(crate) counters: JobCounters,
-    /// Since its last packet that was not refused; None: since the job was opened.
+    /// Time since its last packet that was not refused; `None`: no packet came since the job was opened.
     pub(crate) silent_ns: Option<u64>,
-    /// It has shown that it receives, or need not.
+    /// Whether the node has shown that it receives packets, or need not.
     pub(crate) receives: bool,
 }
 
 impl Report {
-    /// Adds another shard's.
+    /// Adds the counters of another shard.
     pub(crate) fn merge(&mut self, other: Report) {
         let (mine, its) = (&mut self.socket, &other.socket);
         for (sum, more) in [
@@ -79,7 +79,7 @@ impl Report {
         ] {
             *sum += more;
         }
-        add_all(&mut self.strangers, &other.strangers);
+        add_all(&mut self.unauthenticated, &other.unauthenticated);
         for job in other.jobs {
             match self.jobs.iter_mut().find(|known| (known.job, known.epoch) == (job.job, job.epoch)) {
                 None => self.jobs.push(job),
@@ -106,12 +106,12 @@ impl Report {
                 "unsent": unsent, "blocked": blocked, "kernel_dropped": self.kernel_dropped,
                 "dropped_on_purpose": self.dropped_on_purpose,
             },
-            "strangers": by_reason(&self.strangers),
+            "unauthenticated": by_reason(&self.unauthenticated),
             "jobs": self.jobs.iter().map(JobReport::json).collect::<Vec<_>>(),
         })
     }
 
-    /// Prometheus' text format, version 0.0.4.
+    /// The counters in Prometheus' text format, version 0.0.4.
     pub(crate) fn prometheus(&self, about: &About) -> String {
         let mut out = Metrics::default();
         let role = about.role;
@@ -139,7 +139,7 @@ impl Report {
             let pairs = Refusal::NAMES.iter().zip(counts);
             pairs.map(|(name, count)| (format!("{labels}{comma}reason=\"{name}\""), *count)).collect()
         };
-        out.counter("strangers", "Packets that belong to no job here.", &reasons(&self.strangers, ""));
+        out.counter("unauthenticated", "Packets that belong to no job here.", &reasons(&self.unauthenticated, ""));
         for (name, help, value) in [
             ("limit_jobs", "Jobs at most.", about.limits.jobs),
             ("limit_slots", "Slots at most.", about.limits.slots),
@@ -192,7 +192,7 @@ impl Report {
     }
 }
 
-/// What does not change much.
+/// Facts that rarely change.
 pub(crate) struct About {
     pub(crate) role: &'static str,
     pub(crate) version: &'static str,
@@ -220,7 +220,7 @@ impl JobReport {
         }
     }
 
-    /// Since anything was heard of it.
+    /// Time since the last packet of any node of the job.
     pub(crate) fn silent_ns(&self) -> u64 {
         self.nodes.iter().filter_map(|node| node.silent_ns).min().unwrap_or(self.age_ns)
     }
@@ -355,7 +355,7 @@ impl Metrics {
         self.family(name, "gauge", help, values);
     }
 
-    /// Labels hold numbers, addresses and names of ours: nothing that would have to be escaped.
+    /// Labels contain numbers, addresses and names of ours, which need no escaping.
     fn family(&mut self, name: &str, kind: &str, help: &str, values: &[(String, u64)]) {
         let out = &mut self.text;
         let _ = writeln!(out, "# HELP penstock_{name} {help}\n# TYPE penstock_{name} {kind}");

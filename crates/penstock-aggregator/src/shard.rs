@@ -1,8 +1,9 @@
-//! One thread, one socket: receives trains, asks a machine of the protocol, sends what it says.
+//! A shard: one thread and one socket. It receives trains, hands them to a machine of the protocol, and sends that one's
+//! packets.
 //!
-//! Back-pressure: while the send buffer is full nothing is received, so what waits to be sent is at most what one batch led to. Meanwhile
-//! the kernel's receive buffer fills, and what it has no room for is lost *before* anybody has worked on it, and sent again by
-//! the workers, who send nothing beyond Credit.
+//! Back-pressure: while the send buffer is full, the shard receives nothing, so what waits to be sent is at most the result of
+//! one batch. Meanwhile the kernel's receive buffer fills. Packets for which it has no room are lost *before* any work is
+//! spent on them; the workers send them again, and send nothing beyond Credit.
 
 mod adding;
 mod passing;
@@ -24,13 +25,13 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// What reaches a shard from outside, between batches.
+/// A command to a shard, which it handles between batches.
 pub(crate) enum Command {
     /// Open a job, or its next epoch.
     Open(Box<Admitted>, SyncSender<Result<(), Refused>>),
-    /// Forget a job.
+    /// Close a job.
     Close(u32, SyncSender<()>),
-    /// Tell what was counted.
+    /// Report the counters.
     Report(SyncSender<Report>),
     /// End.
     Stop,
@@ -39,13 +40,13 @@ pub(crate) enum Command {
 /// Why a job cannot be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refused {
-    /// The request makes no sense.
+    /// The request is invalid.
     Malformed(String),
-    /// There is no room, or something newer.
+    /// There is no room, or a newer epoch is open.
     Conflict(String),
 }
 
-/// A running shard, seen from outside.
+/// A running shard, for other threads.
 pub(crate) struct Handle {
     mailbox: Sender<Command>,
     wake: Arc<OwnedFd>,
@@ -53,10 +54,10 @@ pub(crate) struct Handle {
 }
 
 impl Handle {
-    /// False when the shard is gone.
+    /// Sends a command. Returns false if the shard has ended.
     pub(crate) fn send(&self, command: Command) -> bool {
         let sent = self.mailbox.send(command).is_ok();
-        // A full counter wakes as well.
+        // A full counter wakes the thread as well.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         sent
     }
@@ -71,12 +72,12 @@ impl Handle {
     }
 }
 
-/// What a shard is told when it starts.
+/// A shard's configuration.
 pub(crate) struct Settings {
     pub(crate) shard: Shard,
     pub(crate) limits: Limits,
     pub(crate) drop: Option<(f64, u64)>,
-    /// Send to addresses only that have shown that they receive, by numbers made with this key.
+    /// The key of receipts: the shard sends only to addresses that have shown that they receive. `None`: to all addresses.
     pub(crate) receipts: Option<Key>,
 }
 
@@ -90,7 +91,7 @@ pub(crate) fn start_serving(socket: Datagrams, settings: &Settings) -> io::Resul
     start(socket, settings, Serving::new(settings))
 }
 
-/// Starts a loop that passes on what comes from `from`, for measurements.
+/// Starts a loop that passes on the datagrams of `from`, for measurements.
 pub(crate) fn start_passing(
     socket: Datagrams,
     settings: &Settings,
@@ -100,17 +101,17 @@ pub(crate) fn start_passing(
     start(socket, settings, passing::Passing { from, to })
 }
 
-/// What a thread does with what it receives.
+/// What a shard's thread does with datagrams.
 trait Machine: Send + 'static {
-    /// Some datagrams from one address.
+    /// Handles some datagrams from one address.
     fn train(&mut self, now: Time, train: Train<'_>, outbox: &mut Outbox<'_>);
-    /// When [`Machine::send`] is due although nothing comes.
+    /// When [`Machine::send`] is due if nothing comes.
     fn timeout(&self) -> Option<Time>;
-    /// After every batch, and when the time-out is due: puts what there is to send into the socket until it is blocked.
+    /// Called after every batch, and when the time-out is due: sends through the socket until it is blocked.
     fn send(&mut self, now: Time, socket: &mut Datagrams);
     fn open(&mut self, now: Time, job: Admitted) -> Result<(), Refused>;
     fn close(&mut self, job: u32);
-    /// Without what the socket has counted.
+    /// The counters, except the socket's.
     fn report(&self, now: Time) -> Report;
 }
 
@@ -132,7 +133,7 @@ fn run<M: Machine>(mut machine: M, mut socket: Datagrams, mailbox: &Receiver<Com
     loop {
         while let Ok(command) = mailbox.try_recv() {
             let now = clock();
-            // Who asked may have gone.
+            // The thread that asked may have ended.
             match command {
                 Command::Open(job, answer) => drop(answer.send(machine.open(now, *job))),
                 Command::Close(job, answer) => {
@@ -153,7 +154,7 @@ fn run<M: Machine>(mut machine: M, mut socket: Datagrams, mailbox: &Receiver<Com
             0
         } else {
             let received = socket.exchange(|train, outbox| {
-                // Its sender gets no answer, so the daemon's log is where the reason can be seen.
+                // The sender gets no answer, so the reason is written to the daemon's log.
                 if let Some(Err(error @ PacketError::Version(_))) = train.datagrams().next().map(decode) {
                     other_releases.tell(now, || format!("shard {index} refused {error}. It came from {}", train.from));
                 }
@@ -181,7 +182,8 @@ fn run<M: Machine>(mut machine: M, mut socket: Datagrams, mailbox: &Receiver<Com
     }
 }
 
-/// Until something can be received (or, where sending is blocked, sent), somebody wakes us, or so many nanoseconds have passed.
+/// Waits until a datagram can be received (or, if sending is blocked, sent), another thread wakes this one, or the time is
+/// over.
 fn wait(socket: &Datagrams, wake: &OwnedFd, timeout: Option<u64>) {
     let interest = if socket.is_blocked() { PollFlags::OUT } else { PollFlags::IN };
     let mut fds = [PollFd::new(socket, interest), PollFd::new(wake, PollFlags::IN)];
@@ -196,7 +198,7 @@ fn wait(socket: &Datagrams, wake: &OwnedFd, timeout: Option<u64>) {
     }
 }
 
-/// One line a minute about what may happen with every packet.
+/// Limits warnings that could come with every packet to one line a minute.
 #[derive(Default)]
 struct Complaints {
     next: Option<Time>,
@@ -216,9 +218,9 @@ impl Complaints {
     }
 }
 
-/// Throws received datagrams away, for tests: the same ones for the same seed and the same order of arrival.
+/// Discards received datagrams, for tests: the same ones for the same seed and order of arrival.
 struct Loss {
-    /// Below it a draw is a loss, as a share of 2^64.
+    /// A draw below this is a loss; a share of 2^64.
     threshold: u64,
     state: u64,
     lost: u64,
@@ -245,7 +247,7 @@ impl Loss {
     }
 }
 
-/// A node of a job, and what came from it.
+/// A node of a job, with its counters.
 #[derive(Clone, Debug)]
 struct Known {
     place: crate::admission::Place,
@@ -254,12 +256,12 @@ struct Known {
     bytes: u64,
     counters: penstock_protocol::aggregation::JobCounters,
     heard: Option<Time>,
-    /// It has shown that it receives, or need not.
+    /// Whether the node has shown that it receives packets, or need not.
     receives: bool,
 }
 
 impl Known {
-    /// `receive`: what is sent to them need not be asked for.
+    /// The nodes of a job; `receive`: they need not show that they receive packets.
     fn all(job: &Admitted, receive: bool) -> Vec<Known> {
         let nodes = job.places.iter().zip(&job.workers);
         nodes
@@ -288,37 +290,38 @@ impl Known {
     }
 }
 
-/// Asks addresses to show that they receive (see [`Receipt`]), where a daemon lets everybody open jobs.
+/// Sends receipts, by which addresses show that they receive packets (see [`Receipt`]), if the daemon lets everybody open
+/// jobs.
 struct Door(Option<Key>);
 
 impl Door {
-    /// Whether everybody is taken to receive.
+    /// Whether no address has to show that it receives packets.
     fn is_open(&self) -> bool {
         self.0.is_none()
     }
 
-    /// What asks an address; `None`: nobody is asked.
+    /// The receipt for an address; `None`: it need not show that it receives packets.
     fn ask(&self, job: &Common, to: SocketAddr) -> Option<[u8; HEADER_BYTES]> {
         let key = self.0.as_ref()?;
         let asked = Receipt::number(key, job.job, job.epoch, &to);
         Some(Receipt { job: job.job, epoch: job.epoch, returned: 0, asked }.encode())
     }
 
-    /// Takes a receipt that came from a node of the job; returns what to answer it.
+    /// Handles a receipt from a node of the job; returns the answer.
     fn take(&self, job: &Common, from: SocketAddr, node: &mut Known, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
         let receipt = Receipt::decode(datagram).filter(|receipt| receipt.epoch == job.epoch)?;
         let number = self.0.as_ref().map(|key| Receipt::number(key, job.job, job.epoch, &from));
         node.receives |= number.is_some_and(|number| number == receipt.returned);
-        // One packet for one: who asks and is not known to receive is asked in the answer.
+        // One packet for one: a node that is not known to receive packets is asked in the answer to its own receipt.
         let asked = number.filter(|_| !node.receives).unwrap_or(0);
         receipt.answer().map(|answer| Receipt { asked, ..answer }.encode())
     }
 }
 
-/// The number of whoever is at no address of a job.
-const STRANGER: Link = Link(u32::MAX);
+/// The link of packets from addresses that are in no job.
+const UNAUTHENTICATED: Link = Link(u32::MAX);
 
-/// Which job a datagram claims to be of: bytes 4 to 7 of a packet.
+/// The job that a datagram claims to belong to: bytes 4 to 7 of a packet.
 fn job_of(datagram: &[u8]) -> Option<u32> {
     datagram.get(4..8).map(|bytes| u32::from_be_bytes(bytes.try_into().expect("4 bytes")))
 }

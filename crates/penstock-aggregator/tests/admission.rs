@@ -221,9 +221,9 @@ fn close_with(node: &Daemon, path: &str) -> (u16, String) {
     http(at, "DELETE", path, &proof(at, b"hush", "DELETE", path, ""), "")
 }
 
-/// Strangers who hold connections open, or drip bytes, keep nobody else from being answered.
+/// Unauthenticated peers that hold connections open, or send single bytes, keep nobody else from being answered.
 #[test]
-fn slow_strangers() {
+fn slow_unauthenticated_peers() {
     let node = daemon(config(Role::Aggregator));
     let at = node.local_addr();
     let held: Vec<TcpStream> = (0..40)

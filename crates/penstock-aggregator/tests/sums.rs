@@ -132,9 +132,9 @@ fn an_aggregator_dies() {
     assert_eq!(server["direct"], "0x3", "only those below it go straight: {server}");
 }
 
-/// Strangers who send as much as they can, from nowhere and under a forged name, change nothing, and are counted.
+/// Unauthenticated peers that send as much as they can, from unknown and from forged addresses, change nothing, and are counted.
 #[test]
-fn strangers_flood() {
+fn unauthenticated_peers_flood() {
     for key in [Some(Key([3; 16])), None] {
         let job = Job { key, blocks: 400, ..Job::star(4, Format::I32) };
         let mut cluster = Cluster::start(config(Role::Server), vec![aggregator(1)], &job);
@@ -156,8 +156,8 @@ fn strangers_flood() {
             stop.store(true, Ordering::Relaxed);
         });
         for address in [node, server] {
-            let (strangers, told) = (get(address, "/jobs")["strangers"].clone(), job_at(address, job.number));
-            assert!(strangers["malformed"].as_u64() > Some(0) && strangers["job"].as_u64() > Some(0), "{strangers}");
+            let (refused, told) = (get(address, "/jobs")["unauthenticated"].clone(), job_at(address, job.number));
+            assert!(refused["malformed"].as_u64() > Some(0) && refused["job"].as_u64() > Some(0), "{refused}");
             assert!(told["refused"][if key.is_some() { "key" } else { "sender" }].as_u64() > Some(0), "{told}");
             assert!(told["refused"]["epoch"].as_u64() > Some(0), "{told}");
         }
@@ -166,7 +166,7 @@ fn strangers_flood() {
 
 /// A few hundred packets: noise, another job's, another epoch's, and a worker's from an address that is not the worker's.
 fn flood(job: &Job, to: [SocketAddr; 2]) {
-    let mut stranger = Datagrams::bind(ANY, true, 1 << 18).unwrap();
+    let mut sender = Datagrams::bind(ANY, true, 1 << 18).unwrap();
     for i in 0..200u32 {
         let header = |number, epoch| Header {
             kind: Kind::Push,
@@ -182,13 +182,13 @@ fn flood(job: &Job, to: [SocketAddr; 2]) {
         };
         let block = vec![i as u8; job.block_bytes];
         for to in to {
-            stranger.queue(to, &header(job.number, job.epoch).encode(&block, None), &block);
-            stranger.queue(to, &header(job.number, job.epoch - 1).encode(&block, job.key.as_ref()), &block);
-            stranger.queue(to, &header(job.number + 1, job.epoch).encode(&block, None), &block);
-            stranger.queue(to, &block, &block[..8]);
+            sender.queue(to, &header(job.number, job.epoch).encode(&block, None), &block);
+            sender.queue(to, &header(job.number, job.epoch - 1).encode(&block, job.key.as_ref()), &block);
+            sender.queue(to, &header(job.number + 1, job.epoch).encode(&block, None), &block);
+            sender.queue(to, &block, &block[..8]);
         }
     }
-    stranger.flush().unwrap();
+    sender.flush().unwrap();
 }
 
 /// Two jobs share one aggregator and one server, and neither sees the other.

@@ -207,7 +207,7 @@ impl<P> Early<P> {
     }
 }
 
-/// Beyond so many, what peers believe of operations of groups that are not joined is forgotten: probes say it again.
+/// How many fingerprints of operations of groups that are not joined are kept; probes repeat those that were dropped.
 const MAX_CLAIMS: usize = 1 << 16;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Which gradients are ready on every rank, agreed without a master (AIACC-Training, section V-A).
+//! Agreement on which gradients are ready on every rank, without a master (AIACC-Training, section V-A).
 //!
 //! Autograd makes gradients in an order of its own, on each rank at its own pace, and an all-reduce needs all ranks. Every rank
 //! keeps two bits a gradient; in a *round* the ranks all-reduce their bits with AND, and what is still set is ready
@@ -9,22 +9,22 @@
 //!   | digest (8) | digest, inverted (8) | whole, a bit a rank | ready, a bit a gradient | absent, a bit a gradient |
 //! ```
 //!
-//! The digest is of what the gradients are. The AND of both copies gives them back only if it is the same on all ranks.
+//! The digest describes the gradients. The AND leaves both copies intact only if it is the same on all ranks.
 //!
-//! **When is it time for a round?** When as much is ready as a unit holds, or the backward pass has ended; one at a time, so
-//! that what becomes ready meanwhile goes into the next. A rank that has ended waits in its round until the others come to
-//! theirs: there are as many rounds as the slowest rank asks for, and one more.
+//! **When does a round begin?** When the ready gradients fill a bucket, or the backward pass has ended. One round runs at a
+//! time, and gradients that become ready meanwhile go into the next. A rank that has ended waits in its round until the others
+//! join it: there are as many rounds as the slowest rank asks for, and one more.
 //!
-//! **A gradient that a rank does not produce** is *absent*: at the end of the pass it counts as ready, and as zeros. If it is
-//! absent everywhere, nobody reduces it, and it stays as it was.
+//! **A gradient that a rank does not produce** is *absent*: at the end of the pass it counts as ready, and as zeros. A
+//! gradient that is absent on all ranks is not reduced, and stays as it was.
 //!
-//! **A pass that raises** is withdrawn. As long as no gradient of the step has been agreed on, that concerns this rank alone: the
-//! others go on waiting for its next pass. Once one has been, the step cannot be taken back, and not ended either: this rank joins one
-//! more round, in which it clears its bit of *whole*, and all ranks drop the step. They are all in it, for all have agreed, and none
-//! can have ended it, for this rank lacks a gradient; so they all come to that round.
+//! **A pass that raises** is withdrawn. While no gradient of the step is agreed on, that concerns this rank alone: the others
+//! wait for its next pass. Once one is agreed on, the step can neither be taken back nor completed: this rank joins one more
+//! round, in which it clears its bit of *whole*, and all ranks drop the step. All of them take part in that round: they are
+//! still in the step, since all have agreed and none can have ended it without the gradients that this rank lacks.
 
 use crate::digest::digest;
-use penstock_plan::units::Entry;
+use penstock_plan::buckets::Entry;
 
 /// One rank's view of its gradients.
 #[derive(Debug)]
@@ -35,9 +35,9 @@ pub struct Readiness {
     world: u32,
     /// Bytes that became ready after the last round began.
     fresh_bytes: u64,
-    /// Gradients that are ready here and not yet agreed.
+    /// Gradients that are ready here and not yet agreed on.
     pending: usize,
-    /// The backward pass has ended; what is pending will not grow.
+    /// The backward pass has ended: no more gradients become pending.
     flushed: bool,
     in_round: bool,
     /// Gradients that all ranks have agreed on in this step.
@@ -58,16 +58,16 @@ enum State {
 /// What a round has decided.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Agreed {
-    /// Ready on all ranks, and produced by one at least; in the order of their indices.
+    /// Gradients that are ready on all ranks and that at least one rank has produced, in the order of their indices.
     pub ready: Vec<Entry>,
-    /// Produced by no rank.
+    /// Gradients that no rank has produced.
     pub absent: Vec<u32>,
     /// Ranks whose passes have raised: the step is dropped, and nothing is ready or absent.
     pub withdrawn: Vec<u32>,
 }
 
 impl Readiness {
-    /// Of gradients whose indices are their places in the list; `names` is a digest of what else ranks must share of them.
+    /// `entries` are the gradients, by index; `names` is a digest of everything else that ranks must share about them.
     pub fn new(entries: Vec<Entry>, names: u64, rank: u32, world: u32) -> Readiness {
         debug_assert!(entries.iter().enumerate().all(|(place, entry)| entry.index as usize == place));
         Readiness {
@@ -89,7 +89,7 @@ impl Readiness {
         }
     }
 
-    /// A gradient is ready here, or will not be in this pass. False if it was submitted in this step already.
+    /// A gradient is ready here, or absent in this pass. Returns false if it was submitted in this step before.
     pub fn submit(&mut self, index: u32, absent: bool) -> bool {
         let (entry, state) = &mut self.entries[index as usize];
         if *state != State::Idle {
@@ -101,12 +101,12 @@ impl Readiness {
         true
     }
 
-    /// The backward pass has ended: what is pending goes as it is.
+    /// The backward pass has ended: the pending gradients go into rounds as they are.
     pub fn flush(&mut self) {
         self.flushed = self.pending > 0;
     }
 
-    /// The pass has raised: nothing more of it will come, and nobody wants its averages.
+    /// The pass has raised: no more gradients of it come, and their averages are not needed.
     pub fn withdraw(&mut self) {
         self.withdrawn = self.pending > 0 || self.agreed > 0;
         self.settle();
@@ -119,7 +119,7 @@ impl Readiness {
         }
     }
 
-    /// Nothing is submitted.
+    /// Forgets what was submitted.
     fn reset(&mut self) {
         self.entries.iter_mut().for_each(|(_, state)| *state = State::Idle);
         (self.fresh_bytes, self.pending, self.agreed) = (0, 0, 0);
@@ -142,8 +142,8 @@ impl Readiness {
     }
 
     /// The bits to all-reduce with AND, if it is time for a round.
-    pub fn poll_round(&mut self, unit_bytes: u64) -> Option<Vec<u8>> {
-        let is_due = self.pending > 0 && (self.flushed || self.fresh_bytes >= unit_bytes);
+    pub fn poll_round(&mut self, bucket_bytes: u64) -> Option<Vec<u8>> {
+        let is_due = self.pending > 0 && (self.flushed || self.fresh_bytes >= bucket_bytes);
         if self.in_round || !(self.withdrawn || is_due) {
             return None;
         }
@@ -172,7 +172,7 @@ impl Readiness {
         Some(bits)
     }
 
-    /// A round has ended with these bits. `None`: the ranks do not have the same gradients.
+    /// A round has ended with these bits. Returns `None` if the ranks do not have the same gradients.
     pub fn handle_round(&mut self, bits: &[u8]) -> Option<Agreed> {
         debug_assert!(self.in_round);
         self.in_round = false;
@@ -203,7 +203,7 @@ impl Readiness {
             }
         }
         if self.agreed == self.entries.len() {
-            // The step is over, on all ranks: also where its pass has raised after its last gradient.
+            // The step is over on all ranks, also if this rank's pass has raised after its last gradient.
             self.reset();
         } else if self.pending == 0 {
             self.flushed = false;
@@ -239,7 +239,7 @@ mod tests {
             let mut rng = Rng::with_seed(seed);
             let (world, count) = (rng.usize(1..9), rng.usize(1..40));
             let sizes: Vec<u64> = (0..count).map(|_| rng.u64(1..1000)).collect();
-            let unit_bytes = rng.u64(1..3000);
+            let bucket_bytes = rng.u64(1..3000);
             let mut ranks: Vec<Readiness> =
                 (0..world).map(|rank| Readiness::new(entries(&sizes), 0, rank as u32, world as u32)).collect();
             for _step in 0..3 {
@@ -269,7 +269,7 @@ mod tests {
                         ranks[rank].flush();
                     }
                     if waiting[rank].is_none() {
-                        waiting[rank] = ranks[rank].poll_round(unit_bytes);
+                        waiting[rank] = ranks[rank].poll_round(bucket_bytes);
                     }
                     if waiting.iter().all(Option::is_some) {
                         rounds += 1;
@@ -292,15 +292,15 @@ mod tests {
                     }
                 }
                 assert!(seen.iter().all(|&times| times == 1), "seed {seed}: {seen:?}");
-                // At most one round for each unit that the slowest fills, and the end.
-                assert!(most <= sizes.iter().sum::<u64>() / unit_bytes + 2, "seed {seed}: {most} rounds");
+                // At most one round for each bucket that the slowest fills, and the end.
+                assert!(most <= sizes.iter().sum::<u64>() / bucket_bytes + 2, "seed {seed}: {most} rounds");
             }
         }
     }
 
-    /// In the same order on all ranks, a step costs a round for each unit at most, and one gradient is not asked for twice.
+    /// In the same order on all ranks, a step costs a round for each bucket at most, and one gradient is not asked for twice.
     #[test]
-    fn the_same_order_costs_a_round_a_unit() {
+    fn the_same_order_costs_a_round_a_bucket() {
         let mut rank = Readiness::new(entries(&[100; 50]), 0, 0, 1);
         let mut rounds = 0;
         for index in 0..50 {
@@ -321,7 +321,7 @@ mod tests {
         for seed in 0..500 {
             let mut rng = Rng::with_seed(seed);
             let (world, count) = (rng.usize(2..5), rng.usize(1..12));
-            let unit_bytes = rng.u64(1..30);
+            let bucket_bytes = rng.u64(1..30);
             let sizes = vec![10; count];
             let mut ranks: Vec<Readiness> =
                 (0..world).map(|rank| Readiness::new(entries(&sizes), 0, rank as u32, world as u32)).collect();
@@ -349,7 +349,7 @@ mod tests {
                     ranks[rank].flush();
                 }
                 if waiting[rank].is_none() {
-                    waiting[rank] = ranks[rank].poll_round(unit_bytes);
+                    waiting[rank] = ranks[rank].poll_round(bucket_bytes);
                 }
                 if waiting.iter().all(Option::is_some) {
                     let all: Vec<Vec<u8>> = waiting.iter_mut().map(|bits| bits.take().expect("looked at")).collect();

@@ -1,20 +1,20 @@
-//! What peers have told of the end of groups that this process has not joined yet.
+//! What peers have reported about groups that this process has not joined yet.
 
 use penstock_types::{Failure, GroupId, PeerId};
 use std::collections::VecDeque;
 
-/// What peers have reported of groups that are not known here, oldest first.
+/// Reports about groups that this process does not know, oldest first.
 ///
-/// Most are joined soon after. Others never are: of those we need not hear in time, so the oldest is forgotten when there
-/// are too many; a join of its group would then wait for its time-out. A peer's reports are not forgotten when it goes:
-/// a rank that fails a group often ends with it, and its report is what tells the reason to a rank that comes later.
+/// Most of these groups are joined soon after. Others never are, so the oldest report is dropped when there are too many; a
+/// later join of its group would then wait for its time-out. A peer's reports are kept when it ends: a rank that fails a group
+/// often ends with it, and its report gives the reason to a rank that comes later.
 #[derive(Debug, Default)]
 pub struct Reported {
     failures: VecDeque<(GroupId, Failure)>,
 }
 
 impl Reported {
-    /// Remembers the first report of a group.
+    /// Keeps the first report about a group.
     pub fn remember(&mut self, group: GroupId, failure: Failure) {
         if self.failures.iter().any(|(known, _)| *known == group) {
             return;
@@ -25,16 +25,16 @@ impl Reported {
         self.failures.push_back((group, failure));
     }
 
-    /// This process joins the group: why it has failed already.
+    /// The process joins the group. Returns why the group has failed already.
     pub fn take(&mut self, group: GroupId) -> Option<Failure> {
         let at = self.failures.iter().position(|(known, _)| *known == group)?;
         self.failures.remove(at).map(|(_, failure)| failure)
     }
 }
 
-/// Which peers have done with which groups that this process has not joined, oldest first: frames that come later were overtaken
-/// on another stream, and are dropped. That takes as long as a stream may be slower than another, so the oldest may be
-/// forgotten when there are too many: a message that comes even later would be kept until its peer goes.
+/// Pairs of a peer and a group that the peer has left or failed before this process joined it, oldest first. Frames that come
+/// later were overtaken on another stream, and are dropped. Streams differ by a limited time, so the oldest pairs are dropped
+/// when there are too many: a message that comes even later would be kept until its peer ends.
 #[derive(Debug, Default)]
 pub struct Overtaken(VecDeque<(PeerId, GroupId)>);
 
@@ -56,18 +56,18 @@ impl Overtaken {
         self.0.contains(&(peer, group))
     }
 
-    /// This process joins the group.
+    /// The process joins the group.
     pub fn forget_group(&mut self, group: GroupId) {
         self.0.retain(|(_, known)| *known != group);
     }
 
-    /// A peer is gone.
+    /// The peer is gone.
     pub fn forget_peer(&mut self, peer: PeerId) {
         self.0.retain(|(known, _)| *known != peer);
     }
 }
 
-/// A guess: a process seldom comes later than a few groups. With reports of full length (4 KiB) it is 4 MiB.
+/// A guess: a process is seldom late by more than a few groups. With reports of full length (4 KiB) it is 4 MiB.
 const MAX_REPORTED: usize = 1024;
 
 #[cfg(test)]

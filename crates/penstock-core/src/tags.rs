@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-/// A count a tag. Neighbouring tags with the same count take one entry: a program that gives every message a tag of its own, one
-/// after the other, does not make it grow.
+/// A counter for each tag. Neighbouring tags with the same count share an entry, so a program that uses consecutive tags, each
+/// once, does not make it grow.
 #[derive(Debug, Default)]
 pub struct Tags {
-    /// First tag to last tag and count. The runs are disjoint; neighbours differ in their count.
+    /// First tag of a run to its last tag and count. Runs are disjoint; neighbouring runs differ in their count.
     runs: BTreeMap<u32, (u32, u64)>,
 }
 
@@ -17,7 +17,7 @@ impl Tags {
         self.run_of(tag).map_or(0, |(_, _, count)| count)
     }
 
-    /// Counts one more, and returns how many there were before.
+    /// Increments a tag's count, and returns the count before.
     pub fn add(&mut self, tag: u32) -> u64 {
         let run = self.run_of(tag);
         let before = run.map_or(0, |(.., count)| count);
@@ -47,7 +47,7 @@ impl Tags {
         before
     }
 
-    /// First tag, last tag and count of the run that a tag is in.
+    /// First tag, last tag and count of the run that contains a tag.
     fn run_of(&self, tag: u32) -> Option<(u32, u32, u64)> {
         let (&first, &(last, count)) = self.runs.range(..=tag).next_back()?;
         (tag <= last).then_some((first, last, count))

@@ -1,18 +1,18 @@
 //! Receives that wait for their place in a sequence.
 //!
-//! The `n`-th receive from a rank under a tag takes the `n`-th message of that rank. A receive from any source belongs to no rank
-//! before a message comes that it takes, and a receive that names a rank, posted behind it under the same tag, does not know
-//! before that whether it takes that rank's next message or the one after it. So they queue, by tag: a message goes to the
+//! The `n`-th receive from a rank under a tag takes the `n`-th message of that rank. A receive from any source belongs to no
+//! rank before it has a message. A receive that names a rank and was posted after it, under the same tag, cannot know before
+//! that whether it takes that rank's next message or the one after it. So these receives queue, by tag: a message goes to the
 //! receive that was posted first among those that fit, as in MPI.
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// The rank of a receive that takes the next message of any rank ([`penstock_plan::Collective::Recv`]). No plan is for it: a receive
-/// is planned when it has its message.
+/// The rank of a receive that takes the next message of any rank ([`penstock_plan::Collective::Recv`]). It has no plan: a
+/// receive gets its plan when it has its message.
 pub const ANY_SOURCE: u32 = u32::MAX;
 
-/// Receives without a message, by tag. While the runtime is not at work on a queue, its first one takes any source, and no message
-/// for it is here.
+/// Receives without a message, by tag. Except while the runtime works on a queue, the first receive in it takes any source,
+/// and no message for it has come.
 #[derive(Debug)]
 pub struct Unbound<T>(BTreeMap<u32, VecDeque<T>>);
 
@@ -23,7 +23,7 @@ impl<T> Default for Unbound<T> {
 }
 
 impl<T> Unbound<T> {
-    /// Whether a receive under this tag waits, so that later ones have to queue behind it.
+    /// Whether a receive waits under this tag, so that later ones have to queue behind it.
     pub fn has(&self, tag: u32) -> bool {
         self.0.contains_key(&tag)
     }

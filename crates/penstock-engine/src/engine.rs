@@ -1,4 +1,4 @@
-//! The engine as callers see it.
+//! The engine's interface for callers.
 
 use crate::aggregated::{Client, ClientSpec, ClientStats, Sockets};
 use crate::recorder::Recorder;
@@ -21,32 +21,32 @@ use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How an engine behaves. The Python front's `config.py` says what each setting costs and when to change it.
+/// An engine's settings. The Python front's `config.py` says what each costs and when to change it.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// This process's rank in the job, for messages.
+    /// This process's rank in the job, for error messages.
     pub rank: u32,
-    /// Name of this host, for messages.
+    /// Name of this host, for error messages.
     pub host: String,
     /// The job's generation.
     pub generation: Generation,
     /// Addresses to listen on, one an interface.
     pub addresses: Vec<IpAddr>,
-    /// Ports to try.
+    /// Ports to try, first to last.
     pub ports: std::ops::RangeInclusive<u16>,
     /// TCP streams a peer.
     pub streams: u16,
-    /// Reach peers on this host through memory.
+    /// Reach peers on this host through memory instead of TCP.
     pub shared_memory: bool,
-    /// Who may read this process's memory where Yama asks.
+    /// Which processes may read this process's memory where Yama restricts that.
     pub ptracer: Ptracer,
     /// Cover frames with a CRC32C.
     pub checksum: bool,
-    /// A peer that is silent this long is lost.
+    /// A peer from which nothing came for this long is lost.
     pub dead_after: Duration,
     /// Bytes of the sockets' buffers; 0 leaves them to the kernel.
     pub socket_buffer_bytes: u32,
-    /// A folder for the flight record, written when a group fails of anything but being closed.
+    /// A folder for the flight record, which is written when a group fails for another reason than being closed.
     pub flight_recorder: Option<PathBuf>,
 }
 
@@ -57,7 +57,7 @@ pub struct Engine {
     contact: Contact,
     thread: Mutex<Option<JoinHandle<()>>>,
     is_stopping: AtomicBool,
-    /// Peers may look at it for as long as the contact is out.
+    /// Peers may read it for as long as they have the contact.
     _memory_epoch: Arc<MemoryEpoch>,
     next_region: AtomicU64,
 }
@@ -114,7 +114,7 @@ impl Engine {
         })
     }
 
-    /// How others reach this process; to be published to them.
+    /// What other processes need to connect to this one; to be published to them.
     #[must_use]
     pub fn contact(&self) -> &Contact {
         &self.contact
@@ -129,12 +129,12 @@ impl Engine {
         (group, ticket)
     }
 
-    /// Shares memory with the ranks of this host: they read messages from it without the kernel's help. `file` is a memory
-    /// file, sealed against shrinking, of one page ([`penstock_net::memory::page_bytes`]) that is the engine's and `len` bytes,
-    /// which the caller has mapped at `address` and keeps so until [`Engine::unshare`]. Returns a number for that.
+    /// Shares memory with the ranks of this host, which then read messages from it without a system call. `file` is a memory
+    /// file, sealed against shrinking: one page ([`penstock_net::memory::page_bytes`]) for the engine, then `len` bytes that
+    /// the caller has mapped at `address` and keeps mapped until [`Engine::unshare`]. Returns a number for that call.
     ///
     /// # Errors
-    /// `Config`: a file that does not fit, or cannot be mapped. The memory is then read as any other, and no group is touched.
+    /// `Config`: the file does not fit, or cannot be mapped. The memory is then read as any other, and no group is affected.
     pub fn share(&self, file: OwnedFd, address: u64, len: u64) -> Result<u64, Failure> {
         let region = Region::new(fds::Fd::new(file), address, len)
             .map_err(|error| Failure::of_call(FailureKind::Config, format!("cannot share memory: {error}.")))?;
@@ -148,7 +148,7 @@ impl Engine {
         self.handle.command(Command::Unshare(number), &Ticket::default());
     }
 
-    /// Counts and rates; blocks for one turn of the engine's loop.
+    /// Counters and rates; blocks for one turn of the engine's loop.
     ///
     /// # Errors
     /// `Closed`: the engine has stopped.
@@ -156,8 +156,8 @@ impl Engine {
         self.handle.ask(Command::Stats)
     }
 
-    /// The flight record, as JSON: the last operations of this process with what [`Engine::stats`] counts; blocks for one turn
-    /// of the engine's loop.
+    /// The flight record, as JSON: the last operations of this process, and what [`Engine::stats`] returns. Blocks for one
+    /// turn of the engine's loop.
     ///
     /// # Errors
     /// `Closed`: the engine has stopped.
@@ -165,14 +165,14 @@ impl Engine {
         self.handle.ask(Command::Record)
     }
 
-    /// Writes the flight record to [`Config::flight_recorder`], if there is one, soon.
+    /// Writes the flight record to [`Config::flight_recorder`], if that is set, in the background.
     pub fn write_record(&self) {
         self.handle.command(Command::WriteRecord, &Ticket::default());
     }
 
-    /// Begins to end the thread: tells the peers, and lets them take what was sent to them. With `wait` that takes as long as
-    /// the other side needs, until it leaves or is lost, or until the longest time-out of an operation so far; what was not
-    /// delivered is logged. Without, 0.1 s. A later call may change that.
+    /// Begins to end the thread: sends good-byes, and lets the peers take what was sent to them. With `wait` that takes as
+    /// long as the peers need, until they leave or are lost, or until the longest time-out of an operation so far; messages
+    /// that were not delivered are logged. Without, 0.1 s. A later call may change `wait`.
     pub fn begin_stop(&self, wait: bool) {
         self.is_stopping.store(true, Ordering::Relaxed);
         self.handle.command(Command::Stop { wait }, &Ticket::default());
@@ -184,13 +184,13 @@ impl Engine {
         fds::forked() || thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// [`Engine::begin_stop`] with `wait`, unless that was called; blocks until the thread has ended, and for up to 5 s more where
-    /// a flight record is being written.
+    /// [`Engine::begin_stop`] with `wait`, unless it was called before; blocks until the thread has ended, and for up to 5 s
+    /// more while a flight record is being written.
     pub fn stop(&self) {
         let thread = self.thread.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
         let Some(thread) = thread else { return };
         if fds::forked() {
-            // The thread exists in the parent only.
+            // The thread exists only in the parent.
             std::mem::forget(thread);
             return;
         }
@@ -214,7 +214,7 @@ impl Drop for Engine {
 pub struct Group {
     id: GroupId,
     handle: Arc<Handle>,
-    /// What takes its large all-reduces, where aggregators and servers do.
+    /// The client that takes the group's large all-reduces, if they go through aggregators and servers.
     client: Arc<OnceLock<Client>>,
 }
 
@@ -222,8 +222,8 @@ impl Group {
     /// Starts an operation.
     ///
     /// # Safety
-    /// The buffers of `call` must be valid for the lengths that [`penstock_plan::Request`] gives them, neither read
-    /// (output) nor written (both) by others, until the ticket completes.
+    /// The buffers of `call` must be valid for the lengths that [`penstock_plan::Request`] gives them. Until the ticket
+    /// completes, nothing else may read the output, or write either.
     #[must_use]
     pub unsafe fn start(&self, call: Call) -> Ticket {
         let ticket = Ticket::default();
@@ -232,11 +232,11 @@ impl Group {
         ticket
     }
 
-    /// [`Group::start`] with a ticket that may have callbacks: they all run on the engine's thread, in the order in which
-    /// operations end there, but for an operation that could not be started at all.
+    /// [`Group::start`] with a ticket that may have callbacks. They all run on the engine's thread, in the order in which
+    /// operations end there, except for an operation that could not be started at all.
     ///
     /// # Safety
-    /// As there.
+    /// As for [`Group::start`].
     pub(crate) unsafe fn start_as(&self, call: Call, ticket: Ticket) {
         match self.client.get().filter(|client| client.takes(&call)) {
             Some(client) => client.start(call, ticket),
@@ -245,7 +245,7 @@ impl Group {
     }
 
     /// From now on, large sums and averages of floats go through aggregators and servers, in an order of their own. All ranks
-    /// of the group call it between the same two operations, with what they have agreed on; once.
+    /// of the group call this once, between the same two operations, with the parameters on which they have agreed.
     ///
     /// # Errors
     /// `Config`: this process has no descriptors or threads left.
@@ -259,7 +259,7 @@ impl Group {
         Ok(())
     }
 
-    /// What the aggregated operations have done so far; `None` where there are none.
+    /// Counters of the aggregated operations; `None` without aggregation.
     #[must_use]
     pub fn aggregated_stats(&self) -> Option<ClientStats> {
         self.client.get().map(Client::stats)
@@ -270,7 +270,7 @@ impl Group {
         Group { id: self.id, handle: self.handle.clone(), client: Arc::default() }
     }
 
-    /// A ticket that ends when the group fails, with its failure, or is left.
+    /// Completes the ticket when the group fails, with its failure, or is left.
     pub(crate) fn watch(&self, ticket: Ticket) {
         self.handle.command(Command::Watch(self.id, ticket.promise()), &ticket);
     }
@@ -283,10 +283,10 @@ impl Group {
         self.handle.command(Command::Release(self.id, ticket.clone()), ticket);
     }
 
-    /// From the next operation on, all-reduces use this algorithm where it fits (`None`: the one that the planner chooses), and
-    /// what this process sends to the group's other ranks leaves on so many streams, if as many are open. All ranks must
-    /// change the algorithm between the same two operations; streams are each sender's own affair, and those of other groups
-    /// with these ranks as well.
+    /// From the next operation on, all-reduces use this algorithm where it fits (`None`: the planner's choice), and this
+    /// process sends to the group's other ranks on this many streams, if as many are open. All ranks must change the algorithm
+    /// between the same two operations. The number of streams is each sender's own choice, and counts for other groups with
+    /// these ranks too.
     pub fn retune(&self, algorithm: Option<Algorithm>, streams: usize) {
         if let Some(client) = self.client.get() {
             client.retune(algorithm);
@@ -294,7 +294,7 @@ impl Group {
         self.handle.command(Command::Retune(self.id, algorithm, streams), &Ticket::default());
     }
 
-    /// The host of each rank, as the group has found out in its join; blocks for one turn of the engine's loop.
+    /// The host of each rank, as found when the group was joined; blocks for one turn of the engine's loop.
     ///
     /// # Errors
     /// `Closed`: the engine has stopped.
@@ -302,8 +302,9 @@ impl Group {
         self.handle.ask(|reply| Command::Hosts(self.id, reply))
     }
 
-    /// Whether these ranks of the group can still be reached: an error where one of them is lost, or, with `farewells`, has left
-    /// the job, or, with `whole`, where the group has failed. For what waits outside the engine; blocks for one turn of its loop.
+    /// Checks whether these ranks of the group can still be reached, for callers that wait outside of the engine. It is an
+    /// error if one is lost; with `farewells`, also if one has left the job; with `whole`, also if the group has failed.
+    /// Blocks for one turn of the engine's loop.
     ///
     /// # Errors
     /// The group's failure; `PeerLost`; `Closed`: the group was left, or the engine has stopped.
@@ -328,8 +329,8 @@ impl Group {
         self.fail(Failure::fatal(FailureKind::Closed, format!("aborted: {reason}.")));
     }
 
-    /// Fails the group, on all ranks, because its caller waits no longer: for the end of [`Engine::join`], or of an
-    /// operation. A failed join says who is missing.
+    /// Fails the group on all ranks because its caller waits no longer, for [`Engine::join`] or for an operation. The failure
+    /// of a join names the missing ranks.
     pub fn expire(&self, waited: Duration) {
         if let Some(failure) = self.client.get().and_then(|client| client.expired(waited)) {
             return self.fail(failure);
@@ -337,13 +338,13 @@ impl Group {
         self.handle.command(Command::Expire(self.id, waited.as_nanos() as u64), &Ticket::default());
     }
 
-    /// The same with a failure of any kind.
+    /// Fails the group on all ranks with this failure.
     pub(crate) fn fail(&self, failure: Failure) {
         self.handle.command(Command::Abort(self.id, failure), &Ticket::default());
     }
 }
 
-/// How the event loop of an engine behaves.
+/// The event loop's settings for an engine.
 pub(crate) fn settings(config: &Config, node: NodeKey) -> Settings {
     let dead_after = config.dead_after.as_nanos() as u64;
     Settings {
@@ -379,13 +380,14 @@ pub fn check_fork() -> Result<(), Failure> {
     ))
 }
 
-/// The engine's thread. However it ends, nobody waits for it any more, and nothing that is asked later waits at all.
+/// Runs the engine's thread. When it ends, for whatever reason, all waits on it end, and later calls fail at once.
 fn run(mut driver: Driver, mut runtime: Runtime, shared: &Shared) {
     let mut failure = Failure::fatal(
         FailureKind::Closed,
         "the engine has stopped: the last process group was destroyed, or the interpreter is about to end.",
     );
-    // After a panic the driver and the runtime are used once more, to tell the peers. What that cannot mend is dropped below.
+    // After a panic the driver and the runtime are used once more, to tell the peers. Whatever that cannot end is dropped
+    // below.
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| driver.run(&mut runtime))) {
         failure = Failure::fatal(
             FailureKind::Bug,
@@ -416,7 +418,7 @@ fn panic_text(panic: &(dyn Any + Send)) -> &str {
 }
 
 impl Handle {
-    /// Posts a command. Where that is not possible, `ticket` says why.
+    /// Posts a command. If that is not possible, `ticket` gets the reason.
     fn command(&self, command: Command, ticket: &Ticket) {
         if let Err(failure) = check_fork() {
             ticket.complete(Err(failure));
@@ -429,7 +431,7 @@ impl Handle {
         let (reply, answer) = mpsc::channel();
         let ticket = Ticket::default();
         self.command(question(reply), &ticket);
-        // The sender is dropped with the question, also when the engine's thread ends.
+        // The sender is dropped with the command, also when the engine's thread ends.
         answer.recv().map_err(|_| {
             let refused = ticket.result().and_then(Result::err).or_else(|| self.shared.closed());
             refused.unwrap_or_else(|| Failure::fatal(FailureKind::Bug, "the engine's thread has panicked."))
@@ -437,7 +439,7 @@ impl Handle {
     }
 }
 
-/// How long the end of an engine waits for the file system to take the flight record.
+/// How long the end of an engine waits until the flight record is written.
 const RECORD_WITHIN: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
@@ -492,12 +494,12 @@ mod tests {
         let (engines, groups) = pair(false);
         let reducer = Reducer::new(ReducerSpec {
             rounds: groups[0].clone(),
-            units: groups[0].clone(),
+            buckets: groups[0].clone(),
             rank: 0,
             world: 2,
             gradients: vec![Gradient { name: "w".into(), elements: 4, dtype: DType::F32, order: 0 }],
             op: ReduceOp::Avg,
-            unit_bytes: 1 << 20,
+            bucket_bytes: 1 << 20,
             wire: None,
             error_feedback: false,
             check_finite: false,

@@ -1,18 +1,18 @@
-//! Larger pages for buffers that peers on this host read again and again.
+//! Huge pages for buffers that peers on this host read again and again.
 //!
-//! `process_vm_readv` finds and pins every page that it copies from. With pages of 4 KiB that costs up to a third of the
-//! copy (docs/design/transport.md); with huge ones next to nothing. torch allocates without asking for huge pages, and
-//! asking later (`MADV_HUGEPAGE`) changes nothing for memory that is in use. `MADV_COLLAPSE` (Linux 6.1) copies it onto huge pages at
-//! once, unnoticed by who uses it.
+//! `process_vm_readv` looks up and pins every page that it copies from. With pages of 4 KiB that costs up to a third of the
+//! copy (docs/design/transport.md); with huge pages next to nothing. torch allocates without asking for huge pages, and asking
+//! later (`MADV_HUGEPAGE`) does not affect memory that is in use. `MADV_COLLAPSE` (Linux 6.1) copies such memory onto huge
+//! pages at once; its users do not notice.
 
 use penstock_net::pages::{collapse, huge_page_bytes};
 use std::collections::HashMap;
 use std::io::ErrorKind;
 
-/// Moves buffers that are used often onto huge pages, a few at a time.
+/// Moves frequently used buffers onto huge pages, a few at a time.
 #[derive(Debug)]
 pub(crate) struct HugePages {
-    /// Bytes of a huge page; 0 where there is none to use.
+    /// The size of a huge page; 0 if there is none to use.
     size: u64,
     buffers: HashMap<(u64, u64), Buffer>,
 }
@@ -20,7 +20,7 @@ pub(crate) struct HugePages {
 #[derive(Debug, Default)]
 struct Buffer {
     uses: u32,
-    /// Up to where it was tried.
+    /// The end of the part that was tried.
     done: u64,
 }
 
@@ -29,9 +29,9 @@ impl HugePages {
         HugePages { size: huge_page_bytes().unwrap_or(0), buffers: HashMap::new() }
     }
 
-    /// Buffers of this process, as address and length, are about to be read by others. From the [`USES`]th time on each is
-    /// moved, at most [`MOST_PAGES`] huge pages a call, each of which takes about a millisecond. Never more than once:
-    /// memory that is given back to the system and comes anew at the same address is not worth it.
+    /// Buffers of this process, as address and length, that others are about to read. From the [`USES`]th time on each is
+    /// moved, at most [`MOST_PAGES`] huge pages a call, each of which takes about a millisecond. A buffer is moved only once:
+    /// memory that returns to the system and comes back at the same address is not moved again.
     ///
     /// # Safety
     /// The buffers stay mapped during the call.
@@ -51,25 +51,25 @@ impl HugePages {
             let bytes = (end - start).min(budget);
             budget -= bytes;
             buffer.done = start + bytes;
-            // SAFETY: the pages are mapped, and what is in them stays the same.
+            // SAFETY: the pages are mapped, and their content stays the same.
             if unsafe { collapse(start, bytes) }.is_err_and(|error| !is_shortage(&error)) {
-                // Not for this memory, or not on this system.
+                // This memory, or this system, has no huge pages.
                 buffer.done = end;
             }
         }
     }
 }
 
-/// Whether no huge page was free, or one of the small ones was in use elsewhere: the next ones may be different.
+/// Whether no huge page was free, or a small one was in use elsewhere: the next pages may succeed.
 fn is_shortage(error: &std::io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::ResourceBusy | ErrorKind::OutOfMemory)
 }
 
-/// A buffer that came back will come again: DDP's buckets and FSDP's flat parameters are in every step.
+/// A buffer that was used twice will be used again: DDP's buckets and FSDP's flat parameters are in every step.
 const USES: u32 = 2;
-/// What one operation may be held up by, and the I/O thread with it: some 16 ms.
+/// How many huge pages may delay one operation, and the I/O thread with it: some 16 ms.
 const MOST_PAGES: u64 = 16;
-/// Buffers that are remembered: more than a model has, and 200 KiB at most.
+/// How many buffers are remembered: more than a model has, and 200 KiB at most.
 const MOST_BUFFERS: usize = 4096;
 
 #[cfg(test)]

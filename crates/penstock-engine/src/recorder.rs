@@ -1,7 +1,7 @@
-//! The flight recorder: the last operations of this process, for when something has gone wrong.
+//! The flight recorder: the last operations of this process, for the analysis of failures.
 //!
-//! It is always on: an entry costs a look at the clock and a lock that is free. What one rank was waiting for while
-//! another did something else is seen when the records of several are laid side by side (`penstock flight`).
+//! It is always on: an entry costs a look at the clock and an uncontended lock. The records of several ranks side by side show
+//! what one rank waited for while another did something else (`penstock flight`).
 
 use crate::stats::Stats;
 use penstock_plan::Algorithm;
@@ -13,33 +13,33 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// One operation, as the recorder knows it.
+/// The record of one operation.
 #[derive(Clone, Debug)]
 pub(crate) struct Record {
     /// The group's name.
     pub(crate) group: Arc<str>,
-    /// Its place among the operations of its channel: for collectives, from 1 on. `None` for a receive that has no message yet.
+    /// Its number in its channel: for collectives, from 1 on. `None` for a receive that has no message yet.
     pub(crate) seq: Option<u64>,
     pub(crate) what: Fingerprint,
     /// Bytes of the tensor.
     pub(crate) bytes: u64,
     pub(crate) algorithm: Algorithm,
     pub(crate) issued: Instant,
-    /// When it ended, and whether well.
+    /// When it ended, and whether it succeeded.
     pub(crate) ended: Option<(Instant, bool)>,
-    /// What it lacks, or lacked when it failed, as far as somebody has looked.
+    /// Ranks this operation is still waiting for. Computed on demand; kept after a failure for the error message.
     pub(crate) waits_for: Option<String>,
 }
 
-/// Names an entry as long as it is there.
+/// Identifies an entry while it is in the recorder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entry(u64);
 
-/// The last [`MOST_RECORDS`] operations. A clone is the same recorder: clients have threads of their own.
+/// The last [`MOST_RECORDS`] operations. Clones share them: clients have threads of their own.
 #[derive(Clone, Debug)]
 pub(crate) struct Recorder {
     rank: u32,
-    /// Of the job's lives.
+    /// Counts the lives of the job.
     generation: u32,
     host: String,
     folder: Option<PathBuf>,
@@ -47,7 +47,7 @@ pub(crate) struct Recorder {
     writer: Arc<Writer>,
 }
 
-/// What is to be written, and whether a thread does so.
+/// What is to be written, and whether a thread is writing.
 #[derive(Debug, Default)]
 struct Writer {
     state: Mutex<Writing>,
@@ -56,7 +56,7 @@ struct Writer {
 
 #[derive(Debug, Default)]
 struct Writing {
-    /// The newest record; older ones that were not written yet are dropped.
+    /// The newest record; older ones that were not written are dropped.
     record: Option<String>,
     is_running: bool,
 }
@@ -64,7 +64,7 @@ struct Writing {
 #[derive(Debug, Default)]
 struct Log {
     records: VecDeque<Record>,
-    /// Entries that are gone.
+    /// How many entries were dropped.
     forgotten: u64,
 }
 
@@ -83,7 +83,7 @@ impl Recorder {
         Entry(log.forgotten + log.records.len() as u64 - 1)
     }
 
-    /// A receive that waited for a message has one.
+    /// A receive that waited for a message got its number.
     pub(crate) fn numbered(&self, entry: Entry, seq: u64) {
         self.change(entry, |record| (record.seq, record.waits_for) = (Some(seq), None));
     }
@@ -92,7 +92,7 @@ impl Recorder {
         self.change(entry, |record| record.waits_for = Some(what));
     }
 
-    /// The first end counts.
+    /// Records an operation's end; only the first call counts.
     pub(crate) fn ended(&self, entry: Entry, now: Instant, well: bool) {
         self.change(entry, |record| {
             record.ended.get_or_insert((now, well));
@@ -102,7 +102,7 @@ impl Recorder {
         });
     }
 
-    /// All that runs in a group has failed.
+    /// All running operations of a group have failed.
     pub(crate) fn failed(&self, group: &str, now: Instant) {
         for record in self.log().records.iter_mut().filter(|record| *record.group == *group) {
             record.ended.get_or_insert((now, false));
@@ -121,7 +121,7 @@ impl Recorder {
         self.log.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// All of it as JSON, the oldest operation first; `penstock.flight_record` says what the fields are.
+    /// The whole record as JSON, the oldest operation first; `penstock.flight_record` documents the fields.
     pub(crate) fn describe(&self, stats: &Stats, now: Instant) -> String {
         let ago = |time: Instant| now.saturating_duration_since(time).as_secs_f64();
         let operation = |record: &Record| {
@@ -155,8 +155,8 @@ impl Recorder {
         record.to_string()
     }
 
-    /// Writes it to the folder, if there is one, soon and on a thread of its own: a file system may block for longer than peers
-    /// wait for a sign of life.
+    /// Writes the record to the folder, if there is one, in the background and on a separate thread: a file system may block
+    /// for longer than peers wait for a heartbeat.
     pub(crate) fn write(&self, stats: &Stats) {
         if self.folder.is_none() {
             return;
@@ -213,13 +213,13 @@ impl Recorder {
 
     fn write_to(&self, folder: &Path, record: &str) -> io::Result<()> {
         std::fs::create_dir_all(folder)?;
-        // Whoever reads while it is written finds the one before.
+        // A reader finds the previous file while this one is being written.
         let fresh = folder.join(format!(".rank-{}.{}", self.rank, std::process::id()));
         std::fs::write(&fresh, record)?;
         std::fs::rename(fresh, folder.join(self.file_name()))
     }
 
-    /// A job that starts again leaves what its earlier lives wrote.
+    /// The file's name. A job that starts again keeps the files of its earlier lives.
     fn file_name(&self) -> String {
         match self.generation {
             0 => format!("rank-{}.json", self.rank),

@@ -1,21 +1,21 @@
 //! All-reduces a model's gradients while the backward pass makes them.
 //!
 //! ```text
-//!   submit() ──> Readiness ──round──> what all ranks have ──pack()──> units ──> all-reduces ──> the gradients, reduced
+//!   submit() ──> Readiness ──round──> what all ranks have ──pack()──> buckets ──> all-reduces ──> the gradients, reduced
 //!   flush() ───> the same for what is left; its ticket completes when all of it is reduced
 //! ```
 //!
-//! The rounds go through a group of their own and the units through another, so that the order of the user's own operations
-//! has nothing to do with either. A round ends on the engine's thread, which starts its units there and then: Python's lock,
-//! and the threads that compute, are not in the way.
+//! The rounds go through a group of their own and the buckets through another, so that neither depends on the order of the
+//! user's own operations. A round ends on the engine's thread, which starts its buckets at once: neither Python's lock nor the
+//! threads that compute delay them.
 //!
-//! A unit that lies in one piece (a large gradient, or neighbours in memory) is reduced where it lies; others are copied
-//! together and back. Where the wire's dtype is another than the gradients', the copy converts.
+//! A bucket that is contiguous (a large gradient, or neighbours in memory) is reduced in place; others are copied together and
+//! back. If the dtype on the wire is another than the gradients', the copy converts.
 
 use crate::{Call, Group, Ticket};
 use penstock_core::digest::digest;
 use penstock_core::readiness::{Agreed, Readiness};
-use penstock_plan::units::{Entry, Unit, pack};
+use penstock_plan::buckets::{Bucket, Entry, pack};
 use penstock_plan::{Algorithm, Collective};
 use penstock_protocol::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp};
@@ -24,74 +24,74 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-/// What a gradient is, alike on all ranks.
+/// A gradient's description, the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gradient {
-    /// What errors call it.
+    /// Its name in errors.
     pub name: String,
     /// Number of elements.
     pub elements: u64,
     /// Element type.
     pub dtype: DType,
-    /// In which order its elements lie in memory: any number that says so, alike on all ranks.
+    /// The order in which its elements lie in memory: any number that identifies it, the same on all ranks.
     pub order: u64,
 }
 
-/// How gradients are reduced, alike on all ranks.
+/// A reducer's parameters, the same on all ranks.
 #[derive(Debug)]
 pub struct ReducerSpec {
-    /// The group that agrees on what is ready. Nobody else uses it.
+    /// The group for rounds. Nothing else uses it.
     pub rounds: Group,
-    /// The group that reduces. Nobody else uses it.
-    pub units: Group,
-    /// This rank in either.
+    /// The group for buckets. Nothing else uses it.
+    pub buckets: Group,
+    /// This rank in both groups.
     pub rank: u32,
-    /// Ranks in either.
+    /// The number of ranks in both groups.
     pub world: u32,
     /// The gradients, by index.
     pub gradients: Vec<Gradient>,
     /// [`ReduceOp::Sum`] or [`ReduceOp::Avg`].
     pub op: ReduceOp,
-    /// What one all-reduce is to carry.
-    pub unit_bytes: u64,
-    /// Send float32 gradients as [`DType::F16`] or [`DType::BF16`]: each rank rounds its own once, and each sum is computed in
-    /// float32 and rounded once. An average is divided by before it is rounded, so that a sum does not overflow.
+    /// The size of a bucket: what one all-reduce carries.
+    pub bucket_bytes: u64,
+    /// Send float32 gradients as [`DType::F16`] or [`DType::BF16`]. Each rank rounds its own gradient once; each sum is
+    /// computed in float32 and rounded once. An average is divided before it is rounded, so that a sum does not overflow.
     pub wire: Option<DType>,
     /// Keep what rounding for the wire takes off each of this rank's gradients, and add it to the next one before that is
-    /// rounded (Seide et al. 2014, section 3; Karimireddy et al. 2019, algorithm 2). Takes four bytes an element, and means
-    /// nothing without `wire`. Hops round the sums as before, and that is not kept (docs/guide/compression.md).
+    /// rounded (Seide et al. 2014, section 3; Karimireddy et al. 2019, algorithm 2). Takes four bytes an element, and has no
+    /// effect without `wire`. The rounding of sums on the way is not kept (docs/guide/compression.md).
     pub error_feedback: bool,
-    /// Fail all ranks when a gradient that is submitted holds NaN or infinity, and name it. One read of it more.
+    /// Fail all ranks when a submitted gradient holds NaN or infinity, and name it. Costs one more read of the gradient.
     pub check_finite: bool,
-    /// Nanoseconds until an all-reduce fails.
+    /// Time-out of an all-reduce, in nanoseconds.
     pub timeout: u64,
 }
 
-/// How gradients travel. It may change between steps, on all ranks at the same one.
+/// How gradients travel. It may change between steps, on all ranks between the same two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
-    /// As [`ReducerSpec::unit_bytes`].
-    pub unit_bytes: u64,
+    /// As [`ReducerSpec::bucket_bytes`].
+    pub bucket_bytes: u64,
     /// As [`ReducerSpec::wire`].
     pub wire: Option<DType>,
-    /// How units are all-reduced; `None` leaves it to the planner.
+    /// The algorithm of the buckets' all-reduces; `None` leaves it to the planner.
     pub algorithm: Option<Algorithm>,
-    /// Streams to send on to each rank, of those that are open; see [`Group::retune`].
+    /// How many of the open streams to each rank are used for sending; see [`Group::retune`].
     pub streams: usize,
 }
 
-/// What a reducer has done so far.
+/// Counters of a reducer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReducerStats {
-    /// Exchanges about what is ready.
+    /// Rounds about which gradients are ready.
     pub rounds: u64,
-    /// Nanoseconds from their start to their end, together: mostly waiting for the slowest rank.
+    /// Nanoseconds from the start to the end of rounds, summed: mostly waiting for the slowest rank.
     pub round_ns: u64,
-    /// All-reduces.
-    pub units: u64,
-    /// Bytes of gradients that were reduced where they lie.
+    /// Buckets that were reduced.
+    pub buckets: u64,
+    /// Bytes of gradients that were reduced in place.
     pub in_place_bytes: u64,
-    /// Bytes of gradients that were copied into units and back.
+    /// Bytes of gradients that were copied into buckets and back.
     pub copied_bytes: u64,
     /// Steps that have ended.
     pub steps: u64,
@@ -104,7 +104,7 @@ pub struct Reducer(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     rounds: Group,
-    units: Group,
+    buckets: Group,
     rank: u32,
     world: u32,
     gradients: Vec<Gradient>,
@@ -117,26 +117,26 @@ struct Inner {
 #[derive(Debug)]
 struct State {
     readiness: Readiness,
-    unit_bytes: u64,
+    bucket_bytes: u64,
     wire: Option<DType>,
     submitted: Vec<Option<Submitted>>,
-    /// Whether a gradient was absent on all ranks when it was last agreed on.
+    /// Whether no rank had a gradient when it was last agreed on, by index.
     absent: Vec<bool>,
-    /// Rounds and units that are not over: their buffers are in use.
+    /// Rounds and buckets that have not ended: their buffers are in use.
     running: usize,
     /// Completes when nothing is pending or running.
     flushed: Option<Ticket>,
     failed: Option<Failure>,
-    /// Where what is submitted lies: start, and end and index.
+    /// The memory of submitted gradients: start, and end and index.
     places: BTreeMap<usize, (usize, u32)>,
-    /// The step was dropped by other ranks, and this rank's pass has not heard of it.
+    /// Other ranks have dropped the step, and this rank's pass does not know yet.
     dropped: Option<Failure>,
-    /// This rank's pass has raised: what is left of its step counts as none.
+    /// This rank's pass has raised: the rest of its step is ignored.
     withdrawn: bool,
-    /// Buffers for units that are copied, kept from step to step.
+    /// Buffers for copied buckets, kept from step to step.
     spare: Vec<Vec<u8>>,
-    /// What rounding has taken off each gradient so far; empty without error feedback. A gradient is in one unit at a time,
-    /// which alone touches it.
+    /// What rounding has taken off each gradient so far; empty without error feedback. A gradient is in one bucket at a time,
+    /// and only that bucket accesses its residual.
     residuals: Vec<Box<[f32]>>,
     stats: ReducerStats,
 }
@@ -157,16 +157,16 @@ impl std::fmt::Debug for Submitted {
     }
 }
 
-/// Where a unit's pieces lie, and the buffer that carries them if they do not lie in one piece.
+/// The memory of a bucket's pieces, and the buffer that carries them if they are not contiguous.
 struct Carrier {
-    unit: Unit,
+    bucket: Bucket,
     pieces: Vec<*mut u8>,
-    /// Where the residuals of the pieces lie; empty without error feedback.
+    /// The residuals of the pieces; empty without error feedback.
     residuals: Vec<*mut f32>,
     buffer: Option<Vec<u8>>,
 }
 
-// SAFETY: the pointers are of gradients that `Submitted` keeps alive until the unit is over, and of residuals, which live as
+// SAFETY: the pointers are of gradients that `Submitted` keeps alive until the bucket is over, and of residuals, which live as
 // long as the reducer and never move.
 unsafe impl Send for Carrier {}
 
@@ -198,7 +198,7 @@ impl Reducer {
         let count = entries.len();
         let state = State {
             readiness: Readiness::new(entries, names, spec.rank, spec.world),
-            unit_bytes: spec.unit_bytes,
+            bucket_bytes: spec.bucket_bytes,
             wire: spec.wire,
             submitted: (0..count).map(|_| None).collect(),
             absent: vec![false; count],
@@ -214,7 +214,7 @@ impl Reducer {
         };
         Ok(Reducer(Arc::new(Inner {
             rounds: spec.rounds,
-            units: spec.units,
+            buckets: spec.buckets,
             rank: spec.rank,
             world: spec.world,
             gradients: spec.gradients,
@@ -225,13 +225,13 @@ impl Reducer {
         })))
     }
 
-    /// A gradient is ready. With `absent` this rank has none in this pass: its memory, as large, is taken as the zeros that it
-    /// holds, and gets the result if another rank has one ([`Reducer::was_absent`]). Does not block.
+    /// A gradient is ready. With `absent`, this rank has none in this pass: its memory, of the same size, must hold zeros, and
+    /// gets the result if another rank has a gradient ([`Reducer::was_absent`]). Does not block.
     ///
     /// # Errors
-    /// What the reducer has failed with, or its step was dropped for ([`Reducer::withdraw`]). `Config`: `bytes` are not those of the
-    /// gradient, or its memory is not aligned, or another pending gradient has it too. `Bug`: an index that does not exist, or that
-    /// was submitted in this step already. Nothing has changed.
+    /// The failure of the reducer, or of the step that was dropped ([`Reducer::withdraw`]). `Config`: `bytes` is not the
+    /// gradient's size, or its memory is not aligned, or is also another pending gradient's. `Bug`: the index does not exist,
+    /// or was submitted in this step before. Nothing has changed.
     ///
     /// # Safety
     /// The gradient's bytes are valid, and neither read nor written by others until the ticket of the
@@ -292,10 +292,11 @@ impl Reducer {
         Ok(())
     }
 
-    /// The backward pass has raised: nothing more of it will come. What other ranks do not wait for is given back; what they do is
-    /// reduced to its end. If all ranks have agreed on some of the step's gradients and not on all, the step is dropped: other ranks'
-    /// [`Reducer::flush`], or their next [`Reducer::submit`], ends with `Mismatch`, after which everything can be used. If all have
-    /// agreed on none, the others wait for this rank's next pass. The ticket completes when the next pass can begin. Does not block.
+    /// The backward pass has raised, and submits nothing more. Gradients that other ranks do not wait for are returned; the
+    /// others are reduced. If all ranks have agreed on some of the step's gradients and not on all, the step is dropped: other
+    /// ranks' [`Reducer::flush`], or their next [`Reducer::submit`], fails with `Mismatch`, and the reducer stays usable. If
+    /// none is agreed on, the others wait for this rank's next pass. The ticket completes when the next pass can begin. Does
+    /// not block.
     #[must_use]
     pub fn withdraw(&self) -> Ticket {
         let mut state = self.lock();
@@ -309,7 +310,7 @@ impl Reducer {
         ticket
     }
 
-    /// The backward pass has ended. The ticket completes when everything that was submitted is reduced. Does not block.
+    /// The backward pass has ended. The ticket completes when every submitted gradient is reduced. Does not block.
     #[must_use]
     pub fn flush(&self) -> Ticket {
         let mut state = self.lock();
@@ -321,13 +322,13 @@ impl Reducer {
         ticket
     }
 
-    /// Whether no rank had the gradient when it was last agreed on: it was not touched.
+    /// Whether no rank had the gradient when it was last agreed on: its memory was not touched.
     #[must_use]
     pub fn was_absent(&self, index: u32) -> bool {
         self.lock().absent.get(index as usize).copied().unwrap_or(false)
     }
 
-    /// Changes how gradients travel, from the next step on; all ranks at the same step.
+    /// Changes how gradients travel, from the next step on; on all ranks between the same two steps.
     ///
     /// # Errors
     /// `Bug`: something is pending or running; nothing has changed. `Config`: a wire dtype that does not fit the gradients, or
@@ -340,13 +341,13 @@ impl Reducer {
             return Err(Failure::of_call(FailureKind::Config, format!("there is no all-reduce called {algorithm}.")));
         }
         let mut state = self.lock_idle()?;
-        (state.unit_bytes, state.wire) = (way.unit_bytes, way.wire);
-        // With the lock held: what starts later is behind it in the engine's queue.
-        self.0.units.retune(way.algorithm, way.streams);
+        (state.bucket_bytes, state.wire) = (way.bucket_bytes, way.wire);
+        // The lock is held: operations that start later come after this in the engine's queue.
+        self.0.buckets.retune(way.algorithm, way.streams);
         Ok(())
     }
 
-    /// The state, if it is between two steps: a unit that is re-cut while it is under way would corrupt gradients.
+    /// The state, if the reducer is between two steps: to re-cut a bucket in flight would corrupt gradients.
     fn lock_idle(&self) -> Result<MutexGuard<'_, State>, Failure> {
         let state = self.lock();
         let (running, pending) = (state.running, state.readiness.pending());
@@ -360,13 +361,13 @@ impl Reducer {
         Ok(state)
     }
 
-    /// Counts since the reducer was made.
+    /// Counters since the reducer was made.
     #[must_use]
     pub fn stats(&self) -> ReducerStats {
         self.lock().stats
     }
 
-    /// Changes only while no unit is under way.
+    /// The dtype on the wire. It changes only while no bucket is in flight.
     fn wire(&self) -> Option<DType> {
         self.lock().wire
     }
@@ -381,12 +382,12 @@ impl Reducer {
         if state.failed.is_some() {
             return;
         }
-        let unit_bytes = state.unit_bytes;
-        let Some(bits) = state.readiness.poll_round(unit_bytes) else { return };
+        let bucket_bytes = state.bucket_bytes;
+        let Some(bits) = state.readiness.poll_round(bucket_bytes) else { return };
         state.running += 1;
         state.stats.rounds += 1;
         drop(state);
-        // Only one round runs at a time: no order is lost by starting it outside the lock.
+        // Only one round runs at a time, so starting it outside of the lock keeps the order.
         let mut bits = bits;
         let call = self.call(ReduceOp::BitAnd, DType::U8, bits.len() as u64, bits.as_mut_ptr());
         let (reducer, began) = (self.clone(), Instant::now());
@@ -399,8 +400,8 @@ impl Reducer {
         });
     }
 
-    /// Starts an operation whose buffer is `done`'s, which is called on the engine's thread: ends are taken one after the other,
-    /// in the same order on all ranks, and so are the operations that they start.
+    /// Starts an operation whose buffer `done` owns. `done` is called on the engine's thread: operations end one after the
+    /// other, in the same order on all ranks, and so start the operations that follow them.
     fn start(&self, group: &Group, call: Call, done: impl FnOnce(&Result<(), Failure>) + Send + 'static) {
         let ticket = Ticket::default();
         let end = End(self.clone());
@@ -408,11 +409,11 @@ impl Reducer {
             let _end = end;
             done(result);
         });
-        // SAFETY: `done` keeps the buffer, or the caller of `submit` does, and nobody looks at it before `done` is called.
+        // SAFETY: `done`, or the caller of `submit`, keeps the buffer, and nothing reads it before `done` is called.
         unsafe { group.start_as(call, ticket) };
     }
 
-    /// A round has ended: reduces what it has found.
+    /// A round has ended: reduces the gradients that it found ready.
     fn rounded(&self, bits: &[u8]) {
         let mut state = self.lock();
         let Some(Agreed { ready, absent, withdrawn }) = state.readiness.handle_round(bits) else {
@@ -423,7 +424,7 @@ impl Reducer {
                  rank.",
             ));
         };
-        // A rank that has withdrawn its own pass after it joined this round has nothing to be told.
+        // A rank that has withdrawn its own pass after it joined this round needs no report.
         if !withdrawn.is_empty() && !withdrawn.contains(&self.0.rank) && !state.withdrawn {
             let (ranks, step) = (names_of(&withdrawn), state.stats.steps + 1);
             state.dropped = Some(Failure::of_call(
@@ -447,10 +448,10 @@ impl Reducer {
                 state.release(entry.index);
             }
         }
-        for unit in pack(ready, state.unit_bytes) {
-            let mut pieces = Vec::with_capacity(unit.pieces.len());
+        for bucket in pack(ready, state.bucket_bytes) {
+            let mut pieces = Vec::with_capacity(bucket.pieces.len());
             let mut residuals = Vec::new();
-            for piece in &unit.pieces {
+            for piece in &bucket.pieces {
                 let submitted = state.submitted[piece.index as usize].as_mut().expect("agreed on, so submitted here");
                 submitted.left += 1;
                 pieces.push(submitted.address.wrapping_add(piece.range.start as usize));
@@ -458,14 +459,14 @@ impl Reducer {
                     residuals.push(residual[piece.range.start as usize / 4..].as_mut_ptr());
                 }
             }
-            let in_place = state.wire.is_none() && is_one_piece(&unit, &pieces);
-            let bytes = unit.bytes();
+            let in_place = state.wire.is_none() && is_one_piece(&bucket, &pieces);
+            let bytes = bucket.bytes();
             let buffer = (!in_place).then(|| state.spare.pop().unwrap_or_default());
             let count = if in_place { &mut state.stats.in_place_bytes } else { &mut state.stats.copied_bytes };
             *count += bytes;
-            state.stats.units += 1;
+            state.stats.buckets += 1;
             state.running += 1;
-            carriers.push(Carrier { unit, pieces, residuals, buffer });
+            carriers.push(Carrier { bucket, pieces, residuals, buffer });
         }
         if state.withdrawn || !withdrawn.is_empty() {
             state.give_back();
@@ -477,29 +478,29 @@ impl Reducer {
     }
 
     fn reduce(&self, mut carrier: Carrier) {
-        let dtype = self.0.gradients[carrier.unit.pieces[0].index as usize].dtype;
+        let dtype = self.0.gradients[carrier.bucket.pieces[0].index as usize].dtype;
         let (dtype, op) = match self.wire() {
             Some(wire) => (wire, ReduceOp::Sum),
             None => (dtype, self.0.op),
         };
-        // SAFETY: whoever submitted the pieces leaves them to us until the flush completes.
+        // SAFETY: the submitter leaves the pieces to the reducer until the flush completes.
         unsafe { self.load(&mut carrier) };
         let (address, bytes) = match &mut carrier.buffer {
             Some(buffer) => (buffer.as_mut_ptr(), buffer.len() as u64),
-            None => (carrier.pieces[0], carrier.unit.bytes()),
+            None => (carrier.pieces[0], carrier.bucket.bytes()),
         };
         let call = self.call(op, dtype, bytes, address);
         let (reducer, began_at) = (self.clone(), address as usize);
-        self.start(&self.0.units, call, move |result| {
+        self.start(&self.0.buckets, call, move |result| {
             let ends_at = carrier.buffer.as_ref().map_or(carrier.pieces[0].cast_const(), |buffer| buffer.as_ptr());
-            debug_assert_eq!(ends_at as usize, began_at, "a unit's memory stays where it is while it is in flight");
+            debug_assert_eq!(ends_at as usize, began_at, "a bucket's memory stays where it is while it is in flight");
             match result {
                 // SAFETY: as above.
                 Ok(()) => unsafe { reducer.store(&carrier) },
                 Err(failure) => reducer.fail(failure),
             }
             let mut state = reducer.lock();
-            for piece in &carrier.unit.pieces {
+            for piece in &carrier.bucket.pieces {
                 if let Some(pending) = &mut state.submitted[piece.index as usize] {
                     pending.left -= 1;
                     if pending.left == 0 {
@@ -530,16 +531,16 @@ impl Reducer {
         }
     }
 
-    /// Copies pieces into the unit's buffer, if it has one.
+    /// Copies pieces into the bucket's buffer, if it has one.
     ///
     /// # Safety
-    /// The pieces are valid, and nobody writes to them.
+    /// The pieces are valid, and nothing else writes to them.
     unsafe fn load(&self, carrier: &mut Carrier) {
         let Some(buffer) = &mut carrier.buffer else { return };
-        let (bytes, wire) = (carrier.unit.bytes() as usize, self.wire());
+        let (bytes, wire) = (carrier.bucket.bytes() as usize, self.wire());
         buffer.resize(if wire.is_some() { bytes / 2 } else { bytes }, 0);
         let mut at = buffer.as_mut_ptr();
-        for (at_piece, (piece, src)) in carrier.unit.pieces.iter().zip(&carrier.pieces).enumerate() {
+        for (at_piece, (piece, src)) in carrier.bucket.pieces.iter().zip(&carrier.pieces).enumerate() {
             let len = piece.range.len() as usize;
             // SAFETY: the buffer holds all pieces one after the other; the caller vouches for them.
             at = unsafe {
@@ -565,12 +566,12 @@ impl Reducer {
     /// Copies the reduced pieces back.
     ///
     /// # Safety
-    /// The pieces are valid, and nobody uses them.
+    /// The pieces are valid, and nothing else uses them.
     unsafe fn store(&self, carrier: &Carrier) {
         let Some(buffer) = &carrier.buffer else { return };
         let wire = self.wire();
         let mut at = buffer.as_ptr();
-        for (piece, dst) in carrier.unit.pieces.iter().zip(&carrier.pieces) {
+        for (piece, dst) in carrier.bucket.pieces.iter().zip(&carrier.pieces) {
             let len = piece.range.len() as usize;
             // SAFETY: as in `load`.
             at = unsafe {
@@ -588,14 +589,14 @@ impl Reducer {
         }
     }
 
-    /// A round or unit is over.
+    /// A round or bucket has ended.
     fn over(&self) {
         self.lock().running -= 1;
         self.advance();
         self.settle();
     }
 
-    /// Completes the flush when there is nothing left to do for it.
+    /// Completes the flush when nothing is left to do for it.
     fn settle(&self) {
         let mut state = self.lock();
         let is_idle = state.running == 0 && (state.failed.is_some() || state.readiness.is_idle());
@@ -606,7 +607,7 @@ impl Reducer {
         }
         let result = state.failed.clone().or(dropped).map_or(Ok(()), Err);
         if state.failed.is_some() {
-            // Their users get them back.
+            // Returns the gradients to their users.
             (0..state.submitted.len() as u32).for_each(|index| state.release(index));
         }
         drop(state);
@@ -621,7 +622,8 @@ impl Reducer {
         Failure::fatal(FailureKind::NotFinite, message)
     }
 
-    /// The first failure is what the flush ends with. What still runs fails of it on all ranks, so that it ends soon.
+    /// Records a failure. The flush ends with the first one; running operations are failed on all ranks, so that they end
+    /// soon.
     fn fail(&self, failure: &Failure) {
         let mut state = self.lock();
         if state.failed.is_some() {
@@ -630,11 +632,11 @@ impl Reducer {
         state.failed = Some(failure.clone());
         drop(state);
         self.0.rounds.fail(failure.clone());
-        self.0.units.fail(failure.clone());
+        self.0.buckets.fail(failure.clone());
     }
 }
 
-/// The end of a round or unit; also when handling its result panics, so that the pass ends.
+/// Ends a round or bucket when it is dropped, also if handling its result panics, so that the pass ends.
 struct End(Reducer);
 
 impl Drop for End {
@@ -648,7 +650,7 @@ impl Drop for End {
 }
 
 impl State {
-    /// Whoever has submitted this gradient has it back.
+    /// Returns a gradient to its submitter.
     fn release(&mut self, index: u32) {
         if let Some(submitted) = self.submitted[index as usize].take() {
             let start = submitted.address as usize;
@@ -658,7 +660,7 @@ impl State {
         }
     }
 
-    /// Gives back what waits for nobody any more.
+    /// Returns gradients for which no other rank waits.
     fn give_back(&mut self) {
         for index in 0..self.submitted.len() as u32 {
             let is_out = |submitted: &Submitted| submitted.left > 0;
@@ -688,17 +690,18 @@ fn check_wire(wire: Option<DType>, op: ReduceOp, gradients: &[Gradient]) -> Resu
     Ok(())
 }
 
-/// Whether the pieces of a unit follow each other in memory.
-fn is_one_piece(unit: &Unit, pieces: &[*mut u8]) -> bool {
-    let ends = unit.pieces.iter().zip(pieces).map(|(piece, start)| start.wrapping_add(piece.range.len() as usize));
+/// Whether the pieces of a bucket are contiguous in memory.
+fn is_one_piece(bucket: &Bucket, pieces: &[*mut u8]) -> bool {
+    let ends = bucket.pieces.iter().zip(pieces).map(|(piece, start)| start.wrapping_add(piece.range.len() as usize));
     ends.zip(&pieces[1..]).all(|(end, next)| end == *next)
 }
 
-/// Rounds `bytes` bytes of float32, times a factor, to half as many bytes. With a residual, that is added first, and what the
-/// rounding takes off is the next one: of what does not fit the wire (infinity, NaN) nothing is kept, or it would never leave.
+/// Rounds `bytes` bytes of float32, times a factor, to half as many bytes. A residual is added first; what the rounding takes
+/// off becomes the next residual. For values that the wire's dtype cannot hold (infinity, NaN) it becomes 0, or they would
+/// never leave.
 ///
 /// # Safety
-/// `src` and `residual` hold and `dst` has room for them; all but `dst` are aligned, and nobody else uses them.
+/// `src`, `residual` and `dst` are valid for these sizes, all but `dst` are aligned, and nothing else uses them.
 unsafe fn round(wire: DType, dst: *mut u8, src: *const u8, bytes: usize, factor: f64, residual: Option<*mut f32>) {
     let narrow = match wire {
         DType::F16 => penstock_kernels::f32_to_f16,
@@ -709,7 +712,7 @@ unsafe fn round(wire: DType, dst: *mut u8, src: *const u8, bytes: usize, factor:
     for start in (0..elements).step_by(BLOCK) {
         let count = BLOCK.min(elements - start);
         let (scaled, widened) = (&mut scaled[..count], &mut widened[..count]);
-        // SAFETY: the caller's promise. The buffer of a unit is allocated for more than two bytes at a time, and pieces before
+        // SAFETY: the caller's promise. The buffer of a bucket is allocated for more than two bytes at a time, and pieces before
         // this one were of whole elements: it is aligned to two.
         let (dst, residual) = unsafe {
             penstock_kernels::premultiply(
@@ -736,7 +739,7 @@ unsafe fn round(wire: DType, dst: *mut u8, src: *const u8, bytes: usize, factor:
     }
 }
 
-/// The way back.
+/// The inverse of [`round`]: widens to float32.
 ///
 /// # Safety
 /// As for [`round`], with `dst` the aligned one.
@@ -758,5 +761,5 @@ fn widen_slice(wire: DType, dst: &mut [f32], src: &[u16]) {
     }
 }
 
-/// Elements that are scaled at a time: 4 KiB, which stay in the first-level cache.
+/// Elements that are scaled at a time: 4 KiB, which fit the first-level cache.
 const BLOCK: usize = 1024;

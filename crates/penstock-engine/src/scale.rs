@@ -5,7 +5,7 @@ use penstock_plan::{Collective, Request};
 use penstock_types::{DType, ReduceOp};
 
 /// A contribution that is being multiplied, a block at a time: a tensor of a gigabyte takes a third of a second, and the
-/// engine's thread has other things to do meanwhile.
+/// engine's thread has other work meanwhile.
 #[derive(Debug)]
 pub(crate) struct Scale {
     dtype: DType,
@@ -13,9 +13,9 @@ pub(crate) struct Scale {
     src: *const u8,
     dst: *mut u8,
     bytes: usize,
-    /// Bytes that are multiplied already.
+    /// Bytes that are already multiplied.
     done: usize,
-    /// What `dst` points into where the user's tensor must stay as it is.
+    /// The memory of `dst`, if the user's tensor must not change.
     copy: Option<Vec<u8>>,
 }
 
@@ -23,14 +23,14 @@ pub(crate) struct Scale {
 unsafe impl Send for Scale {}
 
 impl Scale {
-    /// The multiplication that `call` asks for, if it does. It is in place for an all-reduce; otherwise in a copy, since the
-    /// input of a reduce-scatter, and the tensor of a rank that is not a reduce's root, stay as they are: `input` and `output`
-    /// then become that copy.
+    /// The multiplication that `call` asks for, if any. An all-reduce is multiplied in place. The input of a reduce-scatter,
+    /// and the tensor of a rank that is not a reduce's root, must not change, so a copy is multiplied: `input` and `output`
+    /// then point to it.
     pub(crate) fn new(call: &Call, request: &Request, input: &mut *const u8, output: &mut *mut u8) -> Option<Scale> {
         let ReduceOp::PremulSum(factor) = call.op else { return None };
         let dtype = call.dtype;
         let copied = |src: *const u8, bytes: u64| {
-            // Zeros that nobody touches cost nothing.
+            // Zeroed pages that are never touched cost nothing.
             let mut copy = vec![0; bytes as usize];
             let dst = copy.as_mut_ptr();
             Scale { dtype, factor, src, dst, bytes: bytes as usize, done: 0, copy: Some(copy) }

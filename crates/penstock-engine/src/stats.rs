@@ -1,54 +1,54 @@
-//! What the engine counts.
+//! The engine's counters.
 
 use penstock_protocol::StreamStats;
 
 /// A snapshot of the engine.
 #[derive(Clone, Debug, Default)]
 pub struct Stats {
-    /// What it holds at present.
+    /// Sizes of the engine's tables at present.
     pub held: Held,
-    /// Operations that have ended well.
+    /// Operations that have succeeded.
     pub finished_operations: u64,
-    /// Memory of the engine beyond the users' tensors: staged frames, early messages, scratch, socket readers.
+    /// Memory of the engine besides the users' tensors: staged frames, early messages, scratch, socket buffers.
     pub memory_bytes: u64,
     /// Groups that this process is in.
     pub groups: Vec<GroupStats>,
-    /// Processes that it talks to.
+    /// Processes with which it communicates.
     pub peers: Vec<PeerStats>,
 }
 
-/// How much the engine holds at present. When nothing runs, all of it but `groups`, `closed_ranges`, `jobs`, `mappings` and
-/// `descriptors` comes back to 0. Of a peer that has died, all of it does; of one that has left in good order, all but what it gave in
-/// groups that live.
+/// Sizes of the engine's tables at present. When nothing runs, all but `groups`, `closed_ranges`, `jobs`, `mappings` and
+/// `descriptors` return to 0. After a peer has died, all entries that belong to it are gone; after one has left in good order,
+/// all but those of groups that live.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Held {
-    /// Groups that were joined and not left, failed ones too.
+    /// Groups that were joined and not left, including failed ones.
     pub groups: u64,
     /// Operations that have not ended.
     pub operations: u64,
-    /// What peers believe of operations that this rank has not issued.
+    /// Fingerprints that peers sent for operations that this rank has not issued.
     pub claims: u64,
-    /// Ranges of the ids of all groups that were left.
+    /// Ranges of the ids of groups that were left.
     pub closed_ranges: u64,
-    /// Groups whose secret peers connect with: at most one a peer, and those in which a member has not come yet.
+    /// Groups whose secret peers connect with: at most one a peer, and those in which a member has not connected yet.
     pub jobs: u64,
-    /// Messages of operations that this rank has not issued, ...
+    /// Messages for operations that this rank has not issued.
     pub early_messages: u64,
-    /// ... and what was copied of them.
+    /// Bytes of these messages that were copied.
     pub early_bytes: u64,
-    /// Operations with messages that have come or were granted.
+    /// Operations that have records of messages that came or were granted.
     pub remembered_operations: u64,
     /// Messages that peers have not acknowledged.
     pub unacknowledged_messages: u64,
-    /// Eager credit that these have, and those that peers have not used.
+    /// Eager credit of these messages, and of those that peers have not used.
     pub credit_bytes: u64,
-    /// Memory that peers share (`penstock.empty`) and this process has mapped.
+    /// Memory regions of peers (`penstock.empty`) that this process has mapped.
     pub mappings: u64,
-    /// Descriptors of shared memory, this rank's and those that are on their way.
+    /// Descriptors of shared memory: this rank's, and those in transit.
     pub descriptors: u64,
 }
 
-/// One group.
+/// Counters of one group.
 #[derive(Clone, Debug)]
 pub struct GroupStats {
     /// Its name.
@@ -67,7 +67,7 @@ pub struct GroupStats {
     pub failed: Option<String>,
 }
 
-/// One peer.
+/// State and counters of one peer.
 #[derive(Clone, Debug)]
 pub struct PeerStats {
     /// Its rank in the job.
@@ -76,10 +76,10 @@ pub struct PeerStats {
     pub host: String,
     /// Its first address.
     pub address: String,
-    /// How it is reached: `tcp`, `memory` (its memory is read), or `local socket`.
+    /// The medium: `tcp`, `memory` (the peer's memory is read), or `local socket`.
     pub medium: &'static str,
-    /// Why it is lost, if it is.
+    /// Why the peer is lost, if it is.
     pub lost: Option<String>,
-    /// The streams to it.
+    /// The streams to the peer.
     pub streams: Vec<(u32, StreamStats)>,
 }

@@ -1,4 +1,4 @@
-//! What a caller holds while an operation runs.
+//! The result of an operation, as its caller holds it.
 
 use penstock_types::{Failure, FailureKind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -30,7 +30,7 @@ impl std::fmt::Debug for Inner {
 }
 
 impl Ticket {
-    /// A ticket whose result is known.
+    /// A ticket with a known result.
     #[must_use]
     pub fn ready(result: Result<(), Failure>) -> Ticket {
         let ticket = Ticket::default();
@@ -63,13 +63,14 @@ impl Ticket {
         self.lock().result.clone()
     }
 
-    /// The rank whose message a receive from any source takes, once there is one.
+    /// The rank whose message a receive from any source takes, once it is known.
     #[must_use]
     pub fn source(&self) -> Option<u32> {
         self.lock().source
     }
 
-    /// Calls `callback` once the operation has ended: on the engine's thread, or at once on this one if it has.
+    /// Calls `callback` once the operation has ended: on the engine's thread, or at once on this thread if it has ended
+    /// already.
     pub fn on_done(&self, callback: impl FnOnce(&Result<(), Failure>) + Send + 'static) {
         let mut state = self.lock();
         match state.result.clone() {
@@ -81,7 +82,7 @@ impl Ticket {
         }
     }
 
-    /// Whether both are of the same operation.
+    /// Whether both tickets belong to the same operation.
     pub(crate) fn is(&self, other: &Ticket) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -111,8 +112,8 @@ impl Ticket {
     }
 }
 
-/// The engine's end of a [`Ticket`]. When the last clone of a promise is dropped, a ticket without a result gets a failure:
-/// whatever the engine loses, nobody waits for it for ever.
+/// The engine's end of a [`Ticket`]. When the last clone of a promise is dropped, a ticket without a result gets a failure: no
+/// caller waits forever for an operation that the engine has lost.
 #[derive(Clone, Debug)]
 pub(crate) struct Promise(Arc<Promised>);
 
@@ -130,7 +131,7 @@ impl Promise {
         self.0.0.lock().source = Some(from);
     }
 
-    /// Whether it belongs to this ticket.
+    /// Whether the promise belongs to this ticket.
     pub(crate) fn is_of(&self, ticket: &Ticket) -> bool {
         self.0.0.is(ticket)
     }

@@ -2,7 +2,7 @@
 
 use fastrand::Rng;
 use penstock_engine::fingerprint::{Fingerprint, Name};
-use penstock_engine::plan::units::{Entry, pack};
+use penstock_engine::plan::buckets::{Entry, pack};
 use penstock_engine::plan::{Algorithm, Collective};
 use penstock_engine::{Call, Config, Engine, Gradient, Group, GroupSpec, Reducer, ReducerSpec, Ticket, Way};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
@@ -17,7 +17,7 @@ fn any_order() {
         let mut rng = Rng::with_seed(seed);
         let lengths: Vec<usize> =
             (0..60).map(|_| [rng.usize(..4), rng.usize(1..300), rng.usize(1000..20_000)][rng.usize(..3)]).collect();
-        let ranks = Ranks::new(world, memory, &lengths, |spec| spec.unit_bytes = 16 << 10);
+        let ranks = Ranks::new(world, memory, &lengths, |spec| spec.bucket_bytes = 16 << 10);
         for step in 0..5 {
             let missing: Vec<Vec<bool>> =
                 (0..world).map(|_| lengths.iter().map(|_| rng.u8(..4) == 0).collect()).collect();
@@ -92,7 +92,7 @@ fn half_the_bytes() {
 #[test]
 fn error_feedback() {
     // A tenth of float16's smallest number, which rounds to nothing; 1.001 and 1.003, which bfloat16 takes for 1; and lengths
-    // that are split into units, share one, and end in half a block.
+    // that are split into buckets, share one, and end in half a block.
     for (wire, value, kept) in
         [(DType::F16, 6e-9_f32, 6e-8_f32), (DType::BF16, 1.001, 4e-3), (DType::BF16, 1.003, 4e-3)]
     {
@@ -100,7 +100,7 @@ fn error_feedback() {
             let lengths = [3, 1500, 70, 30_000];
             let ranks = Ranks::new(2, false, &lengths, |spec| {
                 (spec.op, spec.wire, spec.error_feedback) = (ReduceOp::Avg, Some(wire), feedback);
-                spec.unit_bytes = 16 << 10;
+                spec.bucket_bytes = 16 << 10;
             });
             let mut sums = lengths.map(|length| vec![0f64; length]);
             let steps = 200;
@@ -184,8 +184,8 @@ fn not_a_number() {
     }
 }
 
-/// From step to step gradients travel another way, on all ranks at once: in other units, by another algorithm, over other streams,
-/// in another dtype. Every step's result is the sum, and what was asked for is what happened.
+/// From step to step gradients travel another way, on all ranks at once: in other buckets, by another algorithm, over other
+/// streams, in another dtype. Every step's result is the sum, and what was asked for is what happened.
 #[test]
 fn another_way_in_every_step() {
     let lengths = [70_000, 3, 20_000];
@@ -202,10 +202,10 @@ fn another_way_in_every_step() {
         let peers = ranks.engines[rank].stats().expect("it runs").peers;
         (0..3).map(|at| peers.iter().map(|peer| peer.streams[at].1.sent_bytes).sum()).collect()
     };
-    for (step, (unit_bytes, wire, algorithm, streams)) in ways.into_iter().enumerate() {
-        let before: Vec<_> = (0..4).map(|rank| (ranks.reducers[rank].stats().units, sent(rank))).collect();
+    for (step, (bucket_bytes, wire, algorithm, streams)) in ways.into_iter().enumerate() {
+        let before: Vec<_> = (0..4).map(|rank| (ranks.reducers[rank].stats().buckets, sent(rank))).collect();
         for reducer in &ranks.reducers {
-            reducer.set_way(&Way { unit_bytes, wire, algorithm, streams }).expect("between two steps");
+            reducer.set_way(&Way { bucket_bytes, wire, algorithm, streams }).expect("between two steps");
         }
         // Up to 2000 in all, which float16 holds exactly.
         let value = |rank: usize, index: usize| ((rank * 100 + index + step) % 500) as f32;
@@ -236,10 +236,13 @@ fn another_way_in_every_step() {
                 assert_eq!(*got, sum, "step {step}, rank {rank}, element {index}");
             }
             let total = lengths.iter().sum::<usize>() as u64 * 4;
-            let units = ranks.reducers[rank].stats().units - before[rank].0;
-            assert!((total / unit_bytes..=total / unit_bytes + 4).contains(&units), "step {step}: {units} units");
+            let buckets = ranks.reducers[rank].stats().buckets - before[rank].0;
+            assert!(
+                (total / bucket_bytes..=total / bucket_bytes + 4).contains(&buckets),
+                "step {step}: {buckets} buckets"
+            );
             let stats = ranks.engines[rank].stats().expect("it runs");
-            let group = stats.groups.iter().find(|group| group.name == "units").expect("it is there");
+            let group = stats.groups.iter().find(|group| group.name == "buckets").expect("it is there");
             if let Some(algorithm) = algorithm {
                 assert!(group.algorithm.contains(algorithm.name()), "step {step}: {}", group.algorithm);
             }
@@ -251,18 +254,18 @@ fn another_way_in_every_step() {
     assert_eq!(ranks.groups[2][1].hosts().expect("it runs"), [0, 1, 2, 3]);
 }
 
-/// While another rank holds all units back, those that are agreed on pile up in flight, none before another, and each keeps its
-/// own memory: what comes later goes elsewhere, and every unit ends as the sum of its own gradients. The next step uses the
-/// buffers again, the last ones first, for units of another size. (That none moves meanwhile the reducer asserts.)
+/// While another rank holds all buckets back, those that are agreed on pile up in flight, none before another, and each keeps its
+/// own memory: what comes later goes elsewhere, and every bucket ends as the sum of its own gradients. The next step uses the
+/// buffers again, the last ones first, for buckets of another size. (That none moves meanwhile the reducer asserts.)
 #[test]
-fn many_units_in_flight() {
+fn many_buckets_in_flight() {
     for memory in [false, true] {
-        // Four of 4.3 to 5.3 KiB reach a unit of 16 KiB, and three fit into one; the fourth has one of its own, where it lies.
+        // Four of 4.3 to 5.3 KiB reach a bucket of 16 KiB, and three fit into one; the fourth has one of its own, where it lies.
         let lengths: Vec<usize> = (0..48).map(|at| 1100 + 5 * at).collect();
-        let unit_bytes = 16 << 10;
-        let ranks = Ranks::new(2, memory, &lengths, |spec| spec.unit_bytes = unit_bytes);
+        let bucket_bytes = 16 << 10;
+        let ranks = Ranks::new(2, memory, &lengths, |spec| spec.bucket_bytes = bucket_bytes);
         // The other rank does by hand what its reducer would.
-        let (reducer, [rounds, units]) = (&ranks.reducers[0], &ranks.groups[1]);
+        let (reducer, [rounds, buckets]) = (&ranks.reducers[0], &ranks.groups[1]);
         for step in 0..2 {
             let gradient =
                 |rank, at: usize| -> Vec<f32> { (0..lengths[at]).map(|index| value(rank, at, index, step)).collect() };
@@ -280,31 +283,31 @@ fn many_units_in_flight() {
                 let round = all_reduce(rounds, ReduceOp::BitAnd, DType::U8, &mut bits);
                 wait(&round).expect("agreed");
                 let entry = |&at: &usize| Entry { index: at as u32, bytes: 4 * lengths[at] as u64, class: 0 };
-                cut.extend(pack(batch.iter().map(entry), unit_bytes));
+                cut.extend(pack(batch.iter().map(entry), bucket_bytes));
             }
             let flushed = reducer.flush();
-            until(|| reducer.stats().units - before.units == cut.len() as u64);
+            until(|| reducer.stats().buckets - before.buckets == cut.len() as u64);
             assert!(cut.len() == 24 && flushed.result().is_none(), "none can have ended");
             let stats = reducer.stats();
             assert_eq!((stats.rounds - before.rounds, stats.steps), (12, step as u64));
-            let copied: u64 = cut.iter().filter(|unit| unit.pieces.len() == 3).map(|unit| unit.bytes()).sum();
+            let copied: u64 = cut.iter().filter(|bucket| bucket.pieces.len() == 3).map(|bucket| bucket.bytes()).sum();
             assert_eq!(stats.copied_bytes - before.copied_bytes, copied);
 
-            let pieces = |unit: &penstock_engine::plan::units::Unit| -> Vec<usize> {
-                unit.pieces.iter().map(|piece| piece.index as usize).collect()
+            let pieces = |bucket: &penstock_engine::plan::buckets::Bucket| -> Vec<usize> {
+                bucket.pieces.iter().map(|piece| piece.index as usize).collect()
             };
             let mut theirs: Vec<Vec<f32>> =
-                cut.iter().map(|unit| pieces(unit).into_iter().flat_map(|at| gradient(1, at)).collect()).collect();
+                cut.iter().map(|bucket| pieces(bucket).into_iter().flat_map(|at| gradient(1, at)).collect()).collect();
             let tickets: Vec<Ticket> =
-                theirs.iter_mut().map(|unit| all_reduce(units, ReduceOp::Sum, DType::F32, unit)).collect();
+                theirs.iter_mut().map(|bucket| all_reduce(buckets, ReduceOp::Sum, DType::F32, bucket)).collect();
             tickets.iter().chain([&flushed]).for_each(|ticket| wait(ticket).expect("reduced"));
             for (at, got) in gradients.iter().enumerate() {
                 let sum: Vec<f32> = gradient(0, at).iter().zip(gradient(1, at)).map(|(a, b)| a + b).collect();
                 assert!(*got == sum, "memory {memory}, step {step}, gradient {at}");
             }
-            for (unit, got) in cut.iter().zip(&theirs) {
-                let ours: Vec<f32> = pieces(unit).into_iter().flat_map(|at| gradients[at].clone()).collect();
-                assert!(*got == ours, "memory {memory}, step {step}, gradients {:?}", pieces(unit));
+            for (bucket, got) in cut.iter().zip(&theirs) {
+                let ours: Vec<f32> = pieces(bucket).into_iter().flat_map(|at| gradients[at].clone()).collect();
+                assert!(*got == ours, "memory {memory}, step {step}, gradients {:?}", pieces(bucket));
             }
         }
     }
@@ -323,7 +326,7 @@ fn errors() {
     let twice = submit(0, 0).expect_err("pending");
     assert!(twice.message.contains("the gradient of layer 0 is submitted while") && twice.group_lives, "{twice}");
     submit(0, 2).expect_err("there are two");
-    let early = ranks.reducers[0].set_way(&Way { unit_bytes: 1, wire: None, algorithm: None, streams: 1 });
+    let early = ranks.reducers[0].set_way(&Way { bucket_bytes: 1, wire: None, algorithm: None, streams: 1 });
     let early = early.expect_err("one is pending");
     assert!(early.message.contains("between two steps only") && early.group_lives, "{early}");
     let waiting = ranks.reducers[0].flush();
@@ -375,13 +378,13 @@ fn withdrawn_before_anything_is_agreed_on() {
 #[test]
 fn withdrawn_in_the_middle() {
     for (memory, raise) in [(false, [true, false]), (true, [true, false]), (false, [true, true])] {
-        let ranks = Ranks::new(2, memory, &[10, 10, 10], |spec| spec.unit_bytes = 1);
+        let ranks = Ranks::new(2, memory, &[10, 10, 10], |spec| spec.bucket_bytes = 1);
         let mut gradients = [[vec![1f32; 10], vec![2f32; 10]], [vec![3f32; 10], vec![4f32; 10]]];
         for (reducer, own) in ranks.reducers.iter().zip(&mut gradients) {
             // SAFETY: kept until the end.
             unsafe { reducer.submit(2, own[0].as_mut_ptr().cast(), 40, false, None) }.expect("submitted");
         }
-        until(|| ranks.reducers.iter().all(|reducer| reducer.stats().units == 1));
+        until(|| ranks.reducers.iter().all(|reducer| reducer.stats().buckets == 1));
         for (rank, own) in gradients.iter_mut().enumerate() {
             // SAFETY: kept until the end.
             unsafe { ranks.reducers[rank].submit(rank as u32, own[1].as_mut_ptr().cast(), 40, false, None) }
@@ -510,8 +513,8 @@ impl Ranks {
         };
         let engines: Vec<Engine> =
             (0..world).map(|rank| Engine::start(&config(rank as u32)).expect("starts")).collect();
-        let (rounds, units) = (join(&engines, "rounds"), join(&engines, "units"));
-        let groups: Vec<_> = rounds.into_iter().zip(units).map(|(rounds, units)| [rounds, units]).collect();
+        let (rounds, buckets) = (join(&engines, "rounds"), join(&engines, "buckets"));
+        let groups: Vec<_> = rounds.into_iter().zip(buckets).map(|(rounds, buckets)| [rounds, buckets]).collect();
         let mut ranks = Ranks { groups, reducers: Vec::new(), engines };
         ranks.reducers = (0..world)
             .map(|rank| {
@@ -524,10 +527,10 @@ impl Ranks {
     }
 
     fn spec(&self, rank: usize, lengths: &[usize]) -> ReducerSpec {
-        let [rounds, units] = self.groups[rank].clone();
+        let [rounds, buckets] = self.groups[rank].clone();
         ReducerSpec {
             rounds,
-            units,
+            buckets,
             rank: rank as u32,
             world: self.groups.len() as u32,
             gradients: lengths
@@ -541,7 +544,7 @@ impl Ranks {
                 })
                 .collect(),
             op: ReduceOp::Sum,
-            unit_bytes: 1 << 20,
+            bucket_bytes: 1 << 20,
             wire: None,
             error_feedback: false,
             check_finite: false,

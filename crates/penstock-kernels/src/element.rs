@@ -1,4 +1,4 @@
-//! How elements in memory become accumulators, and accumulators elements.
+//! Element types: how elements in memory become accumulators, and back.
 
 use std::marker::PhantomData;
 
@@ -27,7 +27,7 @@ pub(crate) trait Element {
     /// As for `widen`.
     unsafe fn narrow<const N: usize>(values: [Self::Accumulator; N]) -> [Self::Bits; N];
 
-    /// The same where no NaN can be.
+    /// The same for values that are never NaN.
     ///
     /// # Safety
     /// As for `widen`.
@@ -57,9 +57,9 @@ pub(crate) struct Avx512F16;
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Truth(pub(crate) u8);
 
-/// A type whose bytes lie in memory the other way round.
+/// A type whose bytes lie in memory in the other order.
 pub(crate) struct Swapped<T>(PhantomData<T>);
-/// A type to store where no NaN can be.
+/// A type to store values that are never NaN.
 pub(crate) struct Numbers<E>(PhantomData<E>);
 /// An integer that counts units: `T` in memory, its bytes swapped if `SWAP`, and in registers the f32 nearest to it.
 pub(crate) struct Counts<T, R, const SWAP: bool>(PhantomData<(T, R)>);

@@ -22,7 +22,7 @@ pub(crate) struct F16ToCounts {
 }
 
 impl F16ToCounts {
-    /// None for a block of zeros.
+    /// `None` for a block of zeros.
     pub(crate) fn new(block: Block) -> Option<F16ToCounts> {
         // SAFETY: `PortableF16` runs anywhere. These are integers that float16 holds.
         let float16 = |integer: f32| unsafe { PortableF16::narrow([integer])[0].cast_signed() };
@@ -68,7 +68,7 @@ pub(crate) struct F16FromCounts {
 }
 
 impl F16FromCounts {
-    /// Where `factor` and 33 times that are float16.
+    /// `None` unless `factor` and 33 times `factor` are float16 numbers.
     pub(crate) fn new(block: Block) -> Option<F16FromCounts> {
         let power = block.unit_exponent() + 10;
         let factor = if power < -14 { 1 << (power + 24).clamp(0, 9) } else { (power + 15) << 10 };

@@ -34,7 +34,7 @@
 //!   arithmetic rounds after every addition: other bits than the other levels give. Where a block's unit rules both out,
 //!   quantisation uses them (`half.rs`).
 //! - **non-temporal stores?** A reduced frame is sent next, or is the operand of the next step: it should stay in cache.
-//! - **threads?** Who calls knows how many cores are free.
+//! - **threads?** The caller knows how many cores are free.
 //! - **pairwise or compensated sums?** A sum has one operand a rank; the order of ranks is the caller's.
 
 use penstock_types::{DType, ReduceOp};
@@ -119,7 +119,7 @@ pub fn bf16_to_f32(dst: &mut [f32], src: &[u16]) {
     Level::best().bf16_to_f32(dst, src);
 }
 
-/// Whether no element is NaN or infinite. Types other than the four floating-point ones always are finite.
+/// Whether no element is NaN or infinite. True for all but the four floating-point types.
 ///
 /// # Panics
 /// If `bytes` is not a multiple of the element size.
@@ -128,7 +128,7 @@ pub fn bf16_to_f32(dst: &mut [f32], src: &[u16]) {
 /// `src` is readable for `bytes` bytes, any alignment, and nobody writes to it meanwhile.
 ///
 /// # Cost
-/// One read of `bytes`. It stops at the end of the first block (4 KiB) that has one.
+/// One read of `bytes`. It stops at the end of the first block (4 KiB) with such an element.
 #[must_use]
 pub unsafe fn is_finite(dtype: DType, src: *const u8, bytes: usize) -> bool {
     assert!(bytes.is_multiple_of(dtype.size()), "{bytes} bytes are not a whole number of {dtype}");
@@ -181,8 +181,8 @@ enum Set {
     Portable,
 }
 
-/// `on!(level, I => expression)` evaluates the expression with `I` as the level's instruction set. What the two levels above
-/// AVX-512 have more, only a few conversions use, which look for it.
+/// `on!(level, I => expression)` evaluates the expression with `I` as the level's instruction set. Only a few conversions use
+/// what the two levels above AVX-512 have in addition; they check for it themselves.
 macro_rules! on {
     ($level:expr, $set:ident => $body:expr) => {
         match $level.0 {
@@ -226,13 +226,13 @@ impl Level {
         vector.chain([Level(Set::Portable)])
     }
 
-    /// Whether the processor and the kernel support it (looked up once a process).
+    /// Whether the processor and the operating system support it (looked up once a process).
     #[cfg(target_arch = "x86_64")]
     fn is_here(self) -> bool {
         match self.0 {
             Set::Avx512Fp16 => Level(Set::Avx512Bf16).is_here() && std::arch::is_x86_feature_detected!("avx512fp16"),
             Set::Avx512Bf16 => {
-                // All that have the first have the others, but for Cooper Lake.
+                // All processors that have the first have the others too, except Cooper Lake.
                 Avx512::is_here()
                     && std::arch::is_x86_feature_detected!("avx512bf16")
                     && std::arch::is_x86_feature_detected!("avx512vbmi")
@@ -347,7 +347,7 @@ impl Level {
 const VECTOR_LEVELS: [Level; 4] =
     [Level(Set::Avx512Fp16), Level(Set::Avx512Bf16), Level(Set::Avx512), Level(Set::Avx2)];
 
-/// Where a kernel reads and writes. Each pointer is good for `elements` elements of its side's type.
+/// The memory of a kernel. Each pointer is valid for `elements` elements of its side's type.
 #[derive(Clone, Copy)]
 struct Operands<'a> {
     dst: *mut u8,

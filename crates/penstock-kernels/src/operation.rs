@@ -1,4 +1,4 @@
-//! What is done to accumulators: the operations between two, and what follows the last.
+//! The operations on accumulators: between two sources, and after the last one.
 
 use crate::element::{Truth, map};
 
@@ -7,7 +7,7 @@ pub(crate) trait Apply<T> {
     fn apply(left: T, right: T) -> T;
 }
 
-/// What is done after the last source. To whole arrays, because some instructions do.
+/// An operation after the last source. It takes whole arrays, because some instructions do.
 pub(crate) trait Last<T>: Copy {
     /// # Safety
     /// The caller is compiled for the instruction set that this type belongs to, if any.

@@ -26,7 +26,7 @@ pub(crate) trait InstructionSet {
         O: Apply<S::Accumulator>,
         L: Last<S::Accumulator>;
 
-    /// Anything else.
+    /// Runs any other kernel.
     ///
     /// # Safety
     /// The machine has the instructions.
@@ -47,7 +47,7 @@ impl InstructionSet for Portable {
     type F16 = PortableF16;
     type Round = PortableRound;
 
-    // Else all its instances would be inlined into one huge function.
+    // Otherwise all its instances would be inlined into one huge function.
     #[inline(never)]
     unsafe fn stream<S, D, O, L, const N: usize>(operands: Operands, last: L)
     where
@@ -74,7 +74,7 @@ macro_rules! x86_instruction_set {
 
         #[cfg(target_arch = "x86_64")]
         impl $name {
-            /// Whether the processor and the kernel support it (looked up once a process).
+            /// Whether the processor and the operating system support it (looked up once a process).
             pub(crate) fn is_here() -> bool {
                 $(std::arch::is_x86_feature_detected!($feature))&&*
             }

@@ -63,7 +63,7 @@ fn a_slot_holds_all_workers_at_the_extreme() {
                     assert_eq!(decode_integers(integer, &slot), vec![exact as i64; 37]);
                     let limit = if integer == DType::I16 { i64::from(i16::MAX) } else { i64::from(i32::MAX) };
                     let room = if sign > 0.0 { limit - exact as i64 } else { -limit - 1 - exact as i64 };
-                    // A stranger fills it up to the bound, and goes over by one in a single element.
+                    // An unauthenticated peer fills it up to the bound, and goes over by one in a single element.
                     let full = encode_integers(integer, &[room; 37], ByteOrder::Native);
                     assert!(!level.add_integers(integer, &mut slot, &full, ByteOrder::Native));
                     for at in [0, 20, 36] {

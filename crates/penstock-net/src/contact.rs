@@ -15,23 +15,23 @@ pub struct Contact {
     pub host: String,
     /// Where it listens, an address an interface.
     pub tcp: Vec<SocketAddr>,
-    /// Where its [`crate::memory::MemoryEpoch`] lies in its memory. 0: it does not take part in shared memory.
+    /// The address of its [`crate::memory::MemoryEpoch`]. 0: it does not share memory.
     pub memory_epoch: u64,
-    /// Which process of its machine it is.
+    /// Its process number and PID namespace.
     pub process: Process,
 }
 
-/// A process as its PID namespace numbers it.
+/// A process number within its PID namespace.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Process {
     /// Its number.
     pub pid: u32,
-    /// The PID namespace: the same number in processes that see each other under their numbers. 0: unknown.
+    /// The PID namespace. It is equal in processes that see each other under these numbers. 0: unknown.
     pub space: u64,
 }
 
 impl Process {
-    /// The one that asks.
+    /// This process.
     #[must_use]
     pub fn own() -> Process {
         // The namespace's inode is unique until the next boot, whose id is random.
@@ -98,7 +98,7 @@ impl Contact {
         })
     }
 
-    /// The abstract UNIX socket on which processes of the same host reach it. Abstract names belong to a network
+    /// The abstract UNIX socket on which processes of the same host reach this one. Abstract names belong to a network
     /// namespace, so two emulated hosts on one machine do not see each other's.
     #[must_use]
     pub fn local_name(node: &NodeKey) -> String {
@@ -120,7 +120,7 @@ impl Contact {
 mod tests {
     use super::*;
 
-    /// A contact survives the store; nonsense is an error that quotes it.
+    /// A contact survives encoding; an invalid text is an error that quotes it.
     #[test]
     fn round_trip() {
         let contact = Contact {

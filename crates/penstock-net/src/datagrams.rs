@@ -1,8 +1,8 @@
 //! UDP in trains.
 //!
-//! A *train* is a run of datagrams from one address, or to one, all equally long but for the last, which may be shorter.
-//! The kernel takes and gives a train in one piece (GSO and GRO, "segmentation offload"), so its price is that of one
-//! datagram, a few microseconds, whether it holds one or 64.
+//! A *train* is a run of datagrams from one address, or to one, all of one length but the last, which may be shorter. The
+//! kernel takes and gives a train in one piece (GSO and GRO, "segmentation offload"), so it costs as much as one datagram, a
+//! few microseconds, whether it holds one or 64.
 //!
 //! ```text
 //!   receive ──▶ train ──▶ datagram, datagram, ...        queue(to, header, payload) ──▶ open train of `to`
@@ -10,8 +10,8 @@
 //!                 └── relay: the received bytes, to many     ▼
 //!                                                        the kernel; what it does not take now waits ──▶ flush
 //! ```
-//! Nothing here drops a datagram that the socket's buffer has no room for: it waits, [`Datagrams::is_blocked`] says so, and a caller that
-//! then stops receiving until [`Datagrams::flush`] succeeds keeps the memory bounded by one batch.
+//! Nothing here drops a datagram for which the socket's buffer has no room: it waits, and [`Datagrams::is_blocked`] says so. A
+//! caller that then stops receiving until [`Datagrams::flush`] succeeds keeps the memory bounded by one batch.
 //!
 //! Why `quinn-udp`? It knows the control messages and their old kernels. Rivals: `socket2` and `rustix` (neither has batched
 //! calls), `tokio` (no offloads). Without offloads we call `sendmmsg` ourselves, since `quinn-udp` sends one by one.
@@ -25,7 +25,7 @@ use std::mem;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-/// One UDP socket that never blocks, and what waits to be sent through it. A forked child closes it.
+/// A non-blocking UDP socket, and the datagrams that wait to be sent through it. A forked child closes it.
 #[derive(Debug)]
 pub struct Datagrams {
     socket: Fd,
@@ -39,40 +39,40 @@ pub struct Datagrams {
     counters: DatagramCounters,
 }
 
-/// What went through a socket.
+/// Counters of one socket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DatagramCounters {
     /// Datagrams that came.
     pub received: u64,
-    /// Trains in which they came.
+    /// Trains that came.
     pub received_trains: u64,
-    /// Their bytes.
+    /// Bytes that came.
     pub received_bytes: u64,
     /// Datagrams that left.
     pub sent: u64,
-    /// System calls that sent them.
+    /// System calls that sent datagrams.
     pub sent_calls: u64,
-    /// Their bytes.
+    /// Bytes that left.
     pub sent_bytes: u64,
-    /// Datagrams that the kernel refused for another reason than a full buffer; [`Datagrams::flush`] returned it.
+    /// Datagrams that the kernel refused for another reason than a full buffer; [`Datagrams::flush`] returned the reason.
     pub unsent: u64,
-    /// How often the buffer was full.
+    /// How often the send buffer was full.
     pub blocked: u64,
 }
 
-/// Datagrams from one address in the order in which they came; all of `stride` bytes but the last, which may be shorter.
+/// Datagrams from one address in the order of arrival, all of `stride` bytes but the last, which may be shorter.
 #[derive(Clone, Copy, Debug)]
 pub struct Train<'a> {
-    /// Who sent them.
+    /// The sender.
     pub from: SocketAddr,
     /// All bytes.
     pub bytes: &'a [u8],
-    /// Bytes of one.
+    /// Bytes of each datagram but the last.
     pub stride: usize,
 }
 
 impl<'a> Train<'a> {
-    /// One after the other. Somebody may send an empty datagram.
+    /// The datagrams, one after the other. A datagram may be empty.
     pub fn datagrams(&self) -> impl Iterator<Item = &'a [u8]> + use<'a> {
         let empty = self.bytes.is_empty().then_some(self.bytes);
         self.bytes.chunks(self.stride.max(1)).chain(empty)
@@ -93,9 +93,9 @@ pub struct Outbox<'a> {
 }
 
 impl Datagrams {
-    /// Binds a socket. With `offloads` trains go through the kernel in one piece, where it can; without, every datagram is
-    /// one on every interface, which is what byte-exact measurements need. `buffer_bytes` is asked for in each direction;
-    /// [`Datagrams::buffer_bytes`] says what was given.
+    /// Binds a socket. With `offloads`, trains go through the kernel in one piece where it can do that. Without, every
+    /// datagram is a packet of its own on every interface, as byte-exact measurements need. `buffer_bytes` is requested in
+    /// each direction; [`Datagrams::buffer_bytes`] tells what the kernel gave.
     pub fn bind(addr: SocketAddr, offloads: bool, buffer_bytes: usize) -> io::Result<Datagrams> {
         let socket = Socket::new(Domain::for_address(addr), Type::DGRAM.cloexec(), Some(Protocol::UDP))?;
         if addr.is_ipv6() {
@@ -117,7 +117,7 @@ impl Datagrams {
                     mem::size_of_val(&off) as libc::socklen_t,
                 )
             };
-            // A kernel that does not know it has it off.
+            // On a kernel without this option it is off.
             if rc != 0 && io::Error::last_os_error().raw_os_error() != Some(libc::ENOPROTOOPT) {
                 return Err(io::Error::last_os_error());
             }
@@ -136,20 +136,20 @@ impl Datagrams {
         })
     }
 
-    /// The address that it is bound to.
+    /// The local address.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.local
     }
 
-    /// Bytes of the kernel's buffers (receive, send). Linux counts its bookkeeping in, so about half is payload.
+    /// Sizes of the kernel's buffers (receive, send). Linux includes its bookkeeping, so about half is payload.
     pub fn buffer_bytes(&self) -> io::Result<(usize, usize)> {
         let socket = socket2::SockRef::from(&self.socket);
         Ok((socket.recv_buffer_size()?, socket.send_buffer_size()?))
     }
 
-    /// Asks for a send buffer of so many bytes. What waits there goes before all that the caller finds more urgent later, such as
-    /// what was lost; what has no room there waits in the queue of the caller's making.
+    /// Requests a send buffer of `bytes` bytes. Datagrams in this buffer leave before all that becomes more urgent later, such
+    /// as resends; the rest waits in the caller's queue.
     pub fn set_send_buffer(&self, bytes: usize) -> io::Result<()> {
         socket2::SockRef::from(&self.socket).set_send_buffer_size(bytes)
     }
@@ -172,14 +172,13 @@ impl Datagrams {
         if rc == 0 { Ok(u64::from(words[8])) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Receives one batch, without waiting, and gives it away datagram by datagram. Returns how many there were; 0 when
-    /// none are waiting.
+    /// Receives one batch, without waiting, and passes on each datagram. Returns how many there were; 0 if none was waiting.
     pub fn receive(&mut self, mut each: impl FnMut(SocketAddr, &[u8])) -> io::Result<usize> {
         self.exchange(|train, _| train.datagrams().for_each(|datagram| each(train.from, datagram)))
     }
 
-    /// Receives one batch, without waiting, and gives it away train by train; the handler may send through the outbox
-    /// meanwhile. Returns how many datagrams there were; 0 when none are waiting.
+    /// Receives one batch, without waiting, and passes on each train; the handler may send through the outbox meanwhile.
+    /// Returns how many datagrams there were; 0 if none was waiting.
     pub fn exchange(&mut self, mut each: impl FnMut(Train<'_>, &mut Outbox<'_>)) -> io::Result<usize> {
         let mut metas = [RecvMeta::default(); BATCH];
         let trains = {
@@ -224,8 +223,8 @@ impl Datagrams {
         self.outbox().relay(to, bytes, stride);
     }
 
-    /// Sends everything that waits, until the buffer is full. An error says why datagrams could not be sent since the last
-    /// call, the first such reason; those were dropped and counted, all others go on, and so does the socket.
+    /// Sends everything that waits, until the buffer is full. An error is the first reason since the last call for which
+    /// datagrams could not be sent. Those were dropped and counted; all others go on, and the socket is still usable.
     pub fn flush(&mut self) -> io::Result<()> {
         let Outbox { mut wire, queue } = self.outbox();
         queue.flush(&mut |to, bytes, stride| wire.send(to, bytes, stride));
@@ -238,7 +237,7 @@ impl Datagrams {
         self.queue.blocked
     }
 
-    /// What went through it so far.
+    /// The socket's counters so far.
     #[must_use]
     pub fn counters(&self) -> &DatagramCounters {
         &self.counters
@@ -257,7 +256,7 @@ impl AsFd for Datagrams {
 }
 
 impl Outbox<'_> {
-    /// Puts a datagram into the open train of its destination, and sends the train if it is full. Copies both parts once. At
+    /// Appends a datagram to the open train of its destination, and sends the train if it is full. Copies both parts once. At
     /// most 65,507 bytes together.
     pub fn queue(&mut self, to: SocketAddr, header: &[u8], payload: &[u8]) {
         let most = self.wire.offloads.segments;
@@ -265,8 +264,8 @@ impl Outbox<'_> {
         queue.push(to, header, payload, most, &mut |to, bytes, stride| wire.send(to, bytes, stride));
     }
 
-    /// Sends a train as it is, now, without a copy, and behind what was queued for the same destination; what the kernel does
-    /// not take waits in a copy.
+    /// Sends a train unchanged, at once, without a copy, and after what was queued for the same destination. What the kernel
+    /// does not take is copied and waits.
     pub fn relay(&mut self, to: SocketAddr, bytes: &[u8], stride: usize) {
         let Outbox { wire, queue } = self;
         queue.relay(to, bytes, stride, &mut |to, bytes, stride| wire.send(to, bytes, stride));
@@ -285,7 +284,7 @@ struct Offloads {
     segments: usize,
 }
 
-/// The way to the kernel.
+/// The socket's descriptor and its offloads.
 #[derive(Debug)]
 struct Wire<'a> {
     socket: &'a Fd,
@@ -294,14 +293,14 @@ struct Wire<'a> {
     counters: &'a mut DatagramCounters,
 }
 
-/// What became of a train.
+/// The result of sending a train.
 #[derive(Debug)]
 enum Sent {
     /// The kernel has it.
     All,
-    /// The buffer is full; the kernel has only so many bytes of it.
+    /// The buffer is full; the kernel took this many bytes of the train.
     Blocked(usize),
-    /// Some of it will never be sent; the rest was.
+    /// Some of the train will never be sent; the rest was.
     Refused(io::Error),
 }
 
@@ -326,9 +325,9 @@ impl Wire<'_> {
                     self.counters.unsent += 1;
                     return Sent::Refused(error);
                 }
-                // An interface that cannot cut trains. It will not learn to.
+                // The interface cannot cut trains. That will not change.
                 Err(error) if error.raw_os_error() == Some(libc::EIO) => self.offloads.segments = 1,
-                // This train's datagrams do not fit the interface; another's may.
+                // This train's datagrams do not fit the interface; others may.
                 Err(_) => {}
             }
         }
@@ -384,12 +383,12 @@ impl Wire<'_> {
     }
 }
 
-/// What is to be sent. It knows no socket: `send` is passed in.
+/// What waits to be sent. It does not know the socket: `send` is passed in.
 #[derive(Debug, Default)]
 struct Queue {
     /// One open train a destination, in the order in which destinations appeared.
     open: Vec<Waiting>,
-    /// Where the last datagram went; the next goes there too, or to the one after.
+    /// The train of the last datagram; the next one goes there too, or to the one after.
     last: usize,
     /// Closed trains that the kernel did not take, oldest first.
     waiting: VecDeque<Waiting>,
@@ -404,7 +403,7 @@ struct Waiting {
     to: SocketAddr,
     bytes: Vec<u8>,
     stride: usize,
-    /// What the kernel has already.
+    /// Bytes that the kernel has taken.
     done: usize,
 }
 
@@ -493,7 +492,7 @@ impl Queue {
         }
     }
 
-    /// The open train of a destination.
+    /// The index of a destination's open train.
     fn open(&mut self, to: SocketAddr) -> usize {
         let count = self.open.len();
         let next = if self.last + 1 < count { self.last + 1 } else { 0 };
@@ -512,7 +511,7 @@ impl Queue {
         self.last
     }
 
-    /// Sends an open train, or puts it behind those that wait.
+    /// Sends an open train, or appends it to those that wait.
     fn close(&mut self, index: usize, send: &mut impl FnMut(SocketAddr, &[u8], usize) -> Sent) {
         let Waiting { to, stride, .. } = self.open[index];
         let done = if self.blocked {
@@ -542,11 +541,11 @@ impl Queue {
     }
 }
 
-/// For [`Datagrams::set_send_buffer`], where losses are repaired: some 28 datagrams of 9 KiB with the kernel's bookkeeping, which are
-/// 17 ms at 120 Mbit/s and 0.2 ms at 10 Gbit/s.
+/// For [`Datagrams::set_send_buffer`] where losses are repaired: some 28 datagrams of 9 KiB with the kernel's bookkeeping.
+/// They take 17 ms at 120 Mbit/s and 0.2 ms at 10 Gbit/s.
 pub const SHORT_SEND_BUFFER: usize = 256 << 10;
 
-/// Asks for buffers beyond the system's limit first, which root may have.
+/// First requests buffers beyond the system's limit, which root may have.
 fn enlarge(socket: &Socket, bytes: usize) -> io::Result<()> {
     let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
     for force in [libc::SO_RCVBUFFORCE, libc::SO_SNDBUFFORCE] {
@@ -575,13 +574,13 @@ const BATCH: usize = 32;
 const TRAINS: usize = 4;
 /// Datagrams sent by one call without offloads; also what Linux takes in a train.
 const CALL: usize = 64;
-/// Nothing longer comes out of the kernel: the length field of IP has 16 bits.
+/// The longest train that the kernel can deliver: the length field of IP has 16 bits.
 const LONGEST_TRAIN: usize = 1 << 16;
-/// More than an MTU of 9000 carries; what is longer arrives cut.
+/// More than an MTU of 9000 carries; a longer datagram arrives truncated.
 const LONGEST_DATAGRAM: usize = 9216;
 /// 16 bits, less IPv6's and UDP's headers (IPv4's is shorter).
 const LONGEST_SENT: usize = 65535 - 40 - 8;
-/// Destinations with a train of their own before they are forgotten: all workers of some jobs.
+/// How many destinations keep a train of their own: all workers of some jobs.
 const REMEMBERED: usize = 1024;
 
 #[cfg(test)]

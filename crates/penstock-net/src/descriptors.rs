@@ -1,29 +1,30 @@
-//! Descriptors run out: what to do then, and how to have enough of them before.
+//! File descriptors: what to do when they run out, and how to get enough of them beforehand.
 
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::io;
 
-/// What a loop does whose `accept` has failed.
+/// What a loop does after `accept` has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum After {
-    /// Nobody waits to be accepted.
+    /// No connection waits to be accepted.
     Nothing,
     /// This connection is lost; there may be others.
     Next,
-    /// The machine lacks something. The connection still waits, and so the loop must, or it would try without a pause.
+    /// The machine lacks descriptors or memory. The connection still waits, so the loop must wait too, or it would retry
+    /// without a pause.
     Later,
     /// The listener was shut down.
     End,
 }
 
-/// What follows from an error of `accept`. No error but the listener's own end is a reason to stop accepting.
+/// What follows from an error of `accept`. Only the listener's own end is a reason to stop accepting.
 #[must_use]
 pub fn after_accept(error: &io::Error) -> After {
     match error.raw_os_error().map(Errno::from_raw_os_error) {
         Some(Errno::AGAIN) => After::Nothing,
         Some(Errno::INVAL | Errno::BADF) => After::End,
-        // Linux passes on what the network has found out about the connection (accept(2)); EPERM is the word of a firewall.
+        // Linux reports errors of the network on this connection here (accept(2)); EPERM comes from a firewall.
         Some(
             Errno::INTR
             | Errno::CONNABORTED
@@ -42,22 +43,22 @@ pub fn after_accept(error: &io::Error) -> After {
     }
 }
 
-/// Whether a system call failed for want of descriptors or memory, which others may give back.
+/// Whether a system call failed for lack of descriptors or memory, of which some may become free.
 #[must_use]
 pub fn is_shortage(error: &io::Error) -> bool {
     let lacking = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::NOSPC];
     error.raw_os_error().is_some_and(|number| lacking.contains(&Errno::from_raw_os_error(number)))
 }
 
-/// Sees to it that this process may open `more` descriptors: raises the soft limit, as far as the hard one lets it, and no
-/// further than needed. Python's `subprocess`, for one, takes longer under a high limit.
+/// Makes sure that this process may open `more` descriptors: raises the soft limit up to the hard one, but no further than
+/// needed. Python's `subprocess`, for one, takes longer under a high limit.
 ///
 /// # Errors
-/// For people: how many are needed, and how many there may be.
+/// A text for users: how many are needed, and how many are allowed.
 pub fn make_room(more: usize) -> Result<(), String> {
     let limits = getrlimit(Resource::Nofile);
     let Some(soft) = limits.current else { return Ok(()) };
-    // Without /proc, what is open is taken to be what an interpreter with torch has.
+    // Without /proc, assumes as many open descriptors as an interpreter with torch has.
     let open = std::fs::read_dir("/proc/self/fd").map_or(128, Iterator::count) as u64;
     let needed = open + more as u64 + SPARE;
     let Some(wanted) = raised(soft, limits.maximum, needed) else { return Ok(()) };
@@ -73,12 +74,12 @@ pub fn make_room(more: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// The soft limit to set, if there is too little room; it may be less than what is needed.
+/// The soft limit to set, if the present one is too low; it may be less than what is needed.
 fn raised(soft: u64, hard: Option<u64>, needed: u64) -> Option<u64> {
     (soft < needed).then(|| hard.map_or(needed, |hard| needed.min(hard)).max(soft))
 }
 
-/// For what the rest of the process opens meanwhile.
+/// For what the rest of the process opens in the meantime.
 const SPARE: u64 = 128;
 
 #[cfg(test)]

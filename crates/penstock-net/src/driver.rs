@@ -96,7 +96,7 @@ pub enum Admission {
     /// It may prove that it knows this secret; it is this peer.
     Admit(Vec<u8>, PeerId),
     /// We do not run such a job, or such a process is not in it.
-    Stranger,
+    Unauthenticated,
     /// Another generation of the job runs here.
     Generation(Generation),
     /// We have not read the job's members yet.
@@ -269,57 +269,58 @@ pub struct Driver {
     next_token: u64,
     peers: Peers,
     links: Vec<Link>,
-    /// Sockets that may have more to read although the kernel reports them only once.
+    /// Sockets that may have more to read, although the kernel reports them only once.
     again: Vec<u64>,
     junk: Box<[u8]>,
-    /// Connections of others that have proved nothing yet. Own ones do not count: they are as many as the job needs.
-    strangers: usize,
-    /// When to accept again, after the machine lacked something.
+    /// Incoming connections that are not authenticated yet. The process's own attempts do not count: they are as many as the
+    /// job needs.
+    unauthenticated: usize,
+    /// When to accept again, after a shortage of descriptors or memory.
     accept_at: Option<Time>,
     /// When a shortage was logged last.
     complained: Option<Time>,
     next_timers: Time,
     next_tick: Time,
-    /// When the kernel was last asked what has arrived. All of it has been read by now, or as much of it as one turn reads.
+    /// When the kernel was last asked what has arrived. All of that has been read since, or as much of it as one turn reads.
     looked: Time,
     yama: Yama,
 }
 
-/// What a loop keeps from turn to turn until it ends.
+/// State of a loop from turn to turn, until it ends.
 #[derive(Default)]
 pub struct Run {
     events: Vec<epoll::Event>,
     /// When it began to stop.
     stopping_since: Option<Time>,
-    /// When good-bye was said to whom.
+    /// When a good-bye was sent to each peer.
     farewells: HashMap<PeerId, Time>,
 }
 
-/// What the loop knows of the way to a peer.
+/// State of the connections to one peer.
 struct Link {
     contact: Contact,
     job: Option<(GroupId, Vec<u8>)>,
-    /// We connect; the other side waits.
+    /// This side connects, the other one accepts.
     connects: bool,
     sockets: Vec<u64>,
     /// A stream has been up.
     was_up: bool,
     said_bye: bool,
     finished: bool,
-    /// Stream and time of the next attempt to connect it.
+    /// For each stream to be connected again: the stream, the time of the next attempt, and how many have failed.
     retries: Vec<(StreamId, Time, u32)>,
     /// Since when no stream has been up.
     down_since: Option<Time>,
-    /// How often connecting was refused by the peer's host while no stream was up.
+    /// How often the peer's host refused to connect while no stream was up.
     refusals: u32,
     round: usize,
-    /// Why its hand-shakes fail, as logged last.
+    /// Why hand-shakes with the peer fail, as logged last.
     complaint: String,
-    /// How often its memory could not be read, and it may be so soon.
+    /// How often the peer's memory could not be read for a reason that may pass.
     unread: u32,
-    /// Local port of stream 0. The streams take neighbouring ports: networks choose a flow's path (or queue) by a hash of
-    /// its ports that is nearly always linear (XOR, CRC, Toeplitz), so that neighbours spread evenly, where random ports
-    /// collide like birthdays (8 flows on 16 paths use 6.5 of them).
+    /// Local port of stream 0. The streams take neighbouring ports: networks choose a flow's path (or queue) by a hash of its
+    /// ports that is nearly always linear (XOR, CRC, Toeplitz). So neighbouring ports spread evenly, where random ports
+    /// collide (8 flows on 16 paths use 6.5 of them).
     first_port: u16,
 }
 
@@ -358,7 +359,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// A loop on a host that a test plays. [`Driver::turn`] runs it.
+    /// A loop on a simulated host, for tests. [`Driver::turn`] runs it.
     ///
     /// # Errors
     /// The kernel has no descriptor left.
@@ -391,7 +392,7 @@ impl Driver {
             links: Vec::new(),
             again: Vec::new(),
             junk: vec![0; 64 * 1024].into_boxed_slice(),
-            strangers: 0,
+            unauthenticated: 0,
             accept_at: None,
             complained: None,
             next_timers: Time(0),
@@ -402,7 +403,7 @@ impl Driver {
         })
     }
 
-    /// Where it listens.
+    /// The addresses on which it listens.
     #[must_use]
     pub fn addresses(&self) -> Vec<SocketAddr> {
         self.tcp.iter().map(|(_, address)| *address).collect()
@@ -414,30 +415,31 @@ impl Driver {
         self.local.is_some()
     }
 
-    /// For other threads.
+    /// A handle by which other threads wake the loop.
     #[must_use]
     pub fn wake_handle(&self) -> Arc<Wake> {
         self.wake.clone()
     }
 
-    /// The machines of all peers, while the loop does not run.
+    /// The state machines of all peers, while the loop does not run.
     pub fn peers(&mut self) -> &mut Peers {
         &mut self.peers
     }
 
-    /// Runs until the handler says to stop and all peers have been told. If the handler panics, it may be run once more: then
-    /// what is queued for the peers leaves.
+    /// Runs until the handler says to stop and all peers have been told. If the handler panics, it may be run once more, which
+    /// sends what is queued for the peers.
     pub fn run<H: Handler>(&mut self, handler: &mut H) {
         let mut run = Run::default();
         while self.turn(handler, &mut run) {}
         self.finish(handler);
     }
 
-    /// One turn of [`Driver::run`]: sends, waits, and handles what has come. False: the loop ends, with [`Driver::finish`].
+    /// One turn of [`Driver::run`]: sends, waits, and handles what came. Returns false when the loop ends; then call
+    /// [`Driver::finish`].
     pub fn turn<H: Handler>(&mut self, handler: &mut H, run: &mut Run) -> bool {
         let now = self.now();
         self.peers.now = now;
-        // Also before the end: somebody waits for what is ordered.
+        // Also before the end: other threads wait for these requests.
         self.follow_orders(handler, now);
         self.pump(handler, now);
         if handler.stopping() {
@@ -448,8 +450,8 @@ impl Driver {
             }
             self.pump(handler, now);
         }
-        // Only after a look at the sockets that was late enough: what has arrived is read before anybody is judged by his
-        // silence, also when this process was stopped or busy for long.
+        // Only if the sockets were read late enough: what has arrived is read before a peer counts as silent, also when this
+        // process was stopped or busy for long.
         if self.looked >= self.next_timers {
             self.handle_timers(handler, now);
             self.follow_orders(handler, now);
@@ -477,7 +479,7 @@ impl Driver {
         true
     }
 
-    /// The end of [`Driver::run`]: tells the peers the last, and closes the connections.
+    /// The end of [`Driver::run`]: sends the last frames to the peers, and closes the connections.
     pub fn finish<H: Handler>(&mut self, handler: &mut H) {
         for peer in 0..self.links.len() {
             if self.links[peer].was_up && !self.links[peer].finished && !self.links[peer].said_bye {
@@ -490,7 +492,7 @@ impl Driver {
         self.half_close();
     }
 
-    /// Sleeps until something happens; leaves what happened in `events`.
+    /// Sleeps until something happens, and stores it in `events`.
     fn wait<H: Handler>(&mut self, handler: &mut H, events: &mut Vec<epoll::Event>) {
         let now = self.now();
         let until = self.next_timers.min(self.next_tick);
@@ -498,7 +500,7 @@ impl Driver {
         // Commands that came before the flag was set did not write to the descriptor.
         handler.woken(&mut self.peers, now);
         let has_to_send = !self.peers.dirty.is_empty() || !self.peers.orders.is_empty();
-        // Not for ever: commands may come faster than they are carried out, and then nothing would be read.
+        // But not forever: commands may come faster than they are carried out, and then nothing would be read.
         if has_to_send && now.since(self.looked) < LOOK_WITHIN {
             self.wake.sleeping.store(false, Ordering::SeqCst);
             return;
@@ -508,7 +510,7 @@ impl Driver {
             (true, true) => MILLISECOND,
             (true, false) => until.since(now),
         };
-        // One answer holds all that is ready, so that no socket waits for its turn while others are read again and again.
+        // Room for all that is ready, so that no socket waits while others are read again and again.
         let room = self.sockets.len() + self.tcp.len() + 2;
         if let Err(error) = self.system.wait(events, room, nanos, FIRST_LISTENER)
             && error != rustix::io::Errno::INTR
@@ -527,7 +529,7 @@ impl Driver {
 
     fn handle_event<H: Handler>(&mut self, handler: &mut H, token: u64, flags: epoll::EventFlags) {
         let now = self.peers.now;
-        // The event before may have been a wake-up that added the very peer whose hand-shake this one is.
+        // The event before may have been a wake-up that added the peer to which this hand-shake belongs.
         self.add_links();
         match token {
             WAKE => {
@@ -555,7 +557,7 @@ impl Driver {
                     Ok(Ok(())) => drop(self.sockets.insert(token, socket)),
                     Ok(Err(reason)) => self.closed(handler, token, socket, &reason, now),
                     Err(panic) => {
-                        // Its peer is told why, over this very socket where there is no other.
+                        // The peer is told why, over this socket if it has no other.
                         self.sockets.insert(token, socket);
                         resume_unwind(panic);
                     }
@@ -564,7 +566,7 @@ impl Driver {
         }
     }
 
-    /// Reads a stream that is up, and handles what comes.
+    /// Reads from a stream that is up, and handles the frames.
     fn read<H: Handler>(&mut self, handler: &mut H, token: u64, socket: &mut Socket, now: Time) -> Result<(), String> {
         let peer = socket.peer.expect("up");
         let mut budget = READ_BUDGET;
@@ -633,7 +635,7 @@ impl Driver {
 
     // ------------------------------------------------------------------ writing
 
-    /// Lets every stream that has room pull frames.
+    /// Lets every stream that has room pull frames and write them.
     fn pump<H: Handler>(&mut self, handler: &mut H, now: Time) {
         while let Some(peer) = self.peers.dirty.pop() {
             self.peers.is_dirty[peer as usize] = false;
@@ -642,7 +644,7 @@ impl Driver {
             let (tokens, first) = (link.sockets.clone(), link.round);
             let mut open: Vec<u64> = (0..tokens.len()).map(|at| tokens[(at + first) % tokens.len()]).collect();
             let mut lost_one = false;
-            // One batch a stream and round: they take turns while there is work.
+            // One batch a stream and round, so that streams take turns.
             while !open.is_empty() {
                 open.retain(|token| {
                     let Some(mut socket) = self.sockets.remove(token) else { return false };
@@ -653,13 +655,14 @@ impl Driver {
                     let progress = socket.write_batch(&mut self.peers, handler, now);
                     match progress {
                         Some(Progress::Gone) => {
-                            // Its last words may wait to be read, and behind them reading finds the end. Nothing more is
-                            // written.
+                            // The peer's last frames may wait to be read, and the end of the stream after them. Nothing more
+                            // is written.
                             socket.watches_write = true;
                         }
                         Some(Progress::Closed(ref reason)) => {
                             self.closed(handler, *token, socket, reason, now);
-                            // A group may have failed of it, and other streams may carry half a frame of its.
+                            // A group may have failed because of it, and other streams may have written half a frame of that
+                            // group.
                             self.follow_orders(handler, now);
                             lost_one = true;
                             return false;
@@ -671,7 +674,7 @@ impl Driver {
                     progress == Some(Progress::More)
                 });
             }
-            // Polling frames has marked the peer dirty; nothing is left to write now.
+            // Polling frames has marked the peer as dirty, but nothing is left to write now.
             if self.peers.is_dirty[peer as usize] && !lost_one {
                 self.peers.is_dirty[peer as usize] = false;
                 self.peers.dirty.retain(|dirty| *dirty != peer);
@@ -806,7 +809,7 @@ impl Driver {
             return;
         }
         link.job = Some((job, secret));
-        // One side connects, so that no pair meets twice: the one with the larger key.
+        // Only the process with the larger key connects, so that a pair connects once.
         link.connects = own > link.contact.node;
         if !link.connects {
             return;
@@ -822,7 +825,7 @@ impl Driver {
         }
     }
 
-    /// Tries the abstract UNIX socket: whoever answers there is on this host.
+    /// Tries the abstract UNIX socket: a process that answers there is on this host.
     fn connect_local<H: Handler>(&mut self, handler: &mut H, peer: PeerId, attempt: u32, now: Time) -> bool {
         let node = self.links[peer as usize].contact.node;
         let open = || -> io::Result<socket2::Socket> {
@@ -832,9 +835,9 @@ impl Driver {
         };
         let socket = match open() {
             Ok(socket) => socket,
-            // Nobody listens by that name here: it is another host, or another network namespace.
+            // No process listens under that name here: the peer is on another host, or in another network namespace.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => return false,
-            // TCP would need more of what is lacking.
+            // TCP would need even more of what is short.
             Err(error) if is_shortage(&error) => {
                 self.await_descriptors(peer, FROM_THE_START, attempt, &format!("its local socket: {error}"), now);
                 return true;
@@ -879,7 +882,7 @@ impl Driver {
             handler.refused(&mut self.peers, peer, &reason);
             return;
         };
-        // The stream's own end: the interfaces take turns, among those of the remote's family.
+        // The stream's local address: the interfaces take turns, among those of the remote's family.
         let own: Vec<IpAddr> =
             self.tcp.iter().map(|(_, a)| a.ip()).filter(|ip| ip.is_ipv4() == remote.is_ipv4()).collect();
         let from = (!own.is_empty()).then(|| own[stream as usize % own.len()]);
@@ -895,14 +898,14 @@ impl Driver {
             let domain = Domain::for_address(remote);
             let socket = socket2::Socket::new(domain, Type::STREAM.nonblocking().cloexec(), Some(Protocol::TCP))?;
             tune(&socket, buffer_bytes)?;
-            // A wildcard or loopback listener says nothing about the way to other hosts.
+            // A wildcard or loopback listener says nothing about the path to other hosts.
             let from = from.filter(|ip| !ip.is_unspecified() && ip.is_loopback() == remote.ip().is_loopback());
             let any = match remote {
                 SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
                 SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
             };
             let from = from.unwrap_or(any);
-            // Where somebody else has the port, the kernel chooses one.
+            // If another socket has the port, the kernel chooses one.
             if port == 0 || socket.bind(&SocketAddr::new(from, port).into()).is_err() {
                 socket.bind(&SocketAddr::new(from, 0).into())?;
             }
@@ -935,8 +938,8 @@ impl Driver {
         }
     }
 
-    /// Plans another attempt for a stream that this process has no descriptor for at present. It is not counted: whoever waits
-    /// for the join knows how long.
+    /// Schedules another attempt for a stream for which this process has no file descriptor at present. The attempt is not
+    /// counted: the join's time-out bounds the wait.
     fn await_descriptors(&mut self, peer: PeerId, stream: StreamId, attempt: u32, reason: &str, now: Time) {
         self.complain(&format!("cannot connect to {reason}"), now);
         self.peers.troubles[peer as usize] = Some(reason.to_owned());
@@ -945,7 +948,7 @@ impl Driver {
         self.next_timers = self.next_timers.min(at);
     }
 
-    /// Plans another attempt for a stream, or gives up.
+    /// Schedules another attempt for a stream, or gives up.
     fn retry<H: Handler>(
         &mut self,
         handler: &mut H,
@@ -990,7 +993,7 @@ impl Driver {
         Connector::new(hello, secret)
     }
 
-    /// Whether what [`read_memory_epoch`] found means that we may read that process's memory; says so where not.
+    /// Whether the result of [`read_memory_epoch`] means that this process may read the peer's memory; warns if not.
     fn can_read(&self, found: io::Result<Option<bool>>, contact: &Contact) -> bool {
         let why = match found {
             Ok(Some(same)) => return same,
@@ -1038,8 +1041,8 @@ impl Driver {
             match after_accept(&error) {
                 After::Next => {}
                 After::Nothing | After::End => return None,
-                // Whoever says nothing gives its descriptor to whoever comes.
-                After::Later if self.evict_stranger(handler, now) => {}
+                // A silent connection gives its descriptor up for the new one.
+                After::Later if self.evict_unauthenticated(handler, now) => {}
                 After::Later => {
                     // The kernel would report the waiting connection at once, again and again.
                     self.watch_listeners(epoll::EventFlags::empty());
@@ -1062,7 +1065,7 @@ impl Driver {
         }
     }
 
-    /// Says that the machine lacks something, now and then.
+    /// Logs that the machine lacks something, at most every [`COMPLAIN_EVERY`].
     fn complain(&mut self, what: &str, now: Time) {
         if self.complained.is_none_or(|at| now.since(at) > COMPLAIN_EVERY) {
             self.complained = Some(now);
@@ -1074,8 +1077,8 @@ impl Driver {
     }
 
     fn accepted<H: Handler>(&mut self, handler: &mut H, wire: Wire, local: bool, remote: String, now: Time) {
-        if self.strangers >= MAX_STRANGERS && !self.evict_stranger(handler, now) {
-            log::warn!("penstock: {MAX_STRANGERS} hand-shakes are going on; {remote} is turned away");
+        if self.unauthenticated >= MAX_UNAUTHENTICATED && !self.evict_unauthenticated(handler, now) {
+            log::warn!("penstock: {MAX_UNAUTHENTICATED} hand-shakes are going on; {remote} is turned away");
             return;
         }
         let acceptor = Acceptor::new(random(), FEATURES);
@@ -1083,7 +1086,7 @@ impl Driver {
         let token = self.token();
         match self.system.watch(&socket.wire, token, epoll::EventFlags::IN, true) {
             Ok(()) => {
-                self.strangers += 1;
+                self.unauthenticated += 1;
                 self.next_timers = self.next_timers.min(now.plus(SECOND));
                 self.sockets.insert(token, socket);
             }
@@ -1091,9 +1094,9 @@ impl Driver {
         }
     }
 
-    /// Closes the oldest connection that has not said who it is. False if there is none: the others are members of a job, as far
-    /// as one can tell before they have proved it.
-    fn evict_stranger<H: Handler>(&mut self, handler: &mut H, now: Time) -> bool {
+    /// Closes the oldest connection that has sent no HELLO. Returns false if there is none: the others claim to be members of
+    /// a job, and may be.
+    fn evict_unauthenticated<H: Handler>(&mut self, handler: &mut H, now: Time) -> bool {
         let is_silent = |socket: &Socket| matches!(socket.stage, Stage::Acceptor(_)) && socket.peer.is_none();
         let oldest = self.sockets.iter().filter(|(_, socket)| is_silent(socket)).map(|(token, _)| *token).min();
         let Some((token, socket)) = oldest.and_then(|token| Some((token, self.sockets.remove(&token)?))) else {
@@ -1121,7 +1124,7 @@ impl Driver {
         }
     }
 
-    /// Moves a hand-shake on. An error ends the socket.
+    /// Continues a hand-shake. An error ends the socket.
     fn handshake<H: Handler>(
         &mut self,
         handler: &mut H,
@@ -1144,7 +1147,7 @@ impl Driver {
             if let Progress::Closed(reason) = socket.write_greeting() {
                 return Err(reason);
             }
-            // The last message may come together with the first frames, and what they bring along.
+            // The last message may come together with the first frames and their descriptors.
             let room = &mut [IoSliceMut::new(&mut buffer)];
             let count = match socket.wire.read(room, socket.local, &mut descriptors) {
                 Ok(0) => return Err("it closed the connection during the hand-shake".into()),
@@ -1175,7 +1178,7 @@ impl Driver {
                 Stage::Connecting(_) | Stage::Up => unreachable!("a hand-shake is going on"),
             };
             match step {
-                // They would pile up as long as a stranger talks.
+                // They would pile up as long as an unauthenticated peer talks.
                 Ok(None) if !descriptors.is_empty() => return Err("it passes descriptors in a hand-shake".into()),
                 Ok(None) => {}
                 Ok(Some(done)) => {
@@ -1194,7 +1197,7 @@ impl Driver {
                         self.lose(handler, peer, &format!("does not take this rank back: {reason}"), now);
                         return Err(error.to_string());
                     }
-                    // Once a stream has been up, a refusal of another one is trouble of that stream only.
+                    // Once a stream has been up, a refusal of another one concerns that stream only.
                     if let Some(peer) = socket.peer
                         && let link = &mut self.links[peer as usize]
                         && !link.was_up
@@ -1204,8 +1207,8 @@ impl Driver {
                             link.finished = true;
                             handler.refused(&mut self.peers, peer, &reason);
                         } else if reason != link.complaint {
-                            // Whoever connects says who it is and proves it last, so what it says before ends no join. Its
-                            // streams all say the same.
+                            // The connector proves its identity last, so nothing that it claims before ends a join. All its
+                            // streams claim the same, so it is logged once.
                             log::warn!("penstock: {reason}");
                             link.complaint = reason;
                         }
@@ -1217,15 +1220,15 @@ impl Driver {
         if let Progress::Closed(reason) = socket.write_greeting() {
             return Err(reason);
         }
-        // There is nearly always room: the loop would not sleep until the other side answers.
+        // The socket nearly always has room: the loop would not sleep until the other side answers.
         self.watch_write(token, socket, !socket.greeting.is_empty());
         if let Some((hello, features)) = ended {
             let job = hello.as_ref().map(|hello| hello.job);
             if let Some(hello) = hello {
-                self.strangers -= 1;
+                self.unauthenticated -= 1;
                 socket.stream = u32::from(hello.stream);
                 let peer = socket.peer.expect("decided");
-                // A stream that comes back while we still believe in its old connection replaces it.
+                // A stream that comes back before its old connection is known to be gone replaces that one.
                 let old = self.links[peer as usize]
                     .sockets
                     .clone()
@@ -1251,7 +1254,7 @@ impl Driver {
 
     /// Answers a HELLO.
     fn decide<H: Handler>(&self, handler: &H, socket: &mut Socket, hello: Hello) -> Result<(), HandshakeError> {
-        let admission = if hello.to == self.settings.node { handler.admit(&hello) } else { Admission::Stranger };
+        let admission = if hello.to == self.settings.node { handler.admit(&hello) } else { Admission::Unauthenticated };
         let reads =
             matches!(&admission, Admission::Admit(_, peer) if socket.local && self.can_read_back(socket, *peer));
         let Stage::Acceptor(acceptor) = &mut socket.stage else { unreachable!("called for acceptors") };
@@ -1264,7 +1267,7 @@ impl Driver {
                 socket.peer = Some(peer);
                 return Ok(());
             }
-            Admission::Stranger => (RefusalCode::Stranger, "no such job or process here".to_owned()),
+            Admission::Unauthenticated => (RefusalCode::Unauthenticated, "no such job or process here".to_owned()),
             Admission::Generation(ours) => (
                 RefusalCode::Generation,
                 format!("generation {} of the job runs here, not {}", ours.0, hello.generation.0),
@@ -1317,13 +1320,14 @@ impl Driver {
         contact.memory_epoch != 0 && self.can_read(read_memory_epoch(&fd, contact), contact)
     }
 
-    /// A socket is gone.
+    /// Handles the end of a socket.
     fn closed<H: Handler>(&mut self, handler: &mut H, token: u64, mut socket: Socket, reason: &str, now: Time) {
         if matches!(socket.stage, Stage::Acceptor(_)) {
-            self.strangers -= 1;
+            self.unauthenticated -= 1;
         }
         let Some(peer) = socket.peer else {
-            // A member that comes before we have read who is in its job is told to try again. A crowd needs no line each.
+            // A member that connects before this process has read who is in its job is told to try again. That needs no line
+            // for each.
             let level = if [NOT_YET, MAKES_ROOM].contains(&reason) { log::Level::Debug } else { log::Level::Warn };
             log::log!(level, "penstock: refused a connection from {}: {reason}", socket.remote);
             return;
@@ -1339,7 +1343,8 @@ impl Driver {
             self.peers.machine(peer).stream_down(stream);
         }
         let link = &mut self.links[peer as usize];
-        // Also while we stop: what was sent to the peer and not taken needs a way. Whom we never met is not waited for.
+        // Also while stopping: messages that the peer has not taken need a connection. A peer that was never connected is not
+        // waited for.
         if link.finished || (handler.stopping() && !link.was_up) {
             return;
         }
@@ -1353,7 +1358,7 @@ impl Driver {
             return;
         }
         if local && was_up {
-            // Only the end of its process closes the other end of a local socket; this one we close for a reason.
+            // A local socket ends only with the peer's process, or because this side closes it for a reason.
             let what = match reason {
                 GONE => "closed its connection: the process has died",
                 reason => &format!("was cut off: {reason}"),
@@ -1368,7 +1373,7 @@ impl Driver {
             self.next_timers = Time(self.next_timers.0.min(now.plus(RECONNECT_WITHIN).0));
         }
         if !was_up && link.connects && link.was_up && none_up && reason.contains("refused") {
-            // Its host answers, but nobody listens any more: the process is gone.
+            // The peer's host answers, but nothing listens there any more: the process is gone.
             link.refusals += 1;
             if link.refusals >= 2 {
                 self.lose(handler, peer, "closed all its connections and no longer listens: the process has died", now);
@@ -1376,32 +1381,32 @@ impl Driver {
             }
         }
         let attempt = if was_up { 0 } else { attempt };
-        // A local connection that was told to wait is tried again from the start.
+        // A local connection that was told to wait chooses its medium again at the next attempt.
         let stream = if local { FROM_THE_START } else { stream };
         self.retry(handler, peer, stream, attempt, &format!("{remote}: {reason}"), now);
     }
 
-    /// Tells a peer why its only connection is about to be closed; it would have to believe that our process has died.
+    /// Tells a peer why its only connection is about to be closed. Otherwise it would take this process for dead.
     fn say_why<H: Handler>(&mut self, handler: &mut H, peer: PeerId, socket: &mut Socket, reason: &str, now: Time) {
         let link = &self.links[peer as usize];
         if link.finished || link.said_bye || handler.stopping() {
             return;
         }
-        // Half a frame of a group that has failed just now is copied before the rest of it is written.
+        // A half written frame of a group that has just failed is copied before the rest of it is written.
         self.follow_orders_with(handler, Some(socket), now);
         handler.cut_off(&mut self.peers, peer, reason);
         while socket.write_batch(&mut self.peers, handler, now) == Some(Progress::More) {}
     }
 
-    /// Tells a peer that is given up for its silence so, as far as its sockets take it at once. If it was stopped, it reads this
-    /// when it goes on.
+    /// Tells a peer that is given up for its silence that it was, as far as its sockets take it at once. A peer that was
+    /// stopped reads this when it goes on.
     fn give_up<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, now: Time) {
         let link = &self.links[peer as usize];
         if link.finished || link.said_bye {
             return;
         }
         let tokens = link.sockets.clone();
-        // As in `say_why`: a peer that was given up before, in this very turn, has ended its groups.
+        // As in `say_why`: a peer that was given up earlier in this turn has ended its groups.
         self.follow_orders(handler, now);
         handler.cut_off(&mut self.peers, peer, &format!("it {what}"));
         for token in tokens {
@@ -1429,8 +1434,8 @@ impl Driver {
 
     // ------------------------------------------------------------------ the end
 
-    /// Says good-bye to every peer that has taken what it was sent, or to all of them. A peer that has heard it takes no new
-    /// stream, so what it overtakes is lost with the streams. `farewells`: when it was said to whom.
+    /// Sends a good-bye to every peer that has taken all messages, or to all peers. A peer that received one accepts no new
+    /// stream, so frames that the good-bye overtakes are lost with the streams. `farewells`: when each peer got it.
     fn say_bye(&mut self, farewells: &mut HashMap<PeerId, Time>, waits_for_messages: bool, now: Time) {
         for peer in 0..self.links.len() as PeerId {
             let link = &self.links[peer as usize];
@@ -1442,8 +1447,9 @@ impl Driver {
         }
     }
 
-    /// Whether every peer has left, is lost, or has taken the good-bye, and has been sent all acknowledgements: one whose last frames
-    /// were taken and not acknowledged would believe that they are lost. A peer that says nothing of it is not waited for long.
+    /// Whether every peer has left, is lost, or has acknowledged the good-bye, and has been sent all acknowledgements: a peer
+    /// whose last frames are not acknowledged would take them for lost. A peer that does not acknowledge is not waited for
+    /// long.
     fn has_taken_leave(&self, farewells: &HashMap<PeerId, Time>, now: Time) -> bool {
         (0..self.links.len() as PeerId).all(|peer| {
             let (link, machine) = (&self.links[peer as usize], self.peers.look(peer));
@@ -1453,14 +1459,14 @@ impl Driver {
         })
     }
 
-    /// Whether all that was begun has been written.
+    /// Whether every frame that was begun is written.
     fn is_flushed(&self, link: &Link) -> bool {
         let sockets = link.sockets.iter().filter_map(|token| self.sockets.get(token));
         sockets.filter(|socket| socket.is_up()).all(Socket::is_flushed)
     }
 
-    /// Closes the sockets without throwing away what the peers have not read yet: a socket that is closed with unread
-    /// bytes resets the connection.
+    /// Closes the sockets so that peers can still read what was sent: a socket that is closed with unread bytes resets the
+    /// connection.
     fn half_close(&mut self) {
         let end = self.now().plus(LINGER / 4);
         for socket in self.sockets.values() {
@@ -1492,8 +1498,8 @@ impl Driver {
     }
 }
 
-/// Whether the process at the other end of a local socket has its memory epoch where its contact says; `None`: it is in another PID
-/// namespace.
+/// Whether the process at the other end of a local socket has its memory epoch where its contact says; `None`: that process is
+/// in another PID namespace.
 fn read_memory_epoch(fd: &OwnedFd, contact: &Contact) -> io::Result<Option<bool>> {
     process_at(fd).map(|pid| MemoryEpoch::is_of(pid, contact.memory_epoch, &contact.node)).transpose()
 }
@@ -1510,12 +1516,12 @@ fn process_at(fd: impl AsFd) -> Option<u32> {
     if rc == 0 { visible_process(&credentials) } else { None }
 }
 
-/// The kernel says 0 of a process that our PID namespace does not number (rustix takes that to be impossible).
+/// The kernel reports 0 for a process that is not visible in our PID namespace (rustix assumes that this is impossible).
 fn visible_process(credentials: &libc::ucred) -> Option<u32> {
     u32::try_from(credentials.pid).ok().filter(|pid| *pid != 0)
 }
 
-/// A random even port in the kernel's range for outgoing connections, with room for the streams behind it.
+/// A random even port in the kernel's range for outgoing connections, with enough ports after it for all streams.
 fn first_port() -> u16 {
     let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap_or_default();
     let mut bounds = range.split_whitespace().filter_map(|bound| bound.parse::<u16>().ok());
@@ -1584,41 +1590,41 @@ const FIRST_LISTENER: u64 = 2;
 const FIRST_SOCKET: u64 = 1 << 16;
 /// Linux gives `connect` the even ports and `bind` the odd ones, so neighbours are two apart.
 const PORT_STEP: u16 = 2;
-/// Why a hand-shake ended that is to be tried again.
+/// The reason of a hand-shake that is to be tried again.
 const NOT_YET: &str = "the job is not set up there yet";
-/// Why a connection ended that had said nothing.
+/// The reason why a silent connection was closed.
 const MAKES_ROOM: &str = "it has said nothing, and others came";
-/// What helps where a rank was given up that went on later.
+/// Advice where a rank was given up and went on later.
 const HOW_TO_STAY: &str = "if it was only stopped, or its network was down, a longer PENSTOCK_PEER_TIMEOUT helps";
-/// Instead of a stream in a planned attempt: choose the way to the peer again.
+/// Instead of a stream in a scheduled attempt: choose the way to the peer again.
 const FROM_THE_START: StreamId = StreamId::MAX;
-/// How long to wait until a rank that reads the same contacts has joined as well and named its readers: ranks that wait for the
-/// store look at it every half second at least.
+/// How often to retry until a rank that reads the same contacts has joined as well and named its readers: ranks that wait for
+/// the store look at it every half second at least.
 const UNREAD_ATTEMPTS: u32 = 40;
 const UNREAD_AGAIN: u64 = 25 * MILLISECOND;
 
 /// Features of every stream; none yet.
 const FEATURES: u32 = 0;
-/// The sender can read the receiver's memory: a property of the pair, found at the hand-shake.
+/// The sender can read the receiver's memory: a property of the pair, found by the hand-shake.
 const FEATURE_READS_MEMORY: u32 = 1;
 
-/// Bytes read from one stream before the others have their turn: few, so that what has arrived on all of them is still in
-/// the cache.
+/// Bytes read from one stream before the others have their turn: few, so that what has arrived on all of them is still in the
+/// cache.
 const READ_BUDGET: usize = 256 * 1024;
-/// Connections of others that can be open without a proof. Above it the oldest that has said nothing makes room.
-const MAX_STRANGERS: usize = 256;
-/// How long accepting rests when the machine lacks descriptors or memory.
+/// How many incoming connections may be unauthenticated. Beyond, the oldest silent one is closed.
+const MAX_UNAUTHENTICATED: usize = 256;
+/// How long accepting pauses when the machine lacks descriptors or memory.
 const ACCEPT_AGAIN: u64 = 100 * MILLISECOND;
-/// A shortage that lasts is logged this often.
+/// How often a lasting shortage is logged.
 const COMPLAIN_EVERY: u64 = 10 * SECOND;
 const HANDSHAKE_WITHIN: u64 = 5 * SECOND;
-/// A peer without a stream must be back within this time; with the time to notice it stays below 5 s.
+/// A peer without a stream must be back within this time. Together with the time to notice, this is below 5 s.
 const RECONNECT_WITHIN: u64 = 1500 * MILLISECOND;
 const RETRY_FIRST: u64 = 10 * MILLISECOND;
 const CONNECT_ATTEMPTS: u32 = 40;
-/// A thread that always has something to send looks at its sockets this often; a look costs a microsecond.
+/// How often a thread that always has something to send looks at its sockets; a look costs a microsecond.
 const LOOK_WITHIN: u64 = MILLISECOND;
-/// How long the end waits for a peer to take the good-bye.
+/// How long the end waits for a peer to acknowledge the good-bye.
 const LINGER: u64 = 2 * SECOND;
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! Descriptors that do not survive a fork.
+//! File descriptors that do not survive a fork.
 //!
-//! A forked child (a DataLoader worker) inherits every descriptor. If it kept our sockets open, the death of its
-//! parent would not close them and the peers would not notice. So a `pthread_atfork` handler closes all of them in the
-//! child and marks the process as forked; the child touches nothing else of the engine.
+//! A forked child (a DataLoader worker) inherits every descriptor. If it kept our sockets open, the death of its parent would
+//! not close them, and the peers would not notice. So a `pthread_atfork` handler closes all of them in the child and marks the
+//! process as forked. The child touches nothing else of the engine.
 
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,7 +32,7 @@ impl Drop for Fd {
     fn drop(&mut self) {
         let fd = self.0.take().expect("dropped once");
         if forked() {
-            // The child has closed it already, and the number may belong to somebody else by now.
+            // The child has closed it already, and the number may belong to another file now.
             std::mem::forget(fd);
             return;
         }
@@ -59,7 +59,7 @@ fn open() -> MutexGuard<'static, Vec<RawFd>> {
 }
 
 thread_local! {
-    /// Holds the list locked across a fork, so that the child finds it whole.
+    /// Holds the lock of the list across a fork, so that the child finds it consistent.
     static HELD: std::cell::RefCell<Option<MutexGuard<'static, Vec<RawFd>>>> = const { std::cell::RefCell::new(None) };
 }
 

@@ -11,14 +11,14 @@ pub struct Interface {
     pub address: IpAddr,
 }
 
-/// Picks the interfaces: those that the first setting with a value names, else the one that routes to `master`
+/// Chooses the interfaces: those that the first non-empty setting names, otherwise the one that routes to `master`
 /// (`host:port`). Returns them with the reason.
 ///
 /// A setting is a comma-separated list of exact names or addresses; `NCCL_SOCKET_IFNAME` is read as NCCL reads it, see
 /// [`as_nccl`].
 ///
 /// # Errors
-/// What was asked for and what there is.
+/// The interfaces that were asked for, and those that exist.
 pub fn choose(named: &[(&str, &str)], master: Option<&str>) -> Result<(Vec<Interface>, String), String> {
     let all = every().map_err(|error| format!("cannot list the network interfaces: {error}"))?;
     for (setting, value) in named {
@@ -49,7 +49,7 @@ pub fn choose(named: &[(&str, &str)], master: Option<&str>) -> Result<(Vec<Inter
     Ok((vec![interface], "no master address is known: loopback only".into()))
 }
 
-/// The interfaces of a list of names and addresses, in its order. The error is the entry that there is not.
+/// The interfaces of a list of names and addresses, in its order. The error is the first entry that does not exist.
 fn exactly(value: &str, all: &[Interface]) -> Result<Vec<Interface>, String> {
     let entries = entries(value);
     let found = entries.iter().map(|entry| {
@@ -60,9 +60,9 @@ fn exactly(value: &str, all: &[Interface]) -> Result<Vec<Interface>, String> {
     if found.is_empty() { Err(value.to_owned()) } else { Ok(found) }
 }
 
-/// The interfaces that NCCL would take: all whose name starts with one of the list's entries, in the system's order; after
-/// `=` the names are exact; after `^` (or `^=`) all others are taken. Where NCCL, told to exclude, would listen on loopback
-/// and docker's bridges too, these come only where there is nothing else: no other host can reach them.
+/// The interfaces that NCCL would take: all whose name starts with an entry of the list, in the system's order. After `=` the
+/// names are exact; after `^` (or `^=`) all other interfaces are taken. With exclusions NCCL would also listen on loopback and
+/// docker's bridges; here these are taken only if nothing else is left, since no other host can reach them.
 fn as_nccl(value: &str, all: &[Interface]) -> Result<Vec<Interface>, String> {
     let (excludes, list) = value.strip_prefix('^').map_or((false, value), |list| (true, list));
     let (exact, list) = list.strip_prefix('=').map_or((false, list), |list| (true, list));
@@ -82,7 +82,7 @@ fn as_nccl(value: &str, all: &[Interface]) -> Result<Vec<Interface>, String> {
     if found.is_empty() { Err(value.to_owned()) } else { Ok(found) }
 }
 
-/// Whether it leads to no other host.
+/// Whether the interface leads to no other host.
 fn is_inward(interface: &Interface) -> bool {
     interface.address.is_loopback() || interface.name.starts_with("docker")
 }
@@ -106,7 +106,7 @@ fn toward(master: &str, all: &[Interface]) -> Option<Interface> {
 fn every() -> std::io::Result<Vec<Interface>> {
     Ok(if_addrs::get_if_addrs()?
         .into_iter()
-        // What is down carries nothing; its address may even be somebody else's.
+        // An interface that is down carries nothing, and its address may belong to another host.
         .filter(if_addrs::Interface::is_oper_up)
         // Link-local IPv6 needs a scope that a contact does not carry.
         .filter(|i| !matches!(i.ip(), IpAddr::V6(v6) if v6.segments()[0] & 0xffc0 == 0xfe80))

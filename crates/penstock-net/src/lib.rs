@@ -1,4 +1,4 @@
-//! Moves frames.
+//! Moves frames: sockets, datagrams, and the memory of processes on the same host.
 //!
 //! [`Driver`] is one thread's event loop over `epoll`: it turns what [`penstock_protocol::peer::Peer`] wants into
 //! system calls and asks a [`Handler`] (the engine) where payloads lie. It decides nothing: which frame goes where is

@@ -1,4 +1,4 @@
-//! Memory of other processes on the same host: read through the kernel, or mapped.
+//! Memory of other processes on the same host: read by the kernel, or mapped.
 
 use crate::fds::{Fd, forked};
 use penstock_protocol::handshake::NodeKey;
@@ -10,10 +10,11 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Once};
 
-/// What a process shows to those that can read its memory: who it is, and whether what it gave by reference still holds.
+/// A counter in a process's memory, for the processes that read this memory. It says whose memory it is, and whether
+/// references are still valid.
 ///
-/// A process whose group fails takes its buffers back without asking those that read them. It turns the epoch before it
-/// does, and a reader looks at the epoch after the bytes: unchanged, they were the ones that were meant.
+/// A process whose group fails reuses its buffers without asking the readers. It increments the epoch first. A reader checks
+/// the epoch after it has copied the bytes: if the epoch is the same, the bytes were the message's.
 #[derive(Debug)]
 #[repr(C)]
 pub struct MemoryEpoch {
@@ -22,31 +23,31 @@ pub struct MemoryEpoch {
 }
 
 impl MemoryEpoch {
-    /// Of the process that `node` names.
+    /// A counter for the process with this key.
     #[must_use]
     pub fn new(node: NodeKey) -> MemoryEpoch {
         MemoryEpoch { node, epoch: AtomicU64::new(0) }
     }
 
-    /// Where it lies, for [`crate::Contact::memory_epoch`].
+    /// Its address, for [`crate::Contact::memory_epoch`].
     #[must_use]
     pub fn address(&self) -> u64 {
         std::ptr::from_ref(self) as u64
     }
 
-    /// The present epoch: what references are good for.
+    /// The present epoch, which references of this moment carry.
     #[must_use]
     pub fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Relaxed)
     }
 
-    /// Casts doubt on all references given so far. Only one thread may call it.
+    /// Invalidates all references given so far. Only one thread may call it.
     pub fn turn(&self) {
         self.epoch.store(self.epoch() + 1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// Whether process `pid` lets us read its memory and is the one that `node` names.
+    /// Whether process `pid` lets this one read its memory, and has the key `node`.
     ///
     /// # Errors
     /// The system's, see [`Remote::read`].
@@ -58,29 +59,28 @@ impl MemoryEpoch {
     }
 }
 
-/// Memory that this process shares: a sealed memory file whose first page belongs to the engine, and the user's bytes
-/// behind it.
+/// Memory that this process shares: a sealed memory file. Its first page belongs to the engine, the user's bytes follow.
 #[derive(Debug)]
 pub struct Region {
     file: Fd,
-    /// Where the user has its bytes.
+    /// The address at which the user has mapped the bytes.
     address: u64,
     len: u64,
     header: Mapped,
 }
 
 impl Region {
-    /// Takes a memory file of one page and `len` bytes; the user has those mapped at `address`.
+    /// Registers a memory file of one page and `len` bytes, whose bytes the user has mapped at `address`.
     ///
     /// # Errors
-    /// A file that is shorter, or that could become so, or that cannot be mapped.
+    /// The file is shorter, or could become so, or cannot be mapped.
     pub fn new(file: Fd, address: u64, len: u64) -> io::Result<Region> {
         check_file(&file, len)?;
         let header = Mapped::new(&file, page_bytes(), ProtFlags::READ | ProtFlags::WRITE)?;
         Ok(Region { file, address, len, header })
     }
 
-    /// Where the user has them.
+    /// The address of the user's bytes.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.address
@@ -92,20 +92,20 @@ impl Region {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the region has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The offset of an address of this process, if the region holds `len` bytes from there on.
+    /// The offset of an address of this process, if the region has `len` bytes from there.
     #[must_use]
     pub fn offset(&self, address: u64, len: u64) -> Option<u64> {
         let offset = address.checked_sub(self.address)?;
         (offset.checked_add(len)? <= self.len()).then_some(offset)
     }
 
-    /// For peers: what [`Mapping::new`] takes, to read only.
+    /// A read-only descriptor for peers, for [`Mapping::new`].
     ///
     /// # Errors
     /// The system's; without `/proc` there is no such descriptor.
@@ -114,34 +114,34 @@ impl Region {
         Ok(Fd::new(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?))
     }
 
-    /// Says which epoch it is, see [`MemoryEpoch`].
+    /// Publishes the present epoch, see [`MemoryEpoch`].
     pub fn set_epoch(&self, epoch: u64) {
         self.header.epoch().store(epoch, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 }
 
-/// A peer's [`Region`], to read.
+/// A peer's [`Region`], read only.
 #[derive(Debug)]
 pub struct Mapping {
     len: u64,
     whole: Whole,
 }
 
-/// The file of a peer's [`Region`].
+/// How the file of a peer's [`Region`] is read.
 #[derive(Debug)]
 enum Whole {
     Mapped(Mapped),
-    /// This process may not map any more: the kernel copies from the file.
+    /// By system calls: this process may not map any more.
     File(Fd),
 }
 
 impl Mapping {
-    /// Maps what a peer has passed, which it says to hold `len` bytes for us. Where this process has no room for
-    /// another mapping (a limit on its address space, or on their number), the bytes are read from the file instead.
+    /// Maps a descriptor that a peer has passed for a region of `len` bytes. If this process has no room for another mapping
+    /// (a limit on its address space, or on the number of mappings), the bytes are read from the file instead.
     ///
     /// # Errors
-    /// A file that is shorter, or that could become so (touching what is gone would kill us), or that we may not read.
+    /// The file is shorter, or could become so (to touch missing bytes would kill this process), or may not be read.
     pub fn new(file: Fd, len: u64) -> io::Result<Mapping> {
         check_file(&file, len)?;
         let bytes = usize::try_from(len).map_err(io::Error::other)? + page_bytes();
@@ -162,7 +162,7 @@ impl Mapping {
         Ok(Mapping { len, whole })
     }
 
-    /// Whether it can be looked at, and need not be copied.
+    /// Whether the bytes are mapped, and need not be copied.
     #[must_use]
     pub fn is_mapped(&self) -> bool {
         matches!(self.whole, Whole::Mapped(_))
@@ -188,8 +188,8 @@ struct Mapped {
     bytes: usize,
 }
 
-// SAFETY: an address range that stays mapped until the drop. What lies in it is read and written as other processes'
-// memory is: raw bytes whose owner keeps them still, and an atomic counter.
+// SAFETY: an address range that stays mapped until the drop. What it holds is accessed as other processes' memory is: raw
+// bytes that their owner does not change, and an atomic counter.
 unsafe impl Send for Mapped {}
 // SAFETY: as above.
 unsafe impl Sync for Mapped {}
@@ -198,14 +198,14 @@ impl Mapped {
     fn new(file: &Fd, bytes: usize, protection: ProtFlags) -> Result<Mapped, Errno> {
         // SAFETY: a new mapping where the kernel chooses.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0)? };
-        // A forked child would keep the memory for as long as it lives. Where that is refused, it does.
+        // Without this a forked child would hold the memory for as long as it lives; if the kernel refuses, it does.
         // SAFETY: our own mapping, which stays as it is in this process.
         let _ = unsafe { rustix::mm::madvise(base, bytes, Advice::LinuxDontFork) };
         Ok(Mapped { base: base.cast(), bytes })
     }
 
     fn epoch(&self) -> &AtomicU64 {
-        // SAFETY: the first page is mapped; the counter lies at its start, where page alignment puts it right.
+        // SAFETY: the first page is mapped; the counter lies at its start, which is aligned.
         unsafe { AtomicU64::from_ptr(self.base.cast()) }
     }
 }
@@ -213,15 +213,15 @@ impl Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         if forked() {
-            // The child does not have it, and the addresses may belong to somebody else by now.
+            // The child has no such mapping, and the addresses may be in use for something else.
             return;
         }
-        // SAFETY: our own mapping; whoever reads it holds it.
+        // SAFETY: our own mapping; every reader holds a reference to it.
         let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes) };
     }
 }
 
-/// Whether a file holds a page and `len` bytes, for good.
+/// Checks that a file holds a page and `len` bytes, and cannot shrink.
 fn check_file(file: &Fd, len: u64) -> io::Result<()> {
     let bytes = rustix::fs::fstat(file)?.st_size as u64;
     if bytes < len.saturating_add(page_bytes() as u64) {
@@ -240,33 +240,33 @@ pub enum Remote {
     Process {
         /// The process, as our PID namespace numbers it.
         pid: u32,
-        /// Where they are.
+        /// Their address in that process.
         address: u64,
-        /// Where its [`MemoryEpoch`] is.
+        /// The address of its [`MemoryEpoch`].
         memory_epoch: u64,
-        /// The epoch that it gave them in.
+        /// The epoch of the reference.
         epoch: u64,
     },
     /// In memory that it shares.
     Mapped {
-        /// That memory.
+        /// The mapping.
         mapping: Arc<Mapping>,
-        /// Where they start in it.
+        /// Their offset in it.
         offset: u64,
-        /// The epoch that it gave them in.
+        /// The epoch of the reference.
         epoch: u64,
     },
 }
 
 impl Remote {
-    /// `len` bytes of shared memory from `offset` on. `None`: they are not there.
+    /// `len` bytes of shared memory from `offset`. `None`: the region is too short.
     #[must_use]
     pub fn mapped(mapping: &Arc<Mapping>, offset: u64, len: u64, epoch: u64) -> Option<Remote> {
         let fits = offset.checked_add(len)? <= mapping.len;
         fits.then(|| Remote::Mapped { mapping: mapping.clone(), offset, epoch })
     }
 
-    /// Where the bytes are, if this process can look at them.
+    /// The address of the bytes, if they are mapped here.
     #[must_use]
     pub fn pointer(&self) -> Option<*const u8> {
         match self {
@@ -278,14 +278,14 @@ impl Remote {
         }
     }
 
-    /// Copies `len` bytes from `offset` on to `dst`: one copy, by the kernel where memory is not mapped.
+    /// Copies `len` bytes from `offset` to `dst`: one copy, by the kernel if the memory is not mapped.
     ///
     /// # Errors
-    /// The system's error: `EPERM` when the kernel does not let us (Yama, another user, a container without
-    /// `CAP_SYS_PTRACE`), `ESRCH` when the process is gone, `EFAULT` when the memory is.
+    /// The system's error: `EPERM` if the kernel denies access (Yama, another user, a container without `CAP_SYS_PTRACE`),
+    /// `ESRCH` if the process is gone, `EFAULT` if the memory is.
     ///
     /// # Safety
-    /// `dst` must be valid for writes of `len` bytes, and so many must be there from `offset` on.
+    /// `dst` must be valid for writes of `len` bytes, and the source must have that many from `offset`.
     pub unsafe fn read(&self, offset: u64, dst: *mut u8, len: usize) -> io::Result<()> {
         match self {
             // SAFETY: the caller's promise.
@@ -305,7 +305,7 @@ impl Remote {
         }
     }
 
-    /// Whether everything that was read before this call is what the owner meant. If not, only it can tell.
+    /// Whether all bytes that were read before this call are the message's. If not, the reference was no longer valid.
     ///
     /// # Errors
     /// As [`Remote::read`].
@@ -326,7 +326,7 @@ impl Remote {
     }
 }
 
-/// What of a region's file comes before the user's bytes: one of the system's pages, so that those start at a page.
+/// Bytes before the user's in a region's file: a page of the system, so that the user's bytes start at a page.
 #[must_use]
 pub fn page_bytes() -> usize {
     rustix::param::page_size()
@@ -356,7 +356,7 @@ unsafe fn read_file(file: &Fd, offset: u64, dst: *mut u8, len: usize) -> io::Res
     })
 }
 
-/// Repeats a system call that is given how much is done, and the rest of the buffer, until the buffer is full.
+/// Repeats a system call until the buffer is full. The call gets the bytes done so far and the rest of the buffer.
 fn read_all(dst: *mut u8, len: usize, call: impl Fn(usize, *mut u8, usize) -> isize) -> io::Result<()> {
     let mut done = 0;
     while done < len {
@@ -395,7 +395,7 @@ mod tests {
         assert_eq!(error.raw_os_error(), Some(libc::EFAULT));
     }
 
-    /// A memory epoch tells who owns it, and what was given before it turned is doubtful for good.
+    /// A memory epoch identifies its owner, and references from before an increment are invalid for good.
     #[test]
     fn an_epoch_that_has_turned_casts_doubt() {
         let memory_epoch = MemoryEpoch::new([7; 16]);
@@ -453,7 +453,7 @@ mod tests {
         }
     }
 
-    /// A file that is too short, or could become so, would kill whoever touches what is missing.
+    /// A file that is too short, or could become so, is refused: to touch missing bytes would kill the process.
     #[test]
     fn memory_that_could_vanish_is_refused() {
         let page = page_bytes() as u64;

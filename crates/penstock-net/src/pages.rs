@@ -2,7 +2,7 @@
 
 use std::io;
 
-/// Bytes of a huge page; `None` where the system has none, or would not have us use them.
+/// The size of a huge page; `None` if the system has none, or does not offer them.
 #[must_use]
 pub fn huge_page_bytes() -> Option<u64> {
     let read = |name: &str| std::fs::read_to_string(format!("/sys/kernel/mm/transparent_hugepage/{name}"));
@@ -10,7 +10,7 @@ pub fn huge_page_bytes() -> Option<u64> {
     read("hpage_pmd_size").ok().and_then(|size| size.trim().parse().ok()).filter(|size| allowed && *size > 0)
 }
 
-/// Moves memory of this process onto huge pages, at once and unnoticed by who uses it. Takes about a millisecond a page.
+/// Moves memory of this process onto huge pages, at once; users of the memory do not notice. Takes about a millisecond a page.
 ///
 /// # Errors
 /// The system's: `EAGAIN`, `EBUSY` and `ENOMEM` where no huge page was free, or a small one was in use elsewhere; others

@@ -1,43 +1,44 @@
-//! Yama: which processes may read this one's memory, where the kernel asks for more than the same user.
+//! Yama: the kernel module that decides which processes may read this one's memory, beyond having the same user.
 //!
-//! With `kernel.yama.ptrace_scope` 1, the default of Ubuntu and others, a process may read the memory of its descendants only, and
-//! of processes that have named it, or one of its ancestors (`PR_SET_PTRACER`). Ranks of one host are siblings. So each names the
-//! nearest process that all of them descend from: their launcher. Readers are then that launcher and what it has started.
+//! With `kernel.yama.ptrace_scope` 1, the default of Ubuntu and others, a process may read the memory of its descendants, and
+//! of processes that have named it or one of its ancestors (`PR_SET_PTRACER`). The ranks of a host are siblings. So each names
+//! the nearest process from which all of them descend: their launcher. Then that launcher may read them, and everything that
+//! it has started.
 
 use crate::contact::Process;
 use std::io;
 use std::sync::Once;
 
-/// Whom a process may name where Yama restricts who reads its memory.
+/// Which processes may read this one's memory where Yama restricts that.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Ptracer {
-    /// The nearest common ancestor of the host's ranks.
+    /// The nearest common ancestor of the host's ranks, and its descendants.
     #[default]
     Launcher,
     /// Every process of the same user.
     Any,
-    /// Nobody.
+    /// No further process.
     Nobody,
 }
 
-/// A process on the way from a rank to the root of its PID namespace.
+/// A process between a rank and the root of its PID namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Ancestor {
     pub(crate) pid: u32,
     pub(crate) name: String,
 }
 
-/// What this process has named so far, and for whom.
+/// What this process has named so far, and for which ranks.
 #[derive(Debug)]
 pub(crate) struct Yama {
     ptracer: Ptracer,
-    /// `kernel.yama.ptrace_scope`; 0 where there is no Yama.
+    /// `kernel.yama.ptrace_scope`; 0 without Yama.
     scope: u8,
     own: Process,
     ranks: Vec<u32>,
-    /// What was named last.
+    /// The process that was named last.
     named: Option<u32>,
-    /// Why nothing useful is named.
+    /// Why no useful process is named.
     trouble: Option<String>,
 }
 
@@ -55,7 +56,7 @@ impl Yama {
         Yama { ptracer, scope, own, ranks: Vec::new(), named: None, trouble }
     }
 
-    /// Other ranks are about to read from this one: names whom it takes. Does nothing for ranks elsewhere.
+    /// Other ranks are about to read this process's memory: names the process that allows it. Ignores ranks on other hosts.
     pub(crate) fn meet(&mut self, ranks: impl IntoIterator<Item = Process>) {
         if self.scope != 1 || self.ptracer == Ptracer::Nobody {
             return;
@@ -84,12 +85,12 @@ impl Yama {
             chosen.and_then(|tracer| set_ptracer(tracer).map_err(|error| format!("PR_SET_PTRACER: {error}"))).err();
     }
 
-    /// Whether a refusal to read may end soon: the other rank names us when it joins, which it may not have done yet.
+    /// Whether a refusal to read may end soon: the other rank names its readers when it joins, and may not have joined yet.
     pub(crate) fn may_end(&self, error: &io::Error, rank: &Process) -> bool {
         self.scope == 1 && self.trouble.is_none() && is_refusal(error) && rank.is_beside(&self.own)
     }
 
-    /// Says once what it costs that the kernel refuses, and what helps, if that is Yama's doing.
+    /// Warns once that the kernel denies access, what that costs, and what helps if Yama is the reason.
     pub(crate) fn warn(&self, error: &io::Error, who: &str) {
         static TOLD: Once = Once::new();
         if self.scope > 0 && is_refusal(error) {
@@ -112,8 +113,8 @@ impl Yama {
     }
 }
 
-/// The process to name: the nearest of our ancestors that is an ancestor of all others, too. Each chain begins with the rank
-/// itself. What a machine or a user's session descends from is not named: that would be to name nearly everybody.
+/// The process to name: the nearest of our ancestors that is an ancestor of all others too. Each chain begins with the rank
+/// itself. Ancestors of a whole machine or a user's session are not named: that would allow nearly every process.
 pub(crate) fn choose(own: &[Ancestor], others: &[Vec<Ancestor>]) -> Result<u32, String> {
     let is_common = |one: &&Ancestor| others.iter().all(|chain| chain.iter().any(|other| other.pid == one.pid));
     match own.iter().find(is_common) {
@@ -137,7 +138,7 @@ fn chain(mut pid: u32) -> Vec<Ancestor> {
     found
 }
 
-/// Name and parent of a process in `/proc/PID/stat`. The name stands in parentheses and may hold any character.
+/// Name and parent of a process in `/proc/PID/stat`. The name stands in parentheses and may contain any character.
 fn read_stat(text: &str) -> Option<(String, u32)> {
     let (before, after) = text.rsplit_once(')')?;
     let (_, name) = before.split_once('(')?;
@@ -161,7 +162,7 @@ fn is_refusal(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EPERM)
 }
 
-/// Far beyond any launcher's; a guard against processes that change while they are read.
+/// Far beyond any launcher's; guards against processes that change while they are read.
 const LONGEST_CHAIN: usize = 256;
 
 #[cfg(test)]

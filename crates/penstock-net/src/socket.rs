@@ -1,4 +1,4 @@
-//! One stream's socket: half-written frames, half-read frames.
+//! The socket of one stream, with half written and half read frames.
 
 use crate::driver::{Handler, Peers, Source};
 use crate::fds::Fd;
@@ -19,18 +19,18 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-/// A connection at any stage of its life.
+/// A connection, from its first attempt on.
 pub(crate) struct Socket {
     pub(crate) wire: Wire,
-    /// Over an abstract UNIX socket: the peer is on this host.
+    /// The connection is an abstract UNIX socket: the peer is on this host.
     pub(crate) local: bool,
-    /// The other end, for messages.
+    /// The other end, for logs.
     pub(crate) remote: String,
     pub(crate) stage: Stage,
-    /// Known once the hand-shake named it (connectors: from the start).
+    /// The peer, known once the hand-shake named it (for connectors: from the start).
     pub(crate) peer: Option<PeerId>,
     pub(crate) stream: StreamId,
-    /// A hand-shake must end by then.
+    /// When the hand-shake must have ended.
     pub(crate) deadline: Time,
     /// How many attempts to connect this stream have failed before.
     pub(crate) attempt: u32,
@@ -43,7 +43,7 @@ pub(crate) struct Socket {
 }
 
 pub(crate) enum Stage {
-    /// `connect` has not answered yet; then this hand-shake starts.
+    /// `connect` has not returned yet; then this hand-shake starts.
     Connecting(Connector),
     Connector(Connector),
     Acceptor(Acceptor),
@@ -56,20 +56,20 @@ struct Writing {
     offset: u64,
     payload: Payload,
     length: usize,
-    /// Of header and payload.
+    /// Bytes of header and payload that are written.
     written: usize,
-    /// Goes along with it, or before.
+    /// A descriptor that is sent with the frame, or was sent before it.
     descriptor: Option<Fd>,
 }
 
-/// What reading or writing came to.
+/// The result of reading or writing.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Progress {
     /// The kernel has no more bytes (or room) now.
     Blocked,
     /// The budget is used up; there may be more.
     More,
-    /// The other side has closed the connection. What it sent before may wait to be read, with the reason.
+    /// The other side has closed the connection. Bytes that it sent before, with the reason, may wait to be read.
     Gone,
     /// The connection is over.
     Closed(String),
@@ -102,13 +102,13 @@ impl Socket {
         self.writing.is_empty()
     }
 
-    /// Lets go of the memory of a failed group's operations.
+    /// Releases the memory of a failed group's operations.
     ///
-    /// What is being read of theirs is dropped from here on. What is being written goes on from a copy: the receiver, which
-    /// counts the frames of a stream, gets each whole. It may believe them, if it does not know of the failure yet: they
-    /// are what they would be had the group not failed, since nobody has been told so far that the operation is over, so
-    /// nobody else has written to its memory. *Why not cut the stream?* It may be the only one between two processes, and
-    /// then their other groups would die of it. At most one batch is copied.
+    /// A frame that is being read into this memory is discarded from here on. A frame that is being written continues from a
+    /// copy, since the receiver counts the frames of a stream and must get each one whole. A receiver that does not know of
+    /// the failure yet may use the frame: its bytes are what they would be without the failure, since the end of the operation
+    /// has not been reported yet and the memory was not reused. *Why not cut the stream?* It may be the only one between two
+    /// processes, and their other groups would fail with it. At most one batch is copied.
     pub(crate) fn drop_group(&mut self, group: GroupId, source: &Source) {
         self.reader.revoke(|header| header.key.group == group);
         let Some(peer) = self.peer else { return };
@@ -130,7 +130,7 @@ impl Socket {
         Progress::More
     }
 
-    /// Pulls frames from the peer and writes one batch. `More` when all of it was taken, `Blocked` when the kernel is
+    /// Pulls frames from the peer and writes one batch. Returns `More` when all of it was taken, `Blocked` when the kernel is
     /// full, `Gone` when the other side has closed the connection, `None` when there is nothing to write.
     pub(crate) fn write_batch<H: Handler>(
         &mut self,
@@ -249,8 +249,8 @@ impl Writing {
         writing
     }
 
-    /// Copies a payload that lies in memory of an operation which is about to end without success. If `source` does not
-    /// know the operation, that ended in good order before: see [`Writing::payload`].
+    /// Copies a payload from the memory of an operation that is about to fail. If `source` does not know the operation, it has
+    /// ended in good order before: see [`Writing::payload`].
     fn copy(&mut self, peer: PeerId, source: &Source) {
         if let Payload::Memory = self.payload
             && let Some(address) = source(peer, &self.key, self.offset, self.length)
@@ -261,9 +261,9 @@ impl Writing {
         }
     }
 
-    /// The payload's bytes. When the operation has ended in good order, the frame is a repeat of one that the receiver has
-    /// taken and will discard: zeros keep the stream in step without touching memory that is the user's again. When it has
-    /// failed, the payload was copied before anything was written.
+    /// The payload's bytes. If the operation has ended in good order, the frame is a duplicate that the receiver will discard:
+    /// zeros keep the stream in step without touching memory that belongs to the user again. If it has failed, the payload was
+    /// copied before.
     fn payload<H: Handler>(&self, peer: PeerId, handler: &H) -> &[u8] {
         match &self.payload {
             Payload::Owned(bytes, range) => &bytes[range.clone()],
@@ -287,14 +287,14 @@ impl Writing {
     }
 }
 
-/// Cuts the byte stream into frames. Small frames go through a buffer, many a system call; the payload of a large one
-/// is read to its place directly.
+/// Cuts the byte stream into frames. Small frames go through a buffer, many in one system call; the payload of a large one is
+/// read directly to its place.
 pub(crate) struct Reader {
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
     frame: Option<Reading>,
-    /// Where a payload waits until it is whole, when it has no place yet.
+    /// A payload without a place in an operation waits here until it is complete.
     stage: Vec<u8>,
 }
 
@@ -310,7 +310,7 @@ enum Target {
     Direct(*mut u8),
     /// In the reader's `stage`.
     Stage,
-    /// Nowhere.
+    /// Nowhere: it is discarded.
     Discard,
 }
 
@@ -326,7 +326,7 @@ impl Default for Reader {
 }
 
 impl Reader {
-    /// Bytes that the hand-shake read too many.
+    /// Takes bytes that the hand-shake read beyond its end.
     pub(crate) fn preload(&mut self, bytes: &[u8]) {
         self.buffer[..bytes.len()].copy_from_slice(bytes);
         self.end = bytes.len();
@@ -337,7 +337,7 @@ impl Reader {
         self.buffer.len() + self.stage.capacity()
     }
 
-    /// Forgets where the payload of this frame was to go; the rest of it is read and dropped.
+    /// Discards the rest of the frame's payload instead of storing it.
     pub(crate) fn revoke(&mut self, matches: impl Fn(&Header) -> bool) {
         if let Some(frame) = &mut self.frame
             && matches(&frame.header)
@@ -346,7 +346,8 @@ impl Reader {
         }
     }
 
-    /// One read from the kernel. `Ok(0)` is the end. What a local socket passes along is added to `descriptors`.
+    /// One read from the kernel. `Ok(0)` is the end of the stream. Descriptors that a local socket passes are added to
+    /// `descriptors`.
     pub(crate) fn fill(
         &mut self,
         wire: &Wire,
@@ -379,7 +380,7 @@ impl Reader {
             }
         };
         let room = target.len();
-        // A discarded payload longer than the junk must not be followed by the buffer.
+        // A discarded payload longer than the scratch area must not be followed by the buffer.
         let count = if room == left {
             let tail = &mut self.buffer[..TAIL_BYTES];
             wire.read(&mut [IoSliceMut::new(target), IoSliceMut::new(tail)], local, descriptors)?
@@ -391,8 +392,8 @@ impl Reader {
         Ok(count)
     }
 
-    /// Handles what is in the buffer, frame by frame. Returns the next whole frame's consequences through `handler`;
-    /// the streams that must discard what they are reading come back in `revoked`.
+    /// Handles what is in the buffer, frame by frame, through `handler`. Streams that must discard what they are reading are
+    /// returned in `revoked`.
     pub(crate) fn process<H: Handler>(
         &mut self,
         peer: PeerId,
@@ -485,7 +486,7 @@ impl Reader {
     }
 }
 
-/// Why a connection ended that the other side has closed.
+/// The reason when the other side has closed a connection.
 pub(crate) const GONE: &str = "it closed the connection";
 /// Frames written by one system call: bounded by the kernel's IOV_MAX (1024) and by what is worth gathering.
 const BATCH_FRAMES: usize = 16;
@@ -493,7 +494,7 @@ const BATCH_FRAMES: usize = 16;
 const BATCH_BYTES: usize = 256 * 1024;
 /// Big enough for a hundred acks or several small messages a read.
 const BUFFER_BYTES: usize = 16 * 1024;
-/// How much of it is offered behind a large payload: what it takes of the next one is copied once more.
+/// How much of the buffer is offered after a large payload: bytes of the next frame that land there are copied once more.
 const TAIL_BYTES: usize = 4 * 1024;
 static ZEROS: [u8; MAX_FRAME_BYTES as usize] = [0; MAX_FRAME_BYTES as usize];
 

@@ -15,7 +15,7 @@ pub struct Waker {
 }
 
 impl Waker {
-    /// One that was not woken.
+    /// A waker that was not woken.
     ///
     /// # Errors
     /// The process has no descriptors left.
@@ -32,8 +32,8 @@ impl Waker {
         }
     }
 
-    /// Blocks until somebody rings, a socket can be read, one of those marked `true` can be written, or the time is over
-    /// (`None`: never).
+    /// Blocks until another thread calls [`Waker::wake`], a socket can be read, one of those marked `true` can be written, or
+    /// the time is over (`None`: never).
     ///
     /// # Errors
     /// The kernel's, other than an interruption.
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
     use std::time::Instant;
 
-    /// What was woken before the wait is not missed, and ends one wait only.
+    /// A wake-up before the wait is not missed, and ends one wait only.
     #[test]
     fn wakes_once() {
         let waker = Waker::new().unwrap();

@@ -1,4 +1,4 @@
-//! Proves from the steps alone that a plan is right: [`check`].
+//! Proves from the steps alone that a plan is correct: [`check`].
 //!
 //! ```text
 //!   instances ──> an order in which all can go ──> who is ordered before whom ──> no two clash over a byte
@@ -25,9 +25,9 @@ use crate::{
     order, wire_bytes,
 };
 
-/// What the transport can hold. Between ranks that share a host, any message can wait until a reduction has all of its
-/// messages, because it is a reference; a message between hosts can if it is eager. Which is which says
-/// [`Request::topology`].
+/// What the transport can hold while a reduction waits for the rest of its messages: between ranks that share a host any
+/// message, since it is a reference; between hosts a message that is eager. [`Request::topology`] says which ranks share a
+/// host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rules {
     /// Largest eager message.
@@ -40,7 +40,7 @@ impl Default for Rules {
     }
 }
 
-/// What a plan that passed looks like.
+/// The properties of a plan that passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Report {
     /// Messages of all ranks.
@@ -286,7 +286,7 @@ pub enum Violation {
     },
 }
 
-/// What can be said of an instance alone.
+/// Checks an instance on its own.
 fn check_shape(instance: &Instance<'_>, request: &Request, plans: &[Steps], rules: &Rules) -> Result<(), Violation> {
     let place = instance.place;
     let plan = &plans[place.rank as usize];
@@ -304,7 +304,7 @@ fn check_shape(instance: &Instance<'_>, request: &Request, plans: &[Steps], rule
                 Operand::Local(slice) => Some(slice),
                 Operand::Message { .. } => None,
             }));
-            // One that comes from afar waits for the others of its step, wherever they come from.
+            // A message from another host waits for the other messages of its step, wherever they come from.
             let from_afar = |source: &Operand| match source {
                 Operand::Local(_) => false,
                 Operand::Message { from, .. } => !request.topology.share_host(*from, place.rank),
@@ -353,7 +353,7 @@ fn runnable_order(instances: &[Instance<'_>]) -> Result<Vec<u32>, Violation> {
     let mut followers: Vec<Vec<u32>> = vec![Vec::new(); instances.len()];
     for (index, instance) in (0..).zip(instances) {
         for &earlier in &instance.after {
-            // What waits for a send waits for its receiver.
+            // Instances that wait for a send wait for its receiver.
             let done_with = match instances[earlier as usize].action {
                 Action::Send { .. } | Action::Push { .. } => instances[earlier as usize].taken_by.unwrap_or(earlier),
                 _ => earlier,
@@ -395,7 +395,7 @@ fn ordered_before(instances: &[Instance<'_>], order: &[u32]) -> Vec<Vec<u64>> {
                 *word |= earlier;
             }
         }
-        // A result is there when the server has committed what this rank pushed: it is not read again.
+        // The server has committed what this rank pushed when the result is here, so the pushed bytes are not read again.
         let own = |push: &&u32| {
             let pusher = &instances[**push as usize];
             matches!(pusher.action, Action::Push { .. }) && pusher.place.rank == instance.place.rank
@@ -410,7 +410,7 @@ fn ordered_before(instances: &[Instance<'_>], order: &[u32]) -> Vec<Vec<u64>> {
 
 fn check_races(instances: &[Instance<'_>], before: &[Vec<u64>]) -> Result<(), Violation> {
     let is_before = |earlier: u32, later: u32| before[later as usize][earlier as usize / 64] >> (earlier % 64) & 1 == 1;
-    // The bytes that a send reads are free when it is done here, and also when its receiver is done with them.
+    // The bytes that a send reads are free when the send is done here, or when its receiver has used them.
     let finished_before = |earlier: u32, later: u32| {
         let sender = &instances[earlier as usize];
         is_before(earlier, later)
@@ -452,10 +452,10 @@ fn check_races(instances: &[Instance<'_>], before: &[Vec<u64>]) -> Result<(), Vi
     Ok(())
 }
 
-/// What a byte is made of. Equal expressions have equal numbers, so that comparing them is comparing numbers.
+/// The value of a byte, as a symbol. Equal expressions have equal numbers, so expressions are compared by number.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Expression {
-    /// What this rank contributes.
+    /// The contribution of this rank.
     Rank(u32),
     /// One reduction of these, from left to right.
     Reduce(Vec<u32>),
@@ -466,12 +466,12 @@ enum Expression {
 #[derive(Default)]
 struct Expressions {
     numbers: HashMap<Expression, u32>,
-    /// By number: the expression, and the ranks that contribute to it, sorted.
+    /// For each number its expression, and the ranks that contribute to it, sorted.
     known: Vec<(Expression, Vec<u32>)>,
 }
 
 impl Expressions {
-    /// `None` where a rank would contribute twice, or a finished result would be reduced again.
+    /// The number of an expression; `None` if a rank would contribute twice, or a finished result would be reduced again.
     fn number(&mut self, expression: Expression) -> Option<u32> {
         if let Some(&number) = self.numbers.get(&expression) {
             return Some(number);
@@ -534,7 +534,7 @@ impl Expressions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Value {
     expression: u32,
-    /// Which byte of the contributions.
+    /// The byte of the contributions that it stands for.
     position: u64,
 }
 
@@ -723,7 +723,7 @@ fn reduce_runs(
     Ok(result)
 }
 
-/// What must be in a rank's output at the end.
+/// The expected output of a rank at the end.
 fn wanted_output(
     requests: &[Request],
     algorithm: Algorithm,
@@ -780,7 +780,7 @@ fn wanted_output(
     })
 }
 
-/// Everybody's arrival must have reached everybody before they leave.
+/// Checks a barrier: no rank leaves before the arrival of every rank has reached it.
 fn check_barrier(world: usize, instances: &[Instance<'_>], order: &[u32]) -> Result<(), Violation> {
     let mut heard: Vec<Vec<bool>> = vec![Vec::new(); instances.len()];
     let mut leaves_with: Vec<Vec<bool>> =

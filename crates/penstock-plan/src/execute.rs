@@ -9,11 +9,11 @@ use crate::{
 /// One rank's buffers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// What [`Buf::Input`] means.
+    /// The buffer [`Buf::Input`].
     pub input: Vec<u8>,
-    /// What [`Buf::Output`] means.
+    /// The buffer [`Buf::Output`].
     pub output: Vec<u8>,
-    /// What [`Buf::Scratch`] means.
+    /// The buffer [`Buf::Scratch`].
     pub scratch: Vec<u8>,
 }
 
@@ -130,17 +130,17 @@ pub fn execute(plans: &[Steps], memory: &mut [Memory], reduce: &mut ReduceFn<'_>
     Err(Violation::Deadlock { places: stuck.into_iter().map(|(_, instance)| instance.place).collect() })
 }
 
-/// How far the instances are; all lists are indexed like them.
+/// State of the instances; all lists are indexed like them.
 struct Run {
-    /// Dependencies that are not done, and messages that are not sent.
+    /// How many dependencies are not done and how many messages are not sent.
     waits_for: Vec<usize>,
-    /// Who depends on it.
+    /// The instances that depend on it.
     followers: Vec<Vec<u32>>,
-    /// What a send has copied.
+    /// The bytes that a send has copied.
     copies: Vec<Option<Vec<u8>>>,
     done: Vec<bool>,
     ready: Vec<u32>,
-    /// Who takes what it sends.
+    /// The instances that take its message.
     takers: Vec<Vec<u32>>,
 }
 
@@ -152,7 +152,7 @@ impl Run {
         }
     }
 
-    /// Its messages are on their way.
+    /// The messages of an instance are on their way: releases the instances that take them.
     fn take(&mut self, index: u32) {
         for taker in std::mem::take(&mut self.takers[index as usize]) {
             self.release(taker);

@@ -22,28 +22,28 @@ impl fmt::Display for Place {
     }
 }
 
-/// An instance that touches bytes, or notifies. Others are named by their index in the list.
+/// An instance that touches bytes, or notifies. It is identified by its index in the list.
 pub(crate) struct Instance<'a> {
     pub(crate) place: Place,
     pub(crate) action: &'a Action,
-    /// Length of what it sends or makes.
+    /// Length of its message or of its result.
     pub(crate) bytes: u64,
     /// Instances of this rank that it waits for.
     pub(crate) after: Vec<u32>,
     /// The instances that send its messages, in the order of its operands.
     pub(crate) takes: Vec<u32>,
-    /// The instance that takes its message; of those that take a push, the one on its own rank.
+    /// The instance that takes its message; for a push, the pull on its own rank.
     pub(crate) taken_by: Option<u32>,
 }
 
 impl Instance<'_> {
-    /// Where a slice of this step is, as (buffer, start, length).
+    /// The bytes of a slice of this step.
     pub(crate) fn area(&self, slice: &Slice) -> Area {
         let (start, len) = slice.segment(self.place.segment);
         Area { buf: slice.buf, start, len }
     }
 
-    /// The place that it writes.
+    /// The bytes that it writes.
     pub(crate) fn writes(&self) -> Option<Area> {
         match self.action {
             Action::Recv { dst, .. }
@@ -54,7 +54,7 @@ impl Instance<'_> {
         }
     }
 
-    /// The places that it reads.
+    /// The bytes that it reads.
     pub(crate) fn reads(&self) -> Vec<Area> {
         match self.action {
             Action::Send { src, .. } | Action::Copy { src, .. } | Action::Push { src, .. } => vec![self.area(src)],
@@ -70,7 +70,7 @@ impl Instance<'_> {
     }
 }
 
-/// Bytes of one rank.
+/// A range of bytes on one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Area {
     pub(crate) buf: Buf,

@@ -18,6 +18,7 @@
 //! that ranks do not share, so that ranks agree without a message.
 
 mod algorithm;
+pub mod buckets;
 mod build;
 pub mod check;
 pub mod execute;
@@ -27,7 +28,6 @@ mod planner;
 mod promise;
 mod request;
 mod steps;
-pub mod units;
 
 pub use algorithm::{
     Algorithm, EAGER_LIMIT_BYTES, Medium, Thresholds, Topology, UnknownAlgorithm, choose, segment_bytes,

@@ -1,4 +1,4 @@
-//! How bytes and ranks are divided. Shared by the builders and by the promises that the checker holds them to.
+//! How bytes and ranks are divided. The builders and the promises that the checker proves share this.
 
 use crate::{Algorithm, Topology};
 
@@ -11,13 +11,13 @@ pub(crate) struct Chunks {
 }
 
 impl Chunks {
-    /// As equal as whole cache lines allow: the first chunks are one line longer, and the last one ends where the
-    /// tensor does. Chunks of a short tensor may be empty, and then nobody sends them.
+    /// Chunks that are equal as far as whole cache lines allow: the first ones are a line longer, and the last one ends with
+    /// the tensor. Chunks of a short tensor may be empty; empty ones are not sent.
     pub(crate) fn nearly_equal(bytes: u64, count: u32) -> Chunks {
         Chunks { bytes, count, unit: LINE_BYTES }
     }
 
-    /// `bytes` divides by `count`.
+    /// Equal chunks; `count` must divide `bytes`.
     pub(crate) fn equal(bytes: u64, count: u32) -> Chunks {
         Chunks { bytes, count, unit: (bytes / u64::from(count)).max(1) }
     }
@@ -86,12 +86,12 @@ impl Ring {
         ring
     }
 
-    /// Where a rank is on the ring.
+    /// The place of a rank on the ring.
     pub(crate) fn place(&self, rank: u32) -> u32 {
         self.ranks.iter().position(|&other| other == rank).expect("every rank is on the ring") as u32
     }
 
-    /// The rank at a place, which counts on from 0 after the last one.
+    /// The rank at a place; places continue from 0 after the last one.
     pub(crate) fn rank(&self, place: u32) -> u32 {
         self.ranks[place as usize % self.ranks.len()]
     }
@@ -154,22 +154,22 @@ impl Hierarchy {
     }
 }
 
-/// How algorithms for a power of two of ranks serve any number. With `p` the largest power of two up to `n`, the first
-/// `n - p` pairs of neighbours each act as one: the odd rank of a pair hands its tensor to the even one and gets the
-/// result back. Virtual ranks count the `p` that remain, in rank order.
+/// Lets algorithms for a power of two of ranks serve any number. With `p` the largest power of two up to `n`, the first `n -
+/// p` pairs of neighbours act as one rank each: the odd rank of a pair sends its tensor to the even one and receives the
+/// result. Virtual ranks number the `p` that remain, in rank order.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fold {
-    /// How many virtual ranks there are.
+    /// The number of virtual ranks.
     pub(crate) p: u32,
     pairs: u32,
 }
 
-/// What a rank does in a [`Fold`].
+/// The role of a rank in a [`Fold`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// Hands its tensor to this rank.
+    /// Sends its tensor to this rank.
     Extra { partner: u32 },
-    /// Takes part, for itself and perhaps for an extra rank.
+    /// Takes part, for itself and perhaps for an extra rank too.
     Core { virtual_rank: u32, extra: Option<u32> },
 }
 
@@ -214,21 +214,21 @@ pub(crate) struct Relatives {
 }
 
 impl Relatives {
-    /// Node `v > 0` of a binomial tree hangs on `v` without its lowest bit; its subtree is the ranks from `v` on, as
-    /// many as that bit says.
+    /// The parent of node `v > 0` of a binomial tree is `v` without its lowest bit; its subtree is the ranks from `v` on, as
+    /// many as that bit's value.
     pub(crate) fn in_tree(v: u32, world: u32) -> Relatives {
         let low = if v == 0 { world.next_power_of_two() } else { v & v.wrapping_neg() };
         let children = (0..low.ilog2()).map(|bit| v + (1 << bit)).filter(|&child| child < world).collect();
         Relatives { parent: (v > 0).then(|| v - low), children }
     }
 
-    /// Node `v > 0` of a chain hangs on `v - 1`.
+    /// The parent of node `v > 0` of a chain is `v - 1`.
     pub(crate) fn in_chain(v: u32, world: u32) -> Relatives {
         let children = if v + 1 < world { vec![v + 1] } else { vec![] };
         Relatives { parent: v.checked_sub(1), children }
     }
 
-    /// Every node hangs on the root.
+    /// The parent of every node is the root.
     pub(crate) fn in_star(v: u32, world: u32) -> Relatives {
         if v == 0 {
             Relatives { parent: None, children: (1..world).collect() }
@@ -237,14 +237,14 @@ impl Relatives {
         }
     }
 
-    /// The same, in ranks of the group.
+    /// The same with ranks of the group instead of node numbers.
     pub(crate) fn named(self, rank: impl Fn(u32) -> u32) -> Relatives {
         Relatives { parent: self.parent.map(&rank), children: self.children.into_iter().map(&rank).collect() }
     }
 }
 
-/// A rank owns at most about this many shares of a [`Hierarchy`], so that its plan stays short where a host of one rank meets
-/// a host of many. A guess: beyond it there are already four ranks that reduce for each one that cannot be helped.
+/// A rank owns at most about this many shares of a [`Hierarchy`], so that its plan stays short if one host has one rank and
+/// another many. A guess: beyond it, four ranks already reduce for each one.
 const MAX_SHARES_OF_AN_OWNER: u32 = 4;
 
 /// Chunks start at cache lines, so that no two ranks of a host write into one, and vector instructions find them

@@ -1,4 +1,4 @@
-//! Plans that are made once: [`Planner`].
+//! A cache of plans: [`Planner`].
 
 use std::{num::NonZeroUsize, sync::Arc};
 
@@ -6,22 +6,22 @@ use lru::LruCache;
 
 use crate::{Algorithm, PlanError, Request, Steps, steps};
 
-/// Remembers the plans of recent requests. Training repeats the same few sizes in every step, so that the engine finds
-/// nearly every plan here.
+/// Keeps the plans of recent requests. Training repeats the same few sizes in every step, so the engine finds nearly every
+/// plan here.
 #[derive(Debug)]
 pub struct Planner {
     plans: LruCache<(Request, Algorithm), Arc<Steps>>,
 }
 
 impl Planner {
-    /// A planner that remembers `capacity` plans and forgets the one that was not asked for the longest. A plan takes
-    /// some 100 to 200 bytes a step: 10 KiB for a ring all-reduce over 16 ranks.
+    /// A planner that keeps `capacity` plans and drops the least recently used one. A plan takes some 100 to 200 bytes a step:
+    /// 10 KiB for a ring all-reduce over 16 ranks.
     #[must_use]
     pub fn new(capacity: NonZeroUsize) -> Planner {
         Planner { plans: LruCache::new(capacity) }
     }
 
-    /// What [`steps`] returns for the same arguments. An error is not remembered.
+    /// What [`steps`] returns for the same arguments. Errors are not kept.
     ///
     /// # Errors
     /// Those of [`steps`].
@@ -37,7 +37,7 @@ impl Planner {
 }
 
 impl Default for Planner {
-    /// Remembers [`Planner::DEFAULT_CAPACITY`] plans.
+    /// Keeps [`Planner::DEFAULT_CAPACITY`] plans.
     fn default() -> Planner {
         Planner::new(Planner::DEFAULT_CAPACITY)
     }

@@ -1,12 +1,12 @@
-//! What `docs/design/algorithms.md` promises of each algorithm, as closed formulas: bytes on the wire, latency, and the order of
-//! the operands. None of it looks at steps; [`crate::check`] proves that steps keep it.
+//! The promises of `docs/design/algorithms.md` for each algorithm, as closed formulas: bytes on the wire, latency, and the
+//! order of the operands. None of these looks at steps; [`crate::check`] proves that steps keep them.
 
 use crate::{
     Algorithm, Collective, PlanError, Request,
     partition::{Chunks, Fold, Hierarchy, Relatives, Ring, Role},
 };
 
-/// What one rank moves in an operation, headers not counted.
+/// The bytes that one rank moves in an operation, without headers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WireBytes {
     /// Bytes that leave this rank.
@@ -44,7 +44,7 @@ pub fn wire_bytes(request: &Request, algorithm: Algorithm) -> Result<WireBytes, 
                 let neighbours = division.members(host).len() as u64 - 1;
                 let mut moved = crossing_bytes(request, algorithm)?.expect("it is promised");
                 for share in division.shares() {
-                    // An owner takes a share from every neighbour and returns it; the others see it once each way.
+                    // An owner receives a share from every neighbour and returns it; the others move it once each way.
                     let times = if division.owner(host, share) == r { neighbours } else { 1 };
                     moved.sent += times * division.share(share).1;
                     moved.received += times * division.share(share).1;
@@ -130,7 +130,7 @@ pub fn hops(request: &Request, algorithm: Algorithm) -> Result<u32, PlanError> {
     Ok(latency(request, algorithm))
 }
 
-/// [`hops`] of what has a plan.
+/// [`hops`] of a request that has a plan.
 pub(crate) fn latency(request: &Request, algorithm: Algorithm) -> u32 {
     let n = request.world;
     if n == 1 {
@@ -148,7 +148,7 @@ pub(crate) fn latency(request: &Request, algorithm: Algorithm) -> u32 {
         (Collective::AllReduce, Algorithm::RecursiveDoubling) => fold.rounds() + into_pairs_or_out,
         (Collective::AllReduce, Algorithm::Direct | Algorithm::Aggregated) => 2,
         (Collective::AllReduce, Algorithm::Hierarchical) => {
-            // A chunk starts at one host and comes last to the one two before it: a hop more in each that has neighbours.
+            // A chunk starts at one host and ends at the host two before it: one hop more in each that has neighbours.
             let division = Hierarchy::of(&request.topology, request.bytes);
             let hosts = division.hosts();
             let within = |host: u32| u32::from(division.members(host).len() > 1);
@@ -162,20 +162,19 @@ pub(crate) fn latency(request: &Request, algorithm: Algorithm) -> u32 {
     }
 }
 
-/// In which order operands are reduced: a leaf is a rank's contribution, a node is one step.
+/// The order in which operands are reduced: a leaf is a rank's contribution, a node is one step.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Order {
-    /// What this rank contributes.
+    /// The contribution of this rank.
     Rank(u32),
     /// One reduction of these, from left to right.
     Reduce(Vec<Order>),
 }
 
-/// The order in which each byte of the result is reduced. Servers ([`Algorithm::Aggregated`]) add integers, for which
-/// any order is the same, or floats in the order of their tree, which is not the plan's affair: it counts as one reduction
-/// of all ranks. Given as (start, length, order) over the whole tensor. Every rank
-/// that has a byte of the result has it by the same order, so that all have the same bits. Empty where nothing is
-/// reduced.
+/// The order in which each byte of the result is reduced, as (start, length, order) over the whole tensor. Servers
+/// ([`Algorithm::Aggregated`]) add integers, for which every order gives the same result, or floats in the order of their
+/// tree, which the plan does not know: that counts as one reduction of all ranks. Every rank that has a byte of the result has
+/// it by the same order, so all have the same bits. Empty if nothing is reduced.
 ///
 /// # Errors
 /// As [`wire_bytes`].
@@ -250,7 +249,7 @@ pub fn order(request: &Request, algorithm: Algorithm) -> Result<Vec<(u64, u64, O
     })
 }
 
-/// What the one at a place of a ring all-reduce of `bytes` moves: every chunk but one, twice.
+/// The bytes that the rank at a place of a ring all-reduce of `bytes` moves: every chunk but one, twice.
 fn lap_bytes(chunks: &Chunks, bytes: u64, place: u32) -> WireBytes {
     let chunk = |index: u32| chunks.at(index).1;
     WireBytes {

@@ -1,4 +1,4 @@
-//! What is asked for: [`Request`], and what is wrong with it: [`PlanError`].
+//! A request for a plan: [`Request`], and why it has none: [`PlanError`].
 
 use crate::{Algorithm, Topology};
 
@@ -164,7 +164,7 @@ impl Request {
         }
     }
 
-    /// Whether there is a plan for this; the error says why not.
+    /// Checks whether there is a plan; the error says why not.
     pub(crate) fn validate(&self) -> Result<(), PlanError> {
         let Request { collective, world, rank, bytes, element_bytes, .. } = *self;
         if rank >= world {
@@ -223,11 +223,11 @@ pub enum PlanError {
     /// The algorithm does not do this collective; [`Algorithm::of`] lists those that do.
     #[error("{algorithm} is no algorithm for {collective}; choose one of: {}", Algorithm::names(.offered))]
     NotFor {
-        /// What was asked for.
+        /// The algorithm.
         algorithm: Algorithm,
-        /// For which collective.
+        /// The collective.
         collective: &'static str,
-        /// The algorithms that there are for it.
+        /// The algorithms of that collective.
         offered: &'static [Algorithm],
     },
     /// A rank or root lies outside the group.
@@ -238,7 +238,7 @@ pub enum PlanError {
         /// Ranks in the group.
         world: u32,
     },
-    /// A topology of another number of ranks.
+    /// The topology has another number of ranks.
     #[error("a topology of {hosts_of} ranks for a group of {world}")]
     Topology {
         /// Ranks in the topology.
@@ -257,11 +257,11 @@ pub enum PlanError {
     /// Bytes that do not divide into whole elements, or into equal chunks of whole elements.
     #[error("{collective} of {bytes} bytes: must be a multiple of {unit} (ranks that share it times bytes an element)")]
     Uneven {
-        /// What was asked for.
+        /// The collective.
         collective: &'static str,
-        /// Of how many bytes.
+        /// The number of bytes.
         bytes: u64,
-        /// What they must divide by.
+        /// The number that must divide them.
         unit: u64,
     },
     /// An element size that no reduction has.
@@ -276,13 +276,13 @@ pub enum PlanError {
         /// Bytes a segment.
         segment_bytes: u64,
     },
-    /// Splits that do not fit the request.
+    /// Splits that do not match the request.
     #[error("all-to-all splits: {what}")]
     Splits {
         /// What is wrong with them.
         what: &'static str,
     },
-    /// More bytes than addresses.
+    /// More bytes than can be addressed.
     #[error("{bytes} bytes on each of {world} ranks is more than 64 bits address")]
     TooLarge {
         /// [`Request::bytes`].
@@ -290,10 +290,10 @@ pub enum PlanError {
         /// Ranks in the group.
         world: u32,
     },
-    /// More segments than message numbers.
+    /// More segments than there are message numbers.
     #[error("{messages} messages are more than the 2^32 that a plan can number; use larger segments")]
     TooManyMessages {
-        /// How many it would take.
+        /// How many message numbers it would take.
         messages: u64,
     },
 }

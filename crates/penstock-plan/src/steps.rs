@@ -1,4 +1,4 @@
-//! What a collective IS: [`Steps`], one rank's part of it, as data.
+//! A collective as data: [`Steps`], one rank's part of it.
 //!
 //! A step is a template that stands for `segments` *instances*; instance `s` touches segment `s` of the step's
 //! slices. Dependencies are explicit and local to a rank: an instance may start when all the instances that its
@@ -19,10 +19,10 @@
 //! - `Notify`: as a `Send` of no bytes. `Await`: when the notification is here.
 //! - `Pull`: when the destination holds the result; the `Push` that it answers is done then too.
 //!
-//! What a plan may leave unsaid: an order that holds *through the peer*. In the all-gather half of a ring, for
-//! example, the final chunk can only arrive after the successor has consumed the partial one that we sent from the same
-//! place; no local dependency is needed. [`crate::check`] follows such chains and fails the plan if a write is not ordered
-//! after every earlier read of the same bytes.
+//! A plan may omit an order that holds *through the peer*. In the all-gather half of a ring, for example, the final chunk can
+//! only arrive after the next rank has consumed the partial one that this rank sent from the same place; no local dependency
+//! is needed. [`crate::check`] follows such chains and fails the plan if a write is not ordered after every earlier read of
+//! the same bytes.
 
 /// One rank's part of one collective.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,7 +43,7 @@ pub struct Step {
     pub action: Action,
     /// How many instances there are.
     pub segments: u32,
-    /// What must be done before.
+    /// The instances that must be done before.
     pub after: Vec<Dep>,
 }
 
@@ -68,8 +68,8 @@ pub enum Dep {
 /// rank `a` to `b` and the `Recv`, `Reduce` or `Await` on `b` that names the same number from `a` are one message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Give the bytes of `src` to rank `to`. To a peer on the same host this may be a reference that the peer reads
-    /// through: which medium carries it is the transport's affair.
+    /// Sends the bytes of `src` to rank `to`. To a peer on the same host this may be a reference that the peer reads through:
+    /// the transport chooses the medium.
     Send {
         /// Receiving rank in the group.
         to: u32,
@@ -78,18 +78,18 @@ pub enum Action {
         /// The bytes.
         src: Slice,
     },
-    /// Place the bytes that rank `from` sends.
+    /// Stores the bytes that rank `from` sends.
     Recv {
         /// Sending rank in the group.
         from: u32,
         /// Number of the first instance's message.
         message: u32,
-        /// Where they go.
+        /// The destination.
         dst: Slice,
     },
     /// `dst = sources[0] op sources[1] op ...`, in exactly this order. A local source may be `dst` itself.
     Reduce {
-        /// Where the result goes.
+        /// The destination.
         dst: Slice,
         /// The operands, in order.
         sources: Vec<Operand>,
@@ -98,38 +98,38 @@ pub enum Action {
     },
     /// `dst = src`; the two do not overlap.
     Copy {
-        /// Where to.
+        /// The destination.
         dst: Slice,
-        /// Where from.
+        /// The source.
         src: Slice,
     },
-    /// Tell rank `to` that we are here; no bytes.
+    /// Tells rank `to` that this rank has arrived; no bytes.
     Notify {
         /// Receiving rank in the group.
         to: u32,
         /// Number of the message.
         message: u32,
     },
-    /// Wait for rank `from`'s `Notify`.
+    /// Waits for rank `from`'s `Notify`.
     Await {
         /// Sending rank in the group.
         from: u32,
         /// Number of the message.
         message: u32,
     },
-    /// Give the bytes of `src` to a server, which adds what all ranks push as instance `s` of the same server.
+    /// Sends the bytes of `src` to a server, which adds what all ranks push as instance `s` of the same server.
     Push {
-        /// Which server, in the order of [`crate::Topology::servers`].
+        /// The server's index in [`crate::Topology::servers`].
         server: u32,
         /// The bytes. They must stay as they are until the matching `Pull` has its result: they may be sent again.
         src: Slice,
     },
-    /// Place the finished sum of what all ranks, this one too, push as the same instance of this server. At most one
+    /// Stores the finished sum of what all ranks, including this one, push as the same instance of this server. At most one
     /// `Push` and one `Pull` name a server.
     Pull {
-        /// Which server.
+        /// The server's index.
         server: u32,
-        /// Where the result goes; it may be where the push came from.
+        /// The destination; it may be the source of the push.
         dst: Slice,
     },
 }
@@ -148,12 +148,12 @@ pub enum Operand {
     },
 }
 
-/// Which memory a slice lies in.
+/// The memory in which a slice lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Buf {
-    /// What the rank contributes; never written. Absent for operations in place.
+    /// The rank's contribution; never written. Absent for operations in place.
     Input,
-    /// What the rank gets; for operations in place (all-reduce, broadcast, reduce) it also holds the contribution.
+    /// The rank's result; for operations in place (all-reduce, broadcast, reduce) it also holds the contribution.
     Output,
     /// Memory of the engine, [`Steps::scratch_bytes`] long.
     Scratch,
@@ -164,7 +164,7 @@ pub enum Buf {
 /// or, with `slots > 0`, the same bytes' length at `start + (s % slots) * segment_bytes` (a ring of scratch slots).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slice {
-    /// Which memory.
+    /// The memory in which it lies.
     pub buf: Buf,
     /// Where segment 0 starts, in bytes.
     pub start: u64,

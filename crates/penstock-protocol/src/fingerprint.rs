@@ -1,8 +1,8 @@
-//! What a rank believes an operation to be, in 80 bits.
+//! A fingerprint: what a rank believes an operation to be, in 80 bits.
 //!
-//! Every data frame, grant and probe carries it, so a rank that issues another operation, dtype, length, root or
-//! reduction is found at the first frame. It is packed, not hashed: whoever finds the mismatch can print both sides
-//! without another exchange.
+//! Every data frame, grant and probe carries the sender's fingerprint. A rank that issues another operation, dtype, length,
+//! root or reduction is found at the first frame. The fields are packed, not hashed, so the rank that finds the mismatch can
+//! print both sides without another exchange.
 //!
 //! ```text
 //!   63      60 59       56 55      50 49          36 35                    0
@@ -52,7 +52,7 @@ impl Order {
         Some(Order(u16::try_from(code).expect("1! + ... + 8! is below 2^16")))
     }
 
-    /// The permutation that it stands for; `None` for row-major order, and for a number that stands for nothing.
+    /// The permutation that this order stands for; `None` for row-major order, and for a number that is no order.
     #[must_use]
     pub fn permutation(self) -> Option<Vec<usize>> {
         let mut code = usize::from(self.0);
@@ -86,7 +86,7 @@ impl Order {
         }
     }
 
-    /// Tensors of more dimensions must be row-major.
+    /// The most dimensions of a tensor that is not row-major.
     pub const MAX_DIMENSIONS: usize = 8;
 }
 
@@ -114,9 +114,9 @@ impl Fingerprint {
         Fingerprint { order, ..self }
     }
 
-    /// The same all-to-all as two of its ranks see it, which must agree only on what passes between them: so many elements
-    /// from the lower to the higher, and so many back. Whatever one sends to the other carries both numbers: each rank hears
-    /// from every other before it is done, so that both find what differs. Of the way back 30 bits are kept.
+    /// Fingerprint of an all-to-all for one pair of ranks: `up` elements go from the lower rank to the higher one, `down`
+    /// elements come back. A pair must agree on these two numbers only. Every frame between the two carries both, and each
+    /// rank hears from every other before it ends, so both find a difference. Of `down`, 30 bits are kept.
     #[must_use]
     pub fn of_pair(self, up: u64, down: u64) -> Fingerprint {
         let what = self.what & !(ROOT_MASK << 36 | ELEMENTS_MASK) | (down & ROOT_MASK) << 36 | up & ELEMENTS_MASK;
@@ -155,13 +155,13 @@ impl Fingerprint {
         ))
     }
 
-    /// All of it as one number, for those who cut it into pieces.
+    /// The whole fingerprint as one number, to be cut into header fields.
     #[must_use]
     pub fn bits(self) -> u128 {
         u128::from(self.order.0) << 64 | u128::from(self.what)
     }
 
-    /// What [`Fingerprint::bits`] was made from.
+    /// The inverse of [`Fingerprint::bits`].
     #[must_use]
     pub fn from_bits(bits: u128) -> Fingerprint {
         Fingerprint { what: bits as u64, order: Order((bits >> 64) as u16) }

@@ -116,32 +116,32 @@ pub enum Kind {
     Done = 2,
     /// The receiver is ready for messages `message..message + offset` of the operation.
     Grant = 3,
-    /// The sender has a message that waits for a `Grant`, which the receiver may not give unasked: a small one beyond the credit, or
-    /// the first one of a send.
+    /// The sender has a message that waits for a `Grant`, and the receiver may not give that grant unasked: a short message
+    /// beyond the eager credit, or the first message of a send.
     Announce = 4,
     /// Only `ack` and `credit`. Not itself acknowledged.
     Ack = 5,
-    /// Nothing, to show life; acknowledged by a `HeartbeatReply`. `offset` is the time on the sender's clock.
+    /// A heartbeat without content; acknowledged by a `HeartbeatReply`. `offset` is the time on the sender's clock.
     Heartbeat = 6,
     /// Answer to a `Heartbeat`, with its `offset`.
     HeartbeatReply = 7,
-    /// The sender waits for the receiver in this operation; the fingerprint says what it believes it to be.
+    /// The sender waits for the receiver in this operation; the fingerprint is the sender's view of the operation.
     Probe = 8,
     /// Answer to a `Probe`: `offset` operations have been issued in the channel so far.
     ProbeReply = 9,
     /// The group has failed; the payload says why ([`crate::peer::Report`]). Its first `total` collectives still count. `offset` is 1
     /// where the sender passes on what another rank has told it.
     Report = 10,
-    /// The sender leaves in good order: all its messages have been taken. The receiver acknowledges it after its own frames have been
-    /// acknowledged.
+    /// The sender leaves in good order: the receiver has taken all its messages. The receiver acknowledges this frame after
+    /// its own frames have been acknowledged.
     Bye = 11,
     /// The sender has memory of `total` bytes for us to map, under the number in `offset`; a descriptor of it comes with
     /// the frame.
     Share = 12,
-    /// References to the memory of the number in `offset` will not come any more.
+    /// The sender will send no more references to the memory that was shared under the number in `offset`.
     Unshare = 13,
-    /// The sender has left the group: it waits for nothing in it any more, and begins nothing. What it sent there, but for messages
-    /// without a grant, has come before. The payload says what it did there ([`crate::peer::Farewell`]).
+    /// The sender has left the group: it waits for nothing there and starts nothing. All that it sent in the group came before
+    /// this frame, except messages without a grant. The payload says what it did there ([`crate::peer::Farewell`]).
     Left = 14,
 }
 
@@ -168,7 +168,7 @@ impl Kind {
         ALL.into_iter().find(|kind| *kind as u8 == byte)
     }
 
-    /// Whether the receiver counts it in `ack`, so that the sender repeats it if the stream is lost first.
+    /// Whether the receiver counts the frame in `ack`, so that the sender repeats it if the stream is lost first.
     #[must_use]
     pub fn is_counted(self) -> bool {
         !matches!(self, Kind::Ack | Kind::Heartbeat | Kind::HeartbeatReply)
@@ -209,7 +209,7 @@ pub struct Header {
     pub ack: u32,
     /// What the sender believes the operation to be ([`crate::fingerprint`]).
     pub fingerprint: Fingerprint,
-    /// The messages that are of use only together with this one; 0 for none. Not read yet.
+    /// Identifies messages that are useful only together (a coflow); 0 for none. Not read yet.
     pub coflow: u32,
     /// When the frame was given to the stream, in microseconds on the sender's clock, modulo 2^32.
     pub sent_at: u32,
@@ -217,9 +217,9 @@ pub struct Header {
     pub credit: u64,
     /// CRC32C of the payload; 0 unless [`FLAG_PAYLOAD_SUM`] is set.
     pub payload_sum: u32,
-    /// Names the frame between its nodes for good, when its operation is long forgotten, so that a repeat is known for
-    /// one. Data on eager credit: the credit that the sender has used so far, this message included. Control frames:
-    /// how many were sent before. Other data: 0, the place in the message names it.
+    /// Identifies the frame between its two nodes for good, also after its operation is forgotten, so that duplicates are
+    /// recognised. Data on eager credit: the credit that the sender has used so far, this message included. Control frames:
+    /// how many were sent before. Other data: 0, since the offset in the message identifies it.
     pub serial: u64,
 }
 
@@ -283,7 +283,7 @@ impl Header {
         out
     }
 
-    /// Reads a header, believing nothing: magic, version, sum, kind, channel, and that the lengths fit together.
+    /// Decodes a header and validates all of it: magic, version, checksum, kind, channel, and that the lengths fit together.
     pub fn decode(bytes: &[u8; Header::BYTES]) -> Result<Header, FrameError> {
         let u16_at = |at: usize| u16::from_le_bytes(bytes[at..at + 2].try_into().expect("2 bytes"));
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
@@ -342,9 +342,10 @@ impl Header {
 pub struct Reference {
     /// Address in the sender's address space, or offset in memory that it shares.
     pub address: u64,
-    /// The sender's epoch: while that lasts, the bytes are those of the message.
+    /// The sender's epoch. The bytes are those of the message only while this epoch lasts.
     pub epoch: u64,
-    /// The number of the memory that it shares ([`Kind::Share`]); 0: the message lies in memory of its own.
+    /// The number of the memory region that the sender shares ([`Kind::Share`]); 0: the message lies in the sender's private
+    /// memory.
     pub region: u64,
 }
 
@@ -373,13 +374,13 @@ impl Reference {
 /// Why bytes are not a frame. The stream that carried them cannot be trusted any further.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameError {
-    /// Not our magic: the stream is out of step, or the other end is not Penstock.
+    /// The magic is wrong: the stream is out of step, or the other end is not Penstock.
     Magic,
     /// Another major version.
     Version(u8),
     /// An unknown kind.
     Kind(u8),
-    /// An unknown class of channel, or one that has no such direction or tag.
+    /// The class of the channel is unknown, or the class has no such direction or tag.
     Channel {
         /// Its claimed class.
         class: u8,
@@ -392,7 +393,7 @@ pub enum FrameError {
     HeaderSum,
     /// The payload's checksum does not hold.
     PayloadSum,
-    /// More (or fewer) bytes than this kind may carry.
+    /// The length is not one that this kind of frame may have.
     Length {
         /// The frame's kind.
         kind: Kind,
@@ -408,7 +409,8 @@ pub enum FrameError {
         /// Claimed message length.
         total: u64,
     },
-    /// A frame that its sender may not send now (no grant, another generation, acks for frames never sent).
+    /// A frame that its sender may not send now (no grant, another generation, acknowledgements of frames that were never
+    /// sent).
     OutOfTurn(&'static str),
 }
 
@@ -438,7 +440,7 @@ impl std::error::Error for FrameError {}
 
 /// First bytes of every frame.
 pub const FRAME_MAGIC: [u8; 4] = *b"PSTK";
-/// Peers must agree on it.
+/// Peers must have the same major version.
 pub const VERSION_MAJOR: u8 = 3;
 /// Newer minors only add feature bits.
 pub const VERSION_MINOR: u8 = 0;

@@ -1,4 +1,4 @@
-//! How two nodes come to trust a stream.
+//! The hand-shake by which two nodes authenticate a stream.
 //!
 //! ```text
 //!   connector                                   acceptor
@@ -8,13 +8,15 @@
 //!     PROOF  of the secret                     ->
 //!                                             <-  WELCOME
 //! ```
-//! Either says REFUSAL (code, text) instead, and closes, when it will not go on.
+//! Either side may send REFUSAL (code, text) instead and close.
 //!
-//! A proof is HMAC-SHA256(secret, role | HELLO | CHALLENGE without its proof), over the bytes as they were sent, each part behind
-//! its length (8 bytes, little endian), so that no two hand-shakes are the same bytes: both sides prove that they know the job's
-//! secret, bound to this very stream, and that they have heard the same. Until then nothing is parsed but these messages, of at most
-//! [`MAX_MESSAGE_BYTES`]. The bytes that follow are neither encrypted nor authenticated: the secret keeps strangers
-//! and misrouted ranks out, not an attacker who can alter packets in flight (docs/reference/security.md).
+//! A proof is HMAC-SHA256(secret, role
+//! HELLO
+//! CHALLENGE without its proof), over the bytes as they were sent. Each part follows its length (8 bytes, little endian), so
+//! no two hand-shakes give the same input. The proofs show that both sides know the job's secret, for this very stream, and
+//! that both saw the same messages. Before that, only these messages are parsed, of at most [`MAX_MESSAGE_BYTES`]. Later bytes
+//! are neither encrypted nor authenticated: the secret keeps out unauthenticated peers and misrouted ranks, not an attacker
+//! who can alter packets in flight (docs/reference/security.md).
 //!
 //! Each message is `kind (1) | length (2) | body`.
 
@@ -26,7 +28,7 @@ use sha2::Sha256;
 /// Names one process: drawn at random when its engine starts.
 pub type NodeKey = [u8; 16];
 
-/// What a connector says first.
+/// The connector's first message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     /// Protocol version, major and minor.
@@ -39,9 +41,9 @@ pub struct Hello {
     pub generation: Generation,
     /// The connector's rank in the job, for messages.
     pub rank: u32,
-    /// The connector.
+    /// The connector's process.
     pub from: NodeKey,
-    /// Whom it wants to reach: another process may have taken over the port.
+    /// The process that the connector wants to reach: another one may have taken over the port.
     pub to: NodeKey,
     /// Which of the pair's streams this is.
     pub stream: u16,
@@ -49,7 +51,7 @@ pub struct Hello {
     pub nonce: [u8; 32],
 }
 
-/// The connector's side. Feed bytes, send bytes, until it is finished.
+/// The connector's state machine: feed it received bytes and send its output until it is finished.
 #[derive(Debug)]
 pub struct Connector {
     hello: Hello,
@@ -60,7 +62,7 @@ pub struct Connector {
 }
 
 impl Connector {
-    /// Starts: the HELLO lies in the outbox.
+    /// Creates a connector whose first output is the HELLO.
     #[must_use]
     pub fn new(hello: Hello, secret: &[u8]) -> Connector {
         let outbox = message(Tag::Hello, &hello.encode());
@@ -72,8 +74,8 @@ impl Connector {
         std::mem::take(&mut self.outbox)
     }
 
-    /// Takes bytes from the wire. `Ok(Some(features))` once welcome; bytes behind the welcome are in `rest`. After an error
-    /// write the outbox, which may say why, then close.
+    /// Takes bytes from the wire. Returns `Ok(Some(features))` once the acceptor has welcomed this side; bytes after the
+    /// WELCOME are in `rest`. After an error, write the outbox, which may say why, then close.
     pub fn handle_input(&mut self, bytes: &[u8], rest: &mut Vec<u8>) -> Result<Option<u32>, HandshakeError> {
         self.inbox.bytes.extend_from_slice(bytes);
         while let Some((tag, body)) = self.inbox.next()? {
@@ -106,7 +108,7 @@ impl Connector {
     }
 }
 
-/// The acceptor's side.
+/// The acceptor's state machine.
 #[derive(Debug)]
 pub struct Acceptor {
     nonce: [u8; 32],
@@ -128,7 +130,7 @@ enum AcceptorState {
     Finished,
 }
 
-/// What the acceptor found.
+/// What the acceptor knows after some input.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Accepted {
     /// Not finished; feed more bytes.
@@ -137,15 +139,15 @@ pub enum Accepted {
     Decide(Hello),
     /// The stream is trusted.
     Welcome {
-        /// What the connector said.
+        /// The connector's HELLO.
         hello: Hello,
-        /// Features that both have.
+        /// Features that both sides have.
         features: u32,
     },
 }
 
 impl Acceptor {
-    /// Waits for a HELLO; `nonce` is fresh randomness.
+    /// Creates an acceptor that waits for a HELLO; `nonce` is fresh randomness.
     #[must_use]
     pub fn new(nonce: [u8; 32], features: u32) -> Acceptor {
         Acceptor { nonce, features, inbox: Inbox::default(), outbox: Vec::new(), state: AcceptorState::AwaitHello }
@@ -203,7 +205,7 @@ impl Acceptor {
         }
     }
 
-    /// Offers features of this very connection, found out after it was accepted.
+    /// Offers further features on this connection, found after it was accepted.
     pub fn add_features(&mut self, features: u32) {
         self.features |= features;
     }
@@ -237,13 +239,14 @@ pub enum RefusalCode {
     Version = 1,
     /// The secrets differ.
     Secret = 2,
-    /// No such job, rank or process here.
-    Stranger = 3,
+    /// The peer is not authenticated for any job here: no such job, rank or process.
+    Unauthenticated = 3,
     /// The right job in another generation.
     Generation = 4,
-    /// Not here yet: the acceptor has not read the job's secret so far. Try again.
+    /// The acceptor has not read the job's secret yet. Try again.
     NotYet = 5,
-    /// The acceptor has lost the connecting process before, or does not know yet that it was lost itself. There is no way back.
+    /// The acceptor has lost the connecting process before, or was itself lost to that process and does not know it yet. The
+    /// two cannot connect again.
     Lost = 6,
 }
 
@@ -261,9 +264,9 @@ pub enum HandshakeError {
     Secret,
     /// The other side refused.
     Refused {
-        /// Why, for programs.
+        /// The [`RefusalCode`], as it came.
         code: u8,
-        /// Why, for people.
+        /// The acceptor's text, for logs.
         reason: String,
     },
 }
@@ -275,7 +278,7 @@ impl HandshakeError {
         matches!(self, HandshakeError::Refused { code, .. } if *code == RefusalCode::NotYet as u8)
     }
 
-    /// Why the other side, which knew this process before, does not take it back.
+    /// The other side's reason, if it knew this process before and does not take it back.
     #[must_use]
     pub fn lost(&self) -> Option<&str> {
         match self {
@@ -369,7 +372,7 @@ impl Challenge {
     }
 }
 
-/// The first thing that is read: another major version may have anything behind it.
+/// Reads the version before anything else: another major version may have anything after it.
 fn known_version(version: [u8; 2]) -> Result<(u8, u8), HandshakeError> {
     let theirs = (version[0], version[1]);
     if theirs.0 == VERSION_MAJOR { Ok(theirs) } else { Err(HandshakeError::Version { theirs }) }
@@ -383,7 +386,7 @@ fn refusal(code: RefusalCode, reason: &str) -> Vec<u8> {
 
 fn refused(body: &[u8]) -> HandshakeError {
     let (code, text) = body.split_first().map_or((0, &[][..]), |(code, text)| (*code, text));
-    // The text comes from a stranger: printable characters only.
+    // The text comes from an unauthenticated peer: printable characters only.
     let reason = String::from_utf8_lossy(text).chars().filter(|c| !c.is_control()).collect();
     HandshakeError::Refused { code, reason }
 }
@@ -458,7 +461,7 @@ impl Reader<'_> {
 }
 
 const HANDSHAKE_MAGIC: [u8; 8] = *b"PENSTOCK";
-/// No hand-shake message is longer, which bounds what a stranger can make us hold.
+/// No hand-shake message is longer, which bounds what an unauthenticated peer can make us hold.
 pub const MAX_MESSAGE_BYTES: usize = 512;
 
 #[cfg(test)]
@@ -670,7 +673,7 @@ mod tests {
     #[test]
     fn refusals_say_why() {
         for (code, temporary) in [
-            (RefusalCode::Stranger, false),
+            (RefusalCode::Unauthenticated, false),
             (RefusalCode::Generation, false),
             (RefusalCode::NotYet, true),
             (RefusalCode::Lost, false),
@@ -698,7 +701,7 @@ mod tests {
         assert_ne!(proof(b"secret", b"accept", b"orhello", b"challenge"), whole);
     }
 
-    /// The acceptor's own proof, sent back, is none: each side proves its role.
+    /// Rejects a reflected proof: each role signs with its own label.
     #[test]
     fn a_reflected_proof_is_refused() {
         let mut acceptor = Acceptor::new([1; 32], 0);
@@ -727,9 +730,9 @@ mod tests {
             }
         }
 
-        /// No bytes from a stranger panic the acceptor or make it hold more than a bound.
+        /// No bytes from an unauthenticated peer panic the acceptor or make it hold more than a bound.
         #[test]
-        fn strangers_are_bounded(bytes in proptest::collection::vec(any::<u8>(), 0..4096), cut in 1usize..600) {
+        fn unauthenticated_peers_are_bounded(bytes in proptest::collection::vec(any::<u8>(), 0..4096), cut in 1usize..600) {
             let mut acceptor = Acceptor::new([0; 32], 0);
             let mut rest = Vec::new();
             for piece in bytes.chunks(cut) {

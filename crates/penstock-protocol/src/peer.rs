@@ -4,18 +4,18 @@
 //! Nothing is assigned to a stream in advance, so a slow stream carries less. When the queue is empty, an idle stream
 //! repeats the frame that a slower one would deliver last.
 //!
-//! Incoming: a frame is taken once. Streams may bring it twice (after a loss, or a take-over); the second is discarded
-//! or, if the first is still arriving, the race is won by whichever is whole first.
+//! Incoming: a frame is taken once. Streams may bring duplicates (after a loss, or a take-over). A duplicate is discarded; if
+//! the first copy is still arriving, the copy that is complete first wins.
 //!
 //! ```text
 //!   send() ─► waiting for a grant ─► ready ─► in flight on a stream ─► acknowledged ─► Event::Sent
 //!                 (large only)        ▲              │
 //!                                     └── stream lost┘
 //! ```
-//! A message below the eager limit is copied and leaves at once within the eager credit. Beyond the credit it stays where
-//! it is, like a longer one, and leaves after the receiver has granted it, that is, after the receiver has posted the
-//! operation and knows where the bytes go. So neither the sender nor the receiver holds more than the eager credit for the
-//! other, and an operation that all ranks have posted never waits for memory.
+//! A message below the eager limit is copied and leaves at once within the eager credit. A message beyond the credit stays in
+//! its tensor, as a longer one does, and leaves after the receiver has granted it: the receiver has then posted the operation
+//! and knows where the bytes go. So neither side holds more than the eager credit for the other, and an operation that all
+//! ranks have posted never waits for memory.
 
 use crate::fingerprint::{Fingerprint, Order};
 use crate::frame::{
@@ -32,7 +32,7 @@ use std::sync::Arc;
 /// Names a stream of a peer.
 pub type StreamId = u32;
 
-/// What a [`Peer`] is told once.
+/// Configuration of a [`Peer`].
 #[derive(Clone, Debug)]
 pub struct PeerConfig {
     /// Frames of another generation are refused.
@@ -49,9 +49,9 @@ pub struct PeerConfig {
     pub checksum: bool,
     /// Upper bound on a stream's unacknowledged bytes.
     pub unacked_limit_bytes: u64,
-    /// A silent stream is asked for a sign of life this often.
+    /// How often a heartbeat is sent on a stream that receives nothing.
     pub heartbeat_every: u64,
-    /// A peer that is silent this long on all streams is lost.
+    /// A peer from which no packet came on any stream for this long is lost.
     pub dead_after: u64,
 }
 
@@ -74,13 +74,13 @@ impl Default for PeerConfig {
 /// A message to send.
 #[derive(Clone, Debug)]
 pub struct Outgoing {
-    /// Its name.
+    /// Names the message.
     pub key: MessageKey,
     /// How urgent.
     pub priority: Priority,
-    /// What we believe the operation to be.
+    /// What this side believes the operation to be.
     pub fingerprint: Fingerprint,
-    /// The messages that are of use only together with this one; 0 for none.
+    /// Identifies messages that are useful only together (a coflow); 0 for none.
     pub coflow: u32,
     /// The bytes.
     pub body: Body,
@@ -89,13 +89,13 @@ pub struct Outgoing {
 /// The bytes of an outgoing message.
 #[derive(Clone, Debug)]
 pub enum Body {
-    /// A copy of our own; sent as far as the caller is concerned.
+    /// A copy of our own. For the caller the message counts as sent.
     Owned(Arc<[u8]>),
-    /// `len` bytes, which stay as they are until [`Event::Sent`].
+    /// `len` bytes that must not change until [`Event::Sent`].
     Memory {
-        /// Where they are, for a peer that can read them there.
+        /// Where the bytes are, for a peer that can read this process's memory.
         place: Reference,
-        /// How many.
+        /// How many bytes.
         len: u64,
     },
 }
@@ -114,14 +114,14 @@ impl Body {
 pub struct Outbound {
     /// Its header; `payload_sum` is filled in by [`seal`].
     pub header: Header,
-    /// What follows.
+    /// Where the payload is.
     pub payload: Payload,
 }
 
 /// Where an outbound frame's payload is.
 #[derive(Clone, Debug)]
 pub enum Payload {
-    /// Here.
+    /// A range of these bytes.
     Owned(Arc<[u8]>, Range<usize>),
     /// In the memory of the message's operation, at the header's offset.
     Memory,
@@ -149,29 +149,29 @@ pub fn verify(header: &Header, payload: &[u8]) -> Result<(), FrameError> {
 pub enum OpStatus {
     /// Not posted here yet.
     Early,
-    /// Posted, not finished.
+    /// Posted here and not finished.
     Active,
-    /// Finished: whatever comes is a duplicate.
+    /// Finished here: every further frame of it is a duplicate.
     Retired,
 }
 
 /// What to do with the payload of a frame whose header has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
-    /// Read it where it belongs.
+    /// Read the payload to its place in the operation.
     Take,
-    /// Another stream is bringing the same bytes: read them to a place of their own, the first to be whole wins.
+    /// Another stream is bringing the same bytes: read the payload to a separate buffer. The copy that is complete first wins.
     Race,
-    /// Read it and forget it.
+    /// Read the payload and discard it.
     Discard,
 }
 
-/// What a whole frame means.
+/// What the engine does with a complete frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finish {
     /// Use the payload. False for a duplicate.
     pub apply: bool,
-    /// This stream is still reading the same frame: it must discard the rest.
+    /// The stream that is still reading the same frame, and must discard the rest.
     pub revoke: Option<StreamId>,
 }
 
@@ -180,19 +180,20 @@ pub struct Finish {
 pub enum Event {
     /// The receiver has all of a message whose body was [`Body::Memory`]: its bytes may change now.
     Sent(MessageKey),
-    /// The peer waits for us in this operation, which it believes to be this.
+    /// The peer waits for us in this operation; the fingerprint is the peer's view of it.
     Probe(MessageKey, Fingerprint),
     /// How many operations the peer has issued in the channel of the key.
     Issued(MessageKey, u64),
-    /// The peer is ready for messages of this operation, which it believes to be this.
+    /// The peer is ready for messages of this operation; the fingerprint is the peer's view of it.
     Granted(MessageKey, Fingerprint),
-    /// The peer sends in an operation that has ended here, and that it believes to be this. Often a repeat of what was taken.
+    /// The peer sends in an operation that has ended here; the fingerprint is the peer's view of it. Often a duplicate of a
+    /// frame that was taken.
     Late(MessageKey, Fingerprint),
-    /// The group has failed at the peer, or the peer forwards that it has.
+    /// The group has failed at the peer, or the peer forwards another rank's report.
     Report(GroupId, Report),
     /// The peer has left the group.
     Left(GroupId, Farewell),
-    /// The peer leaves in good order.
+    /// The peer leaves the job in good order.
     Bye,
     /// This stream is silent although the peer is not: close it.
     Stalled(StreamId),
@@ -209,20 +210,22 @@ pub struct Report {
     pub message: String,
     /// Another rank has told the reporter; the message names that rank.
     pub is_passed_on: bool,
-    /// How many of the group's collectives still count: the reporter has ended them, and its part of them goes on to the peer.
+    /// How many of the group's collectives still count: the reporter has ended them, and still delivers its part of them to
+    /// the peer.
     pub finished: u64,
 }
 
-/// What a rank did in a group that it has left, for the ranks that are still in it: they compare, and nobody answers them any more.
+/// What a rank did in a group that it has left, for the ranks that are still in it. They compare it with what they did
+/// themselves; the rank that left answers no probes any more.
 ///
 /// ```text
 ///   collectives (8) | place (8), what (8), order (2) of an operation | of the next one | ...
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Farewell {
-    /// How many collectives it has issued.
+    /// How many collectives the rank has issued in the group.
     pub collectives: u64,
-    /// What the last of them were, [`Farewell::MOST`] at most. Not all need be there.
+    /// Its last collectives, at most [`Farewell::MOST`]. Some may be missing.
     pub last: Vec<(OpSeq, Fingerprint)>,
 }
 
@@ -230,11 +233,11 @@ pub struct Farewell {
 #[derive(Debug)]
 pub struct Peer {
     config: PeerConfig,
-    /// In order, so that the same calls give the same frames.
+    /// Ordered, so that the same calls give the same frames.
     streams: BTreeMap<StreamId, Stream<FrameId>>,
-    /// Of those that are up, the first so many carry what is sent; ...
+    /// How many of the streams that are up carry outgoing frames: the first ones.
     most_used: usize,
-    /// ... they are those up to this one.
+    /// The last of those streams.
     last_used: StreamId,
     /// Messages not yet acknowledged, by order of issue.
     outgoing: HashMap<u64, Message>,
@@ -244,30 +247,30 @@ pub struct Peer {
     next_issue: u64,
     /// Control frames not yet acknowledged.
     controls: HashMap<u64, Control>,
-    /// Of these, the ones that no stream has in flight.
+    /// Control frames of `controls` that no stream has in flight.
     control_queue: VecDeque<u64>,
     next_control: u64,
-    /// How many of them have left, and which of the peer's have come.
+    /// How many control frames were sent, and which of the peer's have arrived.
     control_serial: u64,
     controls_taken: Ranges,
-    /// Groups that this side has left and the peer is not told yet: how many messages and control frames it must have before, and
-    /// what it is told.
+    /// Groups that this side has left and whose `Left` frame is not sent yet: how many messages and control frames the peer
+    /// must acknowledge first, and the farewell.
     leaving: BTreeMap<GroupId, (usize, Farewell)>,
     ops: HashMap<OpKey, Op>,
     /// How many records `ops` holds because the peer asked for them.
     remembered: usize,
     credit: Credit,
-    /// How much longer than [`TAKE_OVER_RATIO`] and [`TAKE_OVER_MARGIN`] say an idle stream waits before it takes a frame over:
-    /// more after each copy that came second.
+    /// Factor on [`TAKE_OVER_RATIO`] and [`TAKE_OVER_MARGIN`]: how long an idle stream waits before it takes a frame over.
+    /// Grows with each copy that turned out to be a duplicate.
     patience: f64,
     /// The peer's newest frame said that the streams share a link ([`FLAG_SHARED`]).
     is_shared_there: bool,
     last_heard: Time,
-    /// Since when it was heard without a pause longer than heartbeats leave, ...
+    /// Since when the peer has been heard without a pause longer than a heartbeat interval.
     alive_since: Time,
-    /// ... and without one longer than questions leave ([`ASK_EVERY`]).
+    /// Since when the peer has been heard without a pause longer than [`ASK_EVERY`].
     awake_since: Time,
-    /// [`Event::Silent`] was reported, and nothing heard since.
+    /// [`Event::Silent`] was reported, and nothing has come since.
     silent: bool,
     next_check: Time,
     next_look: Time,
@@ -279,7 +282,7 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// A peer without streams yet.
+    /// Creates a peer without streams.
     #[must_use]
     pub fn new(config: PeerConfig, now: Time) -> Peer {
         debug_assert!(config.eager_bytes <= u64::from(MAX_FRAME_BYTES), "an eager message is one frame");
@@ -315,8 +318,8 @@ impl Peer {
         }
     }
 
-    /// The peer is gone. Forgets everything that was between the two, and events that nobody has polled; what is to be sent to it
-    /// from now on is dropped. No stream may come up any more.
+    /// The peer is gone. Forgets all state of the pair, and events that were not polled. Later messages to the peer are
+    /// dropped, and no stream may come up any more.
     pub fn end(&mut self) {
         *self = Peer { has_ended: true, ..Peer::new(self.config.clone(), self.last_heard) };
     }
@@ -327,14 +330,15 @@ impl Peer {
         &self.config
     }
 
-    /// Messages up to this long are to be sent as [`Body::Owned`]. A reference costs less than two copies early.
+    /// Messages up to this length are to be sent as [`Body::Owned`]. Lower where references are possible: above 8 KiB a
+    /// reference costs less than two copies.
     #[must_use]
     pub fn eager_limit(&self) -> u64 {
         if self.config.references { self.config.eager_bytes.min(REFERENCE_ABOVE) } else { self.config.eager_bytes }
     }
 
-    /// Whether the eager credit is enough for a message of so many bytes, as [`Body::Owned`]. One that has to wait for credit
-    /// stays in its tensor, as [`Body::Memory`]. A peer that is gone gives none.
+    /// Whether the eager credit suffices to send a message of `total` bytes as [`Body::Owned`]. A message that has to wait for
+    /// credit stays in its tensor, as [`Body::Memory`]. A peer that is gone gives no credit.
     #[must_use]
     pub fn has_credit(&self, total: u64) -> bool {
         !self.has_ended && self.credit.fits(total, self.config.eager_credit_bytes)
@@ -350,13 +354,13 @@ impl Peer {
         self.outgoing.values().map(copied).sum()
     }
 
-    /// Whether messages of a group lie in the operations' memory and are not taken yet: the peer may be reading them there.
+    /// Whether messages of a group still lie in the operations' memory and are not taken: the peer may be reading them there.
     #[must_use]
     pub fn lends(&self, group: GroupId) -> bool {
         self.outgoing.values().any(|message| message.key.group == group && matches!(message.body, Body::Memory { .. }))
     }
 
-    /// Operations of which something is remembered: messages that have come or were granted, in either direction.
+    /// How many operations have records here: messages that came or were granted, in either direction.
     #[must_use]
     pub fn remembered(&self) -> usize {
         self.ops.len()
@@ -368,14 +372,14 @@ impl Peer {
         self.outgoing.len()
     }
 
-    /// Bytes of eager credit that our messages have and the peer has not given back.
+    /// Bytes of eager credit that our messages use and the peer has not given back.
     #[must_use]
     pub fn credit_in_use(&self) -> u64 {
         self.credit.reserved - self.credit.returned
     }
 
-    /// The messages that their sender takes for sent, since they are copies, and that the peer has not acknowledged.
-    /// Those of groups that were forgotten do not count.
+    /// Messages that count as sent, since they were copied, and that the peer has not acknowledged. Messages of forgotten
+    /// groups are left out.
     pub fn undelivered(&self) -> impl Iterator<Item = (MessageKey, Fingerprint)> {
         let is_sent = |message: &&Message| !message.is_forgotten && matches!(message.body, Body::Owned(_));
         self.outgoing.values().filter(is_sent).map(|message| (message.key, message.fingerprint))
@@ -388,7 +392,7 @@ impl Peer {
         // A new connection may replace one that was not known to be gone.
         self.stream_down(stream);
         let mut up = Stream::new(now);
-        // How long its way is, before anything waits on it.
+        // Measures the stream's round trip before anything waits on it.
         up.ask(now);
         self.streams.insert(stream, up);
         self.choose_used();
@@ -419,7 +423,7 @@ impl Peer {
                 }
             }
         }
-        // What was arriving on it never became whole.
+        // Frames that were arriving on the stream are incomplete.
         for message in self.ops.values_mut().flat_map(|op| op.incoming.values_mut()) {
             message.lose(stream);
         }
@@ -427,9 +431,9 @@ impl Peer {
         self.credit.owes_update = true;
     }
 
-    /// Send messages on so many streams only: of those that are up, the first. The others stay open, say that they live, and
-    /// take in what the peer sends on them, which decides for itself. What is in flight stays where it is, so this may be
-    /// called at any time; at least one stream is used.
+    /// Sends messages on at most `most` streams: the first of those that are up, at least one. The other streams stay open:
+    /// they send heartbeats and receive, since the peer decides for itself which streams it sends on. Frames in flight stay on
+    /// their streams, so this may be called at any time.
     pub fn use_streams(&mut self, most: usize) {
         self.most_used = most.max(1);
         self.choose_used();
@@ -456,9 +460,9 @@ impl Peer {
 
     // ------------------------------------------------------------------ outgoing
 
-    /// Queues a message. [`Body::Owned`] is for messages up to `eager_bytes` that the credit is enough for
-    /// ([`Peer::has_credit`]). Others wait for their grant. A short one is announced, because receivers grant unasked only what
-    /// is above [`Peer::eager_limit`]; so is the first one of a send, which a receive from any source cannot grant unasked.
+    /// Queues a message. [`Body::Owned`] is for messages up to `eager_bytes` that have credit ([`Peer::has_credit`]). Others
+    /// wait for a grant. Receivers grant messages above [`Peer::eager_limit`] unasked. So a shorter message is announced, and
+    /// so is the first one of a send, which a receive from any source cannot grant unasked.
     pub fn send(&mut self, outgoing: Outgoing) {
         if self.has_ended {
             return;
@@ -530,12 +534,12 @@ impl Peer {
         self.control(header, None);
     }
 
-    /// Tells the peer that the message it gave by reference was read.
+    /// Tells the peer that this side has read a message that the peer gave by reference.
     pub fn done(&mut self, key: MessageKey) {
         self.control(Header::new(Kind::Done, key), None);
     }
 
-    /// Asks the peer where it is in this operation.
+    /// Asks the peer how far it is in this operation.
     pub fn probe(&mut self, key: MessageKey, fingerprint: Fingerprint) {
         let mut header = Header::new(Kind::Probe, key);
         header.fingerprint = fingerprint;
@@ -549,7 +553,7 @@ impl Peer {
         self.control(header, None);
     }
 
-    /// Tells the peer that a group has failed. Overtakes everything that is not yet written.
+    /// Tells the peer that a group has failed. Goes ahead of everything that is not yet written.
     pub fn report(&mut self, group: GroupId, report: &Report) {
         let key = MessageKey { group, channel: Channel::Collective, op: OpSeq(0), message: report.kind as u32 };
         let mut text = report.message.as_str();
@@ -567,8 +571,8 @@ impl Peer {
         }
     }
 
-    /// Tells the peer that this side has left a group, and what it did there, once the peer has all that it can have. What waits for a
-    /// grant is not waited for.
+    /// Tells the peer that this side has left a group, and what it did there. The frame leaves once the peer has taken all
+    /// that it can take; messages that wait for a grant do not hold it back.
     pub fn left(&mut self, group: GroupId, farewell: Farewell) {
         let mut ahead = 0;
         for (_, issue) in self.by_key.range(first_key(group)..).take_while(|(key, _)| key.group == group) {
@@ -593,7 +597,7 @@ impl Peer {
         self.control(header, Some(&payload));
     }
 
-    /// Something has been taken, or forgotten, that held up the word of having left its group.
+    /// A message or control frame that held back the `Left` frame of its group was taken, or forgotten.
     fn no_longer_holds_left(&mut self, group: GroupId) {
         let Some((ahead, _)) = self.leaving.get_mut(&group) else { return };
         *ahead -= 1;
@@ -603,7 +607,7 @@ impl Peer {
         }
     }
 
-    /// Offers memory of so many bytes under a number, which references may then name. The caller passes the descriptor
+    /// Offers a memory region of `len` bytes under a number that references may then name. The caller passes the descriptor
     /// together with the frame.
     pub fn share(&mut self, region: u64, len: u64) {
         let mut header = Header::new(Kind::Share, NO_MESSAGE);
@@ -619,56 +623,56 @@ impl Peer {
         self.control(header, None);
     }
 
-    /// Says good-bye; meant to follow [`Peer::may_say_bye`].
+    /// Queues a good-bye; call it after [`Peer::may_say_bye`].
     pub fn bye(&mut self) {
         self.control(Header::new(Kind::Bye, NO_MESSAGE), None);
     }
 
-    /// Whether a good-bye overtakes nothing that the peer must have: messages that were sent, and reasons why groups have failed.
-    /// What it asked of us does not count, and neither do messages of operations that still run.
+    /// Whether a good-bye overtakes nothing that the peer must have: messages that were sent, and the reasons of failed
+    /// groups. The peer's own requests and messages of operations that still run do not count.
     #[must_use]
     pub fn may_say_bye(&self) -> bool {
         let is_report = |control: &Control| control.header.kind == Kind::Report;
         self.undelivered().next().is_none() && !self.controls.values().any(is_report)
     }
 
-    /// Everything that was given to this peer has been taken by the other end.
+    /// Whether the other end has taken everything that was given to this peer.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
         self.outgoing.is_empty() && self.controls.is_empty() && self.leaving.is_empty()
     }
 
-    /// Whether a message waits for its grant, or to be read. False for one that has left, or leaves next, and for one that is not
-    /// there, or not any more: [`Event::Sent`] may not have been polled yet.
+    /// Whether a message waits for its grant, or to be read by reference. False for a message that has left or leaves next,
+    /// and for one that is not there (any more): [`Event::Sent`] may not have been polled yet.
     #[must_use]
     pub fn needs_the_peer(&self, key: &MessageKey) -> bool {
         self.by_key.get(key).is_some_and(|issue| !self.outgoing[issue].is_under_way(&self.ready, *issue))
     }
 
-    /// Whether frames have been taken that the peer does not know of yet.
+    /// Whether frames were taken here whose acknowledgement has not been sent.
     #[must_use]
     pub fn owes_acks(&self) -> bool {
         self.streams.values().any(|stream| stream.owes_ack)
     }
 
-    /// Forgets everything about an operation: it is finished here. A copied message that still waits for its grant or
-    /// its ack goes on.
+    /// Forgets everything about an operation that is finished here. A copied message that waits for its grant or its
+    /// acknowledgement goes on.
     pub fn retire(&mut self, group: GroupId, channel: Channel, op: OpSeq) {
         if let Some(op) = self.ops.remove(&OpKey { group, channel, op }) {
             self.remembered -= op.remembered();
         }
     }
 
-    /// [`Peer::retire`] for all operations of a group: it was left. What is on its way to the peer goes on.
+    /// [`Peer::retire`] for all operations of a group that was left. Messages on their way to the peer go on.
     pub fn retire_group(&mut self, group: GroupId) {
         for (_, op) in self.ops.extract_if(|key, _| key.group == group) {
             self.remembered -= op.remembered();
         }
     }
 
-    /// Forgets a whole group: it has failed. Messages not yet taken are dropped, except eager ones
-    /// that have left already: their credit returns only when they arrive. What belongs to the first `finished` collectives goes
-    /// on: they have ended here, and the peer may still be in them.
+    /// Forgets a group that has failed. Messages that were not taken are dropped, except eager ones that have left: their
+    /// credit returns only when they arrive. Messages of the first `finished` collectives go on: those have ended here, and
+    /// the peer may still be in them.
     pub fn forget_group(&mut self, group: GroupId, finished: u64) {
         self.retire_group(group);
         let counts = |key: &MessageKey| key.channel == Channel::Collective && key.op.0 < finished;
@@ -691,7 +695,7 @@ impl Peer {
             }
             self.forget_message(issue);
         }
-        // A control frame that has left has its number; the peer waits for no gap, but counts them.
+        // A control frame that has left has its serial number. The peer waits for no gap in these, but counts them.
         let dropped = self.controls.extract_if(|_, control| {
             let Header { kind, key, .. } = control.header;
             let is_dropped = key.group == group && !control.has_left && !counts(&key);
@@ -713,7 +717,7 @@ impl Peer {
         let is_used = id <= self.last_used;
         let is_shared = self.share_a_link();
         let stream = self.streams.get_mut(&id)?;
-        // Neither failures nor signs of life wait for room in the window.
+        // Failure reports and heartbeats do not wait for room in the window.
         if self.control_queue.front().is_some_and(|first| self.controls[first].header.kind == Kind::Report) {
             return self.control_queue.pop_front().map(|control| self.control_frame(id, control, now));
         }
@@ -830,19 +834,20 @@ impl Peer {
         Outbound { header, payload }
     }
 
-    /// The frame that some slower stream will deliver last, if this idle stream would deliver it much sooner.
+    /// The frame that a slower stream will deliver last, if this idle stream would deliver it much sooner.
     ///
-    /// A stream that brings no ack is not thereby slow: the peer may be busy as a whole, and copies would only add to
-    /// what it has to do. Its silence counts from when the peer was awake and as far as it was heard on others meanwhile;
-    /// if it was not, this stream asks.
+    /// A stream without acknowledgements need not be slow: the whole peer may be busy, and copies would only add to its work.
+    /// Such a stream's silence therefore counts only while the peer was awake and was heard on other streams; if it was not
+    /// heard, this stream sends a heartbeat.
     ///
-    /// The streams may share a link that none of them fills: then a copy comes after what is on the way already, and delays
-    /// all of it. Nothing here can see that, but copies tell: after one that came second all wait longer, after one that came
-    /// first a little less long. Without it, half of 11 MB over a link of 200 Mbit/s and 32 streams left twice.
+    /// The streams may share a link that none of them fills. A copy then comes after what is on the way already, and delays
+    /// all of it. This side cannot see that directly, but the outcome of copies shows it: after a duplicate, all idle streams
+    /// wait longer; after a copy that arrived first, a little less. Without this, half of 11 MB over a link of 200 Mbit/s and
+    /// 32 streams left twice.
     ///
-    /// What a stream sent last is what it will deliver last, so its frames are looked at from the end; one that was
-    /// taken over is passed by from then on (its new stream may lose it to a third, none takes it twice). Costs one
-    /// comparison a stream while no stream is slow.
+    /// A stream delivers last what it sent last, so its frames are searched from the end. A frame that was taken over is
+    /// skipped from then on: its new stream may lose it to a third one, but no stream takes it twice. Costs one comparison a
+    /// stream while no stream is slow.
     fn take_over(&mut self, idle: StreamId, now: Time) -> TakeOver {
         let Peer { streams, controls, outgoing, .. } = self;
         let own = &streams[&idle];
@@ -856,7 +861,7 @@ impl Peer {
             };
             ((TAKE_OVER_RATIO * ours + TAKE_OVER_MARGIN) as f64 * self.patience) as u64
         };
-        // On which streams a frame is, unless nobody waits for it any more.
+        // The streams that carry a frame; none if the frame is acknowledged or forgotten.
         let copies = |frame| match frame {
             FrameId::Control(id) => controls.get(&id).map(|control| control.copies),
             FrameId::Data { issue, index } => {
@@ -904,7 +909,8 @@ impl Peer {
         if ask { TakeOver::Ask } else { TakeOver::Nothing }
     }
 
-    /// Copies are duplicates again and again, ours or the peer's: some link carries less than the sum of the streams.
+    /// Whether copies turn out to be duplicates again and again, on either side: some link carries less than the sum of the
+    /// streams.
     ///
     /// Both nodes do the same. With the windows of a shared link on one side and long ones on the other, 16 flows of 200 Mbit/s over
     /// 1 Gbit/s carried 93 % of the link instead of 98 (virtual), though windows cover what acks wait for; when they did not, a third.
@@ -930,8 +936,8 @@ impl Peer {
 
     // ------------------------------------------------------------------ incoming
 
-    /// Bytes have arrived on a stream, if only a part of a frame: the peer lives. Without it a frame that takes longer
-    /// than `dead_after` would be mistaken for silence.
+    /// Bytes have arrived on a stream, perhaps only a part of a frame: the peer is alive. Without this, a frame that takes
+    /// longer than `dead_after` would look like silence.
     pub fn heard(&mut self, stream: StreamId, now: Time) {
         if let Some(stream) = self.streams.get_mut(&stream) {
             stream.last_heard = now;
@@ -941,8 +947,8 @@ impl Peer {
         }
     }
 
-    /// This process did nothing for so long: it was stopped, or starved. Whoever was stopped with it says nothing yet, so that
-    /// time is nobody's silence.
+    /// This process did not run for `time` (it was stopped, or starved). That time does not count as a peer's silence: peers
+    /// that were stopped with it have not sent anything yet either.
     fn was_away(&mut self, time: u64, now: Time) {
         self.last_heard = self.last_heard.plus(time).min(now);
         (self.alive_since, self.awake_since) = (now, now);
@@ -1052,7 +1058,7 @@ impl Peer {
             Kind::Reference => finish.apply = self.handle_reference(header, status)?,
             Kind::Done => self.handle_done(header)?,
             Kind::Grant => self.handle_grant(header, status)?,
-            // The engine grants it when the operation is posted; remembering is its affair.
+            // The engine grants the message when it posts the operation, and keeps the announcement until then.
             Kind::Announce => finish.apply = !self.is_late(header, status),
             Kind::Probe => self.events.push_back(Event::Probe(header.key, header.fingerprint)),
             Kind::ProbeReply => self.events.push_back(Event::Issued(header.key, header.offset)),
@@ -1084,8 +1090,8 @@ impl Peer {
         Ok(finish)
     }
 
-    /// Whether a data frame brings what is here already. Ask before [`verify`]: the sender may have changed the bytes
-    /// of a copy that was under way when the message was reported [`Event::Sent`], and nobody will look at them.
+    /// Whether a data frame is a duplicate of bytes that are here. Ask before [`verify`]: after [`Event::Sent`] the sender may
+    /// change the bytes of a copy that is still under way. They are discarded, so their checksum does not matter.
     #[must_use]
     pub fn is_duplicate(&self, header: &Header, status: OpStatus) -> bool {
         header.kind == Kind::Data
@@ -1097,7 +1103,7 @@ impl Peer {
                     .is_some_and(|message| message.done.covers(&span(header))))
     }
 
-    /// An eager message was put to use (or its operation failed): the peer may send as much again.
+    /// An eager message was used (or its operation failed): returns its credit to the peer.
     pub fn consumed(&mut self, total: u64) {
         self.credit.consume(total, self.config.eager_credit_bytes);
     }
@@ -1118,15 +1124,15 @@ impl Peer {
             finish = Finish { apply: true, revoke: arriving.on.filter(|first| *first != id) };
         }
         if header.flags & FLAG_EAGER != 0 && self.credit.count(header)? && !finish.apply {
-            // Its operation failed here before it came: nobody will consume it.
+            // The operation failed here before this message came: nothing will consume it.
             self.consumed(header.total);
         }
         self.is_late(header, status);
         Ok(finish)
     }
 
-    /// Whether a frame belongs to an operation that has ended here. If it is another operation for the peer, what it sends
-    /// is lost: the engine compares.
+    /// Whether a frame belongs to an operation that has ended here. If the peer takes it for another operation, what it sends
+    /// would be lost: the engine compares the fingerprints.
     fn is_late(&mut self, header: &Header, status: OpStatus) -> bool {
         let late = status == OpStatus::Retired;
         if late {
@@ -1172,7 +1178,7 @@ impl Peer {
 
     fn handle_grant(&mut self, header: &Header, status: OpStatus) -> Result<(), FrameError> {
         let span = granted_span(header);
-        // Nothing more will be sent in an operation that is over.
+        // Nothing more will be sent in an operation that has ended.
         let mut open = Ranges::default();
         if status != OpStatus::Retired {
             open.insert(span.clone());
@@ -1206,7 +1212,7 @@ impl Peer {
         Ok(())
     }
 
-    /// Returns whether no other stream had brought it.
+    /// Records a data frame as taken. Returns false if another stream had brought it.
     fn frame_taken(&mut self, stream: StreamId, frame: FrameId) -> bool {
         let (issue, index) = match frame {
             FrameId::Data { issue, index } => (issue, index),
@@ -1252,16 +1258,16 @@ impl Peer {
         }
     }
 
-    /// Whether messages have left that the peer has not acknowledged. Its acknowledgements may have been lost with a stream, so its
-    /// good-bye is not acknowledged while there are any: it stays, takes the repeated frames, and acknowledges them again.
+    /// Whether this side has unacknowledged messages. Their acknowledgements may have been lost with a stream. The peer's
+    /// good-bye is not acknowledged before, so that the peer stays, takes the repeated frames and acknowledges them again.
     fn has_frames_out(&self) -> bool {
         self.outgoing.values().any(|message| !message.frames.is_empty())
     }
 
     // ------------------------------------------------------------------ time
 
-    /// When [`Peer::handle_timeout`] wants to be called. Ask again after every other call: the answer does not move
-    /// with `now`, and is in the past when the time has come.
+    /// When [`Peer::handle_timeout`] is due. Ask again after every other call. The answer does not depend on `now`; it lies in
+    /// the past when the call is due.
     #[must_use]
     pub fn poll_timeout(&self, _now: Time) -> Time {
         let mut next = self.next_check;
@@ -1275,8 +1281,8 @@ impl Peer {
         next
     }
 
-    /// Looks for silence; polling frames afterwards looks for frames to take over. Feed first what has arrived: bytes
-    /// that wait in a socket are not silence.
+    /// Checks for silence; [`Peer::poll_frame`] afterwards checks for frames to take over. Feed all received bytes first:
+    /// bytes that wait in a socket are not silence.
     pub fn handle_timeout(&mut self, now: Time) {
         let late = now.since(self.next_check);
         if late > self.config.heartbeat_every {
@@ -1298,8 +1304,8 @@ impl Peer {
             if stream_silent > every && now.since(stream.last_heartbeat) > every {
                 stream.ask(now);
             }
-            // The peer lives (others bring its frames), this stream does not. After a pause of the peer as a whole, the
-            // first stream to speak again does not condemn the others.
+            // The peer is alive, since other streams bring its frames, but this stream is silent. After a pause of the whole
+            // peer, the first stream that is heard again does not make the others stalled.
             let stalled = now.since(stream.last_heard.max(self.alive_since)) > self.config.dead_after / 2;
             if stalled && silent < every && !stream.stalled {
                 stream.stalled = true;
@@ -1322,8 +1328,8 @@ impl Report {
 }
 
 impl Farewell {
-    /// As much as one wants to tell every rank at the end of every group. A rank that still waits for one that has left is seldom
-    /// far behind, since most collectives end with what all ranks send.
+    /// Few enough to send to every rank at the end of every group. A rank that still waits for one that has left is seldom far
+    /// behind, since most collectives end with frames from all ranks.
     pub const MOST: usize = 100;
     const RECORD_BYTES: usize = 18;
     /// The longest payload of a `Left` frame.
@@ -1372,9 +1378,9 @@ impl OpKey {
 /// What is remembered of an operation until it is retired.
 #[derive(Debug, Default)]
 struct Op {
-    /// Messages that the peer is ready for and that were not issued yet.
+    /// Messages that the peer has granted and that were not issued here yet.
     granted: Ranges,
-    /// Messages that we are ready for.
+    /// Messages that this side has granted.
     given: Ranges,
     incoming: HashMap<u32, Incoming>,
     /// How many of `incoming` came by reference.
@@ -1382,7 +1388,7 @@ struct Op {
 }
 
 impl Op {
-    /// Records that the peer can make us keep without credit.
+    /// How many records this operation holds that the peer can cause without credit.
     fn remembered(&self) -> usize {
         self.granted.count() + self.references
     }
@@ -1395,7 +1401,7 @@ enum FrameId {
     Data { issue: u64, index: u32 },
 }
 
-/// What an idle stream can do about a slow one.
+/// What an idle stream can do about a slower one.
 enum TakeOver {
     Frame(FrameId),
     Ask,
@@ -1406,9 +1412,9 @@ enum TakeOver {
 struct Control {
     header: Header,
     payload: Option<Arc<[u8]>>,
-    /// It has its serial number.
+    /// The frame has its serial number.
     has_left: bool,
-    /// Counted in [`Peer::leaving`].
+    /// The frame is counted in [`Peer::leaving`].
     holds_left: bool,
     copies: Copies,
 }
@@ -1427,23 +1433,23 @@ struct Message {
     frames: Vec<OutFrame>,
     /// Bytes cut so far.
     cut: u64,
-    /// Frames whose stream was lost.
+    /// Frames whose stream was lost, to be sent again.
     again: Vec<u32>,
     acked_bytes: u64,
-    /// Its group was forgotten: nobody misses it.
+    /// The message's group was forgotten: no event is reported for it.
     is_forgotten: bool,
-    /// Counted in [`Peer::leaving`].
+    /// The message is counted in [`Peer::leaving`].
     holds_left: bool,
 }
 
-/// How a message may leave.
+/// How a message is sent.
 #[derive(Debug)]
 enum Way {
-    /// On eager credit; it gets its place in the account when it leaves.
+    /// On eager credit; `serial` is set when the message leaves.
     Eager { serial: u64 },
     /// After its grant.
     Granted,
-    /// The receiver reads it itself.
+    /// By reference: the receiver reads it from this process's memory.
     Reference,
 }
 
@@ -1455,11 +1461,11 @@ struct OutFrame {
     copies: Copies,
 }
 
-/// The streams that have a frame in flight.
+/// The streams that have a frame in flight, and how many.
 #[derive(Clone, Copy, Debug, Default)]
 struct Copies {
     count: u16,
-    /// A bit a stream, modulo 64: enough to keep a frame from being put twice on one.
+    /// A bit a stream, modulo 64: keeps a frame from being put on one stream twice.
     on: u64,
 }
 
@@ -1469,7 +1475,7 @@ impl Copies {
         self.on |= 1 << (stream % 64);
     }
 
-    /// Returns whether it was the last one.
+    /// Removes a stream. Returns whether it was the last one.
     fn remove(&mut self, stream: StreamId) -> bool {
         self.count -= 1;
         self.on &= !(1 << (stream % 64));
@@ -1482,7 +1488,7 @@ impl Copies {
 }
 
 impl Message {
-    /// Whether it has left, or leaves next, without another word of the peer's.
+    /// Whether the message has left, or leaves without waiting for a frame of the peer.
     fn is_under_way(&self, ready: &BTreeSet<(Priority, u64)>, issue: u64) -> bool {
         !self.frames.is_empty() || ready.contains(&(self.priority, issue))
     }
@@ -1492,8 +1498,8 @@ impl Message {
         !self.again.is_empty() || self.cut < self.total || self.frames.is_empty()
     }
 
-    /// The next frame to send and whether it was sent before. A new one is cut to `bytes`, or to what is left for each
-    /// of so many streams: they all shall have something to carry, and finish together.
+    /// The next frame to send, and whether it was sent before. A new frame has `bytes` bytes, or the remainder divided by
+    /// `streams`: all streams shall have something to carry, and finish together.
     fn next_frame(&mut self, bytes: u32, streams: u64) -> (u32, bool) {
         if let Some(index) = self.again.pop() {
             return (index, true);
@@ -1514,7 +1520,7 @@ impl Message {
 #[derive(Debug)]
 struct Incoming {
     total: u64,
-    /// It was given by reference: no data may follow.
+    /// The message came by reference: no data may follow.
     by_reference: bool,
     done: Ranges,
     /// Frames seen but not whole, by offset.
@@ -1524,7 +1530,7 @@ struct Incoming {
 #[derive(Debug)]
 struct Arriving {
     len: u32,
-    /// The stream that reads it to its place; none when that was lost.
+    /// The stream that reads the frame to its place; `None` when that stream was lost.
     on: Option<StreamId>,
 }
 
@@ -1533,8 +1539,8 @@ impl Incoming {
         Incoming { total, by_reference: false, done: Ranges::default(), arriving: BTreeMap::new() }
     }
 
-    /// A frame starts to arrive. Its sender cuts a message once, so it equals a frame that was seen or touches none;
-    /// and only the last may be short, which bounds what there is to remember.
+    /// A frame starts to arrive. Its sender cuts a message once, so the frame equals one that was seen, or overlaps none. Only
+    /// the last frame may be short, which bounds the records.
     fn arrive(&mut self, id: StreamId, header: &Header) -> Result<Arrival, FrameError> {
         let wrong = FrameError::Range { offset: header.offset, length: header.length, total: header.total };
         if self.by_reference {
@@ -1575,7 +1581,7 @@ impl Incoming {
     }
 }
 
-/// The bytes of a message that a data frame brings; for a message of no bytes one that is not there.
+/// The byte range of a message that a data frame brings; for an empty message, one byte that does not exist.
 fn span(header: &Header) -> Range<u64> {
     header.offset..header.offset + u64::from(header.length.max(1))
 }
@@ -1589,17 +1595,17 @@ fn granted_span(header: &Header) -> Range<u64> {
 /// Eager bytes in both directions, as running totals: lost or repeated updates do no harm.
 #[derive(Debug, Default)]
 struct Credit {
-    /// Given to messages of ours so far.
+    /// Credit given to our messages so far.
     reserved: u64,
-    /// Of these, left.
+    /// Credit of messages that have left.
     used: u64,
-    /// Of these, consumed by the peer.
+    /// Credit that the peer has returned.
     returned: u64,
     /// Which part of the peer's account has arrived.
     counted: Ranges,
-    /// Of this, consumed here.
+    /// Credit that was consumed here.
     consumed: u64,
-    /// What the peer knows of `consumed`.
+    /// The value of `consumed` that was sent to the peer last.
     told: u64,
     owes_update: bool,
 }
@@ -1609,7 +1615,7 @@ impl Credit {
         self.reserved - self.returned + eager_cost(total) <= limit
     }
 
-    /// Puts a message on credit if there is enough.
+    /// Reserves credit for a message. Returns false if there is not enough.
     fn reserve(&mut self, total: u64, limit: u64) -> bool {
         let fits = self.fits(total, limit);
         if fits {
@@ -1626,12 +1632,12 @@ impl Credit {
         Ok(())
     }
 
-    /// Where in the peer's account an eager message stands.
+    /// The range of the sender's account that an eager message occupies.
     fn place(header: &Header) -> Range<u64> {
         header.serial.saturating_sub(eager_cost(header.total))..header.serial
     }
 
-    /// Refuses what goes beyond the limit: not more than that is ever held.
+    /// Refuses a message beyond the limit, so that this side never holds more.
     fn check_used(&self, header: &Header, limit: u64) -> Result<(), FrameError> {
         let place = Credit::place(header);
         if place.end - place.start < eager_cost(header.total) || place.end > self.consumed.saturating_add(limit) {
@@ -1647,7 +1653,7 @@ impl Credit {
         self.counted.covers(&Credit::place(header))
     }
 
-    /// An eager message is whole. Returns whether it is the first time.
+    /// Records a complete eager message. Returns false for a duplicate.
     fn count(&mut self, header: &Header) -> Result<bool, FrameError> {
         let place = Credit::place(header);
         let new = !self.counted.covers(&place);
@@ -1666,7 +1672,7 @@ impl Credit {
     }
 }
 
-/// What an eager message counts: its bytes and what the receiver needs to remember it.
+/// Credit that an eager message costs: its bytes, and what the receiver needs to remember it.
 fn eager_cost(total: u64) -> u64 {
     total + 128
 }
@@ -1679,7 +1685,7 @@ fn no_payload() -> Payload {
     Payload::Owned(Arc::default(), 0..0)
 }
 
-/// What no key of the group comes before.
+/// The smallest key of a group.
 fn first_key(group: GroupId) -> MessageKey {
     MessageKey { group, ..NO_MESSAGE }
 }
@@ -1687,17 +1693,17 @@ fn first_key(group: GroupId) -> MessageKey {
 const NO_MESSAGE: MessageKey = MessageKey { group: GroupId(0), channel: Channel::Collective, op: OpSeq(0), message: 0 };
 /// The message travels on eager credit.
 pub const FLAG_EAGER: u16 = 2;
-/// The sender of the frame has learnt that the streams share a link.
+/// The sender of the frame has found that the streams share a link.
 pub const FLAG_SHARED: u16 = 4;
 /// Above this, one copy by `process_vm_readv` (some microseconds to start) beats two through a socket.
 const REFERENCE_ABOVE: u64 = 8 * 1024;
-/// An idle stream takes a frame over when it expects to be this many times faster, ...
+/// An idle stream takes a frame over if it expects to be this many times faster, and by [`TAKE_OVER_MARGIN`].
 const TAKE_OVER_RATIO: u64 = 2;
-/// ... and by this much: the copies cross the same link, and the streams that still carry get faster when others rest. With
-/// 6 ms, a sixth of all bytes of 11 MB over 16 x 200 Mbit/s left twice, with 20 ms a tenth, in as much time; with 40 ms,
-/// streams of 60 and 300 Mbit/s wait longer for the slow ones.
+/// ... and earlier by this much: the copies cross the same link, and the other streams get faster when this one rests. With 6
+/// ms, a sixth of all bytes of 11 MB over 16 x 200 Mbit/s left twice, with 20 ms a tenth, in as much time; with 40 ms, streams
+/// of 60 and 300 Mbit/s wait longer for the slow ones.
 const TAKE_OVER_MARGIN: u64 = 20 * MILLISECOND;
-/// What a copy that came first, or second, does to the patience of idle streams, which is 1 to 64 times the least.
+/// Factors on the patience of idle streams after a copy that arrived first, and after a duplicate. Patience is 1 to 64.
 const PATIENCE_WON: f64 = 0.75;
 const PATIENCE_LOST: f64 = 2.0;
 const PATIENCE_MOST: f64 = 64.0;
@@ -1706,19 +1712,19 @@ const PATIENCE_MOST: f64 = 64.0;
 /// that share nothing need more: with 4 ms and two such frames, equal ones got 88 % of their sum both ways (virtual). Other
 /// thresholds were not tried.
 const PATIENCE_SHARED: f64 = 4.0;
-/// Not more streams than this carry one frame at a time: when the peer pauses as a whole, copies only delay it.
+/// A frame is in flight on at most this many streams at a time: when the whole peer pauses, copies only delay it.
 const MAX_COPIES: u16 = 3;
-/// An idle stream asks for a sign of life this often, or every two round trips, while another one is strangely silent.
+/// An idle stream sends a heartbeat this often, or every two round trips, while another stream is silent for too long.
 const ASK_EVERY: u64 = 20 * MILLISECOND;
 /// How often idle streams look for frames to take over.
 const TAKE_OVER_CHECK: u64 = 4 * MILLISECOND;
-/// What a stream that has carried nothing yet expects to need for a frame: a round trip between continents.
+/// How long a frame is expected to take on a stream that has carried nothing yet: a round trip between continents.
 const FIRST_DELIVERY: u64 = 100 * MILLISECOND;
-/// The same beyond its round trip for a stream that has not carried enough to know its rate: a frame at 50 Mbit/s.
+/// How long a frame is expected to take beyond the round trip on a stream whose rate is unknown: a frame at 50 Mbit/s.
 const FIRST_FRAME: u64 = 10 * MILLISECOND;
-/// Records that a peer can make us keep without credit: it runs ahead by so many operations, each with one grant or
-/// reference. About 400 bytes each. Nothing is lost without a word beyond: a grant is kept before its stream is closed, and
-/// works on when the stream is back; a reference comes over a local socket, whose end fails the groups and says why.
+/// Records that a peer can cause here without credit: it runs ahead by this many operations, each with one grant or reference.
+/// About 400 bytes each. Nothing is lost silently beyond that: a grant is kept before its stream is closed, and counts when
+/// the stream is back; a reference comes over a local socket, whose end fails the groups with the reason.
 const MAX_REMEMBERED: usize = 65_536;
 
 #[cfg(test)]

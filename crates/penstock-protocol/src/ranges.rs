@@ -3,15 +3,15 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Disjoint half-open ranges that never touch: as small as the set has gaps.
+/// Disjoint half-open ranges that never touch: as many as the set has pieces.
 #[derive(Debug, Default)]
 pub struct Ranges {
-    /// Start to end.
+    /// Maps the start of each range to its end.
     ranges: BTreeMap<u64, u64>,
 }
 
 impl Ranges {
-    /// Adds a range; what was there before stays.
+    /// Adds a range; parts that are in the set already stay.
     pub fn insert(&mut self, range: Range<u64>) {
         if range.is_empty() {
             return;
@@ -44,7 +44,7 @@ impl Ranges {
         other.ranges.into_iter().for_each(|(start, end)| self.insert(start..end));
     }
 
-    /// Takes a range out; what was not there stays out.
+    /// Removes a range; parts that are not in the set are ignored.
     pub fn remove(&mut self, range: Range<u64>) {
         while let Some((&start, &end)) = self.ranges.range(..range.end).next_back()
             && end > range.start
@@ -72,7 +72,7 @@ impl Ranges {
         self.ranges.is_empty()
     }
 
-    /// How many ranges it takes.
+    /// How many disjoint ranges the set consists of.
     #[must_use]
     pub fn count(&self) -> usize {
         self.ranges.len()

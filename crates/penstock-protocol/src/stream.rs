@@ -7,36 +7,36 @@ use crate::frame::{Header, MAX_FRAME_BYTES, MIN_FRAME_BYTES};
 
 /// What is known about one stream of a peer.
 ///
-/// The unacknowledged bytes on a stream are bounded by `window`: what the stream delivers in one round trip and a
-/// little more, so that it never runs dry, and a slow stream holds few bytes when the last frames of an operation
-/// are due. The kernel's send buffer would take megabytes on the slowest stream; `TCP_NOTSENT_LOWAT` bounds only what
-/// is not yet sent, not what waits in the network.
+/// `window` bounds the unacknowledged bytes on a stream: what the stream delivers in one round trip and a little more. So the
+/// stream never runs dry, and a slow stream holds few bytes when the last frames of an operation are due. The kernel's send
+/// buffer would take megabytes on the slowest stream; `TCP_NOTSENT_LOWAT` bounds only what is not yet sent, not what waits in
+/// the network.
 #[derive(Debug)]
 pub(crate) struct Stream<F> {
     /// Counted frames sent and not yet acknowledged, oldest first.
     pub(crate) in_flight: VecDeque<InFlight<F>>,
-    /// Bytes of `in_flight`, headers included: a thousand small frames are not nothing.
+    /// Bytes of `in_flight`, headers included: many small frames add up.
     pub(crate) unacked_bytes: u64,
-    /// Counted frames that the peer said it took, modulo 2^32.
+    /// Counted frames that the peer has acknowledged, modulo 2^32.
     acked_frames: u32,
     /// Counted frames that we took from this stream, modulo 2^32.
     pub(crate) taken_frames: u32,
-    /// Whether the peer does not know `taken_frames` yet.
+    /// Whether `taken_frames` has changed since the last acknowledgement.
     pub(crate) owes_ack: bool,
-    /// The peer's good-bye is not acknowledged yet: what was taken before it.
+    /// `taken_frames` before the peer's good-bye, while that is not acknowledged.
     pub(crate) before_bye: Option<u32>,
-    /// What to return to the peer's heartbeat.
+    /// The time in the peer's heartbeat, to be sent back in the reply.
     pub(crate) owes_reply: Option<u64>,
     pub(crate) wants_heartbeat: bool,
     pub(crate) last_heard: Time,
     pub(crate) last_heartbeat: Time,
-    /// It was reported as stalled.
+    /// [`Event::Stalled`](crate::peer::Event::Stalled) was reported.
     pub(crate) stalled: bool,
     delivered_bytes: u64,
     delivered_at: Time,
     rates: [f64; RATE_SAMPLES],
     next_rate: usize,
-    /// The best of `rates`.
+    /// The highest of `rates`.
     rate: f64,
     /// The shortest round trip lately, when it was seen, and the shortest ever.
     min_round_trip: u64,
@@ -51,9 +51,9 @@ pub(crate) struct Stream<F> {
 pub(crate) struct InFlight<F> {
     pub(crate) frame: F,
     pub(crate) bytes: u32,
-    /// Another stream has taken it over, or nobody waits for it any more.
+    /// Another stream has taken the frame over, or the frame is not needed any more.
     pub(crate) passed: bool,
-    /// It was taken over from another stream.
+    /// The frame was taken over from another stream.
     pub(crate) is_copy: bool,
     sent_at: Time,
     delivered_bytes: u64,
@@ -69,14 +69,14 @@ pub struct StreamStats {
     pub received_bytes: u64,
     /// Frames given to the stream.
     pub sent_frames: u64,
-    /// Frames that this stream carried a second time because another one was slow or lost.
+    /// Frames that this stream sent again because another one was slow or lost.
     pub repeated_frames: u64,
-    /// Frames that came although another stream had brought them already.
+    /// Duplicate frames that came on this stream.
     pub duplicate_frames: u64,
-    /// Estimated delivery rate, which is what its window and frames are cut for: at most about 130 MB/s where round trips are
-    /// short.
+    /// Estimated delivery rate, which sets the window and the frame size: at most about 130 MB/s where round trips are short.
     pub rate_bytes_per_s: f64,
-    /// Shortest time from a frame to its ack, lately, without what the ack waited for in the other direction's queue.
+    /// Shortest time lately from a frame to its acknowledgement, without the time that the acknowledgement waited in the queue
+    /// of the other direction.
     pub round_trip_ns: u64,
     /// Bytes that may be unacknowledged at present.
     pub window_bytes: u64,
@@ -109,7 +109,7 @@ impl<F> Stream<F> {
         }
     }
 
-    /// A counted frame goes out with so many bytes of payload.
+    /// A counted frame with this much payload is sent.
     pub(crate) fn sent(&mut self, frame: F, payload_bytes: u32, now: Time) {
         if self.in_flight.is_empty() {
             // The stream was idle: the time since the last delivery says nothing about its rate.
@@ -130,8 +130,8 @@ impl<F> Stream<F> {
         self.stats.sent_frames += 1;
     }
 
-    /// The peer took counted frames up to number `ack`: how many of `in_flight` are done. `None` for an ack of frames
-    /// that were never sent.
+    /// The peer acknowledges frames up to number `ack`: returns how many of `in_flight` that covers. `None` if it acknowledges
+    /// frames that were never sent.
     pub(crate) fn count_acknowledged(&mut self, ack: u32) -> Option<usize> {
         let count = ack.wrapping_sub(self.acked_frames) as usize;
         if count > self.in_flight.len() {
@@ -141,7 +141,7 @@ impl<F> Stream<F> {
         Some(count)
     }
 
-    /// The oldest frame in flight is done.
+    /// Removes the oldest frame in flight, which is acknowledged.
     pub(crate) fn pop_acknowledged(&mut self) -> InFlight<F> {
         let frame = self.in_flight.pop_front().expect("no more than count_acknowledged said");
         self.unacked_bytes -= u64::from(frame.bytes);
@@ -149,7 +149,7 @@ impl<F> Stream<F> {
         frame
     }
 
-    /// Learns from the newest frame that an ack has covered.
+    /// Updates rate and round trip from the newest frame that an acknowledgement covers.
     pub(crate) fn measure(&mut self, newest: &InFlight<F>, now: Time) {
         self.measure_round_trip(now.since(newest.sent_at), now);
         // Delivery rate as in BBR (draft-cheng-iccrg-delivery-rate-estimation): what was delivered while this frame was
@@ -165,8 +165,8 @@ impl<F> Stream<F> {
         self.delivered_at = now;
     }
 
-    /// Estimated delivery rate in bytes/s: the best of the last samples, since acks that come late make some too low.
-    /// 0 before the first.
+    /// Estimated delivery rate in bytes/s: the highest of the last samples, since late acknowledgements make some too low. 0
+    /// before the first.
     pub(crate) fn rate(&self) -> f64 {
         self.rate
     }
@@ -234,13 +234,13 @@ impl<F> Stream<F> {
         now.since(oldest.sent_at.max(self.delivered_at).plus(self.round_trip()))
     }
 
-    /// The peer is asked for a sign of life.
+    /// A heartbeat was sent on this stream.
     pub(crate) fn ask(&mut self, now: Time) {
         self.wants_heartbeat = true;
         self.last_heartbeat = now;
     }
 
-    /// It has answered what was asked at `asked`.
+    /// The reply to the heartbeat that was sent at `asked` has come.
     pub(crate) fn answered(&mut self, asked: Time, now: Time) {
         self.measure_round_trip(now.since(asked), now);
     }
@@ -254,7 +254,7 @@ impl<F> Stream<F> {
         }
     }
 
-    /// As if no frame had ever found its way empty, and the best round trip were so long.
+    /// Resets the estimate of the round trip to this value.
     #[cfg(test)]
     pub(crate) fn believe_round_trip(&mut self, round_trip: u64, now: Time) {
         (self.min_round_trip, self.best_round_trip, self.min_round_trip_at) = (round_trip, round_trip, now);
@@ -270,22 +270,22 @@ impl<F> Stream<F> {
     }
 }
 
-/// How long frames of the other direction wait on their way, and our acks with them.
+/// How long frames of the other direction wait on their way, and our acknowledgements with them.
 ///
-/// Clocks of two machines have nothing to do with each other, so a frame's time on its way is not known; how much longer it took
-/// than the quickest one lately is (as in LEDBAT, RFC 6817). A window that did not cover this wait would be the smaller one of the
-/// two: with windows of 1.0 MB here and 2.4 MB there over one full link, all of the queue stood there, our acks waited in it, and
-/// this direction carried 60 % of the link for as long as the other one was full.
+/// The clocks of two machines are not related, so the time that a frame takes is unknown. What is known is how much longer it
+/// took than the quickest frame lately (as in LEDBAT, RFC 6817). The window has to cover this wait. Otherwise the side with
+/// the smaller window loses: with windows of 1.0 MB here and 2.4 MB there over one full link, the whole queue was the other
+/// direction's, our acknowledgements waited in it, and this direction carried 60 % of the link while the other one was full.
 #[derive(Clone, Copy, Debug, Default)]
 struct Arrivals {
-    /// The quickest frame of the last [`QUICKEST_MEMORY`], and of the one before: arrival on our clock less departure on the
-    /// peer's, in microseconds modulo 2^32. `None` before the first frame.
+    /// The quickest frame of the current [`QUICKEST_MEMORY`] and of the one before: arrival on our clock minus departure on
+    /// the peer's, in microseconds modulo 2^32. `None` before the first frame.
     quickest: Option<[u32; 2]>,
-    /// Since when the first of them is looked for.
+    /// When the current [`QUICKEST_MEMORY`] began.
     since: Time,
-    /// How much longer than the quickest the last frame took, in nanoseconds, ...
+    /// How much longer the last frame took than the quickest, in nanoseconds.
     last: u64,
-    /// ... and all lately, smoothed, in microseconds.
+    /// The same smoothed over the last frames, in microseconds.
     lately: f64,
 }
 
@@ -317,11 +317,11 @@ pub(crate) fn clock(now: Time) -> u32 {
     (now.0 / 1_000) as u32
 }
 
-/// Twice as long at most is a quickest frame believed: clocks drift apart, ways become longer.
+/// How long a quickest frame counts, at most twice: clocks drift apart, and paths get longer.
 const QUICKEST_MEMORY: u64 = 5_000 * MILLISECOND;
-/// Over so many frames is their wait smoothed: a few milliseconds of a stream.
+/// Number of frames over which their wait is smoothed: a few milliseconds of a stream.
 const WAIT_SAMPLES: f64 = 8.0;
-/// In microseconds. No wait is believed to be longer: no peer makes our windows longer than this many milliseconds of a stream's rate.
+/// The longest wait that is believed, in microseconds: no peer can make our windows longer than this time at a stream's rate.
 const WAIT_MOST: i32 = 100_000;
 /// Enough to outlive a burst of small frames, few enough to follow a stream that slows down.
 const RATE_SAMPLES: usize = 8;
@@ -337,8 +337,8 @@ const SAMPLE_BYTES: u64 = 96 * 1024;
 const SAMPLE_TIME: u64 = 8 * MILLISECOND;
 /// The minimum round trip is believed for this long, as in BBR.
 const ROUND_TRIP_MEMORY: u64 = 10_000 * MILLISECOND;
-/// A round trip is not believed to have grown by more than its double and this. Larger lets queues grow by as much,
-/// smaller starves streams whose way became longer.
+/// A measured round trip counts as at most twice the last one and this much more. A larger bound lets queues grow by as much;
+/// a smaller one starves streams whose path became longer.
 const ROUND_TRIP_GROWTH: u64 = 20 * MILLISECOND;
 /// Queue that a stream may hold beyond its round trip and two frames: covers the jitter of acks, which wait for the ends
 /// of frames in the other direction. Smaller starves streams; larger leaves more on a slow one at the end. Eight frames'

@@ -207,13 +207,13 @@ fn header(job: &Job, child: usize) -> Header {
 
 const EVENTS: [&str; 6] = ["added", "completed", "repeated", "relayed", "named", "abandoned"];
 
-/// The counters of a job and of strangers in one, by name.
+/// The counters of a job and of unauthenticated senders in one, by name.
 fn tally(node: &Aggregator, job: u32) -> Vec<(&'static str, u64)> {
     let mine = node.counters(job).copied().unwrap_or_default();
     let events = [mine.added, mine.completed, mine.repeated, mine.relayed, mine.named, mine.abandoned];
     // A switch has one counter for what its parser does not take, another version included.
     let name = |i| if Refusal::NAMES[i] == "version" { "malformed" } else { Refusal::NAMES[i] };
-    let refused = (0..Refusal::COUNT).map(|i| (name(i), mine.refused[i] + node.strangers()[i]));
+    let refused = (0..Refusal::COUNT).map(|i| (name(i), mine.refused[i] + node.unauthenticated()[i]));
     EVENTS.into_iter().zip(events).chain(refused).collect()
 }
 

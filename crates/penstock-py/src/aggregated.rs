@@ -1,4 +1,4 @@
-//! What aggregation needs of the engine, as Python sees it.
+//! The engine's aggregation, as Python sees it.
 
 use crate::engine::Group;
 use crate::error;
@@ -9,7 +9,7 @@ use pyo3::types::PyDict;
 use std::net::SocketAddr;
 use std::sync::Mutex;
 
-/// UDP sockets, one a server: bound first, so that servers can be told where results go.
+/// UDP sockets, one a server. They are bound first, so that servers can be told where to send results.
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct UdpSockets {
     addresses: Vec<SocketAddr>,
@@ -27,7 +27,7 @@ impl UdpSockets {
         Ok(UdpSockets { addresses: sockets.addresses(), sockets: Mutex::new(Some(sockets)) })
     }
 
-    /// Where they are, as "IP:PORT".
+    /// The local addresses, as "IP:PORT".
     fn addresses(&self) -> Vec<String> {
         self.addresses.iter().map(ToString::to_string).collect()
     }
@@ -36,10 +36,10 @@ impl UdpSockets {
 /// (address, weight, (parent, shards) or None, job, epoch, key or None, window, start)
 type Server = (String, u32, Option<(String, u16)>, u32, u16, Option<[u8; 16]>, u32, u32);
 
-/// From now on, sums and averages in `group` of at least `min_bytes` bytes of floats go through `servers`, each (address, weight,
-/// (aggregator, its shards) or None, job, epoch, key or None, window, first SeqNum). `format`: "int32", "padded" (the
-/// same for switches: packets of one length), "int16" or "float32". `sockets` are in the order of the servers and this group's from now on; `alarm` and `fallback` are groups of
-/// the same ranks that nobody else uses.
+/// From now on, sums and averages in `group` of at least `min_bytes` bytes of floats go through `servers`, each (address,
+/// weight, (aggregator, its shards) or None, job, epoch, key or None, window, first SeqNum). `format`: "int32", "padded" (the
+/// same for switches: packets of one length), "int16" or "float32". `sockets` are in the order of the servers and belong to
+/// this group from now on; `alarm` and `fallback` are groups of the same ranks that nothing else uses.
 #[pyfunction]
 #[pyo3(signature = (group, sockets, *, rank, world, name, format, payload_bytes, min_bytes, servers, alarm, fallback))]
 #[allow(clippy::too_many_arguments)]
@@ -87,7 +87,7 @@ pub(crate) fn aggregate(
     py.detach(|| group.0.aggregate(taken, spec)).map_err(|failure| error(py, &failure))
 }
 
-/// What `aggregate` has done for a group so far, as nested dicts and lists; None where it was not called.
+/// Counters of a group's aggregation, as nested dicts and lists; None without a call of `aggregate`.
 #[pyfunction]
 pub(crate) fn aggregated_stats<'py>(py: Python<'py>, group: &Group) -> PyResult<Option<Bound<'py, PyDict>>> {
     let Some(stats) = group.0.aggregated_stats() else { return Ok(None) };
@@ -108,7 +108,7 @@ pub(crate) fn aggregated_stats<'py>(py: Python<'py>, group: &Group) -> PyResult<
         entry.set_item("requested", server.requested)?;
         entry.set_item("results", server.results)?;
         entry.set_item("refused", server.refused)?;
-        entry.set_item("strangers", server.strangers)?;
+        entry.set_item("unauthenticated", server.unauthenticated)?;
         entry.set_item("sent_bytes", server.sent_bytes)?;
         entry.set_item("received_bytes", server.received_bytes)?;
         entry.set_item("round_trip_s", server.round_trip_ns as f64 / 1e9)?;

@@ -23,17 +23,17 @@ pub(crate) fn threads() -> usize {
 struct Pool {
     queue: VecDeque<Py<PyAny>>,
     threads: usize,
-    /// Threads that sleep until there is something to call, ...
+    /// Threads that sleep until there is a callback to call.
     idle: usize,
-    /// ... and how many of them are to wake up.
+    /// How many of the idle threads were told to wake up.
     wakes: usize,
-    /// Threads that were woken or started for the queue and do not have the GIL yet. One is enough, however long somebody else
-    /// holds it: when that one begins a callback, it sees to it that there is another for the rest.
+    /// Threads that were woken or started for the queue and do not have the GIL yet. One is enough, however long another
+    /// thread holds the GIL: when it begins a callback, it makes sure that there is another thread for the rest.
     coming: usize,
 }
 
 impl Pool {
-    /// Makes sure that a thread comes for what is in the queue: all others may be waiting for these very callbacks.
+    /// Makes sure that a thread comes for the queue: all others may be waiting for these very callbacks.
     fn see_to_it(&mut self) {
         if self.queue.is_empty() || self.coming > 0 {
             return;
@@ -61,7 +61,7 @@ fn lock() -> MutexGuard<'static, Pool> {
     POOL.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// A thread that is coming.
+/// The loop of a callback thread.
 fn run() {
     loop {
         let called = Python::try_attach(|py| {

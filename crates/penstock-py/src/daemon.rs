@@ -63,12 +63,12 @@ impl Daemon {
         self.0.local_addr().to_string()
     }
 
-    /// Asks it to end; returns at once.
+    /// Asks the daemon to end; returns at once.
     fn drain(&self, py: Python<'_>) {
         py.detach(|| self.0.drain());
     }
 
-    /// Waits until it has drained, `timeout_s` at most; says whether it has.
+    /// Waits until the daemon has drained, at most `timeout_s`. Returns whether it has.
     fn wait(&self, py: Python<'_>, timeout_s: f64) -> bool {
         let timeout = Duration::try_from_secs_f64(timeout_s).unwrap_or_default();
         py.detach(|| self.0.wait(timeout))

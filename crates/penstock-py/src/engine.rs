@@ -11,7 +11,7 @@ use pyo3::types::PyDict;
 use std::os::fd::FromRawFd;
 use std::time::Duration;
 
-/// One process's engine: a thread, its listeners and streams.
+/// A process's engine: a thread, its listeners and its streams.
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct Engine(penstock_engine::Engine);
 
@@ -64,7 +64,7 @@ impl Engine {
         py.detach(|| penstock_engine::Engine::start(&config)).map(Engine).map_err(|failure| setup_error(py, &failure))
     }
 
-    /// One line of text that others need to reach this process.
+    /// One line of text by which other processes can connect to this one.
     fn contact(&self) -> String {
         self.0.contact().encode()
     }
@@ -165,27 +165,27 @@ impl Engine {
         py.detach(|| self.0.record()).map_err(|failure| error(py, &failure))
     }
 
-    /// Writes the flight record to its folder, if there is one, soon.
+    /// Writes the flight record to its folder, if there is one, in the background.
     fn write_record(&self) {
         self.0.write_record();
     }
 
-    /// Share `length` bytes at `address` with the ranks of this host; `file` is a descriptor of the memory file that
-    /// holds them behind one page. It is the engine's from now on, which closes it after `unshare`, or its own end, or an
-    /// error here. Returns a number for `unshare`.
+    /// Shares `length` bytes at `address` with the ranks of this host. `file` is a descriptor of the memory file that holds
+    /// these bytes after one page. The engine takes the descriptor over and closes it after `unshare`, at its own end, or
+    /// after an error here. Returns a number for `unshare`.
     fn share(&self, py: Python<'_>, file: i32, address: u64, length: u64) -> PyResult<u64> {
-        // SAFETY: the caller had it open and gives it away.
+        // SAFETY: the caller had opened the descriptor and gives it away.
         let file = unsafe { std::os::fd::OwnedFd::from_raw_fd(file) };
         self.0.share(file, address, length).map_err(|failure| setup_error(py, &failure))
     }
 
-    /// End what `share` began.
+    /// Ends what `share` began.
     fn unshare(&self, number: u64) {
         self.0.unshare(number);
     }
 
-    /// Says good-bye to the peers and ends the thread. With `wait`, blocks until they have taken what was sent to them,
-    /// leave or are lost, or until the longest time-out of an operation so far; what was not delivered is logged. Ctrl-C
+    /// Sends good-byes to the peers and ends the thread. With `wait`, blocks until the peers have taken all messages, leave or
+    /// are lost, or until the longest time-out of an operation so far; messages that were not delivered are logged. Ctrl-C
     /// ends the wait.
     #[pyo3(signature = (*, wait=true))]
     fn stop(&self, py: Python<'_>, wait: bool) -> PyResult<()> {
@@ -212,8 +212,8 @@ pub(crate) struct Group(pub(crate) penstock_engine::Group);
 #[pymethods]
 impl Group {
     /// Starts an operation on `bytes` bytes (as the plan counts them) of `elements` elements. `input` and `output` are
-    /// addresses; whatever keeps them valid goes into `keep`, which is held until the operation has ended. `order` is the
-    /// memory order of the tensor, as `memory_order` gives it: part of what ranks compare.
+    /// addresses. `keep` is the object that keeps them valid, and is held until the operation has ended. `order` is the memory
+    /// order of the tensor, as `memory_order` returns it; ranks compare it.
     #[pyo3(signature = (
         collective, *, dtype, elements, bytes, input, output, op=None, factor=1.0, rank=0, tag=0, input_splits=None,
         output_splits=None, order=0, priority=0, hold=false, timeout_s, keep=None
@@ -294,8 +294,8 @@ impl Group {
         py.detach(|| self.0.hosts()).map_err(|failure| error(py, &failure))
     }
 
-    /// Raises the failure if one of these ranks is lost, or, with `farewells`, has left the job, or, with `whole`, if the group has
-    /// failed.
+    /// Raises the failure if one of these ranks is lost; with `farewells`, also if one has left the job; with `whole`, also if
+    /// the group has failed.
     #[pyo3(signature = (ranks, *, whole, farewells=true))]
     fn check(&self, py: Python<'_>, ranks: Vec<u32>, whole: bool, farewells: bool) -> PyResult<()> {
         py.detach(|| self.0.check(whole, farewells, ranks)).map_err(|failure| error(py, &failure))
@@ -306,7 +306,7 @@ impl Group {
         self.0.leave();
     }
 
-    /// Fails the group on all ranks: after so many seconds, whoever waits for its join or an operation waits no longer.
+    /// Fails the group on all ranks, as after a time-out of `waited_s` seconds of a join or an operation.
     fn expire(&self, waited_s: f64) {
         self.0.expire(Duration::from_secs_f64(waited_s));
     }
@@ -323,8 +323,8 @@ pub(crate) struct Ticket(pub(crate) penstock_engine::Ticket);
 
 #[pymethods]
 impl Ticket {
-    /// Blocks without the GIL until the operation has ended; raises what it failed with. With a time-out: whether it
-    /// has ended. Ctrl-C interrupts the wait, not the operation.
+    /// Blocks without the GIL until the operation has ended; raises its failure. With a time-out, returns whether it has
+    /// ended. Ctrl-C interrupts the wait, not the operation.
     #[pyo3(signature = (timeout_s=None))]
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<bool> {
         let mut left = timeout_s.map(Duration::from_secs_f64);
@@ -347,17 +347,17 @@ impl Ticket {
         }
     }
 
-    /// Whether the operation has ended, well or not.
+    /// Whether the operation has ended, successfully or not.
     fn done(&self) -> bool {
         self.0.result().is_some()
     }
 
-    /// The rank whose message a receive from any source takes, once there is one.
+    /// The rank whose message a receive from any source takes, once it is known.
     fn source(&self) -> Option<u32> {
         self.0.source()
     }
 
-    /// Calls `callback()` once the operation has ended, on a thread of its own.
+    /// Calls `callback()` on another thread once the operation has ended.
     fn on_done(&self, callback: Py<PyAny>) {
         self.0.on_done(|_| callbacks::later(callback));
     }
@@ -400,7 +400,7 @@ pub(crate) fn reduce_op(name: &str, factor: f64) -> PyResult<ReduceOp> {
     })
 }
 
-/// How often a thread that waits for the engine's end looks for that, and for signals.
+/// How often a thread that waits for the engine's end checks for it, and for signals.
 const STOP_CHECK: Duration = Duration::from_millis(2);
-/// How often a waiting thread looks for signals.
+/// How often a waiting thread checks for signals.
 const SIGNAL_CHECK: Duration = Duration::from_millis(100);

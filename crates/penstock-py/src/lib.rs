@@ -43,8 +43,8 @@ mod _core {
     const AGGREGATION_VERSION: u8 = penstock_protocol::aggregation::VERSION;
 }
 
-/// Which addresses to listen on: those named by the first non-empty (setting, value), else the one that routes to
-/// `master` ("host:port"). Returns [(interface, address)] and the reason.
+/// Addresses to listen on: those named by the first non-empty (setting, value), otherwise the one that routes to `master`
+/// ("host:port"). Returns [(interface, address)] and the reason.
 #[pyfunction]
 fn choose_interfaces(
     py: Python<'_>,
@@ -61,7 +61,7 @@ fn choose_interfaces(
     }
 }
 
-/// The CRC32C of the `length` bytes at `address`, which the caller keeps valid; it may be called by many threads at once.
+/// The CRC32C of the `length` bytes at `address`, which the caller keeps valid. Threads may call it at the same time.
 #[pyfunction]
 fn crc32c(py: Python<'_>, address: usize, length: usize) -> u32 {
     if length == 0 {
@@ -71,13 +71,13 @@ fn crc32c(py: Python<'_>, address: usize, length: usize) -> u32 {
     py.detach(|| penstock_engine::crc32c(unsafe { std::slice::from_raw_parts(address as *const u8, length) }))
 }
 
-/// What the reductions of this processor run on: "avx512fp16", "avx512bf16", "avx512", "avx2" or "portable".
+/// The SIMD level of this processor's reductions: "avx512fp16", "avx512bf16", "avx512", "avx2" or "portable".
 #[pyfunction]
 fn simd_level() -> &'static str {
     penstock_engine::simd_level()
 }
 
-/// Raises in a process that was forked from one with an engine: it cannot have one of its own.
+/// Raises in a process that was forked from one with an engine: it cannot have an engine of its own.
 #[pyfunction]
 fn check_fork(py: Python<'_>) -> PyResult<()> {
     penstock_engine::check_fork().map_err(|failure| error(py, &failure))
@@ -90,12 +90,12 @@ fn init_logging(level: &str) {
     let _ = env_logger::Builder::new().parse_filters(level).format_target(false).try_init();
 }
 
-/// The one place where failures become exceptions: `penstock.errors.<Kind>(message)` with `group_lives` set.
+/// The only place where failures become exceptions: `penstock.errors.<Kind>(message)` with `group_lives` set.
 fn error(py: Python<'_>, failure: &Failure) -> PyErr {
     exception(py, failure, &failure.text())
 }
 
-/// A failure of what comes before any group: its text says nothing about one.
+/// An exception for a failure before any group exists: its text does not mention one.
 fn setup_error(py: Python<'_>, failure: &Failure) -> PyErr {
     exception(py, failure, &failure.message)
 }

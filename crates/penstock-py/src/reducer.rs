@@ -13,20 +13,23 @@ pub(crate) struct Reducer(penstock_engine::Reducer);
 
 #[pymethods]
 impl Reducer {
-    /// `rounds` and `units` are groups of the same `world` ranks that nobody else uses; `gradients` are (name, elements, dtype,
-    /// number of their layout), by index, alike on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or "bfloat16"; `error_feedback` needs one.
+    /// `rounds` and `buckets` are groups of the same `world` ranks that nothing else uses; `gradients` are (name, elements,
+    /// dtype, number of their layout), by index, the same on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or
+    /// "bfloat16"; `error_feedback` needs one of the last two.
     #[new]
-    #[pyo3(signature = (*, rounds, units, rank, world, gradients, op, unit_bytes, wire, error_feedback=false, check_finite, timeout_s))]
+    #[pyo3(signature = (
+        *, rounds, buckets, rank, world, gradients, op, bucket_bytes, wire, error_feedback=false, check_finite, timeout_s
+    ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         rounds: &Group,
-        units: &Group,
+        buckets: &Group,
         rank: u32,
         world: u32,
         gradients: Vec<(String, u64, String, u64)>,
         op: &str,
-        unit_bytes: u64,
+        bucket_bytes: u64,
         wire: Option<&str>,
         error_feedback: bool,
         check_finite: bool,
@@ -38,12 +41,12 @@ impl Reducer {
             .collect::<PyResult<_>>()?;
         let spec = ReducerSpec {
             rounds: rounds.0.clone(),
-            units: units.0.clone(),
+            buckets: buckets.0.clone(),
             rank,
             world,
             gradients,
             op: reduce_op(op, 1.0)?,
-            unit_bytes,
+            bucket_bytes,
             wire: wire.map(dtype_named).transpose()?,
             error_feedback,
             check_finite,
@@ -52,8 +55,8 @@ impl Reducer {
         penstock_engine::Reducer::new(spec).map(Reducer).map_err(|failure| error(py, &failure))
     }
 
-    /// The gradient at `address`, of `bytes` bytes, is ready, or `absent`: it lies in zeros then. Whatever keeps it valid goes into
-    /// `keep`.
+    /// The gradient at `address`, of `bytes` bytes, is ready; with `absent` it consists of zeros. `keep` is the object that
+    /// keeps the address valid.
     #[pyo3(signature = (index, address, bytes, *, absent=false, keep=None))]
     fn submit(
         &self,
@@ -70,33 +73,34 @@ impl Reducer {
             .map_err(|failure| error(py, &failure))
     }
 
-    /// The backward pass has ended. The ticket completes when all that was submitted is reduced.
+    /// The backward pass has ended. The ticket completes when every submitted gradient is reduced.
     fn flush(&self, py: Python<'_>) -> Ticket {
         Ticket(py.detach(|| self.0.flush()))
     }
 
-    /// The backward pass has raised. The ticket completes when the next one can begin.
+    /// The backward pass has raised. The ticket completes when the next pass can begin.
     fn withdraw(&self, py: Python<'_>) -> Ticket {
         Ticket(py.detach(|| self.0.withdraw()))
     }
 
-    /// Whether no rank had the gradient when it was last agreed on.
+    /// Whether no rank had the gradient in the last round that was about it.
     fn was_absent(&self, index: u32) -> bool {
         self.0.was_absent(index)
     }
 
-    /// Changes how gradients travel; between steps only, on all ranks at the same one. `algorithm` None: the planner chooses.
-    #[pyo3(signature = (*, unit_bytes, wire, algorithm, streams))]
+    /// Changes how gradients travel: only between steps, on all ranks between the same two. `algorithm` None: the planner
+    /// chooses.
+    #[pyo3(signature = (*, bucket_bytes, wire, algorithm, streams))]
     fn set_way(
         &self,
         py: Python<'_>,
-        unit_bytes: u64,
+        bucket_bytes: u64,
         wire: Option<&str>,
         algorithm: Option<&str>,
         streams: usize,
     ) -> PyResult<()> {
         let way = Way {
-            unit_bytes,
+            bucket_bytes,
             wire: wire.map(dtype_named).transpose()?,
             algorithm: algorithm.map(algorithm_named).transpose()?,
             streams,
@@ -111,7 +115,7 @@ impl Reducer {
         out.set_item("steps", stats.steps)?;
         out.set_item("rounds", stats.rounds)?;
         out.set_item("round_s", stats.round_ns as f64 / 1e9)?;
-        out.set_item("units", stats.units)?;
+        out.set_item("buckets", stats.buckets)?;
         out.set_item("in_place_bytes", stats.in_place_bytes)?;
         out.set_item("copied_bytes", stats.copied_bytes)?;
         Ok(out)

@@ -7,11 +7,11 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Runs one seed in virtual time. Returns what it came to; `failure` is None where every result was right.
-/// Raises ValueError: a number out of bounds.
+/// Runs one seed in virtual time. Returns the outcome; `failure` is None if every result was right. Raises ValueError for a
+/// number out of bounds.
 ///
-/// `rate_mbit` and `queue` (bytes) are 0 for no limit. With `edge_loss` only workers' links lose packets. `patient` takes the
-/// time-outs that jobs have, instead of shorter ones that let many runs fit into a second.
+/// `rate_mbit` and `queue` (bytes) are 0 for no limit. With `edge_loss` only workers' links lose packets. `patient` uses the
+/// time-outs of real jobs, instead of shorter ones that let many runs fit into a second.
 #[pyfunction]
 #[pyo3(signature = (
     seed, *, jobs=None, workers=None, shape=None, blocks=None, shards=None, operation=None, ahead=None, window=None,

@@ -91,7 +91,7 @@ impl fmt::Display for DType {
     }
 }
 
-/// How elements of several ranks become one.
+/// A reduction: how elements of several ranks become one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ReduceOp {
     /// Addition; integers wrap; bool is logical or.

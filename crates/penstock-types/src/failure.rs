@@ -1,17 +1,17 @@
-//! What can go wrong, as something that a caller can act on.
+//! Failures: errors that a caller can act on.
 
 use std::fmt;
 
-/// What a caller can do about a [`Failure`] depends on this.
+/// The kind of a [`Failure`]: what a caller can do about it depends on this.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FailureKind {
-    /// Ranks issued different operations, shapes, dtypes or roots: mend the script.
+    /// Ranks issued different operations, shapes, dtypes or roots: correct the script.
     Mismatch,
     /// A rank died, stopped or became unreachable: rebuild the group without it.
     PeerLost,
     /// An operation took longer than its time-out although every rank answers.
     Timeout,
-    /// A peer did not accept us (wrong secret, version, job): mend the deployment.
+    /// A peer refused this process (wrong secret, version, job): correct the setup.
     Refused,
     /// A setting, an argument or the machine is not as needed; nothing was sent.
     Config,
@@ -19,7 +19,7 @@ pub enum FailureKind {
     Closed,
     /// A defect of Penstock itself.
     Bug,
-    /// A gradient holds NaN or infinity, and the user asked to be told.
+    /// A gradient holds NaN or infinity, and the user asked for a check.
     NotFinite,
 }
 
@@ -64,7 +64,7 @@ impl Failure {
         Failure { kind, message: message.into(), group_lives: true, is_reported: false }
     }
 
-    /// What happened and what holds now, for readers who are told the kind beside it.
+    /// The message with the state of the group, for readers who see the kind beside it.
     #[must_use]
     pub fn text(&self) -> String {
         let state = if self.group_lives {

@@ -42,7 +42,7 @@ pub type PeerId = u32;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GroupId(pub u64);
 
-/// Counts how often a job was rebuilt; frames of another generation are refused.
+/// Counts how often a job was rebuilt. Frames of another generation are refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Generation(pub u32);
 

@@ -1,1 +1,1 @@
-"""Deployments: who aggregates and serves where, and the jobs that are opened there."""
+"""Deployments: which servers and aggregators reduce which ranks' tensors, and the jobs that are opened on them."""

@@ -1,6 +1,6 @@
-"""The plan: who aggregates what where (docs/reference/deployment.md).
+"""The deployment: the file that says which servers and aggregators reduce which ranks' tensors (docs/reference/deployment.md).
 
-A plan is read once, by rank 0, and passed on; what is wrong with it is said with the line where it stands.
+Rank 0 reads it once and passes its text on to the others. An error names the line and the key.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import Any, TypeAlias
 
 import yaml  # type: ignore[import-untyped]
 
+from penstock import renamed
 from penstock.errors import Config as ConfigError
 
-__all__ = ["Aggregator", "Plan", "Server", "chosen", "init", "load", "parse"]
+__all__ = ["Aggregator", "Deployment", "Server", "chosen", "init", "load", "parse"]
 
 
 @dataclass(frozen=True)
 class Aggregator:
-    """An aggregator and who pushes to it, in the order of addition."""
+    """An aggregator and the nodes that push to it, in the order of addition."""
 
     address: str
-    """Where it listens, "IP:PORT"."""
+    """The address on which it listens, "IP:PORT"."""
     children: tuple[Child, ...]
     switch: tuple[str, ...] | None = None
-    """It is a switch: the command that opens and closes jobs there. None: a daemon, which is asked over HTTP."""
+    """For a switch: the command that opens and closes jobs on it. None: a daemon, which takes requests over HTTP."""
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -37,7 +38,7 @@ class Aggregator:
 
     @property
     def aggregators(self) -> tuple[Aggregator, ...]:
-        """It, and all below it."""
+        """This aggregator, and all below it."""
         return (self, *(one for child in self.children if not isinstance(child, int) for one in child.aggregators))
 
 
@@ -54,11 +55,12 @@ class Server:
 
     @property
     def aggregators(self) -> tuple[Aggregator, ...]:
-        """All below it."""
+        """All aggregators below this server."""
         return tuple(one for aggregator in self.tree for one in aggregator.aggregators)
 
     def children(self, world: int) -> tuple[Child, ...]:
-        """The whole tree of a job of so many workers: those that no aggregator has hang straight below the server."""
+        """The children of the server in a job of ``world`` workers: a worker that is below no aggregator is the server's own
+        child."""
         placed = {worker for aggregator in self.tree for worker in aggregator.workers}
         return (*self.tree, *(worker for worker in range(world) if worker not in placed))
 
@@ -80,17 +82,17 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What one plan file says, checked."""
+class Deployment:
+    """The content of a deployment file, validated."""
 
     name: str
-    """The file, for errors."""
+    """The file's name, for errors."""
     format: str
     """"int32", "int16" or "float32"."""
     window: int
     """Blocks in flight, a power of two."""
     block_bytes: int | None
-    """The most that a packet carries, a multiple of 64; None: as much as fits."""
+    """The longest block, a multiple of 64; None: as long as a packet allows."""
     min_bytes: int
     """Smaller all-reduces go among the ranks."""
     key: bool
@@ -105,7 +107,7 @@ class Plan:
         return tuple(one for server in self.servers for one in server.aggregators if one.switch is not None)
 
     def check_world(self, world: int) -> None:
-        """Raise if the plan does not fit a job of so many workers.
+        """Raise if the deployment does not fit a job of so many workers.
 
         Raises:
             penstock.errors.Config: a worker that the job does not have; more than 64 of them.
@@ -122,51 +124,54 @@ class Plan:
                         )
 
 
-def init(*, plan: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> None:
-    """Choose the plan of the process groups that this process makes from now on, in place of the setting PENSTOCK_PLAN.
+@renamed.arguments(plan="deployment")
+def init(*, deployment: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> None:
+    """Choose the deployment of the process groups that this process makes from now on, instead of the setting
+    PENSTOCK_DEPLOYMENT.
 
-    To be called before ``torch.distributed.init_process_group``. As with the setting, rank 0's counts and reaches the others.
+    Call it before ``torch.distributed.init_process_group``. As with the setting, rank 0's deployment counts and reaches the
+    other ranks.
 
     Args:
-        plan: a file, or what such a file says as dicts and lists; None: the setting counts again.
+        deployment: a file's path, or the content of such a file as dicts and lists; None: the setting counts again.
 
     Raises:
-        penstock.errors.Config: it cannot be read, or is no plan; nothing has changed.
+        penstock.errors.Config: it cannot be read, or is no deployment; nothing has changed.
 
-    Does not block, and asks no daemon: that comes with the group.
+    Does not block, and contacts no daemon: that happens when the group is made.
     """
     global _given
-    if plan is None:
+    if deployment is None:
         _given = None
-    elif isinstance(plan, Mapping):
-        name = "penstock.init(plan=...)"
+    elif isinstance(deployment, Mapping):
+        name = "penstock.init(deployment=...)"
         try:
-            text = yaml.safe_dump(dict(plan))
+            text = yaml.safe_dump(dict(deployment))
         except yaml.YAMLError as error:
-            raise ConfigError(f"{name}: {error}; a plan is made of dicts, lists, texts and numbers") from None
+            raise ConfigError(f"{name}: {error}; a deployment is made of dicts, lists, texts and numbers") from None
         parse(text, name)
         _given = (text, name)
-    elif not isinstance(plan, str | os.PathLike):
-        raise ConfigError(f"penstock.init(plan={plan!r}): a plan is a file's path, or a dict")
+    elif not isinstance(deployment, str | os.PathLike):
+        raise ConfigError(f"penstock.init(deployment={deployment!r}): a deployment is a file's path, or a dict")
     else:
-        path = os.fspath(plan)
-        _given = (load(path, f"penstock.init(plan={path!r})"), path)
+        path = os.fspath(deployment)
+        _given = (load(path, f"penstock.init(deployment={path!r})"), path)
 
 
 def chosen(setting: str) -> tuple[str, str] | None:
-    """The text of the plan and its name: `init`'s, or that of the file which PENSTOCK_PLAN names.
+    """The text and the name of the deployment that `init` was given, or else of the file that PENSTOCK_DEPLOYMENT names.
 
     Raises:
         penstock.errors.Config: as `load`.
     """
-    return _given or ((load(setting, f"PENSTOCK_PLAN={setting}"), setting) if setting else None)
+    return _given or ((load(setting, f"PENSTOCK_DEPLOYMENT={setting}"), setting) if setting else None)
 
 
 def load(path: str, asked: str) -> str:
-    """The text of a plan file, checked; ``asked`` is what named it, for errors.
+    """The text of a deployment file, validated; ``asked`` says in errors where the file was named.
 
     Raises:
-        penstock.errors.Config: it cannot be read, or is no plan.
+        penstock.errors.Config: it cannot be read, or is no deployment.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -177,11 +182,11 @@ def load(path: str, asked: str) -> str:
     return text
 
 
-def parse(text: str, name: str) -> Plan:
-    """What a plan says; ``name`` is what errors call it.
+def parse(text: str, name: str) -> Deployment:
+    """Parse and validate the text of a deployment; ``name`` is its name in errors.
 
     Raises:
-        penstock.errors.Config: it is no plan. The message has the line, the key, and what is allowed.
+        penstock.errors.Config: it is no deployment. The message has the line, the key, and what is allowed.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -190,7 +195,7 @@ def parse(text: str, name: str) -> Plan:
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"{name}{line}: this is not YAML: {problem}") from None
-    top = _Entry(name, "the plan", root)
+    top = _Entry(name, "the deployment", root)
     fields = top.mapping(required=("version", "aggregated"))
     version = fields["version"].number("1", lambda value: value == 1)
     assert version == 1
@@ -207,7 +212,7 @@ def parse(text: str, name: str) -> Plan:
         raise entries["servers"].wrong(f"the fractions of the servers add up to {total:g}; they must add up to 1")
     if len({server.address for server in servers}) != len(servers):
         raise entries["servers"].wrong("a server stands here twice")
-    made = Plan(
+    made = Deployment(
         name=name,
         format=given("format", "int32", lambda entry: entry.word(FORMATS)),
         window=given("window", 256, lambda entry: entry.number("a power of two from 2 to 65536", _is_window)),
@@ -237,7 +242,7 @@ def parse(text: str, name: str) -> Plan:
 
 
 class _Entry:
-    """A node of the file, and the way to it."""
+    """A node of the YAML file, and its path for errors."""
 
     def __init__(self, name: str, path: str, node: Any) -> None:
         self.name, self.path, self.node = name, path, node
@@ -253,7 +258,7 @@ class _Entry:
         entries: dict[str, _Entry] = {}
         for key, value in self.node.value:
             word = str(key.value)
-            entry = _Entry(self.name, word if self.path == "the plan" else f"{self.path}.{word}", value)
+            entry = _Entry(self.name, word if self.path == "the deployment" else f"{self.path}.{word}", value)
             if word not in (*required, *optional):
                 raise _Entry(self.name, self.path, key).wrong(f"there is no key {word!r} here; it {allowed}")
             if word in entries:
@@ -292,7 +297,7 @@ class _Entry:
         return str(value)
 
     def address(self) -> str:
-        """As the engine and the daemons write it, so that one address is one text."""
+        """The address in the form of the engine and the daemons, so that equal addresses are equal texts."""
         value = str(self.node.value) if isinstance(self.node, yaml.ScalarNode) else ""
         host, _, port = value.rpartition(":")
         try:
@@ -304,7 +309,7 @@ class _Entry:
             raise self.wrong(
                 f"must be IP:PORT, such as 10.77.2.1:7471 or [fd00::1]:7471, not {_shown(self.node)}"
             ) from None
-        # A link-local address means nothing without the interface, which differs from rank to rank.
+        # A link-local address needs an interface, which differs from rank to rank.
         if ip.is_unspecified or ip.is_multicast or (six and (ip.is_link_local or ip.scope_id)):
             raise self.wrong(
                 f"not all ranks can reach one daemon at {_shown(self.node)}: give an address of its host's"
@@ -385,9 +390,9 @@ def _shown(node: Any) -> str:
 
 FORMATS = ("int32", "int16", "float32")
 MOST_WORKERS = 64
-# What the packet holds: docs/reference/packets.md.
+# The longest block of a packet: docs/reference/packets.md.
 MOST_BLOCK_BYTES = 8896
-# What p4/penstock.p4 is made for: docs/design/p4.md.
+# The limits of p4/penstock.p4: docs/design/p4.md.
 SWITCH_BLOCK_BYTES = (64, 256, 1024)
 SWITCH_CHILDREN = 16
 SWITCH_SLOTS = 4096

@@ -1,9 +1,9 @@
-"""Opens the jobs of a plan at its servers and aggregators, and gives a group's large all-reduces to them.
+"""Opens the jobs of a deployment at its servers and aggregators, and gives a group's large all-reduces to them.
 
-All ranks of a group call `attach` together. Each binds its sockets and publishes them; rank 0 opens the jobs and publishes
-how; everybody starts. Rank 0 then looks after the jobs: an aggregator that was restarted is told again, and in the end the
-jobs are closed. Daemons are told over HTTP, switches by the plan's command. docs/guide/aggregated.md says what happens when
-something dies.
+All ranks of a group call `attach` together. Each binds its sockets and publishes their addresses; rank 0 opens the jobs and
+publishes their parameters; then all ranks start. Rank 0 watches the jobs: it opens them again at an aggregator that was
+restarted, and closes them in the end. It controls daemons over HTTP, and switches by the deployment's command.
+docs/guide/aggregated.md says what happens when a process dies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("penstock")
 
 
 class Member(Protocol):
-    """What this needs of `penstock.runtime.groups.Membership`."""
+    """The part of `penstock.runtime.groups.Membership` that this module uses."""
 
     @property
     def group(self) -> _core.Group: ...
@@ -58,7 +58,7 @@ class Member(Protocol):
 
 
 class Aggregation:
-    """What an aggregated group needs beside its engine: two groups, and on rank 0 the jobs."""
+    """What an aggregated group has besides its membership: two more groups, and on rank 0 the jobs."""
 
     def __init__(self, group: _core.Group, siblings: list[Member], jobs: _Jobs | None) -> None:
         self._group = group
@@ -70,13 +70,13 @@ class Aggregation:
         return _core.aggregated_stats(self._group) or {}
 
     def close(self) -> None:
-        """After the group has been left."""
+        """Leave the two groups and close the jobs. Call it after the group was left."""
         for sibling in self._siblings:
             sibling.leave()
         self.close_jobs()
 
     def close_jobs(self) -> None:
-        """Let the daemons forget them now. What still runs ends with an error, on ranks that have not heard of this one's end."""
+        """Close the jobs at the daemons now. Operations that still run fail on ranks that do not know of this rank's end."""
         if self._jobs is not None:
             self._jobs.close()
 
@@ -89,18 +89,18 @@ def attach(
     timeout: timedelta,
     interfaces: list[tuple[str, str]],
 ) -> Aggregation:
-    """Let a group's large sums and averages of floats go the plan's way. All ranks call it.
+    """Send a group's large sums and averages of floats through the deployment's servers and aggregators. All ranks call it.
 
     Args:
         member: this process's part in the group.
-        text: the plan, as rank 0 has read it.
-        name: what errors call it.
-        secret: what daemons want to see proven; None where they want nothing.
+        text: the deployment, as rank 0 has read it.
+        name: its name in errors.
+        secret: the secret that daemons ask for; None if they ask for none.
         timeout: for all of it.
         interfaces: (name, address) of those that this process uses.
 
     Raises:
-        penstock.errors.Config: on all ranks, if the plan does not fit the group, a socket cannot be bound, or a server or
+        penstock.errors.Config: on all ranks, if the deployment does not fit the group, a socket cannot be bound, or a server or
             aggregator does not answer or refuses; the message names it.
         penstock.runtime.store.StoreError: the group's store cannot be used.
     """
@@ -178,8 +178,8 @@ def attach(
     return Aggregation(member.group, siblings, jobs)
 
 
-def _as_server(agreed: deployment.Plan, index: int, opened: dict[str, Any], rank: int) -> tuple[Any, ...]:
-    """What the engine is told of a server."""
+def _as_server(agreed: deployment.Deployment, index: int, opened: dict[str, Any], rank: int) -> tuple[Any, ...]:
+    """The engine's parameters for a server."""
     server = agreed.servers[index]
     above = server.parent(rank)
     parent = None if above is None else (above, opened["shards"][above])
@@ -190,25 +190,25 @@ def _as_server(agreed: deployment.Plan, index: int, opened: dict[str, Any], rank
 
 @dataclass(frozen=True)
 class _Put:
-    """One node's part of one job."""
+    """The request that opens one job at one node."""
 
     role: str
     address: str
     job: int
     body: bytes
-    # Of a switch: the command that opens and closes jobs there, the job's server, and who is at or below it.
+    # For a switch: the command that opens and closes jobs on it, the job's server, and the workers at or below the switch.
     switch: tuple[str, ...] | None = None
     server: str = ""
     workers: int = 0
 
 
 class _Jobs:
-    """Rank 0's: one job a server, and what its nodes have been told."""
+    """Rank 0's jobs: one a server, and the requests that were sent to its nodes."""
 
     def __init__(
-        self, agreed: deployment.Plan, world: int, workers: list[list[str]], mtu: int, secret: bytes | None
+        self, agreed: deployment.Deployment, world: int, workers: list[list[str]], mtu: int, secret: bytes | None
     ) -> None:
-        self._plan, self._world, self._workers, self._secret = agreed, world, workers, secret
+        self._deployment, self._world, self._workers, self._secret = agreed, world, workers, secret
         self._payload_bytes = agreed.block_bytes or _payload_bytes(mtu, agreed)
         self._puts: list[_Put] = []
         self._opener = os.getpid()
@@ -216,9 +216,9 @@ class _Jobs:
         self._thread: threading.Thread | None = None
 
     def open(self, until: float) -> dict[str, Any]:
-        """Open all jobs: at servers first, so that no aggregator forwards to one that does not know the job."""
+        """Open all jobs: at servers first, so that no aggregator sends to a server that does not know the job."""
         servers = []
-        for index, server in enumerate(self._plan.servers):
+        for index, server in enumerate(self._deployment.servers):
             children = server.children(self._world)
             below_switch = {
                 one.address
@@ -240,13 +240,13 @@ class _Jobs:
             }
             self._shards("server", server.address, until, beside_switch=any(_is_switch(one) for one in children))
             job, start = secrets.randbits(32), secrets.randbits(32)
-            key = secrets.token_hex(16) if self._plan.key else None
+            key = secrets.token_hex(16) if self._deployment.key else None
             common = {
                 "epoch": _EPOCH,
                 "key": key,
-                "window": self._plan.window,
+                "window": self._deployment.window,
                 "block_bytes": self._payload_bytes,
-                "floats": self._plan.format == "float32",
+                "floats": self._deployment.format == "float32",
                 "start": start,
             }
             workers = [addresses[index] for addresses in self._workers]
@@ -296,7 +296,9 @@ class _Jobs:
                     raise
                 self._stop.wait(_RETRY_EVERY_S)
         if answer.get("role") != role:
-            raise ConfigError(f"{address} is a {answer.get('role')}, but the plan {self._plan.name} has it as {role}")
+            raise ConfigError(
+                f"{address} is a {answer.get('role')}, but the deployment {self._deployment.name} has it as {role}"
+            )
         if answer.get("protocol") != _core.AGGREGATION_VERSION:
             raise ConfigError(
                 f"{role} {address} is penstock {answer.get('penstock')} with version {answer.get('protocol')} of the packets, "
@@ -328,12 +330,12 @@ class _Jobs:
             ) from error
 
     def watch(self, fell_back: Callable[[], bool]) -> None:
-        """Look after the jobs: an aggregator may lose everything at any time, and is told again."""
+        """Watch the jobs: an aggregator may lose its state at any time, and then gets them again."""
         self._thread = threading.Thread(target=self._watch, args=(fell_back,), name="penstock-jobs", daemon=True)
         self._thread.start()
 
     def _watch(self, fell_back: Callable[[], bool]) -> None:
-        # A server is told once: what it has committed is gone with it.
+        # A server gets its job once: what it has committed is lost with it.
         aggregators = [put for put in self._puts if put.role == "aggregator" and put.switch is None]
         switches = {put: _Passed() for put in self._puts if put.switch is not None}
         silent: set[str] = set()
@@ -342,7 +344,7 @@ class _Jobs:
                 break
             for put in aggregators:
                 try:
-                    # To one that has the job it says nothing new.
+                    # For an aggregator that has the job, this request changes nothing.
                     status, _ = _request(
                         "PUT",
                         put.address,
@@ -365,8 +367,8 @@ class _Jobs:
         self._delete()
 
     def _look_at_switch(self, put: _Put, passed: _Passed) -> None:
-        """Open a job again at a switch that is passed by: it may have lost it. To ask it at every look would cost a process each
-        time; the server knows who goes past it."""
+        """Open a job again at a switch that workers bypass: it may have lost the job. To ask the switch every time would cost a
+        process each; the server knows which workers bypass it."""
         until = time.monotonic() + _LOOK_WITHIN_S
         try:
             jobs = _request("GET", put.server, "/jobs", b"", self._secret, until)[1]["jobs"]
@@ -387,8 +389,8 @@ class _Jobs:
         passed.pause_s = min(2 * passed.pause_s, _MOST_PAUSE_S)
 
     def close(self) -> None:
-        """Close the jobs everywhere; daemons forget those that they are not told of, after a while. In a forked child it does
-        nothing: the jobs are its parent's."""
+        """Close the jobs at all nodes; a daemon that does not get this drops them after a while. Does nothing in a forked child:
+        the jobs are its parent's."""
         if os.getpid() != self._opener:
             return
         self._stop.set()
@@ -416,14 +418,14 @@ def _is_switch(node: deployment.Child) -> bool:
 
 @dataclass
 class _Passed:
-    """A switch that is passed by: when its command runs next, and how long after that once more."""
+    """A switch that workers bypass: when its command runs next, and the time between two runs."""
 
     until: float = 0.0
     pause_s: float = 1.0
 
 
 def _command(put: _Put, verb: str, until: float) -> str:
-    """Let a switch's command open a job or close it; what it says.
+    """Run the command of a switch that opens or closes a job; returns its output.
 
     Raises:
         ConfigError: it could not be run, took too long or failed.
@@ -451,12 +453,12 @@ def _command(put: _Put, verb: str, until: float) -> str:
 def _request(
     method: str, address: str, path: str, body: bytes, secret: bytes | None, until: float
 ) -> tuple[int, dict[str, Any]]:
-    """One exchange with a daemon: status and what it said."""
+    """One HTTP request to a daemon: the status and the answer."""
     request = urllib.request.Request(f"http://{address}{path}", data=body or None, method=method)
     if body:
         request.add_header("Content-Type", "application/json")
     if secret is not None and method != "GET":
-        # The proof is for this daemon, so it is of no use with others to who overhears it.
+        # The proof is valid for this daemon only: an eavesdropper cannot use it with another.
         daemon = _request("GET", address, "/", b"", None, until)[1].get("daemon")
         if not isinstance(daemon, str):
             raise ValueError(f"it is a daemon of another release than this rank's penstock {_core.__version__}")
@@ -465,7 +467,7 @@ def _request(
         proof = hmac.new(secret, text, hashlib.sha256)
         request.add_header("X-Penstock-Time", now)
         request.add_header("X-Penstock-Proof", proof.hexdigest())
-    # Daemons are reached as workers reach them, whatever proxy the environment names.
+    # Daemons are reached directly, as workers reach them, whatever proxy the environment names.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     timeout_s = min(_ANSWER_WITHIN_S, max(0.1, until - time.monotonic()))
     with opener.open(request, timeout=timeout_s) as answer:
@@ -474,7 +476,7 @@ def _request(
 
 
 def _why(error: urllib.error.HTTPError) -> str:
-    """What a daemon says of its refusal."""
+    """The reason in a daemon's refusal."""
     text = error.read(1 << 16).decode(errors="replace").strip()
     with contextlib.suppress(ValueError):
         text = str(json.loads(text)["error"])
@@ -491,12 +493,14 @@ def _read(store: Any, keys: list[str], until: float) -> list[bytes]:
         store.wait(keys, left)
     except RuntimeError:  # of the store: not in time
         missing = [key for key in keys if not store.check([key])]
-        raise ConfigError(f"waited for {', '.join(missing)} of the plan's jobs in vain: did a rank die?") from None
+        raise ConfigError(
+            f"waited for {', '.join(missing)} of the deployment's jobs in vain: did a rank die?"
+        ) from None
     return list(store.multi_get(keys))
 
 
 def _local(server: str, interfaces: list[tuple[str, str]], turn: int) -> tuple[str, str]:
-    """The (interface, address) that packets of a server go through: servers take turns."""
+    """The (interface, address) for packets to a server: servers take the interfaces in turn."""
     version = ipaddress.ip_address(_host(server)).version
     fitting = [(name, address) for name, address in interfaces if ipaddress.ip_address(address).version == version]
     if not fitting:
@@ -508,7 +512,7 @@ def _local(server: str, interfaces: list[tuple[str, str]], turn: int) -> tuple[s
 
 
 def _mtu(interface: str) -> int:
-    # Not from /sys, which may be that of another network namespace.
+    # Not from /sys, which may belong to another network namespace.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16si12x", interface.encode(), 0)
         try:
@@ -518,7 +522,7 @@ def _mtu(interface: str) -> int:
     return int(struct.unpack("16si12x", answer)[1])
 
 
-def _payload_bytes(mtu: int, agreed: deployment.Plan) -> int:
+def _payload_bytes(mtu: int, agreed: deployment.Deployment) -> int:
     six = any(":" in _host(server.address) for server in agreed.servers)
     fits = mtu - (40 if six else 20) - 8 - _HEADER_BYTES
     if fits < _STEP_BYTES:
@@ -565,14 +569,14 @@ _ANSWER_WITHIN_S = 10.0
 _MOST_ANSWER_BYTES = 16 << 20
 _START_WITHIN_S = 5.0
 _RETRY_EVERY_S = 0.2
-# How soon an aggregator that is back is used again.
+# How soon an aggregator is used again after a restart.
 _LOOK_EVERY_S = 1.0
 _LOOK_WITHIN_S = 2.0
 # Python, gRPC and some hundred rows, on a machine that is busy.
 _COMMAND_WITHIN_S = 30.0
-# How long a switch that stays passed by is left alone between two commands.
+# The longest time between two commands for a switch that workers still bypass.
 _MOST_PAUSE_S = 60.0
-# Two controllers of one switch would take it from each other.
+# Two controllers of one switch would take the control from each other.
 _ONE_COMMAND = threading.Lock()
 _HINTS = {
     401: ". PENSTOCK_SECRET (or PENSTOCK_SECRET_FILE) of rank 0 and that of the daemon must be the same",

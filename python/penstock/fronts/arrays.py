@@ -1,15 +1,15 @@
 """Collectives of lists of NumPy arrays: what the fronts for JAX and for TensorFlow share.
 
 ```text
-  pytree / tensors ──front──> arrays ──units──> operations of the engine, all in flight ──> arrays ──front──> pytree / tensors
+  pytree / tensors ──front──> arrays ──buckets──> operations of the engine, all in flight ──> arrays ──front──> pytree / tensors
 ```
 A process has one `Job`, which is a group of its own over the process's engine; where the script also has process groups of
 torch's, they share its streams. torch's store is what ranks meet at, under the environment variables of torchrun. No tensor
 of torch's takes part in the data path.
 
 Arrays of these frameworks are immutable, and the engine reduces in place: so every array is copied once, into the buffer of
-its **unit**, and the results are views of that buffer. Small arrays of one dtype share a unit; a large one has its own. A
-unit's operation starts as soon as it is filled, while the next one is being filled. *Why not the gradients' `Reducer`?* It
+its **bucket**, and the results are views of that buffer. Small arrays of one dtype share a bucket; a large one has its own. A
+bucket's operation starts as soon as it is filled, while the next one is being filled. *Why not the gradients' `Reducer`?* It
 agrees on what is ready in an order that nobody knows; here the caller holds the whole list already.
 """
 
@@ -149,7 +149,7 @@ class Job:
                 complex numbers, and unsigned integers of more than one byte can only be summed.
             names: see the class.
 
-        Returns: new arrays, aligned to 64 bytes; those that shared a unit keep its memory alive together.
+        Returns: new arrays, aligned to 64 bytes; those that shared a bucket keep its memory alive together.
 
         Cost: one copy of each array, and 2(n-1)/n times its bytes on the wire a rank.
         """
@@ -159,12 +159,12 @@ class Job:
         for array in arrays:
             _carried(array.dtype, op)
 
-        def start(unit: Array, dtype: np.dtype[Any], single: Array | None) -> _core.Ticket:
-            return self._start("all_reduce", unit, _carried(dtype, op), op=_OPS[op])
+        def start(bucket: Array, dtype: np.dtype[Any], single: Array | None) -> _core.Ticket:
+            return self._start("all_reduce", bucket, _carried(dtype, op), op=_OPS[op])
 
         with self._lock:
             self._agree(("all_reduce", op, names), arrays)
-            return self._in_units(arrays, start, copies=True)
+            return self._in_buckets(arrays, start, copies=True)
 
     def broadcast(self, arrays: Sequence[Array], *, root: int, names: str = "") -> list[Array]:
         """Give all ranks the arrays of rank ``root``. Any dtype.
@@ -178,12 +178,12 @@ class Job:
         own = root == self.rank
         given, arrays = arrays, _sendable("broadcast", arrays)
 
-        def start(unit: Array, dtype: np.dtype[Any], single: Array | None) -> _core.Ticket:
-            return self._start("broadcast", single if own and single is not None else unit, "byte", rank=root)
+        def start(bucket: Array, dtype: np.dtype[Any], single: Array | None) -> _core.Ticket:
+            return self._start("broadcast", single if own and single is not None else bucket, "byte", rank=root)
 
         with self._lock:
             self._agree(("broadcast", root, names), arrays)
-            results = self._in_units(arrays, start, copies=own)
+            results = self._in_buckets(arrays, start, copies=own)
             return list(given) if own else results
 
     def all_gather(self, arrays: Sequence[Array], *, names: str = "") -> list[Array]:
@@ -214,38 +214,38 @@ class Job:
 
     # ------------------------------------------------------------------ helpers
 
-    def _in_units(
+    def _in_buckets(
         self,
         arrays: Sequence[Array],
         start: Callable[[Array, np.dtype[Any], Array | None], _core.Ticket],
         copies: bool,
     ) -> list[Array]:
-        """Start an operation for every unit, filled with its arrays if ``copies``; returns views of the units.
+        """Start an operation for every bucket, filled with its arrays if ``copies``; returns views of the buckets.
 
-        ``start`` gets the unit's bytes, its dtype and, where it is one contiguous array, that as well.
+        ``start`` gets the bucket's bytes, its dtype and, where it is one contiguous array, that as well.
         """
-        # What is in no unit has no bytes, and is returned as it is.
+        # What is in no bucket has no bytes, and is returned as it is.
         results = list(arrays)
         tickets = []
-        for unit in _units(arrays):
+        for bucket in _buckets(arrays):
             places, length = [], 0
-            for index in unit:
+            for index in bucket:
                 places.append(length)
                 length += -(-arrays[index].nbytes // _ALIGNMENT) * _ALIGNMENT
             # The last array needs nothing behind it.
-            length = places[-1] + arrays[unit[-1]].nbytes
+            length = places[-1] + arrays[bucket[-1]].nbytes
             flat = _room(length)
-            single = arrays[unit[0]] if len(unit) == 1 and arrays[unit[0]].flags.c_contiguous else None
-            if len(unit) > 1:
+            single = arrays[bucket[0]] if len(bucket) == 1 and arrays[bucket[0]].flags.c_contiguous else None
+            if len(bucket) > 1:
                 # What lies between the arrays travels with them.
                 flat[...] = 0
-            for index, place in zip(unit, places, strict=True):
+            for index, place in zip(bucket, places, strict=True):
                 array = arrays[index]
                 view = flat[place : place + array.nbytes].view(array.dtype).reshape(array.shape)
                 if copies:
                     np.copyto(view, array)
                 results[index] = view
-            tickets.append(start(flat, arrays[unit[0]].dtype, single))
+            tickets.append(start(flat, arrays[bucket[0]].dtype, single))
         for ticket in tickets:
             ticket.wait()
         return results
@@ -324,8 +324,8 @@ def _join(timeout_s: float) -> Any:
     return groups.join(dist.PrefixStore("penstock/arrays", store), rank, range(world), timeout, "arrays")
 
 
-def _units(arrays: Sequence[Array]) -> list[list[int]]:
-    """Which arrays travel together, by index: those of one dtype, in their order, until a unit is full."""
+def _buckets(arrays: Sequence[Array]) -> list[list[int]]:
+    """Which arrays travel together, by index: those of one dtype, in their order, until a bucket is full."""
     closed: list[list[int]] = []
     open_: dict[str, list[int]] = {}
     filled: dict[str, int] = {}
@@ -333,10 +333,10 @@ def _units(arrays: Sequence[Array]) -> list[list[int]]:
         name = array.dtype.name
         if not array.nbytes:
             continue
-        if array.nbytes >= _UNIT_BYTES:
+        if array.nbytes >= _BUCKET_BYTES:
             closed.append([index])
             continue
-        if filled.get(name, 0) + array.nbytes > _UNIT_BYTES:
+        if filled.get(name, 0) + array.nbytes > _BUCKET_BYTES:
             closed.append(open_.pop(name))
             filled[name] = 0
         open_.setdefault(name, []).append(index)
@@ -400,7 +400,7 @@ _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What JAX and TensorFlow (Eigen) want of memory that they take as it is.
 _ALIGNMENT = 64
 # As of gradients of torch's (docs/design/gradients.md).
-_UNIT_BYTES = 4 << 20
+_BUCKET_BYTES = 4 << 20
 # Half of SHA-256: an accident is out of reach of chance, and nobody is to be kept out here.
 _DIGEST_BYTES = 16
 # A guess: far more structures than a program has, and little memory.

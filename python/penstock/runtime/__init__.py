@@ -1,1 +1,1 @@
-"""What every front stands on: settings, the process's engine, and groups that ranks join through a store. No torch."""
+"""The base of every front: settings, the process's engine, and groups that ranks join through a store. Imports no torch."""

@@ -12,9 +12,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from penstock import renamed
 from penstock.errors import Config as ConfigError
 
-__all__ = ["SETTINGS", "Setting", "Settings", "read", "restarts", "unknown_variables"]
+__all__ = [
+    "SETTINGS",
+    "Setting",
+    "Settings",
+    "given_value",
+    "read",
+    "renamed_variables",
+    "restarts",
+    "unknown_variables",
+]
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,7 @@ class Setting:
     default: str
     parse: Callable[[str], Any]
     meaning: str
-    """For people: what it does, costs and is tied to."""
+    """A text for users: the effect, the cost, and which other settings it is tied to."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class Settings:
     shm: bool
     ptracer: str
     algorithm: str | None
-    plan: str
+    deployment: str
     checksum: bool
     check: frozenset[str]
     tune: bool | str
@@ -54,7 +64,7 @@ class Settings:
     log: str
 
     def job_secret(self) -> bytes | None:
-        """The job secret that the user gave; None when there is none."""
+        """The job secret of the user; None if there is none."""
         if self.secret:
             return self.secret.encode()
         if self.secret_file:
@@ -78,7 +88,8 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """
     values = {}
     for setting in SETTINGS:
-        text = environ.get(setting.name, setting.default)
+        given = given_value(setting.name, environ)
+        text = setting.default if given is None else given
         try:
             values[setting.name.removeprefix("PENSTOCK_").lower()] = setting.parse(text)
         except ValueError as error:
@@ -86,14 +97,25 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     return Settings(**values)
 
 
+def given_value(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The text that the environment has for a setting, under its name or else its old name; None if it has neither."""
+    old = next((old for old, new in OLD_NAMES.items() if new == name), "")
+    return environ.get(name, environ.get(old))
+
+
+def renamed_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that are set under the old name of a setting, with a message for each."""
+    return {old: renamed.message(old, new) for old, new in OLD_NAMES.items() if old in environ}
+
+
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that are named like settings and that nothing reads, with what to say of each: a misspelt one has no effect."""
+    """Variables that are named like settings but are none, with a message for each: a misspelt variable has no effect."""
     known = {setting.name.removeprefix("PENSTOCK_") for setting in SETTINGS}
     found = {}
     for name in sorted(environ):
         word = name.removeprefix("PENSTOCK_")
-        if name.startswith("PENSTOCK_") and word not in known and name not in MARKS:
-            # Imported where something is wrong, not in every rank.
+        if name.startswith("PENSTOCK_") and word not in known and name not in (*MARKS, *OLD_NAMES):
+            # Imported only where a name is wrong, and not in every rank.
             import difflib
 
             near = difflib.get_close_matches(word, known, n=1)
@@ -106,7 +128,7 @@ def restarts(environ: Mapping[str, str] = os.environ) -> int:
     """How often torchrun has restarted this job's workers; 0 where something else started them.
 
     Raises:
-        penstock.errors.Config: what TORCHELASTIC_RESTART_COUNT holds is no count.
+        penstock.errors.Config: TORCHELASTIC_RESTART_COUNT is not a number.
     """
     text = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not text.isdecimal():
@@ -196,10 +218,13 @@ def _level(text: str) -> str:
 
 
 MARKS = ("PENSTOCK_TESTBED", "PENSTOCK_TESTBED_RUN")
-"""By these the testbed knows what it has started (`penstock.tools.testbed.keeper`); no settings."""
+"""Variables by which the testbed finds processes that it has started (`penstock.tools.testbed.keeper`); they are no settings."""
+
+OLD_NAMES = {"PENSTOCK_PLAN": "PENSTOCK_DEPLOYMENT"}
+"""Old names of settings, and their names now. The new name wins where both are set."""
 
 CHECKS = ("nan", "mismatch", "slow")
-"""What PENSTOCK_CHECK takes."""
+"""The values of PENSTOCK_CHECK."""
 
 SETTINGS = (
     Setting(
@@ -242,14 +267,14 @@ SETTINGS = (
         "auto",
         _algorithm,
         "all-reduce algorithm; rank 0's value counts for the group. auto chooses by size and hosts "
-        "(docs/design/algorithms.md). Any but auto and aggregated switches PENSTOCK_PLAN off.",
+        "(docs/design/algorithms.md). Any but auto and aggregated switches PENSTOCK_DEPLOYMENT off.",
     ),
     Setting(
-        "PENSTOCK_PLAN",
+        "PENSTOCK_DEPLOYMENT",
         "",
         str,
-        "a plan file: large sums and averages of floats in groups of all ranks go through the servers and aggregators that it "
-        "names (docs/guide/aggregated.md); rank 0's file counts. Empty: all-reduces go among the ranks.",
+        "a deployment file: large sums and averages of floats in groups of all ranks go through the servers and aggregators "
+        "that it names (docs/guide/aggregated.md); rank 0's file counts. Empty: all-reduces go among the ranks.",
     ),
     Setting(
         "PENSTOCK_CHECKSUM",
@@ -272,7 +297,7 @@ SETTINGS = (
         "0",
         _tune,
         "what gradient hooks do where the script does not say (docs/guide/tune.md); rank 0's value counts. 1: find the fastest "
-        "streams, unit size and algorithm during the first 100 steps, some of which are slower for it, and keep watch. A "
+        "streams, bucket size and algorithm during the first 100 steps, some of which are slower for it, and keep watch. A "
         "tuner's record (a file): what it chose. 0: the defaults.",
     ),
     Setting(

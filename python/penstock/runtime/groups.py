@@ -1,7 +1,7 @@
 """Joins groups through a store.
 
-What a group needs is agreed there in two batches: every rank publishes its contact, rank 0 also the group's id, its secret and
-its algorithm; then everybody reads all of it and connects. Nothing here imports torch.
+Every rank publishes its contact in the store, and rank 0 also the group's id, its secret and its algorithm. Then every rank reads
+all of it and connects. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Membership:
     job_ranks: tuple[int, ...]
     """Its ranks in the job."""
     aggregation: jobs.Aggregation | None = None
-    """What its large all-reduces go through; None: they go among the ranks."""
+    """The servers and aggregators for its large all-reduces; None: these go among the ranks."""
     last: _core.Ticket | None = None
-    """An operation that nobody may come to wait for, and that all ranks start."""
+    """An operation that all ranks start and for which possibly no caller waits."""
 
     def leave(self) -> None:
         """Leave the group; the engine stops with the last one. Blocks until peers have taken what is left."""
         if self.last is not None:
-            # Left while it runs, the group would fail, and slower ranks would be told so.
+            # If the group were left while it runs, the group would fail on slower ranks.
             with contextlib.suppress(PenstockError):
                 self.last.wait(_LAST_S)
         self.group.leave()
@@ -74,7 +74,7 @@ class Membership:
         """Join another group of the same ranks, over the same streams: its operations have an order of their own. All
         ranks call it, with the same name. With ``aggregate`` its all-reduces go through servers if this group's do. ``check`` is
         as for `join`."""
-        # Below the keys of this life: ranks may differ in how many siblings they began in an earlier one, which failed.
+        # Below the keys of this life: after a failure, ranks may differ in how many siblings they had begun.
         store = Keys(f"penstock/sibling/{name}", self.keys)
         aggregate = aggregate and self.aggregation is not None
         full = f"{self.name}/{name}"
@@ -106,13 +106,13 @@ def join(
         job_ranks: the ranks in the job of all members.
         timeout: for the whole of it.
         name: for logs and errors.
-        aggregate: the group has all ranks of the job: the plan (PENSTOCK_PLAN, `penstock.init`) holds for it.
-        check: called every `_SLICE_S` at least while this waits for other ranks. It raises if there is no point in waiting.
-            The other ranks are told through the store.
+        aggregate: the group has all ranks of the job: it uses the deployment (PENSTOCK_DEPLOYMENT, `penstock.init`).
+        check: called every `_SLICE_S` at least while this waits for other ranks. It raises if the wait is in vain; the other
+            ranks then get the error through the store.
 
     Raises:
-        penstock.errors.Config: a setting or the plan is wrong, a server or aggregator does not do its part, an interface or port
-            cannot be had, the store cannot be reached.
+        penstock.errors.Config: a setting or the deployment is wrong, a server or aggregator does not do its part, an interface
+            or port cannot be had, the store cannot be reached.
         penstock.errors.Refused: secrets or versions differ.
         penstock.errors.Timeout: not all ranks came.
         penstock.errors.Closed: this process is a fork of one that uses Penstock.
@@ -125,8 +125,8 @@ def join(
     own = store
     with _store_errors(name, rank):
         # A store may outlive a group of the same name (destroy and start again): every turn has keys of its own. Turns are
-        # counted for each world size and each of the job's lives: a rank that was not there before would count others than the
-        # rest, and read the contacts of processes that are gone.
+        # counted for each world size and each life of the job: a rank that is new would count differently from the others, and
+        # read the contacts of processes that are gone.
         turns = Keys(f"penstock/{process.life()}.{world}", store)
         store = Keys(str(turns.add(f"turn/{rank}", 1)), turns)
     try:
@@ -149,7 +149,7 @@ def join(
     except BaseException as error:
         _tell_failure(store, rank, world, error, linger=error is not watch.failure)
         if group is not None:
-            # Other groups keep the engine running: it must not keep this one, nor let members wait for it.
+            # Other groups may keep the engine running: this group must end, and its members must not wait for it.
             group.abort(f"rank {rank} could not join: {error or type(error).__name__}".rstrip("."))
             group.leave()
         if engine is not None:
@@ -158,9 +158,9 @@ def join(
     membership = Membership(group, rank, world, name, engine, own, store, tuple(job_ranks))
     if rank == 0:
         _announce(membership, settings, agreed, members)
-    if agreed["plan"] is not None:
+    if agreed["deployment"] is not None:
         try:
-            text, source = agreed["plan"]
+            text, source = agreed["deployment"]
             with _store_errors(name, rank):
                 membership.aggregation = jobs.attach(
                     membership, text, source, settings.job_secret(), timeout, engine.interfaces
@@ -173,8 +173,8 @@ def join(
 
 
 class _Watch:
-    """Looks at a group that has all ranks of the one that is being built. Most often every rank sees the failure of that group
-    itself; where only some see it, the store tells the others (`_check_failed`)."""
+    """Checks a group that contains all ranks of the one that is being built. Mostly every rank sees a failure of that group
+    itself; if only some do, the others get it through the store (`_check_failed`)."""
 
     def __init__(self, check: Callable[[], None] | None) -> None:
         self._check = check
@@ -182,6 +182,7 @@ class _Watch:
         self.failure: BaseException | None = None
 
     def look(self) -> None:
+        """Raise what ``check`` raises, and remember a failure."""
         if self._check is None:
             return
         try:
@@ -202,7 +203,7 @@ def _agree(
     aggregate: bool,
     watch: _Watch,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Exchange contacts and what rank 0 decides."""
+    """Exchange the contacts and rank 0's decisions."""
     world = len(job_ranks)
     if rank == 0:
         given = settings.job_secret() is not None
@@ -210,7 +211,7 @@ def _agree(
             "id": _ids.draw(tuple(job_ranks)),
             "algorithm": settings.algorithm,
             "secret": None if given else secrets.token_hex(16),
-            "plan": _plan(settings, world) if aggregate else None,
+            "deployment": _deployment(settings, world) if aggregate else None,
         }
         store.set("group", json.dumps(agreed))
     store.set(str(rank), engine.core.contact())
@@ -225,14 +226,15 @@ def _agree(
 
 class _Ids:
     """Ids of the groups whose rank 0 this process is: 43 random bits, the same for all groups of the same ranks, and 20 that
-    count those. Engines remember the ids of groups that they have left for ever, to drop what comes late; in order they take
-    one range. (Among 1000 sets of ranks, two have the same random bits once in 17,000,000 jobs.)"""
+    count those. Engines remember the ids of groups that they have left forever, to drop late frames; consecutive ids take one
+    range. (Among 1000 sets of ranks, two have the same random bits once in 17,000,000 jobs.)"""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._series: collections.OrderedDict[tuple[int, ...], Iterator[int]] = collections.OrderedDict()
 
     def draw(self, job_ranks: tuple[int, ...]) -> int:
+        """The id of the next group of these ranks."""
         with self._lock:
             found = next(self._series.get(job_ranks, iter(())), None)
             if found is None:
@@ -246,24 +248,26 @@ class _Ids:
             return found
 
 
-def _plan(settings: config.Settings, world: int) -> tuple[str, str] | None:
-    """The text of the plan and its name, if it counts."""
-    chosen = deployment.chosen(settings.plan)
+def _deployment(settings: config.Settings, world: int) -> tuple[str, str] | None:
+    """The text and the name of the deployment, if it is used."""
+    chosen = deployment.chosen(settings.deployment)
     if chosen is None:
         if settings.algorithm == "aggregated":
-            raise ConfigError("PENSTOCK_ALGORITHM=aggregated needs a plan (PENSTOCK_PLAN): docs/guide/aggregated.md")
+            raise ConfigError(
+                "PENSTOCK_ALGORITHM=aggregated needs a deployment (PENSTOCK_DEPLOYMENT): docs/guide/aggregated.md"
+            )
         return None
     text, name = chosen
     deployment.parse(text, name).check_world(world)
     if world == 1 or settings.algorithm not in (None, "aggregated"):
         why = "one rank adds nothing" if world == 1 else f"PENSTOCK_ALGORITHM={settings.algorithm} goes first"
-        log.warning("the plan %s is not used: %s", name, why)
+        log.warning("the deployment %s is not used: %s", name, why)
         return None
     return chosen
 
 
 def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name: str, watch: _Watch) -> None:
-    """Wait until all ranks have published, or one of them has given up."""
+    """Wait until all ranks have published. Raises if one of them has given up."""
     began_s = time.monotonic()
     waiting = collections.deque(keys)
     while waiting:
@@ -275,18 +279,18 @@ def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name
         _check_failed(store, name, watch)
         waited_s = time.monotonic() - began_s
         if waited_s > timeout.total_seconds():
-            # What is agreed comes from rank 0, as its contact does.
+            # Rank 0 publishes its decisions together with its contact.
             missing = dict.fromkeys("0" if key == "group" else key for key in waiting if not store.check([key]))
             raise TimeoutError_(
                 f"Timed out after {timeout}: rank {rank} of group {name} waited for others; nothing came from rank(s) "
                 f"{', '.join(missing)}. Did they start?"
             )
-        # So a join is late by a twentieth of what it had to wait anyway.
+        # So a join is late by at most a twentieth of its waiting time.
         time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 20), _SLICE_S))
 
 
 def _check_failed(store: Any, name: str, watch: _Watch) -> None:
-    """Raise if a rank has given up: its reason, or, where this rank sees it too, the failure that ``watch`` looks for."""
+    """Raise if a rank has given up: the failure that ``watch`` sees here too, or else the rank's reason."""
     if store.check([_FAILED]):
         until = time.monotonic() + _SAME_REASON_S
         while watch.is_on and time.monotonic() < until:
@@ -319,7 +323,7 @@ def _secret(agreed: dict[str, Any], settings: config.Settings, rank: int) -> byt
 def _await_links(
     group: _core.Group, ticket: _core.Ticket, store: Any, timeout: timedelta, name: str, watch: _Watch
 ) -> None:
-    """Wait until all members are connected, or one of them has given up."""
+    """Wait until all members are connected. Raises if one of them has given up."""
     waited_s = 0.0
     while not ticket.wait(_SLICE_S):
         waited_s += _SLICE_S
@@ -331,7 +335,7 @@ def _await_links(
 
 
 def _forget_keys(store: Any, rank: int) -> None:
-    """Take back what this rank has published: a join ends after all have read it. Stores live as long as the job."""
+    """Delete this rank's keys: a join ends after all ranks have read them, and stores live as long as the job."""
     # A store may be gone by now, or know no deletion (NotImplementedError is a RuntimeError).
     with contextlib.suppress(RuntimeError):
         for key in [str(rank), "group"] if rank == 0 else [str(rank)]:
@@ -339,9 +343,9 @@ def _forget_keys(store: Any, rank: int) -> None:
 
 
 def _tell_failure(store: Any, rank: int, world: int, error: BaseException, *, linger: bool) -> None:
-    """Let the others fail now instead of at their time-out, and with the reason.
+    """Let the other ranks fail now and with the reason, instead of at their time-out.
 
-    A rank that serves the store takes it along when it ends, so with ``linger`` it stays until all know, or for `_LINGER_S`.
+    The store ends with the rank that serves it. So with ``linger`` that rank stays until all know, at most for `_LINGER_S`.
     """
     if not isinstance(error, PenstockError):
         return
@@ -357,10 +361,10 @@ def _tell_failure(store: Any, rank: int, world: int, error: BaseException, *, li
 
 
 def _announce(membership: Membership, settings: config.Settings, agreed: dict[str, Any], members: list[str]) -> None:
-    """One line for the log: what carries this group."""
+    """Log the media and interfaces that this group uses, in one line."""
     if not log.isEnabledFor(logging.INFO):
         return
-    # What is possible between ranks of a host is found out pair by pair; a fallback is to be seen here.
+    # Each pair of ranks of a host finds out what is possible between them; a fallback shows here.
     others = {int(member.split(" ")[2]) for member in members} - {membership.engine.job_rank}
     peers = membership.engine.core.stats()["peers"]
     media = collections.Counter(peer["medium"] for peer in peers if peer["rank"] in others and peer["lost"] is None)
@@ -387,20 +391,20 @@ _ids = _Ids()
 _MOST_SERIES = 1024
 _FAILED = "failed"
 _KNOWN = "failed/known"  # how many ranks have given up
-# For so long a rank that was told of a failure by another looks for that failure itself: reports of it are under way.
+# How long a rank that gets another's failure from the store waits to see that failure itself: reports may be in flight.
 _SAME_REASON_S = 1.0
-# Long enough for ranks that were started together, short enough for people who wait for their prompt.
+# Long enough for ranks that were started together, short enough for users who wait for their prompt.
 _LINGER_S = 2.0
 _LINGER_PAUSE_S = 0.02
 # Keys a read: a batch of 512 contacts is some 64 KiB.
 _BATCH = 512
-# How late a rank learns that another has given up: chosen for people, who take it for at once. A look costs the store
+# How late a rank learns that another has given up: for users it is at once. A look costs the store
 # 26 us (measured, over loopback), so 512 ranks that wait take 3 % of a core.
 _SLICE_S = 0.5
 # Ranks that are started together come within milliseconds of each other.
 _SHORTEST_PAUSE_S = 0.001
-# A store whose host has not answered for so long is lost: longer than peers are waited for (PENSTOCK_PEER_TIMEOUT, if that is
-# longer, counts instead), so that a network that comes back has ended nothing of the store.
+# A store whose host has not answered for this long is lost. That is longer than the time for peers (PENSTOCK_PEER_TIMEOUT
+# counts instead if it is longer still), so that a short loss of the network does not end the store's connections.
 _STORE_SILENT_S = 20.0
 # How far behind the slowest rank may be at the end of its job for this to be orderly.
 _LAST_S = 5.0

@@ -1,4 +1,4 @@
-"""This process's engine: one for all groups, from the first that is joined until the last that is left.
+"""This process's engine: one serves all groups, from the first join until the last group is left.
 
 Groups share its streams. Nothing here imports torch.
 """
@@ -48,20 +48,21 @@ def engine() -> Engine:
 
 
 def set_generation(generation: int | None) -> None:
-    """Count the job's lives from here on, instead of torchrun (None: torchrun again). For the next engine, so after the last
-    group has been destroyed; the same on all ranks. `penstock.elastic` rebuilds jobs whose workers each have a torchrun."""
+    """Set the number of the job's life, instead of torchrun's count (None: torchrun's count again). It counts for the next
+    engine, so set it after the last group was destroyed; the same on all ranks. `penstock.elastic` rebuilds jobs whose workers
+    each have a torchrun."""
     global _generation
     _generation = generation
 
 
 def life() -> int:
-    """Which of the job's lives this is. torchrun counts its restarts, unless `set_generation` says otherwise."""
+    """The number of the job's life: torchrun's count of restarts, unless `set_generation` was called."""
     return config.restarts() if _generation is None else _generation
 
 
 def observe(observer: Callable[[_core.Engine | None], None]) -> None:
-    """Call ``observer`` with the engine whenever the process gets one (at once, if it has one), and with None before that one
-    stops. Calls come one at a time."""
+    """Call ``observer`` with the engine when the process starts one (now, if it has one), and with None before it stops. Calls
+    come one at a time."""
     with Engine._lock:
         _observers.append(observer)
         if Engine.current is not None:
@@ -83,7 +84,7 @@ class Engine:
         ]
         _core.init_logging(settings.log)
         _print_log(settings.log)
-        _warn_of_strangers()
+        _warn_of_unknown_variables()
         requests.ask(settings)
         self.interfaces, self.why = _core.choose_interfaces(named, stores.master(store))
         # Frames of an earlier life of the job are refused.
@@ -111,6 +112,7 @@ class Engine:
 
     @classmethod
     def acquire(cls, settings: config.Settings, store: Any, job_rank: int) -> Engine:
+        """This process's engine, started if there is none; its use count grows by one."""
         with cls._lock:
             if cls.current is None:
                 cls.current = cls(settings, store, job_rank)
@@ -121,6 +123,7 @@ class Engine:
             return cls.current
 
     def release(self) -> None:
+        """Reduce the use count by one, and stop the engine at 0."""
         with self._lock:
             self._users -= 1
             last = self._users == 0 and self.current is self
@@ -129,13 +132,13 @@ class Engine:
                 _tell(None)
         if last:
             requests.tell()
-            # Whoever interrupts the script does not wait for others.
+            # A user who interrupts the script does not want to wait for other ranks.
             self.core.stop(wait=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
 
     @classmethod
     def _at_exit(cls) -> None:
-        # Scripts that end without destroy_process_group still say good-bye, so that no peer takes it for a crash, and no daemon
-        # keeps a job that nobody has.
+        # A script that ends without destroy_process_group still sends good-byes, so that no peer takes its end for a crash, and
+        # closes its jobs at daemons.
         engine = cls.current
         if engine is not None:
             requests.tell()
@@ -145,14 +148,14 @@ class Engine:
 
     @classmethod
     def _renew_lock(cls) -> None:
-        """In a forked child: a thread that only the parent has may hold it for ever."""
+        """In a forked child, a new lock: a thread of the parent may hold the old one, and is not there to release it."""
         cls._lock = threading.RLock()
 
 
 class _Requests:
-    """What PENSTOCK_CHECK and PENSTOCK_TUNE ask for, and whether anything in this process does it. Only what reduces gradients in
-    units does (`GradientReducer`, `ddp_hook`, `hvd.DistributedOptimizer`); plain all-reduces, DDP's among them, know nothing of
-    gradients and steps. A user who asks for a check and does not get it is told so, once."""
+    """What PENSTOCK_CHECK and PENSTOCK_TUNE ask for, and whether this process does it. Only reducers of gradients do
+    (`GradientReducer`, `ddp_hook`, `hvd.DistributedOptimizer`); plain all-reduces, such as DDP's, know nothing of gradients and
+    steps. A warning tells the user once that a check is not done."""
 
     def __init__(self) -> None:
         self._asked: list[str] = []
@@ -160,24 +163,24 @@ class _Requests:
         self._is_over = False
 
     def ask(self, settings: config.Settings) -> None:
-        """An engine begins, with these settings."""
+        """An engine starts, with these settings."""
         self._asked = [f"PENSTOCK_CHECK={','.join(sorted(settings.check))}"] if settings.check else []
         self._asked += (
             [f"PENSTOCK_TUNE={settings.tune if isinstance(settings.tune, str) else 1}"] if settings.tune else []
         )
 
     def take(self) -> None:
-        """Somebody reduces gradients, and does as these settings say."""
+        """A reducer of gradients was made, which does what these settings ask for."""
         self._is_over = True
 
     def count_all_reduce(self) -> None:
-        """A plain one."""
+        """Count a plain all-reduce."""
         self._all_reduces += 1
         if self._all_reduces == _MANY:
             self.tell()
 
     def tell(self) -> None:
-        """Log it where there were plain all-reduces and nothing else; on one rank of a host, whose ranks rarely differ."""
+        """Log the warning if there were only plain all-reduces; on one rank of a host, since its ranks rarely differ."""
         if self._is_over or not self._asked or not self._all_reduces:
             return
         self._is_over = True
@@ -196,7 +199,7 @@ def _tell(engine: _core.Engine | None) -> None:
 
 
 def _print_log(level: str) -> None:
-    """Print what PENSTOCK_LOG asks for, where the program has not set up logging itself. Warnings are printed anyway."""
+    """Print log lines as PENSTOCK_LOG asks, if the program has not set up logging itself. Warnings are printed in any case."""
     if level in ("info", "debug") and not log.hasHandlers():
         log.setLevel(level.upper())
         handler = logging.StreamHandler()
@@ -205,15 +208,15 @@ def _print_log(level: str) -> None:
 
 
 @functools.cache
-def _warn_of_strangers() -> None:
-    """Once a process, and on one rank of a host: hosts may differ in what is set, the ranks of one rarely do."""
+def _warn_of_unknown_variables() -> None:
+    """Warn of unknown variables and old names: once a process, and on one rank of a host, since its ranks rarely differ."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for told in config.unknown_variables().values():
+        for told in (*config.unknown_variables().values(), *config.renamed_variables().values()):
             log.warning("%s", told)
 
 
 def _write_on_signal() -> None:
-    """Let SIGUSR2 write the record of the engine that there is then to its folder, if nobody else handles that."""
+    """Let SIGUSR2 write the flight record of the current engine, unless the program handles that signal."""
 
     def write(*_: object) -> None:
         if (current := Engine.current) is not None:
@@ -226,7 +229,7 @@ def _write_on_signal() -> None:
 requests = _Requests()
 _observers: list[Callable[[_core.Engine | None], None]] = []
 _generation: int | None = None
-# All-reduces after which nobody is likely to make a reducer still: some hundred steps. A guess; a training of days should not
-# learn at its end that nothing was looked for.
+# After this many all-reduces, some hundred steps, a program hardly makes a reducer any more. A guess; a training of days should
+# not learn at its end that nothing was checked.
 _MANY = 1000
 os.register_at_fork(after_in_child=Engine._renew_lock)

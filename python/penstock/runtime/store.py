@@ -1,7 +1,7 @@
 """The store through which ranks meet: any object with the methods of ``torch.distributed.Store``.
 
-Nothing here imports torch: a store comes from whoever joins a group (torch's own store of the process group, a TCPStore, or what
-a test makes).
+Nothing here imports torch: the caller that joins a group passes the store (torch's own store of the process group, a TCPStore, or
+one of a test).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Keys", "StoreError", "base", "is_served_here", "keep_alive", "master
 
 
 class StoreError(RuntimeError):
-    """A store could not be reached, or has not answered in time."""
+    """A store could not be reached, or did not answer in time."""
 
 
 class Keys:
@@ -28,7 +28,7 @@ class Keys:
         prefix: of all keys; a slash follows it.
         store: of torch's, or other `Keys`.
 
-    Methods are those of ``torch.distributed.Store``, and block as its do. Whatever goes wrong raises `StoreError`.
+    The methods are those of ``torch.distributed.Store``, and block like them. Every error is a `StoreError`.
     """
 
     def __init__(self, prefix: str, store: Any) -> None:
@@ -36,6 +36,7 @@ class Keys:
         self._prefix = prefix
 
     def set(self, key: str, value: str) -> None:
+        """Set a key, over an earlier value."""
         self._call(self.underlying_store.set, self._full(key), value)
 
     def get(self, key: str) -> bytes:
@@ -53,12 +54,15 @@ class Keys:
         return bool(self._call(self.underlying_store.check, [self._full(key) for key in keys]))
 
     def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which starts at 0; returns its new value."""
         return int(self._call(self.underlying_store.add, self._full(key), amount))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Block until all of the keys are there."""
         self._call(self.underlying_store.wait, [self._full(key) for key in keys], timeout)
 
     def delete_key(self, key: str) -> bool:
+        """Delete a key; whether it was there."""
         return bool(self._call(self.underlying_store.delete_key, self._full(key)))
 
     def _full(self, key: str) -> str:
@@ -69,7 +73,7 @@ class Keys:
             return method(*arguments)
         except StoreError:
             raise
-        # torch's errors of stores are RuntimeErrors, and so is the one of a store that lacks a method.
+        # Errors of torch's stores are RuntimeErrors, also the one for a method that a store lacks.
         except RuntimeError as error:
             raise StoreError(str(error)) from error
 
@@ -92,9 +96,9 @@ def master(store: Any) -> str | None:
 
 
 def keep_alive(store: Any, silent_s: float) -> None:
-    """Let calls of a store fail when its server's host has been silent for ``silent_s``: torch's own wait for an answer without a
-    limit, so that a rank that is cut off would hang in them, in torch's calls as well. (TCP keep-alive and TCP_USER_TIMEOUT: the
-    kernel ends the connection. A server that is stopped is not silent: its kernel answers.)
+    """Make calls of a store fail when nothing has come from its server's host for ``silent_s``. torch's own calls wait for an
+    answer without a limit: a rank that is cut off would hang in them. (With TCP keep-alive and TCP_USER_TIMEOUT the kernel ends
+    the connection. A stopped server is not silent: its kernel answers.)
 
     Does nothing for a store without connections. Costs some microseconds for each descriptor of this process: torch does not
     say which is the store's.

@@ -74,13 +74,13 @@ def gather() -> dict[str, Any]:
         wrong.append(listening)
     settings = []
     for setting in config.SETTINGS:
-        value = os.environ.get(setting.name)
+        value = config.given_value(setting.name)
         shown = setting.default if value is None else value
         if setting.name == "PENSTOCK_SECRET" and shown:
             shown = "(set, not shown)"
         origin = "default" if value is None else "environment"
         settings.append({"name": setting.name, "value": shown, "origin": origin, "meaning": setting.meaning})
-    for name, told in config.unknown_variables().items():
+    for name, told in {**config.unknown_variables(), **config.renamed_variables()}.items():
         # It may be a secret, in a variable whose name is misspelt.
         settings.append({"name": name, "value": "(set, not shown)", "origin": "environment", "meaning": told})
     return {

@@ -1,11 +1,11 @@
 """The front for PyTorch: the ``torch.distributed`` backend called "penstock".
 
-- ``register``: makes the word known to torch. ``import penstock`` and torch's own autoload call it.
-- ``stats``: what the engine of this process counts.
+- ``register``: makes the backend's name known to torch. ``import penstock`` and torch's own autoload call it.
+- ``stats``: the counters of this process's engine.
 - ``empty``: a tensor that the ranks of this host read directly.
 - ``GradientReducer``: averages a model's gradients while the backward pass makes them.
 - ``ddp_hook``: the same for a DistributedDataParallel model.
-- ``check_alike``: raises where ranks hold other parameters.
+- ``check_alike``: raises if the ranks hold different parameters.
 - ``in_turn``: makes torch's PowerSGD hook safe on models of several buckets.
 
 `backend` translates torch's calls, `work` is what they return. `penstock.runtime` starts the engine and joins groups; what
@@ -36,7 +36,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, when it is asked for (PEP 562): torch calls `register`, which needs none of it."""
+    """Import a name when it is first used (PEP 562): torch calls `register`, which needs none of these imports."""
     if name not in _HOME:
         raise AttributeError(f"module 'penstock.torch' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
@@ -54,7 +54,7 @@ def register() -> None:
 
 
 def stats() -> dict[str, Any]:
-    """What this process's engine counts: operations, memory, groups, and for every peer its streams.
+    """Counters of this process's engine: operations, memory, groups, and for every peer its streams.
 
     Returns: a dict with ``finished_operations``, ``memory_bytes`` (of the engine, beyond tensors), ``held``, ``groups`` and
         ``peers``; each peer has ``rank``, ``host``, ``address``, ``medium`` ("tcp", "memory" or "local socket") and
@@ -63,10 +63,10 @@ def stats() -> dict[str, Any]:
 
         - ``memberships``, ``groups``: groups that this process has joined and not left, as Python and as the engine counts them.
         - ``operations``: those that have not ended. ``callback_threads``: threads that complete futures.
-        - ``claims``, ``early_messages``, ``early_bytes``: what peers have said, sent and had copied here of operations that this
-          rank has not issued.
+        - ``claims``, ``early_messages``, ``early_bytes``: fingerprints and messages of peers for operations that this rank has
+          not issued, and the bytes of these messages.
         - ``remembered_operations``: operations with messages that have come, or that a peer is ready for.
-          ``unacknowledged_messages``, ``credit_bytes``: messages that peers have not taken, and their credit.
+          ``unacknowledged_messages``, ``credit_bytes``: messages that peers have not acknowledged, and their credit.
         - ``closed_ranges``: ranges of the ids of all groups that were left, one for each set of ranks that has had groups.
           ``jobs``: groups whose secret peers connect with, at most one a peer.
         - ``mappings``, ``descriptors``: of shared memory (`penstock.empty`), that of other ranks and this one's.

@@ -48,7 +48,7 @@ def create(options: Any, pg_options: Any) -> Any:
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     rank = options.group_rank
     name = getattr(options, "group_id", "") or "default"
-    # A plan is for all ranks of the job.
+    # A deployment is for all ranks of the job.
     everybody = not dist.is_initialized() or len(global_ranks) == dist.get_world_size()
     membership = groups.join(
         options.store,
@@ -63,11 +63,11 @@ def create(options: Any, pg_options: Any) -> Any:
 
 
 def _check_known(ranks: Sequence[int]) -> Callable[[], None] | None:
-    """What raises once one of these ranks is lost, as far as this process's groups know; None where none of them has such a rank.
-    (That a group has failed of another rank is no reason: these may build a group without it.)
+    """A function that raises once one of these ranks is lost, as far as this process's groups know; None if no group has such a
+    rank. (A group that has failed over another rank is no reason: these ranks may build a group without it.)
 
-    A rank that has left the default group, if that is Penstock's, has left the job. One that has left all other groups may come
-    back: only its death counts, where the default group is another backend's.
+    A rank that has left the default group, if that is Penstock's, has left the job. A rank that has only left other groups may
+    come back: if the default group is another backend's, only a death counts.
     """
     if not dist.is_initialized():
         return None
@@ -81,8 +81,8 @@ def _check_known(ranks: Sequence[int]) -> Callable[[], None] | None:
 
 
 def _check_deaths(ranks: Sequence[int]) -> Callable[[], None] | None:
-    """What raises once one of these ranks has died. Every group that has a rank is asked: a rank that has left one group may have
-    died in another."""
+    """A function that raises once one of these ranks has died. It checks every group that has such a rank: a rank that has left
+    one group may have died in another."""
     asked = []
     for backend in list(_alive):
         member = backend._member
@@ -117,17 +117,17 @@ def of(group: Any = None) -> Any:
 
 
 Start: TypeAlias = "Callable[[], Ticket]"
-"""Starts an operation that has been checked."""
+"""A function that starts an operation whose arguments were checked."""
 
 
 def _batched(call: Callable[..., Work]) -> Callable[..., Work]:
-    """A call that may be part of a batch, whose refusal comes at the batch's end. (After an error in the middle torch goes on to
-    collect calls for ever, and runs none of them.)"""
+    """Lets a call be part of a batch: its refusal is raised at the batch's end. (After an error in the middle, torch would
+    collect calls forever, and run none of them.)"""
 
     @functools.wraps(call)
     def batched(self: _Collectives, *args: Any, **kwargs: Any) -> Work:
         if self._coalesced is not None and self._coalesced.has_raised:
-            # Its refusal came by a wait inside the batch, so torch did not come to the batch's end.
+            # A wait inside the batch has raised the refusal, so torch has not reached the batch's end.
             self._coalesced = None
         if self._coalesced is None:
             return call(self, *args, **kwargs)
@@ -140,9 +140,9 @@ def _batched(call: Callable[..., Work]) -> Callable[..., Work]:
 
 
 def _span(name: str, shown: Callable[..., Iterable[torch.Tensor]]) -> Callable[[_Call], _Call]:
-    """Show a call to torch's profiler as ``penstock:name``, from its issue to the end of what it has started, with the shapes of
-    what ``shown`` makes of its arguments: as gloo shows its own. Coalesced calls are one span together. Without a profiler it
-    costs a look at a flag."""
+    """Show a call to torch's profiler as ``penstock:name``, from the call to the end of its operations, with the shapes of the
+    tensors that ``shown`` takes from its arguments, as gloo does. Coalesced calls are one span. Without a profiler this costs a
+    look at a flag."""
 
     def decorate(call: _Call) -> _Call:
         @functools.wraps(call)
@@ -185,15 +185,16 @@ class _Collectives:
     Every call returns a `Work` at once. Tensors lie on the CPU or a CUDA device (staged through pinned memory, see `staging`);
     they must not be used until the Work has completed. Calls on a group must come in the same order on all its ranks.
 
-    How tensors may lie in memory (`layout`): those that go as they are must be dense, and lie alike on all ranks; where they are
-    cut or joined along the first dimension, their parts follow each other in memory. Lists are copied through one tensor, in the
-    order of their elements, so they may lie in any way. A call checks all of its tensors before it starts the first operation.
+    Memory layout (`layout`): tensors that are sent without a copy must be dense, and have the same layout on all ranks; if they
+    are cut or joined along the first dimension, their parts must follow each other in memory. Lists are copied through one
+    tensor, in the order of their elements, so their tensors may have any layout. A call checks all of its tensors before it
+    starts the first operation.
     """
 
     _member: groups.Membership
     _timeout: timedelta
 
-    # torch asks for these properties; one that is missing sends its getter into an endless recursion (2.15).
+    # torch reads these properties; if one is missing, its getter recurses endlessly (2.15).
     supports_coalescing = True
     supports_splitting = True
     supports_shrinking = False
@@ -222,6 +223,7 @@ class _Collectives:
     # ------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        """Reduce each tensor over all ranks, in place. Sparse COO tensors go to `allreduce_sparse`."""
         if any(tensor.layout is torch.sparse_coo for tensor in tensors):
             return self.allreduce_sparse(tensors, opts)
         return self.allreduce_coalesced(tensors, opts)
@@ -229,6 +231,8 @@ class _Collectives:
     @_span("all_reduce", _first)
     @_batched
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        """Reduce each dense tensor over all ranks, in place; an operation for each."""
+
         def reduced(tensor: torch.Tensor) -> Start:
             process.requests.count_all_reduce()
             return self._checked("all_reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp)
@@ -238,8 +242,8 @@ class _Collectives:
     @_span("sparse_all_reduce", _first)
     @_batched
     def allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> Work:
-        """Sum or average of COO tensors, which become the coalesced result; see `sparse`. CUDA tensors go through the host, and
-        for those the call waits for the device."""
+        """Sum or average sparse COO tensors over all ranks, in place: they become the coalesced result; see `sparse`. CUDA
+        tensors are copied through the host, and for those the call waits for the device."""
         for tensor in tensors:
             if tensor.layout is not torch.sparse_coo:
                 raise _refusal(f"all_reduce: sparse COO tensors cannot share a call with a {tensor.layout} tensor")
@@ -260,7 +264,7 @@ class _Collectives:
             return tickets[-1]
 
         def finish() -> None:
-            # Not into a detached tensor: a sparse one gets new indices, which the two do not share.
+            # Not through a detached tensor: a sparse tensor gets new indices, which a detached one does not share.
             with torch.no_grad():
                 for ticket, tensor in zip(tickets, tensors, strict=True):
                     tensor.copy_(ticket.sum)
@@ -274,6 +278,7 @@ class _Collectives:
     @_span("reduce", _first)
     @_batched
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        """Reduce each tensor to rank ``opts.rootRank``, in place there. Tensors of other ranks keep their values."""
         return self._work(
             [
                 self._checked("reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp, rank=opts.rootRank)
@@ -285,6 +290,7 @@ class _Collectives:
     @_span("reduce_scatter", _second)
     @_batched
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
+        """Reduce ``input`` over all ranks; rank r gets the r-th of ``world`` equal parts, cut along the first dimension."""
         return self._work([self._reduce_scatter(output, input, opts)], [output])
 
     @_span("reduce_scatter", _second)
@@ -292,16 +298,19 @@ class _Collectives:
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> Work:
+        """`reduce_scatter_single` for each pair of an output and an input."""
         return self._work([self._reduce_scatter(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
     @_span("reduce_scatter", _lists)
     @_batched
     def reduce_scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Work:
+        """For each list of one tensor a rank: rank r gets the reduction of all ranks' r-th tensors. The tensors of a list may
+        differ in size."""
         starts, copies = [], []
         for output, inputs in zip(outputs, input_lists, strict=True):
             self._check_list("reduce_scatter", inputs, output, own=self._member.rank)
             _check_writable("reduce_scatter", [output])
-            # Where it cannot take the result as it comes, something else does.
+            # An output that is not contiguous gets a copy of the result.
             flat = output if output.is_contiguous() else _flat(output)
             if _alike(inputs):
                 starts.append(self._reduce_scatter(flat, _joined(inputs), opts))
@@ -338,6 +347,7 @@ class _Collectives:
     @_span("broadcast", _first)
     @_batched
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        """Give all ranks the tensors of rank ``opts.rootRank``, in place."""
         return self._work(
             [self._checked("broadcast", opts, tensor=one, output=one, rank=opts.rootRank) for one in tensors], tensors
         )
@@ -345,6 +355,7 @@ class _Collectives:
     @_span("all_gather", _second)
     @_batched
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
+        """Join the inputs of all ranks along the first dimension, in rank order."""
         return self._work([self._all_gather(output, input, opts)], [output])
 
     @_span("all_gather", _second)
@@ -352,11 +363,13 @@ class _Collectives:
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
+        """`all_gather_single` for each pair of an output and an input."""
         return self._work([self._all_gather(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
 
     @_span("all_gather", _second)
     @_batched
     def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
+        """For each input: collect those of all ranks in a list of one output a rank. Inputs may differ in size between ranks."""
         return self._all_gather_lists(output_lists, inputs, opts)
 
     def _all_gather_lists(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
@@ -384,7 +397,8 @@ class _Collectives:
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
     ) -> Work:
-        # Here the lists are by rank, then by input.
+        """As `allgather`, but ``output_lists`` has a list for each rank, with an output for each input."""
+        # The lists are by rank, then by input.
         return self._all_gather_lists([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Start:
@@ -394,6 +408,7 @@ class _Collectives:
     @_span("gather", _second)
     @_batched
     def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
+        """Collect the inputs of all ranks on rank ``opts.rootRank``, in a list of one output a rank. All have the same size."""
         (input,) = inputs
         root = opts.rootRank == self._member.rank
         outputs = output_lists[0] if root and output_lists else []
@@ -410,6 +425,7 @@ class _Collectives:
     @_span("scatter", _lists)
     @_batched
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Work:
+        """Give rank r the r-th tensor of the list of rank ``opts.rootRank``. All have the same size."""
         (output,) = outputs
         sent = None
         _check_place("scatter", output)
@@ -431,7 +447,9 @@ class _Collectives:
         input_split_sizes: list[int],
         opts: Any,
     ) -> Work:
-        # Where there are no rows, they lie as those of the other one. The elements of contiguous tensors lie alike, whatever the
+        """Send parts of ``input``, cut along the first dimension, to the ranks in order, and join the parts from all ranks in
+        ``output``. The split sizes are rows a rank; empty lists mean equal parts."""
+        # A tensor without rows takes the layout of the other one's rows. Contiguous tensors have the same layout, whatever the
         # length of their rows.
         lies = [
             rows(input if input.numel() else output),
@@ -464,6 +482,7 @@ class _Collectives:
     @_span("all_to_all", _second)
     @_batched
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work:
+        """Send the r-th input to rank r, and receive the r-th output from it. Sizes may differ, also between ranks."""
         for tensor in (*outputs, *inputs):
             _check_place("all_to_all", tensor)
             if tensor.dtype != inputs[0].dtype:
@@ -489,7 +508,7 @@ class _Collectives:
         opts: Any,
         lies: Layout | None,
     ) -> Start:
-        # The parts differ between ranks by right: what must agree is checked pair by pair, from the messages' lengths.
+        # The parts may differ between ranks: each pair compares its own part, from the messages' lengths.
         return self._checked(
             "all_to_all",
             opts,
@@ -504,6 +523,7 @@ class _Collectives:
     @_span("barrier", _nothing)
     @_batched
     def barrier(self, opts: Any) -> Work:
+        """A Work that completes when all ranks have called this."""
         return self._work([self._checked("barrier", opts)], [])
 
     def monitored_barrier(self, opts: Any, wait_all: bool = False) -> None:
@@ -517,13 +537,13 @@ class _Collectives:
         rank, world = self._member.rank, self._member.world
         timeout = opts.timeout if _is_set(opts.timeout) else self._timeout
         store = Keys(f"monitored_barrier/{self._monitored}", self._member.keys)
-        # Without the store this is a barrier whose time-out names nobody.
+        # Without the store this is a barrier whose time-out names no ranks.
         with contextlib.suppress(StoreError):
             store.set(str(rank), "here")
         try:
             self.barrier(opts).wait()
         except PenstockError as error:
-            # The store is asked, since the barrier's messages tell only of neighbours.
+            # The store knows all ranks that came; the barrier's messages come only from neighbours.
             with contextlib.suppress(StoreError):
                 missing = [other for other in range(world) if not store.check([str(other)])]
                 if missing:
@@ -539,12 +559,14 @@ class _Collectives:
     @_span("send", _first)
     @_batched
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
+        """Send one tensor to rank ``dst`` of the group. The Work completes when the tensor may be changed again."""
         (tensor,) = tensors
         return self._work([self._checked("send", None, tensor=tensor, input=tensor, rank=dst, tag=tag)], tensors)
 
     @_span("recv", _first)
     @_batched
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
+        """Receive the next message of rank ``src`` under this tag into one tensor."""
         (tensor,) = tensors
         start = self._checked("recv", None, tensor=tensor, output=tensor, rank=src, tag=tag)
         return self._work([start], tensors, source=src)
@@ -591,7 +613,7 @@ class _Collectives:
         return sibling
 
     def forget_siblings(self, siblings: Iterable[groups.Membership]) -> None:
-        """Leave them, if they are not left already."""
+        """Leave sibling groups, unless they were left already."""
         for sibling in siblings:
             if sibling in self._siblings:
                 self._siblings.remove(sibling)
@@ -609,16 +631,19 @@ class _Collectives:
     _set_default_timeout = set_timeout
 
     def check(self) -> None:
-        """Raise why the group has failed, or which of its ranks is gone; nothing where all is well. Local, does not block."""
+        """Raise if the group has failed, or if one of its ranks is gone. Local, does not block."""
         self._member.group.check(range(self._member.world), whole=True)
 
     def get_error(self) -> Any:
+        """Always success: torch's watchdogs ask this; failures are raised by the Work that they concern."""
         return c10d.ErrorType.SUCCESS
 
     def getBackendName(self) -> str:
+        """The name under which `register` made the backend known."""
         return "penstock"
 
     def name(self) -> str:
+        """As `getBackendName`, for torch versions that ask by this name."""
         return "penstock"
 
     def _get_sequence_number_for_group(self) -> int:
@@ -631,13 +656,13 @@ class _Collectives:
         pass
 
     def eager_connect_single_device(self, device: Any = None) -> None:
-        pass
+        """Does nothing: a group is connected when it is made."""
 
     # ------------------------------------------------------------------ coalescing
 
-    # torch up to 2.13 says on which device.
+    # torch up to 2.13 passes the device.
     def start_coalescing(self, _device: Any = None) -> None:
-        """Calls up to `end_coalescing` are one: they are waited for together, and start there, if none was refused."""
+        """Collect calls up to `end_coalescing`, which starts them together if none was refused."""
         self._coalesced = _Batch(self._member.group)
 
     @_span("coalesced", _nothing)
@@ -650,7 +675,7 @@ class _Collectives:
         batch, self._coalesced = self._coalesced or _Batch(self._member.group), None
         batch.start()
         tickets = [ticket for work in batch.works for ticket in work.tickets]
-        # A future makes its readers' streams wait for what lies on the devices of its value.
+        # A future makes its readers' streams wait for the devices of its value.
         outputs = [output for work in batch.works for output in work.outputs]
         return Work(self._member.group, tickets, outputs, parts=batch.works)
 
@@ -686,7 +711,7 @@ class _Collectives:
         elements: int | None = None,
         lies: Layout | None = None,
     ) -> Start:
-        """Check one operation. Nothing has happened until what this returns is called, which starts it.
+        """Check the arguments of one operation. Returns a function that starts it; nothing has happened before that is called.
 
         Args:
             tensor: gives the dtype and the size that ranks must agree on, and how they lie in memory if ``lies`` does not.
@@ -708,7 +733,7 @@ class _Collectives:
                     raise _refusal(
                         f"{collective}: {str(tensor.dtype).removeprefix('torch.')} cannot be reduced, only moved."
                     )
-                # A type that is only moved here, as bytes.
+                # A dtype that is only moved, as bytes.
                 dtype, count = "byte", tensor.nbytes
             if lies is not None:
                 number = order(lies)
@@ -736,14 +761,14 @@ class _Collectives:
         splits: tuple[list[int], list[int]] | None,
         timeout_s: float,
     ) -> Ticket:
-        """Start one operation; ``size`` is what it is reduced as: dtype, elements, bytes, and the number of its layout."""
+        """Start one operation; ``size`` is its dtype, elements, bytes, and the number of its layout."""
         self._issued += 1
         dtype, elements, nbytes, number = size
         staged = None
         on = input if input is not None else output
         if on is not None and on.is_cuda:
-            # Where the tensor is both, a rank that only gives away gets nothing new back, and one that only takes need
-            # not show what it has.
+            # For an operation in place, a rank that only sends gets nothing copied back, and one that only receives copies
+            # nothing out.
             own = rank == self._member.rank
             gives = {"broadcast": own, "reduce": not own}.get(collective, False)
             takes = collective == "broadcast" and not own
@@ -752,7 +777,7 @@ class _Collectives:
             writes = [] if output is None or gives else [output]
             staged = Staged(self._side(on.device), reads, writes)
             input, output = (None if one is None else staged.twin(one) for one in (input, output))
-        # The storages, not the tensors: `tensor.data = ...` would take the memory from under the engine.
+        # Keeps the storages and not the tensors: `tensor.data = ...` would free memory that the engine uses.
         keep = [one.untyped_storage() for one in (input, output) if one is not None]
         ticket = self._member.group.start(
             collective,
@@ -788,7 +813,7 @@ class _Collectives:
         source: int = -1,
         group: Expires | None = None,
     ) -> Work:
-        """The work of one call, all of whose operations are checked: start them, or leave that to `end_coalescing`."""
+        """The Work of one call whose operations are all checked: starts them, or leaves that to `end_coalescing`."""
         group = group or self._member.group
         if self._coalesced is None:
             return Work(group, [start() for start in starts], outputs, finish, source)
@@ -802,7 +827,7 @@ class _Collectives:
     def _check_list(
         self, collective: str, parts: Sequence[torch.Tensor], part: torch.Tensor, own: int | None = None
     ) -> None:
-        """A tensor a rank, like ``part``: all of them, or only the ``own``-th where the others may have another size."""
+        """Check a list of one tensor a rank: all must be like ``part``, or only the ``own``-th if sizes may differ."""
         if len(parts) != self._member.world:
             raise _refusal(f"{collective}: a list of {self._member.world} tensors is needed, not {len(parts)}")
         _check_place(collective, part)
@@ -819,7 +844,7 @@ class _Collectives:
                 )
 
     def _check_whole(self, collective: str, *, whole: torch.Tensor, part: torch.Tensor) -> Layout:
-        """The whole holds a part of each rank, one after the other in memory; how a part lies."""
+        """Check that ``whole`` holds a part of each rank, one after the other in memory; returns the layout of a part."""
         world = self._member.world
         if whole.numel() != part.numel() * world or whole.dtype != part.dtype:
             raise _refusal(
@@ -850,7 +875,7 @@ class _Collectives:
         row = tensor.nbytes // rows if rows else 0
         return [size * row for size in sizes]
 
-    # What torch called these up to 2.12.
+    # The names of these methods up to torch 2.12.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -859,14 +884,14 @@ class _Collectives:
 
 
 def _refusal(text: str) -> ConfigError:
-    """An operation cannot be done as asked; its group has not noticed."""
+    """The error for an operation whose arguments are refused; the group is not affected."""
     error = ConfigError(f"{text.rstrip('.')}. Nothing was sent. The group is still usable.")
     error.group_lives = True
     return error
 
 
 def _check_place(collective: str, tensor: torch.Tensor) -> None:
-    """Its memory can be used."""
+    """Check that the tensor's device and memory can be used."""
     if tensor.layout is not torch.strided:
         raise _refusal(f"{collective}: a {tensor.layout} tensor; make it dense first")
     if not tensor.is_cpu:
@@ -880,7 +905,7 @@ def _check_place(collective: str, tensor: torch.Tensor) -> None:
 
 
 def _check_memory(collective: str, tensor: torch.Tensor) -> None:
-    """All of its bytes are there, and mean what they say."""
+    """Check that the tensor's memory exists and holds its values directly."""
     if tensor.storage_offset() * tensor.itemsize + tensor.nbytes > tensor.untyped_storage().nbytes():
         raise _refusal(
             f"{collective}: the tensor has {_looks(tensor)}, and its storage of {tensor.untyped_storage().nbytes()} bytes "
@@ -893,7 +918,7 @@ def _check_memory(collective: str, tensor: torch.Tensor) -> None:
 
 
 def _check_writable(collective: str, outputs: Sequence[torch.Tensor]) -> None:
-    """They can be copied to: no element shares its memory with another one of the same tensor."""
+    """Check that results can be copied to the tensors: no two elements of a tensor share their memory."""
     for output in outputs:
         if not output.is_contiguous() and torch._debug_has_internal_overlap(output) == 1:
             raise _refusal(
@@ -916,7 +941,7 @@ def _looks(tensor: torch.Tensor) -> str:
 
 
 class _Batch:
-    """Calls that are one: none starts if one of them is refused."""
+    """Calls that start together, or not at all if one of them is refused."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -924,21 +949,23 @@ class _Batch:
         self._waiting: list[tuple[Work, Sequence[Start]]] = []
         self._refused: ConfigError | None = None
         self.has_raised = False
-        """It has said what was refused, and is over."""
+        """Whether the refusal was raised, which ends the batch."""
 
     def add(self, work: Work, starts: Sequence[Start]) -> None:
+        """Take a call's Work into the batch, with the functions that start its operations."""
         work.tickets = [_InBatch(self, work)]
         self.works.append(work)
         self._waiting.append((work, starts))
 
     def refuse(self, error: ConfigError) -> Work:
-        """One of the calls cannot be done: `start` says so."""
+        """Record the refusal of one of the calls, which `start` raises."""
         self._refused = self._refused or error
         work = Work(self._group, [], [])
         work.tickets = [_InBatch(self, work)]
         return work
 
     def start(self) -> None:
+        """Start all operations; raise the first refusal instead if there was one."""
         if self._refused is not None:
             self.has_raised = True
             raise self._refused
@@ -948,25 +975,29 @@ class _Batch:
 
 
 class _InBatch:
-    """The tickets of a call in a batch. Asking for its result before the batch has ended starts what there is."""
+    """The ticket of a call in a batch. A request for its result before the batch's end starts the calls so far."""
 
     def __init__(self, batch: _Batch, work: Work) -> None:
         self._batch = batch
         self._work = work
 
     def wait(self, timeout_s: float | None = None) -> bool:
+        """Like the engine's ticket, for all operations of the call."""
         self._batch.start()
         return all(ticket.wait(timeout_s) for ticket in self._work.tickets)
 
     def done(self) -> bool:
+        """Whether all operations of the call have ended."""
         self._batch.start()
         return all(ticket.done() for ticket in self._work.tickets)
 
     def source(self) -> int | None:
+        """Like the engine's ticket."""
         self._batch.start()
         return self._work.tickets[0].source()
 
     def on_done(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` at the end of each operation of the call."""
         self._batch.start()
         for ticket in self._work.tickets:
             ticket.on_done(callback)
@@ -988,7 +1019,7 @@ def _reduction(reduce: Any, collective: str, tensor: torch.Tensor | None) -> tup
 
 
 def _missed(rank: int, missing: list[int], timeout: timedelta, wait_all: bool, error: PenstockError) -> str:
-    """What a rank that came says, with the phrases that users of gloo look for."""
+    """The error text on a rank that came, with the phrases that users of gloo know."""
     named = missing if wait_all else missing[:1]
     ms = round(timeout.total_seconds() * 1000)
     failed = (
@@ -1009,7 +1040,7 @@ def _alike(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of as many elements; what it holds is undefined."""
+    """A contiguous tensor of as many elements, uninitialised."""
     return tensor.detach().new_empty(tensor.numel())
 
 
@@ -1018,16 +1049,16 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _spread(copies: Iterable[tuple[torch.Tensor, Sequence[torch.Tensor]]]) -> None:
-    """Copy the parts of each flat tensor to where the user wants them."""
+    """Copy the parts of each flat tensor to the user's tensors."""
     for flat, outputs in copies:
         start = 0
         for output in outputs:
-            # detach: torch must not take it for an operation of the graph.
+            # detach: torch must not record this as an operation of the graph.
             output.detach().copy_(flat[start : start + output.numel()].view_as(output))
             start += output.numel()
         for tensor in (flat, *outputs):
             if tensor.is_cuda:
-                # It belongs to the stream that it was made on; this may be another, a future's for instance.
+                # The tensor belongs to the stream on which it was made; the current stream may be another, such as a future's.
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
@@ -1038,9 +1069,9 @@ def _is_set(timeout: timedelta) -> bool:
 
 @functools.cache
 def _spare_outsiders() -> None:
-    """Keep torch from asking for a split on ranks that are in no part of it, from the first group of this backend on. Such a
-    rank's backend returns no group, and where it is written in Python, torch 2.15 crashes on that (`ProcessGroup::splitGroup`).
-    Groups with other backends are asked as before: some take part in a split on all ranks."""
+    """Keep torch from calling `split` on ranks that are in no part of the split, from the first group of this backend on. A
+    backend returns no group there, and torch 2.15 crashes on that if the backend is written in Python
+    (`ProcessGroup::splitGroup`). Other backends are called as before: some take part in a split on all ranks."""
     split = c10d.ProcessGroup.split_group
 
     def split_group(group: Any, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
@@ -1067,7 +1098,8 @@ def _class() -> Any:
         return PenstockBackend
 
     class PenstockProcessGroup(_Collectives, dist.ProcessGroup):
-        """Where only groups can be written in Python, it also answers for what torch's C++ group would know."""
+        """The backend for torch versions in which only groups can be written in Python: it also has the methods of torch's C++
+        group."""
 
         def __init__(self, membership: groups.Membership, timeout: timedelta) -> None:
             dist.ProcessGroup.__init__(self, membership.rank, membership.world)
@@ -1103,8 +1135,8 @@ def _class() -> Any:
             return self._group_desc
 
         def _work(self, *args: Any, **kwargs: Any) -> Work:
-            # torch's C++ side keeps only its half of a Work, and a wait without the other one never ends. DDP lets it
-            # wait, in the backward pass, for an all-reduce of one element that it issued in the forward pass (Join).
+            # torch's C++ side keeps only the C++ half of a Work, and a wait on that half never ends. DDP does wait on it, in
+            # the backward pass, for an all-reduce of one element that it issued in the forward pass (Join).
             work = super()._work(*args, **kwargs)
             if sum(output.numel() * output.element_size() for output in work.outputs) <= _SMALL_BYTES:
                 self._lately.append(work)
@@ -1126,7 +1158,7 @@ def _class() -> Any:
 
 
 def _can_be_made(base: type) -> bool:
-    """Whether Python may derive from it: a class that torch does not offer for that has no constructor."""
+    """Whether Python classes can derive from it: a class for which torch does not support that has no constructor."""
     try:
         type("Probe", (base,), {})(0, 1)
     except TypeError:
@@ -1138,7 +1170,7 @@ def _can_be_made(base: type) -> bool:
 _SMALL_BYTES = 4096
 # More than the buckets of one backward pass.
 _LATELY = 1024
-# torch's C++ side keeps only a weak hold on a backend written in Python (TORCH_DISTRIBUTED_DEBUG=DETAIL crashes).
+# Keeps backends alive: torch's C++ side does not, if they are written in Python (TORCH_DISTRIBUTED_DEBUG=DETAIL crashes).
 _alive: set[Any] = set()
 _sides_lock = threading.Lock()
 

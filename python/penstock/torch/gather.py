@@ -14,7 +14,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gatherer(member: Any, timeout_s: float) -> Gather:
-    """For a group of the engine (`penstock.runtime.groups.Membership`) that nothing else uses at the time."""
+    """A `Gather` for a group of the engine (`penstock.runtime.groups.Membership`) that nothing else uses at the time."""
 
     def gather(mine_N: torch.Tensor) -> torch.Tensor:
         all_WN = mine_N.new_empty(member.world, len(mine_N))

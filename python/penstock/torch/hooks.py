@@ -1,4 +1,4 @@
-"""DDP communication hooks of others, over Penstock (docs/guide/compression.md)."""
+"""Support for DDP communication hooks that are not Penstock's (docs/guide/compression.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a tensor's elements lie in memory, and whether tensors lie alike.
+"""Memory layouts of tensors, and whether two tensors have the same one.
 
 Operations see memory: so many bytes from an address on. Ranks that reduce or exchange tensors element by element need not
 have them contiguous, but dense, and with every element at the same place on all ranks. The *layout* says which element lies
@@ -23,27 +23,27 @@ Layout = tuple[tuple[int, int], ...]
 
 
 def layout(tensor: torch.Tensor) -> Layout | None:
-    """Its layout; None if the tensor is not dense: it has holes, or elements that share their memory. (None also for more than
-    eight dimensions in another order than the shape's, for which there are no numbers.)"""
+    """A tensor's layout; None if the tensor is not dense: it has holes, or elements that share their memory. (None also for more
+    than eight dimensions in another order than the shape's, for which there are no numbers.)"""
     if tensor.is_contiguous():
         return _joined([(tensor.numel(), 1)])
     return _dense(tensor.shape, tensor.stride())
 
 
 def blocks(count: int, elements: int, each: Layout) -> Layout:
-    """The layout of so many blocks, one after the other, of ``elements`` elements each."""
+    """The layout of ``count`` blocks, one after the other, of ``elements`` elements each."""
     return _joined([(count, elements), *each])
 
 
 def rows(tensor: torch.Tensor) -> Layout | None:
-    """The layout of one row, which is what lies behind one index of the first dimension; None if the tensor is not dense, or
-    its rows do not follow each other in memory."""
+    """The layout of one row: the elements of one index of the first dimension. None if the tensor is not dense, or its rows do
+    not follow each other in memory."""
     whole = layout(tensor)
     if whole is None or not tensor.dim():
         return whole
     row = _dense(tensor.shape[1:], tensor.stride()[1:])
     if not tensor.numel():
-        # There is none; any layout will do.
+        # There is no row; any layout will do.
         return row if row is not None else _joined([(math.prod(tensor.shape[1:]), 1)])
     if row is None or blocks(tensor.shape[0], tensor.numel() // tensor.shape[0], row) != whole:
         return None
@@ -80,5 +80,5 @@ def _joined(dims: Iterable[tuple[int, int]]) -> Layout:
     return tuple(joined)
 
 
-# What `_core.memory_order` takes.
+# The most dimensions that `_core.memory_order` takes.
 _MOST_DIMENSIONS = 8

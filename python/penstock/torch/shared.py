@@ -62,7 +62,7 @@ def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def _use(engine: _core.Engine | None) -> None:
-    """The process has an engine, or (None) is about to stop the one that it has."""
+    """Observer of the process's engine: it has started, or (None) is about to stop."""
     global _engine
     with _lock:
         _engine = engine
@@ -76,7 +76,7 @@ def _use(engine: _core.Engine | None) -> None:
 class _Buffer:
     """A mapped memory file. It does not keep the mapping alive, the tensor does.
 
-    One descriptor a tensor, because processes may have few: the engine's while it shares the memory, else ours.
+    One descriptor a tensor, since a process may have few: the engine has it while it shares the memory, otherwise this object.
     """
 
     base: int
@@ -85,7 +85,7 @@ class _Buffer:
     """The descriptor; None if it was lost with an engine."""
     identity: tuple[int, int]
     number: int | None = None
-    """What the engine, which has the descriptor then, calls it."""
+    """The engine's number for the memory, while the engine has the descriptor."""
 
 
 def _make(nbytes: int) -> Any:
@@ -95,7 +95,7 @@ def _make(nbytes: int) -> Any:
         file = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(file, total)
-            # Peers must be able to rely on its size: touching what a shorter file lacks would kill them.
+            # Peers rely on the size: to touch bytes beyond the end of a shorter file would kill them.
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             # Python's own mmap would keep a second descriptor open.
             base = _libc.mmap(None, total, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
@@ -131,7 +131,7 @@ def _share(buffer: _Buffer) -> None:
 
 
 def _take_back(buffer: _Buffer) -> None:
-    """Have a descriptor of our own again, as long as the engine's is open."""
+    """Duplicate the engine's descriptor, while it is open."""
     if buffer.number is None or buffer.file is None:
         return
     file, buffer.file, buffer.number = buffer.file, None, None
@@ -151,7 +151,7 @@ def _release(base: int) -> None:
     with _lock:
         buffer = _buffers.pop(base)
         if buffer.number is not None:
-            # Before the memory goes, since others may have its address at once.
+            # Before the memory is released, since its address may be reused at once.
             if _engine is not None:
                 _engine.unshare(buffer.number)
         elif buffer.file is not None:
@@ -160,7 +160,8 @@ def _release(base: int) -> None:
 
 
 def _forget_engine() -> None:
-    """In a forked child: the engine is the parent's, its descriptors are closed here, and a lock may be held for ever."""
+    """In a forked child: the engine is the parent's, its descriptors are closed here, and nothing releases a lock that was
+    held."""
     global _engine, _lock
     _engine, _lock = None, threading.RLock()
     for buffer in _buffers.values():

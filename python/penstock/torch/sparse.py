@@ -1,8 +1,8 @@
 """All-reduces of sparse tensors (COO), as gloo does them: the ranks gather their indices and values, and each adds them up.
 
-How much a rank has is known only when it has told, so an all-reduce takes three all-gathers: of shapes and counts, of indices,
-of values. They cannot be issued from the caller's thread, which must not wait, and elsewhere they would have no place in the
-group's order. So a group's sparse all-reduces run one after the other on a thread of their own, in a sibling group.
+Sizes differ between ranks, so an all-reduce takes three all-gathers: of shapes and counts, of indices, of values. The caller's
+thread cannot issue them, since it must not wait; issued by another thread they would have no place in the group's order. So a
+group's sparse all-reduces run one after the other on a thread of their own, in a sibling group.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SparseReductions:
 
     Args:
         join: joins the sibling group (`penstock.runtime.groups.Membership`), on this object's thread. All ranks do so with
-            their first sparse all-reduce. It calls its argument while it waits, and passes on what that raises.
-        fail: called with the error of one that failed, unless its group lives.
+            their first sparse all-reduce. It calls its argument while it waits, and raises what that raises.
+        fail: called with the error of an all-reduce that failed, unless its group lives.
     """
 
     def __init__(self, join: Callable[[Callable[[], None]], Any], fail: Callable[[BaseException], object]) -> None:
@@ -37,7 +37,7 @@ class SparseReductions:
         self._queue: queue.SimpleQueue[tuple[SparseTicket, torch.Tensor, bool, float] | None] = queue.SimpleQueue()
         self._member: Any = None
         self._expired_s: float | None = None
-        """After how long somebody gave up waiting."""
+        """The seconds after which a caller waited no longer."""
         self._closed = False
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name="penstock-sparse", daemon=True).start()
@@ -54,13 +54,13 @@ class SparseReductions:
         return ticket
 
     def expire(self, waited_s: float) -> None:
-        """Fail what is running, the join too: somebody has waited for so many seconds, and waits no longer."""
+        """Fail running all-reduces, and the join: a caller has waited for this many seconds, and waits no longer."""
         self._expired_s = waited_s
         if self._member is not None:
             self._member.group.expire(waited_s)
 
     def close(self) -> None:
-        """End the thread. What is waiting fails. Does not block; the sibling group is left by its owner."""
+        """End the thread. Waiting all-reduces fail. Does not block; the owner of the sibling group leaves it."""
         with self._lock:
             self._closed = True
             self._queue.put(None)
@@ -104,7 +104,7 @@ class SparseTicket:
 
     @property
     def sum(self) -> torch.Tensor:
-        """The coalesced sum; the ticket must have ended well."""
+        """The coalesced sum; the all-reduce must have succeeded."""
         assert isinstance(self._outcome, torch.Tensor)
         return self._outcome
 
@@ -121,7 +121,7 @@ class SparseTicket:
         return self._ended.is_set()
 
     def source(self) -> None:
-        """It receives from nobody in particular."""
+        """None: a sparse all-reduce has no source."""
 
     def on_done(self, callback: Callable[[], object]) -> None:
         """Call ``callback()`` once it has ended: on the thread of the reductions, or at once on this one."""
@@ -132,6 +132,7 @@ class SparseTicket:
         callback()
 
     def end(self, outcome: torch.Tensor | BaseException) -> None:
+        """Set the result or the error, and call the callbacks."""
         self._outcome = outcome
         with self._lock:
             self._ended.set()

@@ -22,16 +22,24 @@ __all__ = ["Expires", "Ticket", "Work", "answer_for_wrappers"]
 class Ticket(Protocol):
     """What a Work waits for: the engine's ticket, or one that stages CUDA tensors."""
 
-    def wait(self, timeout_s: float | None = None) -> bool: ...
-    def done(self) -> bool: ...
-    def source(self) -> int | None: ...
-    def on_done(self, callback: Callable[[], object]) -> None: ...
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the operation has ended, or for ``timeout_s``: whether it has. Raises its failure."""
+
+    def done(self) -> bool:
+        """Whether the operation has ended, successfully or not."""
+
+    def source(self) -> int | None:
+        """The rank whose message a receive from any source takes, once it is known."""
+
+    def on_done(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` once the operation has ended, on another thread."""
 
 
 class Expires(Protocol):
     """The engine's group."""
 
-    def expire(self, waited_s: float) -> None: ...
+    def expire(self, waited_s: float) -> None:
+        """Fail the group on all ranks: a caller has waited for ``waited_s`` seconds, and waits no longer."""
 
 
 class Work(dist.Work):

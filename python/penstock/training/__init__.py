@@ -1,1 +1,1 @@
-"""What trains over groups: gradients, their checks and tuning, elastic jobs, optimizers."""
+"""Training over groups: gradients, their checks and tuning, elastic jobs, optimizers."""

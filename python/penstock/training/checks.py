@@ -1,11 +1,11 @@
-"""Checks of a training job that PENSTOCK_CHECK asks for: do ranks hold the same (mismatch), who keeps the others waiting (slow).
+"""Checks of a training job that PENSTOCK_CHECK asks for: do ranks hold the same (mismatch), and which rank is slow (slow).
 
 ```text
   mismatch   CRC32C of each parameter and gradient ──all-gather──> `first_difference` ──> Diverged, on all ranks
   slow       one `Pass` a rank and step            ──all-gather──> `straggler`        ──> a warning, stats()["slow"]
 ```
-Both decide in pure functions over what all ranks have gathered, so all ranks decide alike. (The check for NaN is in the engine:
-it must come before gradients are mixed.)
+Both decide in pure functions over what all ranks have gathered, so all ranks decide alike. (The check for NaN is in the engine,
+since it must come before gradients are summed.)
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ log = logging.getLogger("penstock")
 def check_alike(model: torch.nn.Module | Iterable[torch.nn.Parameter], group: Any = None) -> None:
     """Raise if the ranks of a group hold other bits in a model's parameters or their gradients.
 
-    For training without `GradientReducer` and `ddp_hook`, which do so by themselves with PENSTOCK_CHECK=mismatch: call it
-    between ``backward()`` and ``optimizer.step()``, on all ranks, as often as it is worth its cost. Gradients are compared
+    For training without `GradientReducer` and `ddp_hook`, which do this with PENSTOCK_CHECK=mismatch: call it between
+    ``backward()`` and ``optimizer.step()``, on all ranks, as often as its cost allows. Gradients are compared
     where all ranks have them.
 
     Args:
@@ -85,11 +85,11 @@ def compare(gather: Gather, rows: Sequence[tuple[str, torch.Tensor, torch.Tensor
 
 
 def first_difference(table_WPK: Sequence[Sequence[Sequence[int]]], names: Sequence[str]) -> str | None:
-    """Where ranks part, in words, or None. Pure.
+    """The first difference between ranks as a text, or None. Pure.
 
     Args:
-        table_WPK: by rank and parameter, the sums of [the parameter, its gradient]; NONE where a rank has none, which is not
-            compared. A parameter that differs is named before any gradient is: it may be why those do.
+        table_WPK: by rank and parameter, the checksums of [the parameter, its gradient]; NONE if a rank has none, which is not
+            compared. A parameter that differs is named before any gradient: it may be the reason why gradients differ.
     """
     for kind, what in enumerate(("parameter", "reduced gradient of")):
         sums = [[row[at][kind] for row in table_WPK] for at in range(len(names))]
@@ -121,14 +121,14 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 NONE = -1
-"""What stands for a tensor that is not there; sums are positive."""
+"""The checksum of a tensor that does not exist; others are positive."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- slow
 
 
 class Pass(NamedTuple):
-    """What one rank tells of one step, from the end of its last pass to the end of this one."""
+    """One rank's measurements of one step, from the end of its last pass to the end of this one."""
 
     compute_s: float
     """From the end of the last pass to this rank's last gradient: optimizer, data, forward and backward."""
@@ -137,30 +137,30 @@ class Pass(NamedTuple):
     exchange_s: float
     """From its last gradient to the end of the pass."""
     round_s: float
-    """In rounds about what is ready: mostly waiting for the slowest rank."""
+    """In rounds about which gradients are ready: mostly waiting for the slowest rank."""
     load: float
-    """Tasks that its host runs or wants to run (1 minute), for each of its processors."""
+    """The load of its host (1 minute) per processor."""
     rate_bytes_per_s: tuple[float, ...] = ()
-    """What its TCP streams to each rank deliver together, as far as they have shown; NaN where there are none."""
+    """The estimated rate of its TCP streams to each rank, together; NaN without streams."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who keeps the others waiting, and what speaks for it."""
+    """A rank that keeps the others waiting, and the evidence."""
 
     rank: int
     kind: str
     """"computes longer", "starved of CPU", "waits" (for what is neither processor nor network) or "slow link"."""
     why: str
-    """The evidence, in words."""
+    """The evidence, as a text."""
 
 
 class SlowCheck:
-    """One rank's part of PENSTOCK_CHECK=slow: measures its passes, tells the others, and warns of who is slow.
+    """One rank's part of PENSTOCK_CHECK=slow: measures its passes, exchanges the results, and warns of a slow rank.
 
     Args:
         gather: nothing else may need the group when `passed` is called.
-        job_ranks: the ranks in the job of the group's ranks, for what the engine counts.
+        job_ranks: the ranks in the job of the group's ranks, for the engine's counters.
 
     Cost: two clocks a gradient, and one all-gather a step, of 40 bytes and 8 a rank from each rank.
     """
@@ -177,7 +177,7 @@ class SlowCheck:
         self._last = (0.0, 0.0)
 
     def gradient(self) -> None:
-        """A gradient is ready here."""
+        """A gradient is ready on this rank."""
         self._last = (time.perf_counter(), time.process_time())
 
     def passed(self, round_s: float) -> None:
@@ -224,18 +224,18 @@ class _Rank:
     cpu_s: float
     exchange_s: float
     waited_for_s: float
-    """How much longer the other ranks were in rounds than it was."""
+    """How much longer the other ranks were in rounds than this one."""
     last: int
-    """In how many steps it computed longest."""
+    """The number of steps in which it computed longest."""
     load: float
     link_bytes_per_s: float | None
-    """The best that any pair of ranks delivers of which it is one; None within a host."""
+    """The highest rate between this rank and any other; None within a host."""
 
 
 def straggler(history: Sequence[Sequence[Pass]]) -> Verdict | None:
-    """Which rank keeps the others waiting, from what all ranks told of the last steps. Pure; all thresholds are below.
+    """The rank that keeps the others waiting, from all ranks' measurements of the last steps. Pure; all thresholds are below.
 
-    A rank that computes longer in most steps, by a part that matters, and for which the others then wait. If there is
+    It is a rank that computes longer in most steps, by a relevant amount, and for which the others then wait. If there is
     none and steps mostly wait for the network: a rank whose every pair is slow while other pairs are fast. (In a ring
     all wait for the slowest link, so times cannot tell whose it is; and with two ranks nothing can.)
     """
@@ -335,16 +335,16 @@ def _load() -> float:
 
 
 WINDOW = 20
-"""Steps that are looked at together, and between two warnings. A guess: long enough for medians, short against a run."""
+"""The number of steps for medians, and between two warnings. A guess: long enough for medians, short against a run."""
 OFTEN = 0.75
-"""Of two equal ranks one is last in 15 of 20 steps once in 25 windows; the other two thresholds keep that from being told."""
+"""Of two equal ranks one is last in 15 of 20 steps once in 25 windows; the next two thresholds avoid such false warnings."""
 LONGER = 1.2
 """Times what the others compute. Steps of equal ranks differ by a tenth on a virtual machine (docs/benchmarks/README.md)."""
 MATTERS = 0.1
-"""Part of a step that the others wait: less than that is not worth anybody's time."""
+"""The share of a step for which the others wait: a smaller one is not worth a warning."""
 LINK_MATTERS = 0.3
-"""Part of a step that goes to the network: below, a link that is slow does little harm."""
+"""The share of a step that the network takes: below it a slow link does little harm."""
 SLOWER = 2.0
-"""Times as slow as the others' links: rates are estimates, and pairs that carry little show less than they could."""
+"""How many times slower than the others' links: rates are estimates, and pairs that carry little show less than they could."""
 CROWDED = 1.5
 """Tasks a processor. One is a host that is used; ranks that busy-wait or compute in several threads make a little more."""

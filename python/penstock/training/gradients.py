@@ -2,15 +2,15 @@
 
 ```text
   autograd            a parameter's gradient is complete ──> hook ──> Reducer.submit       (does not block)
-  engine                                         which gradients do all ranks have? ──> units ──> all-reduces
+  engine                                         which gradients do all ranks have? ──> buckets ──> all-reduces
   end of the pass     what this rank has none of counts as absent ──> Reducer.flush ──> wait
 ```
 No order is asked of autograd: the ranks agree on what is ready in rounds of their own (AIACC-Training, section V-A;
-`crates/penstock-core/src/readiness.rs` says how), and units are cut from that, alike on all ranks.
+`crates/penstock-core/src/readiness.rs` says how), and the engine cuts buckets from that, alike on all ranks.
 
-Under DistributedDataParallel (`ddp_hook`) the same happens beside DDP's buckets: DDP still collects gradients in them, but
-what it gets back was reduced gradient by gradient, from the moment on in which each was ready. *Why not reduce the buckets?*
-The last of DDP's buckets (25 MB) is full when the pass ends, and smaller ones can only be had when DDP is made.
+Under DistributedDataParallel (`ddp_hook`) the same happens beside DDP's own buckets: DDP still collects gradients in them, but
+the gradients that it gets back were reduced in our buckets, each as soon as all ranks had it. *Why not reduce DDP's
+buckets?* The last of them (25 MB) is full when the pass ends, and smaller ones can only be had when DDP is made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from penstock import _core
+from penstock import _core, renamed
 from penstock.errors import Config as ConfigError
 from penstock.runtime import config, groups, process
 from penstock.torch import backend
@@ -45,28 +45,29 @@ __all__ = ["GradientReducer", "ddp_hook"]
 log = logging.getLogger("penstock")
 
 
+@renamed.arguments(unit_bytes="bucket_bytes")
 def ddp_hook(
     model: torch.nn.parallel.DistributedDataParallel,
     *,
-    unit_bytes: int = 4 << 20,
+    bucket_bytes: int = 4 << 20,
     wire: torch.dtype | None = None,
     error_feedback: bool = False,
     tune: tuning.Tune = None,
 ) -> GradientReducer:
-    """Reduce the gradients of a DDP model one by one as all ranks have them, instead of bucket by bucket.
+    """Reduce the gradients of a DDP model as soon as all ranks have them, instead of one DDP bucket after the other.
 
     Everything else is DDP's as before: ``no_sync``, unused parameters, buffers. Two things DDP cannot do with it:
-    ``static_graph`` and ``join``, for both of which it hands over buckets while no backward pass runs. The model must have
+    ``static_graph`` and ``join``, for both of which it hands over its buckets while no backward pass runs. The model must have
     been made with a group of the penstock backend.
 
     What is copied: with ``gradient_as_bucket_view=True`` (and gradients that are zeroed, not set to None) DDP copies nothing,
-    and large gradients are reduced in its buckets. So are small ones, where those that share a unit follow each other there;
-    others are copied into units and back, as by `GradientReducer`, and with ``wire`` all are. Without views DDP also copies
-    each gradient into its bucket once, as it does without a hook.
+    and large gradients are reduced where they lie in DDP's buckets. So are small ones, where those that share one of our buckets
+    follow each other there; others are copied into our buckets and back, as by `GradientReducer`, and with ``wire`` all are.
+    Without views DDP also copies each gradient into its own bucket once, as it does without a hook.
 
     Args:
         model: not in the middle of a backward pass, and without another communication hook.
-        unit_bytes, wire, error_feedback, tune: as for `GradientReducer`.
+        bucket_bytes, wire, error_feedback, tune: as for `GradientReducer`.
 
     Returns:
         the reducer, for `GradientReducer.stats` and the like; the model keeps it alive.
@@ -74,31 +75,32 @@ def ddp_hook(
     Raises:
         penstock.errors.Config: as `GradientReducer`; the model has ``static_graph``. In ``backward``: it is within ``join``.
     """
-    reducer = _BucketReducer(model, unit_bytes=unit_bytes, wire=wire, error_feedback=error_feedback, tune=tune)
-    model.register_comm_hook(reducer, _bucket_is_full)
+    reducer = _DDPReducer(model, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback, tune=tune)
+    model.register_comm_hook(reducer, _ddp_bucket_is_full)
     return reducer
 
 
+@renamed.arguments(unit_bytes="bucket_bytes")
 class GradientReducer:
     """Averages the gradients of a model over the ranks of a group, from its construction on, in every backward pass.
     The parameters keep it alive; when it is collected with them, it closes.
 
     When ``backward()`` returns, ``p.grad`` of every parameter is the average over the ranks, the same bits on all of them.
     A parameter that some rank did not use counts as zeros there; one that no rank used keeps the ``grad`` that it had.
-    With three ranks or more, runs may differ in the last bits: the order of a sum depends on where in its unit a gradient lies,
+    With three ranks or more, runs may differ in the last bits: the order of a sum depends on a gradient's place in its bucket,
     and that on which gradients were ready together.
 
     Args:
-        model: a module, or an iterable of parameters. Those that require no gradient are left out, and one that comes again
-            (a tied weight) counts once. All ranks need the same, in the same order and memory format.
+        model: a module, or an iterable of parameters. Those that require no gradient are left out, and a duplicate (a tied
+            weight) counts once. All ranks need the same, in the same order and memory format.
         group: a process group of the penstock backend; the default group if None.
-        unit_bytes: what one all-reduce carries. Smaller gradients share a unit, larger ones are split.
+        bucket_bytes: the size of a bucket: what one all-reduce carries. Smaller gradients share a bucket, larger ones are split.
         wire: ``torch.float16`` or ``torch.bfloat16`` send float32 gradients in half the bytes: every rank rounds its own
             once, divided by the number of ranks; sums are computed in float32 and rounded once a hop.
         error_feedback: with ``wire``: keep what that rounding takes off a gradient here, and add it to the next one, so that
             what is too small for 16 bits arrives some steps later instead of never (Seide et al. 2014; Karimireddy et al.
-            2019). Four bytes a parameter. What was kept is this object's: it begins with zeros, is no part of a checkpoint,
-            and ends with the reducer, as it does when a step fails (docs/guide/compression.md).
+            2019). Four bytes a parameter. The kept remainders belong to this object: they begin with zeros, are no part of a
+            checkpoint, and are lost with the reducer, and when a step fails (docs/guide/compression.md).
         broadcast: give all ranks the parameters (and a module's buffers) of rank 0 now, as DDP does.
         tune: find out how gradients travel best, during the first steps of training (docs/guide/tune.md). True, or
             `penstock.tune.Options`; a `penstock.tune.Setting`, or a tuner's record or its file, to pin a choice; False. None:
@@ -111,8 +113,8 @@ class GradientReducer:
         penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters. (In any) the pass of another rank
             raised in the middle: all ranks have dropped the step, and the group lives.
 
-    A pass that raises is withdrawn: set its gradients to zero, and the next pass works. What other ranks see of it stands in
-    docs/guide/gradients.md. A pass that reaches no parameter at all has no hook to run in; it takes part when an optimizer over
+    A pass that raises is withdrawn: set its gradients to zero, and the next pass works. docs/guide/gradients.md says what other
+    ranks see of it. A pass that reaches no parameter at all has no hook to run in; it takes part when an optimizer over
     these parameters makes its step outside of `no_sync`, or in `average`, with what passes under `no_sync` have left, or zeros.
 
     Blocking: the constructor until all ranks have called it, ``backward`` until its gradients are reduced.
@@ -123,7 +125,7 @@ class GradientReducer:
     Sparse gradients: those of a module's ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` stay sparse. They are
     averaged at the end of the pass, one after the other, from what all ranks have (docs/design/algorithms.md); ``wire``, the
     tuner and the check for NaN leave them alone.
-    Memory: small gradients are copied into units (at most ``unit_bytes`` more than are in flight); large ones are reduced
+    Memory: small gradients are copied into buckets (at most ``bucket_bytes`` more than are in flight); large ones are reduced
     where they lie.
     """
 
@@ -132,7 +134,7 @@ class GradientReducer:
         model: torch.nn.Module | Iterable[torch.nn.Parameter],
         group: Any = None,
         *,
-        unit_bytes: int = 4 << 20,
+        bucket_bytes: int = 4 << 20,
         wire: torch.dtype | None = None,
         error_feedback: bool = False,
         broadcast: bool = True,
@@ -155,55 +157,55 @@ class GradientReducer:
                 )
         self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._reduced = {*self._parameters, *self._sparse}
-        if unit_bytes <= 0:
-            raise ConfigError(f"unit_bytes must be positive, not {unit_bytes}")
+        if bucket_bytes <= 0:
+            raise ConfigError(f"bucket_bytes must be positive, not {bucket_bytes}")
         self._group = group
         self._backend = backend.of(group)
-        plan = tuning.agree(tune, group)
+        agreed = tuning.agree(tune, group)
         if broadcast:
             tensors = [*parameters, *(model.buffers() if isinstance(model, torch.nn.Module) else [])]
             self._broadcast(tensors)
         self._rounds = self._backend.sibling("rounds")
-        self._units = self._backend.sibling("units", aggregate=True)
+        self._buckets = self._backend.sibling("buckets", aggregate=True)
         asked = config.read().check
         process.requests.take()
         self._names = [names.get(one, f"parameter {index}") for index, one in enumerate(self._parameters)]
         self._sparse_names = [names[one] for one in self._sparse]
         self._slots = Slots(self._parameters, self._names)
-        self._gather = gatherer(self._units, self._backend.timeout_s)
+        self._gather = gatherer(self._buckets, self._backend.timeout_s)
         self._is_compared = "mismatch" in asked
         self._slow: checks.SlowCheck | None = None
         if "slow" in asked:
             everybody = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-            self._slow = checks.SlowCheck(self._gather, self._units.rank, everybody)
+            self._slow = checks.SlowCheck(self._gather, self._buckets.rank, everybody)
         wire_name = None if wire is None else str(wire).removeprefix("torch.")
         self._reducer = _core.Reducer(
             rounds=self._rounds.group,
-            units=self._units.group,
-            rank=self._units.rank,
-            world=self._units.world,
+            buckets=self._buckets.group,
+            rank=self._buckets.rank,
+            world=self._buckets.world,
             gradients=self._slots.described(),
             op="avg",
-            unit_bytes=unit_bytes,
+            bucket_bytes=bucket_bytes,
             wire=wire_name,
             error_feedback=error_feedback,
             check_finite="nan" in asked,
             timeout_s=self._backend.timeout_s,
         )
         self._setting = Setting(
-            streams=plan["streams"],
-            unit_bytes=unit_bytes,
-            algorithm=plan["algorithm"] or tuning.AUTO,
+            streams=agreed["streams"],
+            bucket_bytes=bucket_bytes,
+            algorithm=agreed["algorithm"] or tuning.AUTO,
             compression=next(name for name, dtype in tuning.WIRES.items() if dtype == wire_name),
         )
-        self._groups = [self._rounds, self._units]
+        self._groups = [self._rounds, self._buckets]
         self._tuning: tuning.Tuning | None = None
-        if "options" in plan or "setting" in plan:
+        if "options" in agreed or "setting" in agreed:
             self._groups.append(self._backend.sibling("tuning"))
             self._tuning = tuning.Tuning(
-                plan,
+                agreed,
                 self._reducer,
-                self._units,
+                self._buckets,
                 self._groups[-1],
                 group,
                 default=self._setting,
@@ -213,12 +215,12 @@ class GradientReducer:
         self._enabled = True
         self._pass: dict[int, torch.Tensor] | None = None
         self._task = -1
-        # Completes when what a pass that raised has left behind is over.
+        # Completes when the operations of a pass that raised have ended.
         self._withdrawn: _core.Ticket | None = None
         self._has_warned = False
-        # How many gradients autograd has made to be averaged, and had made when an optimizer made its last step.
+        # How many gradients autograd has made that are to be averaged.
         self._made = 0
-        # Gradients that passes under no_sync have made and that are not averaged yet, as they were then; and averages.
+        # Gradients that passes under no_sync have made and that are not averaged yet, with their state then; and averages.
         self._kept: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self._averages: dict[torch.nn.Parameter, tuple[int, int]] = {}
         # Whether averages were changed between the last pass and its step, and whether the last average came within a step.
@@ -241,7 +243,7 @@ class GradientReducer:
         _alive.add(self)
 
     def _keep(self) -> None:
-        """Let the parameters keep this object, so that nobody has to; Python collects both together."""
+        """Let the parameters keep this object alive; Python collects both together."""
         for parameter in self._reduced:
             if not isinstance(parameter.__dict__.get(_KEPT), _Kept):
                 parameter.__dict__[_KEPT] = _Kept()
@@ -274,38 +276,43 @@ class GradientReducer:
 
     def stats(self) -> dict[str, Any]:
         """Counts since the construction: ``steps``, ``rounds`` and the seconds from their starts to their ends (``round_s``,
-        mostly waiting for the slowest rank), ``units``, and the bytes of gradients that were reduced where they lie
-        (``in_place_bytes``) or copied into units (``copied_bytes``). With PENSTOCK_CHECK=slow also ``slow``: what each rank
+        mostly waiting for the slowest rank), ``buckets``, and the bytes of gradients that were reduced where they lie
+        (``in_place_bytes``) or copied into buckets (``copied_bytes``). With PENSTOCK_CHECK=slow also ``slow``: what each rank
         did in the last steps, and who keeps the others waiting (`penstock.training.checks.SlowCheck.stats`)."""
         return self._reducer.stats() | ({"slow": self._slow.stats()} if self._slow else {})
 
     @property
     def setting(self) -> Setting:
-        """How gradients travel at present. Algorithm ``auto``: the planner chooses, by size and hosts."""
+        """The setting in force. Algorithm ``auto``: the planner chooses, by size and hosts."""
         return self._setting if self._tuning is None else self._tuning.setting
 
     @property
     def tuner(self) -> Tuner | None:
-        """What tries settings, or holds one (`penstock.tune.Tuner`): ``tuner.explain()`` says what was tried and why it chose,
-        ``tuner.record()`` is all of it. None without ``tune``."""
+        """The tuner, which tries settings or holds one (`penstock.tune.Tuner`): ``tuner.explain()`` describes the trials and the
+        choice, ``tuner.record()`` has all of them. None without ``tune``."""
         return None if self._tuning is None else self._tuning.tuner
 
     def apply(self, setting: Setting) -> None:
-        """Change how gradients travel, between two steps, on all ranks at the same ones. Streams are those to each rank, for
-        whatever this process sends there; more than are open count as all of them. Does not block.
+        """Put a setting in force, on all ranks between the same two steps. Its streams are those to each rank, for everything
+        that this process sends there; a number above those that are open means all of them. Does not block.
 
         Raises:
             penstock.errors.Bug: a pass is under way. Nothing has changed.
-            penstock.errors.Config: something that the gradients or the group cannot have; a tuner is in charge.
+            penstock.errors.Config: the gradients or the group do not support the setting; a tuner is in charge.
         """
         if self._tuning is not None:
             raise ConfigError("a tuner is in charge of this; make the reducer without tune")
         tuning.apply(self._reducer, setting)
         self._setting = setting
 
+    def set_bucket_bytes(self, bucket_bytes: int) -> None:
+        """`apply` of the setting with another bucket size."""
+        self.apply(dataclasses.replace(self.setting, bucket_bytes=bucket_bytes))
+
     def set_unit_bytes(self, unit_bytes: int) -> None:
-        """`apply` of the setting with another unit size."""
-        self.apply(dataclasses.replace(self.setting, unit_bytes=unit_bytes))
+        """The old name of `set_bucket_bytes`."""
+        renamed.warn("set_unit_bytes", "set_bucket_bytes")
+        self.set_bucket_bytes(unit_bytes)
 
     def exclude_pause(self) -> None:
         """Tell the tuner that the time since the last step was not all training: call it after an evaluation, a checkpoint or
@@ -314,8 +321,8 @@ class GradientReducer:
             self._tuning.exclude_pause()
 
     def close(self) -> None:
-        """Take the hooks off the model and leave the groups. `destroy_process_group` does the latter as well. A DDP model goes on
-        with its buckets, each in one all-reduce."""
+        """Remove the hooks from the model and leave the groups. `destroy_process_group` does the latter, too. DDP then reduces
+        its own buckets, each in one all-reduce."""
         _alive.discard(self)
         for parameter in self._reduced:
             kept = parameter.__dict__.get(_KEPT, set())
@@ -354,7 +361,7 @@ class GradientReducer:
         self._kept[parameter] = _state(parameter.grad)
 
     def _take_part(self) -> None:
-        """A gradient of a pass is ready: see that the pass is ended."""
+        """A gradient of a pass is ready: make sure that the pass gets its end."""
         self._made += 1
         task = torch._C._current_graph_task_id()
         if self._pass is None or task != self._task:
@@ -436,7 +443,7 @@ class GradientReducer:
         return [(name, parameter, mean.values()) for name, parameter, mean, _ in started]
 
     def _abandon(self) -> None:
-        """The pass has raised. Does not block: its traceback is on its way to the script."""
+        """The pass has raised: drop its step. Does not block, since the exception is on its way to the script."""
         if self._pass is None:
             return
         submitted, self._pass = self._pass, None
@@ -447,20 +454,21 @@ class GradientReducer:
                 "rank %d: a backward pass raised after %d of %d gradients; they are withdrawn, and some of them may hold "
                 "averages. Set gradients to zero before the next pass. (Reported once; docs/guide/gradients.md says what other "
                 "ranks see.)",
-                self._units.rank,
+                self._buckets.rank,
                 len(submitted),
                 len(self._parameters),
             )
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step. Where it is ours, outside of no_sync, everything it uses is to be an average."""
+        """An optimizer is about to step. If it steps parameters of this reducer outside of no_sync, average what is not averaged
+        yet."""
         if optimizer not in self._stepped and not any(one in self._reduced for one in _parameters(optimizer)):
             return
         if self._synchronises():
             if self._lacks_average(self._stepped.get(optimizer, 0) == self._made, _parameters(optimizer)):
                 if _is_scaled():
                     raise ConfigError(
-                        f"rank {self._units.rank}: GradScaler.step() makes a step whose gradients are not averaged, and has "
+                        f"rank {self._buckets.rank}: GradScaler.step() makes a step whose gradients are not averaged, and has "
                         f"unscaled and checked this rank's own: other ranks may skip the step. {_CALL_AVERAGE}"
                     )
                 is_late = self._was_late = self._average_rest()
@@ -469,14 +477,14 @@ class GradientReducer:
                 self._was_changed = self._has_changed(optimizer)
             if is_late and self._was_changed:
                 raise ConfigError(
-                    f"rank {self._units.rank}: gradients were averaged within optimizer.step() in this step or the one before, "
+                    f"rank {self._buckets.rank}: gradients were averaged within optimizer.step() in this step or the one before, "
                     "because no backward pass outside no_sync reached a parameter, and this script changes averages before it "
                     f"steps (by clip_grad_norm_, for one): other ranks did. {_CALL_AVERAGE}"
                 )
         self._stepped[optimizer] = self._made
 
     def _lacks_average(self, has_stepped: bool, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Whether there is something to be averaged before these parameters are stepped.
+        """Whether gradients must be averaged before these parameters are stepped.
 
         Args:
             has_stepped: no pass was averaged since the last step: this step's passes have reached no parameter, though other
@@ -497,12 +505,12 @@ class GradientReducer:
         """
         for parameter, state in self._kept.items():
             gradient = parameter.grad
-            # Where zero_grad() has dropped it, nothing is left of it.
+            # zero_grad() has dropped this gradient.
             if gradient is not None and _state(gradient) != state and gradient.count_nonzero():
                 index = self._index.get(parameter)
                 name = "a sparse weight" if index is None else self._names[index]
                 raise ConfigError(
-                    f"rank {self._units.rank}: the gradient of {name} was changed (by clip_grad_norm_, for "
+                    f"rank {self._buckets.rank}: the gradient of {name} was changed (by clip_grad_norm_, for "
                     f"one) after a pass under no_sync had made it and before it was averaged. {_CALL_AVERAGE}"
                 )
         self._begin()
@@ -514,7 +522,7 @@ class GradientReducer:
         except BaseException:
             self._abandon()
             raise
-        # For other optimizers over these parameters, which step now as well.
+        # For other optimizers over these parameters, which step at the same time.
         self._made += 1
         return not all(self._reducer.was_absent(index) for index in range(len(self._parameters)))
 
@@ -525,7 +533,7 @@ class GradientReducer:
         return one is not None and (one.grad is None or _state(one.grad) != self._averages[one])
 
     def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Everything is reduced, and lies in these tensors."""
+        """Put the averages, which are in these tensors, into the parameters' gradients."""
         self._averages.clear()
         for index, gradient in gradients.items():
             parameter = self._parameters[index]
@@ -557,7 +565,8 @@ class GradientReducer:
 
 
 class _Kept(set[GradientReducer]):
-    """What a parameter keeps alive, in an attribute that Python's collector sees. Copies of the parameter keep nothing."""
+    """The reducers that a parameter keeps alive, in an attribute that Python's collector sees. Copies of the parameter keep
+    none."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return set, ()
@@ -578,7 +587,7 @@ def _is_ready(this: weakref.ref[GradientReducer], index: int | None, parameter: 
 
 
 def _end(tuned: tuning.Tuning | None, hooks: list[Any], own: Any, groups: list[groups.Membership]) -> None:
-    """What is to be done when a reducer is closed, or collected."""
+    """Close a reducer: called by `close`, and when it is collected."""
     if tuned is not None:
         tuned.close()
     for hook in hooks:
@@ -607,7 +616,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
 
 
 def _state(gradient: torch.Tensor) -> tuple[int, int]:
-    """What changes when a gradient is replaced, or changed in place."""
+    """A value that changes when a gradient is replaced, or changed in place."""
     return (gradient.data_ptr() if gradient.layout is torch.strided else 0), gradient._version
 
 
@@ -628,7 +637,7 @@ _alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
-class _BucketReducer(GradientReducer):
+class _DDPReducer(GradientReducer):
     """Fills DDP's buckets with gradients that are reduced already."""
 
     def __init__(self, model: torch.nn.parallel.DistributedDataParallel, **options: Any) -> None:
@@ -644,7 +653,7 @@ class _BucketReducer(GradientReducer):
         self._full: list[tuple[dist.GradBucket, torch.futures.Future[torch.Tensor]]] = []
 
     def _keep(self) -> None:
-        """DDP does, which may end before its parameters."""
+        """Nothing: the DDP model keeps the reducer, and may end before its parameters."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -653,7 +662,7 @@ class _BucketReducer(GradientReducer):
         with contextlib.nullcontext() if model is None else model.no_sync():
             yield
 
-    def bucket_is_full(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def ddp_bucket_is_full(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP waits for the future after `_finish`, which was queued before."""
         is_closed = not self._hooks  # DDP keeps its own
         if is_closed or bucket.buffer().is_sparse:
@@ -678,7 +687,7 @@ class _BucketReducer(GradientReducer):
         super()._begin()
 
     def _check_passes(self) -> None:
-        """DDP must hand over its buckets in the backward pass, or it would wait for ever."""
+        """Refuse what makes DDP hand over its buckets outside of the backward pass: it would wait for ever."""
         model = self._model()
         if model is not None and model.static_graph:
             raise ConfigError(
@@ -716,9 +725,9 @@ def _sparse_weights(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     return {parameter for one in embeddings if one.sparse for parameter in one.parameters(recurse=False)}
 
 
-def _bucket_is_full(this: _BucketReducer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return this.bucket_is_full(bucket)
+def _ddp_bucket_is_full(this: _DDPReducer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return this.ddp_bucket_is_full(bucket)
 
 
 # DDP compares the annotations with types, and here they are texts.
-_bucket_is_full.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+_ddp_bucket_is_full.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}

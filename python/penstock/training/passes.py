@@ -1,4 +1,4 @@
-"""When a backward pass ends, and whether it raised."""
+"""Callbacks for the end of a backward pass, whether it raised or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def at_end(ended: Callable[[], None], raised: Callable[[], None]) -> None:
 
 
 class _End:
-    """Autograd calls it when the pass has ended. A pass that raises drops it without."""
+    """Autograd calls this object when the pass has ended. If the pass raises, autograd drops it without a call."""
 
     def __init__(self, ended: Callable[[], None], raised: Callable[[], None]) -> None:
         self._ended = ended

@@ -1,4 +1,4 @@
-"""What the engine's reducer is told of each gradient, and the check that a gradient is still that.
+"""Descriptions of gradients for the engine's reducer, and the check that a gradient still matches its description.
 
 Only addresses cross to the engine, in every step. Between two steps a script may do to a model whatever torch lets it do
 (``model.double()``, ``model.cuda()``, ``parameter.grad = ...``), so every gradient is checked before its address is handed
@@ -23,7 +23,7 @@ class Slots:
 
     Args:
         parameters: on the CPU. One that is not dense has contiguous gradients, as autograd makes them.
-        names: what errors call them.
+        names: their names in errors.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -31,7 +31,7 @@ class Slots:
         self._slots = [_slot(one) for one in parameters]
 
     def described(self) -> list[tuple[str, int, str, int]]:
-        """As `_core.Reducer` wants them, which compares them between ranks: name, elements, dtype, number of the layout."""
+        """The gradients for `_core.Reducer`, which compares them between ranks: name, elements, dtype, number of the layout."""
         return [
             (name, shape.numel(), str(dtype).removeprefix("torch."), order(lies))
             for name, (dtype, shape, _, lies, *_) in zip(self._names, self._slots, strict=True)
@@ -64,7 +64,7 @@ class Slots:
         return gradient
 
     def zeros(self, index: int) -> torch.Tensor:
-        """What stands for a gradient that this rank has none of."""
+        """Zeros in place of a gradient that this rank does not have."""
         dtype, shape, strides, *_ = self._slots[index]
         return torch.empty_strided(shape, strides, dtype=dtype).zero_()
 
@@ -84,7 +84,7 @@ class Slots:
 def _slot(
     parameter: torch.Tensor,
 ) -> tuple[torch.dtype, torch.Size, tuple[int, ...], Layout, int, int]:
-    """Of its gradients: dtype, shape, strides, layout, bytes, and bytes of an element."""
+    """A parameter's slot: dtype, shape, strides, layout, bytes, and bytes of an element of its gradients."""
     lies = layout(parameter)
     strides = parameter.stride()
     if lies is None:

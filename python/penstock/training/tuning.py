@@ -1,4 +1,4 @@
-"""Couples the tuner (`penstock.tune`) to gradients: which setting a step runs under, and what the step cost.
+"""Couples the tuner (`penstock.tune`) to gradients: applies the setting of each step, and measures the step's cost.
 
 ```text
   first gradient of a pass   have all decided alike? ──> Tuner.begin_step ──> Reducer.set_way     (nothing is in flight yet)
@@ -54,37 +54,37 @@ Tune: TypeAlias = "bool | Options | Setting | Mapping[str, Any] | str | os.PathL
 
 
 def agree(tune: Tune, group: Any) -> dict[str, Any]:
-    """What rank 0 has, on all ranks: its ``streams`` and ``algorithm``; and, if it wants tuning, ``options``, or ``setting`` to
-    pin, and ``record``, the file to write. Blocks until rank 0 has called it.
+    """Rank 0's choices, on all ranks: its ``streams`` and ``algorithm``; and, for tuning, ``options`` (or the ``setting`` to pin)
+    and ``record``, the file to write. Blocks until rank 0 has called it.
 
     Raises:
         penstock.errors.Config: (on all ranks) rank 0 cannot make sense of what it was given, or lacks scipy.
     """
-    plan: list[Any] = [None]
+    agreed: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            plan = [_plan(tune)]
+            agreed = [_asked_for(tune)]
         except (ConfigError, OSError, ValueError, TypeError) as error:
-            plan = [{"error": f"{error}"}]
-    dist.broadcast_object_list(plan, _root(group), group=group)
-    agreed: dict[str, Any] = plan[0]
-    if "error" in agreed:
-        raise ConfigError(f"tune: {agreed['error']}")
-    return agreed
+            agreed = [{"error": f"{error}"}]
+    dist.broadcast_object_list(agreed, _root(group), group=group)
+    found: dict[str, Any] = agreed[0]
+    if "error" in found:
+        raise ConfigError(f"tune: {found['error']}")
+    return found
 
 
 def apply(core: _core.Reducer, setting: Setting) -> None:
-    """Make a setting the one in force; all ranks, between the same two steps.
+    """Put a setting in force, on all ranks between the same two steps.
 
     Raises:
         penstock.errors.Bug: something is in flight. Nothing has changed.
-        penstock.errors.Config: a compression or an algorithm that the gradients or the group cannot have.
+        penstock.errors.Config: the gradients or the group do not support the compression or the algorithm.
     """
     if setting.compression not in WIRES:
         raise ConfigError(f"no compression {setting.compression!r}: there are {', '.join(WIRES)}")
     try:
         core.set_way(
-            unit_bytes=setting.unit_bytes,
+            bucket_bytes=setting.bucket_bytes,
             wire=WIRES[setting.compression],
             algorithm=None if setting.algorithm == AUTO else setting.algorithm,
             streams=setting.streams,
@@ -94,24 +94,24 @@ def apply(core: _core.Reducer, setting: Setting) -> None:
 
 
 def space_of(default: Setting, hosts: Sequence[int], gradient_bytes: int, pinned: Mapping[str, Any]) -> Space:
-    """What is worth trying in a group.
+    """The settings that are worth trying in a group.
 
     Args:
         default: what runs without a tuner; as many streams are open, and its compression is the one that is allowed.
         hosts: of each rank.
-        gradient_bytes: of all gradients; larger units are all alike.
-        pinned: what the user has decided.
+        gradient_bytes: of all gradients; larger buckets are all alike.
+        pinned: the fields that the user has decided.
     """
     # Between ranks of one host, memory is read: no stream carries anything, and no algorithm reads less than the planner's.
     several = len(set(hosts)) > 1
     algorithms = [AUTO]
     if several and len(hosts) > 2:
-        # The planner takes a ring for all units of these sizes, or hierarchical where ranks share hosts.
+        # The planner takes a ring for all buckets of these sizes, or hierarchical where ranks share hosts.
         algorithms += ["halving-doubling"] if len(set(hosts)) == len(hosts) else ["ring", "halving-doubling"]
     return Space.standard(
         default,
         max_streams=default.streams,
-        most_unit_bytes=gradient_bytes,
+        most_bucket_bytes=gradient_bytes,
         algorithms=algorithms,
         compressions=[default.compression],
         pinned={**({} if several else {"streams": default.streams}), **pinned},
@@ -122,9 +122,9 @@ class Tuning:
     """Runs a tuner on a reducer of gradients. All ranks make it, and call it at the same places.
 
     Args:
-        plan: what `agree` gave, with ``options`` or a ``setting``.
+        agreed: what `agree` gave, with ``options`` or a ``setting``.
         core: the reducer. It is idle.
-        units: its group of units.
+        buckets: its group of buckets.
         member: a group of its own, for the exchanges.
         group: the process group of the same ranks.
         default: what is in force now.
@@ -134,9 +134,9 @@ class Tuning:
 
     def __init__(
         self,
-        plan: Mapping[str, Any],
+        agreed: Mapping[str, Any],
         core: _core.Reducer,
-        units: groups.Membership,
+        buckets: groups.Membership,
         member: groups.Membership,
         group: Any,
         *,
@@ -146,15 +146,15 @@ class Tuning:
     ) -> None:
         self._core, self._member, self._timeout_s = core, member, timeout_s
         self._default = self.setting = default
-        self._record_path = plan["record"]
+        self._record_path = agreed["record"]
         self._report: tuple[torch.Tensor, _core.Ticket] | None = None
         self._ended: float | None = None
         self._graphs: tuple[Graph, Graph] | None = None
-        if "setting" in plan:
-            self.tuner = Tuner.pinned(Setting.from_json(plan["setting"]))
+        if "setting" in agreed:
+            self.tuner = Tuner.pinned(Setting.from_json(agreed["setting"]))
             self._apply(self.tuner.best)
             return
-        hosts = units.group.hosts()
+        hosts = buckets.group.hosts()
         if isinstance(model, torch.nn.Module):
             sizes = [one.nbytes for one in model.parameters() if one.requires_grad]
         else:
@@ -176,8 +176,8 @@ class Tuning:
         dist.broadcast_object_list(remembered, _root(group), group=group)
         known = remembered[0]
         self.tuner = Tuner(
-            space_of(default, hosts, sum(sizes), {"algorithm": plan["algorithm"]} if plan["algorithm"] else {}),
-            options=Options.from_json(plan["options"]),
+            space_of(default, hosts, sum(sizes), {"algorithm": agreed["algorithm"]} if agreed["algorithm"] else {}),
+            options=Options.from_json(agreed["options"]),
             remembered=Setting.from_json(known["setting"]) if known else None,
             near=bool(known and known["near"]),
         )
@@ -197,7 +197,7 @@ class Tuning:
             return
         self._exchange(None if self._ended is None else clock() - self._ended)
         if not self.tuner.holds:
-            # The ranks have just met in the last unit: this waits for little more than the way there and back. What it then
+            # The ranks have just met in the last bucket: this waits for little more than the way there and back. What it then
             # takes to decide counts for no step.
             self._take()
             self._exchange(None)
@@ -270,31 +270,31 @@ class Tuning:
                 log.warning("the tuner's record cannot be written (PENSTOCK_TUNE_RECORD): %s", error)
 
 
-def _plan(tune: Tune) -> dict[str, Any]:
-    """What `agree` says of it, on rank 0.
+def _asked_for(tune: Tune) -> dict[str, Any]:
+    """What `agree` sends to the other ranks, on rank 0.
 
     Raises:
         OSError, ValueError: a record that cannot be read, or holds no choice.
         penstock.errors.Config: something else.
     """
     settings = config.read()
-    plan: dict[str, Any] = {"streams": settings.streams, "algorithm": settings.algorithm}
+    found: dict[str, Any] = {"streams": settings.streams, "algorithm": settings.algorithm}
     if tune is None:
         tune = settings.tune
     if tune is False:
-        return plan
-    plan["record"] = str(Path(settings.tune_record).absolute()) if settings.tune_record else ""
+        return found
+    found["record"] = str(Path(settings.tune_record).absolute()) if settings.tune_record else ""
     if tune is True:
         tune = Options()
     elif isinstance(tune, (str, os.PathLike)):
         tune = load_record(tune)
     if isinstance(tune, Options):
         need("a tuner", "scipy")
-        return {**plan, "options": tune.to_json()}
+        return {**found, "options": tune.to_json()}
     if isinstance(tune, Setting):
-        return {**plan, "setting": tune.to_json()}
+        return {**found, "setting": tune.to_json()}
     if isinstance(tune, Mapping):
-        return {**plan, "setting": Tuner.from_record(tune).best.to_json()}
+        return {**found, "setting": Tuner.from_record(tune).best.to_json()}
     raise ConfigError(f"it takes True, False, Options, a Setting, a record or its file, not {type(tune).__name__}")
 
 
@@ -332,7 +332,7 @@ def _root(group: Any) -> int:
 
 
 clock: Callable[[], float] = time.perf_counter
-"""What steps are timed with, in seconds."""
+"""The clock for steps, in seconds."""
 
 WIRES = {"off": None, "fp16": "float16", "bf16": "bfloat16"}
 """The tuner's words for what is on the wire, and torch's."""

@@ -1,6 +1,6 @@
 //! An aggregator's shard.
 
-use super::{Door, Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
+use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, add, since};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
@@ -18,17 +18,17 @@ pub(super) struct Adding {
     run: Option<Run>,
 }
 
-/// A job, as this shard knows it. Node 0 is the parent.
+/// A job as this shard knows it. Node 0 is the parent.
 struct Open {
     job: Admitted,
     nodes: Vec<Known>,
     opened: Time,
-    /// The child that was asked last whether it receives.
+    /// The child to which a receipt was sent last.
     asked: usize,
 }
 
-/// Packets that follow each other, of one job and from one address. What they changed is added to what is known of the node
-/// when the run is over, which costs less than to look for every packet.
+/// Consecutive packets of one job from one address. Their effect on the node's counters is added when the run is over, which
+/// costs less than a look-up for every packet.
 struct Run {
     job: u32,
     from: SocketAddr,
@@ -36,9 +36,9 @@ struct Run {
     before: JobCounters,
     packets: u64,
     bytes: u64,
-    /// One of them at least was from whom it said.
+    /// At least one of the packets was authentic.
     heard: bool,
-    /// It comes from a node that is not known to receive.
+    /// The packets come from a node that is not known to receive packets.
     asks: bool,
 }
 
@@ -54,7 +54,7 @@ impl Adding {
         }
     }
 
-    /// A datagram about who receives what.
+    /// Handles a receipt.
     fn receipt(&mut self, from: SocketAddr, datagram: &[u8], outbox: &mut Outbox<'_>) {
         let Some(open) = job_of(datagram).and_then(|job| self.jobs.get_mut(&job)) else { return };
         let Some(link) = open.job.links.get(&from) else { return };
@@ -64,7 +64,7 @@ impl Adding {
         }
     }
 
-    /// The sender's number in the job that the datagram claims to be of.
+    /// The sender's number in the job that the datagram claims to belong to.
     fn link(&mut self, now: Time, from: SocketAddr, datagram: &[u8]) -> Link {
         let job = job_of(datagram);
         if let Some(run) = &mut self.run
@@ -77,9 +77,9 @@ impl Adding {
         }
         self.settle(now);
         let Some((job, open)) = job.and_then(|job| Some((job, self.jobs.get(&job)?))) else {
-            return STRANGER;
+            return UNAUTHENTICATED;
         };
-        let link = open.job.links.get(&from).copied().unwrap_or(STRANGER);
+        let link = open.job.links.get(&from).copied().unwrap_or(UNAUTHENTICATED);
         let asks = open.nodes.get(link.0 as usize).is_some_and(|node| !node.receives);
         let before = *self.aggregator.counters(job).expect("a job that is open here is open there");
         self.run = Some(Run { job, from, link, before, packets: 1, bytes: datagram.len() as u64, heard: false, asks });
@@ -93,7 +93,7 @@ impl Adding {
         let (Some(open), Some(after)) = (self.jobs.get_mut(&job), self.aggregator.counters(job)) else {
             return;
         };
-        // A stranger's packets are among the job's.
+        // An unauthenticated peer's packets are among the job's.
         if let Some(node) = open.nodes.get_mut(link.0 as usize) {
             node.packets += packets;
             node.bytes += bytes;
@@ -107,7 +107,7 @@ impl Adding {
 
 impl Machine for Adding {
     fn train(&mut self, now: Time, train: Train<'_>, outbox: &mut Outbox<'_>) {
-        // What goes to all children goes in runs, straight out of the received train.
+        // Packets to all children are relayed in runs, straight from the received train.
         let mut relay: Option<(u32, usize, usize)> = None;
         let mut start = 0;
         let mut asks = None;
@@ -119,7 +119,7 @@ impl Machine for Adding {
                 continue;
             }
             if Receipt::is(datagram) {
-                // What follows is of another run: its sender may be known to receive.
+                // What follows belongs to another run, whose sender may be known to receive packets.
                 self.settle(now);
                 self.receipt(train.from, datagram, outbox);
                 start = end;
@@ -129,7 +129,7 @@ impl Machine for Adding {
             let mut relays = None;
             let outcome = self.aggregator.handle_packet(link, datagram);
             let heard = !matches!(&outcome, Err(refusal) if !refusal.is_from_sender());
-            // Who is heard is at an address of the job. It gets one short packet for all of these.
+            // An authentic sender is at an address of the job. It gets one short packet for all of these.
             let is_asked = match &self.run {
                 Some(run) if heard && run.asks => self.jobs.get(&run.job),
                 _ => None,
@@ -148,7 +148,7 @@ impl Machine for Adding {
                         if node.receives {
                             outbox.queue(at, &header, payload);
                         } else if *to == Link(0) && is_asked.is_none() {
-                            // One of a tree's nodes has to begin.
+                            // One node of the tree has to begin.
                             if let Some(ask) = self.door.ask(&open.job.common, at) {
                                 outbox.queue(at, &ask, &[]);
                             }
@@ -181,8 +181,8 @@ impl Machine for Adding {
         if let Some(ask) = asks {
             outbox.queue(train.from, &ask, &[]);
         } else if let Some(open) = relayed.and_then(|job| self.jobs.get_mut(&job)) {
-            // Children that pass an aggregator by, because it was started anew, wait for packets from it. They are asked one after
-            // the other, so that here, too, no more leaves than comes.
+            // After a restart of this aggregator, children that bypass it wait for packets from it. They are asked one after
+            // the other, so that here, too, no more packets leave than come.
             let last = open.asked;
             let (before, after) = (1..=last, last + 1..open.nodes.len());
             if let Some(next) = after.chain(before).find(|child| !open.nodes[*child].receives) {
@@ -261,7 +261,7 @@ impl Machine for Adding {
         });
         Report {
             dropped_on_purpose: self.loss.lost,
-            strangers: *self.aggregator.strangers(),
+            unauthenticated: *self.aggregator.unauthenticated(),
             jobs: jobs.collect(),
             ..Report::default()
         }
@@ -269,11 +269,11 @@ impl Machine for Adding {
 }
 
 impl Open {
-    /// Sends datagrams from above to all children that receive.
+    /// Sends datagrams from above to all children that are known to receive packets.
     fn relay(&self, shard: Shard, bytes: &[u8], stride: usize, outbox: &mut Outbox<'_>) {
         for child in self.nodes[1..].iter().filter(|child| child.receives) {
             if child.place.shards <= shard.count {
-                // Whatever comes here is this shard's, hence also one shard's of the child.
+                // A packet that comes here belongs to this shard, and hence to one shard of the child.
                 outbox.relay(child.place.of(shard.index), bytes, stride);
             } else {
                 for datagram in bytes.chunks(stride) {

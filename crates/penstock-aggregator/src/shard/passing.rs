@@ -1,4 +1,4 @@
-//! The limit that an aggregator is measured against: the same thread and the same datagrams in and out, and nothing between.
+//! The limit against which an aggregator is measured: the same thread and the same datagrams in and out, and no work between.
 
 use super::{Machine, Refused};
 use crate::admission::Admitted;
@@ -8,7 +8,7 @@ use penstock_types::Time;
 use std::net::SocketAddr;
 
 pub(super) struct Passing {
-    /// Whose datagrams go on.
+    /// The sender whose datagrams are passed on.
     pub(super) from: SocketAddr,
     pub(super) to: SocketAddr,
 }

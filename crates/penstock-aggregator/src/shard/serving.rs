@@ -1,6 +1,6 @@
 //! A server's shard.
 
-use super::{Door, Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
+use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, ServerReport};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
@@ -14,7 +14,7 @@ use std::net::SocketAddr;
 pub(super) struct Serving {
     limits: Limits,
     jobs: HashMap<u32, Open>,
-    strangers: [u64; Refusal::COUNT],
+    unauthenticated: [u64; Refusal::COUNT],
     loss: Loss,
     door: Door,
 }
@@ -35,20 +35,21 @@ impl Serving {
         Serving {
             limits: settings.limits,
             jobs: HashMap::new(),
-            strangers: [0; Refusal::COUNT],
+            unauthenticated: [0; Refusal::COUNT],
             loss: Loss::new(settings.drop, settings.shard),
             door: Door(settings.receipts),
         }
     }
 
-    /// Takes a datagram; returns what to ask its sender, where that is a node of a job that is not known to receive.
+    /// Handles a datagram; returns the receipt for its sender, if that is a node of a job that is not known to receive
+    /// packets.
     fn datagram(&mut self, now: Time, from: SocketAddr, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
         let Some(open) = job_of(datagram).and_then(|job| self.jobs.get_mut(&job)) else {
             let refusal = decode(datagram).map_or_else(Refusal::from, |_| Refusal::Job);
-            self.strangers[refusal.index()] += 1;
+            self.unauthenticated[refusal.index()] += 1;
             return None;
         };
-        let link = open.job.links.get(&from).copied().unwrap_or(STRANGER);
+        let link = open.job.links.get(&from).copied().unwrap_or(UNAUTHENTICATED);
         let outcome = open.server.handle_packet(now, link, datagram);
         open.stirred = true;
         open.committed += u64::from(matches!(outcome, Ok(Some(_))));
@@ -69,7 +70,7 @@ impl Serving {
         if is_heard && !node.receives { self.door.ask(&open.job.common, from) } else { None }
     }
 
-    /// Takes a datagram about who receives what; returns the answer.
+    /// Handles a receipt; returns the answer.
     fn receipt(&mut self, from: SocketAddr, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
         let open = self.jobs.get_mut(&job_of(datagram)?)?;
         let link = open.job.links.get(&from)?;
@@ -153,7 +154,7 @@ impl Machine for Serving {
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
         };
-        // The epoch before goes first, so that both are never here together.
+        // The epoch before is removed first, so that both never need memory together.
         self.jobs.remove(&common.job);
         let open = Open {
             server: Server::new(now, config),
@@ -206,7 +207,7 @@ impl Machine for Serving {
         });
         Report {
             dropped_on_purpose: self.loss.lost,
-            strangers: self.strangers,
+            unauthenticated: self.unauthenticated,
             jobs: jobs.collect(),
             ..Report::default()
         }

@@ -1,16 +1,15 @@
 //! A rank's side of the aggregated all-reduces of one group, without sockets and clocks.
 //!
 //! Every server has a *stream* of SeqNums of its own. Operations post their blocks to it in the order in which the group's
-//! ranks issue them, so that SeqNums mean the same on all ranks without a message:
-//!
+//! ranks issue them, so a SeqNum means the same block on all ranks without a message:
 //! ```text
 //!   op 0: header, exponents ──(results)──> blocks ──(all numbered)──> op 1: header, exponents ──(results)──> blocks ...
 //! ```
 //! A block is read from the tensor whenever it is sent, and its result is written over it: once a result is here, the server
-//! has committed the block, and nobody asks for it again.
+//! has committed the block, and no node needs it again.
 //!
-//! **An operation ends when *all* ranks have all its results**, which Credit tells. So what one rank has handed to its user
-//! no rank lacks, and when a server dies, everybody can start again from the same operation.
+//! **An operation ends when *all* ranks have all its results**, which Credit shows. So a result that one rank has given to its
+//! user is known on all ranks, and when a server dies, all ranks can start again from the same operation.
 
 use super::layout::{HEADER_EXPONENTS, Layout, Wire, header, other_fingerprint};
 use penstock_kernels::{ByteOrder, Exponent, Finish, block_exponent, premultiply, reduce, swap_bytes};
@@ -21,12 +20,12 @@ use penstock_protocol::aggregation::{
 use penstock_types::{DType, ReduceOp, Time};
 use std::collections::VecDeque;
 
-/// The server itself, in a [`WorkerConfig`].
+/// The number of the server in a [`WorkerConfig`].
 pub(crate) const SERVER: Link = Link(0);
-/// The aggregator above this rank, where there is one.
+/// The number of the aggregator above this rank, if there is one.
 pub(crate) const PARENT: Link = Link(1);
 
-/// What all ranks of a group agree on.
+/// The parameters on which all ranks of a group agree.
 #[derive(Clone, Debug)]
 pub(crate) struct CoreConfig {
     pub(crate) rank: u32,
@@ -46,12 +45,12 @@ pub(crate) struct Job {
     pub(crate) op: ReduceOp,
     pub(crate) address: *mut u8,
     pub(crate) bytes: usize,
-    /// What ranks must agree on.
+    /// The fingerprint on which ranks must agree.
     pub(crate) fingerprint: u128,
-    /// The tensor holds the contribution: otherwise [`Core::release`] says when.
+    /// Whether the tensor holds the contribution already; otherwise [`Core::release`] reports it.
     pub(crate) ready: bool,
     pub(crate) started: Time,
-    /// Nanoseconds.
+    /// The time-out in nanoseconds.
     pub(crate) timeout: u64,
 }
 
@@ -68,11 +67,11 @@ pub(crate) enum Trouble {
     Result(String),
 }
 
-/// What an operation lacks from a server.
+/// What an operation waits for from a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lack {
     Nothing,
-    /// What comes before blocks: all ranks' header, or exponents.
+    /// What precedes blocks: the sum of all ranks' headers, or their exponents.
     Agreement,
     /// Pieces of the result, of so many.
     Pieces {
@@ -90,7 +89,7 @@ pub(crate) struct Packet {
     pub(crate) payload_bytes: usize,
 }
 
-/// Counts of one server's stream.
+/// Counters of one server's stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StreamCounters {
     pub(crate) pushed: u64,
@@ -105,7 +104,7 @@ pub(crate) struct Core {
     topology: Topology,
     planner: Planner,
     streams: Vec<Stream>,
-    /// Those that have not ended; the first one's number is `first`.
+    /// Operations that have not ended; the first one's number is `first`.
     ops: VecDeque<Op>,
     first: u64,
 }
@@ -115,7 +114,7 @@ struct Stream {
     /// The operation whose blocks are posted next.
     op: u64,
     next: Next,
-    /// By SeqNum modulo its length, which is what a worker may have posted: what it carries.
+    /// What each SeqNum carries, by SeqNum modulo the length. The length is how many a worker may have posted.
     posted: Vec<Carried>,
     counters: StreamCounters,
 }
@@ -125,7 +124,7 @@ struct Stream {
 enum Next {
     Header,
     Exponents(usize),
-    /// The exponents of all ranks are not here yet.
+    /// The exponents of all ranks have not come yet.
     Agreement,
     Block {
         block: usize,
@@ -150,10 +149,10 @@ enum What {
 struct Op {
     job: Job,
     layout: Layout,
-    /// Nothing of it has been posted yet.
+    /// Whether any of its blocks was posted.
     begun: bool,
     sides: Vec<Side>,
-    /// By piece, the servers' one after the other: whether the tensor holds the result.
+    /// For each piece, of one server after the other, whether the tensor holds its result.
     delivered: Vec<bool>,
     undelivered: usize,
 }
@@ -163,13 +162,13 @@ struct Side {
     start: usize,
     len: usize,
     blocks: usize,
-    /// Of each block: this rank's at first, all ranks' in the end.
+    /// The exponent of each block: first this rank's, in the end the maximum of all ranks.
     exponents: Vec<i16>,
-    /// Headers and exponents without a result.
+    /// Headers and exponents whose result has not come.
     unagreed: usize,
-    /// Where its pieces begin.
+    /// The index of its first piece.
     first_piece: usize,
-    /// The last SeqNum, once all are posted.
+    /// The last SeqNum, once all blocks are posted.
     last: Option<Serial>,
 }
 
@@ -194,7 +193,7 @@ impl Core {
         }
     }
 
-    /// Takes the next operation of the group's order; returns its number.
+    /// Adds the next operation of the group's order; returns its number.
     pub(crate) fn submit(&mut self, job: Job) -> u64 {
         let CoreConfig { wire, world, rank, payload_bytes, .. } = self.config;
         let layout = Layout::new(wire, job.dtype, world, payload_bytes);
@@ -235,14 +234,14 @@ impl Core {
         self.first + self.ops.len() as u64 - 1
     }
 
-    /// The tensor of an operation that was not ready is.
+    /// The tensor of an operation that was not ready is ready now.
     pub(crate) fn release(&mut self, op: u64) {
         if let Some(op) = op.checked_sub(self.first).and_then(|at| self.ops.get_mut(at as usize)) {
             op.job.ready = true;
         }
     }
 
-    /// Takes a datagram that came from `from` to the socket of `server`. A refused one has no effect.
+    /// Handles a datagram that came from `from` to the socket of `server`. A refused one has no effect.
     pub(crate) fn handle_packet(
         &mut self,
         now: Time,
@@ -319,19 +318,19 @@ impl Core {
         self.pop()
     }
 
-    /// The next operation whose results are all here, whether or not all others have them.
+    /// The next operation whose results have all come, whether or not other ranks have them.
     pub(crate) fn poll_delivered(&mut self) -> Option<u64> {
         self.ops.front().filter(|op| op.has_all())?;
         self.pop()
     }
 
-    /// The first operation whose time is over.
+    /// The first operation whose time-out has expired.
     pub(crate) fn late(&self, now: Time) -> Option<u64> {
         let late = |op: &Op| now.since(op.job.started) > op.job.timeout;
         self.ops.iter().position(late).map(|at| self.first + at as u64)
     }
 
-    /// What the first operation lacks, by server.
+    /// What the first operation waits for, by server.
     pub(crate) fn lacks(&self) -> Vec<Lack> {
         let Some(op) = self.ops.front() else { return Vec::new() };
         let of = |side: &Side| {
@@ -346,12 +345,12 @@ impl Core {
         op.sides.iter().map(of).collect()
     }
 
-    /// The first server that was silent for too long.
+    /// The first server from which nothing has come for too long.
     pub(crate) fn lost_server(&self, now: Time) -> Option<usize> {
         self.streams.iter().position(|stream| stream.worker.server_is_lost(now))
     }
 
-    /// Whether blocks for a server go straight to it, because an aggregator is passed by.
+    /// Whether blocks for a server go directly to it because an aggregator is bypassed.
     pub(crate) fn is_direct(&self, server: usize) -> bool {
         self.streams[server].worker.is_direct()
     }
@@ -368,8 +367,8 @@ impl Core {
         self.ops.is_empty()
     }
 
-    /// Where a fallback has to begin, as far as this rank knows: its first operation that lacks a result, and the number of
-    /// operations that it has been given.
+    /// Where a fallback has to begin, as far as this rank knows: the number of its first operation that lacks a result, and
+    /// the number of operations that it was given.
     pub(crate) fn fallback_point(&self) -> (u64, u64) {
         let complete = self.ops.iter().take_while(|op| op.has_all()).count() as u64;
         (self.first + complete, self.first + self.ops.len() as u64)
@@ -381,7 +380,7 @@ impl Core {
         self.first
     }
 
-    /// Gives up the first operation, for a fallback.
+    /// Removes the first operation, for a fallback.
     pub(crate) fn take_first(&mut self) -> Option<(u64, Leftover)> {
         let op = self.ops.pop_front()?;
         self.first += 1;
@@ -397,13 +396,13 @@ impl Core {
         self.ops.pop_front()?;
         self.first += 1;
         for stream in self.streams.iter_mut().filter(|stream| stream.op < self.first) {
-            // It had nothing of this operation.
+            // The stream had posted nothing of this operation.
             (stream.op, stream.next) = (self.first, Next::Header);
         }
         Some(self.first - 1)
     }
 
-    /// Posts what can be.
+    /// Posts blocks as far as possible.
     fn post(&mut self, server: usize) {
         let stream = &mut self.streams[server];
         while let Some(op) = stream.op.checked_sub(self.first).and_then(|at| self.ops.get_mut(at as usize)) {
@@ -547,21 +546,21 @@ impl Core {
     }
 }
 
-/// What is left of an operation for a fallback to do.
+/// An operation that a fallback has to end.
 #[derive(Debug)]
 pub(crate) struct Leftover {
     pub(crate) job: Job,
     /// The contribution was premultiplied, if it had to be.
     pub(crate) begun: bool,
-    /// Start and length in the tensor, and whether it holds the result, finished.
+    /// For each piece its start and length in the tensor, and whether it holds the final result.
     pub(crate) pieces: Vec<(usize, usize, bool)>,
 }
 
-/// What a packet looks like.
+/// The form of a packet's block.
 struct PacketShape {
     format: Format,
     exponent: i16,
-    /// What is meant; zeros lie behind it.
+    /// Bytes of data; zeros follow them.
     bytes: usize,
     packet_bytes: usize,
 }
@@ -571,7 +570,7 @@ impl Op {
         self.undelivered == 0 && self.sides.iter().all(|side| side.unagreed == 0)
     }
 
-    /// What a packet of this is to look like.
+    /// The form of the packet that carries `what`.
     fn shape(&self, server: usize, what: What) -> PacketShape {
         let (layout, side) = (&self.layout, &self.sides[server]);
         let added =
@@ -592,7 +591,7 @@ impl Op {
         }
     }
 
-    /// Fills in the payload of a packet.
+    /// Writes the block of the packet that carries `what`.
     fn write(&self, server: usize, what: What, payload: &mut [u8]) -> PacketShape {
         let shape = self.shape(server, what);
         let (payload, zeros) = payload[..shape.packet_bytes].split_at_mut(shape.bytes);
@@ -623,12 +622,12 @@ impl Op {
 }
 
 impl Side {
-    /// Whether a block goes as the tensor has it although others go as integers.
+    /// Whether a block travels in the tensor's own format although others travel as integers.
     fn is_full(&self, layout: &Layout, block: usize) -> bool {
         layout.integers.is_some() && self.exponents[block] == Exponent::NONFINITE.code()
     }
 
-    /// Packets that a block takes. Its exponent is agreed on.
+    /// Packets that a block takes, once its exponent is agreed on.
     fn parts(&self, layout: &Layout, block: usize) -> usize {
         if !self.is_full(layout, block) {
             return 1;
@@ -636,7 +635,7 @@ impl Side {
         self.part(layout, block, 0, 1).1.div_ceil(layout.piece_bytes())
     }
 
-    /// Where a part of a block lies, in bytes of the tensor. With one part it is the block.
+    /// Start and length of a part of a block, in bytes of the tensor. With one part it is the whole block.
     fn part(&self, layout: &Layout, block: usize, part: usize, parts: usize) -> (usize, usize) {
         let block_start = block * layout.block_bytes();
         let block_len = layout.block_bytes().min(self.len - block_start);
@@ -660,7 +659,7 @@ impl Job {
     }
 }
 
-/// An operation's memory.
+/// The memory of an operation's tensor.
 #[derive(Clone, Copy)]
 struct Tensor {
     address: *mut u8,
@@ -670,13 +669,13 @@ struct Tensor {
 impl Tensor {
     fn get<'a>(self, start: usize, len: usize) -> &'a [u8] {
         assert!(start + len <= self.bytes, "a block outside the tensor");
-        // SAFETY: inside the tensor, which is the operation's while it runs; nobody writes it meanwhile.
+        // SAFETY: inside the tensor, which is the operation's while it runs; nothing writes to it meanwhile.
         unsafe { std::slice::from_raw_parts(self.address.add(start), len) }
     }
 
     fn get_mut<'a>(self, start: usize, len: usize) -> &'a mut [u8] {
         assert!(start + len <= self.bytes, "a block outside the tensor");
-        // SAFETY: as above; the one caller lets go of it before anything else looks at the tensor.
+        // SAFETY: as above; the only caller ends its borrow before anything else reads the tensor.
         unsafe { std::slice::from_raw_parts_mut(self.address.add(start), len) }
     }
 }

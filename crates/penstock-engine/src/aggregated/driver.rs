@@ -1,4 +1,4 @@
-//! The client's thread: turns what the core wants into system calls, and the core's troubles into the group's failures.
+//! The client's thread: makes system calls for the core, and turns the core's errors into failures of the group.
 
 use super::core::{Core, CoreConfig, Job, Lack, PARENT, SERVER, Trouble};
 use super::fallback::{claims, contribute, finish};
@@ -19,7 +19,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What others ask of the client's thread.
+/// Commands from other threads.
 #[derive(Debug)]
 pub(super) enum Command {
     Start(Call, Ticket),
@@ -32,13 +32,13 @@ pub(super) enum Command {
     Stop,
 }
 
-/// The kind by which the alarm group says that a server is lost. Nothing else of it has a time-out.
+/// The failure kind by which the alarm group reports that a server is lost. Nothing else in that group has a time-out.
 const SERVER_LOST: FailureKind = FailureKind::Timeout;
-/// How long ranks may take to find each other after an alarm: more than it takes each to miss the server by itself.
+/// How long ranks may take to meet after an alarm: longer than each one takes to notice by itself that the server is lost.
 const AGREE_WITHIN: u64 = 30 * SECOND;
-/// Batches of one socket before another has its turn.
+/// Batches that are read from one socket before the next one has its turn.
 const BATCHES: usize = 4;
-/// Of each server's.
+/// How many bypasses of each server are logged as warnings.
 const BYPASSES_TOLD: u64 = 3;
 /// How often counters are published while packets flow.
 const PUBLISH_EVERY: u64 = SECOND / 10;
@@ -51,22 +51,22 @@ pub(super) struct Driver {
     sockets: Vec<Datagrams>,
     core: Core,
     epoch: Instant,
-    /// Operations that have not ended, in the group's order, from number `first` on.
+    /// Operations that have not ended, in the group's order, from number `first`.
     running: VecDeque<Running>,
     first: u64,
     /// Why the group has failed.
     failed: Option<Failure>,
-    /// A rank has left the group: what it has not issued never ends.
+    /// A rank has left the group: operations that it has not issued never end.
     departed: Option<Failure>,
-    /// A server is lost, as another rank says.
+    /// Another rank reports that a server is lost.
     alarmed: Option<String>,
     stopped: bool,
     payload: Vec<u8>,
     published: Time,
     direct: Vec<bool>,
     refusals_told: Vec<bool>,
-    /// Packets from none of ours, for each server's socket.
-    strangers: Vec<u64>,
+    /// Packets from unknown addresses, for each server's socket.
+    unauthenticated: Vec<u64>,
 }
 
 struct Running {
@@ -74,7 +74,7 @@ struct Running {
     job: Job,
     fingerprint: Fingerprint,
     priority: Priority,
-    /// What keeps the tensor alive.
+    /// The owner of the tensor.
     keep: Option<Box<dyn Any + Send>>,
     recorded: Entry,
 }
@@ -96,7 +96,7 @@ impl Driver {
             start: Serial(server.start),
             parent: if server.parent.is_some() { PARENT } else { SERVER },
             server: SERVER,
-            // Packets of one length are for switches.
+            // Packets of one length are for switches, which keep no results.
             ask_parent: spec.wire != Wire::Padded,
             timing: Timing::default(),
         };
@@ -121,7 +121,7 @@ impl Driver {
                 requested: 0,
                 results: 0,
                 refused: 0,
-                strangers: 0,
+                unauthenticated: 0,
                 sent_bytes: 0,
                 received_bytes: 0,
                 round_trip_ns: 0,
@@ -130,7 +130,7 @@ impl Driver {
         Driver {
             direct: vec![false; spec.servers.len()],
             refusals_told: vec![false; spec.servers.len()],
-            strangers: vec![0; spec.servers.len()],
+            unauthenticated: vec![0; spec.servers.len()],
             payload: vec![0; spec.payload_bytes],
             shared,
             group,
@@ -164,18 +164,18 @@ impl Driver {
         }
     }
 
-    /// Hears of the group's end, of ranks that leave, and of servers that others miss.
+    /// Subscribes to the end of the group, to ranks that leave, and to servers that other ranks have lost.
     fn listen(&self) {
         let watch = Ticket::default();
         let (shared, fallback) = (self.shared.clone(), self.spec.fallback.clone());
         watch.on_done(move |result| {
             let failure = result.clone().expect_err("a watch ends with a failure");
-            // Whoever waits for it there waits no longer.
+            // Waits on the fallback group end with it.
             fallback.fail(failure.clone());
             shared.post(Command::Failed(failure), None);
         });
         self.group.watch(watch);
-        // Messages that never come. Waiting for each rank shows who leaves.
+        // Receives of messages that never come: each of them fails when its rank leaves.
         for from in (0..self.spec.world).filter(|rank| *rank != self.spec.rank) {
             let mut never = Box::new(0u64);
             let call = Call {
@@ -205,7 +205,7 @@ impl Driver {
         }
     }
 
-    /// One round of everything. Says which server is lost, once one is.
+    /// One round of all work. Returns the reason if a server is lost.
     fn turn(&mut self) -> Option<String> {
         self.take_commands();
         if self.stopped || self.failed.is_some() {
@@ -295,11 +295,11 @@ impl Driver {
             let ServerSpec { address, parent, .. } = self.spec.servers[server];
             for _ in 0..BATCHES {
                 let (core, told) = (&mut self.core, &mut self.refusals_told[server]);
-                let strangers = &mut self.strangers[server];
+                let unauthenticated = &mut self.unauthenticated[server];
                 let mut answers = Vec::new();
                 let received = socket.receive(|from, bytes| {
                     let Some(link) = link_of(from, address, parent) else {
-                        *strangers += 1;
+                        *unauthenticated += 1;
                         return;
                     };
                     if let Some(receipt) = Receipt::decode(bytes) {
@@ -324,7 +324,7 @@ impl Driver {
                 match received {
                     Ok(0) => break,
                     Ok(_) => {}
-                    // Of an earlier packet, to a port where nobody listens.
+                    // An error of an earlier packet, to a port on which no process listens.
                     Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {}
                     Err(error) => {
                         log::warn!("penstock: cannot receive from server {address}: {error}");
@@ -366,7 +366,7 @@ impl Driver {
             let ServerSpec { address, parent, .. } = self.spec.servers[server];
             let flush = |socket: &mut Datagrams| {
                 if let Err(error) = socket.flush() {
-                    // It is sent again; what stays unreachable is found by its silence.
+                    // The packet is sent again; a server that stays unreachable is found by its silence.
                     log::debug!("penstock: cannot send to server {address}: {error}");
                 }
             };
@@ -386,7 +386,7 @@ impl Driver {
         }
     }
 
-    /// Hands out what has ended.
+    /// Completes the tickets of operations that have ended.
     fn settle(&mut self) {
         while let Some(op) = self.core.poll_done() {
             self.end(op);
@@ -394,8 +394,8 @@ impl Driver {
         if self.departed.is_none() || self.failed.is_some() {
             return;
         }
-        // A rank leaves in good order when all that it has issued has ended: when all ranks have all results. So what has
-        // its results here is complete everywhere, and the rest was never issued by that rank.
+        // A rank leaves in good order when all operations that it has issued have ended, that is, when all ranks have all
+        // results. So an operation whose results are here is complete everywhere, and that rank never issued the others.
         while let Some(op) = self.core.poll_delivered() {
             self.end(op);
         }
@@ -413,7 +413,7 @@ impl Driver {
             let mut stats = self.shared.stats();
             stats.operations += 1;
             stats.bytes += running.job.bytes as u64;
-            // Callers that have waited for the operation find all of it counted.
+            // Callers that waited for the operation must find it counted.
             self.count(&mut stats);
         }
         running.ticket.complete(Ok(()));
@@ -424,7 +424,7 @@ impl Driver {
         self.running.pop_front().expect("the core has it too")
     }
 
-    /// Notices aggregators that are passed by, and operations that are late.
+    /// Checks for bypassed aggregators, and for operations that are late.
     fn judge(&mut self, now: Time) {
         for server in 0..self.direct.len() {
             let direct = self.core.is_direct(server);
@@ -439,7 +439,7 @@ impl Driver {
                 entry.bypasses += u64::from(direct);
                 entry.bypasses
             };
-            // On a machine that is short of processors it may come and go; counters have the rest.
+            // On an overloaded machine a bypass may begin and end often; the counters have all of them.
             let level = if bypasses <= BYPASSES_TOLD { log::Level::Warn } else { log::Level::Debug };
             if direct {
                 log::log!(
@@ -493,7 +493,7 @@ impl Driver {
         Some(reason)
     }
 
-    /// What the first operation waits for, in words.
+    /// What the first operation waits for, as a text.
     fn lacks(&self) -> String {
         if self.running.front().is_some_and(|running| !running.job.ready) {
             return "its tensor, which the device has not filled".to_owned();
@@ -526,7 +526,7 @@ impl Driver {
             entry.requested = counters.requested;
             entry.results = counters.results;
             entry.refused = counters.refused;
-            entry.strangers = self.strangers[server];
+            entry.unauthenticated = self.unauthenticated[server];
             entry.round_trip_ns = self.core.round_trip(server);
             if let Some(socket) = self.sockets.get(server) {
                 entry.sent_bytes = socket.counters().sent_bytes;
@@ -552,7 +552,7 @@ impl Driver {
         }
     }
 
-    /// The group has been failed from here: no packet touches a tensor any more until that has come around.
+    /// This thread has failed the group: no packet may touch a tensor until the failure has come back.
     fn wait_for_failure(&mut self) {
         while self.failed.is_none() && !self.stopped {
             self.wait(true);
@@ -560,7 +560,7 @@ impl Driver {
         }
     }
 
-    /// Fails everything.
+    /// Fails all operations.
     fn fail(&mut self, failure: Failure) {
         let failure = Failure { group_lives: false, ..failure };
         self.failed.get_or_insert(failure.clone());
@@ -580,7 +580,7 @@ impl Driver {
 
     // ------------------------------------------------------------------ when a server has died
 
-    /// Ends what is running, with the other ranks. False if that failed.
+    /// Ends all running operations together with the other ranks. Returns false if that failed.
     fn fall_back(&mut self, reason: &str) -> bool {
         let (rank, name) = (self.spec.rank, self.spec.name.clone());
         log::warn!(
@@ -618,7 +618,7 @@ impl Driver {
                 return self.give_up(failure);
             }
         }
-        // What some rank has not been given is whole here, but perhaps multiplied.
+        // Operations that some rank was not given are unreduced here, but may be premultiplied.
         while let Some((number, left)) = self.core.take_first() {
             let running = &mut self.running[(number - self.first) as usize];
             if left.begun && matches!(left.job.op, ReduceOp::PremulSum(_)) {
@@ -670,19 +670,19 @@ impl Driver {
             timeout,
         };
         let ticket = Ticket::default();
-        // SAFETY: `bytes` is borrowed until the ticket completes: at the latest when the fallback group fails, which it does
-        // with the client's own (`listen`).
+        // SAFETY: `bytes` is borrowed until the ticket completes. That is at the latest when the fallback group fails, which
+        // it does together with the client's own (`listen`).
         unsafe { self.spec.fallback.start_as(plain(&job, Priority(0), None), ticket.clone()) };
         ticket.wait(None).expect("without a time-out it waits for the end")
     }
 
-    /// From here on operations only pass through, in their order.
+    /// From here on operations are only passed on to the fallback group, in their order.
     fn forward(&mut self) {
         loop {
             while self.running.front().is_some_and(|running| running.job.ready) {
                 let Running { ticket, mut job, priority, keep, .. } = self.pop();
                 if let ReduceOp::PremulSum(factor) = job.op {
-                    // Ranks may differ in whether they have multiplied before the server died.
+                    // Ranks may differ in whether they had premultiplied before the server died.
                     // SAFETY: the tensor is the operation's.
                     unsafe { penstock_kernels::premultiply(job.dtype, job.address, job.address, job.bytes, factor) };
                     job.op = ReduceOp::Sum;
@@ -701,7 +701,7 @@ impl Driver {
 }
 
 impl Drop for Driver {
-    /// However the thread ends, nobody waits for it.
+    /// However the thread ends, no caller waits for it any longer.
     fn drop(&mut self) {
         let failure = if std::thread::panicking() {
             let failure = Failure::fatal(FailureKind::Bug, "the thread for aggregation has panicked.");
@@ -747,7 +747,7 @@ fn plain(job: &Job, priority: Priority, keep: Option<Box<dyn Any + Send>>) -> Ca
     }
 }
 
-/// Who sent it; `None`: none of ours.
+/// The node that sent a packet; `None`: an unknown address.
 fn link_of(from: SocketAddr, server: SocketAddr, parent: Option<NodeSpec>) -> Option<Link> {
     if from == server {
         return Some(SERVER);
@@ -758,6 +758,6 @@ fn link_of(from: SocketAddr, server: SocketAddr, parent: Option<NodeSpec>) -> Op
 }
 
 fn as_bytes<T: Copy>(values: &mut [T]) -> &mut [u8] {
-    // SAFETY: the callers' are integers, of which any bytes are a value.
+    // SAFETY: callers pass integers, for which all bytes are valid.
     unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
 }

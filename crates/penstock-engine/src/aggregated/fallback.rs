@@ -1,27 +1,28 @@
 //! How operations end when a server has died.
 //!
-//! Below the first operation that lacks a result on some rank (`first`) nothing is to be done: all ranks have everything.
-//! Operations that some rank has not been given (`given`) are untouched everywhere. For those between, ranks find out which
-//! of them has the result of each piece of the tensor; then one sum over the ranks ends the operation, to which each adds
+//! Operations before `first`, the first one that lacks a result on some rank, need nothing: all ranks have everything.
+//! Operations from `given` on, which some rank was not given, are untouched everywhere. For those between, ranks find out
+//! which of them has the result of each piece of the tensor. Then one sum over the ranks ends the operation, to which each
+//! rank adds
 //!
 //! ```text
-//!   the result         if it is the lowest rank that has it      (the others add nothing: the bits stay)
-//!   its contribution   if nobody has it
+//!   the result         if it is the lowest rank that has it      (the others add zeros: the bits stay)
+//!   its contribution   if no rank has it
 //! ```
 
 use super::core::Leftover;
 use penstock_kernels::{Finish, premultiply, reduce};
 use penstock_types::ReduceOp;
 
-/// Nobody: larger than any rank, so that the minimum over ranks is somebody if there is one.
+/// No rank: larger than any rank, so that the minimum over ranks is a rank if there is one.
 pub(crate) const NOBODY: i32 = i32::MAX;
 
-/// By piece: this rank, if the piece holds its result here.
+/// For each piece this rank, if its result is here.
 pub(crate) fn claims(rank: u32, left: &Leftover) -> Vec<i32> {
     left.pieces.iter().map(|(_, _, here)| if *here { rank as i32 } else { NOBODY }).collect()
 }
 
-/// Makes of the tensor what this rank adds, once the minimum of all ranks' claims is known.
+/// Overwrites the tensor with what this rank adds, once the minimum of all ranks' claims is known.
 pub(crate) fn contribute(rank: u32, left: &Leftover, owners: &[i32]) {
     if let (ReduceOp::PremulSum(factor), false) = (left.job.op, left.begun) {
         let (address, bytes) = (left.job.address, left.job.bytes);
@@ -36,7 +37,7 @@ pub(crate) fn contribute(rank: u32, left: &Leftover, owners: &[i32]) {
     }
 }
 
-/// Finishes the sum: results that came from a server were divided there already.
+/// Finishes the sum. Results that came from a server are already divided.
 pub(crate) fn finish(world: u32, left: &Leftover, owners: &[i32]) {
     if left.job.op != ReduceOp::Avg {
         return;
@@ -56,12 +57,12 @@ mod tests {
     use super::*;
     use penstock_types::{DType, Time};
 
-    /// Three ranks, four pieces: had by none, by one, by two, by all. What ranks add gives every rank the delivered bits
-    /// where there are any, and the average of the contributions elsewhere.
+    /// Three ranks, four pieces, whose result no rank, one, two or all of them have. Every rank ends with the delivered bits
+    /// where there are any, and with the average of the contributions elsewhere.
     #[test]
     fn delivered_pieces_keep_their_bits() {
         let has = [[false, false, true, true], [false, true, false, true], [false, false, true, true]];
-        // Results as a server gave them: bits that no sum of the contributions has.
+        // A result as a server returned it: bits that no sum of the contributions has.
         let result = 0.123_456_79f32;
         let mut tensors: Vec<Vec<f32>> = (0..3)
             .map(|rank| has[rank].iter().map(|here| if *here { result } else { 3.0 * rank as f32 }).collect())

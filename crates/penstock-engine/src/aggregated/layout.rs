@@ -1,4 +1,4 @@
-//! Which bytes of a tensor a block holds, and what a block looks like on the wire. Alike on all ranks.
+//! How a tensor is cut into blocks, and the form of a block in a packet. The same on all ranks.
 //!
 //! ```text
 //!   tensor   |  server 0's range          |  server 1's         |      cut by fractions, at cache lines
@@ -10,25 +10,25 @@ use penstock_kernels::FixedPoint;
 use penstock_protocol::aggregation::Format;
 use penstock_types::DType;
 
-/// What travels.
+/// The format in which blocks travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wire {
     /// Integers of 32 bits; float16 and bfloat16 in 16 bits where no bit of a block's largest elements is lost.
     Int32,
-    /// Integers of 32 bits, whatever the tensor's type, and packets of one length, filled up with zeros: what a switch adds.
-    /// Blocks that are not finite go past it, and are as long as they are.
+    /// Integers of 32 bits, whatever the tensor's type, in packets of one length that end in zeros: for switches. Blocks that
+    /// are not finite bypass the switch, in packets of their own length.
     Padded,
     /// Integers of 16 bits, whatever the tensor's type: half the bytes of float32, and an error bound 2^16 times as wide.
     Int16,
-    /// Elements as the tensor has them; for aggregators that add floats.
+    /// Elements in the tensor's own format; for aggregators that add floats.
     Float,
 }
 
-/// How the operations of one element type are cut.
+/// How operations of one element type are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
     pub(crate) dtype: DType,
-    /// None: elements travel as they are.
+    /// `None`: elements travel in their own format.
     pub(crate) integers: Option<FixedPoint>,
     /// The most that a packet carries, a multiple of 64.
     payload_bytes: usize,
@@ -46,8 +46,8 @@ impl Layout {
         Layout { dtype, integers, payload_bytes, is_padded: wire == Wire::Padded }
     }
 
-    /// How long a packet is that carries so many bytes of integers or exponents. Zeros behind them are the same on all ranks, and
-    /// are zeros in the sum and the maximum, which nobody reads.
+    /// Bytes of a packet that carries this many bytes of integers or exponents. The zeros that fill it up are the same on all
+    /// ranks; their sum and maximum are zeros, which are not read.
     pub(crate) fn filled(&self, bytes: usize) -> usize {
         if self.is_padded { self.payload_bytes } else { bytes }
     }
@@ -58,12 +58,12 @@ impl Layout {
         self.payload_bytes / on_the_wire * self.dtype.size()
     }
 
-    /// Packets that a block takes where it travels as the tensor has it.
+    /// Packets that a block takes in the tensor's own format.
     pub(crate) fn full_parts(&self) -> usize {
         self.block_bytes().div_ceil(self.payload_bytes)
     }
 
-    /// Bytes of the tensor that are delivered, or not, together.
+    /// Bytes of the tensor whose result is delivered together.
     pub(crate) fn piece_bytes(&self) -> usize {
         self.block_bytes() / self.full_parts()
     }
@@ -73,7 +73,7 @@ impl Layout {
         self.payload_bytes / 2
     }
 
-    /// Of a block that travels as integers.
+    /// The format of a block that travels as integers.
     pub(crate) fn integer_format(&self) -> Format {
         match self.integers.map(FixedPoint::integer) {
             Some(DType::I16) => Format::I16,
@@ -81,7 +81,7 @@ impl Layout {
         }
     }
 
-    /// Of a block that travels as the tensor has it.
+    /// The format of a block that travels in the tensor's own format.
     pub(crate) fn float_format(&self) -> Format {
         match self.dtype {
             DType::F16 => Format::F16,
@@ -90,16 +90,16 @@ impl Layout {
         }
     }
 
-    /// An integer type as wide as an element: what byte order is about.
+    /// An integer type of an element's width, for swapping bytes.
     pub(crate) fn word(&self) -> DType {
         if self.dtype.size() == 2 { DType::I16 } else { DType::I32 }
     }
 }
 
-/// What an operation is, as exponents: the maximum over all ranks shows whether all mean the same.
+/// An operation's fingerprint as exponents: their maximum over all ranks shows whether all ranks agree.
 ///
-/// Each 13 bits of the fingerprint's 80 go out as they are and negated, so that the maxima are the largest and the smallest of
-/// all ranks.
+/// Each 13 bits of the fingerprint's 80 are sent unchanged and negated, so that the maxima are the largest and the smallest
+/// value of all ranks.
 pub(crate) const HEADER_EXPONENTS: usize = 2 * PIECES;
 const PIECES: usize = 7;
 const PIECE_BITS: usize = 13;
@@ -111,7 +111,7 @@ pub(crate) fn header(fingerprint: u128) -> [i16; HEADER_EXPONENTS] {
     })
 }
 
-/// What another rank means, where the maxima show that not all mean `own`. Exact if ranks mean two different things.
+/// Another rank's fingerprint, if the maxima show that not all ranks have `own`. Exact if there are two different ones.
 pub(crate) fn other_fingerprint(own: u128, maxima: &[i16]) -> Option<u128> {
     let mut other = 0u128;
     for (i, (pair, mine)) in maxima.as_chunks::<2>().0.iter().zip(header(own).as_chunks::<2>().0).enumerate() {
@@ -146,7 +146,7 @@ mod tests {
         }
     }
 
-    /// Any rank sees that another means something else, and what, wherever the two differ.
+    /// Any rank sees that another one has a different fingerprint, and which, wherever the two differ.
     #[test]
     fn headers_show_differences() {
         let values = [0, 1, (1 << 80) - 1, 0xfedc_0123_4567_89ab_cdef, 1 << 79, (1 << 79) - 1];

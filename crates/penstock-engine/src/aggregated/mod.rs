@@ -3,8 +3,8 @@
 //! A [`Client`] takes the large sums and averages of floats of one group; everything else goes the group's ordinary way. It is
 //! one thread: `core.rs` decides, `driver.rs` has the sockets, and `fallback.rs` says how operations end when a server dies.
 //!
-//! Why a thread of its own, and not the engine's? Quantising takes as long as receiving, and the client wakes for
-//! every train of datagrams: neither should wait for the other.
+//! Why a thread of its own, and not the engine's? Quantising takes as long as receiving, and the client wakes for every train
+//! of datagrams: neither should delay the other's work.
 
 mod core;
 mod driver;
@@ -26,20 +26,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// The sockets of a client, one a server. Bound before the servers are told where results go.
+/// The sockets of a client, one a server. They are bound before the servers are told where to send results.
 #[derive(Debug)]
 pub struct Sockets(Vec<Datagrams>);
 
 impl Sockets {
-    /// Binds a socket a server. With `offloads` the kernel cuts and joins datagrams; without, every one is a packet on the
-    /// link. `buffer_bytes` is asked for in each direction.
+    /// Binds a socket for each server. With `offloads` the kernel cuts and joins datagrams; without, each is a packet of its
+    /// own. `buffer_bytes` is requested in each direction.
     ///
     /// # Errors
     /// The kernel's, with the address.
     pub fn bind(addresses: &[SocketAddr], offloads: bool, buffer_bytes: usize) -> Result<Sockets, Failure> {
         check_fork()?;
         let bind = |address: &SocketAddr| {
-            // A window of blocks in the kernel would stand before each that is sent again.
+            // A full window of blocks in the kernel's buffer would delay every resend.
             let bound = Datagrams::bind(*address, offloads, buffer_bytes)
                 .and_then(|socket| socket.set_send_buffer(SHORT_SEND_BUFFER).map(|()| socket));
             bound.map_err(|error| {
@@ -49,14 +49,14 @@ impl Sockets {
         addresses.iter().map(bind).collect::<Result<_, _>>().map(Sockets)
     }
 
-    /// Where they are.
+    /// The local addresses.
     #[must_use]
     pub fn addresses(&self) -> Vec<SocketAddr> {
         self.0.iter().map(Datagrams::local_addr).collect()
     }
 }
 
-/// What all ranks of a group have agreed on, and the daemons have been told.
+/// The parameters on which all ranks of a group have agreed, and which the daemons know.
 #[derive(Debug)]
 pub struct ClientSpec {
     /// This process's rank in the group: the worker's number in every job.
@@ -65,7 +65,7 @@ pub struct ClientSpec {
     pub world: u32,
     /// A name for logs and errors.
     pub name: String,
-    /// What travels.
+    /// The format in which blocks travel.
     pub wire: Wire,
     /// The most that a packet carries; a multiple of 64.
     pub payload_bytes: usize,
@@ -73,99 +73,100 @@ pub struct ClientSpec {
     pub min_bytes: u64,
     /// The servers, in the order of the sockets.
     pub servers: Vec<ServerSpec>,
-    /// A group of the same ranks that nobody else uses. Who finds a server dead aborts it, so all know at once.
+    /// A group of the same ranks that nothing else uses. A rank that finds a server dead aborts it, so that all ranks know at
+    /// once.
     pub alarm: Group,
-    /// Another: it takes over when a server dies.
+    /// Another such group: it carries operations after a server has died.
     pub fallback: Group,
 }
 
-/// A node that packets go to.
+/// A node to which packets are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeSpec {
     /// The address of its first shard.
     pub address: SocketAddr,
-    /// How many it has, on consecutive ports: SeqNum s goes to shard s mod this. A power of two.
+    /// How many shards it has, on consecutive ports: SeqNum s goes to shard s mod this. A power of two.
     pub shards: u16,
 }
 
-/// A server, and the job at it.
+/// A server, and the job on it.
 #[derive(Clone, Debug)]
 pub struct ServerSpec {
-    /// Where it listens.
+    /// The address on which it listens.
     pub address: SocketAddr,
     /// Its part of each tensor, as a weight.
     pub weight: u32,
-    /// The aggregator that this rank pushes to; `None`: the server itself.
+    /// The aggregator to which this rank pushes; `None`: the server itself.
     pub parent: Option<NodeSpec>,
     /// The job's number.
     pub job: u32,
-    /// Which of its lives.
+    /// Counts the lives of the job.
     pub epoch: u16,
-    /// None on a trusted network.
+    /// The job's key; `None` on a trusted network.
     pub key: Option<[u8; 16]>,
     /// Blocks in flight, a power of two.
     pub window: u32,
-    /// The first SeqNum.
+    /// The first SeqNum of the epoch.
     pub start: u32,
 }
 
-/// What a client has done so far.
+/// Counters of a client.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClientStats {
     /// Operations that have ended through the servers.
     pub operations: u64,
-    /// Bytes of their tensors.
+    /// Bytes of these operations' tensors.
     pub bytes: u64,
-    /// Operations that have been handed to the ring, or ended by it, since the fallback.
+    /// Operations that went among the ranks, or ended there, since the fallback.
     pub fallback_operations: u64,
-    /// Why everything goes among the ranks now, if it does.
+    /// Why all operations go among the ranks now; `None`: they do not.
     pub fallback: Option<String>,
     /// The servers.
     pub servers: Vec<ServerStats>,
 }
 
-/// One server.
+/// Counters of one server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServerStats {
-    /// Where it listens.
+    /// The address on which it listens.
     pub address: SocketAddr,
-    /// The aggregator that this rank pushes to, if any.
+    /// The aggregator to which this rank pushes, if any.
     pub parent: Option<SocketAddr>,
-    /// Whether that one is passed by.
+    /// Whether that aggregator is bypassed at present.
     pub is_direct: bool,
-    /// How often that has begun.
+    /// How often it was bypassed.
     pub bypasses: u64,
-    /// Blocks that left for the first time.
+    /// Blocks that were sent for the first time.
     pub pushed: u64,
-    /// ... and again.
+    /// Blocks that were sent again.
     pub pushed_again: u64,
-    /// Results that were asked for.
+    /// Results that were requested.
     pub requested: u64,
-    /// Results.
+    /// Results that came.
     pub results: u64,
-    /// Packets without effect.
+    /// Packets that had no effect.
     pub refused: u64,
-    /// ... and those that came to this rank's socket from another address than its server's and its aggregator's.
-    pub strangers: u64,
-    /// Bytes of datagrams that left, without headers of UDP and below.
+    /// Packets that came to this rank's socket from another address than its server's and its aggregator's.
+    pub unauthenticated: u64,
+    /// Bytes of datagrams that were sent, without headers of UDP and below.
     pub sent_bytes: u64,
-    /// ... and came.
+    /// Bytes of datagrams that came, without these headers.
     pub received_bytes: u64,
     /// The smoothed round trip, in nanoseconds.
     pub round_trip_ns: u64,
 }
 
-/// What takes a group's large all-reduces.
+/// A group's client: its large all-reduces go through aggregators and servers.
 #[derive(Debug)]
 pub(crate) struct Client {
     shared: Arc<Shared>,
     rank: u32,
     min_bytes: u64,
-    /// The tuner wants another algorithm.
+    /// The tuner has chosen another algorithm.
     bypassed: AtomicBool,
 }
 
-/// What callers and the client's thread share.
+/// State that callers share with the client's thread.
 #[derive(Debug)]
 struct Shared {
     mailbox: Mutex<Mailbox>,
@@ -176,8 +177,8 @@ struct Shared {
 
 /// Operations that have not ended, and some that have.
 ///
-/// Why not a counter that a callback of the ticket decreases? Whoever waits for a ticket wakes before its callbacks have run; a
-/// rank that left then would tell the others that it had left while operations were running.
+/// Why not a counter that a callback of the ticket decreases? A caller that waits for a ticket wakes before the ticket's
+/// callbacks have run. A rank that left then would tell the others that it had left while operations were running.
 #[derive(Debug, Default)]
 struct Pending(Mutex<Vec<Ticket>>);
 
@@ -200,12 +201,12 @@ impl Pending {
 #[derive(Debug, Default)]
 struct Mailbox {
     commands: Vec<Command>,
-    /// Nobody reads it any more.
+    /// Set when the thread reads no more commands.
     closed: Option<Failure>,
 }
 
 impl Client {
-    /// Starts the thread for `group`, which must be the group without its client.
+    /// Starts the thread. `group` is the group without its client.
     pub(crate) fn start_thread(
         group: Group,
         sockets: Sockets,
@@ -232,7 +233,7 @@ impl Client {
         Ok(client)
     }
 
-    /// Whether an operation goes this way; alike on all ranks.
+    /// Whether an operation goes through the servers; the same on all ranks.
     pub(crate) fn takes(&self, call: &Call) -> bool {
         call.collective == Collective::AllReduce
             && call.bytes >= self.min_bytes
@@ -255,20 +256,20 @@ impl Client {
         self.bypassed.store(other, Ordering::Relaxed);
     }
 
-    /// The group is left: why it fails if operations are running.
+    /// The group is being left. Returns why it fails, if operations are running.
     pub(crate) fn left(&self) -> Option<Failure> {
         let message = format!("rank {} destroyed the group while operations were running.", self.rank);
         self.shared.pending.is_any().then(|| Failure::fatal(FailureKind::Closed, message))
     }
 
-    /// Somebody has waited for long enough: why the group fails if operations are running.
+    /// A caller waits no longer. Returns why the group fails, if operations are running.
     pub(crate) fn expired(&self, waited: Duration) -> Option<Failure> {
         let message =
             format!("Timed out after {:.1} s: rank {} has given up waiting.", waited.as_secs_f64(), self.rank);
         self.shared.pending.is_any().then(|| Failure::fatal(FailureKind::Timeout, message))
     }
 
-    /// Ends the thread, soon.
+    /// Ends the thread, without waiting for it.
     pub(crate) fn stop(&self) {
         self.shared.post(Command::Stop, None);
     }
@@ -317,7 +318,8 @@ mod tests {
     use super::*;
     use std::sync::mpsc;
 
-    /// Whoever has waited for an operation and leaves at once leaves nothing running, however late the ticket's callbacks are.
+    /// A caller that has waited for an operation and leaves at once leaves nothing running, however late the ticket's
+    /// callbacks are.
     #[test]
     fn what_was_waited_for_is_not_pending() {
         let (pending, ticket) = (Pending::default(), Ticket::default());

@@ -17,19 +17,19 @@ use std::any::Any;
 use std::sync::{Mutex, MutexGuard, mpsc};
 use std::time::Instant;
 
-/// What the callers' threads and the engine's thread share.
+/// State that callers' threads share with the engine's thread.
 #[derive(Debug, Default)]
 pub(crate) struct Shared(Mutex<Mailbox>);
 
 #[derive(Debug, Default)]
 struct Mailbox {
     commands: Vec<Command>,
-    /// Why the engine's thread reads no more commands.
+    /// Set when the engine's thread reads no more commands.
     closed: Option<Failure>,
 }
 
 impl Shared {
-    /// Hands a command to the engine's thread. If that has ended, `ticket` says why, and the result is false.
+    /// Posts a command to the engine's thread. If the thread has ended, `ticket` gets the reason, and the result is false.
     pub(crate) fn post(&self, command: Command, ticket: &Ticket) -> bool {
         let mut mailbox = self.lock();
         let Some(failure) = mailbox.closed.clone() else {
@@ -37,12 +37,12 @@ impl Shared {
             return true;
         };
         drop(mailbox);
-        // Before the command is dropped, and with it its promise.
+        // Before the command is dropped: that drops its promise.
         ticket.complete(Err(failure));
         false
     }
 
-    /// Refuses commands from now on. Those that nobody has read fail as later ones do.
+    /// Refuses commands from now on. Commands that were not read fail as later ones do.
     pub(crate) fn close(&self, failure: &Failure) {
         let mut mailbox = self.lock();
         mailbox.closed.get_or_insert_with(|| failure.clone());
@@ -69,40 +69,41 @@ impl Shared {
     }
 }
 
-/// What a caller asks of the engine's thread.
+/// A request of a caller to the engine's thread.
 #[derive(Debug)]
 pub(crate) enum Command {
     Join(GroupSpec, Promise),
     Start(GroupId, Call, Promise),
     Release(GroupId, Ticket),
     Leave(GroupId),
-    /// The all-reduce algorithm of a group from its next operation on, and the streams to use to each of its ranks.
+    /// Sets the all-reduce algorithm of a group from its next operation on, and the streams to use to each of its ranks.
     Retune(GroupId, Option<Algorithm>, usize),
     Hosts(GroupId, mpsc::Sender<Vec<u32>>),
-    /// Whether one of these ranks is lost, or what else is asked.
+    /// Checks whether one of these ranks is lost, and optionally more.
     Check {
         group: GroupId,
-        /// Whether the group has failed.
+        /// Also whether the group has failed.
         whole: bool,
-        /// Whether one of the ranks has left the job in good order.
+        /// Also whether one of the ranks has left the job in good order.
         farewells: bool,
         ranks: Vec<u32>,
         reply: mpsc::Sender<Option<Failure>>,
     },
     Abort(GroupId, Failure),
     Expire(GroupId, u64),
-    /// A ticket that ends when the group fails, or is left.
+    /// Completes a ticket when the group fails, or is left.
     Watch(GroupId, Promise),
     Share(u64, Region),
     Unshare(u64),
     Stats(mpsc::Sender<Stats>),
     Record(mpsc::Sender<String>),
     WriteRecord,
-    /// End; wait until peers have taken what was sent to them, as far as their operations' time-outs allow, or not at all.
+    /// Ends the engine; with `wait`, after peers have taken what was sent to them, as far as their operations' time-outs
+    /// allow.
     Stop {
         wait: bool,
     },
-    /// Panic now, or (`true`) at the next frame: for the tests of what a defect of ours leads to.
+    /// Panics now, or (`true`) at the next frame: for tests of what a defect of the engine leads to.
     #[cfg(test)]
     Panic(bool),
 }
@@ -110,18 +111,18 @@ pub(crate) enum Command {
 /// A group to join.
 #[derive(Clone, Debug)]
 pub struct GroupSpec {
-    /// Chosen by the group's rank 0, and never again for another group. Engines remember the ids of groups that they have left
-    /// as ranges, so the groups of the same ranks should be numbered in order, from a random number on.
+    /// Chosen by the group's rank 0, and never used for another group. Engines remember the ids of groups that they have left
+    /// as ranges, so groups of the same ranks should be numbered consecutively, from a random number on.
     pub id: GroupId,
     /// The job's generation.
     pub generation: Generation,
     /// This process's rank in the group.
     pub rank: u32,
-    /// Every rank's contact, this one's too.
+    /// Every rank's contact, including this one's.
     pub members: Vec<Contact>,
-    /// What the streams' hand-shakes prove.
+    /// The secret that the streams' hand-shakes prove.
     pub secret: Vec<u8>,
-    /// All-reduces use this algorithm where it is not `None`; rank 0's choice for all.
+    /// The algorithm of all-reduces; `None`: the planner's choice. Rank 0's counts for all.
     pub algorithm: Option<Algorithm>,
     /// A name for logs and errors.
     pub name: String,
@@ -131,32 +132,32 @@ pub struct GroupSpec {
 pub struct Call {
     /// What to do.
     pub collective: Collective,
-    /// How it is called in errors; part of what ranks compare.
+    /// Operation, dtype, size and so on, which ranks compare; its name is used in errors.
     pub fingerprint: Fingerprint,
     /// Element type.
     pub dtype: DType,
-    /// Reduction, where there is one.
+    /// The reduction, if the collective has one.
     pub op: ReduceOp,
-    /// Bytes, as [`Request::bytes`] means it.
+    /// The operation's size, as [`Request::bytes`] defines it.
     pub bytes: u64,
     /// Unequal parts of an all-to-all.
     pub splits: Option<Splits>,
-    /// The contribution; null where the operation is in place.
+    /// The contribution; null for an operation in place.
     pub input: *const u8,
     /// The result.
     pub output: *mut u8,
     /// Tag of a send or receive.
     pub tag: u32,
-    /// The operations that are of use only together with this one; 0 for none. Frames carry it, and nothing reads it yet.
+    /// Identifies operations that are useful only together (a coflow); 0 for none. Frames carry it, and nothing reads it yet.
     pub coflow: u32,
     /// How urgent.
     pub priority: Priority,
-    /// Take the operation's place in the order now, but do not touch the buffers before [`crate::Group::release`]: the
-    /// contribution is still on its way from a device.
+    /// Give the operation its place in the order now, but do not touch the buffers before [`crate::Group::release`]: the
+    /// contribution is still being copied from a device.
     pub hold: bool,
-    /// Nanoseconds until the operation fails.
+    /// Time-out in nanoseconds.
     pub timeout: u64,
-    /// Kept until the operation has ended: what the pointers point into.
+    /// The owner of the buffers, kept until the operation has ended.
     pub keep: Option<Box<dyn Any + Send>>,
 }
 
@@ -198,10 +199,10 @@ impl Runtime {
             },
             Command::Abort(id, failure) => self.fail_group(peers, id, failure, true),
             Command::Expire(id, waited) => {
-                // What has ended while its caller gave up has ended well.
+                // An operation that ended while its caller gave up has succeeded.
                 let Some(group) = self.groups.get(&id).filter(|group| group.is_busy()) else { return };
                 let (message, patience) = match &group.joining {
-                    // Who lacks a member knows more, and should be heard first.
+                    // A rank that lacks a member knows more, and should report first.
                     Some(joining) if joining.hosts.is_some() => (unconnected_others(group, waited), SECOND),
                     Some(_) => (self.missing(peers, group, waited), 0),
                     None => (
@@ -238,8 +239,8 @@ impl Runtime {
             Command::Stop { wait } => {
                 self.stopping = true;
                 self.patience = if wait { self.longest_timeout.max(LEAST_PATIENCE) } else { UNHEARD };
-                // Ranks that wait for this one in such a group learn what it did there. In others it may do more: what they learn is
-                // that it has left the job.
+                // Ranks that wait for this one in an idle group learn what it did there. In other groups it may do more:
+                // there they learn that it has left the job.
                 let is_idle = |(_, group): &(&GroupId, &Group)| group.failed.is_none() && !group.is_busy();
                 for id in self.groups.iter().filter(is_idle).map(|(id, _)| *id).collect::<Vec<_>>() {
                     self.leave(peers, id);
@@ -253,8 +254,8 @@ impl Runtime {
         }
     }
 
-    /// Why a group of these ranks of the group `id` cannot be built: one of them is lost, or, where `farewells` count, has left the
-    /// job, or, where `whole` counts, the group has failed.
+    /// Why a group of these ranks of the group `id` cannot be built: one of them is lost; with `farewells`, one has left the
+    /// job; with `whole`, the group has failed.
     fn check(&self, id: GroupId, whole: bool, farewells: bool, ranks: &[u32]) -> Option<Failure> {
         let Some(group) = self.groups.get(&id) else {
             return Some(Failure::fatal(FailureKind::Closed, "the group was destroyed."));
@@ -265,7 +266,7 @@ impl Runtime {
         };
         let fatal = |message| Failure::fatal(FailureKind::PeerLost, message);
         let died = || Some(fatal(format!("{}.", ranks.iter().find_map(|rank| lost(rank, false))?)));
-        // Who loses a rank mostly ends with that: the loss is the reason, and not that others have left.
+        // A rank that loses another mostly ends: the loss is the reason then, and not that others have left.
         let left = || {
             let reason = ranks.iter().find_map(|rank| lost(rank, true))?;
             let before = group
@@ -278,9 +279,10 @@ impl Runtime {
     }
 }
 
-/// What the end waits for at least where somebody wants to wait: for the good-bye to be taken.
+/// How long the end waits at least for good-byes to be acknowledged, if the caller waits.
 pub(super) const LEAST_PATIENCE: u64 = 2 * SECOND;
-/// What the end waits for at most: as long as torch's own time-out is, where an operation has a longer one.
+/// How long the end waits at most, if the caller waits: torch's own default time-out, or more if an operation had a longer
+/// one.
 pub(super) const MOST_PATIENCE: u64 = 30 * 60 * SECOND;
-/// What the end waits for where nobody wants to wait: a good-bye leaves, and nothing is asked back.
+/// How long the end waits if the caller does not wait: good-byes leave, and are not acknowledged.
 const UNHEARD: u64 = 100 * MILLISECOND;

@@ -9,7 +9,7 @@ use penstock_net::Peers;
 use penstock_types::{Failure, FailureKind, GroupId, MILLISECOND, PeerId, SECOND, Time};
 
 impl Runtime {
-    /// Looks for operations that are late.
+    /// Checks for operations that are late.
     pub(super) fn look_for_late(&mut self, peers: &mut Peers, now: Time) -> Time {
         self.early.bound_claims(|group| self.groups.contains_key(&group));
         for (_, id, failure) in self.pending_failures.extract_if(.., |(by, ..)| *by <= now).collect::<Vec<_>>() {
@@ -100,7 +100,7 @@ impl Runtime {
         next.max(now.plus(MILLISECOND))
     }
 
-    /// What a peer wants to send while nobody here has posted the receive: its tag and number, for people.
+    /// A message that a peer wants to send while no receive for it is posted here: its tag and number, for an error message.
     fn sends_in_vain(&self, id: GroupId, peer: PeerId) -> Option<String> {
         let group = self.groups.get(&id)?;
         self.early
@@ -130,5 +130,5 @@ fn timed_out(timeout: u64, awaited: &str, blocked: &str) -> Failure {
     Failure::fatal(FailureKind::Timeout, message)
 }
 
-/// An operation without progress asks the ranks it waits for after this long.
+/// After this long without progress, an operation probes the ranks it waits for.
 const PROBE_AFTER: u64 = SECOND;

@@ -39,8 +39,8 @@ impl Runtime {
         }
     }
 
-    /// A peer has left a group. It asks for nothing in it any more, nothing more comes from it, and what its operations were is
-    /// compared with what they are here.
+    /// A peer has left a group. It requests nothing there any more, and nothing more comes from it. The operations that it
+    /// reports are compared with those here.
     pub(super) fn has_left(&mut self, peers: &mut Peers, peer: PeerId, id: GroupId, farewell: Farewell) {
         let Some(group) = self.groups.get_mut(&id) else { return self.has_done_with(peers, peer, id) };
         let is_news = group.members.rank_of(peer).is_some() && !group.gone.contains_key(&peer);
@@ -53,7 +53,7 @@ impl Runtime {
         for (seq, theirs) in farewell.last {
             let op = OpId::collective(seq.0);
             let ours = group.fingerprint(op, rank).map(|ours| (group.members.rank(), ours));
-            // Ranks that have left compare no more with each other.
+            // Farewells are not compared with each other after the first.
             let (first, told) = *group.told.entry(seq).or_insert((peer, theirs));
             let others = [ours, Some((group.rank_of(first), told))];
             if let Some(other) = others.into_iter().flatten().find(|(_, other)| *other != theirs) {
@@ -67,8 +67,8 @@ impl Runtime {
         }
     }
 
-    /// A peer has left a group that this process has not joined, or has left, or the group has failed there: what it gave is of no
-    /// use.
+    /// A peer has left a group that this process has not joined, or has left, or that has failed on the peer: its messages
+    /// there are of no use.
     pub(super) fn has_done_with(&mut self, peers: &mut Peers, peer: PeerId, id: GroupId) {
         if !self.is_closed(id) {
             self.overtaken.remember(peer, id);
@@ -77,7 +77,7 @@ impl Runtime {
         self.forget_early_of(peers, peer, |group| group == id);
     }
 
-    /// Fails a group in which something waits for a rank that is gone.
+    /// Fails a group in which an operation waits for a rank that is gone.
     pub(super) fn check_waiting(&mut self, peers: &mut Peers, id: GroupId) {
         let mut ops: Vec<OpId> = self.groups[&id].ops.keys().copied().collect();
         ops.sort_unstable();
@@ -87,8 +87,8 @@ impl Runtime {
         self.check_senders(peers, id);
     }
 
-    /// A peer is gone, and with it what it gave for groups that this process has not joined, and all that was between the two.
-    /// Operations that read from memory of its keep that mapped until they end.
+    /// A peer is gone: forgets its messages in groups that this process has not joined, and all state of the pair. Operations
+    /// that read from the peer's memory keep it mapped until they end.
     pub(super) fn forget_peer(&mut self, peers: &mut Peers, peer: PeerId) {
         let mut unknown = self.early.groups();
         unknown.retain(|group| !self.groups.contains_key(group));
@@ -103,21 +103,21 @@ impl Runtime {
         self.no_longer_connects(node, None);
     }
 
-    /// Drops what a peer gave for operations of some groups.
+    /// Drops a peer's early messages for operations of some groups.
     fn forget_early_of(&mut self, peers: &mut Peers, peer: PeerId, is_meant: impl Fn(GroupId) -> bool) {
         for (peer, total) in self.early.forget_peer(peer, is_meant) {
             peers.machine(peer).consumed(total);
         }
     }
 
-    /// Fails an operation that waits for a rank that is lost, or has left. What the rank gave before still counts.
+    /// Fails an operation that waits for a rank that is lost, or has left. What the rank sent before still counts.
     pub(super) fn check_departed(&mut self, peers: &mut Peers, id: GroupId, op: OpId) {
         let Some(group) = self.groups.get(&id) else { return };
         let Some(active) = group.ops.get(&op) else { return };
         if !group.members.peers().any(|peer| self.is_gone(group, peer)) {
             return;
         }
-        // It fails with the group, of what came first.
+        // The operation fails with the group, for the first failure.
         if group.is_void(op) {
             return;
         }
@@ -125,9 +125,10 @@ impl Runtime {
             let peer = group.members.peer(rank).filter(|peer| self.is_gone(group, *peer))?;
             let key = |message| op.key(id, group.members.rank(), message);
             let comes = match what {
-                // What was only announced, or lies in the rank's memory, went with the rank.
+                // Messages that were only announced, or lie in the rank's memory, are lost with the rank.
                 Awaited::Message(message) => self.early.has_bytes(peer, key(message)),
-                // It has taken this, if its process lives. Its word may come on another stream than that it has left, or with it.
+                // The rank has taken the message, if its process is alive. The acknowledgement may come after the farewell, on
+                // another stream.
                 Awaited::Taken(message) => {
                     self.peers[peer as usize].lost.is_none() && !peers.look(peer).needs_the_peer(&key(message))
                 }
@@ -136,7 +137,7 @@ impl Runtime {
             (!comes).then(|| self.departure(group, rank, peer, op))
         });
         match (failure, op.sequence) {
-            // What came before may still end.
+            // Earlier collectives may still end.
             (Some(failure), Sequence::Collectives) => self.end_group_after(peers, id, op.seq, failure),
             (Some(failure), _) => self.fail_group(peers, id, failure, true),
             (None, _) => {}
@@ -160,15 +161,15 @@ impl Runtime {
             collectives.saturating_sub(JOIN_OPS)
         );
         if op.sequence == Sequence::Collectives && op.seq < *collectives {
-            // What a rank sends in an operation has come before the word that it has left.
+            // What a rank sends in an operation comes before its farewell.
             let message = format!("{left}, and its #{} was another operation, or PENSTOCK_* settings differ.", op.seq);
             return Failure::fatal(FailureKind::Mismatch, message);
         }
         Failure::fatal(FailureKind::PeerLost, format!("{left}."))
     }
 
-    /// Fails a group in which a receive without a message waits for ranks that have all left. What they sent has come before that
-    /// is known of them.
+    /// Fails a group in which a receive without a message waits only for ranks that have left. Their messages come before
+    /// their farewells.
     fn check_senders(&mut self, peers: &mut Peers, id: GroupId) {
         let Some(group) = self.groups.get(&id) else { return };
         let reason = group.unbound.iter().find_map(|posted| self.senders_are_gone(group, posted));
@@ -177,7 +178,8 @@ impl Runtime {
         }
     }
 
-    /// Why no message comes any more for a receive without one, if that is so. In a group that is to fail it waits for that.
+    /// Why no message will come for a receive without one, if that is so. In a group that is about to fail, the receive waits
+    /// for that.
     pub(super) fn senders_are_gone(&self, group: &Group, posted: &Posted) -> Option<String> {
         if group.ends_after.is_some() {
             return None;

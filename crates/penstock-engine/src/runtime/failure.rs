@@ -31,8 +31,7 @@ impl Runtime {
                 ),
             ),
             Misfit::Unreadable(error) => {
-                // A rank whose memory is gone has died, or has failed and left; which, and why, its socket is about to
-                // tell.
+                // A rank whose memory is gone has died, or has failed and left; its socket will soon tell which, and why.
                 let message = format!("the memory of {who} cannot be read any more ({error}).");
                 let by = peers.now().plus(UNREADABLE_WITHIN);
                 self.pending_failures.push((by, id, Failure::fatal(FailureKind::PeerLost, message)));
@@ -42,8 +41,8 @@ impl Runtime {
         self.fail_group(peers, id, failure, true);
     }
 
-    /// There is no room for another message that nobody here has asked for. Of the peer that has sent most of them, the group that
-    /// has most ends, on both sides.
+    /// There is no room for another message that was not requested. The peer with the most such messages loses its group with
+    /// the most of them, on both sides.
     pub(super) fn make_room(&mut self, peers: &mut Peers) {
         let Some((id, peer, count)) = self.early.fullest() else { return };
         let who = self.peers[peer as usize].contact.describe();
@@ -69,7 +68,7 @@ impl Runtime {
         self.fail_group(peers, id, Failure::fatal(FailureKind::Mismatch, message), true);
     }
 
-    /// Ends a group when its first so many collectives have ended here: the others can have no end.
+    /// Ends a group when its first `ends` collectives have ended here: later ones can never end.
     pub(super) fn end_group_after(&mut self, peers: &mut Peers, id: GroupId, ends: u64, failure: Failure) {
         let group = self.groups.get_mut(&id).expect("the caller has looked it up");
         if group.first_running().is_none_or(|first| first >= ends) {
@@ -80,7 +79,7 @@ impl Runtime {
         }
     }
 
-    /// Ends a group: all its operations fail, nothing touches their buffers any more, the other ranks are told.
+    /// Ends a group: all its operations fail, nothing touches their buffers any more, and the other ranks are told.
     pub(super) fn fail_group(&mut self, peers: &mut Peers, id: GroupId, failure: Failure, tell: bool) {
         let Some(group) = self.groups.get_mut(&id) else { return };
         if group.failed.is_some() {
@@ -88,7 +87,7 @@ impl Runtime {
         }
         let failure = Failure { group_lives: false, ..failure };
         group.failed = Some(failure.clone());
-        // Who ends a group on purpose takes nothing away from ranks that are still in what has ended here.
+        // A rank that closes a group must not fail collectives that have ended here and in which other ranks still are.
         let finished = if failure.kind == FailureKind::Closed { group.finished() } else { 0 };
         self.forget_early(peers, id);
         let group = self.groups.get_mut(&id).expect("looked up above");
@@ -99,9 +98,9 @@ impl Runtime {
             .chain(group.held.drain().map(|(op, waiting)| (named(op, waiting.call.fingerprint), waiting.ticket)))
             .chain(group.unbound.drain().map(|posted| (unnamed(&posted.call), posted.ticket)))
             .collect();
-        // The loop lets go of the buffers before it does anything else: readers are revoked, half-written frames copied.
-        // Until then the operations keep them alive. Peers that read our memory at this moment will find that they cannot
-        // trust what they got.
+        // The loop releases the buffers before it does anything else: frames that are being read are discarded, half written
+        // ones copied. The operations keep the buffers alive until then. Peers that read this process's memory at the moment
+        // will find that they cannot trust the bytes.
         let members = group.members.clone();
         peers.drop_group(
             id,
@@ -145,7 +144,7 @@ impl Runtime {
         }
     }
 
-    /// Drops what came for operations of a group that nobody will post any more. Their senders may use the credit again.
+    /// Drops early messages of a group whose operations will never be posted. Their senders get the credit back.
     pub(super) fn forget_early(&mut self, peers: &mut Peers, id: GroupId) {
         for (peer, total) in self.early.forget_group(id) {
             peers.machine(peer).consumed(total);
@@ -158,5 +157,5 @@ pub(super) fn report_of(failure: &Failure, finished: u64) -> Report {
     Report { kind: failure.kind, message: failure.message.clone(), is_passed_on: failure.is_reported, finished }
 }
 
-/// How long the socket of a rank whose memory is gone may take to say why.
+/// How long to wait for the reason after a peer's shared memory disappears.
 const UNREADABLE_WITHIN: u64 = SECOND;

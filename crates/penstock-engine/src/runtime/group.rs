@@ -25,20 +25,20 @@ pub(super) struct Group {
     pub(super) issued: Issued,
     pub(super) ended: Ended,
     pub(super) ops: HashMap<OpId, Active>,
-    /// Operations that have their place but not their buffers.
+    /// Operations that have their place in the order but not their buffers.
     pub(super) held: HashMap<OpId, Waiting>,
-    /// Receives that have no place yet: they take any source, or wait behind one that does.
+    /// Receives without a place in the order yet: they take any source, or wait behind one that does.
     pub(super) unbound: Unbound<Posted>,
     pub(super) joining: Option<Joining>,
     pub(super) failed: Option<Failure>,
-    /// A member has ended the group after so many collectives, or has left without making more: it fails when those have ended here
-    /// too. Of several, the fewest.
+    /// A member has ended the group after this many collectives, or has left without issuing more: the group fails when these
+    /// collectives have ended here too. If several have, the lowest number counts.
     pub(super) ends_after: Option<(u64, Failure)>,
-    /// They end with the group.
+    /// Tickets that end with the group.
     pub(super) watches: Vec<Promise>,
     /// Members that have left, and how many collectives they had issued.
     pub(super) gone: HashMap<PeerId, u64>,
-    /// What collectives were to members that have left, as the first of them has told.
+    /// What collectives were on members that have left, as the first of these has reported.
     pub(super) told: HashMap<OpSeq, (PeerId, Fingerprint)>,
     pub(super) last_algorithm: String,
 }
@@ -46,7 +46,8 @@ pub(super) struct Group {
 /// A join that has not ended.
 pub(super) struct Joining {
     pub(super) ticket: Promise,
-    /// What every rank says of who shares its host, once all links are up: the group's first operation gathers it.
+    /// What every rank reports about which ranks share its host, once all are connected: the group's first operation gathers
+    /// it.
     pub(super) hosts: Option<Box<[u64]>>,
 }
 
@@ -72,7 +73,7 @@ pub(super) struct Active {
     pub(super) execution: Execution,
     pub(super) ticket: Promise,
     pub(super) fingerprint: Fingerprint,
-    /// Of an all-to-all: the parts in bytes, and the bytes of an element.
+    /// For an all-to-all: the parts in bytes, and the size of an element.
     pub(super) splits: Option<(Splits, u64)>,
     pub(super) coflow: u32,
     pub(super) recorded: Recorded,
@@ -81,15 +82,15 @@ pub(super) struct Active {
     pub(super) timeout: u64,
     pub(super) progressed: Time,
     pub(super) probed: Time,
-    /// What peers answered to probes: how many operations they have issued.
+    /// Peers' answers to probes: how many operations each has issued.
     pub(super) issued: HashMap<u32, u64>,
-    /// The factor of its contribution, which is applied in turns before the operation starts.
+    /// The factor of the contribution, which is applied in pieces before the operation starts.
     pub(super) scale: Option<Scale>,
     pub(super) _keep: Option<Box<dyn Any + Send>>,
 }
 
 impl Active {
-    /// What this rank and another compare of the operation.
+    /// The fingerprint that this rank and another compare for the operation.
     pub(super) fn fingerprint(&self, rank: u32, other: u32) -> Fingerprint {
         let Some((splits, element)) = &self.splits else { return self.fingerprint };
         let [sent, received] = [&splits.input, &splits.output].map(|parts| parts[other as usize] / element);
@@ -104,7 +105,7 @@ impl Group {
         self.members.rank_of(peer).expect("a member")
     }
 
-    /// How what an operation is on two ranks differs, as a sentence.
+    /// The difference between an operation's fingerprints on two ranks, as a sentence.
     pub(super) fn difference(&self, op: OpId, one: (u32, Fingerprint), other: (u32, Fingerprint)) -> String {
         let name = &self.name;
         let [first, second] = [one, other].map(|(rank, _)| self.contacts[rank as usize].describe());
@@ -117,13 +118,13 @@ impl Group {
         }
     }
 
-    /// What an operation of this rank is, or was if it has ended, to be compared with what another rank says.
+    /// The fingerprint of an operation of this rank, running or ended, to be compared with another rank's.
     pub(super) fn fingerprint(&self, op: OpId, other: u32) -> Option<Fingerprint> {
         let running = self.ops.get(&op).map(|active| active.fingerprint(self.members.rank(), other));
         running.or_else(|| self.ended.fingerprint(op))
     }
 
-    /// Whether an operation has begun and ended here. One that is held has not begun.
+    /// Whether an operation has begun and ended here. A held operation has not begun.
     pub(super) fn is_over(&self, op: OpId) -> bool {
         op.seq < self.issued.count(op.sequence) && !self.ops.contains_key(&op) && !self.held.contains_key(&op)
     }
@@ -137,20 +138,20 @@ impl Group {
         self.operations() > 0 || self.joining.is_some()
     }
 
-    /// The first collective that has been issued and has not ended.
+    /// The number of the first collective that was issued and has not ended.
     pub(super) fn first_running(&self) -> Option<u64> {
         let running = self.ops.keys().chain(self.held.keys());
         running.filter(|op| op.sequence == Sequence::Collectives).map(|op| op.seq).min()
     }
 
-    /// Whether an operation can only fail, when the group ends: it is not among the collectives that can still end. Messages are not:
-    /// they may lie in memory that their sender's user has back.
+    /// Whether an operation can only fail when the group ends, since it is not among the collectives that can still end.
+    /// Messages never are: they may lie in memory that their sender's user has back.
     pub(super) fn is_void(&self, op: OpId) -> bool {
         let is_after = |(ends, _): &(u64, Failure)| op.sequence != Sequence::Collectives || op.seq >= *ends;
         self.ends_after.as_ref().is_some_and(is_after)
     }
 
-    /// How many collectives have ended here before the first that has not.
+    /// How many collectives have ended here before the first one that has not.
     pub(super) fn finished(&self) -> u64 {
         self.first_running().unwrap_or(self.issued.collectives)
     }

@@ -29,7 +29,7 @@ impl Runtime {
         if let Err(failure) = check_call(&call, group.members.world()) {
             return ticket.complete(Err(failure));
         }
-        // A join's own operation has none.
+        // A join's own operation has no time-out.
         if call.timeout != u64::MAX {
             self.longest_timeout = self.longest_timeout.max(call.timeout.min(MOST_PATIENCE));
         }
@@ -41,8 +41,8 @@ impl Runtime {
         }
     }
 
-    /// Starts a receive that cannot have its place in a sequence yet: it takes any source, or one that does was posted before it
-    /// under the same tag.
+    /// Starts a receive that cannot have its place in a sequence yet: it takes any source, or an earlier receive under the
+    /// same tag does.
     pub(super) fn post(&mut self, peers: &mut Peers, id: GroupId, call: Call, ticket: Promise, now: Time) {
         let group = self.groups.get_mut(&id).expect("the caller has looked it up");
         let tag = call.tag;
@@ -58,7 +58,7 @@ impl Runtime {
         });
         group.unbound.push(tag, Posted { call, ticket, since: now, recorded });
         self.bind(peers, id, tag);
-        // If it still waits, it is the last. Those before it were looked at when they came.
+        // If it still waits, it is the last one. Earlier ones were checked when they came.
         let Some(group) = self.groups.get(&id) else { return };
         let reason = group.unbound.last(tag).and_then(|posted| self.senders_are_gone(group, posted));
         if let Some(reason) = reason {
@@ -66,8 +66,8 @@ impl Runtime {
         }
     }
 
-    /// Gives receives that were posted without a place in a sequence their messages: each that takes any source, in the order in
-    /// which they were posted, the first one that is here or announced.
+    /// Gives messages to receives that were posted without a place in a sequence. Each receive from any source, in the order
+    /// of posting, takes the first message that is here or announced.
     pub(super) fn bind(&mut self, peers: &mut Peers, id: GroupId, tag: u32) {
         while let Some(group) = self.groups.get_mut(&id)
             && let Some(first) = group.unbound.first(tag)
@@ -80,7 +80,8 @@ impl Runtime {
         }
     }
 
-    /// Gives an operation its name, and starts it, or holds it. It was recorded before if it had to wait for its name.
+    /// Gives an operation its number, and starts it, or holds it. An operation that had to wait for its number was recorded
+    /// before.
     fn place_in_order(
         &mut self,
         peers: &mut Peers,
@@ -219,7 +220,7 @@ pub(super) fn source_of(call: &Call) -> Option<u32> {
     call.collective.named_rank().filter(|rank| *rank != ANY_SOURCE)
 }
 
-/// What a receive without a message waits for.
+/// What a receive without a message waits for, as a text.
 pub(super) fn awaited_of(call: &Call) -> &'static str {
     match source_of(call) {
         None => "a message from any of the other ranks",
@@ -229,7 +230,7 @@ pub(super) fn awaited_of(call: &Call) -> &'static str {
     }
 }
 
-/// How a receive without a message is called in errors.
+/// The name of a receive without a message in errors.
 pub(super) fn unnamed(call: &Call) -> String {
     match source_of(call) {
         None => format!("{} from any source", call.fingerprint.describe()),
@@ -237,12 +238,12 @@ pub(super) fn unnamed(call: &Call) -> String {
     }
 }
 
-/// The rank whose next message under a tag has come, or was announced, before those of the others.
+/// The rank whose next message under a tag has come or was announced first.
 fn first_sender(group: &Group, id: GroupId, tag: u32, early: &Early<Kept>) -> Option<u32> {
     let arrived = |(from, peer): (u32, PeerId)| {
         let sequence = Sequence::Receives { from, tag };
         let next = OpId { sequence, seq: group.issued.count(sequence) };
-        // The first message of an operation comes first, or is announced.
+        // An operation's first message comes or is announced before its others.
         Some((early.arrival(peer, next.key(id, group.members.rank(), 0))?, from))
     };
     group.members.others().filter_map(arrived).min().map(|(_, from)| from)
@@ -262,7 +263,7 @@ fn check_call(call: &Call, world: u32) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether an algorithm that the user asks for can carry this all-reduce.
+/// Whether an algorithm that the user asks for can run this all-reduce.
 fn fits(algorithm: Algorithm, bytes: u64, medium: penstock_plan::Medium, thresholds: &Thresholds) -> bool {
     let held = algorithm.holds_messages(Collective::AllReduce);
     Algorithm::of(Collective::AllReduce).contains(&algorithm)

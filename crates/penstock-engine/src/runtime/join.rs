@@ -20,7 +20,7 @@ use std::collections::{HashMap, HashSet};
 pub(super) struct Job {
     pub(super) generation: Generation,
     pub(super) secret: Vec<u8>,
-    /// Members that may connect to this process with this job, now or when they have lost a stream.
+    /// Members that may connect to this process with this job, now or after they have lost a stream.
     pub(super) nodes: HashSet<NodeKey>,
 }
 
@@ -49,7 +49,8 @@ impl Runtime {
             }
             members.push(Some(peer));
         }
-        // A node connects with the first job that it has with this one. Where it has connected already, that is not this job.
+        // A node connects with the first job that it shares with this process. If it has connected already, that is not this
+        // job.
         let may_come = |peer: &&PeerId| {
             let info = &self.peers[**peer as usize];
             !info.linked && info.lost.is_none()
@@ -89,13 +90,13 @@ impl Runtime {
         }
     }
 
-    /// Why a join has not ended after `waited` nanoseconds: with whom there is no connection.
+    /// Why a join has not ended after `waited` nanoseconds: the ranks to which there is no connection.
     pub(super) fn missing(&self, peers: &Peers, group: &Group, waited: u64) -> String {
         let (rank, name, waited) = (group.members.rank(), &group.name, seconds(waited));
         let unlinked = group.members.others().filter(|(_, peer)| !self.peers[*peer as usize].linked);
         let unlinked = unlinked.map(|(other, peer)| {
             let who = group.contacts[other as usize].describe();
-            // Of two ranks one connects and the other waits.
+            // Of two ranks, one connects and the other accepts.
             match peers.trouble(peer) {
                 Some(trouble) => format!("{who}: {trouble}"),
                 None => format!("{who}: no answer"),
@@ -111,8 +112,8 @@ impl Runtime {
         )
     }
 
-    /// Goes on with a join once all members are linked: every rank says whom it shares a host with, since the choice of an
-    /// algorithm must be the same on all ranks, and each sees its own links only.
+    /// Continues a join once all members are connected: every rank reports which ranks share its host, since all ranks must
+    /// choose the same algorithm, and each one sees only its own connections.
     pub(super) fn check_linked(&mut self, peers: &mut Peers, id: GroupId, now: Time) {
         let Some(group) = self.groups.get_mut(&id) else { return };
         let is_linked = |peer: PeerId| self.peers[peer as usize].linked;
@@ -125,8 +126,8 @@ impl Runtime {
         let world = group.members.world();
         let is_neighbour = |peer: PeerId| self.peers[peer as usize].local && peers.look(peer).config().references;
         let neighbours = (0..world).filter(|rank| group.members.peer(*rank).is_none_or(is_neighbour));
-        // Ranks of one host share memory with the same ranks. Where only some pairs of a host can, their lists differ, and it
-        // counts as several.
+        // Ranks of one host share memory with the same ranks. If only some pairs of a host can, their lists differ, and it
+        // counts as several hosts.
         let own = Box::new(digest(neighbours.map(u64::from)));
         let hosts = joining.hosts.insert(vec![0; world as usize].into_boxed_slice());
         let call = Call {
@@ -142,14 +143,14 @@ impl Runtime {
             coflow: 0,
             priority: Priority(0),
             hold: false,
-            // Whoever waits for the join knows how long it may take.
+            // The caller of the join limits how long it takes.
             timeout: u64::MAX,
             keep: Some(own),
         };
         self.start(peers, id, call, Ticket::default().promise(), now);
     }
 
-    /// Completes a join: all ranks know now which of them share a host.
+    /// Completes a join: all ranks know which of them share a host.
     pub(super) fn joined(&mut self, id: GroupId) {
         let group = self.groups.get_mut(&id).expect("its operation has just ended");
         let Some(Joining { ticket, hosts: Some(keys) }) = group.joining.take() else { return };
@@ -158,7 +159,7 @@ impl Runtime {
         ticket.complete(Ok(()));
     }
 
-    /// A node connects with this job only, or not at all any more.
+    /// From now on a node connects only with the job `but_with`, or not at all.
     pub(super) fn no_longer_connects(&mut self, node: NodeKey, but_with: Option<GroupId>) {
         self.jobs.retain(|id, job| {
             let was_last = Some(*id) != but_with && job.nodes.remove(&node) && job.nodes.is_empty();
@@ -168,20 +169,20 @@ impl Runtime {
 
     /// An answer to somebody who wants a stream in a job.
     pub(super) fn admission(&self, hello: &Hello) -> Admission {
-        // A process that was lost comes back, or one to which this process was lost and that does not know it yet.
-        let stranger = || {
+        // A lost process comes back, or one that has lost this process, which does not know it yet.
+        let unauthenticated = || {
             let known = || self.peers.iter().filter(|info| info.contact.node == hello.from && !info.has_left);
             match known().find_map(|info| info.lost.clone()) {
                 Some(reason) => Admission::Lost(reason),
                 None if known().any(|info| info.linked) => {
                     Admission::Lost("an earlier connection has not ended there".to_owned())
                 }
-                None => Admission::Stranger,
+                None => Admission::Unauthenticated,
             }
         };
         let Some(job) = self.jobs.get(&hello.job) else {
             let is_known = self.groups.contains_key(&hello.job) || self.is_closed(hello.job);
-            return if is_known { stranger() } else { Admission::NotYet };
+            return if is_known { unauthenticated() } else { Admission::NotYet };
         };
         if hello.generation != job.generation {
             return Admission::Generation(job.generation);
@@ -190,12 +191,12 @@ impl Runtime {
             Some(peer) if job.nodes.contains(&hello.from) && hello.from != self.node => {
                 Admission::Admit(job.secret.clone(), *peer)
             }
-            _ => stranger(),
+            _ => unauthenticated(),
         }
     }
 }
 
-/// Why a join has not ended although this rank is connected to everybody.
+/// Why a join has not ended although this rank is connected to all others.
 pub(super) fn unconnected_others(group: &Group, waited: u64) -> String {
     let (rank, name, waited) = (group.members.rank(), &group.name, seconds(waited));
     format!(

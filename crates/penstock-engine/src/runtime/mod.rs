@@ -48,35 +48,35 @@ pub(crate) struct Runtime {
     planner: Planner,
     thresholds: Thresholds,
     groups: HashMap<GroupId, Group>,
-    /// Ids of groups that were left: what still comes for them is dropped. Kept for ever, since a frame may be late by any
-    /// time; rank 0 numbers the groups of the same ranks in order, so they are few ranges.
+    /// Ids of groups that were left: frames for them are dropped. Kept forever, since a frame may be late by any time; rank 0
+    /// numbers groups of the same ranks consecutively, so they form few ranges.
     closed: Ranges,
     /// What peers have reported of groups that this process has not joined yet.
     reported: Reported,
-    /// Which of them they have left, or have seen fail: nothing more of theirs is kept.
+    /// Which peers have left such groups, or have seen them fail: frames of these peers are dropped.
     overtaken: Overtaken,
-    /// What the streams' hand-shakes prove. A job outlives the group that brought it, since groups share streams: it stays until
-    /// nobody connects with it any more.
+    /// Secrets that the streams' hand-shakes prove. A job outlives the group that brought it, since groups share streams: it
+    /// stays until no peer connects with it any more.
     jobs: HashMap<GroupId, Job>,
-    /// What the user's memory is shared of, by address, with its number.
+    /// Memory regions that the user shares, by address, with their numbers.
     regions: BTreeMap<u64, (u64, Region)>,
     peers: Vec<PeerInfo>,
     by_node: HashMap<NodeKey, PeerId>,
-    /// What came for operations that are not posted yet, or not ready for it.
+    /// Messages for operations that are not posted yet, or not ready for them.
     early: Early<Kept>,
-    /// Groups that have a reason to fail, and until when somebody else may come up with a better one.
+    /// Groups that are about to fail, until when another rank may report a better reason, and the failure so far.
     pending_failures: Vec<(Time, GroupId, Failure)>,
-    /// Operations with messages to read from other processes' memory, most urgent first. Some may be over.
+    /// Operations with messages to read from other processes' memory, most urgent first. Some may have ended.
     work: BTreeSet<(Priority, Time, GroupId, OpId)>,
     recorder: Recorder,
     stopping: bool,
-    /// How long the end waits for peers to take what was sent to them.
+    /// How long the end of the engine waits for peers to take what was sent to them.
     patience: u64,
     effects: Vec<Effect>,
     finished: u64,
-    /// Of the operations so far.
+    /// The longest time-out of an operation so far.
     longest_timeout: u64,
-    /// The next frame panics.
+    /// Whether the next frame panics, for tests.
     #[cfg(test)]
     panics: bool,
 }
@@ -131,7 +131,7 @@ impl Runtime {
         }
     }
 
-    /// Casts doubt on all references to our memory, so that whoever reads there at this moment asks before it uses what it got.
+    /// Invalidates all references to this process's memory: a rank that is reading there asks before it uses the bytes.
     fn turn(&self) {
         self.memory_epoch.turn();
         for (_, region) in self.regions.values() {
@@ -139,8 +139,8 @@ impl Runtime {
         }
     }
 
-    /// The engine's thread ends, and the driver is gone: nothing in this process reads or writes a tensor any more, and what
-    /// other processes read of them is doubted from now on. Ends what is still open.
+    /// The engine's thread ends, and the driver is gone: nothing in this process reads or writes a tensor any more, and bytes
+    /// that other processes read from now on are not trusted. Ends everything that is still open.
     pub(crate) fn end(mut self, failure: &Failure) {
         self.turn();
         for (_, mut group) in self.groups.drain() {
@@ -159,7 +159,7 @@ impl Runtime {
         self.groups.iter().filter(|(_, group)| group.members.rank_of(peer).is_some()).map(|(id, _)| *id).collect()
     }
 
-    /// The rank of a peer in a group and the operation, as it is called here, of a message between it and this rank.
+    /// The peer's rank in the group, and the operation's number here, of a message between the peer and this rank.
     fn operation_of(&self, peer: PeerId, key: &MessageKey) -> Option<(u32, OpId)> {
         let group = self.groups.get(&key.group)?;
         group.members.operation(peer, key)
@@ -255,10 +255,10 @@ impl Handler for Runtime {
 
     fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
         self.peers[peer as usize].lost = Some(reason.to_owned());
-        // A later process of the same node key cannot be: keys are random. Forget the way to this one.
+        // A later process never has the same node key, since keys are random. Forgets the connection to this one.
         self.by_node.retain(|_, known| *known != peer);
         for id in self.groups_of(peer) {
-            // A process that ends fails only what still runs in it.
+            // A process that ends fails only its running operations.
             if !self.stopping || self.groups[&id].is_busy() {
                 self.fail_group(peers, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
             }
@@ -270,7 +270,7 @@ impl Handler for Runtime {
     fn left(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
         let info = &mut self.peers[peer as usize];
         (info.lost, info.has_left) = (Some(reason.to_owned()), true);
-        // It stays known by its node key: it does not come back, and later joins with it fail at once.
+        // The peer stays known by its node key: it does not come back, and later joins with it fail at once.
         for id in self.groups_of(peer) {
             self.check_waiting(peers, id);
         }
@@ -315,7 +315,7 @@ impl Handler for Runtime {
     }
 
     fn ending(&mut self, peers: &mut Peers) {
-        // Operations whose memory nobody reads end with us alone: what was sent to peers still counts there.
+        // Operations whose memory no peer reads fail here alone: what was sent to peers still counts there.
         let lent = |(id, group): &(&GroupId, &Group)| {
             group.failed.is_none() && group.members.peers().any(|peer| peers.look(peer).lends(**id))
         };
@@ -330,7 +330,7 @@ impl Handler for Runtime {
 
     fn undelivered(&mut self, peers: &mut Peers, peer: PeerId) {
         let info = &self.peers[peer as usize];
-        // Operations of a group that has failed have told so, and the machine has forgotten them.
+        // Operations of a failed group have reported that, and the machine has forgotten them.
         let mut messages: Vec<_> = peers.look(peer).undelivered().collect();
         messages.sort_unstable_by_key(|(key, _)| *key);
         let Some((key, fingerprint)) = messages.first() else { return };
@@ -346,5 +346,5 @@ impl Handler for Runtime {
     }
 }
 
-/// Operations of a group's own, before the first of its users': so theirs are numbered from 1 on.
+/// How many operations a group issues for itself before its users' first: those are numbered from 1 on.
 const JOIN_OPS: u64 = 1;

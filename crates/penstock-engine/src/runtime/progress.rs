@@ -67,7 +67,7 @@ impl Runtime {
                 let incoming = match header.kind {
                     Kind::Announce => {
                         let machine = peers.machine(peer);
-                        // A longer one was granted when the operation opened.
+                        // A longer message was granted when the operation opened.
                         if machine.config().references || header.total <= machine.eager_limit() {
                             machine.grant(key, 1, header.fingerprint);
                         }
@@ -95,7 +95,7 @@ impl Runtime {
                     self.misfit(peers, id, from, misfit);
                 }
             }
-            // Not posted, or not ready: keep it.
+            // The operation is not posted, or not ready: keeps the message.
             (Some((_, _, false)), _) | (None, false) => {
                 let total = header.total;
                 let content = match header.kind {
@@ -125,11 +125,12 @@ impl Runtime {
         Ok(())
     }
 
-    /// Compares what peers have said of an operation with what it is here. False if the group has failed of it.
+    /// Compares the fingerprints that peers have sent for an operation with its own. Returns false if the group has failed
+    /// over it.
     pub(super) fn check_claims(&mut self, peers: &mut Peers, id: GroupId, op: OpId) -> bool {
         let group = &self.groups[&id];
         let active = &group.ops[&op];
-        // Others may use the same tag in the same direction.
+        // Other pairs of ranks may use the same tag in the same direction.
         let with = op.other().and_then(|rank| group.members.peer(rank));
         let concerns = |peer: PeerId| with.is_none_or(|only| only == peer);
         let beliefs = self.early.beliefs(&op.key(id, group.members.rank(), 0), concerns);
@@ -147,7 +148,7 @@ impl Runtime {
         }
     }
 
-    /// Lets an operation act, and carries out what it wants. It fails if it waits for a rank that has left then.
+    /// Lets an operation act, and carries out its effects. The operation fails if it then waits for a rank that has left.
     pub(super) fn drive(
         &mut self,
         peers: &mut Peers,
@@ -165,7 +166,7 @@ impl Runtime {
         act(&mut active.execution, &mut effects);
         let mut at = 0;
         let mut needs_the_gone = false;
-        // Opening a message may find it here already, which may ready more steps: the list grows while it is walked.
+        // Opening a message may find it here already, which may make more steps ready: the list grows while it is walked.
         while at < effects.len() {
             let effect = effects[at];
             at += 1;
@@ -184,8 +185,8 @@ impl Runtime {
                     peers.machine(peer).done(op.key(id, group.members.rank(), message));
                 }
                 Effect::Doubt { from, message } => {
-                    // A group of the sender's has failed. If it is this one, its report comes before the answer, which counts then only
-                    // for what the sender has ended ([`Group::is_void`]).
+                    // A group of the sender's has failed. If it is this one, its report comes before the answer; the answer
+                    // then counts only for what the sender has ended ([`Group::is_void`]).
                     let group = &self.groups[&id];
                     let peer = group.members.peer(from).expect("plans receive from other ranks");
                     let fingerprint = group.ops[&op].fingerprint(group.members.rank(), from);
@@ -254,8 +255,8 @@ impl Runtime {
         let address = active.execution.address(from);
         let machine = peers.machine(peer);
         let is_short = len <= machine.eager_limit();
-        // Beyond the credit a short message stays where it is until it is granted, and its operation is open. So does one
-        // without bytes: the receiver has to remember it, too.
+        // A short message without credit stays in its tensor until it is granted, and its operation stays open. The same holds
+        // for an empty message: the receiver has to remember it, too.
         let owned = is_short && machine.has_credit(len);
         let info = &mut self.peers[peer as usize];
         let (mut region, mut place) = (0, address as u64);
@@ -304,7 +305,7 @@ impl Runtime {
         }
     }
 
-    /// Messages of an operation may come now: take those that are here, grant the others.
+    /// Messages of an operation may come now: takes those that are here, and grants the others.
     #[allow(clippy::too_many_arguments)]
     fn opened(
         &mut self,
@@ -342,7 +343,7 @@ impl Runtime {
         } else {
             wanted = true;
         }
-        // Granting what needs no grant (a small message, a reference) does no harm but costs a frame.
+        // A grant for a message that needs none (a short one, or a reference) does no harm, but costs a frame.
         let machine = peers.machine(peer);
         if wanted && !machine.config().references {
             let operation = &self.groups[&id].ops[&op].execution.operation;
@@ -392,7 +393,8 @@ impl Runtime {
                         }
                     }
                 }
-                // Also an answer to a doubt: the peer knows from a report, which has left before, if it confirms nothing.
+                // Also answers a probe that doubts a reference: the peer knows from a report, which was sent before, if that
+                // confirms nothing.
                 if probe {
                     peers.machine(peer).answer_probe(key, issued);
                 }
@@ -402,8 +404,8 @@ impl Runtime {
                     && let Some(active) = self.groups.get_mut(&key.group).and_then(|group| group.ops.get_mut(&op))
                 {
                     active.issued.insert(from, count);
-                    // An answer to a doubt confirms what was read only where the operation still counts at the peer: if the group has
-                    // failed there, its report has come before.
+                    // An answer to such a probe confirms what was read only if the operation still counts on the peer: if the
+                    // group has failed there, its report has come before.
                     if key.message != PROBE && !self.groups[&key.group].is_void(op) {
                         let now = peers.now();
                         let act = |execution: &mut Execution, effects: &mut Vec<Effect>| {
@@ -424,7 +426,7 @@ impl Runtime {
                 }
                 self.has_done_with(peers, peer, id);
                 if !self.is_closed(id) {
-                    // It has joined and failed before we came.
+                    // The peer has joined the group and failed before this process joined it.
                     self.reported.remember(id, failure);
                 }
             }
@@ -449,7 +451,7 @@ impl Runtime {
             return;
         }
         let mut result = Ok(());
-        // It is put back if there is more to do.
+        // It is queued again if there is more to do.
         self.drive(peers, id, op, |execution, effects| result = execution.work(effects), now);
         if let Err((from, misfit)) = result {
             self.misfit(peers, id, from, misfit);
@@ -457,8 +459,8 @@ impl Runtime {
     }
 }
 
-/// Messages of operations that are not posted: their bytes are bounded by credit, their number by this. About 150 bytes each.
-/// For the engine's own tests fewer, but more than the credit for messages without bytes (8,192).
+/// How many messages for operations that are not posted are kept. Credit bounds their bytes, this bounds their number, at
+/// about 150 bytes each. Fewer in the engine's own tests, but more than the credit for empty messages (8,192).
 const MAX_EARLY: usize = if cfg!(test) { 1 << 14 } else { 1 << 20 };
-/// The message that a probe names when it does not doubt one.
+/// The message number of a probe that does not doubt a reference.
 pub(super) const PROBE: u32 = u32::MAX;

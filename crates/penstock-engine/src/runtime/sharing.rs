@@ -16,13 +16,13 @@ pub(super) struct PeerInfo {
     pub(super) local: bool,
     pub(super) pid: u32,
     pub(super) lost: Option<String>,
-    /// It is lost because it has left the job in good order.
+    /// The peer is lost because it has left the job in good order.
     pub(super) has_left: bool,
-    /// Regions of ours that the peer knows; the descriptors of some have not left yet.
+    /// Our regions that the peer knows; the descriptors of some have not been sent yet.
     pub(super) offered: HashMap<u64, Option<Fd>>,
-    /// Regions of its own, by its numbers.
+    /// The peer's regions, by its numbers.
     pub(super) mappings: HashMap<u64, Arc<Mapping>>,
-    /// What it has passed for frames that have not come yet.
+    /// Descriptors that the peer has passed for frames that have not come yet.
     pub(super) descriptors: VecDeque<Fd>,
 }
 
@@ -43,7 +43,7 @@ impl PeerInfo {
 }
 
 impl Runtime {
-    /// What a reference frame names.
+    /// The memory that a reference frame names.
     pub(super) fn remote(&self, peer: PeerId, header: &Header, payload: &[u8]) -> Result<Remote, FrameError> {
         let bytes = payload.try_into().map_err(|_| FrameError::Length { kind: header.kind, length: header.length })?;
         let Reference { address, epoch, region } = Reference::decode(bytes);
@@ -57,7 +57,7 @@ impl Runtime {
             .ok_or(FrameError::OutOfTurn("a reference to shared memory that is not there"))
     }
 
-    /// Maps what a peer shares with us.
+    /// Maps a region that a peer shares.
     pub(super) fn map(&mut self, peer: PeerId, region: u64, len: u64) -> Result<(), FrameError> {
         let info = &mut self.peers[peer as usize];
         let descriptor =
@@ -74,14 +74,14 @@ impl Runtime {
     }
 }
 
-/// The region that has these bytes, and where in it they are.
+/// The region that contains these bytes, and their offset in it.
 pub(super) fn find(regions: &BTreeMap<u64, (u64, Region)>, address: u64, len: u64) -> Option<(u64, &Region, u64)> {
     let (_, (number, region)) = regions.range(..=address).next_back()?;
     Some((*number, region, region.offset(address, len)?))
 }
 
-/// Descriptors that a peer may pass ahead of the frames that they belong to: one system call brings a few.
+/// How many descriptors a peer may pass before the frames to which they belong: one system call brings a few.
 pub(super) const MAX_DESCRIPTORS: usize = 64;
-/// Regions that are shared with a peer at a time; others are read as private memory. Well below the kernel's own limit on
+/// How many regions are shared with a peer at a time; others are read as private memory. Well below the kernel's limit on
 /// mappings (65530).
 pub(super) const MAX_MAPPINGS: usize = 4096;

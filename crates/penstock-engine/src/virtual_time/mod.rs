@@ -10,7 +10,7 @@ mod world;
 use network::Paths;
 use penstock_plan::Algorithm;
 use penstock_types::{DType, FailureKind, MILLISECOND, ReduceOp, SECOND};
-use program::{CallPlan, Fault, GroupPlan, How, Program, Step, What, Wrong, generate};
+use program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What, Wrong, generate};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -170,7 +170,7 @@ fn half_a_frame_for_a_rank_that_is_given_up() {
 /// A program of one group, in which not all ranks make all calls; these are alike.
 fn scripted(what: What, elements: u64, delay_us: u64, steps: Vec<Vec<Step>>) -> Program {
     let (dtype, op, timeout) = (DType::F32, ReduceOp::Sum, 60 * SECOND);
-    let call = CallPlan { group: 0, what, dtype, op, elements, priority: 0, timeout };
+    let call = ProgramCall { group: 0, what, dtype, op, elements, priority: 0, timeout };
     let ranks = steps.len();
     Program {
         seed: elements,
@@ -178,7 +178,7 @@ fn scripted(what: What, elements: u64, delay_us: u64, steps: Vec<Vec<Step>>) -> 
         streams: 2,
         checksum: false,
         paths: Paths { delay_us, bytes_per_us: 100, buffer_bytes: 65_536 },
-        groups: vec![GroupPlan { members: (0..ranks).collect(), algorithm: Some(Algorithm::Exchange) }],
+        groups: vec![ProgramGroup { members: (0..ranks).collect(), algorithm: Some(Algorithm::Exchange) }],
         calls: vec![call; 3],
         steps,
         fault: None,

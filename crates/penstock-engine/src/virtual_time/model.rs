@@ -1,12 +1,12 @@
 //! What every call gives, computed from its definition.
 
-use super::program::{CallPlan, Program, What, unequal};
+use super::program::{Program, ProgramCall, What, unequal};
 use fastrand::Rng;
 use penstock_types::{DType, ReduceOp};
 
 /// What a rank of the group brings to a call: its first `bytes`, which all ranks know.
 pub(super) fn contribution(program: &Program, call: usize, place: usize, bytes: usize) -> Vec<u8> {
-    let CallPlan { what, dtype, op, .. } = program.calls[call];
+    let ProgramCall { what, dtype, op, .. } = program.calls[call];
     let mut rng = Rng::with_seed(program.seed ^ (call as u64) << 40 ^ (place as u64) << 32 ^ 0xda7a);
     let period = bytes.min(PERIOD * dtype.size());
     let mut out = Vec::with_capacity(period);
@@ -41,7 +41,7 @@ fn repeat(period: &[u8], bytes: usize) -> Vec<u8> {
 
 /// What a rank's output is when the call has succeeded, and where in it a rank finds what it had before.
 pub(super) fn result(program: &Program, call: usize, place: usize) -> Option<Vec<u8>> {
-    let CallPlan { group, what, dtype, op, elements, .. } = program.calls[call];
+    let ProgramCall { group, what, dtype, op, elements, .. } = program.calls[call];
     let world = program.groups[group].members.len();
     let one = elements as usize * dtype.size();
     let whole = |rank: usize, bytes: usize| contribution(program, call, rank, bytes);

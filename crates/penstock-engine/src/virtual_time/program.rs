@@ -21,8 +21,8 @@ pub(super) struct Program {
     pub(super) checksum: bool,
     pub(super) paths: Paths,
     /// The members of each group, by the rank that they have in it.
-    pub(super) groups: Vec<GroupPlan>,
-    pub(super) calls: Vec<CallPlan>,
+    pub(super) groups: Vec<ProgramGroup>,
+    pub(super) calls: Vec<ProgramCall>,
     /// By rank.
     pub(super) steps: Vec<Vec<Step>>,
     pub(super) fault: Option<(u64, Fault)>,
@@ -38,13 +38,13 @@ pub(super) struct Program {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct GroupPlan {
+pub(super) struct ProgramGroup {
     pub(super) members: Vec<usize>,
     pub(super) algorithm: Option<Algorithm>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct CallPlan {
+pub(super) struct ProgramCall {
     pub(super) group: usize,
     pub(super) what: What,
     pub(super) dtype: DType,
@@ -189,7 +189,7 @@ impl Program {
 
     /// A rank's rank in a call's group, if it takes part in the call.
     pub(super) fn place(&self, call: usize, rank: usize) -> Option<usize> {
-        let CallPlan { group, what, .. } = self.calls[call];
+        let ProgramCall { group, what, .. } = self.calls[call];
         let place = self.groups[group].members.iter().position(|member| *member == rank)?;
         match what {
             What::Message { from, to, .. } => (place == from || place == to).then_some(place),
@@ -199,14 +199,14 @@ impl Program {
 
     /// What a rank does in a call, with what is wrong about it.
     pub(super) fn part(&self, call: usize, rank: usize) -> Part {
-        let mut plan = self.calls[call].clone();
-        let world = self.groups[plan.group].members.len();
+        let mut given = self.calls[call].clone();
+        let world = self.groups[given.group].members.len();
         if let Some(wrong) = self.wrong.filter(|wrong| (wrong.rank, wrong.call) == (rank, call)) {
             match wrong.how {
-                How::Size => plan.elements += 1,
-                How::DType => plan.dtype = if plan.dtype == DType::I32 { DType::F32 } else { DType::I32 },
-                How::Op => plan.op = if plan.op == ReduceOp::Max { ReduceOp::Min } else { ReduceOp::Max },
-                How::Root => match &mut plan.what {
+                How::Size => given.elements += 1,
+                How::DType => given.dtype = if given.dtype == DType::I32 { DType::F32 } else { DType::I32 },
+                How::Op => given.op = if given.op == ReduceOp::Max { ReduceOp::Min } else { ReduceOp::Max },
+                How::Root => match &mut given.what {
                     What::Broadcast { root }
                     | What::Reduce { root }
                     | What::Gather { root }
@@ -219,16 +219,16 @@ impl Program {
             }
         }
         let place = self.place(call, rank).expect("it takes part");
-        part(&plan, call, world, place)
+        part(&given, call, world, place)
     }
 }
 
-fn part(plan: &CallPlan, call: usize, world: usize, place: usize) -> Part {
-    let (size, world_u64) = (plan.dtype.size() as u64, world as u64);
-    let one = plan.elements * size;
+fn part(given: &ProgramCall, call: usize, world: usize, place: usize) -> Part {
+    let (size, world_u64) = (given.dtype.size() as u64, world as u64);
+    let one = given.elements * size;
     let (mut tag_of, mut splits) = (0, None);
     let rank = |rank: usize| rank as u32;
-    let (collective, name, bytes, input, output) = match plan.what {
+    let (collective, name, bytes, input, output) = match given.what {
         What::AllReduce => (Collective::AllReduce, Name::AllReduce, one, 0, one),
         What::ReduceScatter => (Collective::ReduceScatter, Name::ReduceScatter, one * world_u64, one * world_u64, one),
         What::AllGather => (Collective::AllGather, Name::AllGather, one * world_u64, one, one * world_u64),
@@ -246,7 +246,7 @@ fn part(plan: &CallPlan, call: usize, world: usize, place: usize) -> Part {
             (Collective::AllToAll, Name::AllToAll, one * world_u64, one * world_u64, one * world_u64)
         }
         What::AllToAll { has_splits: true } => {
-            let of = |from, to| size * unequal(call, from, to, plan.elements);
+            let of = |from, to| size * unequal(call, from, to, given.elements);
             let parts = Splits {
                 input: (0..world).map(|to| of(place, to)).collect(),
                 output: (0..world).map(|from| of(from, place)).collect(),
@@ -269,12 +269,12 @@ fn part(plan: &CallPlan, call: usize, world: usize, place: usize) -> Part {
     // As the Python front makes them: elements of the tensor that the caller names, and none where the parts differ.
     let elements = if splits.is_some() { 0 } else { bytes / size };
     let root = collective.named_rank().filter(|_| name != Name::PointToPoint);
-    let op = collective.reduces().then_some(plan.op);
+    let op = collective.reduces().then_some(given.op);
     Part {
         collective,
-        fingerprint: Fingerprint::new(name, op, plan.dtype, root, elements),
-        dtype: plan.dtype,
-        op: plan.op,
+        fingerprint: Fingerprint::new(name, op, given.dtype, root, elements),
+        dtype: given.dtype,
+        op: given.op,
         bytes,
         splits,
         tag: tag_of,
@@ -357,7 +357,7 @@ impl Draw {
         }
         let algorithms = Algorithm::of(Collective::AllReduce);
         let algorithm = (self.rng.u8(..4) == 0).then(|| algorithms[self.rng.usize(..algorithms.len())]);
-        program.groups.push(GroupPlan { members, algorithm });
+        program.groups.push(ProgramGroup { members, algorithm });
         self.live.push(group);
     }
 
@@ -443,7 +443,7 @@ impl Draw {
         }
     }
 
-    fn call(&mut self, program: &Program) -> CallPlan {
+    fn call(&mut self, program: &Program) -> ProgramCall {
         let group = self.live[self.rng.usize(..self.live.len())];
         let world = program.groups[group].members.len();
         let root = self.rng.usize(..world);
@@ -482,7 +482,7 @@ impl Draw {
         };
         let elements = self.elements(dtype.size() as u64, world as u64);
         let timeout = SECOND * self.rng.u64(12..=20);
-        CallPlan { group, what, dtype, op, elements, priority: self.rng.i32(-2..=2), timeout }
+        ProgramCall { group, what, dtype, op, elements, priority: self.rng.i32(-2..=2), timeout }
     }
 
     fn elements(&mut self, size: u64, world: u64) -> u64 {
@@ -576,27 +576,29 @@ impl Draw {
     fn wrong(&mut self, program: &Program) -> Option<Wrong> {
         let call = self.rng.usize(..program.calls.len());
         let rank = self.rng.usize(..program.ranks);
-        let plan = &program.calls[call];
+        let given = &program.calls[call];
         if !program.takes_part(call, rank) {
             return None;
         }
-        let reduces = matches!(plan.what, What::AllReduce | What::ReduceScatter | What::Reduce { .. });
+        let reduces = matches!(given.what, What::AllReduce | What::ReduceScatter | What::Reduce { .. });
         let has_root = matches!(
-            plan.what,
+            given.what,
             What::Broadcast { .. } | What::Reduce { .. } | What::Gather { .. } | What::Scatter { .. }
         );
-        let has_parts = matches!(plan.what, What::AllToAll { has_splits: true });
+        let has_parts = matches!(given.what, What::AllToAll { has_splits: true });
         let how = match self.rng.u8(..7) {
-            0 if plan.what != What::Barrier && !has_parts => How::Size,
-            1 if plan.what != What::Barrier && (!reduces || plan.op.takes(DType::I32) && plan.op.takes(DType::F32)) => {
+            0 if given.what != What::Barrier && !has_parts => How::Size,
+            1 if given.what != What::Barrier
+                && (!reduces || given.op.takes(DType::I32) && given.op.takes(DType::F32)) =>
+            {
                 How::DType
             }
-            2 if reduces && plan.dtype != DType::Bool => How::Op,
+            2 if reduces && given.dtype != DType::Bool => How::Op,
             3 if has_root => How::Root,
             4 => {
                 let is_other = |with: &usize| {
                     *with != call
-                        && sequence(&program.calls[*with]) == sequence(plan)
+                        && sequence(&program.calls[*with]) == sequence(given)
                         && program.takes_part(*with, rank)
                         && program.part(*with, rank).fingerprint != program.part(call, rank).fingerprint
                 };
@@ -612,7 +614,7 @@ impl Draw {
 }
 
 /// Calls that meet in the order in which they are issued.
-pub(super) fn sequence(call: &CallPlan) -> (usize, Option<(usize, usize, u32)>) {
+pub(super) fn sequence(call: &ProgramCall) -> (usize, Option<(usize, usize, u32)>) {
     match call.what {
         What::Message { from, to, tag, .. } => (call.group, Some((from, to, tag))),
         _ => (call.group, None),
@@ -634,11 +636,11 @@ impl fmt::Display for Program {
         if let Some(wrong) = wrong {
             writeln!(f, "  wrong: {wrong:?}")?;
         }
-        for (number, GroupPlan { members, algorithm }) in self.groups.iter().enumerate() {
+        for (number, ProgramGroup { members, algorithm }) in self.groups.iter().enumerate() {
             writeln!(f, "  group {number}: {members:?} {}", algorithm.map_or("", Algorithm::name))?;
         }
         for (number, call) in self.calls.iter().enumerate() {
-            let CallPlan { group, what, dtype, op, elements, priority, timeout } = call;
+            let ProgramCall { group, what, dtype, op, elements, priority, timeout } = call;
             if !self.steps.iter().flatten().any(|step| *step == Step::Issue(number) || *step == Step::Hold(number)) {
                 continue;
             }

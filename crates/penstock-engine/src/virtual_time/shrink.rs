@@ -115,10 +115,10 @@ fn without_last_rank(program: &Program) -> Option<Program> {
     smaller.steps.pop();
     let gone: Vec<usize> = (0..program.calls.len())
         .filter(|call| {
-            let plan = &program.calls[*call];
-            let members = &program.groups[plan.group].members;
+            let given = &program.calls[*call];
+            let members = &program.groups[given.group].members;
             let Some(place) = members.iter().position(|member| *member == last) else { return false };
-            match plan.what {
+            match given.what {
                 What::Broadcast { root } | What::Reduce { root } | What::Gather { root } | What::Scatter { root } => {
                     root >= place
                 }

@@ -134,12 +134,12 @@ impl<'a> World<'a> {
             complaints: Vec::new(),
         };
         if !program.strikes_at_end {
-            world.plan_faults();
+            world.schedule_faults();
         }
         world
     }
 
-    fn plan_faults(&mut self) {
+    fn schedule_faults(&mut self) {
         self.has_faults = true;
         if let Some((after, fault)) = self.program.fault {
             let times = if let Fault::Lose { times, .. } = fault { times } else { 1 };
@@ -176,7 +176,7 @@ impl<'a> World<'a> {
             }
             let is_leaving = |rank: &Rank<'_>| !rank.user.left.is_empty() || rank.user.state == State::Stopping;
             if !self.has_faults && self.ranks.iter().any(is_leaving) {
-                self.plan_faults();
+                self.schedule_faults();
             }
             if self.ranks.iter().all(|rank| rank.engine.is_none()) {
                 break;
@@ -458,7 +458,7 @@ impl<'a> Rank<'a> {
     fn issue(&mut self, call: usize, hold: bool, network: &Network, now: Time) {
         let part = self.program.part(call, self.rank);
         let place = self.program.place(call, self.rank).expect("it takes part");
-        let plan = &self.program.calls[call];
+        let given = &self.program.calls[call];
         let mut output = vec![GUARD; part.output + 2 * GUARD_BYTES];
         let input = model::contribution(self.program, call, place, part.input);
         if matches!(part.collective, Collective::AllReduce | Collective::Broadcast { .. } | Collective::Reduce { .. }) {
@@ -468,7 +468,7 @@ impl<'a> Rank<'a> {
         }
         let mut issued = Issued { ticket: Ticket::default(), at: now, input, output, is_over: false };
         let command = Command::Start(
-            id(plan.group),
+            id(given.group),
             Call {
                 collective: part.collective,
                 fingerprint: part.fingerprint,
@@ -480,9 +480,9 @@ impl<'a> Rank<'a> {
                 output: issued.output[GUARD_BYTES..].as_mut_ptr(),
                 tag: part.tag,
                 coflow: 0,
-                priority: Priority(plan.priority),
+                priority: Priority(given.priority),
                 hold,
-                timeout: plan.timeout,
+                timeout: given.timeout,
                 keep: None,
             },
             issued.ticket.promise(),
@@ -661,15 +661,15 @@ fn id(group: usize) -> GroupId {
 }
 
 fn spec(program: &Program, group: usize, rank: usize) -> GroupSpec {
-    let plan = &program.groups[group];
-    let own = plan.members.iter().position(|member| *member == rank).expect("members join");
+    let given = &program.groups[group];
+    let own = given.members.iter().position(|member| *member == rank).expect("members join");
     GroupSpec {
         id: id(group),
         generation: Generation(1),
         rank: own as u32,
-        members: plan.members.iter().map(|member| contact(*member)).collect(),
+        members: given.members.iter().map(|member| contact(*member)).collect(),
         secret: b"secret".to_vec(),
-        algorithm: plan.algorithm,
+        algorithm: given.algorithm,
         name: format!("group {group}"),
     }
 }

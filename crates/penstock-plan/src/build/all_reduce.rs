@@ -49,20 +49,21 @@ pub(super) fn aggregated(draft: &mut Draft<'_>) {
     }
 }
 
-/// One rank's way through a ring all-reduce, of the whole tensor or of a part.
+/// One rank's part of a ring all-reduce, of the whole tensor or of a range.
 struct Lap {
-    /// Where it is on the ring.
+    /// The rank's place on the ring.
     place: u32,
     next: u32,
     prev: u32,
     /// The chunks, one for each place.
     slices: Vec<Slice>,
-    /// By chunk: the step that made what is there now.
+    /// For each chunk the step that made its present value.
     ready: Vec<StepIndex>,
 }
 
 impl Lap {
-    /// Ring step `step` of `2(n - 1)`: pass on the chunk that is `step` behind our place, and take the one before it.
+    /// Ring step `step` of `2(n - 1)`: sends the chunk that is `step` behind this rank's place, and receives the one before
+    /// it.
     fn step(&mut self, draft: &mut Draft<'_>, step: u32, message: u32) {
         let n = self.slices.len() as u32;
         let behind = |distance: u32| ((self.place + 2 * n - distance) % n) as usize;
@@ -98,7 +99,7 @@ pub(super) fn hierarchical(draft: &mut Draft<'_>) {
     let division = Hierarchy::of(&draft.request.topology, draft.bytes);
     let (hosts, host) = (division.hosts(), draft.request.topology.host(draft.rank));
     let mut shares: Vec<Share> = division.shares().map(|share| Share::new(draft, &division, host, share)).collect();
-    // Shares from ours on, so that not all ranks of a host turn to the same owner.
+    // Starts with this rank's own share, so that not all ranks of a host send to the same owner first.
     let first = shares.iter().position(|share| share.owner >= draft.rank).unwrap_or(0);
     shares.rotate_left(first);
     let (mut own, others): (Vec<Share>, Vec<Share>) = shares.into_iter().partition(|share| share.owner == draft.rank);
@@ -142,14 +143,13 @@ pub(super) fn hierarchical(draft: &mut Draft<'_>) {
     }
 }
 
-/// What happens to one share of a [`hierarchical`] all-reduce, seen from a host.
+/// One share of a [`hierarchical`] all-reduce, as one host sees it.
 struct Share {
     /// The rank of this host that reduces it.
     owner: u32,
-    /// The owner's way around the ring of hosts.
+    /// The owner's part of the ring of hosts.
     lap: Lap,
-    /// Message numbers: of what goes to the owner, by chunk; of what it passes around, by ring step; of what it returns, by
-    /// chunk.
+    /// Numbers of the messages to the owner, by chunk; on the ring, by ring step; and from the owner, by chunk.
     contributions: Vec<u32>,
     around: Vec<u32>,
     results: Vec<u32>,
@@ -178,7 +178,8 @@ impl Share {
     }
 }
 
-/// Every rank sends chunk `p` to rank `p`, reduces its own chunk over all ranks in one step, and sends it to everybody.
+/// Every rank sends chunk `p` to rank `p`, reduces its own chunk over all ranks in one step, and sends the result to all
+/// ranks.
 ///
 /// Inside a host a send is a reference, so each rank reads what it must reduce once, writes its chunk once, and reads
 /// what it must collect once. Results and what is collected come before further reductions, so that a segment is
@@ -206,7 +207,7 @@ pub(super) fn direct(draft: &mut Draft<'_>) {
     }
 }
 
-/// Everybody sends its whole tensor to everybody, and reduces all of them in rank order in one step.
+/// Every rank sends its whole tensor to all others, and reduces all tensors in rank order in one step.
 ///
 /// The result waits in scratch until all our sends are done, because they read the tensor. A reduction that waited for
 /// them instead would deadlock wherever a send is done only when its receiver has reduced.
@@ -289,7 +290,7 @@ pub(super) fn halving_doubling(draft: &mut Draft<'_>) {
         }
         Role::Core { virtual_rank, extra } => (virtual_rank, extra),
     };
-    // What this virtual rank keeps after a number of halvings. Its partner of round `j` keeps the other half.
+    // The chunks that this virtual rank keeps after `halvings` halvings. Its partner of round `j` keeps the other half.
     let kept = |draft: &Draft<'_>, virtual_rank: u32, halvings: u32| {
         let range = fold.kept(virtual_rank, halvings);
         let (start, len) = chunks.range(range.start, range.end);
@@ -322,13 +323,13 @@ pub(super) fn halving_doubling(draft: &mut Draft<'_>) {
     }
 }
 
-/// Numbers for the messages by which an extra rank of a [`Fold`] hands its tensor in, and gets the result.
+/// Numbers of the messages by which an extra rank of a [`Fold`] sends its tensor, and receives the result.
 fn pair_messages(draft: &mut Draft<'_>, fold: &Fold) -> (u32, u32) {
     let bytes = if fold.p < draft.world { draft.bytes } else { 0 };
     (draft.messages(bytes), draft.messages(bytes))
 }
 
-/// How a step waits for one that makes some of its bytes: segment by segment where both start at the same place.
+/// A dependency on the step that makes some of a step's bytes: segment by segment if both start at the same place.
 fn within((step, made): (StepIndex, Slice), touched: Slice) -> Option<Dep> {
     if made.start == touched.start { same(step) } else { all(step) }
 }

@@ -1,4 +1,4 @@
-//! From a request to its [`Steps`].
+//! Builds the [`Steps`] of a request.
 //!
 //! Every algorithm is written once, from the view of rank `r`, over a [`Draft`] that cuts slices into segments, numbers
 //! the messages and drops what would touch no bytes. Three rules hold throughout:
@@ -74,8 +74,8 @@ pub fn steps(request: &Request, algorithm: Algorithm) -> Result<Steps, PlanError
     draft.finish()
 }
 
-/// In round `j` every rank tells the rank `2^j` ahead what it knows: that itself and all whose word has reached it are
-/// here. After ceil(log2 n) rounds everybody has heard of everybody (Hensgen, Finkel and Manber, 1988).
+/// In round `j` every rank tells the rank `2^j` ahead which ranks have arrived, as far as it knows. After ceil(log2 n) rounds
+/// all ranks know of all others (Hensgen, Finkel and Manber, 1988).
 fn barrier(draft: &mut Draft<'_>) {
     let n = draft.world;
     let mut heard = Vec::new();
@@ -88,7 +88,7 @@ fn barrier(draft: &mut Draft<'_>) {
     }
 }
 
-/// Steps in the making.
+/// The steps of a plan that is being built.
 pub(crate) struct Draft<'a> {
     request: &'a Request,
     world: u32,
@@ -99,7 +99,7 @@ pub(crate) struct Draft<'a> {
     messages: u64,
 }
 
-/// Index of a step; `None` is one that was left out because it touches no bytes. To wait for nothing is free.
+/// Index of a step; `None` for one that was left out because it touches no bytes. A dependency on `None` is none.
 type StepIndex = Option<u32>;
 
 /// Instance `s` waits for instance `s` of `step`.
@@ -134,7 +134,7 @@ impl Draft<'_> {
         ((u64::from(self.rank) + u64::from(distance)) % u64::from(self.world)) as u32
     }
 
-    /// Every other rank, from our successor on, so that not all ranks turn to the same one first.
+    /// Every other rank, from the next one on, so that not all ranks send to the same one first.
     fn others(&self) -> impl Iterator<Item = u32> + use<> {
         let (rank, world) = (u64::from(self.rank), u64::from(self.world));
         (1..world).map(move |distance| ((rank + distance) % world) as u32)
@@ -146,7 +146,7 @@ impl Draft<'_> {
 
     /// Numbers for the messages of a step whose slice is at most `max_bytes` long on any rank; returns the first.
     fn messages(&mut self, max_bytes: u64) -> u32 {
-        // A number that does not fit is never used: `finish` fails.
+        // If the number does not fit, it is never used, since `finish` fails.
         let first = u32::try_from(self.messages).unwrap_or(u32::MAX);
         self.messages = self.messages.saturating_add(self.segments(max_bytes));
         first

@@ -81,7 +81,7 @@ pub(super) fn all_gather_ring(draft: &mut Draft<'_>) {
     draft.copy(place, own, []);
 }
 
-/// Every rank sends its chunk to everybody.
+/// Every rank sends its chunk to all others.
 pub(super) fn all_gather_direct(draft: &mut Draft<'_>) {
     let chunks = Chunks::equal(draft.bytes, draft.world);
     let message = draft.messages(chunks.max());
@@ -97,10 +97,10 @@ pub(super) fn all_gather_direct(draft: &mut Draft<'_>) {
     draft.copy(place, own, []);
 }
 
-/// Every rank sends to each other rank what that one wants, its successor first, so that not all turn to one receiver.
+/// Every rank sends its parts to the other ranks, starting with the next one, so that not all send to the same rank at once.
 ///
-/// Each pair of ranks numbers its messages from 0, because nobody knows how much passes between two others. With splits
-/// an empty part is notified: a rank hears from every other what that one means to pass, and to get.
+/// Each pair of ranks numbers its messages from 0, since no rank knows how much two others exchange. With splits, an empty
+/// part is sent as a notification: a rank hears from every other rank how much that one means to send and to receive.
 pub(super) fn all_to_all(draft: &mut Draft<'_>) {
     let chunks = Chunks::equal(draft.bytes, draft.world);
     let splits = draft.request.splits.as_ref();

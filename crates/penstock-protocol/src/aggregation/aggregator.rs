@@ -9,10 +9,10 @@
 //! ```
 //! With s = tag, a block of another format, exponent or length than the slot's is refused first.
 //!
-//! A result, on its way down, takes the place of the sum that led to it: a child that loses it gets it from here.
+//! A result, on its way down, replaces the sum in the slot: a child that loses the result gets it from here.
 //!
-//! One packet in, at most one packet out (to one address, or the same bytes to all children); no clock and no queue, so
-//! that a switch can do the same. Everything here may be lost at any time: workers send again until the *server* has
+//! One packet in, at most one packet out (to one address, or the same bytes to all children); no clock and no queue, so that a
+//! switch can do the same. An aggregator may lose its whole state at any time: workers send again until the *server* has
 //! committed.
 
 use super::packet::{FLAG_FULL, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, decode};
@@ -21,12 +21,12 @@ use super::{Key, Link, Serial, arithmetic, asks_again};
 use std::collections::BTreeMap;
 use std::{fmt, slice};
 
-/// What an aggregator may use, all jobs together.
+/// Limits of an aggregator, for all jobs together.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Jobs.
+    /// How many jobs.
     pub jobs: usize,
-    /// Slots; a job takes as many as its window.
+    /// How many slots; a job takes as many as its window.
     pub slots: usize,
     /// Bytes of sums and kept blocks.
     pub memory_bytes: usize,
@@ -37,23 +37,23 @@ pub struct Limits {
 pub struct Job {
     /// Its number.
     pub job: u32,
-    /// Which of its lives.
+    /// Counts the lives of the job.
     pub epoch: u16,
-    /// None on a trusted network.
+    /// The job's key; `None` on a trusted network.
     pub key: Option<Key>,
-    /// Slots, a power of two: so many SeqNums may be in flight. The same for all nodes of the job.
+    /// Slots, a power of two: how many SeqNums may be in flight. The same on all nodes of the job.
     pub window: u32,
     /// The longest block, at most [`MAX_PAYLOAD_BYTES`].
     pub block_bytes: usize,
     /// Also add floats: keeps a block of every child in each slot, so that they are added in order. Costs
     /// `children.len() + 1` times the memory.
     pub floats: bool,
-    /// Keep a result in the slot of its sum, and give it to children that lost it. A switch does not: there a worker's question is
-    /// refused, and its next one goes to the server.
+    /// Keep a result in the slot of its sum, and give it to children that lost it. A switch does not: it refuses a worker's
+    /// request, and the worker's next one goes to the server.
     pub results: bool,
     /// Where sums go: another aggregator or the server.
     pub parent: Link,
-    /// Whose blocks are added, in the order of addition.
+    /// The nodes whose blocks are added, in the order of addition.
     pub children: Vec<Child>,
 }
 
@@ -62,7 +62,7 @@ pub struct Job {
 pub struct Child {
     /// Its address.
     pub link: Link,
-    /// The worker, or all those below the aggregator, as a bitmap.
+    /// The worker, or all workers below the aggregator, as a bitmap.
     pub workers: u64,
 }
 
@@ -94,27 +94,27 @@ impl Job {
     }
 }
 
-/// Why a job is not admitted. The aggregator is as it was.
+/// Why a job is not admitted. The aggregator is unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
     /// Not a power of two, or more than 2^16.
     Window(u32),
-    /// No block is that long.
+    /// The block length is not one that a packet can carry.
     Block(usize),
     /// No children, or a worker below two of them.
     Children,
-    /// A newer epoch of the job is here.
+    /// A newer epoch of the job is open here.
     Epoch(u16),
-    /// As many jobs as there may be.
+    /// The limit of jobs is reached.
     Jobs(usize),
-    /// More slots than are free.
+    /// The job needs more slots than are free.
     Slots {
         /// What the job needs.
         needed: usize,
         /// What is free.
         free: usize,
     },
-    /// More memory than is free.
+    /// The job needs more memory than is free.
     Memory {
         /// What the job needs, in bytes.
         needed: usize,
@@ -145,7 +145,7 @@ impl fmt::Display for Admission {
 
 impl std::error::Error for Admission {}
 
-/// What happened to a job's packets.
+/// Counters of a job's packets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct JobCounters {
     /// Blocks that were added.
@@ -156,51 +156,51 @@ pub struct JobCounters {
     pub repeated: u64,
     /// Packets from above that went to all children.
     pub relayed: u64,
-    /// Times that it told its children whose blocks are missing.
+    /// How often the aggregator told its children whose blocks are missing.
     pub named: u64,
-    /// Results that a child had lost and got from here.
+    /// Results that a child had lost and got from this aggregator.
     pub answered: u64,
-    /// Slots that a newer SeqNum took before their sum was complete.
+    /// Slots that a newer SeqNum took over before their sum was complete.
     pub abandoned: u64,
     /// Additions in which an integer overflowed: some worker sent more than its share. The sum goes on, wrapped.
     pub overflowed: u64,
-    /// By [`Refusal::index`].
+    /// Refused packets, by [`Refusal::index`].
     pub refused: [u64; Refusal::COUNT],
 }
 
-/// What to do about a packet.
+/// What the driver does after a packet.
 #[derive(Debug)]
 pub enum Action<'a> {
-    /// Nothing.
+    /// Send nothing.
     Nothing,
-    /// Send this header, and this block behind it.
+    /// Send this header and this block.
     Send {
-        /// To whom: the parent, a child, or all children.
+        /// The receivers: the parent, a child, or all children.
         to: &'a [Link],
         /// The header.
         header: [u8; HEADER_BYTES],
         /// The block; valid until the next call.
         payload: &'a [u8],
     },
-    /// Send the packet from above that was just handled, byte for byte, to all of these.
+    /// Send the packet that was just handled, which came from above, byte for byte to all of these.
     Relay {
         /// The children.
         to: &'a [Link],
     },
 }
 
-/// A node that adds what its children push. One for all jobs; nothing of one job reaches another.
+/// A node that adds what its children push. One serves all jobs; no job affects another.
 #[derive(Clone, Debug)]
 pub struct Aggregator {
     limits: Limits,
     shard: Shard,
     jobs: BTreeMap<u32, Table>,
     /// Packets that belong to no job here, by [`Refusal::index`].
-    strangers: [u64; Refusal::COUNT],
+    unauthenticated: [u64; Refusal::COUNT],
     rules: Rules,
 }
 
-/// Which SeqNums an aggregator adds: those that are `index` modulo `count`. A node's shards share nothing.
+/// The SeqNums that this part of an aggregator adds: those that are `index` modulo `count`. Shards of a node share nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shard {
     /// Below `count`.
@@ -210,10 +210,10 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// The only one of its node.
+    /// The shard of a node that has only one.
     pub const WHOLE: Shard = Shard { index: 0, count: 1 };
 
-    /// The slots of a job here. With fewer SeqNums in flight than shards one is enough.
+    /// How many slots of a job this shard has. If fewer SeqNums are in flight than there are shards, one is enough.
     fn slots(self, window: u32) -> usize {
         (window / self.count).max(1) as usize
     }
@@ -227,9 +227,9 @@ struct Table {
     all: u64,
     children: Vec<Link>,
     slots: Vec<Slot>,
-    /// For each slot the sum, or the result; with floats then a block of every child.
+    /// For each slot the sum or the result; with floats, then a block of every child.
     memory: Vec<u8>,
-    /// For each slot the header of the result, where it is here.
+    /// For each slot the header of the result, if the slot holds one.
     results: Vec<[u8; HEADER_BYTES]>,
     /// For each child the newest Ack and Credit.
     heart: Vec<Option<(Serial, Serial)>>,
@@ -243,15 +243,15 @@ struct Slot {
     format: Format,
     exponent: i16,
     length: u16,
-    /// The result is here instead of the sum.
+    /// The slot holds the result instead of the sum.
     is_result: bool,
-    /// Workers who have asked for its result, each once; whoever asks again starts anew.
+    /// Workers that requested this result, as a bitmap. A second request of a worker resets it.
     asked: u64,
 }
 
 const EMPTY: Slot =
     Slot { tag: None, have: 0, format: Format::None, exponent: 0, length: 0, is_result: false, asked: 0 };
-/// With blocks of 8,896 bytes, half a gigabyte in flight; a guess at what nobody needs.
+/// With blocks of 8,896 bytes, half a gigabyte in flight. A guess: more than anyone needs.
 const MAX_WINDOW: u32 = 1 << 16;
 
 impl Aggregator {
@@ -268,10 +268,16 @@ impl Aggregator {
     #[must_use]
     pub fn sharded(limits: Limits, shard: Shard) -> Aggregator {
         assert!(shard.count.is_power_of_two() && shard.index < shard.count, "{shard:?}");
-        Aggregator { limits, shard, jobs: BTreeMap::new(), strangers: [0; Refusal::COUNT], rules: Rules::default() }
+        Aggregator {
+            limits,
+            shard,
+            jobs: BTreeMap::new(),
+            unauthenticated: [0; Refusal::COUNT],
+            rules: Rules::default(),
+        }
     }
 
-    /// Admits a job, or its next epoch, which forgets the one before. Reserves all memory that the job will ever use.
+    /// Admits a job, or the next epoch of one, which replaces the epoch before. Reserves all memory that the job will use.
     pub fn open(&mut self, job: Job) -> Result<(), Admission> {
         job.check()?;
         let before = self.jobs.get(&job.job);
@@ -294,7 +300,7 @@ impl Aggregator {
         if needed > free {
             return Err(Admission::Memory { needed, free });
         }
-        // The epoch before goes first, so that both are never here together.
+        // The epoch before is removed first, so that both never need memory together.
         self.jobs.remove(&job.job);
         let table = Table {
             all: job.children.iter().fold(0, |all, child| all | child.workers),
@@ -311,12 +317,12 @@ impl Aggregator {
         Ok(())
     }
 
-    /// Forgets a job; its slots are free.
+    /// Removes a job; its slots become free.
     pub fn close(&mut self, job: u32) {
         self.jobs.remove(&job);
     }
 
-    /// What happened to a job's packets since its epoch was opened.
+    /// The counters of a job since its epoch was opened.
     #[must_use]
     pub fn counters(&self, job: u32) -> Option<&JobCounters> {
         self.jobs.get(&job).map(|table| &table.counters)
@@ -324,8 +330,8 @@ impl Aggregator {
 
     /// Packets that belong to no job here, by [`Refusal::index`].
     #[must_use]
-    pub fn strangers(&self) -> &[u64; Refusal::COUNT] {
-        &self.strangers
+    pub fn unauthenticated(&self) -> &[u64; Refusal::COUNT] {
+        &self.unauthenticated
     }
 
     /// Slots of a job that hold an incomplete sum.
@@ -336,15 +342,15 @@ impl Aggregator {
             .map_or(0, |table| table.slots.iter().filter(|slot| slot.have != 0 && slot.have != table.all).count())
     }
 
-    /// Takes a datagram that came from `from`. Whatever it holds, at worst it has no effect and is counted.
+    /// Handles a datagram from `from`. At worst, a wrong one has no effect and is counted.
     pub fn handle_packet(&mut self, from: Link, bytes: &[u8]) -> Result<Action<'_>, Refusal> {
-        let mut stranger = |refusal: Refusal| {
-            self.strangers[refusal.index()] += 1;
+        let mut unauthenticated = |refusal: Refusal| {
+            self.unauthenticated[refusal.index()] += 1;
             refusal
         };
-        let packet = decode(bytes).map_err(|error| stranger(error.into()))?;
+        let packet = decode(bytes).map_err(|error| unauthenticated(error.into()))?;
         let Some(table) = self.jobs.get_mut(&packet.header.job) else {
-            return Err(stranger(Refusal::Job));
+            return Err(unauthenticated(Refusal::Job));
         };
         table.handle(from, &packet, bytes, self.rules)
     }
@@ -352,7 +358,7 @@ impl Aggregator {
 
 impl Table {
     fn handle(&mut self, from: Link, packet: &Packet<'_>, bytes: &[u8], rules: Rules) -> Result<Action<'_>, Refusal> {
-        // Everything that reads or writes the table comes after the key.
+        // The key is checked before anything reads or writes the table.
         match self.decide(from, packet, bytes, rules) {
             Ok(Decision::Nothing) => Ok(Action::Nothing),
             Ok(Decision::Relay) => {
@@ -418,13 +424,13 @@ impl Table {
                 let before = self.heard(rules);
                 self.hear(child, header, rules);
                 let now = self.heard(rules);
-                // What is new goes up at once. The first child's heartbeat goes up always: it makes up for a loss.
+                // A change goes up at once. The first child's heartbeat always goes up, to make up for a loss.
                 Ok(if now.is_some() && (now != before || child == 0) { Decision::Heartbeat } else { Decision::Nothing })
             }
         }
     }
 
-    /// Keeps a result, for children that lose it. Where it cannot be kept it only passes.
+    /// Keeps a result for children that lose it. A result that cannot be kept is only relayed.
     fn keep(&mut self, packet: &Packet<'_>, bytes: &[u8], rules: Rules) {
         let Packet { header, payload, .. } = packet;
         let (true, Ok(index)) = (self.job.results, self.slot_of(header.seq)) else { return };
@@ -450,7 +456,8 @@ impl Table {
         self.memory[start..start + payload.len()].copy_from_slice(payload);
     }
 
-    /// A worker misses a result. If it is not here, either blocks of children are missing, or those above are asked, once.
+    /// A worker requests a result. If the result is not here, either blocks of children are missing, or the request goes to
+    /// the parent, once.
     fn request(&mut self, from: Link, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
         let speaks = |child: &Child| child.link == from && header.workers & !child.workers == 0;
         let child = self.job.children.iter().position(speaks).filter(|_| header.workers.is_power_of_two());
@@ -475,7 +482,7 @@ impl Table {
         })
     }
 
-    /// Where a slot's memory begins.
+    /// The offset of a slot in `memory`.
     fn start_of(&self, index: usize) -> usize {
         index * self.job.blocks_a_slot() * self.job.block_bytes
     }
@@ -486,7 +493,7 @@ impl Table {
         &self.memory[start..start + usize::from(self.slots[index].length)]
     }
 
-    /// What is missing above: a complete sum was lost, or some children's blocks are missing here, too.
+    /// Something is missing above: a complete sum was lost, or blocks of some children are missing here, too.
     fn missing(&mut self, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
         let asked = header.workers & self.all;
         let index = self.slot_of(header.seq)?;
@@ -505,7 +512,7 @@ impl Table {
         } else if asked & !have != 0 {
             Decision::Missing { header: Header { workers: asked & !have, ..*header } }
         } else if asked == 0 && self.job.results {
-            // Others' blocks: these children need not take their path for broken.
+            // The missing blocks are other children's: these children learn that their path works.
             Decision::Missing { header: *header }
         } else {
             Decision::Nothing
@@ -540,7 +547,7 @@ impl Table {
                 ..EMPTY
             };
         }
-        // Before all that sends something: a few bytes of a confused worker must not make a whole block be sent again.
+        // Checked before anything is sent: a few bytes of a confused worker must not cause a whole block to be sent again.
         if slot.format != header.format || slot.exponent != header.exponent {
             return Err(Refusal::Format);
         }
@@ -572,7 +579,7 @@ impl Table {
         if header.format.is_float() {
             blocks[child * block_bytes..][..payload.len()].copy_from_slice(payload);
             if complete {
-                // A worker has one bit of 64.
+                // One place for each of the 64 bits of a bitmap.
                 let mut all: [&[u8]; 64] = [&[]; 64];
                 let blocks = blocks.chunks_exact(block_bytes).map(|block| &block[..payload.len()]);
                 let count = blocks.len();
@@ -581,7 +588,7 @@ impl Table {
             }
         } else {
             if first {
-                // Overwriting clears what an earlier SeqNum left.
+                // Overwriting clears the sum of an earlier SeqNum.
                 arithmetic::begin(header.format, sum, payload);
             } else if arithmetic::add(header.format, sum, payload) {
                 self.counters.overflowed += 1;
@@ -597,7 +604,7 @@ impl Table {
         Ok(Decision::Sum { index, seq: header.seq })
     }
 
-    /// The slot of a SeqNum that is this shard's.
+    /// The slot of a SeqNum, if it belongs to this shard.
     fn slot_of(&self, seq: Serial) -> Result<usize, Refusal> {
         if seq.0 & (self.shard.count - 1) != self.shard.index {
             return Err(Refusal::Shard);
@@ -605,12 +612,12 @@ impl Table {
         Ok((seq.0 / self.shard.count) as usize & (self.slots.len() - 1))
     }
 
-    /// The child that lives at `from` and speaks for just these workers.
+    /// The index of the child at `from`, whose workers must be exactly `workers`.
     fn child(&self, from: Link, workers: u64) -> Result<usize, Refusal> {
         self.job.children.iter().position(|child| child.link == from && child.workers == workers).ok_or(Refusal::Sender)
     }
 
-    /// Keeps the newest of what a child said: heartbeats overtake each other.
+    /// Keeps the newest Ack and Credit of a child: heartbeats overtake each other.
     fn hear(&mut self, child: usize, header: &Header, rules: Rules) {
         let newest = |before: Serial, now: Serial| {
             if rules.hold(Rule::Serial) { before.newest(now) } else { Serial(before.0.max(now.0)) }
@@ -622,7 +629,7 @@ impl Table {
         });
     }
 
-    /// The minimum over all children; None while one has not been heard since this table was opened.
+    /// The minimum over all children; `None` while a child has not been heard since this table was opened.
     fn heard(&self, rules: Rules) -> Option<(Serial, Serial)> {
         if rules.hold(Rule::Heart) && self.heart.iter().any(Option::is_none) {
             return None;
@@ -640,7 +647,7 @@ impl Table {
 }
 
 impl Slot {
-    /// How far a SeqNum lies ahead of what is here.
+    /// How far a SeqNum lies ahead of the newest one here.
     fn ahead(&self, seq: Serial, rules: Rules) -> i32 {
         match self.tag {
             None => 1,
@@ -650,7 +657,7 @@ impl Slot {
     }
 }
 
-/// What a packet leads to, before anything is borrowed.
+/// What a packet leads to, without borrows of the table.
 enum Decision {
     Nothing,
     Relay,
@@ -662,7 +669,7 @@ enum Decision {
     Missing {
         header: Header,
     },
-    /// The request goes on, as it is.
+    /// The request goes on unchanged.
     Ask,
     Result {
         index: usize,
@@ -676,14 +683,14 @@ impl Aggregator {
         Aggregator { rules, ..Aggregator::new(limits) }
     }
 
-    /// All that decides what it will do.
+    /// Hashes all state that decides what the aggregator does.
     pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         for (job, table) in &self.jobs {
             (job, table.job.epoch, &table.slots, &table.heart).hash(state);
             let kept = table.results.iter().zip(&table.slots).filter(|(_, slot)| slot.is_result);
             kept.for_each(|(header, _)| header.hash(state));
-            // What lies in a slot that nobody has written does not matter.
+            // The content of slots that were never written does not matter.
             let blocks = table.memory.chunks_exact(table.job.blocks_a_slot() * table.job.block_bytes);
             blocks.zip(&table.slots).filter(|(_, slot)| slot.have != 0).for_each(|(memory, _)| memory.hash(state));
         }

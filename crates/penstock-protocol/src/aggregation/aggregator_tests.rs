@@ -261,7 +261,7 @@ fn results() {
 
 /// Everything that does not belong here is counted and leaves the slots as they are.
 #[test]
-fn strangers() {
+fn unauthenticated() {
     let key = Key([3; 16]);
     let mut node = Aggregator::new(limits());
     node.open(Job { key: Some(key), ..job(2, 2) }).unwrap();
@@ -313,7 +313,7 @@ fn strangers() {
         assert_eq!(node.handle_packet(Link(1), &bytes).unwrap_err(), refusal);
     }
     assert_eq!(node.counters(5).unwrap().added, 1);
-    assert_eq!(node.strangers().iter().sum::<u64>(), 2, "another job's, and what is no packet");
+    assert_eq!(node.unauthenticated().iter().sum::<u64>(), 2, "another job's, and what is no packet");
 }
 
 /// Jobs are admitted within the limits, and one job's slots are nothing to another.

@@ -1,29 +1,29 @@
 //! How many blocks a worker may have on the way: a congestion window beside Credit.
 //!
-//! Credit keeps receivers' slots free; it does not know that N workers push into one link, or that a receive buffer is
-//! short. What tells is the share of pushes that the server names as missing. A single loss says nothing here: in a tree
-//! without congestion one in twenty may be lost, and neither the wait for the slowest worker nor a busy processor can be
-//! told from a queue by the round trip. So the window is halved when more than [`TOLERATED`] of the pushes are lost, at
-//! most once for what was on the way at that time, and else grows: by one for each answer before the first cut (slow
-//! start), later by [`GROWTH`] for each window's worth of answers.
+//! Credit keeps receivers' slots free. It does not know that N workers push into one link, or that a receive buffer is short.
+//! The share of pushes that the server names as missing shows that. A single loss says nothing here: in a tree without
+//! congestion one packet in twenty may be lost, and a longer round trip may come from the slowest worker or a busy processor
+//! instead of a queue. So the window is halved when more than [`TOLERATED`] of the pushes are lost, at most once for the
+//! blocks in flight at that time. Otherwise it grows: by one for each answer before the first cut (slow start), later by
+//! [`GROWTH`] for each window's worth of answers.
 //!
 //! The *shares* of a link need no rule. A block ends when all workers have pushed it, so all go at one rate; a worker whose
 //! window is larger than another's only waits longer for its results.
 
-/// The window, and what it is decided by.
+/// A worker's congestion window and its state.
 #[derive(Clone, Debug)]
 pub(super) struct Congestion {
-    /// In blocks; the fraction is growth that is saved up.
+    /// The window in blocks; the fraction is saved up growth.
     window: f64,
     /// The smoothed share of pushes that were lost.
     loss: f64,
-    /// Nothing was cut yet.
+    /// The window was never cut.
     slow_start: bool,
-    /// Losses of what was pushed before this transmission count no more: they were answered by a cut.
+    /// Losses of pushes before this transmission do not count any more: a cut answered them.
     since: u64,
-    /// Pushed, and not answered.
+    /// Blocks that were pushed and not answered.
     in_flight: usize,
-    /// A block waits for room.
+    /// A block waits for room in the window.
     limited: bool,
 }
 
@@ -32,7 +32,7 @@ impl Congestion {
         Congestion { window: FIRST, loss: 0.0, slow_start: true, since: 0, in_flight: 0, limited: false }
     }
 
-    /// Whether another block may leave, if there is one.
+    /// Whether another block may leave; `is_one` says whether there is one.
     pub(super) fn has_room(&mut self, is_one: bool) -> bool {
         let room = self.in_flight < self.window as usize;
         self.limited = is_one && !room;
@@ -45,7 +45,7 @@ impl Congestion {
         self.loss -= self.loss * self.gain();
     }
 
-    /// The result of a block is here, or the server says that it has committed it.
+    /// The result of a block came, or the server reported that it has committed it.
     pub(super) fn on_answer(&mut self) {
         // A window that is not used says nothing about a larger one.
         if self.limited {
@@ -54,7 +54,7 @@ impl Congestion {
         self.in_flight -= 1;
     }
 
-    /// The first push of a block was lost, which was transmission number `order` of so many.
+    /// The first push of a block was lost: transmission number `order` of `orders`.
     pub(super) fn on_loss(&mut self, order: u64, orders: u64) {
         if order < self.since {
             return;
@@ -66,12 +66,12 @@ impl Congestion {
         }
     }
 
-    /// The path is another one: nothing is known of it.
+    /// The path has changed: starts again without knowledge of it.
     pub(super) fn on_new_path(&mut self) {
         (self.loss, self.slow_start) = (0.0, true);
     }
 
-    /// Losses are told in bursts, so a share is one of a window's pushes at least.
+    /// The weight of one push in the smoothed share: at least one push in a window, since losses come in bursts.
     fn gain(&self) -> f64 {
         GAIN.min(1.0 / self.window)
     }
@@ -81,17 +81,17 @@ impl Congestion {
     }
 }
 
-/// Blocks that a worker begins with. TCP's ten segments (RFC 6928) are a bet on a queue, and so is this: eight keep a link of
-/// 1 Gbit/s busy through an aggregator.
+/// Blocks that a worker starts with. TCP's ten segments (RFC 6928) are a guess at a queue, and so is this: eight keep a link
+/// of 1 Gbit/s busy through an aggregator.
 const FIRST: f64 = 8.0;
-/// At least one block is on the way: less would need a clock.
+/// At least one block is in flight: less would need a clock.
 const LEAST: f64 = 1.0;
-/// The share of lost pushes that is taken for congestion.
+/// Above this share, lost pushes count as congestion.
 const TOLERATED: f64 = 0.2;
 /// Weight of one push in the smoothed share, where the window is not larger: random loss of 5 % then seldom passes
 /// [`TOLERATED`].
 const GAIN: f64 = 1.0 / 32.0;
-/// By how much the window grows in the time in which it is answered once.
+/// By how much the window grows for each window's worth of answers.
 const GROWTH: f64 = 1.0 / 32.0;
 
 #[cfg(test)]

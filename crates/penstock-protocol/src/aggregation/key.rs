@@ -36,7 +36,7 @@ mod tests {
         assert_eq!(key.code(&input), 0xa129_ca61_49be_45e5);
     }
 
-    /// A key does not reach a log.
+    /// A key does not appear in a log.
     #[test]
     fn debug_hides_it() {
         assert_eq!(format!("{:?}", Key([7; 16])), "Key(..)");

@@ -1,4 +1,5 @@
-//! In-network aggregation: what N workers push is added on the way, committed by a server, and returned to all.
+//! In-network aggregation: switches or daemons add what N workers push, a server commits the sum and returns it to all
+//! workers.
 //!
 //! `docs/reference/packets.md` draws the packet; `docs/design/aggregation.md` states the rules and says why each is there. The machines:
 //!
@@ -37,12 +38,12 @@ pub use server::{Server, ServerConfig, Transmit};
 pub use tree::{Node, Tree, TreeError};
 pub use worker::{Outbound, Received, Route, Timing, Worker, WorkerConfig};
 
-/// The driver's number for an address: where a packet came from, or where one goes.
+/// A node's address, as a number that the driver assigns: where a packet came from, or where one goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Link(pub u32);
 
-/// Notes that a worker asks for a result, in a set of those who have; says whether it had. Who asks again has not got what was done
-/// about the first question, so the set begins anew.
+/// Notes in `asked` that a worker requests a result, and returns whether it had requested it before. A second request means
+/// that the answer to the first one was lost, so it resets the set.
 fn asks_again(asked: &mut u64, bit: u64) -> bool {
     let again = *asked & bit != 0;
     *asked = if again { bit } else { *asked | bit };

@@ -23,16 +23,16 @@ const AGGREGATOR: Link = Link(2);
 const SERVER: Link = Link(3);
 const NOW: Time = Time(0);
 const JOB: u32 = 1;
-/// Of so many steps that are looked up, one is taken as well, and must come to the same: a digest that lacks something of what
-/// decides would merge states that differ.
+/// Of this many transitions that are looked up, one is executed as well and must lead to the same state: a digest that lacks
+/// something that decides would merge states that differ.
 const CHECKED_SHARE: u64 = 16;
 
-/// What may happen besides loss, doubling, reordering, time-outs and restarts of the aggregator.
+/// What may happen besides losses, duplicates, reordering, time-outs and restarts of the aggregator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Story {
     /// Nothing.
     Plain,
-    /// Each node goes over to the next epoch, one after the other, and the same SeqNums carry other blocks.
+    /// Each node moves to the next epoch, one after the other, and the same SeqNums carry other blocks.
     Epochs,
     /// The link between worker 0 and the aggregator is cut for good.
     Cut,
@@ -42,8 +42,8 @@ enum Story {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kinds {
     All,
-    /// No time-outs and heartbeats while packets are on their way. These send packets of their own, which makes most of the states: a
-    /// second fault costs a factor of 20 without them, and several hundred with them.
+    /// No time-outs and heartbeats while packets are in flight. These send packets of their own, which makes most of the
+    /// states: a second fault costs a factor of 20 without them, and several hundred with them.
     Packets,
     /// Losses and restarts alone.
     Losses,
@@ -56,14 +56,14 @@ struct Scope {
     blocks: u32,
     window: u32,
     start: Serial,
-    /// How many, on any one way through.
+    /// How many faults, on any one path.
     faults: u8,
     /// Of which kinds.
     kinds: Kinds,
     rules: Rules,
 }
 
-/// A packet on its way. States share it.
+/// A packet in flight. States share it.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Flying {
     to: Link,
@@ -95,7 +95,7 @@ enum Machine {
 /// What happens to one machine.
 #[derive(Clone, Debug)]
 enum Input {
-    /// It begins anew, in this epoch. A worker posts its blocks.
+    /// The machine starts in this epoch. A worker posts its blocks.
     Begin(u16),
     Arrive(Rc<Flying>),
     Expire(Serial),
@@ -114,8 +114,8 @@ enum Effect {
     Commit(Serial),
 }
 
-/// What each machine does in each of its states: these are few, and the states of the system are made of them. So a step of the
-/// system is a look-up.
+/// What each machine does in each of its states. There are few of these, and the states of the system consist of them, so a
+/// transition of the system is a look-up.
 type Steps = HashMap<(usize, u64, u64), (Rc<Snapshot>, Rc<[Effect]>)>;
 
 #[derive(Clone)]
@@ -128,7 +128,7 @@ struct World {
     faults_left: u8,
     /// In order, each once.
     flying: Vec<Rc<Flying>>,
-    /// Of the current epoch, by worker: which results were delivered; at last, what the server committed.
+    /// Of the current epoch: for each worker the results that were delivered; last, what the server committed.
     done: [u8; 3],
 }
 
@@ -202,7 +202,7 @@ impl World {
         }
     }
 
-    /// What happens in the system; an error says which invariant broke.
+    /// An event of the system; an error names the invariant that broke.
     fn apply(&mut self, steps: &mut Steps, event: Event) -> Result<(), String> {
         if self.is_fault(event) {
             self.faults_left = self.faults_left.saturating_sub(1);
@@ -245,7 +245,7 @@ impl World {
         self.step(steps, packet.to.0 as usize, Input::Arrive(packet))
     }
 
-    /// What happens to one machine, and what follows.
+    /// An event of one machine, and its effects.
     fn step(&mut self, steps: &mut Steps, i: usize, input: Input) -> Result<(), String> {
         let snapshot = &self.snapshots[i];
         let key = (i, snapshot.digest, input.digest());
@@ -299,7 +299,7 @@ impl World {
         }
     }
 
-    /// What the machines hold.
+    /// A hash of the machines' states.
     fn holdings(&self) -> SipHasher13 {
         let mut state = SipHasher13::new();
         self.snapshots.iter().for_each(|snapshot| snapshot.digest.hash(&mut state));
@@ -319,8 +319,8 @@ impl World {
         self.done == [all; 3] && self.epochs.iter().all(|epoch| *epoch == self.epochs[0])
     }
 
-    /// Whether the system reaches its end when everything on its way is lost and then nothing goes wrong any more: every
-    /// time-out and heartbeat fires in turn, every packet arrives once, in order.
+    /// Whether the system reaches its end when everything in flight is lost and no fault follows: every time-out and heartbeat
+    /// fires in turn, and every packet arrives once, in order.
     fn completes(&self, steps: &mut Steps) -> Result<bool, String> {
         let mut world = self.clone();
         world.flying.clear();
@@ -532,7 +532,7 @@ fn new_server(scope: Scope, epoch: u16) -> Server {
     Server::with_rules(NOW, config, scope.rules)
 }
 
-/// What exploring came to.
+/// The result of exploring a scope.
 struct Explored {
     states: usize,
     /// The invariant that broke, and the shortest way there.
@@ -666,7 +666,7 @@ mod tests {
         if let Some((what, steps)) = explored.broken {
             panic!("{what}\n{scope:?}\n{}", steps.join("\n"));
         }
-        // What it proves would shrink with the number of states unnoticed.
+        // Otherwise a smaller number of states would weaken the proof unnoticed.
         assert!(explored.states > least, "only {} states", explored.states);
     }
 

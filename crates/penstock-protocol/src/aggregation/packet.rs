@@ -101,9 +101,9 @@ impl Format {
 pub struct Header {
     /// What it means.
     pub kind: Kind,
-    /// Whose it is.
+    /// The job that the packet belongs to.
     pub job: u32,
-    /// Which life of the job.
+    /// The epoch of the job.
     pub epoch: u16,
     /// What the block's elements are.
     pub format: Format,
@@ -111,13 +111,14 @@ pub struct Header {
     pub flags: u8,
     /// Which block; 0 in heartbeats.
     pub seq: Serial,
-    /// Next expected: of results when it goes up, of blocks when it goes down.
+    /// The next number that the sender expects: of results in packets that go up, of blocks in packets that go down.
     pub ack: Serial,
-    /// Highest that may be sent.
+    /// The highest SeqNum that the receiver may send.
     pub credit: Serial,
     /// The block's exponent.
     pub exponent: i16,
-    /// Upwards: whom it speaks for. Downwards: who should send straight to the server; of a `Missing`, whose blocks are.
+    /// Going up: the workers whose blocks or requests this is. Going down: the workers that should push straight to the
+    /// server; in a `Missing`, the workers whose blocks are missing.
     pub workers: u64,
 }
 
@@ -149,7 +150,7 @@ impl Header {
     }
 }
 
-/// A received packet whose form is right; [`Packet::verify`] says whether it is the job's.
+/// A received packet whose form is valid; [`Packet::verify`] says whether it belongs to the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Packet<'a> {
     /// Its header.
@@ -162,7 +163,7 @@ pub struct Packet<'a> {
 }
 
 impl Packet<'_> {
-    /// Checks MAC and digest; without a key both must be 0, so that two nodes of which only one has a key never talk.
+    /// Checks MAC and digest. Without a key both must be 0, so that two nodes of which only one has a key never communicate.
     pub fn verify(&self, key: Option<&Key>) -> Result<(), PacketError> {
         let good = match key {
             Some(key) => key.code(self.coded) == self.code && crc32c::crc32c(self.payload) == self.digest,
@@ -172,7 +173,7 @@ impl Packet<'_> {
     }
 }
 
-/// Reads a datagram, believing nothing.
+/// Reads a datagram and validates its form.
 pub fn decode(bytes: &[u8]) -> Result<Packet<'_>, PacketError> {
     if bytes.len() < HEADER_BYTES {
         return Err(PacketError::Truncated { bytes: bytes.len() });
@@ -233,9 +234,9 @@ pub fn decode(bytes: &[u8]) -> Result<Packet<'_>, PacketError> {
 /// Why bytes are not a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PacketError {
-    /// Shorter than a header.
+    /// Fewer bytes than a header.
     Truncated {
-        /// What came.
+        /// How many bytes came.
         bytes: usize,
     },
     /// Not our magic.
@@ -255,23 +256,23 @@ pub enum PacketError {
     },
     /// The datagram is not as long as it claims, or longer than a block may be.
     Length {
-        /// What the header says.
+        /// The length in the header.
         claimed: usize,
-        /// What came after it.
+        /// The bytes that followed the header.
         bytes: usize,
     },
-    /// A block where none belongs, or none where one does.
+    /// A block in a packet of a kind that has none, or the other way round.
     Block(Kind),
-    /// Not a whole number of elements.
+    /// The block is not a whole number of elements.
     Elements {
         /// The block's format.
         format: Format,
         /// Its bytes.
         length: usize,
     },
-    /// A packet that speaks for, or of, nobody.
+    /// The packet names no worker.
     Workers,
-    /// MAC or digest do not hold.
+    /// The MAC or the digest is wrong.
     Key,
 }
 
@@ -307,14 +308,15 @@ impl std::error::Error for PacketError {}
 pub const HEADER_BYTES: usize = 48;
 /// The largest block: a multiple of 64 bytes that fits, with this header, UDP and IPv6, an MTU of 9000.
 pub const MAX_PAYLOAD_BYTES: usize = 8896;
-/// The sender does not hear the aggregator above it.
+/// The sender receives nothing from the aggregator above it.
 pub const FLAG_LOST: u8 = 1;
-/// Elements as the tensor has them; for the server alone, aggregators that only add integers drop it.
+/// Elements as the tensor has them. Only the server takes such blocks; aggregators that only add integers drop them.
 pub const FLAG_FULL: u8 = 2;
 pub(super) const MAGIC: u16 = 0x5041;
-/// Of the packets; daemons tell theirs. 2: servers and aggregators without a secret send only to addresses that answer receipts.
+/// The version of packets and receipts, which daemons report. 2: servers and aggregators without a secret send only to
+/// addresses that answer receipts.
 pub const VERSION: u8 = 2;
-/// What the MAC covers.
+/// How many bytes of the header the MAC covers.
 const CODED_BYTES: usize = 40;
 
 #[cfg(test)]

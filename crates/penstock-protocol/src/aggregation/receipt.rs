@@ -1,9 +1,9 @@
-//! Whether an address receives what is sent to it: asked before anything else is sent there.
+//! Receipts: a daemon asks whether an address receives packets before it sends anything else there.
 //!
-//! Whoever may open a job names the addresses of its nodes, and one packet can have up to 64 packets as its effect. A daemon that lets
-//! everybody open jobs would so send to whom somebody else has named. It sends nothing but these packets to an address that has
-//! not shown that it receives: one for each packet from there, or for the parent, no longer than what came. The address returns the
-//! number in it, which only who receives it knows (the cookie of DTLS, RFC 6347, section 4.2.1, and of QUIC's Retry).
+//! The one who opens a job names the addresses of its nodes, and one packet can cause up to 64 others. So a daemon that lets
+//! everybody open jobs could be made to flood a third party. To an address that has not shown that it receives, such a daemon
+//! sends only receipts: one for each packet from there, or for the parent, no longer than what came. The address returns the
+//! number in the receipt, which only a receiver can know (the cookie of DTLS, RFC 6347, section 4.2.1, and of QUIC's Retry).
 //!
 //! ```text
 //!        +---------+------+------+------------------+--------+-----+------------------+
@@ -12,26 +12,27 @@
 //!  16    |              returned             |   0   ...    |       asked            |
 //!        +-----------------------------------+--------------+------------------------+ 40, then 0 up to 48
 //! ```
-//! To the machines, and to switches, it is a malformed packet; drivers take it out before.
+//! For the machines, and for switches, a receipt is a malformed packet; drivers take it out first.
 
 use super::Key;
 use super::packet::{HEADER_BYTES, MAGIC, VERSION};
 
-/// Asks for a number to be returned, or returns one, or both.
+/// A receipt: asks for a number to be returned, or returns one, or both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Receipt {
-    /// Of which job.
+    /// The job that it belongs to.
     pub job: u32,
-    /// Which life of the job.
+    /// The epoch of the job.
     pub epoch: u16,
-    /// What the receiver has asked for; 0: nothing.
+    /// The number that the receiver had asked for; 0: none.
     pub returned: u64,
-    /// What the receiver is to return; 0: nothing.
+    /// The number that the receiver is to return; 0: none.
     pub asked: u64,
 }
 
 impl Receipt {
-    /// Whether a datagram is one of this version. (One of another is a packet of another version, and counted as that.)
+    /// Whether a datagram is a receipt of this version. (One of another version is a packet of another version, and counted as
+    /// that.)
     #[must_use]
     pub fn is(bytes: &[u8]) -> bool {
         bytes.len() == HEADER_BYTES && bytes[..4] == START
@@ -49,7 +50,7 @@ impl Receipt {
         out
     }
 
-    /// Reads what [`Receipt::encode`] wrote; `None`: it is none.
+    /// Reads what [`Receipt::encode`] wrote; `None` for other bytes.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> Option<Receipt> {
         let whole: &[u8; HEADER_BYTES] = bytes.try_into().ok()?;
@@ -63,13 +64,13 @@ impl Receipt {
         (receipt.encode() == *whole).then_some(receipt)
     }
 
-    /// What a worker answers, which asks nobody itself.
+    /// A worker's answer: returns the number, and asks for none.
     #[must_use]
     pub fn answer(&self) -> Option<Receipt> {
         (self.asked != 0).then_some(Receipt { returned: self.asked, asked: 0, ..*self })
     }
 
-    /// The number that an address is asked to return: nobody else can tell it.
+    /// The number that an address is asked to return; it cannot be guessed without the key.
     #[must_use]
     pub fn number(key: &Key, job: u32, epoch: u16, address: &std::net::SocketAddr) -> u64 {
         let mut bytes = [0; 24];

@@ -3,7 +3,7 @@
 use super::packet::PacketError;
 use std::fmt;
 
-/// A rule without which sums go wrong or the system stands still; the model check removes each in turn.
+/// A rule without which sums are wrong or the system stops; the model check removes each in turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(not(test), allow(dead_code, reason = "only tests build rule sets, and name rules that only tests remove"))]
 pub(crate) enum Rule {
@@ -23,15 +23,16 @@ pub(crate) enum Rule {
     Serial,
     /// R8. The server takes a block only between Ack and Credit, and only until it is committed.
     Once,
-    /// R9. At the server, what is contained in what is there is dropped, and what contains it takes its place.
+    /// R9. At the server, a part that is contained in one that is here is dropped, and a part that contains others replaces
+    /// them.
     Overlap,
-    /// R10. The server commits when every worker is in.
+    /// R10. The server commits when the blocks of all workers are in.
     Whole,
     /// R11. Credit stays within a window of the slowest worker's Ack.
     Window,
-    /// R12. A result is kept until all workers have it, and sent to whoever asks.
+    /// R12. A result is kept until all workers have it, and sent to workers that request it.
     Answer,
-    /// R13. When one worker passes an aggregator by, all below it do.
+    /// R13. When one worker bypasses an aggregator, all workers below it do.
     Bypass,
     /// R14. A worker pushes nothing beyond Credit.
     Credit,
@@ -39,7 +40,7 @@ pub(crate) enum Rule {
     Resend,
     /// R16. Only the server commits.
     Commit,
-    /// R17. A worker asks for a result that it misses.
+    /// R17. A worker requests a result that it misses.
     Request,
     /// R18. A worker takes each result once.
     Deliver,
@@ -69,41 +70,41 @@ impl Rules {
     }
 }
 
-/// Why a packet had no effect on sums. Nothing is wrong with the receiver; each is counted.
+/// Why a packet had no effect on sums. The receiver is not in error; each refusal is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Refusal {
     /// The bytes are not a packet.
     Malformed(PacketError),
     /// A packet of another version of the protocol.
     Version(u8),
-    /// No such job here.
+    /// The job is not open here.
     Job,
     /// Another epoch of the job.
     Epoch,
     /// The MAC or the digest does not hold: another job's key, or damage.
     Key,
-    /// A worker or a set of workers that does not live behind this address.
+    /// The sender's address is not that of the worker or the workers in the packet.
     Sender,
-    /// Elements that this node does not add, or that do not fit those of the others in the slot.
+    /// The node does not add such elements, or they differ from those of the others in the slot.
     Format,
     /// A block longer than the job's, or not as long as the others in the slot.
     Length,
-    /// Older than what the slot holds, or long committed.
+    /// Older than the slot's content, or committed long ago.
     Stale,
     /// Already in the sum.
     Duplicate,
     /// Beyond the window.
     Credit,
-    /// An Ack for what was not sent.
+    /// An Ack for something that was not sent.
     Ack,
-    /// A kind that this node has no use for.
+    /// A kind of packet that this node does not handle.
     Kind,
     /// A SeqNum that another shard of the node adds.
     Shard,
 }
 
 impl Refusal {
-    /// How many there are; [`Refusal::index`] is below.
+    /// The number of refusals; [`Refusal::index`] is below it.
     pub const COUNT: usize = 14;
 
     /// Names, by index; for counters.
@@ -124,13 +125,13 @@ impl Refusal {
         "shard",
     ];
 
-    /// Whether the packet comes from who it says, all the same: its sender is alive.
+    /// Whether the packet still proves that its sender is alive.
     #[must_use]
     pub fn is_from_sender(self) -> bool {
         !matches!(self, Refusal::Key | Refusal::Epoch | Refusal::Sender | Refusal::Version(_) | Refusal::Malformed(_))
     }
 
-    /// Its place in an array of counters.
+    /// The index in an array of counters.
     #[must_use]
     pub fn index(self) -> usize {
         match self {

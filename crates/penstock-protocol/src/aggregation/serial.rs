@@ -4,8 +4,8 @@ use std::fmt;
 
 /// A SeqNum, Ack or Credit.
 ///
-/// Not `Ord`: the order is circular. It is right between any two numbers that are less than 2^31 apart, which a window
-/// and the lifetime of a datagram guarantee: at 100 Gbit/s and 1 KiB a block, 2^31 blocks take three minutes.
+/// Not `Ord`: the order is circular. It holds between any two numbers that are less than 2^31 apart. The window and the
+/// lifetime of a datagram guarantee that: at 100 Gbit/s and 1 KiB a block, 2^31 blocks take three minutes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Serial(pub u32);
 
@@ -28,13 +28,13 @@ impl Serial {
         self.ahead_of(other) > 0
     }
 
-    /// The one further on.
+    /// The number that is further on.
     #[must_use]
     pub fn newest(self, other: Serial) -> Serial {
         if other.is_newer_than(self) { other } else { self }
     }
 
-    /// The one behind.
+    /// The number that is further behind.
     #[must_use]
     pub fn oldest(self, other: Serial) -> Serial {
         if other.is_newer_than(self) { self } else { other }

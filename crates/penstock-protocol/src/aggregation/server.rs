@@ -1,15 +1,15 @@
-//! The server: takes sums and single blocks, commits, returns results to all.
+//! The server: receives sums and single blocks, commits, and returns results to all workers.
 //!
-//! A slot keeps its parts (sums of whole aggregators, blocks of single workers) apart until every worker is in, and then
-//! adds them in the order of the tree. The sets of workers that a tree can send are nested or disjoint, so a part is
-//! either new, or inside one that is there (dropped), or contains some (which it replaces). That is why a worker may go
-//! around an aggregator at any time without being counted twice, and why the result has the same bits as without.
+//! A slot keeps its parts (sums of whole aggregators, blocks of single workers) apart until every worker is in, and then adds
+//! them in the order of the tree. The sets of workers that a tree can send are nested or disjoint, so a part is either new, or
+//! contained in one that is here (dropped), or contains some (which it replaces). That is why a worker may bypass an
+//! aggregator at any time without being counted twice, and why the result has the same bits either way.
 //!
 //! ```text
 //!             Ack                      Credit = (slowest worker's Ack) + W - 1
 //!   committed  │  committed or collecting │  refused
 //!   ───────────┴──────────────────────────┴──────────
-//!   kept from the slowest worker's Ack on: whoever asks gets it again
+//!   kept from the slowest worker's Ack on: workers that request it get it again
 //! ```
 
 use super::estimate::{MAX_BACKOFF, MAX_DOUBTFUL, smoothed};
@@ -20,30 +20,30 @@ use super::{Key, Link, Serial, arithmetic, asks_again};
 use penstock_types::{MILLISECOND, Time};
 use std::collections::VecDeque;
 
-/// What a server is told of a job.
+/// A server's configuration for one job.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
     /// Its number.
     pub job: u32,
-    /// Which of its lives.
+    /// Counts the lives of the job.
     pub epoch: u16,
-    /// None on a trusted network.
+    /// The job's key; `None` on a trusted network.
     pub key: Option<Key>,
-    /// SeqNums in flight, a power of two; the same for all nodes of the job.
+    /// SeqNums in flight, a power of two; the same on all nodes of the job.
     pub window: u32,
     /// The longest block.
     pub block_bytes: usize,
     /// The first SeqNum of the epoch.
     pub start: Serial,
-    /// Who sends to whom.
+    /// The job's tree: which node sends to which.
     pub tree: Tree,
     /// Each worker's own address, by number.
     pub workers: Vec<Link>,
-    /// How often Ack and Credit are told while blocks are in flight. A loss of the last packets of a burst is noticed so
-    /// much later.
+    /// How often Ack and Credit are sent while blocks are in flight. The loss of the last packets of a burst is noticed after
+    /// this time.
     pub heartbeat_every: u64,
-    /// ... and while none are. Workers take an aggregator for dead when they hear nothing through it for
-    /// [`super::Timing::path_dead_after`], a few times this.
+    /// How often Ack and Credit are sent while no blocks are in flight. Workers take an aggregator for dead when they hear
+    /// nothing through it for [`super::Timing::path_dead_after`], a few times this.
     pub idle_every: u64,
 }
 
@@ -54,41 +54,41 @@ impl ServerConfig {
     pub const IDLE_EVERY: u64 = 100 * MILLISECOND;
 }
 
-/// The end of a job's path. Memory: `window * (workers + 1) * block_bytes`, reserved at once.
+/// The end of a job's path, where sums are committed. Memory: `window * (workers + 1) * block_bytes`, reserved at once.
 #[derive(Clone, Debug)]
 pub struct Server {
     config: ServerConfig,
     all: u64,
     ack: Serial,
-    /// Below, every result has left once. It is what workers are told as Ack, which so does not overtake results.
+    /// All results below this were sent once. Workers get it as Ack, so that an Ack does not overtake results.
     announced: Serial,
     /// For each worker: the next result that it expects, and the highest that it can take.
     heard: Vec<(Serial, Serial)>,
-    /// Workers that do not hear the aggregator above them.
+    /// Workers that hear nothing from the aggregator above them.
     lost: u64,
     slots: Vec<Slot>,
-    /// For each slot a block of every worker; a sum lies at its lowest worker's place.
+    /// For each slot a place for a block of every worker; a sum lies at its lowest worker's place.
     parts: Vec<u8>,
     results: Vec<u8>,
     /// Slots with something to send, each once.
     queue: VecDeque<usize>,
-    /// For each slot what was done about a loss.
+    /// For each slot what was done about losses.
     recoveries: Vec<Recovery>,
-    /// Below, what is not committed has been named.
+    /// Below this, missing blocks were named.
     checked: Serial,
-    /// Who is to hear whose blocks are missing.
+    /// Nodes to which the missing blocks of a SeqNum are still to be named.
     names: VecDeque<(Link, Serial)>,
-    /// When what was named and did not come is named again.
+    /// When blocks that were named and did not come are named again.
     rename_at: Option<Time>,
     /// Smoothed time from naming to commit, and its variation (RFC 6298); None before the first.
     round_trip: Option<(u64, u64)>,
-    /// Commits of what was named more than once, in a row.
+    /// Commits in a row of SeqNums that were named more than once.
     doubtful: u32,
-    /// The Credit that was told last.
+    /// The Credit that was sent last.
     told: Serial,
-    /// The Credit of the last heartbeat, and how many have told it.
+    /// The Credit of the last heartbeats, and how many of them carried it.
     beat: (Serial, u32),
-    /// Who is still to hear the heartbeat that is due.
+    /// Nodes to which the current heartbeat is still to be sent.
     heartbeat_to: Vec<Link>,
     heartbeat_at: Time,
     /// By [`Refusal::index`].
@@ -100,36 +100,36 @@ pub struct Server {
 #[derive(Clone, Debug)]
 struct Slot {
     tag: Option<Serial>,
-    /// Sets of workers, in the order of arrival; disjoint.
+    /// Disjoint sets of workers, in the order of arrival.
     parts: Vec<u64>,
     committed: bool,
     format: Format,
     flags: u8,
     exponent: i16,
     length: usize,
-    /// Children or workers who are still to get the result for the first time, last first.
+    /// Children or workers to which the result is still to be sent for the first time, last first.
     announce: Vec<Link>,
-    /// Workers who asked for it.
+    /// Workers that requested it and wait for it to be sent.
     wanted: u64,
     queued: bool,
 }
 
-/// What was done about the loss of a block or of its result.
+/// What the server did about the loss of a block or of its result.
 #[derive(Clone, Copy, Debug)]
 struct Recovery {
     seq: Serial,
-    /// How often the missing were named because of a gap, and when last.
+    /// How often missing blocks were named because of a gap, and when last.
     tries: u32,
     named_at: Time,
     first_named_at: Time,
-    /// Who has asked for the result, each once; whoever asks again starts anew.
+    /// Workers that requested the result, as a bitmap. A second request of a worker resets it.
     asked: u64,
 }
 
 /// A packet to send: this header, and this block behind it.
 #[derive(Debug)]
 pub struct Transmit<'a> {
-    /// To whom.
+    /// The receiver.
     pub to: Link,
     /// The header.
     pub header: [u8; HEADER_BYTES],
@@ -141,7 +141,8 @@ impl Server {
     /// A server for one epoch of a job.
     ///
     /// # Panics
-    /// When the configuration is none: a bad tree, a window that is not a power of two, addresses that do not fit.
+    /// When the configuration is invalid: a bad tree, a window that is not a power of two, addresses that do not match the
+    /// tree.
     #[must_use]
     pub fn new(now: Time, config: ServerConfig) -> Server {
         config.tree.check().expect("a tree");
@@ -189,13 +190,13 @@ impl Server {
         }
     }
 
-    /// The next block that is not committed.
+    /// The lowest SeqNum that is not committed.
     #[must_use]
     pub fn ack(&self) -> Serial {
         self.ack
     }
 
-    /// The highest block that may be pushed.
+    /// The highest SeqNum that may be pushed.
     #[must_use]
     pub fn credit(&self) -> Serial {
         if !self.rules.hold(Rule::Window) {
@@ -204,7 +205,7 @@ impl Server {
         self.slowest().1
     }
 
-    /// The workers that pass aggregators by: all below a child of the server of whom one has lost its path (R13).
+    /// The workers that bypass aggregators: all workers below a child of the server, if one of them has lost its path (R13).
     #[must_use]
     pub fn direct(&self) -> u64 {
         if !self.rules.hold(Rule::Bypass) {
@@ -214,7 +215,7 @@ impl Server {
         sets.filter(|set| set & self.lost != 0).fold(0, |all, set| all | set)
     }
 
-    /// Workers whose block of this SeqNum is missing; none where it is committed or not in the window.
+    /// Workers whose block of this SeqNum is missing; empty where the SeqNum is committed or outside the window.
     #[must_use]
     pub fn missing(&self, seq: Serial) -> u64 {
         let slot = &self.slots[self.index(seq)];
@@ -227,7 +228,7 @@ impl Server {
         }
     }
 
-    /// Packets without effect, by [`Refusal::index`].
+    /// Refused packets, by [`Refusal::index`].
     #[must_use]
     pub fn refused(&self) -> &[u64; Refusal::COUNT] {
         &self.refused
@@ -254,7 +255,7 @@ impl Server {
         self.rename_at.map_or(self.heartbeat_at, |rename| rename.min(self.heartbeat_at))
     }
 
-    /// Names again whose blocks are missing, and tells Ack and Credit to all, when it is time.
+    /// Names missing blocks again, and sends Ack and Credit to all, when it is time.
     pub fn handle_timeout(&mut self, now: Time) {
         if self.rename_at.is_some_and(|at| at <= now) {
             self.name_again(now);
@@ -325,7 +326,7 @@ impl Server {
         }
         let single = self.sender(from, header)?;
         self.hear(header)?;
-        // Those who wait for Credit send nothing that would bring it.
+        // Workers that wait for Credit send nothing that would bring it.
         if self.queue.is_empty() && self.credit().ahead_of(self.told) >= (self.config.window / 4).max(4) as i32 {
             self.heartbeat();
         }
@@ -334,7 +335,7 @@ impl Server {
         }
         match header.kind {
             Kind::Push => {
-                // There is something to tell soon.
+                // Something has changed: the next heartbeat is due soon.
                 self.heartbeat_at = self.heartbeat_at.min(now.plus(self.config.heartbeat_every));
                 self.push(now, packet)
             }
@@ -347,7 +348,7 @@ impl Server {
         }
     }
 
-    /// Checks that these workers live behind `from`; says whether it is a single worker's own address.
+    /// Checks that these workers live behind `from`. Returns the number of the worker if `from` is its own address.
     fn sender(&self, from: Link, header: &Header) -> Result<Option<u32>, Refusal> {
         let workers = header.workers;
         if workers.is_power_of_two() && workers & self.all != 0 {
@@ -357,7 +358,7 @@ impl Server {
             }
         }
         let behind = |node: &Node| match node {
-            // A request goes up as the worker made it.
+            // An aggregator passes a request on as the worker made it.
             Node::Aggregator { link, .. } if header.kind == Kind::Request => {
                 *link == from && workers.is_power_of_two() && workers & !node.workers() == 0
             }
@@ -367,7 +368,7 @@ impl Server {
         if self.config.tree.children.iter().any(behind) { Ok(None) } else { Err(Refusal::Sender) }
     }
 
-    /// Notes what results workers have. Numbers only grow: heartbeats overtake each other.
+    /// Records which results workers have. Numbers only grow, since heartbeats overtake each other.
     fn hear(&mut self, header: &Header) -> Result<(), Refusal> {
         if self.is_newer(header.ack, self.ack) {
             return Err(Refusal::Ack);
@@ -386,7 +387,7 @@ impl Server {
     fn note_path(&mut self, now: Time, worker: u32, lost: bool) {
         let before = self.direct();
         self.lost = self.lost & !(1 << worker) | u64::from(lost) << worker;
-        // A worker straight below the server has no path to lose.
+        // A worker directly below the server has no path to lose.
         self.lost &= !self.config.tree.children.iter().fold(0, |own, node| match node {
             Node::Worker(worker) => own | 1 << worker,
             Node::Aggregator { .. } => own,
@@ -418,7 +419,7 @@ impl Server {
         let (overlap, whole) = (self.rules.hold(Rule::Overlap), self.rules.hold(Rule::Whole));
         let slot = &mut self.slots[index];
         if slot.tag != Some(seq) || slot.committed {
-            // All have the result that was here: Credit says so.
+            // All workers have the result that was here: Credit shows it.
             slot.tag = Some(seq);
             slot.parts.clear();
             slot.announce.clear();
@@ -443,7 +444,7 @@ impl Server {
         let place = (index * workers + set.trailing_zeros() as usize) * self.config.block_bytes;
         let have = slot.parts.iter().fold(0, |have, part| have | part);
         if !overlap && slot.parts.len() > 1 && slot.parts[..slot.parts.len() - 1].iter().any(|part| part & set != 0) {
-            // What a server without this rule would do: add whatever comes.
+            // Without this rule the server adds every block.
             let sum = &mut self.parts[place..place + payload.len()];
             arithmetic::finish(header.format, sum);
             arithmetic::add(header.format, sum, payload);
@@ -459,7 +460,7 @@ impl Server {
         if recovery.seq == seq && recovery.tries > 0 {
             self.measure(now.since(recovery.first_named_at), recovery.tries);
         }
-        // A block that went around the aggregators is early.
+        // A block that bypassed the aggregators comes early.
         if header.flags & FLAG_FULL == 0 {
             self.look_for_gaps(now, seq);
         }
@@ -478,7 +479,7 @@ impl Server {
         if self.rules.hold(Rule::Order) {
             self.overflowed += u64::from(self.config.tree.sum(slot.format, parts, sum));
         } else {
-            // Whoever came first is added first.
+            // Parts are added in the order of arrival.
             self.overflowed += u64::from(parts.sum(slot.format, sum));
         }
         slot.committed = true;
@@ -499,8 +500,8 @@ impl Server {
         }
     }
 
-    /// A worker misses a result. One that asks a second time did not get what was done about the first. `child`: the aggregator
-    /// that passed the question on, for want of the result.
+    /// A worker requests a result that it misses. A second request means that the answer to the first was lost. `child`: the
+    /// aggregator that passed the request on because it does not have the result.
     fn request(&mut self, now: Time, seq: Serial, worker: u32, child: Option<Link>) -> Result<(), Refusal> {
         let index = self.index(seq);
         let (bit, committed) = (1u64 << worker, self.slots[index].is_committed(seq));
@@ -511,11 +512,12 @@ impl Server {
         let again = asks_again(&mut recovery.asked, bit);
         let Recovery { asked, tries, .. } = *recovery;
         if !committed {
-            // A gap is a better reason, and is followed up by the clock. An asker's clock may only be too fast.
+            // Naming for a gap is the better reason, and the clock repeats it. A worker that requests may only have a short
+            // time-out.
             if tries == 0 && (again || asked == bit) {
                 self.name(seq);
             }
-            // Whose block is here learns that others' are not.
+            // A worker whose own block is here learns that others' are missing.
             let to = child.unwrap_or(self.config.workers[worker as usize]);
             if self.missing(seq) & self.behind(to) == 0 {
                 self.tell(to, seq);
@@ -528,7 +530,7 @@ impl Server {
             }
             return Ok(());
         }
-        // When a second worker below a child asks, the result was likely lost above them all: it goes to all of them.
+        // When a second worker below a child requests the result, it was probably lost above them all: it goes to all of them.
         let above = self.config.tree.children.iter().find_map(|node| match node {
             Node::Aggregator { link, .. } if node.workers() & bit & !self.direct() != 0 => {
                 Some((*link, node.workers()))
@@ -546,7 +548,7 @@ impl Server {
         Ok(())
     }
 
-    /// Sends a result to a child again: once, however many ask before it has left.
+    /// Sends a result to a child again: once, however many workers request it before it has left.
     fn repeat(&mut self, seq: Serial, child: Link) {
         let index = self.index(seq);
         if !self.slots[index].announce.contains(&child) {
@@ -555,7 +557,7 @@ impl Server {
         self.send(seq);
     }
 
-    /// Blocks well before one that is committed, and not there, were lost: by as many SeqNums as QUIC waits (RFC 9002,
+    /// Blocks that lie well before a committed one and are not here were lost: by as many SeqNums as QUIC waits (RFC 9002,
     /// section 6.1.1).
     fn look_for_gaps(&mut self, now: Time, committed: Serial) {
         if self.is_newer(self.ack, self.checked) {
@@ -570,7 +572,7 @@ impl Server {
         }
     }
 
-    /// Tells the children whose blocks are missing so.
+    /// Sends the names of the workers whose blocks are missing to the children above them.
     fn name(&mut self, seq: Serial) {
         let (missing, direct) = (self.missing(seq), self.direct());
         for at in 0..self.config.tree.children.len() {
@@ -584,7 +586,7 @@ impl Server {
         }
     }
 
-    /// Lets somebody hear whose blocks are missing. Those who ask faster than packets leave are not all answered.
+    /// Queues a message that names missing blocks. Nodes that ask faster than packets leave do not get every answer.
     fn tell(&mut self, to: Link, seq: Serial) {
         if self.names.len() < self.slots.len() * (self.config.workers.len() + 1) {
             self.names.push_back((to, seq));
@@ -629,11 +631,11 @@ impl Server {
         recovery
     }
 
-    /// RFC 6298, section 2, of what came after it was named so often. Only what was named once says how long it takes. But a
-    /// patience below that would have everything named twice and never learn better: so when some in a row came late, the
-    /// next sample counts whole, however often it was named.
+    /// RFC 6298, section 2, for a sample after `tries` namings. Only a SeqNum that was named once gives a valid sample. But if
+    /// the time-out is too short, everything is named twice and there are no valid samples: so after some late ones in a row,
+    /// the next sample counts, however often it was named.
     fn measure(&mut self, sample: u64, tries: u32) {
-        // What took longer was an outage. No patience is longer than this.
+        // A longer time was an outage: no time-out is longer than this.
         let sample = sample.min(self.config.idle_every);
         if self.doubtful >= MAX_DOUBTFUL {
             (self.round_trip, self.doubtful) = (None, 0);
@@ -644,7 +646,7 @@ impl Server {
         }
     }
 
-    /// How long what was named so often may take.
+    /// The time-out after `tries` namings.
     fn patience(&self, tries: u32) -> u64 {
         let (soonest, latest) = (RENAME_MIN, self.config.idle_every);
         let once = self.round_trip.map_or(self.config.heartbeat_every, |(mean, variation)| mean + 4 * variation);
@@ -658,7 +660,7 @@ impl Server {
         }
     }
 
-    /// Ack and Credit to everybody: through every child, and straight to those who pass it by.
+    /// Sends Ack and Credit to all workers: through every child, and directly to those that bypass it.
     fn heartbeat(&mut self) {
         let (direct, credit) = (self.direct(), self.credit());
         self.beat = (credit, if self.beat.0 == credit { self.beat.1.saturating_add(1) } else { 1 });
@@ -672,7 +674,7 @@ impl Server {
         self.heartbeat_to.extend(bits(direct).map(|worker| self.config.workers[worker]));
     }
 
-    /// The workers that live at a link or below.
+    /// The workers at a link or below it.
     fn behind(&self, link: Link) -> u64 {
         let below = self.config.tree.children.iter().find_map(|node| match node {
             Node::Aggregator { link: at, .. } if *at == link => Some(node.workers()),
@@ -696,7 +698,7 @@ impl Server {
         }
     }
 
-    /// What all workers have and can take.
+    /// The lowest Ack and the lowest Credit of all workers.
     fn slowest(&self) -> (Serial, Serial) {
         let oldest = |a, b| if self.is_newer(b, a) { a } else { b };
         let each = bits(self.all).map(|worker| self.heard[worker]);
@@ -724,9 +726,10 @@ impl Recovery {
     }
 }
 
-/// So often in short intervals Credit is told: one may be lost, and whoever waits for it would wait for an idle interval.
+/// How many heartbeats in the short interval carry a new Credit: one may be lost, and a worker that waits for it would wait
+/// for an idle interval.
 const BEATS: u32 = 3;
-/// As in QUIC: what lies three before was not overtaken but lost.
+/// As in QUIC: a packet that lies three before one that arrived was not overtaken but lost.
 const REORDERED: i32 = 3;
 /// Several round trips of a local network, a guess.
 const RENAME_MIN: u64 = MILLISECOND / 4;
@@ -750,7 +753,7 @@ impl Server {
         self.heartbeat();
     }
 
-    /// All that decides what it will do, but for time and what waits to be sent.
+    /// Hashes all state that decides what the server does, except time and packets that wait to be sent.
     pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         (self.config.epoch, self.ack, &self.heard, self.lost).hash(state);

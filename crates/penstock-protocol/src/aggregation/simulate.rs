@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 mod cluster;
 
-/// Who sends to whom.
+/// The shape of a job's tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shape {
     /// Workers straight to the server.
@@ -26,7 +26,7 @@ pub enum Shape {
     Core,
 }
 
-/// Something that goes wrong when the n-th packet arrives.
+/// A fault that happens when the n-th packet arrives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// An aggregator loses everything and is back after some milliseconds.
@@ -41,7 +41,7 @@ pub enum Fault {
         /// Which.
         aggregator: usize,
     },
-    /// What a worker and the aggregator above it send each other is lost from now on.
+    /// From now on everything between a worker and the aggregator above it is lost.
     Cut {
         /// The job's index.
         job: usize,
@@ -57,10 +57,10 @@ pub enum Fault {
     },
 }
 
-/// A run, all of it.
+/// A complete description of a run.
 #[derive(Clone, Debug)]
 pub struct Scenario {
-    /// Decides everything that is not fixed below.
+    /// Decides everything that the other fields leave open.
     pub seed: u64,
     /// Jobs; they share the aggregators.
     pub jobs: usize,
@@ -72,9 +72,10 @@ pub struct Scenario {
     pub shards: u32,
     /// Blocks a worker pushes in each epoch.
     pub blocks: u32,
-    /// So many of them make an operation; the next begins when all workers have all its results. 0: all are one.
+    /// How many blocks make an operation; the next one begins when all workers have all its results. 0: all blocks are one.
     pub operation: u32,
-    /// So many blocks of an operation all others of it wait for, as for its header and exponents.
+    /// How many blocks at the head of an operation, such as its header and exponents, must have results before the others are
+    /// pushed.
     pub ahead: u32,
     /// SeqNums in flight, a power of two.
     pub window: u32,
@@ -84,33 +85,33 @@ pub struct Scenario {
     pub keyed: bool,
     /// Probability that a packet is lost.
     pub loss: f64,
-    /// Only what workers send and are sent is lost, not what aggregators and servers exchange.
+    /// Only packets to and from workers are lost, not those between aggregators and servers.
     pub edge_loss: bool,
-    /// Probability that it arrives twice.
+    /// Probability that a packet arrives twice.
     pub duplicate: f64,
     /// Shortest time on the way, in nanoseconds.
     pub delay: u64,
-    /// What may come on top; packets overtake each other.
+    /// Upper bound of a random addition to `delay`; packets overtake each other.
     pub jitter: u64,
     /// What each link carries each way, in bytes a second; 0 is no limit. A worker and the server have one link; an
     /// aggregator is a switch with a port for each. A packet takes as long as one with a full block, or as a bare header,
     /// whatever its elements are.
     pub rate: u64,
-    /// What may wait at each port of a switch, in bytes; what comes on top is lost. 0 is no limit. A node's own socket
-    /// holds its sender back instead.
+    /// How many bytes may wait at each port of a switch; packets beyond are lost. 0 is no limit. A node's own socket blocks
+    /// its sender instead.
     pub queue: u64,
-    /// How patient workers are; the server's heartbeats follow it.
+    /// The workers' time-outs; the server's heartbeats follow them.
     pub timing: Timing,
-    /// What goes wrong, by number of the arriving packet.
+    /// Faults, by number of the arriving packet.
     pub faults: Vec<(u64, Fault)>,
     /// Whether to keep the last lines of what happened.
     pub trace: bool,
 }
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// What was wrong, if anything: a wrong, doubled or missing result.
+    /// The first wrong, duplicate or missing result.
     pub failure: Option<String>,
     /// Packets that were sent.
     pub packets: u64,
@@ -128,7 +129,7 @@ pub struct Outcome {
     pub trace: Vec<String>,
 }
 
-/// What a caller fixes instead of the seed.
+/// Fields of a scenario that a caller fixes; the seed draws the others.
 #[derive(Clone, Debug, Default)]
 pub struct Fixed {
     /// [`Scenario::jobs`], 1 to 16.
@@ -172,7 +173,7 @@ pub struct Fixed {
 }
 
 impl Fixed {
-    /// What is out of bounds, in words.
+    /// Says which field is out of bounds.
     pub fn check(&self) -> Result<(), String> {
         let within = |name: &str, value: Option<u64>, least: u64, most: u64| match value {
             Some(value) if !(least..=most).contains(&value) => {
@@ -224,7 +225,7 @@ impl Scenario {
             jobs,
             workers,
             shape,
-            // Of a generator of its own, as below: what a seed drew before there were shards stays.
+            // Drawn from a generator of its own, as below: a seed's older draws stay what they were before there were shards.
             shards: Random(seed ^ 0x005b_a2d5).pick(&[1, 1, 2, 4]),
             blocks: 4 + random.below(29) as u32,
             operation: Random(seed ^ 0x0be4_a710).pick(&[0, 0, 3, 8]),
@@ -299,7 +300,7 @@ impl Scenario {
     }
 }
 
-/// A job's state that is nobody's machine.
+/// A job's state outside of the machines.
 struct Epoch {
     number: u16,
     start: Serial,
@@ -312,7 +313,7 @@ struct Driver {
     epoch: u16,
     start: Serial,
     got: Vec<bool>,
-    /// No block is posted before.
+    /// No block is posted before this time.
     begins: Time,
     posted: u32,
 }
@@ -332,7 +333,7 @@ enum Event {
     Arrive {
         to: Link,
         from: Link,
-        /// Of an aggregator: its port.
+        /// The shard of an aggregator: its port.
         shard: u32,
         bytes: Vec<u8>,
     },
@@ -345,12 +346,12 @@ enum Event {
     Wake {
         node: Link,
     },
-    /// A node goes over to the job's newest epoch.
+    /// A node moves to the job's newest epoch.
     Open {
         job: usize,
         node: Link,
     },
-    /// An aggregator is back, with nothing.
+    /// An aggregator is back, without state.
     Back {
         aggregator: usize,
     },
@@ -444,7 +445,7 @@ impl<'a> World<'a> {
         (0..self.scenario.jobs).all(|job| {
             let newest = self.epochs[job].last().expect("one at least");
             self.drivers[job].iter().flatten().all(|driver| {
-                // An operation ends when a worker knows that all have all results.
+                // An operation ends when a worker knows that all workers have all results.
                 let end = driver.start.plus(self.scenario.blocks);
                 driver.epoch == newest.number && [driver.machine.received(), driver.machine.everywhere()] == [end; 2]
             })
@@ -472,8 +473,8 @@ impl<'a> World<'a> {
                 Ok(())
             }
             Event::Open { job, node } => {
-                // Of two epochs that follow each other fast, the second is opened at once, and once: a server that began
-                // it again would have forgotten what it committed.
+                // If two epochs follow each other quickly, the newest one is opened at once, and once: a server that opened it
+                // again would have forgotten what it committed.
                 let epoch = self.epochs[job].last().expect("one at least");
                 match self.scenario.place(node) {
                     None => self.open_aggregator(node.0 as usize, job),
@@ -596,7 +597,7 @@ impl<'a> World<'a> {
                 let next = self.scenario.epoch(before.number + 1, alive, &mut self.random);
                 self.epochs[job].push(next);
                 self.drivers[job][worker] = None;
-                // Someone notices, and tells every node; they hear of it one by one.
+                // The control plane notices, and tells every node; the nodes hear of it one by one.
                 let mut nodes: Vec<Link> = (0..self.aggregators.len()).map(|number| Link(number as u32)).collect();
                 nodes.push(self.scenario.server_link(job));
                 nodes.extend((0..self.scenario.workers).map(|worker| self.scenario.worker_link(job, worker)));
@@ -686,7 +687,7 @@ impl<'a> World<'a> {
         self.wake(node, if room > self.now { room.min(wake) } else { wake });
     }
 
-    /// What a worker sends next.
+    /// The packet that a worker sends next.
     fn next_of(&mut self, job: usize, worker: usize) -> Option<(Link, Vec<u8>)> {
         let driver = self.drivers[job][worker].as_mut()?;
         let Outbound { to, header } = driver.machine.poll_transmit(self.now)?;
@@ -712,7 +713,7 @@ impl<'a> World<'a> {
         self.wake(node, if room > self.now { room.min(wake) } else { wake });
     }
 
-    /// When a node's socket takes the next packet.
+    /// When a node's socket has room for another packet.
     fn room(&self, node: Link) -> Time {
         if self.scenario.rate == 0 {
             return self.now;
@@ -721,7 +722,7 @@ impl<'a> World<'a> {
         Time(busy.0.saturating_sub(SOCKET_BUFFER * SECOND / self.scenario.rate))
     }
 
-    /// When a packet is through a port; None where the port has no room for it.
+    /// When a packet has passed a port; `None` if the port has no room for it.
     fn through(&mut self, port: Port, bytes: &[u8]) -> Option<Time> {
         let Scenario { rate, queue, .. } = *self.scenario;
         if rate == 0 {
@@ -788,7 +789,7 @@ impl<'a> World<'a> {
             );
         }
         if self.scenario.keyed && self.random.below(64) == 0 {
-            // Damage, or a stranger: somewhere a bit is flipped.
+            // Damage, or an unauthenticated peer: a bit is flipped.
             let mut bytes = bytes;
             let bit = self.random.below(bytes.len() as u64 * 8) as usize;
             bytes[bit / 8] ^= 1 << (bit % 8);
@@ -799,7 +800,7 @@ impl<'a> World<'a> {
 
     fn wake(&mut self, node: Link, at: Time) {
         let at = at.max(Time(self.now.0 + 1));
-        if self.wakes.get(&node).is_none_or(|planned| at < *planned) {
+        if self.wakes.get(&node).is_none_or(|scheduled| at < *scheduled) {
             self.wakes.insert(node, at);
             self.at(at, Event::Wake { node });
         }
@@ -840,9 +841,9 @@ const FULL_BYTES: u64 = MAX_PAYLOAD_BYTES as u64 + BARE_BYTES;
 const BARE_BYTES: u64 = HEADER_BYTES as u64 + 8 + 20 + 38;
 /// What a node's socket holds before it would block: two trains of segments. More would delay what is sent again.
 const SOCKET_BUFFER: u64 = 128 << 10;
-/// Virtual time after which a run counts as stuck: twice the longest distrust of a path.
+/// Virtual time after which a run counts as stuck: twice the longest time for which a path is not trusted.
 const LIMIT: u64 = 120 * SECOND;
-/// What of a run's story is kept.
+/// How many lines of the trace are kept.
 const TRACE_LINES: usize = 2000;
 
 #[cfg(test)]

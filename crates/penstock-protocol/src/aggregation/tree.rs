@@ -1,4 +1,4 @@
-//! Who sends to whom, and hence in which order floats are added.
+//! A job's tree: which node sends to which, and hence the order in which floats are added.
 
 use super::packet::Format;
 use super::{Link, arithmetic};
@@ -13,7 +13,7 @@ pub enum Node {
     Aggregator {
         /// Its address, as the server's driver numbers it.
         link: Link,
-        /// Whose pushes it adds, in the order of addition.
+        /// The nodes whose pushes it adds, in the order of addition.
         children: Vec<Node>,
     },
 }
@@ -49,7 +49,7 @@ impl Tree {
         self.children.iter().fold(0, |all, child| all | child.workers())
     }
 
-    /// Each of at least one and at most 64 workers occurs once, and no aggregator is childless.
+    /// Checks that the workers are 1 to 64, that each occurs once, and that no aggregator is childless.
     pub fn check(&self) -> Result<(), TreeError> {
         fn walk(nodes: &[Node], seen: &mut u64) -> Result<(), TreeError> {
             if nodes.is_empty() {
@@ -68,23 +68,23 @@ impl Tree {
         walk(&self.children, &mut 0)
     }
 
-    /// Adds parts in the order of the tree, as its aggregators would have: within each aggregator first, children from
-    /// left to right. Every worker is in some part. Whether an integer overflowed.
+    /// Adds parts in the order of the tree, as its aggregators would have: within each aggregator first, children from left to
+    /// right. Every worker must be in some part. Returns whether an integer overflowed.
     pub(crate) fn sum(&self, format: Format, mut parts: Parts<'_>, sum: &mut [u8]) -> bool {
         if format.is_float() {
             parts.sum_children(&self.children, format, sum);
             return false;
         }
-        // No order to keep.
+        // Integers and maxima need no order.
         parts.sum(format, sum)
     }
 }
 
 /// The blocks that a server has of one SeqNum.
 pub(crate) struct Parts<'a> {
-    /// Whose they are: sets of workers, disjoint.
+    /// The workers of each block: disjoint sets.
     pub(crate) sets: &'a [u64],
-    /// A place for every worker; a set's block lies at its lowest worker's.
+    /// A place for every worker; a set's block lies at its lowest worker's place.
     pub(crate) blocks: &'a mut [u8],
     /// Bytes of a place.
     pub(crate) block_bytes: usize,
@@ -111,8 +111,8 @@ impl Parts<'_> {
         overflow
     }
 
-    /// The sum of a node's children into `sum`. What an aggregator below would have sent goes first to where it would
-    /// have lain.
+    /// Writes the sum of a node's children into `sum`. The sum that an aggregator below would have sent is computed first, at
+    /// the place where it would have been stored.
     fn sum_children(&mut self, nodes: &[Node], format: Format, sum: &mut [u8]) {
         let length = sum.len();
         for node in nodes {
@@ -134,7 +134,7 @@ impl Parts<'_> {
     }
 }
 
-/// Why a tree is none.
+/// Why not a tree?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TreeError {
     /// A worker's number is 64 or more.
@@ -200,7 +200,7 @@ mod tests {
         }
     }
 
-    /// Trees that are none say why.
+    /// An invalid tree is refused with the reason.
     #[test]
     fn bad_trees() {
         assert_eq!(Tree::flat(0).check(), Err(TreeError::Childless));

@@ -1,4 +1,5 @@
-//! The worker: pushes blocks within Credit and its congestion window, sends again what is not committed, asks for results that it misses.
+//! The worker: pushes blocks within Credit and its congestion window, sends again what is not committed, and requests results
+//! that it misses.
 //!
 //! ```text
 //!    received            next          posted        received + 2 W
@@ -6,8 +7,8 @@
 //!    done │ sent, no result │ waits for    │ no room: `post` says
 //!         │ (or out of turn)│ Credit, room │ None
 //! ```
-//! It holds no bytes: the driver fills in block `seq` when it is told to send it, and takes results from the packet. *What* is
-//! sent again is decided by the rules, *when* by time-outs, which the model check lets fire at any moment.
+//! The machine holds no bytes: the driver fills in block `seq` when it is told to send it, and takes results from the packet.
+//! Rules decide *what* is sent again, time-outs decide *when*; the model check lets them fire at any moment.
 
 use super::congestion::Congestion;
 use super::estimate::{MAX_BACKOFF, MAX_DOUBTFUL, smoothed};
@@ -17,28 +18,28 @@ use super::{Key, Link, Serial};
 use penstock_types::{MILLISECOND, SECOND, Time};
 use std::collections::VecDeque;
 
-/// What a worker is told.
+/// A worker's configuration.
 #[derive(Clone, Debug)]
 pub struct WorkerConfig {
     /// The job's number.
     pub job: u32,
-    /// Which of its lives.
+    /// Counts the lives of the job.
     pub epoch: u16,
-    /// None on a trusted network.
+    /// The job's key; `None` on a trusted network.
     pub key: Option<Key>,
     /// Its number in the job, below 64.
     pub worker: u8,
-    /// SeqNums in flight, a power of two; the same for all nodes of the job.
+    /// SeqNums in flight, a power of two; the same on all nodes of the job.
     pub window: u32,
     /// The first SeqNum of the epoch.
     pub start: Serial,
-    /// Where it pushes to: an aggregator, or the server itself.
+    /// The node that it pushes to: an aggregator, or the server itself.
     pub parent: Link,
     /// The server.
     pub server: Link,
-    /// The aggregator keeps results, so it is asked for what is lost before the server is. A switch does not.
+    /// The aggregator keeps results, so lost results are requested there before at the server. A switch keeps none.
     pub ask_parent: bool,
-    /// When it loses patience.
+    /// Time-outs.
     pub timing: Timing,
 }
 
@@ -49,24 +50,24 @@ pub struct Timing {
     pub rto_first: u64,
     /// Lower bound of the time-out. Too low: blocks are sent twice whenever a worker is late.
     pub rto_min: u64,
-    /// Upper bound, also of its doubling; where round trips take longer, they are, up to `stall_after`.
+    /// Upper bound of the time-out and of its doubling. Longer round trips raise the bound, up to `stall_after`.
     pub rto_max: u64,
     /// How often results are acknowledged while blocks are in flight.
     pub heartbeat_every: u64,
-    /// ... and while none are.
+    /// How often results are acknowledged while no blocks are in flight.
     pub idle_every: u64,
-    /// An aggregator through which nothing came for so long is passed by. A few times the server's idle interval.
+    /// An aggregator through which nothing came for this long is bypassed. A few times the server's idle interval.
     pub path_dead_after: u64,
-    /// So long without progress while blocks are in flight, and the aggregator is passed by although it is heard: what
-    /// goes up through it may be lost. Costs bandwidth when a worker was only late; doubles each time, up to a minute.
+    /// After this long without progress while blocks are in flight, the aggregator is bypassed although it is heard: packets
+    /// that go up through it may be lost. Costs bandwidth if a worker was only late; doubles each time, up to a minute.
     pub stall_after: u64,
-    /// A server that is silent for so long is lost ([`Worker::server_is_lost`]).
+    /// A server from which nothing came for this long is lost ([`Worker::server_is_lost`]).
     pub server_dead_after: u64,
 }
 
 impl Default for Timing {
-    /// What the engine uses. A window of blocks waits in a worker's own queue before it leaves, which is part of the round trip:
-    /// 2.3 MB are 18 ms at 1 Gbit/s. Losses are noticed by what overtakes them, so patience costs little.
+    /// What the engine uses. A window of blocks waits in a worker's own queue before it leaves, which is part of the round
+    /// trip: 2.3 MB are 18 ms at 1 Gbit/s. Later packets show most losses, so long time-outs cost little.
     fn default() -> Timing {
         Timing {
             rto_first: 100 * MILLISECOND,
@@ -81,28 +82,28 @@ impl Default for Timing {
     }
 }
 
-/// Which way a block goes.
+/// The path of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Route {
     /// Through the aggregators, if there are any.
     Tree,
-    /// Straight to the server, in the tensor's own format: blocks that are not finite.
+    /// Directly to the server, in the tensor's own format: for blocks that are not finite.
     Full,
 }
 
 /// A packet to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outbound {
-    /// To whom.
+    /// The receiver.
     pub to: Link,
-    /// Its header. A push lacks the block `header.seq`, with its format and exponent: see [`Worker::seal`].
+    /// Its header. A push is sent without the block `header.seq`, its format and its exponent: see [`Worker::seal`].
     pub header: Header,
 }
 
-/// What a packet brought.
+/// The effect of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received<'a> {
-    /// Nothing for the driver.
+    /// Nothing that the driver has to handle.
     Control,
     /// The result of a block, for the first and only time.
     Result {
@@ -127,19 +128,19 @@ pub struct Worker {
     next: Serial,
     /// The next block that the driver will post.
     posted: Serial,
-    /// What the server has.
+    /// The server's Ack: it has all blocks below.
     ack: Serial,
     credit: Serial,
-    /// The server wants our blocks straight.
+    /// The server wants this worker's blocks directly.
     direct: bool,
-    /// The aggregator above us is not heard, or not trusted.
+    /// Nothing comes from the aggregator above this worker, or the worker does not trust it.
     lost: bool,
     entries: Vec<Entry>,
-    /// Blocks to send again or to ask for, each once.
+    /// Blocks to push again or whose result to request, each once.
     due: VecDeque<usize>,
     heartbeat_due: bool,
     congestion: Congestion,
-    /// The Ack that was last told to somebody.
+    /// The Ack that was sent last.
     reported: Serial,
     clock: Clock,
     rules: Rules,
@@ -160,41 +161,42 @@ struct Entry {
     due_push: bool,
     due_request: bool,
     queued: bool,
-    /// Pushed, and neither its result nor an Ack for it is here.
+    /// The block was pushed, and neither its result nor an Ack for it has come.
     in_flight: bool,
     sent_at: Time,
     deadline: Time,
-    /// It was asked for since it was sent.
+    /// The result was requested since the block was sent.
     asked: bool,
-    /// When it was asked for last while the server was known to have it, and how often.
+    /// When the result was requested last while the server was known to have it, and how often.
     missed_at: Time,
     misses: u32,
-    /// How often the aggregator above was asked for it since it was sent.
+    /// How often the result was requested at the aggregator above since the block was sent.
     asked_above: u8,
-    /// Position in the order of all transmissions.
+    /// The number of the block's last transmission, in the order of all.
     order: u64,
     repeated: bool,
 }
 
-/// Everything about time.
+/// Timers and round trips.
 #[derive(Clone, Debug)]
 struct Clock {
     /// Smoothed round trip and its variation (RFC 6298); None before the first.
     round_trip: Option<(u64, u64)>,
-    /// The same from asking for a result that the server has to its arrival: no other worker is in it, and no queue of pushes.
+    /// The same for the time from requesting a result that the server has to its arrival: it includes no other worker and no
+    /// queue of pushes.
     answer: Option<(u64, u64)>,
-    /// Answers to what was asked for more than once, in a row.
+    /// Results in a row that came after more than one request.
     doubtful: u32,
     backoff: u32,
     progress_at: Time,
     orders: u64,
     scan_at: Option<Time>,
-    /// While nothing is left to push that would overtake what is lost: when results are asked for that have not come, and how often
-    /// they have been since the last one came.
+    /// While nothing is left to push that would overtake lost packets: when missing results are requested, and how often they
+    /// were since the last result came.
     quiet_at: Option<Time>,
     quiet: u32,
     heartbeat_at: Time,
-    /// Heartbeats since the last result came, or Credit said that all have what is here.
+    /// Heartbeats since the last result, or since Credit showed that all workers have the results that are here.
     beats: u32,
     parent_heard: Time,
     server_heard: Time,
@@ -259,8 +261,8 @@ impl Worker {
         }
     }
 
-    /// The driver has the next block. None when two windows of blocks wait for results already: enough that none is
-    /// missing when Credit comes. The bytes must stay as they are until the result is there.
+    /// The driver has the next block. Returns `None` while two windows of blocks wait for results: enough that there is always
+    /// one to push when Credit comes. The block's bytes must not change until its result has come.
     pub fn post(&mut self, route: Route) -> Option<Serial> {
         if self.posted.ahead_of(self.received) >= self.entries.len() as i32 {
             return None;
@@ -273,26 +275,26 @@ impl Worker {
         Some(seq)
     }
 
-    /// The lowest block without a result: everything before it is done.
+    /// The lowest block without a result: all blocks before it are done.
     #[must_use]
     pub fn received(&self) -> Serial {
         self.received
     }
 
-    /// The lowest block whose result some worker may still lack, as far as Credit has told: all workers have everything
+    /// The lowest block whose result some worker may still lack, as far as Credit has shown: all workers have all results
     /// before it.
     #[must_use]
     pub fn everywhere(&self) -> Serial {
         Serial(self.credit.0.wrapping_sub(self.config.window - 1))
     }
 
-    /// The smoothed round trip to whoever answers first, in nanoseconds; 0 before the first was measured.
+    /// The smoothed round trip to the node that answers first, in nanoseconds; 0 before the first measurement.
     #[must_use]
     pub fn measured_round_trip(&self) -> u64 {
         self.clock.round_trip.map_or(0, |(mean, _)| mean)
     }
 
-    /// How many blocks may be on the way without an answer, if Credit allows.
+    /// How many unanswered blocks may be in flight, as far as Credit allows.
     #[must_use]
     pub fn congestion_window(&self) -> usize {
         self.congestion.window()
@@ -304,7 +306,7 @@ impl Worker {
         now.since(self.clock.server_heard) > self.config.timing.server_dead_after
     }
 
-    /// Whether blocks go straight to the server, because an aggregator is passed by.
+    /// Whether blocks go directly to the server because an aggregator is bypassed.
     #[must_use]
     pub fn is_direct(&self) -> bool {
         self.direct
@@ -327,7 +329,7 @@ impl Worker {
         if from != self.config.parent && from != self.config.server {
             return Err(Refusal::Sender);
         }
-        // An aggregator answers questions by itself: only the server's heartbeats tell that the way to it is whole.
+        // An aggregator answers requests by itself: only the server's heartbeats prove that the whole path works.
         if from == self.config.parent && header.kind == Kind::HeartbeatDown {
             self.clock.parent_heard = now;
         }
@@ -335,11 +337,11 @@ impl Worker {
             self.clock.server_heard = now;
         }
         if header.kind == Kind::Missing {
-            // Its Ack and Credit may be another worker's.
+            // The packet's Ack and Credit may be another worker's.
             self.named(now, &header);
             return Ok(Received::Control);
         }
-        // The server has nothing that we did not send, and grants no more than we can take.
+        // The server cannot have what this worker did not send, nor grant more than the worker can take.
         if self.is_newer(header.ack, self.next) {
             return Err(Refusal::Ack);
         }
@@ -363,7 +365,7 @@ impl Worker {
         [scan_at, quiet_at].into_iter().flatten().fold(heartbeat_at, Time::min)
     }
 
-    /// Sends again what is late, and tells which results are here.
+    /// Sends again what is late, and reports which results are here.
     pub fn handle_timeout(&mut self, now: Time) {
         if self.clock.scan_at.is_some_and(|at| at <= now) {
             self.scan(now);
@@ -378,7 +380,7 @@ impl Worker {
             let Timing { heartbeat_every, idle_every, .. } = self.config.timing;
             self.clock.heartbeat_at = now.plus(match self.clock.beats {
                 _ if busy => heartbeat_every,
-                // Others may be late, or the way up or down has lost what this worker has or what all have.
+                // Others may be late, or a packet was lost that told what this worker has, or what all have.
                 beats if self.everywhere() != self.received => {
                     self.clock.beats = (beats + 1).min(MAX_BACKOFF);
                     (heartbeat_every << beats).min(idle_every)
@@ -397,7 +399,8 @@ impl Worker {
                 return Some(self.send(now, seq));
             }
             if std::mem::take(&mut entry.due_request) {
-                // The aggregator above has it most likely; whom it does not answer asks where it is for certain.
+                // The aggregator above most likely has the result. After some requests without an answer the worker asks the
+                // server, which has it for certain.
                 let above = self.config.ask_parent && entry.asked_above < ASK_ABOVE && !self.direct && !self.lost;
                 entry.asked_above += u8::from(above);
                 let to = if above { self.config.parent } else { self.config.server };
@@ -429,13 +432,13 @@ impl Worker {
         None
     }
 
-    /// The bytes of an outbound header: over the block for a push, else over nothing (format None).
+    /// The bytes of an outbound packet's header: over the block for a push, otherwise over nothing (format None).
     #[must_use]
     pub fn seal(&self, header: &Header, format: Format, exponent: i16, payload: &[u8]) -> [u8; HEADER_BYTES] {
         Header { format, exponent, ..*header }.encode(payload, self.config.key.as_ref())
     }
 
-    /// Ack, Credit and who is to pass aggregators by, from any packet that comes down.
+    /// Takes Ack, Credit and the set of workers that bypass aggregators from a packet that came down.
     fn hear(&mut self, now: Time, from: Link, header: &Header) {
         let is_old = self.is_newer(self.ack, header.ack) || self.is_newer(self.credit, header.credit);
         if self.is_newer(header.credit, self.credit) {
@@ -449,14 +452,14 @@ impl Worker {
                 self.answered(seq);
                 seq = seq.plus(1);
             }
-            // What is committed and not here after the time that packets overtake each other was lost.
+            // A result that is committed and has not come after the time in which packets overtake each other was lost.
             self.hurry(before, header.ack, now.plus(self.round_trip() / 4), |_| true);
         }
-        // A result that an aggregator has kept says what was so when it came.
+        // The header of a result that an aggregator has kept describes the time when it came.
         if !is_old && (from == self.config.server || header.kind == Kind::HeartbeatDown) {
             let direct = self.config.parent != self.config.server && header.workers >> self.config.worker & 1 == 1;
             if direct && !self.direct {
-                // What went up through the aggregator may be lost with it.
+                // Blocks that went up through the aggregator may be lost with it.
                 self.entries.iter_mut().for_each(|entry| entry.asked = true);
                 self.hurry(self.received, self.next, now, |_| true);
             }
@@ -467,7 +470,7 @@ impl Worker {
         }
     }
 
-    /// The highest result that it can take.
+    /// The highest result that this worker can take.
     fn most(&self) -> Serial {
         self.received.plus(self.config.window - 1)
     }
@@ -480,7 +483,7 @@ impl Worker {
         }
     }
 
-    /// The server lacks a block. Whose it is not can wait: it was not theirs that was lost.
+    /// The server lacks a block. If the block is not this worker's, the worker waits.
     fn named(&mut self, now: Time, header: &Header) {
         let index = self.index(header.seq);
         let outstanding = !self.is_newer(self.received, header.seq) && self.is_newer(self.next, header.seq);
@@ -489,14 +492,15 @@ impl Worker {
         }
         if header.workers >> self.config.worker & 1 == 1 {
             let Entry { repeated, due_push, order, .. } = self.entries[index];
-            // A loss counts once, however many ask for the block; and the last that were pushed may be on their way.
+            // A loss counts once, however many nodes ask for the block; and the last blocks that were pushed may still be in
+            // flight.
             if !repeated && !due_push && self.next.ahead_of(header.seq) > REORDERED as i32 {
                 self.congestion.on_loss(order, self.clock.orders);
             }
             self.again(index, self.rules.hold(Rule::Resend), false);
         } else {
             self.entries[index].deadline = now.plus(self.timeout());
-            // It waits for others, not for a path that has broken.
+            // The worker waits for other workers, not for a broken path.
             self.made_progress(now);
         }
     }
@@ -528,13 +532,14 @@ impl Worker {
             if misses == 1 {
                 self.clock.answer = Some(smoothed(self.clock.answer, now.since(missed_at)));
             } else if self.clock.doubtful >= MAX_DOUBTFUL {
-                // It may take longer than it did; only the answer to a single question says how long.
+                // Results may take longer than before; only the answer to a single request gives a valid sample.
                 (self.clock.answer, self.clock.doubtful) = (None, 0);
             }
         }
         if seq != self.received {
-            // Something sent well before it is not back: QUIC's packet threshold (RFC 9002, section 6.1.1). The result is
-            // lost, or else the block, and then the server notices as we do and gets it in a round trip.
+            // A block that was sent well after this one has its result: QUIC's packet threshold (RFC 9002, section 6.1.1). The
+            // result was lost, or else the block; then the server notices as this worker does, and gets it within a round
+            // trip.
             let (soon, later) = (now, now.plus(self.round_trip() * 5 / 4));
             let overtaken = |entry: &Entry| entry.order + REORDERED <= order;
             let ack = self.ack;
@@ -554,23 +559,24 @@ impl Worker {
         Ok(())
     }
 
-    /// What a time-out of a block leads to.
+    /// The time-out of a block.
     pub(super) fn expire(&mut self, seq: Serial) {
         let (committed, index) = (self.is_newer(self.ack, seq), self.index(seq));
         if self.entries[index].state == State::Sent {
-            // Whether it is the block or its result that was lost cannot be told unless Ack has passed it, so ask as well.
+            // Until Ack has passed the block, the worker cannot tell whether the block or its result was lost, so it also
+            // requests the result.
             self.again(index, !committed && self.rules.hold(Rule::Resend), self.rules.hold(Rule::Request));
         }
     }
 
-    /// A result has come, or the last block has left: from now on it is quiet.
+    /// A result has come, or the last block has left: starts the timer of a quiet period.
     fn listen(&mut self, now: Time) {
         self.clock.quiet = 0;
         let waits = self.next == self.posted && self.next != self.received;
         self.clock.quiet_at = waits.then(|| now.plus(self.patience(1)));
     }
 
-    /// Asks for the first results that have not come. Where others are late, this costs small packets, and tells so.
+    /// Requests the first missing results. If other workers are late, this costs small packets, and the answers say so.
     fn break_silence(&mut self, now: Time) {
         self.clock.quiet_at = None;
         if self.next != self.posted {
@@ -588,12 +594,12 @@ impl Worker {
             seq = seq.plus(1);
         }
         self.clock.quiet += 1;
-        // Often enough to hear that others are late before the path is blamed.
+        // Short enough to hear that other workers are late before the path is blamed.
         let patience = self.patience(self.clock.quiet + 1).min(self.config.timing.stall_after / 4);
         self.clock.quiet_at = Some(now.plus(patience));
     }
 
-    /// A block is asked for: notes when, if the server has it.
+    /// A result is requested: records when, if the server has it.
     fn missed(&mut self, now: Time, seq: Serial) {
         if self.is_newer(self.ack, seq) {
             let index = self.index(seq);
@@ -624,7 +630,8 @@ impl Worker {
                         0 => now.plus(self.timeout()),
                         misses => now.plus(self.patience(misses)),
                     };
-                    // To ask costs little, and leads to what is missing; our own block very likely is not.
+                    // A request costs little, and leads to what is missing; this worker's own block is most likely not what is
+                    // missing.
                     if std::mem::replace(&mut self.entries[index].asked, true) {
                         self.expire(seq);
                         expired = true;
@@ -645,7 +652,7 @@ impl Worker {
         self.clock.scan_at = soonest;
     }
 
-    /// Decides whether the aggregator above can be relied upon.
+    /// Decides whether the aggregator above can be trusted.
     fn judge_path(&mut self, now: Time) {
         if self.config.parent == self.config.server {
             return;
@@ -695,7 +702,7 @@ impl Worker {
         }
     }
 
-    /// Brings deadlines of sent blocks in `from..to` forward.
+    /// Moves deadlines of sent blocks in `from..to` forward.
     fn hurry(&mut self, from: Serial, to: Serial, deadline: Time, which: impl Fn(&Entry) -> bool) {
         let mut seq = self.received.newest(from);
         while to.is_newer_than(seq) {
@@ -713,24 +720,24 @@ impl Worker {
         self.clock.progress_at = now;
     }
 
-    /// RFC 6298, section 2. Only a block that was sent once says how long a round trip takes, so the doubled time-out
-    /// holds until one has come back (Karn and Partridge, 1987): otherwise a time-out below the round trip has every block
-    /// sent twice, and never learns better.
+    /// RFC 6298, section 2. Only a block that was sent once gives a valid sample, so the doubled time-out holds until one has
+    /// come back (Karn and Partridge, 1987). Otherwise a time-out below the round trip would send every block twice, and never
+    /// adapt.
     fn measure(&mut self, sample: u64) {
         self.clock.backoff = 0;
-        // What took longer was a stall, and counts as the longest round trip that is believed.
+        // A longer time was a stall, and counts as the longest round trip that is believed.
         let sample = sample.min(self.config.timing.stall_after);
         self.clock.round_trip = Some(smoothed(self.clock.round_trip, sample));
     }
 
-    /// How long the answer may take when a result was missed so often.
+    /// The time-out for a result after `misses` requests.
     fn patience(&self, misses: u32) -> u64 {
         let once = self.clock.answer.map_or(self.config.timing.rto_min, |(mean, variation)| mean + 4 * variation);
         (once.max(MILLISECOND) << (misses - 1).min(MAX_BACKOFF)).min(self.longest())
     }
 
-    /// Above the usual bound where round trips are longer than that: else everything would be sent twice, for ever. But a path that
-    /// stalls is given up before.
+    /// The upper bound of time-outs: above the usual one where round trips are longer, since everything would be sent twice
+    /// otherwise. But a path that stalls is given up earlier.
     fn longest(&self) -> u64 {
         let Timing { rto_max, stall_after, .. } = self.config.timing;
         let round_trip = self.clock.round_trip.map_or(0, |(mean, variation)| 2 * mean + 4 * variation);
@@ -739,7 +746,8 @@ impl Worker {
 
     fn timeout(&self) -> u64 {
         let Timing { rto_first, rto_min, .. } = self.config.timing;
-        // Twice the mean: a full window's queue makes the round trip long and even, and one resend too many makes it longer.
+        // Twice the mean: the queue of a full window makes the round trip long and even, and a needless resend makes it
+        // longer.
         let rto = self.clock.round_trip.map_or(rto_first, |(mean, variation)| 2 * mean + 4 * variation);
         (rto.max(rto_min) << self.clock.backoff).min(self.longest())
     }
@@ -757,12 +765,12 @@ impl Worker {
     }
 }
 
-/// So many results are asked for at once when none comes: as many as nothing overtakes.
+/// How many missing results are requested at once when none comes: the last ones, which no later packet overtakes.
 const ASK_FIRST: usize = REORDERED as usize + 1;
-/// As in QUIC: packets that overtake by three were not reordered, those before are lost.
+/// As in QUIC: if three later packets have arrived, an earlier one was lost, not reordered.
 const REORDERED: u64 = 3;
-/// Questions to the aggregator above before the server is asked: one may be lost, or its answer (docs/design/aggregation.md has
-/// what other numbers leave).
+/// Requests to the aggregator above before the server is asked: a request or its answer may be lost
+/// (docs/design/aggregation.md has the effect of other numbers).
 const ASK_ABOVE: u8 = 3;
 /// An aggregator that stalled is tried again after a minute at the latest.
 const MAX_DISTRUST: u64 = 60 * SECOND;
@@ -778,7 +786,7 @@ impl Worker {
         (0..2 * self.config.window).map(|i| self.received.plus(i)).filter(sent).collect()
     }
 
-    /// How often the path above was blamed.
+    /// How often the worker blamed the path above it.
     pub(crate) fn stalls(&self) -> u32 {
         self.clock.stalls
     }
@@ -791,7 +799,7 @@ impl Worker {
         self.lost = lost;
     }
 
-    /// All that decides what it will do, but for time.
+    /// Hashes all state that decides what the worker does, except time.
     pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         (self.config.epoch, self.received, self.next, self.posted, self.ack, self.credit).hash(state);

@@ -9,7 +9,7 @@ table and the differences.
 - ``negotiation``: which operations all ranks have, decided alike on all of them and without a master; no I/O.
 - ``controller``: the thread that runs the rounds of one process set and starts what they agree on.
 - ``operations``, ``adasum``: how agreed operations are executed.
-- ``units``: gradients through the engine's reducer, where nothing needs a name.
+- ``buckets``: gradients through the engine's reducer, where nothing needs a name.
 - ``runner``: ``horovod.run``, a function on several ranks of this host.
 """
 

@@ -117,14 +117,14 @@ def start(
 ) -> list[Flight]:
     """Start what a round has agreed on; ``entries`` are this rank's, None where it has joined."""
     flights = []
-    for unit in fuse([one.request for one in agreed], threshold_bytes):
-        own = [entries[index] for index in unit]
+    for bucket in fuse([one.request for one in agreed], threshold_bytes):
+        own = [entries[index] for index in bucket]
         try:
             for entry in own:
                 if entry is not None and entry.ready is not None:
                     torch.cuda.current_stream(entry.ready[0]).wait_event(entry.ready[1])
             with torch.no_grad():
-                flight = _START[agreed[unit[0]].request.kind]([agreed[index] for index in unit], own, group)
+                flight = _START[agreed[bucket[0]].request.kind]([agreed[index] for index in bucket], own, group)
         except BaseException as error:
             for entry in own:
                 if entry is not None:
@@ -139,26 +139,26 @@ def start(
 
 
 def fuse(requests: Sequence[Request], threshold_bytes: int) -> list[list[int]]:
-    """Which operations go together, by their index: all-reduces that reduce alike, up to ``threshold_bytes`` a unit. Units are
-    in the order of their first operation."""
-    units: list[list[int]] = []
-    # The last unit of a kind, and its size.
-    open_units: dict[Request, tuple[list[int], int]] = {}
+    """Which operations go together, by their index: all-reduces that reduce alike, up to ``threshold_bytes`` a bucket.
+    Buckets are in the order of their first operation."""
+    buckets: list[list[int]] = []
+    # The last bucket of a kind, and its size.
+    open_buckets: dict[Request, tuple[list[int], int]] = {}
     for index, request in enumerate(requests):
         if request.kind is not Kind.ALLREDUCE:
-            units.append([index])
+            buckets.append([index])
             continue
         alike = Request(
             Kind.ALLREDUCE, request.op, request.dtype, (), 0, request.on_cpu, request.prescale, request.postscale
         )
         size = request.elements * dtype_of(request).itemsize
-        unit, filled = open_units.get(alike, ([], 0))
-        if not unit or filled + size > threshold_bytes:
-            unit, filled = [], 0
-            units.append(unit)
-        unit.append(index)
-        open_units[alike] = unit, filled + size
-    return units
+        bucket, filled = open_buckets.get(alike, ([], 0))
+        if not bucket or filled + size > threshold_bytes:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(index)
+        open_buckets[alike] = bucket, filled + size
+    return buckets
 
 
 # ---------------------------------------------------------------------------------------------------- one kind each

@@ -41,7 +41,7 @@ def all_reduce(tree: Any, op: str = "sum") -> Any:
         penstock.errors.Config: a leaf cannot be reduced in that way, or lies on devices of other processes. Nothing was sent.
         penstock.errors.PeerLost: a rank went away; the job is over.
 
-    Cost: one copy of each leaf into a unit of up to 4 MiB (or its own size), and 2(n-1)/n of its bytes on the wire a rank.
+    Cost: one copy of each leaf into a bucket of up to 4 MiB (or its own size), and 2(n-1)/n of its bytes on the wire a rank.
     """
     return _collective(
         tree, "all_reduce", lambda job, leaves, names: job.all_reduce(leaves, op=op, names=names), lambda shape: shape

@@ -49,7 +49,7 @@ def all_reduce(tensors: Any, op: str = "sum") -> Any:
         penstock.errors.Config: a tensor cannot be reduced in that way. Nothing was sent.
         penstock.errors.PeerLost: a rank went away; the job is over.
 
-    Cost: one copy of each tensor into a unit of up to 4 MiB (or its own size), and 2(n-1)/n of its bytes on the wire a rank.
+    Cost: one copy of each tensor into a bucket of up to 4 MiB (or its own size), and 2(n-1)/n of its bytes on the wire a rank.
     """
     return _collective(
         tensors, lambda job, parts, names: job.all_reduce(parts, op=op, names=names), lambda shape: shape

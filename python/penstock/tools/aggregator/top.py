@@ -83,7 +83,7 @@ def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType
         f"sent {socket['sent']:,}{rate('sent')}; lost for want of room {socket['kernel_dropped']:,}; "
         f"send blocked {socket['blocked']:,}, refused {socket['unsent']:,}"
         + (f"; [red]thrown away on purpose {socket['dropped_on_purpose']:,}[/]" if socket["dropped_on_purpose"] else "")
-        + f"\nstrangers: {_reasons(counted['strangers']) or 'none'}"
+        + f"\nunauthenticated: {_reasons(counted['unauthenticated']) or 'none'}"
     )
     jobs = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     left = ("job", "refused")

@@ -16,6 +16,7 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from penstock import renamed
 from penstock.cli import Group
 from penstock.errors import Config as ConfigError
 from penstock.extras import need
@@ -262,6 +263,21 @@ def _aggregated_again(
     return figure.findings(rows), {"rows": [row.to_dict() for row in rows]}
 
 
+def _bucket_option(what: str) -> Callable[[Any], Any]:
+    """The option ``--bucket`` with that text, also under its old name ``--unit``, which --help does not show."""
+
+    def take(context: click.Context, _: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            print(renamed.message("--unit", "--bucket"), file=sys.stderr, flush=True)
+            context.default_map = {**(context.default_map or {}), "bucket": value}
+
+    def add(command: Any) -> Any:
+        command = click.option("--unit", hidden=True, is_eager=True, expose_value=False, callback=take)(command)
+        return click.option("--bucket", default="1M", show_default=True, help=what)(command)
+
+    return add
+
+
 @click.command()
 @click.argument("model", type=click.Choice(["char-gpt", "cnn"]))
 @click.option("--ways", default=",".join(training.WAYS), show_default=True, help="Also hook-float16 and the like.")
@@ -271,7 +287,7 @@ def _aggregated_again(
 @click.option("--flow", default="200", show_default=True, help="Testbed: Mbit/s that one flow gets at most.")
 @click.option("--delay", type=float, default=0.0, help="Testbed: milliseconds from host to host, one way.")
 @click.option("--batch", type=click.IntRange(1), default=2, show_default=True, help="Samples a rank and step.")
-@click.option("--unit", default="1M", show_default=True, help="What one all-reduce of the hooks carries.")
+@_bucket_option("What one all-reduce of the hooks carries.")
 @click.option("--turns", type=click.IntRange(1), default=6, show_default=True, help="Turns of each way.")
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Steps in a turn.")
 @click.option(
@@ -293,7 +309,7 @@ def train(
     flow: str,
     delay: float,
     batch: int,
-    unit: str,
+    bucket: str,
     turns: int,
     steps: int,
     losses: int | None,
@@ -328,7 +344,7 @@ def train(
                     ranks=ranks,
                     batch=batch,
                     steps=losses,
-                    unit_bytes=_parse_size(unit),
+                    bucket_bytes=_parse_size(bucket),
                     timeout_s=timeout,
                 )
             else:
@@ -340,7 +356,7 @@ def train(
                     batch=batch,
                     turns=turns,
                     steps=steps,
-                    unit_bytes=_parse_size(unit),
+                    bucket_bytes=_parse_size(bucket),
                     timeout_s=timeout,
                 )
         result_console().print(outcome.table())
@@ -354,12 +370,12 @@ def train(
 @click.option("--tensors", type=click.IntRange(2), default=500, show_default=True, help="Gradients of the model.")
 @click.option("--width", type=click.IntRange(1), default=64, show_default=True, help="Of its layers.")
 @click.option("--batch", type=click.IntRange(1), default=256, show_default=True, help="Samples a rank and step.")
-@click.option("--unit", default="1M", show_default=True, help="What one all-reduce carries.")
+@_bucket_option("What one all-reduce carries.")
 @click.option("--turns", type=click.IntRange(1), default=4, show_default=True)
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps in a turn.")
 @click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for all of it.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures to this file.")
-def ready(hosts: int, unit: str, timeout: float, json_path: str | None, **shape: int) -> None:
+def ready(hosts: int, bucket: str, timeout: float, json_path: str | None, **shape: int) -> None:
     """Measure what agreeing on ready gradients costs, and whether any rank does more than others.
 
     See docs/design/gradients.md. The hosts have links of 1 Gbit/s, of which one flow gets 200 Mbit/s.
@@ -369,7 +385,7 @@ def ready(hosts: int, unit: str, timeout: float, json_path: str | None, **shape:
         print(f"readiness of {shape['tensors']} gradients ...", file=sys.stderr, flush=True)
         link = LinkSpec(rate_mbit=1000, flow_mbit=200)
         with Testbed(hosts=hosts, link=link) if hosts > 1 else Loopback(hosts=1) as bed:
-            outcome = readiness.measure(bed, unit_bytes=_parse_size(unit), timeout_s=timeout, **shape)
+            outcome = readiness.measure(bed, bucket_bytes=_parse_size(bucket), timeout_s=timeout, **shape)
         for line in outcome.lines():
             result_console().print(line, highlight=False)
         if json_path:
@@ -429,7 +445,7 @@ def tune(links: Sequence[str], ranks: int, hosts: int, timeout: float, json_path
     "--ways",
     default=",".join(times.WAYS),
     show_default=True,
-    help="Also storm: int32, and a stranger's packets meanwhile.",
+    help="Also storm: int32, and an unauthenticated peer's packets meanwhile.",
 )
 @click.option(
     "--losses",

@@ -36,9 +36,9 @@ class Outcome:
     """The same for the last round of each step."""
     told_s: float
     """A step of the slowest rank where nothing is agreed on."""
-    units: float
+    buckets: float
     """A step."""
-    told_units: float
+    told_buckets: float
     """A step, where nothing is agreed on."""
     turn_costs: list[float]
     """`cost` by turn."""
@@ -75,7 +75,7 @@ class Outcome:
             f"the one that ends the pass, which nothing hides: {1e3 * self.last_s:.2f} ms, {self.last_share:.1%} of the step",
             f"with nothing to agree on, the order being told beforehand: {1e3 * self.told_s:.1f} ms a step; agreeing takes "
             f"{1e3 * (self.step_s - self.told_s):+.1f} ms, {self.cost:+.1%} of the step (by turn {min(self.turn_costs):+.1%} to "
-            f"{max(self.turn_costs):+.1%}; {self.units:.1f} units a step, and {self.told_units:.1f} without)",
+            f"{max(self.turn_costs):+.1%}; {self.buckets:.1f} buckets a step, and {self.told_buckets:.1f} without)",
             f"the busiest rank sends or receives {self.imbalance:.2f} times the mean",
         ]
 
@@ -92,7 +92,7 @@ def measure(
     tensors: int,
     width: int,
     batch: int,
-    unit_bytes: int,
+    bucket_bytes: int,
     turns: int,
     steps: int,
     timeout_s: float,
@@ -106,7 +106,7 @@ def measure(
         "tensors": tensors,
         "width": width,
         "batch": batch,
-        "unit_bytes": unit_bytes,
+        "bucket_bytes": bucket_bytes,
         "turns": turns,
         "steps": steps,
     }
@@ -145,8 +145,8 @@ def summarise(records: Sequence[Sequence[dict[str, Any]]], tensors: int) -> Outc
         round_s=statistics.median(whole.values()),
         last_s=statistics.median(lasts),
         told_s=_slowest(told),
-        units=_a_step(turns[0], "units"),
-        told_units=_a_step(told[0], "units"),
+        buckets=_a_step(turns[0], "buckets"),
+        told_buckets=_a_step(told[0], "buckets"),
         turn_costs=[_longer(*(_slowest([[one] for one in of_turn]) for of_turn in both)) for both in by_turn],
         sent=[each["sent"] for each in first],
         received=[each["received"] for each in first],

@@ -31,8 +31,8 @@ def main() -> None:
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
     data = torch.randn(options["batch"], options["width"])
     twin = copy.deepcopy(model)
-    agreed = _Way(model, GradientReducer(model, unit_bytes=options["unit_bytes"]), data)
-    told = _Way(twin, ToldReducer(twin, unit_bytes=options["unit_bytes"]), data)
+    agreed = _Way(model, GradientReducer(model, bucket_bytes=options["bucket_bytes"]), data)
+    told = _Way(twin, ToldReducer(twin, bucket_bytes=options["bucket_bytes"]), data)
     _check_alike(agreed, told)
     for turn in range(options["turns"] + 1):
         said: dict[str, Any] = {}
@@ -54,40 +54,40 @@ class ToldReducer(GradientReducer):
     It holds for a chain of layers, which makes all its gradients in every pass and in one order, and for nothing else: a rank
     that had none of a gradient would send zeros for it in silence, and all others would wait for the pass to end there. So it
     is no way to train, but what a `GradientReducer` is held against. What it leaves out is the exchange with other ranks,
-    and the waiting for them in it; hooks, the way from a hook to the engine's thread and back, units and their all-reduces
+    and the waiting for them in it; hooks, the way from a hook to the engine's thread and back, buckets and their all-reduces
     are the same.
 
     *Why not a group of one rank for the rounds of a `GradientReducer`?* Such a round ends on the engine's thread as well, a
-    moment later, and takes what has become ready by its beginning: ranks would cut other units, by their timing.
+    moment later, and takes what has become ready by its beginning: ranks would cut other buckets, by their timing.
     """
 
-    def __init__(self, model: nn.Module, *, unit_bytes: int) -> None:
-        super().__init__(model, unit_bytes=unit_bytes)
+    def __init__(self, model: nn.Module, *, bucket_bytes: int) -> None:
+        super().__init__(model, bucket_bytes=bucket_bytes)
         alone, _ = dist.new_subgroups(1)
 
         def make(gradients: Sequence[tuple[str, int, str, int]]) -> _core.Reducer:
             return _core.Reducer(
                 rounds=backend.of(alone)._member.group,
-                units=self._units.group,
-                rank=self._units.rank,
-                world=self._units.world,
+                buckets=self._buckets.group,
+                rank=self._buckets.rank,
+                world=self._buckets.world,
                 gradients=gradients,
                 op="avg",
-                unit_bytes=unit_bytes,
+                bucket_bytes=bucket_bytes,
                 wire=None,
                 check_finite=False,
                 timeout_s=self._backend.timeout_s,
             )
 
         parts = self._slots.described()
-        batches = cut([one.nbytes for one in self._parameters], unit_bytes)
+        batches = cut([one.nbytes for one in self._parameters], bucket_bytes)
         self._reducer = cast(Any, _Batches([[parts[index] for index in batch] for batch in batches], make))
 
 
 class _Batches:
     """What a `GradientReducer` asks of a `_core.Reducer`, by one for each batch of gradients: when a batch and those before it
     are complete, its gradients are submitted by index, and its one round is this rank's own. So all ranks start the same
-    units in the same order."""
+    buckets in the same order."""
 
     def __init__(
         self,
@@ -137,12 +137,12 @@ class _Batches:
         return {**summed, "steps": each[-1]["steps"]}
 
 
-def cut(sizes: Sequence[int], unit_bytes: int) -> list[list[int]]:
-    """Gradients of so many bytes, by index, in the batches of rounds that end at once: each ends where it holds a unit."""
+def cut(sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    """Gradients of so many bytes, by index, in the batches of rounds that end at once: each ends where it holds a bucket."""
     batches: list[list[int]] = [[]]
     filled = 0
     for index, size in enumerate(sizes):
-        if filled >= unit_bytes:
+        if filled >= bucket_bytes:
             batches.append([])
             filled = 0
         batches[-1].append(index)
@@ -175,7 +175,7 @@ class _Way:
         return {
             "seconds": seconds,
             "ends": ends,
-            "counts": {key: after[key] - before[key] for key in ("rounds", "units", "steps")},
+            "counts": {key: after[key] - before[key] for key in ("rounds", "buckets", "steps")},
         }
 
 

@@ -62,7 +62,7 @@ class Outcome:
         shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
         shown.add_column("way")
         base = next((way for way in self.ways if way.name == "ddp"), self.ways[0])
-        for column in ("step ms", "of the bound", "of raw sockets", f"times {base.name}", "rounds", "units"):
+        for column in ("step ms", "of the bound", "of raw sockets", f"times {base.name}", "rounds", "buckets"):
             shown.add_column(column, justify="right", no_wrap=True)
         limits = {
             "computing alone": self.compute_s,
@@ -81,7 +81,7 @@ class Outcome:
                 f"{self.bound_s / way.step_s:.0%}" if self.bound_s else "",
                 f"{self.sockets_s / way.step_s:.0%}" if self.sockets_s else "",
                 f"{base.step_s / way.step_s:.2f}x",
-                *(f"{way.stats[key] / steps:.1f}" if steps else "" for key in ("rounds", "units")),
+                *(f"{way.stats[key] / steps:.1f}" if steps else "" for key in ("rounds", "buckets")),
             )
         return shown
 
@@ -123,14 +123,14 @@ class Lesson:
 
 
 def learn(
-    bed: Bed, *, ways: Sequence[str], ranks: int, batch: int, steps: int, unit_bytes: int, timeout_s: float
+    bed: Bed, *, ways: Sequence[str], ranks: int, batch: int, steps: int, bucket_bytes: int, timeout_s: float
 ) -> Lesson:
     """Train the demo's model on its text in several ways, all from the same start with the same batches.
 
     Raises:
         BenchError: as `measure`.
     """
-    options = {"losses": steps, "ways": list(ways), "batch": batch, "unit_bytes": unit_bytes}
+    options = {"losses": steps, "ways": list(ways), "batch": batch, "bucket_bytes": bucket_bytes}
     said = [record for each in _run(bed, "char-gpt", options, ranks, timeout_s) for record in each]
     by_way = {way: [one["losses"] for one in said if one["way"] == way] for way in ways}
     return Lesson(
@@ -147,7 +147,7 @@ def measure(
     batch: int,
     turns: int,
     steps: int,
-    unit_bytes: int,
+    bucket_bytes: int,
     timeout_s: float,
 ) -> Outcome:
     """Train on the hosts of ``bed``; every way does ``steps`` steps in each of ``turns`` turns.
@@ -161,7 +161,7 @@ def measure(
         "batch": batch,
         "turns": turns,
         "steps": steps,
-        "unit_bytes": unit_bytes,
+        "bucket_bytes": bucket_bytes,
         "sockets": bed.hosts > 1,
     }
     records = _run(bed, model, options, ranks, timeout_s)

@@ -104,7 +104,7 @@ def _way(
     stats: Callable[[], dict[str, Any]] = dict
     kind, *more = name.split("-")
     wire = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get("".join(more[:1]))
-    settings = {"unit_bytes": options["unit_bytes"], "wire": wire, "error_feedback": "feedback" in more}
+    settings = {"bucket_bytes": options["bucket_bytes"], "wire": wire, "error_feedback": "feedback" in more}
     if kind in ("ddp", "gloo", "hook"):
         group = dist.new_group(backend="gloo") if kind == "gloo" else None
         model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)

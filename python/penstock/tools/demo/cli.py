@@ -29,7 +29,7 @@ from penstock.tools.demo.comparison import (
     verdict,
 )
 from penstock.tools.demo.link_probe import Carriage, exchange
-from penstock.tools.demo.prediction import Prediction, predict_step, units
+from penstock.tools.demo.prediction import Prediction, hook_buckets, predict_step
 from penstock.tools.demo.training import Bed, Training, TrainingFailed, Way, train
 from penstock.tools.testbed import LinkSpec, Loopback, Testbed, TestbedUnavailable
 
@@ -174,7 +174,7 @@ def foresee(first: Training, way: Way, carriage: Carriage | None) -> Prediction 
     processors = len(os.sched_getaffinity(0))
     slowdown_s_per_byte = carriage.processor_s_per_byte / processors if first.ranks >= processors else 0.0
     buckets = first.ends[0]["bucket_bytes"]
-    pieces = units(sum(buckets), UNIT_BYTES) if way.front else buckets
+    pieces = hook_buckets(sum(buckets), BUCKET_BYTES) if way.front else buckets
     return predict_step(first.compute(), pieces, first.ranks, carriage.bytes_per_s, slowdown_s_per_byte)
 
 
@@ -260,7 +260,7 @@ PROBE_BYTES = 10_827_264
 QUICK_PROBE_BYTES = 969_984
 """Each way and exchange: as much as the gradients of the example's model, and of the small one."""
 
-UNIT_BYTES = 4 << 20
+BUCKET_BYTES = 4 << 20
 """What one all-reduce carries under `penstock.torch.ddp_hook` by default."""
 
 RECENT_STEPS = 10

@@ -289,7 +289,7 @@ def rows(comparison: Comparison) -> list[Row]:
         table.append(Row("  flow classes used", texts, "of 16, each with its own cap"))
     if any("setting" in r.training.ends[0] for r in results):
         texts = [setting_text(r.training.ends[0].get("setting")) for r in results]
-        table.append(Row("streams × unit", texts, "of the hook, in the end"))
+        table.append(Row("streams × bucket", texts, "of the hook, in the end"))
     table += [
         Row("processors busy", [cpu_text(r) for r in results], "whole machine, start of the ranks included"),
         Row(
@@ -311,7 +311,7 @@ def link_text(result: Result, link: LinkSpec | None) -> str:
 
 def setting_text(setting: dict[str, Any] | None) -> str:
     """A hook's setting, or a dash."""
-    return f"{setting['streams']} × {setting['unit_bytes'] / 2**20:g} MiB" if setting else "–"
+    return f"{setting['streams']} × {setting['bucket_bytes'] / 2**20:g} MiB" if setting else "–"
 
 
 def milliseconds(seconds: float) -> str:

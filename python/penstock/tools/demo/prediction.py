@@ -44,7 +44,7 @@ def predict_step(
 
     Args:
         compute: the step without communication.
-        piece_bytes: DDP's buckets, or the hook's units, in the order in which they fill.
+        piece_bytes: DDP's buckets, or the hook's buckets, in the order in which they fill.
         ranks: each sends 2 (ranks - 1) / ranks of a piece and receives as much (a bandwidth-optimal all-reduce).
         bytes_per_s: what the link carries in each direction, both at once.
         slowdown_s_per_byte: by how much the computation takes longer for each byte that is carried meanwhile, where one
@@ -59,10 +59,10 @@ def predict_step(
     return _play(slowed, piece_bytes, ranks, bytes_per_s)
 
 
-def units(total_bytes: int, unit_bytes: int) -> list[int]:
-    """What the hook reduces together: full units, and the rest."""
-    full, rest = divmod(total_bytes, unit_bytes)
-    return [unit_bytes] * full + [rest] * (rest > 0)
+def hook_buckets(total_bytes: int, bucket_bytes: int) -> list[int]:
+    """What the hook reduces together: full buckets, and the rest."""
+    full, rest = divmod(total_bytes, bucket_bytes)
+    return [bucket_bytes] * full + [rest] * (rest > 0)
 
 
 def _play(compute: Phases, piece_bytes: Sequence[int], ranks: int, bytes_per_s: float) -> Prediction:

@@ -86,7 +86,7 @@ def sweep(mark: bytes, namespaces: set[int]) -> None:
             except ProcessLookupError:
                 continue
             killed.append(handle)
-            # Looked at again under the handle: the number may have passed to a stranger in between.
+            # Looked at again under the handle: the process number may have passed to another process in between.
             if belongs(process, mark, namespaces):
                 try:
                     signal.pidfd_send_signal(handle, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Checkpoints that a death cannot spoil: for jobs that torchrun restarts, and for the day on which all workers die.
+"""Checkpoints that survive deaths of workers: for jobs that torchrun restarts, and in case all workers die.
 
-A checkpoint is an ordinary file of ``torch.save``, named ``step-<step>-<the first 16 digits of its SHA-256>.pt``. It is
-written under another name, brought to the disk, and renamed: it is whole or not there. A file whose bytes do not fit its name
-(a bad disk, a copy cut short) is passed over when the newest is looked for.
+A checkpoint is an ordinary file of ``torch.save``, named ``step-<step>-<the first 16 digits of its SHA-256>.pt``. It is written
+under another name, synced to the disk, and renamed, so it is either complete or absent. `Checkpoints.load` skips a file whose
+bytes do not match its name (a bad disk, a truncated copy).
 
 A folder may hold the checkpoints of several runs. Steps of one run grow; so a save at a step that is not beyond the newest
 checkpoint begins another run, and its files are named ``step-<step>-run-<number>-<digits>.pt``. The newest checkpoint is that
@@ -34,7 +34,7 @@ class Checkpoints:
 
     Args:
         folder: made where it is missing.
-        keep: how many of a run to keep; two or more, so that a damaged one has one before it.
+        keep: how many of a run to keep; two or more, so that there is an older one if the newest is damaged.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
@@ -42,7 +42,7 @@ class Checkpoints:
         self.keep = max(2, keep)
 
     def save(self, state: State) -> None:
-        """Write the last commit. Rank 0 does it, and blocks until it is on the disk; the others return at once.
+        """Write the last commit. Rank 0 writes, and blocks until the file is on the disk; the other ranks return at once.
 
         Values in the state must be numbers, texts, tensors, and lists or dicts of them: `load` executes no pickled code.
         """
@@ -74,7 +74,7 @@ class Checkpoints:
             old.unlink(missing_ok=True)
 
     def load(self, state: State) -> bool:
-        """Bring the newest checkpoint that is whole into ``state``: on all ranks, which all call this; it blocks.
+        """Load the newest complete checkpoint into ``state``, on all ranks, which all call this. Blocks.
 
         Rank 0 reads it, and the others get it over the default process group, if there is one.
 
@@ -105,7 +105,7 @@ class Checkpoints:
         return None
 
     def _found(self) -> list[tuple[tuple[int, int], Path]]:
-        """What is there, as ((run, step), path), the newest first."""
+        """The checkpoints of the folder, as ((run, step), path), the newest first."""
         paths = self.folder.glob("step-*.pt") if self.folder.is_dir() else []
         named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
         return sorted((((int(match[2] or 0), int(match[1])), path) for match, path in named), reverse=True)
@@ -120,7 +120,7 @@ def _digest(path: Path) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name, too, must be on the disk."""
+    """Sync the folder: the file's new name, too, must be on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

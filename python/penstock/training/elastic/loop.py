@@ -47,10 +47,10 @@ def run(
     generation; the step that failed is repeated as a whole. When a newcomer waits, ``commit`` leaves ``train``.
 
     Args:
-        train: all that holds the group (DistributedDataParallel, a `GradientReducer`, subgroups) must be made in it, and
-            a reducer closed by it. Collectives belong before the step's commit.
-        state: made of the same things on all workers. What a newcomer has in it is overwritten.
-        min_ranks, max_ranks: fewer wait for others, more wait in reserve.
+        train: everything that uses the group (DistributedDataParallel, a `GradientReducer`, subgroups) must be made in it, and it
+            must close a reducer. Collectives belong before the step's commit.
+        state: made of the same objects on all workers. A newcomer's values are overwritten.
+        min_ranks, max_ranks: fewer ranks wait for others; more workers wait in reserve.
         store: a torch store that outlives the workers; by default the one at PENSTOCK_ELASTIC_STORE=host:port
             (``python -m penstock.elastic.store``).
         job: tells jobs on one store apart; by default PENSTOCK_ELASTIC_JOB, else "default".
@@ -58,8 +58,8 @@ def run(
         window_s: how long to wait at the start for more than ``min_ranks``, and after a death for survivors who have not
             noticed (they do within PENSTOCK_PEER_TIMEOUT and a second). Too short leaves survivors behind; too long
             costs time only where a rank stops without its peers seeing why.
-        rebuild_timeout_s: for connecting a generation's group. What a death in the middle of that costs.
-        wait_s: for a generation to come about; a newcomer or a reserve waits no longer than this.
+        rebuild_timeout_s: for connecting a generation's group: the cost of a death in the middle of that.
+        wait_s: for a generation to form; a newcomer or a reserve waits no longer than this.
         check_every: steps between two looks for a newcomer. A look is an all-reduce of one number; a newcomer is let in
             at the second look that it is there for.
 
@@ -74,8 +74,8 @@ def run(
         penstock.errors.Config: there is no store, or an argument is wrong.
         Other errors of ``train`` pass, and the other workers go on without this one.
 
-    Who is trusted: whoever reaches the store can ask to join; PENSTOCK_SECRET decides who gets in. Members are trusted: they
-    send each other pickled objects.
+    Trust: every process that reaches the store can ask to join, and PENSTOCK_SECRET decides which ones may. Members trust each
+    other: they exchange pickled objects.
     """
     if check_every < 1:
         raise ConfigError(f"check_every must be 1 or more, not {check_every}")
@@ -89,7 +89,7 @@ def run(
         worker.lobby = Lobby(connect(settings.elastic_store) if store is None else store, job, rules)
         worker.lobby.report(-1)
         while not worker.live_one_generation():
-            # What held the old group, and hooks on the parameters with it, must be gone before the next one is made.
+            # Objects that use the old group, with their hooks on parameters, must be collected before the next group is made.
             gc.collect()
     except Finished as end:
         if not worker.done:
@@ -105,7 +105,7 @@ def run(
             )
             return worker.result
         if isinstance(error, (LeftBehind, TooFew)):
-            # Of a step that failed nothing is left.
+            # Drops everything of a step that failed.
             state.restore()
             raise
         raise ConfigError(
@@ -120,7 +120,7 @@ def run(
 
 
 class _Worker:
-    """This process, from its first generation to its last."""
+    """This process's part in the job, from its first generation to its last."""
 
     lobby: Lobby
 
@@ -142,7 +142,8 @@ class _Worker:
         self._has_committed: Callable[[], None] = _nothing
 
     def live_one_generation(self) -> bool:
-        """Build the next generation and train in it; whether the job came to its end. Otherwise the next one is asked for."""
+        """Build the next generation and train in it. Returns whether the job has ended; otherwise this worker has reported for
+        the next one."""
         roster = self.lobby.await_roster()
         lost: dict[int, str] = {}
         try:
@@ -153,7 +154,7 @@ class _Worker:
                     lost = _lost_ranks()
                 else:
                     self.result = self.train(self.state)
-                    # Behind it everybody's train has returned: whoever fails from here on has missed nothing.
+                    # After this barrier ``train`` has returned on all ranks: a rank that fails from here on has missed nothing.
                     self.done = True
                     self.state._after_commit = None
                     dist.barrier()
@@ -182,7 +183,7 @@ class _Worker:
         return self.state.snapshot()["step"] if self.has_state else -1
 
     def _build(self, roster: Roster) -> bool:
-        """Make the group and bring all members to one state; False if it could not be done with these members."""
+        """Make the group and give all members the same state. Returns False if that failed with these members."""
         rank, world = roster.members.index(self.lobby.member), len(roster.members)
         # Frames and hand-shakes of another generation are refused by the engine itself.
         process.set_generation(roster.generation)
@@ -231,7 +232,7 @@ class _Worker:
             self._tell(self.lobby.has_committed, self.state.step)
         if not looks:
             return
-        # One rank looks and the answer travels, so that all decide alike.
+        # One rank asks the store and broadcasts the answer, so that all decide alike.
         flag = torch.zeros(1, dtype=torch.int32)
         if dist.get_rank() == 0 and self._tell(self.lobby.newcomer_waits):
             flag += 1
@@ -240,7 +241,7 @@ class _Worker:
             raise MembershipChanged
 
     def _tell(self, ask: Callable[..., Any], *args: Any) -> Any:
-        """What the lobby answers; None, with one warning, where the store is dead: training goes on without it."""
+        """Call the lobby. Returns its answer, or None with one warning if the store is dead: training goes on without it."""
         try:
             return ask(*args)
         except dist.DistError as error:
@@ -264,7 +265,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _lost_ranks() -> dict[int, str]:
-    """Ranks of this generation that the engine knows to be gone, with its reasons."""
+    """Ranks of this generation that the engine knows to be lost, with the reasons."""
     try:
         peers = process.stats()["peers"]
     except Closed:
@@ -273,8 +274,8 @@ def _lost_ranks() -> dict[int, str]:
 
 
 def _has_lost_a_rank() -> bool:
-    """Whether a rank is lost, or the group has failed of a rank's loss. Torch passes errors on as other classes, out of DDP's
-    buckets for one; and a rank may hear of a loss from another, and not know of it itself yet."""
+    """Whether a rank is lost, or the group has failed because of one. The error's class does not tell: torch raises other
+    classes, for example out of DDP's buckets; and another rank may have reported a loss that this rank does not know of yet."""
     try:
         backend.of().check()
     except (PeerLost, Closed):
@@ -287,10 +288,11 @@ def _has_lost_a_rank() -> bool:
 
 def _destroy() -> None:
     if dist.is_initialized():
-        # What a broken group has to say on its end is known already.
+        # The error of a broken group at its end is known already.
         with contextlib.suppress(PenstockError):
             dist.destroy_process_group()
-    # torch counts a group that could not be built, and the count is the next one's name: who has failed would not meet who comes.
+    # torch also counts a group that could not be built, and the count is the next group's name: ranks that have failed would
+    # not meet newcomers.
     dist.distributed_c10d._world.group_count = 0
 
 

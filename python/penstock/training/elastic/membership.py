@@ -1,4 +1,4 @@
-"""Who is in the next generation: agreed through a store that outlives the workers.
+"""Agreement on the members of the next generation, through a store that outlives the workers.
 
 ```text
   members               how many have ever registered: a member's number is its age
@@ -14,12 +14,12 @@
   G/fate                set once (compare and set): "committed" by its first commit, "dead" by newcomers who begin anew since all
                         members are dead
 ```
-Everybody who wants to be in generation G reports for it: the survivors of G - 1, and newcomers, who wait there for G - 1 to
-end. Each of them looks at the reports and decides by itself; the first to write the roster has decided for all. So there is
-no coordinator that could die, and no protocol beyond the store's compare-and-set.
+Every worker that wants to be in generation G reports for it: the survivors of G - 1, and newcomers, which wait for G - 1 to end.
+Each of them reads the reports and decides by itself; the first one to write the roster decides for all. So there is no
+coordinator that could die, and no protocol beyond the store's compare-and-set.
 
-Members that train do not report. Before the job's first commit they send heartbeats through the store, so that newcomers can tell
-members that have all died from members in a long first step; afterwards only a checkpoint can replace a state that is lost.
+Members that train do not report. Before the job's first commit they send heartbeats through the store, so that newcomers can
+distinguish members that have all died from members in a long first step. After it, only a checkpoint can replace a lost state.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Finished(Exception):
 
 @dataclass(frozen=True)
 class Rules:
-    """How a generation is closed; the same on all workers."""
+    """The rules by which a generation is closed; the same on all workers."""
 
     min_ranks: int = 1
     max_ranks: int | None = None
     window_s: float = 10.0
     wait_s: float = 600.0
     silent_s: float = 5.0
-    """Who is silent for longer counts as dead. The default is that of PENSTOCK_PEER_TIMEOUT and a second."""
+    """A worker without heartbeats for longer counts as dead. The default is PENSTOCK_PEER_TIMEOUT's and a second."""
 
     def __post_init__(self) -> None:
         if self.min_ranks < 1 or (self.max_ranks is not None and self.max_ranks < self.min_ranks):
@@ -85,28 +85,28 @@ class Rules:
 
 @dataclass(frozen=True)
 class Report:
-    """One worker that wants to be in the next generation."""
+    """The report of a worker that wants to be in the next generation."""
 
     member: int
     step: int
     """Steps committed; -1: it has no state of the job."""
     lost: tuple[int, ...] = ()
-    """Members that it knows to be gone."""
+    """Members that it knows to be lost."""
     pulse: str = "alive"
-    """``alive``, ``dead``, or ``unsure``: it has not been watched long enough to say."""
+    """``alive``, ``dead``, or ``unsure``: it has not been watched for long enough."""
 
 
 @dataclass(frozen=True)
 class Roster:
-    """A generation, decided."""
+    """The decision about a generation."""
 
     generation: int
     members: tuple[int, ...]
     """By rank: the oldest member is rank 0."""
     step: int
-    """What the donor has committed; -1: nobody has a state yet, and rank 0's beginning counts."""
+    """The donor's committed steps; -1: no worker has a state yet, and rank 0's initial state counts."""
     donor: int
-    """The rank whose state everybody gets."""
+    """The rank whose state all ranks get."""
 
 
 def decide(
@@ -117,19 +117,19 @@ def decide(
     rules: Rules,
     died: bool = False,
 ) -> tuple[list[Report], str]:
-    """Who is in the next generation, by age, and why; nobody as long as it is better to wait.
+    """The members of the next generation, by age, and the reason; no members as long as it is better to wait.
 
     Args:
         reports: all that have come for this generation.
         previous: the members of the generation before; empty before the first.
-        committed: steps that the job is known to have committed. Above 0 there is a state to be kept, and only a member
-            of the last generation can have it.
+        committed: steps that the job is known to have committed. Above 0 there is a state to keep, and only a member of the last
+            generation can have it.
         waited_s: since the first of the previous members reported (before the first generation: the first of all).
         died: all previous members have stopped their heartbeats, and none has reported.
 
-    Whoever is called lost is not waited for, and is in all the same if it has reported: a worker that was stopped and goes on is
-    lost to the others, and they to it. So are two halves of a network that is cut; if ranks of both have reported, the
-    generation cannot be built (docs/design/elastic.md).
+    A worker that others report as lost is not waited for, but is a member if it has reported itself: a worker that was stopped
+    and goes on is lost to the others, and they are lost to it. The same holds for the two halves of a network that is cut; if
+    ranks of both halves have reported, the generation cannot be built (docs/design/elastic.md).
     """
     alive = sorted((one for one in reports if one.pulse != "dead"), key=lambda one: one.member)
     came = {one.member for one in alive}
@@ -150,14 +150,14 @@ def decide(
     full = rules.max_ranks is not None and len(alive) >= rules.max_ranks
     if not previous and not full and waited_s < rules.window_s:
         return [], "more may come"
-    # Who has the state goes first, then who was a member, then who has waited longest.
+    # Workers with the state come first, then former members, then newcomers by waiting time.
     alive.sort(key=lambda one: (one.step < 0, one.member not in previous, one.member))
     chosen = sorted(alive[: rules.max_ranks], key=lambda one: one.member)
     return chosen, "everybody is here" if not missing else f"member(s) {_numbers(missing)} did not come in time"
 
 
 class Lobby:
-    """This worker's part in the agreement. All of it blocks on the store, for moments, where nothing else is said."""
+    """This worker's part in the agreement. All methods block on the store, briefly unless they say otherwise."""
 
     def __init__(self, store: Any, job: str, rules: Rules) -> None:
         self._kept = dist.PrefixStore(f"penstock/elastic/{job}", store)
@@ -175,19 +175,19 @@ class Lobby:
 
     @property
     def generation(self) -> int:
-        """The last one that this worker knows of."""
+        """The last generation that this worker knows of."""
         return self._last.generation
 
     def group_store(self) -> Any:
-        """For the process group of this generation alone."""
+        """The store for the process group of this generation alone."""
         return dist.PrefixStore(f"{self.generation}/group", self._kept)
 
     def report(self, step: int, lost_ranks: Iterable[int] = ()) -> None:
-        """Say that this worker wants to be in the next generation. Before the old group is destroyed: who then sees this
-        worker's farewell, and not the death before it, finds the report.
+        """Report that this worker wants to be in the next generation. Call this before the old group is destroyed: a member that
+        then sees this worker's farewell, and not the death before it, finds the report.
 
         Args:
-            step: what it has committed; -1: it has no state of the job.
+            step: its committed steps; -1: it has no state of the job.
             lost_ranks: of the generation that has ended.
         """
         following = self.generation + 1
@@ -206,26 +206,26 @@ class Lobby:
         self.store.set(f"{following}/slot/{self._slot}", json.dumps(content))
 
     def has_committed(self, step: int) -> None:
-        """Write down how far the job has come. Nobody begins the job anew from here on, even if all members die."""
+        """Record the job's committed steps in the store. From here on no worker starts the job anew, even if all members die."""
         self.store.set("committed", str(step))
 
     def first_commit(self, step: int) -> None:
         """`has_committed`, for this member's first commit in a generation.
 
         Raises:
-            LeftBehind: newcomers took all members of this generation for dead before, and began anew.
+            LeftBehind: newcomers had taken all members of this generation for dead, and started the job anew.
         """
         if _text(self.store.compare_set(f"{self.generation}/fate", "", _COMMITTED)) != _COMMITTED:
             raise self._left_behind(self.generation + 1)
         self.has_committed(step)
 
     def heartbeat(self, store: Any = None) -> None:
-        """Show newcomers that this member of the generation lives; ``store`` is another connection to the store."""
+        """Send newcomers a heartbeat of this member of the generation; ``store`` is another connection to the store."""
         (self.store if store is None else store).add(f"{self.generation}/heartbeat/{self.member}", 1)
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[Callable[[], None]]:
-        """Send heartbeats in here, from a thread of their own; gives a function that ends them sooner."""
+        """Send heartbeats from a separate thread while in this context. Yields a function that ends them sooner."""
         over = threading.Event()
 
         def beat() -> None:
@@ -250,11 +250,11 @@ class Lobby:
             over.set()
 
     def await_roster(self) -> Roster:
-        """Wait until the next generation with this worker in it is decided. `report` comes first.
+        """Wait until the next generation with this worker in it is decided. Call `report` first.
 
         Raises:
             Finished: the job has come to its end.
-            LeftBehind: the others went on without this worker, which had been a member.
+            LeftBehind: the other members went on without this worker.
             TooFew, StateLost: after ``wait_s``.
         """
         while (roster := self.poll(time.monotonic())) is None:
@@ -262,7 +262,7 @@ class Lobby:
         return roster
 
     def poll(self, now_s: float) -> Roster | None:
-        """One look of `await_roster`, at the time ``now_s``: None as long as the generation is not decided."""
+        """One iteration of `await_roster`, at the time ``now_s``. Returns None while the generation is not decided."""
         following = self.generation + 1
         if self._watch is None:
             self._watch = _Watch(self._last.members, self.rules.silent_s)
@@ -292,8 +292,8 @@ class Lobby:
         )
 
     def newcomer_waits(self) -> bool:
-        """Whether somebody who lives has reported for the next generation, and there is room. For one rank, between steps;
-        it must be asked twice: only who moves between two looks lives."""
+        """Whether a live worker has reported for the next generation, and there is room for it. For one rank, between steps. Call
+        it twice: a worker is alive if its heartbeat counter moves between two calls."""
         if self.rules.max_ranks is not None and len(self._last.members) >= self.rules.max_ranks:
             return False
         following = self.generation + 1
@@ -301,15 +301,15 @@ class Lobby:
         return any(slot in before and beat > before[slot] for slot, beat in self._beats.items())
 
     def finish(self, step: int) -> None:
-        """The job has come to its end: nobody needs to wait for another generation."""
+        """Record that the job has ended: no worker needs to wait for another generation."""
         self.store.compare_set(f"{self.generation + 1}/roster", "", json.dumps({"finished": step}))
 
     def _look(self, following: int, now_s: float) -> None:
-        """Show that this worker lives, look who else does, and close the generation where it is time."""
+        """Send this worker's heartbeat, check the others', and close the generation if it is time."""
         assert self._watch is not None and self._waits_since_s is not None, "poll sets both"
         self._beat(following)
         reports = self._watch.look(self.store, following, now_s)
-        # Read after the reports: what a member has committed before its report counts.
+        # Read after the reports, so that it includes what members have committed before they reported.
         known = int(self.store.get("committed")) if self.store.check(["committed"]) else 0
         committed = max([known, *(one.step for one in reports)])
         died = committed == 0 and self._watch.has_died(self.store, self.generation, now_s)
@@ -329,7 +329,7 @@ class Lobby:
             raise self._waited_too_long(reports, committed, why)
 
     def _declare_dead(self) -> bool:
-        """Rule that all members of the generation died before its first commit; False if one has committed."""
+        """Record that all members of the generation died before its first commit. Returns False if one has committed."""
         return _text(self.store.compare_set(f"{self.generation}/fate", "", _DEAD)) == _DEAD
 
     def _find_last(self) -> Roster:
@@ -385,9 +385,10 @@ class Lobby:
 
 
 class _Answering:
-    """A store whose calls end. torch's own waits for an answer without a limit, where packets are lost silently.
+    """A store whose calls have a time-out. Calls of torch's own store wait for an answer without a limit, also where packets are
+    lost silently.
 
-    What has not answered for `_ANSWER_S` raises `dist.DistNetworkError`, and so does everything after it, at once.
+    A call without an answer for `_ANSWER_S` raises `dist.DistNetworkError`, and every later call does so at once.
     """
 
     def __init__(self, store: Any) -> None:
@@ -409,7 +410,7 @@ class _Answering:
                 except Exception as error:
                     errors.append(error)
 
-            # One that gets no answer stays behind; it must not keep the process from ending.
+            # The thread of a call without an answer stays; it must not keep the process from ending.
             asking = threading.Thread(target=ask, name="penstock-elastic", daemon=True)
             asking.start()
             asking.join(_ANSWER_S)
@@ -424,7 +425,7 @@ class _Answering:
 
 
 class _Watch:
-    """Reads the reports for one generation, and watches whose beat goes on."""
+    """Reads the reports for one generation, and watches which heartbeats go on."""
 
     def __init__(self, previous: Sequence[int], silent_s: float) -> None:
         self._previous = previous
@@ -459,8 +460,8 @@ class _Watch:
         return 0.0 if self._first_s is None else now_s - self._first_s
 
     def has_died(self, store: Any, generation: int, now_s: float) -> bool:
-        """Whether all members of a generation are dead: none has reported for the next one, or sent a heartbeat for
-        ``silent_s``. To be asked at every look, before the generation's first commit."""
+        """Whether all members of a generation are dead: none has reported for the next one, or sent a heartbeat for ``silent_s``.
+        Call it at every look before the generation's first commit."""
         if not self._previous or self._first_s is not None:
             return False
         heartbeats = {member: store.add(f"{generation}/heartbeat/{member}", 0) for member in self._previous}
@@ -471,7 +472,7 @@ class _Watch:
     def _pulse(self, slot: int, report: Report, now_s: float) -> str:
         if now_s - self._moved_s[slot] > self._silent_s:
             return "dead"
-        # A member of the last generation was alive a moment ago; a newcomer may have gone since it reported.
+        # A member of the last generation was alive a moment ago; a newcomer may have died since it reported.
         return "alive" if self._moves[slot] or report.member in self._previous else "unsure"
 
 
@@ -503,7 +504,7 @@ def _beats(store: Any, generation: int) -> dict[int, int]:
 
 
 def _text(value: Any) -> str:
-    """What a store has under a key."""
+    """The text that a store has under a key."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
@@ -511,11 +512,11 @@ def _numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"
 
 
-# How often a waiting worker asks for the roster, which decides how late it hears of it: one message, 26 us of the store's
-# time (measured for `penstock.runtime.groups`).
+# How often a waiting worker reads the roster, which limits how late it learns of it: one message, 26 us of the store's time
+# (measured for `penstock.runtime.groups`).
 _POLL_S = 0.05
-# How often it looks at all reports, and beats. A guess: people take it for at once. A look at one report costs the store some
-# 26 us, so 50 waiting workers take a third of a core.
+# How often it reads all reports, and sends a heartbeat. A guess: for users it is at once. A look at one report costs the store
+# some 26 us, so 50 waiting workers take a third of a core.
 _LOOK_S = 0.2
 # Between two heartbeats of a member. A guess: some get through in `Rules.silent_s` on a machine that is short of processors.
 _BEAT_S = 1.0

@@ -1,8 +1,8 @@
-"""Batches of an epoch, whoever is there to take them.
+"""Batches of an epoch for any number of ranks.
 
-The epoch is one permutation of the data set, and every step takes the next piece of it, cut into a part a rank. So what all
-ranks together have processed is always the beginning of the permutation, and one number remembers it: whatever ranks come
-or go, the next step goes on behind it. *Why not give each rank its own share of the epoch?* A death would then leave holes,
+The epoch is one permutation of the data set, and every step takes the next piece of it, cut into a part a rank. So the samples
+that all ranks together have processed are always the beginning of the permutation, and one number records it: whatever ranks come
+or go, the next step continues there. *Why not give each rank its own share of the epoch?* A death would then leave holes,
 which must be remembered index by index and dealt out anew.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["ElasticSampler", "cut"]
 
 
 def cut(position: int, length: int, world: int, batch_size: int) -> list[tuple[int, int]]:
-    """What each rank takes in the step that begins at ``position`` of an epoch: (start, stop) by rank, one behind the other.
+    """The samples of each rank in the step that begins at ``position`` of an epoch: (start, stop) by rank, one after the other.
 
     A whole step gives ``batch_size`` to each. The last one of an epoch shares out what is left, as evenly as it goes; where
     that is less than one a rank, the last ranks get nothing.
@@ -84,15 +84,17 @@ class ElasticSampler(Sampler[list[int]]):
         return (parts[rank][1] - parts[rank][0]) * world / (parts[-1][1] - self.position)
 
     def advance(self) -> None:
-        """The step that begins at ``position`` has been taken by all ranks. `State.commit` calls this."""
+        """All ranks have done the step that begins at ``position``. `State.commit` calls this."""
         self.position = cut(self.position, self.length, _place()[1], self.batch_size)[-1][1]
         if self.position == self.length:
             self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
+        """Where the next step begins, for checkpoints and newcomers."""
         return {"epoch": self.epoch, "position": self.position, "length": self.length, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
         if state["length"] != self.length:
             raise ConfigError(
                 f"the state is of a data set with {state['length']} samples, and this one has {self.length}: a position "
@@ -111,5 +113,5 @@ def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-# More than anybody trains: neighbouring seeds share no order.
+# More epochs than any run has: neighbouring seeds share no order.
 _EPOCHS = 1_000_003

@@ -1,4 +1,4 @@
-"""What must survive a death: kept as it was after the last committed step, and moved between ranks."""
+"""The state that survives deaths: a copy of the last committed step, which ranks can send to each other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class State:
         self._save()
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is not there comes here: the text says what is, and mypy learns that attributes are the user's.
+        # Called only for missing attributes: the error lists those that exist, and mypy learns that attributes are the user's.
         raise AttributeError(f"this State has no {name!r}, only step, {', '.join([*self._objects, *self._values])}")
 
     def commit(self) -> None:
@@ -74,7 +74,7 @@ class State:
             self._after_commit()
 
     def restore(self) -> None:
-        """Go back to the last commit, and drop all gradients. Local, does not block."""
+        """Restore the last commit, and drop all gradients. Local, does not block."""
         saved = _copied(self._saved, None)
         for name, thing in self._objects.items():
             if name not in saved["objects"]:
@@ -91,8 +91,8 @@ class State:
     def share(self, donor: int) -> None:
         """Give all ranks of the default group the last commit of rank ``donor``. All call it; it blocks.
 
-        Its structure travels as a pickled object, so whoever is in the group is trusted; tensors travel as they are. Nothing
-        of this rank's state changes before all has arrived: an error leaves the last commit as it was.
+        Its structure is sent as a pickled object, so all members of the group must be trusted; tensors are sent as they are. This
+        rank's state changes only when everything has arrived: an error leaves the last commit as it was.
 
         Afterwards torch's random numbers follow from the donor's seed, the step and the rank: they differ between ranks.
         """
@@ -107,7 +107,7 @@ class State:
         return self._saved
 
     def adopt(self, tree: Any) -> None:
-        """Take a copy of what `snapshot` gave, here or elsewhere, for the last commit, and restore it."""
+        """Copy a snapshot, of this rank or another, into the last commit, and restore it."""
         self._saved = _copied(tree, None)
         self.restore()
         self._seed = tree["seed"]
@@ -119,7 +119,7 @@ class State:
             "values": {name: self.__dict__[name] for name in self._values},
             "objects": {name: thing.state_dict() for name, thing in self._objects.items()},
         }
-        # Not into the last commit itself, and at no time under two names: whatever interrupts this leaves a commit whole.
+        # Written into the spare copy, which then replaces the last commit: an interruption leaves one complete commit.
         spare, self._spare = self._spare, None
         saved = _copied(live, spare)
         spare, self._saved = self._saved, saved
@@ -128,7 +128,7 @@ class State:
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor in the structure that travels as an object."""
+    """A placeholder for a tensor in the structure that is sent as an object."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -159,7 +159,7 @@ def _made(place: _Place, into: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """The tree with ``function`` of every tensor (or of what stands for one) in its place, from left to right."""
+    """The tree with every tensor (or placeholder) replaced by ``function`` of it, from left to right."""
     if isinstance(tree, (torch.Tensor, _Place)):
         return function(tree)
     if isinstance(tree, dict):

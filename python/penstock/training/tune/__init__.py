@@ -1,9 +1,9 @@
-"""Self-tuning: streams, unit size, algorithm and compression, found during the first steps of training.
+"""Self-tuning: streams, bucket size, algorithm and compression, found during the first steps of training.
 
 - `space`: settings, and which of them may be tried.
-- `searchers`: what proposes settings; plug-ins. `bandit`: who of them may propose next.
+- `searchers`: plug-ins that propose settings. `bandit`: which of them proposes next.
 - `session`: one tuning, from the first trial to the choice. `tuner`: sessions, and the watch between them.
-- `graphs`, `memory`: what served earlier jobs, and which of them is the most alike.
+- `graphs`, `memory`: settings of earlier jobs, and which of these jobs is most similar.
 - `explain`, `cli`: records as text, and ``penstock tune``.
 
 Everything is a pure function of a seed and the costs that are handed in, but for the two files that `memory` and

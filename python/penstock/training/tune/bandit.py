@@ -1,4 +1,4 @@
-"""The meta-solver: which searcher may propose next. A multi-armed bandit with a sliding window and AUC credit.
+"""The meta-solver: chooses the searcher that proposes next. A multi-armed bandit with a sliding window and AUC credit.
 
 AIACC-Training (section VI) maximises AUC_t + C * sqrt(2 lg|H| / H_t) over the techniques t, as OpenTuner does (Ansel et
 al. 2014, section 3.2.1). Two things that the paper leaves open are decided as in OpenTuner's code (jansel/opentuner,
@@ -22,7 +22,8 @@ class AucBandit:
         names: the techniques; of those with equal scores the one that is named first goes first. (OpenTuner draws lots;
             all ranks must decide alike.)
         c: weight of exploration. The paper's default. More of it gives each technique the same share.
-        window: |H|'s limit, in trials. Older ones are forgotten, so that who was lucky at the start does not lead forever.
+        window: |H|'s limit, in trials. Older ones are forgotten, so that a technique that was lucky at the start does not lead
+            forever.
     """
 
     def __init__(self, names: Sequence[str], *, c: float = 0.2, window: int = 50) -> None:

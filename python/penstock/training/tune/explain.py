@@ -1,4 +1,4 @@
-"""Records as text: what was tried, in which order and why, and what it led to."""
+"""Records as text: the trials, their order and reasons, and the outcome."""
 
 from __future__ import annotations
 
@@ -61,4 +61,4 @@ def _session(number: int, session: Mapping[str, Any]) -> list[str]:
 
 
 def _values(axis: Axis) -> str:
-    return ", ".join(format_bytes(value) if axis.name == "unit_bytes" else str(value) for value in axis.values)
+    return ", ".join(format_bytes(value) if axis.name == "bucket_bytes" else str(value) for value in axis.values)

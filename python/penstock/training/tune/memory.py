@@ -1,4 +1,4 @@
-"""What served earlier jobs: the best settings by model graph and topology graph, in one file of the user's cache.
+"""The memory of earlier jobs: their best settings by model graph and topology graph, in one file of the user's cache.
 
 The file is JSON, written whole or not at all. One that cannot be read is a warning and counts as empty: a job must not
 fail for what it could have remembered. Two jobs that end at the same moment may each keep the other's entry from being
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.training.tune.graphs import Graph, distance, least_distance
-from penstock.training.tune.space import Setting
+from penstock.training.tune.space import Setting, with_new_names
 from penstock.training.tune.tuner import write_whole
 
 __all__ = ["Entry", "Match", "Memory", "default_path"]
@@ -26,7 +26,7 @@ log = logging.getLogger("penstock.tune")
 
 @dataclass(frozen=True)
 class Entry:
-    """What is remembered of one model on one topology."""
+    """The setting of one model on one topology."""
 
     model: Graph
     topology: Graph
@@ -67,7 +67,7 @@ class Match:
 
     @property
     def near(self) -> bool:
-        """Whether a short tuning from there will do; else it is only where a full one begins."""
+        """Whether a short tuning from this entry suffices; otherwise it is only the start of a full one."""
         return self.distance <= NEAR
 
 
@@ -84,7 +84,7 @@ class Memory:
     def entries(self) -> list[Entry]:
         """All entries, the one that was used last at the end. A file that cannot be read gives none, and a warning."""
         try:
-            document = json.loads(self.path.read_text(encoding="utf-8"))
+            document = with_new_names(json.loads(self.path.read_text(encoding="utf-8")))
             if document["format"] != MEMORY_FORMAT:
                 raise ValueError(f"its format is {document['format']!r}, not {MEMORY_FORMAT}")
             return [Entry.from_json(entry) for entry in document["entries"]]

@@ -29,7 +29,7 @@ FloatArray: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 
 class Searcher(Protocol):
-    """What a tuner asks of a searcher. It is made with a space, a seed, and the setting to start from."""
+    """The interface of a searcher. It is made with a space, a seed, and the setting to start from."""
 
     def propose(self) -> Setting | None:
         """The next setting to try, or None where it has none for now.
@@ -168,7 +168,7 @@ class Bayesian:
         self._costs[point] = cost
 
     def favourites(self, count: int) -> list[Setting]:
-        """The settings of the lowest posterior means, measured or not: what noise made look bad once is among them."""
+        """The settings of the lowest posterior means, measured or not: also settings that noise once made look bad."""
         if len(self._costs) < FIRST_RANDOM or len(self._points) > MOST_CANDIDATES:
             return []
         mean_P, _ = self._predict(self._points)
@@ -273,7 +273,7 @@ class Hyperband:
 class Coordinate:
     """Our fifth: enumerate what has no order, walk along what has.
 
-    Step time has one valley along streams and along unit size (too few or too small waits, too many or too large overlaps
+    Step time has one valley along streams and along bucket size (too few or too small waits, too many or too large overlaps
     less), and nothing is known between algorithms. So, as AutoCCL does (NSDI 2025; known to us from summaries), algorithms
     and compressions are enumerated at the best place so far, and each ordered axis is descended, first by two places
     and then by one, until no step helps; then the enumeration is repeated there. Once that ends, every other

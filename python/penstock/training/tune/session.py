@@ -32,7 +32,7 @@ __all__ = ["Options", "Session", "Trial"]
 
 @dataclass(frozen=True)
 class Options:
-    """How a session goes. All ranks must have the same."""
+    """The options of a session; the same on all ranks."""
 
     seed: int = 0
     budget: int = 100
@@ -54,7 +54,7 @@ class Options:
 
 @dataclass
 class Trial:
-    """A setting's turn: why it got it and what it cost."""
+    """A setting's turn: who proposed it, and its cost."""
 
     setting: Setting
     by: str
@@ -94,7 +94,7 @@ class Session:
         self.start = start
         self.options = options
         self.costs: list[float] = []
-        """What every step cost, in order: with the arguments, all that is needed to repeat the session."""
+        """The cost of every step, in order. Together with the arguments it suffices to repeat the session."""
         self.trials: list[Trial] = []
         self.chosen: Setting | None = None
         """The outcome; None until the budget is spent or nothing is left to try."""
@@ -141,7 +141,7 @@ class Session:
         return {setting: statistics.median(samples) for setting, samples in self._samples.items()}
 
     def measured(self, cost: float) -> None:
-        """Note what the step under `setting` cost, in seconds, and decide what comes next."""
+        """Record the cost of the step under `setting`, in seconds, and decide what comes next."""
         if self.chosen is not None:
             return
         self.costs.append(cost)
@@ -257,7 +257,7 @@ class Session:
         if not self._visits:
             medians, contest = self.medians, self._contest()
             best = min(self._champions, key=lambda setting: (medians[setting], setting))
-            # A round goes back the way that the last one came: who was last begins, and needs no change.
+            # A round goes in the reverse order of the last one: its first visit needs no change of the setting.
             self._champions = [
                 each
                 for each in reversed(self._champions)
@@ -280,8 +280,8 @@ class Session:
         return contest
 
     def _candidates(self) -> list[Setting]:
-        """Who may enter the contest, in order: by turns the fastest that were measured, and those that the model of
-        Bayesian optimisation holds to be the fastest, measured or not."""
+        """The candidates for the contest, in order: in turn the fastest that were measured, and the fastest by the model of
+        Bayesian optimisation, measured or not."""
         measured = [setting for setting, _, _ in self.ranking()]
         expected: list[Setting] = []
         for searcher in self._searchers.values():
@@ -332,7 +332,7 @@ def faster(one: list[float], other: list[float]) -> tuple[float, float]:
 
 
 def replay(space: Space, document: dict[str, Any]) -> Session:
-    """Repeat a session from its `to_json`, and hold it against what was noted.
+    """Repeat a session from its `to_json`, and compare every decision.
 
     Raises:
         ValueError: the decisions differ: another version of Penstock, or a document that was changed.

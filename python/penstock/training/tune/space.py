@@ -1,31 +1,46 @@
-"""What can be tuned: settings, the axes they lie on, and the space of all of them. Pure."""
+"""Settings, the axes on which they lie, and the space of all of them. Pure."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
+from penstock import renamed
+
 __all__ = ["Axis", "Point", "Setting", "Space"]
 
+log = logging.getLogger("penstock.tune")
 
+
+@renamed.arguments(unit_bytes="bucket_bytes")
 @dataclass(frozen=True, order=True)
 class Setting:
     """How gradients travel; one value for each thing that is tuned."""
 
     streams: int
     """Streams to each peer."""
-    unit_bytes: int
-    """Bytes of gradients that are merged into, or split down to, one all-reduce."""
+    bucket_bytes: int
+    """Bytes of a bucket: gradients are merged into, or split down to, buckets of one all-reduce each."""
     algorithm: str
-    """ring, hierarchical or halving-doubling (docs/design/algorithms.md); auto: by the size of each unit."""
+    """ring, hierarchical or halving-doubling (docs/design/algorithms.md); auto: by the size of each bucket."""
     compression: str = "off"
     """off, bf16 or fp16: the dtype on the wire."""
 
     def __str__(self) -> str:
-        return f"{self.streams} streams, {format_bytes(self.unit_bytes)} units, {self.algorithm}, {self.compression}"
+        return (
+            f"{self.streams} streams, {format_bytes(self.bucket_bytes)} buckets, {self.algorithm}, {self.compression}"
+        )
+
+    @property
+    def unit_bytes(self) -> int:
+        """The old name of `bucket_bytes`."""
+        renamed.warn("Setting.unit_bytes", "Setting.bucket_bytes")
+        return self.bucket_bytes
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -33,7 +48,7 @@ class Setting:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Setting:
         """Raises ValueError where a value is missing or of the wrong kind."""
-        kinds = {"streams": int, "unit_bytes": int, "algorithm": str, "compression": str}
+        kinds = {"streams": int, "bucket_bytes": int, "algorithm": str, "compression": str}
         if not isinstance(document, Mapping) or set(document) != set(kinds):
             raise ValueError(f"a setting has {', '.join(kinds)}, not {document!r}")
         for name, kind in kinds.items():
@@ -85,12 +100,13 @@ class Space:
         self.default = default
 
     @classmethod
+    @renamed.arguments(most_unit_bytes="most_bucket_bytes")
     def standard(
         cls,
         default: Setting,
         *,
         max_streams: int = 64,
-        most_unit_bytes: int | None = None,
+        most_bucket_bytes: int | None = None,
         algorithms: Sequence[str] = ("ring", "hierarchical", "halving-doubling"),
         compressions: Sequence[str] = (),
         pinned: Mapping[str, Any] | None = None,
@@ -100,7 +116,7 @@ class Space:
         Args:
             default: the setting without tuning.
             max_streams: what was opened when the group was made; fewer can be used, more cannot.
-            most_unit_bytes: all there is to reduce; larger units than the first that holds it are left out.
+            most_bucket_bytes: all there is to reduce; larger buckets than the first that holds it are left out.
             algorithms: those that this group can run.
             compressions: bf16 and fp16 where the user allows that gradients lose digits; off is always there.
             pinned: fields of Setting that the user has decided, with their values.
@@ -109,11 +125,11 @@ class Space:
         """
         if default.streams > max_streams:
             raise ValueError(f"the default of {default.streams} streams is more than the {max_streams} that are open")
-        enough = UNIT_BYTES[-1] if most_unit_bytes is None else max(UNIT_BYTES[0], 2 * most_unit_bytes - 1)
-        sizes = tuple(count for count in UNIT_BYTES if count <= enough)
+        enough = BUCKET_BYTES[-1] if most_bucket_bytes is None else max(BUCKET_BYTES[0], 2 * most_bucket_bytes - 1)
+        sizes = tuple(count for count in BUCKET_BYTES if count <= enough)
         axes = [
             Axis("streams", tuple(count for count in STREAMS if count <= max_streams), ordered=True),
-            Axis("unit_bytes", sizes, ordered=True),
+            Axis("bucket_bytes", sizes, ordered=True),
             Axis("algorithm", tuple(algorithms), ordered=False),
             Axis("compression", tuple(dict.fromkeys(["off", *compressions])), ordered=False),
         ]
@@ -171,6 +187,17 @@ class Space:
         return cls(axes, Setting.from_json(document["default"]))
 
 
+def with_new_names(document: Any) -> Any:
+    """A record, a memory or a part of one, read from JSON. Old names that an earlier release wrote are replaced, with a warning
+    in the log."""
+    text = json.dumps(document)
+    if '"unit_bytes"' not in text:
+        return document
+    log.warning("%s (in a tuner's record or memory)", renamed.message("unit_bytes", "bucket_bytes"))
+    # In reasons that are written out, a setting is "16 streams, 4 MiB units, ring, off".
+    return json.loads(text.replace('"unit_bytes"', '"bucket_bytes"').replace("B units, ", "B buckets, "))
+
+
 def format_bytes(count: int) -> str:
     """16777216 as ``16 MiB``; what is no whole number of KiB as bytes."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -195,4 +222,4 @@ STREAMS = (1, 2, 4, 8, 16, 32, 64)
 
 # From one frame at its largest (256 KiB, ARCHITECTURE.md) to beyond DDP's bucket of 25 MiB and up to Horovod's old fusion
 # buffer of 64 MiB.
-UNIT_BYTES = tuple(1 << exponent for exponent in range(18, 27))
+BUCKET_BYTES = tuple(1 << exponent for exponent in range(18, 27))

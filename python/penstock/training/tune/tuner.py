@@ -1,8 +1,7 @@
 """The tuner: tunes during the first steps, then keeps watch, and tunes again when the time of a step drifts.
 
-It decides and does nothing else: it opens no socket, reads no clock and changes no engine. Whoever drives it asks for the
-setting before a step, has it applied while nothing is in flight, and hands in what the step cost, all-reduced, so that
-every rank hands in the same::
+It decides and does nothing else: it opens no socket, reads no clock and changes no engine. Its caller asks for the setting before
+a step, applies it while nothing is in flight, and passes the cost of the step, all-reduced, so that every rank passes the same::
 
     tuner = Tuner(space)
     for batch in batches:
@@ -33,7 +32,7 @@ from typing import Any, Protocol
 
 from penstock.training.tune import session as sessions
 from penstock.training.tune.session import Options, Session
-from penstock.training.tune.space import Setting, Space
+from penstock.training.tune.space import Setting, Space, with_new_names
 
 __all__ = ["MOVES", "Applies", "Drift", "State", "Tuner", "load_record", "save_record"]
 
@@ -41,7 +40,7 @@ log = logging.getLogger("penstock.tune")
 
 
 class Applies(Protocol):
-    """Makes a setting the one in force; the coupling to the engine implements it.
+    """Puts a setting in force; the coupling to the engine implements it.
 
     It is called between steps, on all ranks, with the same setting, and only when that differs from the one before. It must
     return with nothing in flight under the old setting, and before the first gradient of the next step leaves: a buffer
@@ -82,7 +81,7 @@ class Drift:
 
 
 class Tuner:
-    """Says which setting each step runs under. Make one a rank, with the same arguments on all; see the module.
+    """Chooses the setting of each step. Make one on each rank, with the same arguments; see the module.
 
     Args:
         space: the settings that may be tried; `Space.standard` makes the usual one.
@@ -136,7 +135,7 @@ class Tuner:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Tuner:
         """A tuner pinned to what a record chose. Raises ValueError where the record holds no choice."""
-        for document in reversed(record["sessions"]):
+        for document in reversed(with_new_names(record)["sessions"]):
             if document["chosen"]:
                 return cls.pinned(Setting.from_json(document["chosen"]))
         raise ValueError("the record ends before its tuner had chosen: there is nothing to pin")
@@ -171,7 +170,7 @@ class Tuner:
 
     @property
     def best(self) -> Setting:
-        """What is chosen; before there is a choice, the fastest so far, or the start."""
+        """The chosen setting; before there is a choice, the fastest so far, or the start."""
         if self._pinned is not None:
             return self._pinned
         if self._session.chosen is not None:
@@ -276,6 +275,7 @@ def verify(record: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a decision differs.
     """
+    record = with_new_names(record)
     space = Space.from_json(record["space"])
     for document in record["sessions"]:
         if "costs" in document:
@@ -295,7 +295,7 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: it is not a record of a tuner; the text says why.
     """
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = with_new_names(json.loads(Path(path).read_text(encoding="utf-8")))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(record, dict) or record.get("format") != RECORD_FORMAT:
@@ -328,7 +328,7 @@ def write_whole(path: Path, text: str) -> None:
 
 RECORD_FORMAT = "penstock-tune/1"
 
-# What the project asks of a start from a neighbour.
+# The project's requirement for a start from a neighbour.
 NEIGHBOUR_STEPS = 20
 
 # A job that drifts every hour for a month would otherwise keep hundreds.

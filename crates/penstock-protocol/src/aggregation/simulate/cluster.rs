@@ -1,4 +1,4 @@
-//! What a scenario means: addresses, every node's configuration, tensors, and the sums that should come out.
+//! The parameters of a scenario: addresses, every node's configuration, tensors, and the expected sums.
 
 use super::super::packet::Format;
 use super::super::*;
@@ -70,7 +70,7 @@ impl Scenario {
         (0..self.shards).map(|index| Aggregator::sharded(limits, Shard { index, count: self.shards })).collect()
     }
 
-    /// A job as an aggregator sees it, unless nobody is below.
+    /// A job's configuration on an aggregator; `None` if no worker is below it.
     pub(super) fn job(&self, aggregator: usize, job: usize, epoch: &Epoch) -> Option<Job> {
         fn find(nodes: &[Node], above: Link, wanted: Link) -> Option<(Link, &[Node])> {
             nodes.iter().find_map(|node| match node {

@@ -76,7 +76,7 @@ fn add_collectives(world: &mut World, nodes: usize, eager_bytes: u64) {
         let op = world.add(Op { group: GroupId(1), channel: Channel::Collective, seq: OpSeq(seq), priority, messages });
         for (node, clock) in clocks.iter_mut().enumerate() {
             *clock = clock.plus(world.rng.random_range(0..pace));
-            world.plan(*clock, Action::Post { node, op });
+            world.schedule(*clock, Action::Post { node, op });
         }
     }
 }
@@ -96,7 +96,7 @@ fn add_point_to_point(world: &mut World, nodes: usize, eager_bytes: u64) {
             let op = world.add(Op { group: GroupId(2), channel, seq: OpSeq(seq), priority, messages });
             for node in [from, to] {
                 let at = Time(world.rng.random_range(0..pace));
-                world.plan(at, Action::Post { node, op });
+                world.schedule(at, Action::Post { node, op });
             }
         }
     }
@@ -111,16 +111,16 @@ fn add_faults(world: &mut World, streams: usize) {
         match rng.random_range(0..4) {
             0 | 1 => {
                 let (skew, after) = (rng.random_range(0..50 * MILLISECOND), rng.random_range(1..100 * MILLISECOND));
-                world.plan(at, Action::Close { pair: 0, stream, side, skew, after });
+                world.schedule(at, Action::Close { pair: 0, stream, side, skew, after });
             }
             2 => {
                 let back = at.plus(rng.random_range(0..3 * SECOND));
-                world.plan(at, Action::Rate { pair: 0, stream, mbit_per_s: 0.0 });
-                world.plan(back, Action::Rate { pair: 0, stream, mbit_per_s: 100.0 });
+                world.schedule(at, Action::Rate { pair: 0, stream, mbit_per_s: 0.0 });
+                world.schedule(back, Action::Rate { pair: 0, stream, mbit_per_s: 100.0 });
             }
             _ => {
                 let mbit_per_s = rng.random_range(2.0..100.0);
-                world.plan(at, Action::Rate { pair: 0, stream, mbit_per_s });
+                world.schedule(at, Action::Rate { pair: 0, stream, mbit_per_s });
             }
         }
     }

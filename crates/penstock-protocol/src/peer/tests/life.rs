@@ -26,7 +26,7 @@ fn pass(peer: &mut Peer, from: Time, to: Time) {
 /// Cuts all streams, silently.
 fn cut(world: &mut World, at: Time, mbit_per_s: f64) {
     for stream in 0..world.pairs[0].up.len() {
-        world.plan(at, Action::Rate { pair: 0, stream, mbit_per_s });
+        world.schedule(at, Action::Rate { pair: 0, stream, mbit_per_s });
     }
 }
 
@@ -186,8 +186,8 @@ fn a_stalled_stream_is_reported() {
         let mut world = world(4);
         world.reopen = false;
         world.run_for(5 * SECOND);
-        world.plan(world.now, Action::Rate { pair: 0, stream: 2, mbit_per_s: 0.0 });
-        world.plan(world.now.plus(pause), Action::Rate { pair: 0, stream: 2, mbit_per_s: 100.0 });
+        world.schedule(world.now, Action::Rate { pair: 0, stream: 2, mbit_per_s: 0.0 });
+        world.schedule(world.now.plus(pause), Action::Rate { pair: 0, stream: 2, mbit_per_s: 100.0 });
         world.run_for(10 * SECOND);
         let stalled: Vec<_> =
             world.log.iter().map(|(at, node, event)| (at.since(Time(5 * SECOND)), *node, event)).collect();
@@ -216,8 +216,8 @@ fn operations_survive_a_stall() {
             priority: Priority(0),
             messages: messages.to_vec(),
         });
-        (0..2).for_each(|node| world.plan(start, Action::Post { node, op }));
-        world.plan(start.plus(at * MILLISECOND), Action::Rate { pair: 0, stream: 1, mbit_per_s: 0.0 });
+        (0..2).for_each(|node| world.schedule(start, Action::Post { node, op }));
+        world.schedule(start.plus(at * MILLISECOND), Action::Rate { pair: 0, stream: 1, mbit_per_s: 0.0 });
         world.run(5 * SECOND, World::idle);
         // 34 ms of transfer by two streams, and the patience with a stream that was never measured.
         assert!(world.now.since(start) < 350 * MILLISECOND, "{at} ms: {} ns", world.now.since(start));
@@ -274,14 +274,14 @@ fn leaving_overtakes_nothing() {
             let len = world.rng.random_range(0..20_000);
             let messages = vec![Message { from: 0, to: 1, number: 0, len, copied: true }];
             let op = world.add(Op { group, channel: Channel::Collective, seq: OpSeq(seq), priority, messages });
-            (0..2).for_each(|node| world.plan(Time(0), Action::Post { node, op }));
+            (0..2).for_each(|node| world.schedule(Time(0), Action::Post { node, op }));
         }
         for _ in 0..world.rng.random_range(0..4) {
             let (at, stream) =
                 (Time(world.rng.random_range(0..30 * MILLISECOND)), world.rng.random_range(0..streams.len()));
             let (skew, after) =
                 (world.rng.random_range(0..20 * MILLISECOND), world.rng.random_range(1..50 * MILLISECOND));
-            world.plan(at, Action::Close { pair: 0, stream, side: 0, skew, after });
+            world.schedule(at, Action::Close { pair: 0, stream, side: 0, skew, after });
         }
         // Its operations are over: what it sent was copied.
         world.run(SECOND, |world| world.finished.iter().filter(|(_, node, _)| *node == 0).count() as u64 == count);

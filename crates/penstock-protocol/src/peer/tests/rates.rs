@@ -29,7 +29,7 @@ fn post(world: &mut World, len: u64, both_ways: bool, priority: i32) -> usize {
     let op =
         world.add(Op { group: GroupId(1), channel: Channel::Collective, seq, priority: Priority(priority), messages });
     for node in 0..2 {
-        world.plan(world.now, Action::Post { node, op });
+        world.schedule(world.now, Action::Post { node, op });
     }
     op
 }
@@ -211,8 +211,8 @@ fn a_pause_is_not_a_slow_stream() {
         post(&mut world, MIB, false, 0);
         for stream in 0..8 {
             let at = world.now.plus(8 * MILLISECOND);
-            world.plan(at, Action::Rate { pair: 0, stream, mbit_per_s: 0.0 });
-            world.plan(at.plus(pause * MILLISECOND), Action::Rate { pair: 0, stream, mbit_per_s: 100.0 });
+            world.schedule(at, Action::Rate { pair: 0, stream, mbit_per_s: 0.0 });
+            world.schedule(at.plus(pause * MILLISECOND), Action::Rate { pair: 0, stream, mbit_per_s: 100.0 });
         }
         world.finish(5 * SECOND);
         assert_eq!(world.repeated().0 - before, 0, "repeated after {pause} ms");
@@ -272,7 +272,7 @@ fn a_slow_stream_does_not_hold_up_the_end() {
             seconds(&mut world, 16 * MIB, false);
             let start = world.now;
             post(&mut world, 16 * MIB, false, 0);
-            world.plan(start.plus(at * MILLISECOND), Action::Rate { pair: 0, stream: 3, mbit_per_s });
+            world.schedule(start.plus(at * MILLISECOND), Action::Rate { pair: 0, stream: 3, mbit_per_s });
             world.run_for(at * MILLISECOND);
             let stuck = world.pairs[0].peers[0].streams[&3].unacked_bytes;
             assert!(stuck as f64 * 8.0 > 0.5e6 * mbit_per_s, "{stuck}");
@@ -375,10 +375,10 @@ fn a_lost_stream_is_replaced_by_one_that_was_not_used() {
         post(&mut world, 8 * MIB, false, 0);
         let at = world.now.plus(20 * MILLISECOND);
         if closes {
-            world.plan(at, Action::Close { pair: 0, stream: 0, side: 0, skew: MILLISECOND, after: 0 });
+            world.schedule(at, Action::Close { pair: 0, stream: 0, side: 0, skew: MILLISECOND, after: 0 });
         } else {
-            world.plan(at, Action::Rate { pair: 0, stream: 0, mbit_per_s: 0.0 });
-            world.plan(at.plus(5 * SECOND), Action::Rate { pair: 0, stream: 0, mbit_per_s: 100.0 });
+            world.schedule(at, Action::Rate { pair: 0, stream: 0, mbit_per_s: 0.0 });
+            world.schedule(at.plus(5 * SECOND), Action::Rate { pair: 0, stream: 0, mbit_per_s: 100.0 });
         }
         world.run(30 * SECOND, World::idle);
         let on: BTreeSet<usize> = world.pulled.iter().map(|pulled| pulled.2).collect();

@@ -38,7 +38,7 @@ pub(super) struct Message {
     pub(super) copied: bool,
 }
 
-/// What a test can plan.
+/// What a test can schedule.
 #[derive(Clone, Debug)]
 pub(super) enum Action {
     Post {
@@ -147,8 +147,8 @@ pub(super) struct World {
     got: HashMap<(usize, usize), Got>,
     /// Messages whose bytes may have changed: the machine said that they were sent.
     sent: HashSet<(usize, usize)>,
-    plan: BTreeMap<(Time, u64), Action>,
-    planned: u64,
+    scheduled: BTreeMap<(Time, u64), Action>,
+    schedule_count: u64,
     /// Eager bytes held, by node and sender.
     held: HashMap<(usize, usize), u64>,
     pub(super) most_held: u64,
@@ -222,8 +222,8 @@ impl World {
             locals: vec![Vec::new(); nodes],
             got: HashMap::new(),
             sent: HashSet::new(),
-            plan: BTreeMap::new(),
-            planned: 0,
+            scheduled: BTreeMap::new(),
+            schedule_count: 0,
             held: HashMap::new(),
             most_held: 0,
             bytes: true,
@@ -273,9 +273,9 @@ impl World {
         id
     }
 
-    pub(super) fn plan(&mut self, at: Time, action: Action) {
-        self.planned += 1;
-        self.plan.insert((at, self.planned), action);
+    pub(super) fn schedule(&mut self, at: Time, action: Action) {
+        self.schedule_count += 1;
+        self.scheduled.insert((at, self.schedule_count), action);
     }
 
     /// The pair of two nodes and the first one's side of it.
@@ -300,9 +300,9 @@ impl World {
         self.locals.iter().all(|locals| locals.iter().all(|local| local.retired || !local.posted && local.is_done()))
     }
 
-    /// Nothing is planned and all operations are over; copies may still be under way.
+    /// Nothing is scheduled and all operations are over; copies may still be under way.
     pub(super) fn idle(&self) -> bool {
-        self.plan.is_empty() && self.all_finished()
+        self.scheduled.is_empty() && self.all_finished()
     }
 
     pub(super) fn is_quiet(&self) -> bool {
@@ -321,7 +321,7 @@ impl World {
 
     /// Runs until all operations have finished everywhere and nothing is on its way.
     pub(super) fn finish(&mut self, limit: u64) {
-        self.run(limit, |world| world.plan.is_empty() && world.all_finished() && world.is_quiet());
+        self.run(limit, |world| world.scheduled.is_empty() && world.all_finished() && world.is_quiet());
     }
 
     /// Runs for a while, whatever happens.
@@ -335,7 +335,7 @@ impl World {
     }
 
     fn next(&mut self) -> Time {
-        let mut next = self.plan.first_key_value().map_or(Time(u64::MAX), |((at, _), _)| *at);
+        let mut next = self.scheduled.first_key_value().map_or(Time(u64::MAX), |((at, _), _)| *at);
         for pair in &mut self.pairs {
             for side in 0..2 {
                 next = next.min(pair.links[side].next()).min(pair.deadlines[side]);
@@ -348,8 +348,8 @@ impl World {
         let now = self.next();
         self.now = now;
         self.steps += 1;
-        while self.plan.first_key_value().is_some_and(|((at, _), _)| *at <= now) {
-            let (_, action) = self.plan.pop_first().expect("looked at");
+        while self.scheduled.first_key_value().is_some_and(|((at, _), _)| *at <= now) {
+            let (_, action) = self.scheduled.pop_first().expect("looked at");
             self.act(action);
         }
         for pair in 0..self.pairs.len() {
@@ -618,7 +618,7 @@ impl World {
         assert!(!self.sent.contains(&(op, message)) && self.locals[spec.from][op].posted);
         self.received(op, message);
         let later = if self.slow_grants > 0 { self.rng.random_range(0..self.slow_grants) } else { 0 };
-        self.plan(self.now.plus(later), Action::Done { op, message });
+        self.schedule(self.now.plus(later), Action::Done { op, message });
     }
 
     fn grant(&mut self, op: usize, message: usize) {
@@ -641,7 +641,7 @@ impl World {
             if spec.to == node {
                 if self.is_granted_unasked(op, message) {
                     let later = if self.slow_grants > 0 { self.rng.random_range(0..self.slow_grants) } else { 0 };
-                    self.plan(self.now.plus(later), Action::Grant { op, message });
+                    self.schedule(self.now.plus(later), Action::Grant { op, message });
                 }
                 let got = self.got.get(&(op, message)).cloned().unwrap_or_default();
                 if got.announced && !self.is_granted_unasked(op, message) {
@@ -657,7 +657,7 @@ impl World {
             }
             if spec.from == node {
                 let later = if self.slow_issue > 0 { self.rng.random_range(0..self.slow_issue) } else { 0 };
-                self.plan(self.now.plus(later), Action::Send { op, message });
+                self.schedule(self.now.plus(later), Action::Send { op, message });
             }
         }
         self.retire_if_done(node, op);
@@ -721,8 +721,8 @@ impl World {
                 let stream = *stream as usize;
                 if self.reopen && self.pairs[pair].up[stream][side] {
                     let skew = self.rng.random_range(0..10 * MILLISECOND);
-                    self.plan(self.now, Action::Rate { pair, stream, mbit_per_s: 100.0 });
-                    self.plan(self.now, Action::Close { pair, stream, side, skew, after: 20 * MILLISECOND });
+                    self.schedule(self.now, Action::Rate { pair, stream, mbit_per_s: 100.0 });
+                    self.schedule(self.now, Action::Close { pair, stream, side, skew, after: 20 * MILLISECOND });
                 }
             }
             _ => {}
@@ -730,7 +730,7 @@ impl World {
         self.log.push((self.now, node, event));
     }
 
-    // ------------------------------------------------------------------ what a test plans
+    // ------------------------------------------------------------------ what a test schedules
 
     fn act(&mut self, action: Action) {
         let now = self.now;
@@ -752,7 +752,7 @@ impl World {
                 if self.rng.random() {
                     self.pairs[pair].links[side].change(stream, now, Pipe::clear);
                 }
-                self.plan(now.plus(skew), Action::CloseOther { pair, stream, side: 1 - side, after });
+                self.schedule(now.plus(skew), Action::CloseOther { pair, stream, side: 1 - side, after });
             }
             Action::CloseOther { pair, stream, side, after } => {
                 self.down(pair, stream, side);
@@ -763,8 +763,8 @@ impl World {
                     let at = now.plus(after);
                     // The acceptor's first frames follow its WELCOME through the same pipe.
                     let delay = self.pairs[pair].links[side].pipes[stream].delay;
-                    self.plan(at, Action::Open { pair, stream, side });
-                    self.plan(at.plus(delay), Action::Open { pair, stream, side: 1 - side });
+                    self.schedule(at, Action::Open { pair, stream, side });
+                    self.schedule(at.plus(delay), Action::Open { pair, stream, side: 1 - side });
                 }
             }
             Action::Open { pair, stream, side } => {
@@ -825,7 +825,7 @@ impl World {
             .collect();
         let streams: Vec<_> =
             self.pairs.iter().map(|pair| (&pair.up, pair.peers.each_ref().map(Peer::stats))).collect();
-        format!("open operations {open:?}; streams {streams:?}; planned {:?}", self.plan)
+        format!("open operations {open:?}; streams {streams:?}; scheduled {:?}", self.scheduled)
     }
 
     /// Frames that left once more, by the machines' own count, and frames that had to leave.

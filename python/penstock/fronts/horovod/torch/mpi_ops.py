@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from penstock.fronts.horovod import job, units
+from penstock.fronts.horovod import buckets, job
 from penstock.fronts.horovod.common.exceptions import HorovodInternalError
 from penstock.fronts.horovod.common.process_sets import (
     ProcessSet,
@@ -865,7 +865,7 @@ def join(device: int = -1) -> int:
     """
     controller = _controller(global_process_set, "Join")
     result = controller.join()
-    ghosts = units.Ghosts()
+    ghosts = buckets.Ghosts()
     try:
         result.wait()
         last = controller.last_joined

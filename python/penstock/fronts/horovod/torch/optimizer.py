@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.errors import NotFinite
+from penstock.fronts.horovod.buckets import Buckets
 from penstock.fronts.horovod.common.exceptions import HorovodInternalError
 from penstock.fronts.horovod.common.process_sets import ProcessSet, global_process_set
 from penstock.fronts.horovod.common.util import split_list
@@ -32,7 +33,6 @@ from penstock.fronts.horovod.torch.mpi_ops import (
     sparse_allreduce_async,
     synchronize,
 )
-from penstock.fronts.horovod.units import Units
 from penstock.training import passes
 
 __all__ = ["DistributedOptimizer"]
@@ -145,7 +145,7 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
                     dict.fromkeys(p for group in self.param_groups for p in group["params"] if p.requires_grad)
                 )
                 if groups is None:
-                    self._reduction.use_units(parameters)
+                    self._reduction.use_buckets(parameters)
                 else:
                     for group in _grouped(parameters, groups, names, process_set):
                         self._p_to_group.update(dict.fromkeys(group, group))
@@ -202,7 +202,7 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
 
         def _pass_raised(self) -> None:
             # What goes by its name cannot be taken back: zero_grad() says so, as Horovod's does.
-            if all(handle is None or handle is _IN_UNITS for handle in self._handles.values()):
+            if all(handle is None or handle is _IN_BUCKETS for handle in self._handles.values()):
                 self._begin_anew()
                 self._reduction.withdraw()
 
@@ -365,7 +365,7 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
 
 
 class _Reduction:
-    """How a gradient gets from `submit` to `finish`: through units where that is possible, else by its name."""
+    """How a gradient gets from `submit` to `finish`: through buckets where that is possible, else by its name."""
 
     def __init__(
         self,
@@ -382,10 +382,10 @@ class _Reduction:
         self._predivide = predivide
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
-        self._units: Units | None = None
+        self._buckets: Buckets | None = None
 
-    def use_units(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Go through units if all of these parameters can; all ranks decide alike if their models are alike."""
+    def use_buckets(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Go through buckets if all of these parameters can; all ranks decide alike if their models are alike."""
         wire = _WIRES.get(self._compression, "none of ours")
         possible = (
             self._op in (Average, Sum)
@@ -399,7 +399,9 @@ class _Reduction:
         if possible:
             # Autograd makes gradients from the last layer to the first, nearly.
             ordered: Any = list(reversed(parameters))
-            self._units = Units(ordered, [self._names[one] for one in ordered], average=self._op == Average, wire=wire)
+            self._buckets = Buckets(
+                ordered, [self._names[one] for one in ordered], average=self._op == Average, wire=wire
+            )
 
     def submit(self, parameter: torch.Tensor) -> Any:
         """Start reducing ``parameter.grad``. Does not block, but at the first time."""
@@ -407,9 +409,9 @@ class _Reduction:
             # Another rank may have one. Where that is sparse the ranks do not match, and say so.
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
-        if not gradient.is_sparse and self._units is not None and self._usable():
-            self._units.submit(parameter)
-            return _IN_UNITS
+        if not gradient.is_sparse and self._buckets is not None and self._usable():
+            self._buckets.submit(parameter)
+            return _IN_BUCKETS
         if gradient.is_sparse and not self._sparse_as_dense:
             return (
                 sparse_allreduce_async(
@@ -447,7 +449,7 @@ class _Reduction:
 
     def finish(self, parameters: Sequence[torch.Tensor], submitted: Any) -> None:
         """Block until these gradients are reduced, and put them where they belong."""
-        if submitted is _IN_UNITS:
+        if submitted is _IN_BUCKETS:
             return
         handle, ctx = submitted
         outputs = handle() if callable(handle) else synchronize(handle)
@@ -465,11 +467,11 @@ class _Reduction:
                     gradient.copy_(reduced.view_as(gradient))
 
     def flush(self) -> None:
-        """End the step: block until what went through units is reduced."""
-        if self._units is None or not self._usable():
+        """End the step: block until what went through buckets is reduced."""
+        if self._buckets is None or not self._usable():
             return
         try:
-            self._units.flush()
+            self._buckets.flush()
         except NotFinite:
             raise  # as it is: a step that is made again would have the same gradients
         except RuntimeError as error:
@@ -477,18 +479,18 @@ class _Reduction:
 
     def withdraw(self) -> None:
         """The pass has raised. Does not block."""
-        if self._units is not None:
-            self._units.withdraw()
+        if self._buckets is not None:
+            self._buckets.withdraw()
 
     def forget(self) -> None:
         """What was submitted is not wanted any more."""
-        if self._units is not None:
-            self._units.abandon()
+        if self._buckets is not None:
+            self._buckets.abandon()
 
     def _usable(self) -> bool:
-        assert self._units is not None, "the caller has looked"
+        assert self._buckets is not None, "the caller has looked"
         try:
-            return self._units.usable()
+            return self._buckets.usable()
         except RuntimeError as error:
             raise HorovodInternalError(str(error)) from error
 
@@ -577,9 +579,9 @@ _TOO_MANY_PASSES = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally."
 )
-_IN_UNITS = object()
+_IN_BUCKETS = object()
 _REDUCED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-# What units send for each compressor.
+# What buckets send for each compressor.
 _WIRES: dict[type[Compressor], Any] = {
     NoneCompressor: None,
     FP16Compressor: torch.float16,

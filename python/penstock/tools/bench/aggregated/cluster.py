@@ -1,4 +1,4 @@
-"""The emulated clusters that aggregators are measured in: racks, daemons, plans, ranks, and what ranks have done outside of their
+"""The emulated clusters that aggregators are measured in: racks, daemons, deployments, ranks, and what ranks do outside of their
 hosts."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Cluster:
     Args:
         rate_mbit: of a worker's link; racks' links carry what their workers' do together.
         loss: on the workers' links, in each direction.
-        stranger: one more host in the last rack, whose link has no limit and whom no plan names.
+        unauthenticated: one more host in the last rack, whose link has no limit and whom no deployment names.
 
     Entering raises:
         BenchError: a daemon did not come up, with what it said.
@@ -43,10 +43,16 @@ class Cluster:
     """
 
     def __init__(
-        self, workers: int, *, rate_mbit: float, loss: float = 0.0, offloads: bool = False, stranger: bool = False
+        self,
+        workers: int,
+        *,
+        rate_mbit: float,
+        loss: float = 0.0,
+        offloads: bool = False,
+        unauthenticated: bool = False,
     ) -> None:
         self.workers = workers
-        self.topology = topology(workers, rate_mbit, loss, stranger=stranger)
+        self.topology = topology(workers, rate_mbit, loss, unauthenticated=unauthenticated)
         self._link = LinkSpec(rate_mbit=rate_mbit, mtu=9000, offloads=offloads)
         self._stack = ExitStack()
 
@@ -61,9 +67,11 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def plan(self, number: str, window: int, *, name: str = "plan", direct: bool = False, **more: Any) -> str:
-        """Write the `plan` of these workers, with ``more`` in it, to a file of that name; return its path."""
-        found = plan(self.topology, number, window, self.workers, direct=direct)
+    def deployment(
+        self, number: str, window: int, *, name: str = "deployment", direct: bool = False, **more: Any
+    ) -> str:
+        """Write the `deployment` of these workers, with ``more`` in it, to a file of that name; return its path."""
+        found = deployment(self.topology, number, window, self.workers, direct=direct)
         found["aggregated"] |= more
         path = self.folder / f"{name}.yaml"
         path.write_text(json.dumps(found))
@@ -89,20 +97,20 @@ class Cluster:
         )
 
 
-def topology(workers: int, rate_mbit: float, loss: float, *, stranger: bool = False) -> Topology:
+def topology(workers: int, rate_mbit: float, loss: float, *, unauthenticated: bool = False) -> Topology:
     """Of a `Cluster`: up to 3 workers on one switch, more on two."""
     racks = 1 if workers < 4 else 2
-    hosts = workers + stranger
+    hosts = workers + unauthenticated
     below = [len([host for host in block if host < workers]) for block in blocks(hosts, racks)]
     rates = {f"r{rack}": rate_mbit * count for rack, count in enumerate(below)}
     rates |= {f"a{number}": 0.0 for number in range(racks + (racks > 1))}
-    rates |= {f"h{workers}": 0.0} if stranger else {}
+    rates |= {f"h{workers}": 0.0} if unauthenticated else {}
     losses = {f"h{host}": loss for host in range(workers)} if loss else {}
     return Topology(hosts=hosts, racks=racks, servers=1, core_aggregator=racks > 1, rates=rates, losses=losses)
 
 
-def plan(shape: Topology, number: str, window: int, workers: int, *, direct: bool = False) -> dict[str, Any]:
-    """A plan for the first so many hosts, as its file has it: blocks travel in the format ``number``, and with ``direct``
+def deployment(shape: Topology, number: str, window: int, workers: int, *, direct: bool = False) -> dict[str, Any]:
+    """A deployment for the first so many hosts, as its file has it: blocks travel in the format ``number``, and with ``direct``
     straight to the server."""
     server: dict[str, Any] = {"address": f"{shape.address('s0')}:{PORT}", "fraction": 1.0}
     below = ([host for host in block if host < workers] for block in blocks(shape.hosts, shape.racks))

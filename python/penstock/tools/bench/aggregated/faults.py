@@ -134,7 +134,7 @@ def measure(
         aggregators = [node for node in cluster.topology.nodes if node.startswith("a")]
         faults = [Fault.of_seed(each, aggregators, workers) for each in range(seed, seed + runs)]
         options = {
-            "plan": cluster.plan("int32", window),
+            "deployment": cluster.deployment("int32", window),
             "nbytes": nbytes,
             "steps": STEPS,
             "loss": loss,

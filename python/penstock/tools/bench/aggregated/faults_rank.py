@@ -68,7 +68,7 @@ class _Run:
     def take(self) -> dict[str, Any]:
         """All steps: the digests of all results, and what became of the fault."""
         options, fault = self._options, self._fault
-        group = group_of(options["plan"])
+        group = group_of(options["deployment"])
         before = counted(options["interface"])[0]
         digests: list[list[str]] = []
         for step in range(options["steps"]):

@@ -8,7 +8,7 @@ import torch
 
 
 def bits(dtype: torch.dtype, workers: int) -> int:
-    """Of a block's largest element, in the integers of a plan with ``format: int32``."""
+    """Of a block's largest element, in the integers of a deployment with ``format: int32``."""
     significand = SIGNIFICANDS[dtype]
     narrow = significand < 24 and workers * (2**significand - 1) < 2**15
     share = (2 ** (15 if narrow else 31) - 1) // workers

@@ -14,17 +14,17 @@ import torch.distributed as dist
 import penstock.torch
 
 
-def group_of(plan: str) -> dist.ProcessGroup:
-    """A new group of all ranks, of the plan in that file. Collective."""
-    os.environ["PENSTOCK_PLAN"] = plan
+def group_of(deployment: str) -> dist.ProcessGroup:
+    """A new group of all ranks, of the deployment in that file. Collective."""
+    os.environ["PENSTOCK_DEPLOYMENT"] = deployment
     try:
         return dist.new_group(backend="penstock")
     finally:
-        del os.environ["PENSTOCK_PLAN"]
+        del os.environ["PENSTOCK_DEPLOYMENT"]
 
 
 def aggregated() -> dict[str, Any]:
-    """What the engine tells of the one group with a plan."""
+    """What the engine tells of the one group with a deployment."""
     [found] = penstock.torch.stats()["aggregated"].values()
     return dict(found)
 

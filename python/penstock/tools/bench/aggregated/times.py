@@ -25,8 +25,8 @@ from penstock.tools.testbed.topology import blocks
 WAYS = ("ring", "gloo", "server", "int32", "int16", "float32")
 """``server``: int32 straight to the server, without aggregators. int16 carries float16 tensors; all others float32."""
 STORM = "storm"
-"""int32 while a stranger sends the last rack's aggregator as many packets of a job as its workers do, without the key."""
-WITHOUT_PLAN = ("ring", "gloo")
+"""int32 while an unauthenticated peer sends the last rack's aggregator as many packets of a job as its workers do."""
+WITHOUT_DEPLOYMENT = ("ring", "gloo")
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Row:
     busy: float
     """Of the machine's processors."""
     rate_mbit: float
-    strangers: float = 0.0
-    """Packets of a stranger that the last rack's aggregator refused in a second."""
+    unauthenticated: float = 0.0
+    """Packets of an unauthenticated peer that the last rack's aggregator refused in a second."""
 
     @property
     def share(self) -> float:
@@ -78,7 +78,7 @@ def measure(
     """
     with ExitStack() as stack:
         cluster = stack.enter_context(
-            Cluster(workers, rate_mbit=rate_mbit, loss=loss, offloads=offloads, stranger=STORM in ways)
+            Cluster(workers, rate_mbit=rate_mbit, loss=loss, offloads=offloads, unauthenticated=STORM in ways)
         )
         storm = None
         if STORM in ways:
@@ -86,17 +86,18 @@ def measure(
             shape = cluster.topology
             below = sum(host < workers for host in blocks(shape.hosts, shape.racks)[-1])
             target = f"{shape.address(f'a{shape.racks - 1}')}:{PORT}"
-            command = [sys.executable, "-m", f"{__package__}.stranger", target, str(below * rate_mbit), storm]
+            command = [sys.executable, "-m", f"{__package__}.unauthenticated", target, str(below * rate_mbit), storm]
             said = stack.enter_context(tempfile.TemporaryFile())
-            stranger = cluster.bed.popen(f"h{workers}", command, stdout=said, stderr=said)
-            stack.callback(stranger.wait)
-            stack.callback(stranger.kill)
-        numbers = {way: "int32" if way in ("server", STORM) else way for way in ways if way not in WITHOUT_PLAN}
+            sender = cluster.bed.popen(f"h{workers}", command, stdout=said, stderr=said)
+            stack.callback(sender.wait)
+            stack.callback(sender.kill)
+        numbers = {way: "int32" if way in ("server", STORM) else way for way in ways if way not in WITHOUT_DEPLOYMENT}
         options = {
             "ways": list(ways),
             "storm": storm,
-            "plans": {
-                way: cluster.plan(number, window, name=way, direct=way == "server") for way, number in numbers.items()
+            "deployments": {
+                way: cluster.deployment(number, window, name=way, direct=way == "server")
+                for way, number in numbers.items()
             },
             "elements": nbytes // 4,
             "turns": turns,
@@ -107,18 +108,18 @@ def measure(
         records = cluster.run("times_rank", options, what=f"aggregated, {workers} workers", timeout_s=timeout_s)
         refused = _refused(said) if storm else 0.0
     rows = summarise(records, loss=loss, rate_mbit=rate_mbit)
-    return [replace(row, strangers=refused) if row.way == STORM else row for row in rows]
+    return [replace(row, unauthenticated=refused) if row.way == STORM else row for row in rows]
 
 
 def _refused(said: IO[bytes]) -> float:
-    """What a stranger told of its storms: packets that were refused in a second. All that it sent should be."""
+    """Packets a second that were refused, from what the unauthenticated peer printed. All that it sent should be refused."""
     said.seek(0)
     text = said.read().decode()
     storms = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     sent, refused, seconds = (sum(storm[key] for storm in storms) for key in ("sent", "refused", "seconds"))
     if refused < 0.9 * sent or not sent:
         raise BenchError(
-            f"the stranger sent {sent} packets, of which {refused} were refused; it said:\n  {text[-2000:]}"
+            f"the unauthenticated peer sent {sent} packets, of which {refused} were refused; it said:\n  {text[-2000:]}"
         )
     return float(refused / seconds)
 
@@ -184,9 +185,9 @@ def table(rows: Sequence[Row], title: str = "all-reduce through aggregators") ->
             f"{lossless.seconds / row.seconds:.0%}" if lossless and row.loss else "",
             f"{row.busy:.0%}",
         )
-    storms = [f"{row.strangers:.0f} ({row.workers} workers)" for row in rows if row.strangers]
+    storms = [f"{row.unauthenticated:.0f} ({row.workers} workers)" for row in rows if row.unauthenticated]
     if storms:
-        shown.caption = f"storm: packets of the stranger that were refused in a second: {', '.join(storms)}"
+        shown.caption = f"storm: packets of the unauthenticated peer that were refused in a second: {', '.join(storms)}"
     return shown
 
 

@@ -22,9 +22,11 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     # The default group is for barriers alone.
     dist.init_process_group("gloo")
-    plans = options["plans"]
+    deployments = options["deployments"]
     groups = {
-        way: group_of(plans[way]) if way in plans else dist.new_group(backend="gloo" if way == "gloo" else "penstock")
+        way: group_of(deployments[way])
+        if way in deployments
+        else dist.new_group(backend="gloo" if way == "gloo" else "penstock")
         for way in options["ways"]
     }
     for turn in range(options["turns"] + 1):

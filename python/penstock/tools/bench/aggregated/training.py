@@ -74,9 +74,9 @@ def measure(
         TestbedUnavailable: no emulated cluster here.
     """
     with Cluster(workers, rate_mbit=rate_mbit) as cluster:
-        # The bound is that of a block, whose length the plan so names.
+        # The bound is that of a block, whose length the deployment so names.
         options = {
-            "plan": cluster.plan("int32", window, block_bytes=MOST_BLOCK_BYTES),
+            "deployment": cluster.deployment("int32", window, block_bytes=MOST_BLOCK_BYTES),
             "ways": WAYS,
             "steps": steps,
             "batch": batch,

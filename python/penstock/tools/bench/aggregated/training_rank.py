@@ -33,7 +33,7 @@ def main() -> None:
 def _train(way: str, options: dict[str, Any]) -> dict[str, Any]:
     text = CharData.load().train
     batches = torch.Generator().manual_seed(1000 * options["seed"] + dist.get_rank())
-    group = dist.new_group(backend="gloo") if way != "int32" else group_of(options["plan"])
+    group = dist.new_group(backend="gloo") if way != "int32" else group_of(options["deployment"])
     torch.manual_seed(options["seed"])
     model = DistributedDataParallel(CharGPTLoss(), process_group=group, gradient_as_bucket_view=True)
     if way == "bound":

@@ -2,7 +2,7 @@
 
 A `DistributedOptimizer` reduces the same gradients in every step. For dense ones on the CPU that are summed or averaged over all
 ranks, the engine does better than operations with names: ranks agree on what is ready by a bit for each gradient, small gradients
-share a unit, large ones are split, and Python is not in the way (`crates/penstock-engine/src/reducer.rs`).
+share a bucket, large ones are split, and Python is not in the way (`crates/penstock-engine/src/reducer.rs`).
 
 A step of it needs all ranks. One that has joined (``hvd.join``) takes part with *ghost steps*: zeros for every gradient, until a
 step comes in which no rank was there in the flesh. A marker tells: a gradient of one element that ghosts lack.
@@ -29,12 +29,12 @@ from penstock.fronts.horovod.operations import Entry
 from penstock.runtime import config, process
 from penstock.training.slots import Slots
 
-__all__ = ["Ghosts", "Units"]
+__all__ = ["Buckets", "Ghosts"]
 
 log = logging.getLogger("penstock")
 
 
-class Units:
+class Buckets:
     """The reducer of one optimizer, made when it is first used: all ranks wait for each other then.
 
     Args:
@@ -169,12 +169,12 @@ class Units:
 
         def meet() -> None:
             try:
-                siblings.extend(own.sibling(f"{what}{self.number}") for what in ("readiness", "units"))
+                siblings.extend(own.sibling(f"{what}{self.number}") for what in ("readiness", "buckets"))
             except BaseException as error:
                 failures.append(error)
 
         # Who meets through a store does not notice that somebody has died.
-        meeting = threading.Thread(target=meet, name="penstock-units", daemon=True)
+        meeting = threading.Thread(target=meet, name="penstock-buckets", daemon=True)
         meeting.start()
         with controller.watching() as check:
             while meeting.is_alive():
@@ -182,7 +182,7 @@ class Units:
                 meeting.join(_LOOK_S)
         if failures:
             raise failures[0]
-        rounds, units = siblings
+        rounds, buckets = siblings
         self._slots = Slots(
             [*self._parameters, torch.zeros(1, dtype=torch.float32)], [*self._names, "the mark of a step"]
         )
@@ -209,12 +209,12 @@ class Units:
         process.requests.take()
         return _core.Reducer(
             rounds=rounds.group,
-            units=units.group,
+            buckets=buckets.group,
             rank=rounds.rank,
             world=controller.size,
             gradients=self._slots.described(),
             op="avg" if self._average else "sum",
-            unit_bytes=_UNIT_BYTES,
+            bucket_bytes=_BUCKET_BYTES,
             wire=None if self._wire is None else str(self._wire).removeprefix("torch."),
             check_finite="nan" in config.read().check,
             timeout_s=NEVER_S,
@@ -253,9 +253,9 @@ class Ghosts:
     def __init__(self) -> None:
         self._over = threading.Event()
         self._failures: list[BaseException] = []
-        self._units = list(_all)
+        self._buckets = list(_all)
         self._threads = [
-            threading.Thread(target=self._run, args=(one,), name="penstock-ghost", daemon=True) for one in self._units
+            threading.Thread(target=self._run, args=(one,), name="penstock-ghost", daemon=True) for one in self._buckets
         ]
         for thread in self._threads:
             thread.start()
@@ -267,9 +267,9 @@ class Ghosts:
             exchange: an all-gather of objects: an optimizer may have been collected as garbage on some rank.
         """
         self._over.set()
-        there = exchange({one.number for one in self._units if one.made})
+        there = exchange({one.number for one in self._buckets if one.made})
         everywhere = set.intersection(*there)
-        for one in self._units:
+        for one in self._buckets:
             if one.made and one.number not in everywhere:
                 one.give_up()
         for thread in self._threads:
@@ -277,7 +277,7 @@ class Ghosts:
         if self._failures:
             raise self._failures[0]
 
-    def _run(self, one: Units) -> None:
+    def _run(self, one: Buckets) -> None:
         try:
             while not one.made:
                 # It was not used on this rank. It is made when another rank uses it before all have joined.
@@ -293,13 +293,13 @@ class Ghosts:
 
 
 def _store(running: job.Job) -> Any:
-    return running.controller(0, "DistributedOptimizer").group.backend._member.part_of_store("units")
+    return running.controller(0, "DistributedOptimizer").group.backend._member.part_of_store("buckets")
 
 
-_all: weakref.WeakSet[Units] = weakref.WeakSet()
+_all: weakref.WeakSet[Buckets] = weakref.WeakSet()
 _numbers = itertools.count()
 # As GradientReducer's default.
-_UNIT_BYTES = 4 << 20
+_BUCKET_BYTES = 4 << 20
 # How soon a rank that has no data at all sees that others begin, and one that waits for them that they have died.
 _LOOK_S = 0.05
 

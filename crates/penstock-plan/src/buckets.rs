@@ -1,7 +1,7 @@
-//! Gradients as units: what one all-reduce carries.
+//! Gradients as buckets: what one all-reduce carries.
 //!
 //! A model has hundreds of gradients, from four bytes to a tenth of it all. Small ones cost latency each, and a large one
-//! keeps the others waiting. [`pack`] merges and splits them into units of nearly one size (AIACC-Training, section V-B). It
+//! keeps the others waiting. [`pack`] merges and splits them into buckets of nearly one size (AIACC-Training, section V-B). It
 //! is a pure function of what all ranks know of the gradients, so that all ranks cut alike without a message.
 
 use penstock_types::ByteRange;
@@ -13,7 +13,7 @@ pub struct Entry {
     pub index: u32,
     /// Length.
     pub bytes: u64,
-    /// Entries of different classes (dtypes, reductions) never share a unit.
+    /// Entries of different classes (dtypes, reductions) never share a bucket.
     pub class: u32,
 }
 
@@ -28,14 +28,14 @@ pub struct Piece {
 
 /// What one all-reduce carries.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unit {
+pub struct Bucket {
     /// The class of all its pieces.
     pub class: u32,
-    /// The pieces, in the order in which they lie in the unit.
+    /// The pieces, in the order in which they lie in the bucket.
     pub pieces: Vec<Piece>,
 }
 
-impl Unit {
+impl Bucket {
     /// Length.
     #[must_use]
     pub fn bytes(&self) -> u64 {
@@ -43,51 +43,51 @@ impl Unit {
     }
 }
 
-/// Packs entries into units of at most `unit_bytes`, which is taken down to whole cache lines, and at least one.
+/// Packs entries into buckets of at most `bucket_bytes`, which is taken down to whole cache lines, and at least one.
 ///
-/// An entry that is larger becomes nearly equal pieces, each a unit of its own, cut at whole cache lines. One of at least
-/// [`ALONE_BYTES`] is a unit as it is. Smaller ones share a unit with their neighbours of the same class. Units
+/// An entry that is larger becomes nearly equal pieces, each a bucket of its own, cut at whole cache lines. One of at least
+/// [`ALONE_BYTES`] is a bucket as it is. Smaller ones share a bucket with their neighbours of the same class. Buckets
 /// come in the order in which they are full; entries without bytes are in none.
 ///
 /// Costs one pass over the entries.
 #[must_use]
-pub fn pack(entries: impl IntoIterator<Item = Entry>, unit_bytes: u64) -> Vec<Unit> {
-    let unit_bytes = (unit_bytes - unit_bytes % LINE_BYTES).max(LINE_BYTES);
-    let mut units = Vec::new();
-    let mut open: Vec<(u64, Unit)> = Vec::new();
+pub fn pack(entries: impl IntoIterator<Item = Entry>, bucket_bytes: u64) -> Vec<Bucket> {
+    let bucket_bytes = (bucket_bytes - bucket_bytes % LINE_BYTES).max(LINE_BYTES);
+    let mut buckets = Vec::new();
+    let mut open: Vec<(u64, Bucket)> = Vec::new();
     for Entry { index, bytes, class } in entries.into_iter().filter(|entry| entry.bytes > 0) {
-        if bytes > unit_bytes {
-            let count = bytes.div_ceil(unit_bytes);
-            let each = (bytes.div_ceil(count)).next_multiple_of(LINE_BYTES).min(unit_bytes);
+        if bytes > bucket_bytes {
+            let count = bytes.div_ceil(bucket_bytes);
+            let each = (bytes.div_ceil(count)).next_multiple_of(LINE_BYTES).min(bucket_bytes);
             let starts = (0..).map(|piece| piece * each).take_while(|start| *start < bytes);
             let ranges = starts.map(|start| ByteRange::new(start, (start + each).min(bytes)));
-            units.extend(ranges.map(|range| Unit { class, pieces: vec![Piece { index, range }] }));
+            buckets.extend(ranges.map(|range| Bucket { class, pieces: vec![Piece { index, range }] }));
             continue;
         }
         if bytes >= ALONE_BYTES {
-            units.push(Unit { class, pieces: vec![Piece { index, range: ByteRange::new(0, bytes) }] });
+            buckets.push(Bucket { class, pieces: vec![Piece { index, range: ByteRange::new(0, bytes) }] });
             continue;
         }
-        let at = match open.iter().position(|(_, unit)| unit.class == class) {
+        let at = match open.iter().position(|(_, bucket)| bucket.class == class) {
             Some(at) => at,
             None => {
-                open.push((0, Unit { class, pieces: Vec::new() }));
+                open.push((0, Bucket { class, pieces: Vec::new() }));
                 open.len() - 1
             }
         };
-        let (filled, unit) = &mut open[at];
-        if *filled + bytes > unit_bytes {
-            units.push(Unit { class, pieces: std::mem::take(&mut unit.pieces) });
+        let (filled, bucket) = &mut open[at];
+        if *filled + bytes > bucket_bytes {
+            buckets.push(Bucket { class, pieces: std::mem::take(&mut bucket.pieces) });
             *filled = 0;
         }
         *filled += bytes;
-        unit.pieces.push(Piece { index, range: ByteRange::new(0, bytes) });
+        bucket.pieces.push(Piece { index, range: ByteRange::new(0, bytes) });
     }
-    units.extend(open.into_iter().map(|(_, unit)| unit).filter(|unit| !unit.pieces.is_empty()));
-    units
+    buckets.extend(open.into_iter().map(|(_, bucket)| bucket).filter(|bucket| !bucket.pieces.is_empty()));
+    buckets
 }
 
-/// An operation costs some 100 us of the engine's time on each rank, as much as copying 1 MiB into a unit and back. Half of
+/// An operation costs some 100 us of the engine's time on each rank, as much as copying 1 MiB into a bucket and back. Half of
 /// that is a guess: the copy also keeps the engine from other work.
 pub const ALONE_BYTES: u64 = 512 << 10;
 /// Large entries are cut at whole cache lines, as chunks are; element sizes divide it.
@@ -108,14 +108,14 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is packed, every byte of every entry is in one unit, once; no unit is too large or mixes classes; and no
-        /// two units of a class could have been one.
+        /// Whatever is packed, every byte of every entry is in one bucket, once; no bucket is too large or mixes classes; and no
+        /// two buckets of a class could have been one.
         #[test]
-        fn every_byte_is_in_one_unit(entries in entries(), unit_bytes in prop_oneof![1u64..10_000, 1u64..4 << 20]) {
-            let units = pack(entries.iter().copied(), unit_bytes);
-            let limit = (unit_bytes / LINE_BYTES * LINE_BYTES).max(LINE_BYTES);
+        fn every_byte_is_in_one_bucket(entries in entries(), bucket_bytes in prop_oneof![1u64..10_000, 1u64..4 << 20]) {
+            let buckets = pack(entries.iter().copied(), bucket_bytes);
+            let limit = (bucket_bytes / LINE_BYTES * LINE_BYTES).max(LINE_BYTES);
             for entry in &entries {
-                let mut ranges: Vec<ByteRange> = units.iter().flat_map(|unit| &unit.pieces)
+                let mut ranges: Vec<ByteRange> = buckets.iter().flat_map(|bucket| &bucket.pieces)
                     .filter(|piece| piece.index == entry.index).map(|piece| piece.range).collect();
                 ranges.sort();
                 let mut end = 0;
@@ -127,16 +127,16 @@ mod tests {
                 prop_assert!(entry.bytes > limit || ranges.len() <= 1, "{:?} was split", entry);
                 prop_assert!(ranges.iter().all(|range| range.start % LINE_BYTES == 0));
             }
-            for unit in &units {
-                prop_assert!(unit.bytes() <= limit && unit.bytes() > 0);
-                prop_assert!(unit.pieces.iter().all(|piece| entries[piece.index as usize].class == unit.class));
+            for bucket in &buckets {
+                prop_assert!(bucket.bytes() <= limit && bucket.bytes() > 0);
+                prop_assert!(bucket.pieces.iter().all(|piece| entries[piece.index as usize].class == bucket.class));
             }
             for class in 0..3 {
-                let merged: Vec<u64> = units.iter().filter(|unit| unit.class == class)
-                    .filter(|unit| {
-                        let bytes = entries[unit.pieces[0].index as usize].bytes;
+                let merged: Vec<u64> = buckets.iter().filter(|bucket| bucket.class == class)
+                    .filter(|bucket| {
+                        let bytes = entries[bucket.pieces[0].index as usize].bytes;
                         bytes < ALONE_BYTES && bytes <= limit
-                    }).map(Unit::bytes).collect();
+                    }).map(Bucket::bytes).collect();
                 prop_assert!(merged.windows(2).all(|pair| pair[0] + pair[1] > limit), "{:?}", merged);
             }
         }
@@ -147,12 +147,12 @@ mod tests {
     fn a_model() {
         let sizes = [40, 100, 100, 2500, 100, 900, 120, 4].map(|kib| kib << 10);
         let entries = sizes.iter().enumerate().map(|(index, &bytes)| Entry { index: index as u32, bytes, class: 0 });
-        let units = pack(entries, 1000 << 10);
-        let cut: Vec<Vec<(u32, u64, u64)>> = units
+        let buckets = pack(entries, 1000 << 10);
+        let cut: Vec<Vec<(u32, u64, u64)>> = buckets
             .iter()
-            .map(|unit| {
+            .map(|bucket| {
                 let range = |piece: &Piece| (piece.index, piece.range.start >> 10, piece.range.end >> 10);
-                unit.pieces.iter().map(range).collect()
+                bucket.pieces.iter().map(range).collect()
             })
             .collect();
         let expected = [

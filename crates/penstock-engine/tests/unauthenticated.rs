@@ -30,7 +30,7 @@ fn a_connector_of_another_version_is_refused() {
         assert!(reason.contains(&newer_than_ours()), "{reason}");
     }
     until(|| logged(&newer_than_ours()) == 2);
-    assert!(ticket.result().is_none(), "a stranger has ended the join");
+    assert!(ticket.result().is_none(), "an unauthenticated peer has ended the join");
     let mut peer = connect(&engine, self::local);
     assert!(peer.read(&mut [0; 1024]).expect("frames") > 0);
 }
@@ -249,7 +249,7 @@ fn a_frame_that_cuts_an_element() {
 /// More idle connections than may be open without a proof keep nobody out, over TCP or over the local socket: the oldest one
 /// makes room for a member, while the others stay.
 #[test]
-fn a_crowd_of_idle_strangers_keeps_nobody_out() {
+fn many_idle_unauthenticated_peers_keep_nobody_out() {
     fn run<S: Stream>(engine: &Engine, open: impl Fn(&Engine) -> S) {
         let began = Instant::now();
         let mut idle: Vec<S> = (0..300).map(|_| open(engine)).collect();

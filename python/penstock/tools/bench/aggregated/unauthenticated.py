@@ -1,8 +1,8 @@
-"""The stranger of `penstock bench aggregated --ways int32,storm`: sends an aggregator packets of one of its jobs, without a key.
+"""The unauthenticated peer of `penstock bench aggregated --ways int32,storm`: sends an aggregator packets without the job's key.
 
-``python -m penstock.tools.bench.aggregated.stranger ADDRESS MBIT FLAG`` sends while the file FLAG exists: whole blocks, MBIT
-of them in a second, each of which the aggregator must look at up to its MAC. A stranger may ask a daemon over HTTP which jobs
-it has. Standard output takes a JSON object a storm: packets ``sent`` and, as the aggregator counts them, ``refused``;
+``python -m penstock.tools.bench.aggregated.unauthenticated ADDRESS MBIT FLAG`` sends while the file FLAG exists: whole blocks,
+MBIT of them in a second, each of which the aggregator must look at up to its MAC. Everybody may ask a daemon over HTTP which
+jobs it has. Standard output takes a JSON object a storm: packets ``sent`` and, as the aggregator counts them, ``refused``;
 ``seconds``.
 """
 
