@@ -30,11 +30,12 @@ MAY_USE = {
     "penstock-types": set(),
     "penstock-kernels": {"types"},
     "penstock-plan": {"types"},
-    "penstock-protocol": {"types", "kernels"},
-    "penstock-net": {"types", "kernels", "protocol"},
-    "penstock-engine": {"types", "kernels", "protocol", "plan", "net"},
-    "penstock-aggregator": {"types", "kernels", "protocol", "net"},
-    "penstock-py": {"types", "protocol", "plan", "engine", "aggregator"},
+    "penstock-stream": {"types"},
+    "penstock-aggregation": {"types", "kernels"},
+    "penstock-net": {"types", "stream"},
+    "penstock-engine": {"types", "kernels", "stream", "plan", "aggregation", "net"},
+    "penstock-node": {"types", "kernels", "stream", "aggregation", "net"},
+    "penstock-py": {"types", "plan", "aggregation", "engine", "node"},
 }
 
 # What turns a pure crate into one that reads clocks, opens sockets or needs an interpreter.
@@ -56,7 +57,7 @@ def test_crates_lean_only_on_those_below(root: pathlib.Path) -> None:
     assert not {f"{name} -> {other}" for name, used in uses.items() for other in used - MAY_USE[name]}
 
 
-@pytest.mark.parametrize("crate", ["penstock-types", "penstock-protocol", "penstock-plan"])
+@pytest.mark.parametrize("crate", ["penstock-types", "penstock-stream", "penstock-plan", "penstock-aggregation"])
 def test_pure_crates_depend_on_no_runtime(root: pathlib.Path, crate: str) -> None:
     """The simulator and the tests can run the shipped protocol and plans only while these need no system under them."""
     tree = cargo(root, "tree", "-p", crate, "-e", "normal", "--prefix", "none", "--format", "{p}", "--locked")
@@ -65,7 +66,7 @@ def test_pure_crates_depend_on_no_runtime(root: pathlib.Path, crate: str) -> Non
     assert not {name for name in names if IMPURE.match(name)}
 
 
-@pytest.mark.parametrize("crate", ["penstock-protocol", "penstock-plan"])
+@pytest.mark.parametrize("crate", ["penstock-stream", "penstock-plan", "penstock-aggregation"])
 def test_pure_crates_disallow_clocks_sleeps_and_sockets(root: pathlib.Path, crate: str) -> None:
     """clippy reads the list beside the crate's manifest, and the crate does not switch the lints off."""
     listed = (root / "crates" / crate / "clippy.toml").read_text()

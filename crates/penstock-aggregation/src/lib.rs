@@ -6,11 +6,17 @@
 //! - [`Aggregator`]: a slot table; one packet in, at most one packet out (to several); no timers; may lose everything.
 //! - [`Server`]: the end of the path and the only commit point.
 //!
-//! [`simulate`] runs all three under a virtual clock with seeded faults; `model.rs` walks every interleaving of a small
+//! [`client`] is what a rank does with a worker for each server: its all-reduces, from tensors to packets and back.
+//!
+//! [`simulate`] runs the machines under a virtual clock with seeded faults; `model.rs` walks every interleaving of a small
 //! system, and shows that each rule is needed.
+//!
+//! Bytes, time and randomness come in as arguments: nothing here has a socket, a clock or a thread. `penstock-node` runs
+//! aggregators and servers, and `penstock-engine` the clients.
 
 mod aggregator;
 mod arithmetic;
+pub mod client;
 mod congestion;
 mod estimate;
 mod key;

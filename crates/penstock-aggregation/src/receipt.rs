@@ -92,7 +92,7 @@ const START: [u8; 4] = [(MAGIC >> 8) as u8, MAGIC as u8, VERSION, 16];
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::aggregation::{PacketError, decode};
+    use crate::{PacketError, decode};
     use proptest::prelude::*;
 
     proptest! {

@@ -3,7 +3,7 @@
 //! Its state is asked for from outside: copies of it are given packets whose outcome tells what a slot or the heart table
 //! holds. Cases for the switch alone are its own tests' affair (tests/test_p4.py).
 
-use penstock_protocol::aggregation::{
+use penstock_aggregation::{
     Action, Admission, Aggregator, Child, Format, Header, Job, Key, Kind, Limits, Link, Refusal, Serial, decode,
 };
 use serde_json::Value;

@@ -17,7 +17,7 @@ use crate::readiness::{Agreed, Readiness};
 use crate::{Call, Group, Ticket};
 use penstock_plan::units::{Entry, Unit, pack};
 use penstock_plan::{Algorithm, Collective};
-use penstock_protocol::fingerprint::{Fingerprint, Name};
+use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp};
 use std::any::Any;
 use std::collections::BTreeMap;

@@ -16,12 +16,12 @@ use penstock_net::{Admission, Contact, Handler, PeerId, Peers};
 use penstock_plan::{
     Algorithm, Collective, Planner, Request, Splits, Steps, Thresholds, Topology, choose, segment_bytes,
 };
-use penstock_protocol::fingerprint::{Fingerprint, Name};
-use penstock_protocol::frame::{Channel, Direction, Kind, Reference};
-use penstock_protocol::handshake::{Hello, NodeKey};
-use penstock_protocol::peer::{Body, Event, FLAG_EAGER, Farewell, OpStatus, Outgoing, Peer, Report};
-use penstock_protocol::ranges::Ranges;
-use penstock_protocol::{FrameError, Header, MessageKey};
+use penstock_stream::fingerprint::{Fingerprint, Name};
+use penstock_stream::frame::{Channel, Direction, Kind, Reference};
+use penstock_stream::handshake::{Hello, NodeKey};
+use penstock_stream::peer::{Body, Event, FLAG_EAGER, Farewell, OpStatus, Outgoing, Peer, Report};
+use penstock_stream::ranges::Ranges;
+use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{
     DType, Failure, FailureKind, Generation, GroupId, MILLISECOND, OpSeq, Priority, ReduceOp, SECOND, Time,
 };

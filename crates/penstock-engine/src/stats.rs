@@ -1,6 +1,6 @@
 //! What the engine counts.
 
-use penstock_protocol::StreamStats;
+use penstock_stream::StreamStats;
 
 /// A snapshot of the engine.
 #[derive(Clone, Debug, Default)]

@@ -1,6 +1,6 @@
 //! Moves frames.
 //!
-//! [`Driver`] is one thread's event loop over `epoll`: it turns what [`penstock_protocol::peer::Peer`] wants into
+//! [`Driver`] is one thread's event loop over `epoll`: it turns what [`penstock_stream::peer::Peer`] wants into
 //! system calls and asks a [`Handler`] (the engine) where payloads lie. It decides nothing: which frame goes where is
 //! the protocol's affair, what a payload means is the engine's.
 //!

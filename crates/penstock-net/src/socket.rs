@@ -3,10 +3,10 @@
 use crate::driver::{Handler, PeerId, Peers, Source};
 use crate::fds::Fd;
 use crate::system::Wire;
-use penstock_protocol::frame::MAX_FRAME_BYTES;
-use penstock_protocol::handshake::{Acceptor, Connector};
-use penstock_protocol::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
-use penstock_protocol::{FrameError, Header, Kind, MessageKey};
+use penstock_stream::frame::MAX_FRAME_BYTES;
+use penstock_stream::handshake::{Acceptor, Connector};
+use penstock_stream::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
+use penstock_stream::{FrameError, Header, Kind, MessageKey};
 use penstock_types::{GroupId, Time};
 use rustix::fd::AsFd;
 use rustix::io::Errno;

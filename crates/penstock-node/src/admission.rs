@@ -1,7 +1,7 @@
 //! What `PUT /jobs/{job}` says, read and believed only as far as it fits together. Pure.
 
 use crate::proof::unhex;
-use penstock_protocol::aggregation::{Key, Link, MAX_PAYLOAD_BYTES, Node, Tree};
+use penstock_aggregation::{Key, Link, MAX_PAYLOAD_BYTES, Node, Tree};
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::net::SocketAddr;

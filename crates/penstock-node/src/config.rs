@@ -1,6 +1,6 @@
 //! What a daemon is told when it starts.
 
-use penstock_protocol::aggregation::Limits;
+use penstock_aggregation::Limits;
 use std::net::SocketAddr;
 use std::time::Duration;
 

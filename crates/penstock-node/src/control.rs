@@ -5,7 +5,7 @@ use crate::http::{Request, Response};
 use crate::report::{About, Report};
 use crate::shard::{Command, Handle, Refused};
 use crate::{Config, Role, proof};
-use penstock_protocol::aggregation::VERSION;
+use penstock_aggregation::VERSION;
 use serde_json::json;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::SocketAddr;

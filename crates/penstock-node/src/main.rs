@@ -1,8 +1,8 @@
-//! `penstock-aggregator`: the daemons without Python.
+//! `penstock-node`: the daemons without Python.
 
 use clap::{Args, Parser, Subcommand};
-use penstock_aggregator::{Config, Daemon, Role, measure, parse_bytes};
-use penstock_protocol::aggregation::Limits;
+use penstock_node::{Config, Daemon, Role, measure, parse_bytes};
+use penstock_aggregation::Limits;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -91,7 +91,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(message) => {
-            eprintln!("penstock-aggregator: {message}");
+            eprintln!("penstock-node: {message}");
             ExitCode::FAILURE
         }
     }

@@ -6,8 +6,8 @@
 use crate::admission::aggregator_job;
 use crate::report::Report;
 use crate::shard::{self, Command, Handle, Settings};
+use penstock_aggregation::{Format, HEADER_BYTES, Header, Key, Kind, Limits, Serial, Shard};
 use penstock_net::datagrams::{DatagramCounters, Datagrams};
-use penstock_protocol::aggregation::{Format, HEADER_BYTES, Header, Key, Kind, Limits, Serial, Shard};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde::Serialize;
 use serde_json::json;

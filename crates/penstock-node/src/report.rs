@@ -1,7 +1,7 @@
 //! What a daemon has counted, as JSON and as Prometheus text.
 
+use penstock_aggregation::{JobCounters, Refusal};
 use penstock_net::datagrams::DatagramCounters;
-use penstock_protocol::aggregation::{JobCounters, Refusal};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::net::SocketAddr;
@@ -199,7 +199,7 @@ pub(crate) struct About {
     pub(crate) shards: u32,
     pub(crate) draining: bool,
     pub(crate) forgotten: u64,
-    pub(crate) limits: penstock_protocol::aggregation::Limits,
+    pub(crate) limits: penstock_aggregation::Limits,
 }
 
 impl JobReport {

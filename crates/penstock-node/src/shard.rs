@@ -11,8 +11,8 @@ mod serving;
 use crate::admission::{Admitted, Common};
 use crate::report::{NodeReport, Report};
 use adding::Adding;
+use penstock_aggregation::{HEADER_BYTES, Key, Limits, Link, PacketError, Receipt, Shard, decode};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
-use penstock_protocol::aggregation::{HEADER_BYTES, Key, Limits, Link, PacketError, Receipt, Shard, decode};
 use penstock_types::{SECOND, Time};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fd::OwnedFd;
@@ -252,7 +252,7 @@ struct Known {
     workers: u64,
     packets: u64,
     bytes: u64,
-    counters: penstock_protocol::aggregation::JobCounters,
+    counters: penstock_aggregation::JobCounters,
     heard: Option<Time>,
     /// It has shown that it receives, or need not.
     receives: bool,

@@ -1,6 +1,6 @@
 use super::*;
 use crate::admission::{aggregator_job, server_job};
-use penstock_protocol::aggregation::{Format, Header, Kind, Serial, VERSION};
+use penstock_aggregation::{Format, Header, Kind, Serial, VERSION};
 use proptest::prelude::*;
 use std::net::{Ipv4Addr, SocketAddr};
 

@@ -3,9 +3,9 @@
 mod cluster;
 
 use cluster::{ANY, Cluster, Job, answer, config, daemon, get, http, job_at, proof, put};
-use penstock_aggregator::{Config, Daemon, PROOF_HEADER, Role, StartError, TIME_HEADER, prove};
+use penstock_aggregation::{Format, Header, Kind, Limits, Serial};
 use penstock_net::datagrams::Datagrams;
-use penstock_protocol::aggregation::{Format, Header, Kind, Limits, Serial};
+use penstock_node::{Config, Daemon, PROOF_HEADER, Role, StartError, TIME_HEADER, prove};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::io::Write;

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 fn program(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_penstock-aggregator"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_penstock-node"));
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     for name in ["PENSTOCK_SECRET", "PENSTOCK_SECRET_FILE", "PENSTOCK_LOG"] {
         command.env_remove(name);
@@ -64,7 +64,7 @@ fn a_second_signal_is_at_once() {
         "workers": [worker.local_addr().to_string(), "127.0.0.1:9"],
     });
     assert_eq!(put(at, 7, &body).0, 201);
-    use penstock_protocol::aggregation::{Format, Header, Kind, Serial};
+    use penstock_aggregation::{Format, Header, Kind, Serial};
     let (seq, ack, credit, workers) = (Serial(0), Serial(0), Serial(1), 1);
     let header = Header {
         kind: Kind::Push,

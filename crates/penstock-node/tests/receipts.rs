@@ -3,8 +3,8 @@
 mod cluster;
 
 use cluster::{config, daemon, get, http, proof, put};
-use penstock_aggregator::{Config, Daemon, Role};
-use penstock_protocol::aggregation::{Format, HEADER_BYTES, Header, Kind, Receipt, Serial};
+use penstock_aggregation::{Format, HEADER_BYTES, Header, Kind, Receipt, Serial};
+use penstock_node::{Config, Daemon, Role};
 use serde_json::{Value, json};
 use std::net::{SocketAddr, UdpSocket};
 use std::time::Duration;

@@ -3,9 +3,9 @@
 mod cluster;
 
 use cluster::{ANY, Branch, Cluster, Job, config, get, job_at};
-use penstock_aggregator::{Config, Role};
+use penstock_aggregation::{Format, Header, Key, Kind, Serial};
 use penstock_net::datagrams::Datagrams;
-use penstock_protocol::aggregation::{Format, Header, Key, Kind, Serial};
+use penstock_node::{Config, Role};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 

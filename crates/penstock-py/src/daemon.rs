@@ -1,7 +1,7 @@
 //! Aggregators and servers, for `penstock aggregator` and `penstock server`.
 
 use crate::setup_error;
-use penstock_aggregator::{Config, Role};
+use penstock_node::{Config, Role};
 use penstock_types::{Failure, FailureKind};
 use pyo3::prelude::*;
 use std::net::SocketAddr;
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 /// A running aggregator or server; it ends when it is dropped.
 #[pyclass(frozen, module = "penstock._core")]
-pub(crate) struct Daemon(penstock_aggregator::Daemon);
+pub(crate) struct Daemon(penstock_node::Daemon);
 
 #[pymethods]
 impl Daemon {
@@ -53,7 +53,7 @@ impl Daemon {
         (config.buffer_bytes, config.drop) = (buffer_bytes, drop);
         config.forget_after = seconds("--forget-after", forget_after_s)?;
         config.drain_timeout = seconds("--drain-timeout", drain_timeout_s)?;
-        let started = py.detach(|| penstock_aggregator::Daemon::start(config));
+        let started = py.detach(|| penstock_node::Daemon::start(config));
         started.map(Daemon).map_err(|reason| config_error(reason.to_string()))
     }
 
@@ -78,5 +78,5 @@ impl Daemon {
 /// Bytes as people write them: "4096", "64K", "512M", "4G". Raises ValueError.
 #[pyfunction]
 pub(crate) fn parse_bytes(text: &str) -> PyResult<usize> {
-    penstock_aggregator::parse_bytes(text).map_err(pyo3::exceptions::PyValueError::new_err)
+    penstock_node::parse_bytes(text).map_err(pyo3::exceptions::PyValueError::new_err)
 }

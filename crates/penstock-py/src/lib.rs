@@ -40,7 +40,7 @@ mod _core {
     const __version__: &str = env!("CARGO_PKG_VERSION");
 
     #[pymodule_export]
-    const AGGREGATION_VERSION: u8 = penstock_protocol::aggregation::VERSION;
+    const AGGREGATION_VERSION: u8 = penstock_aggregation::VERSION;
 }
 
 /// Which addresses to listen on: those named by the first non-empty (setting, value), else the one that routes to

@@ -1,4 +1,4 @@
-//! What Penstock says on a wire, without sockets, clocks or threads.
+//! What two ranks say to each other over streams, without sockets, clocks or threads.
 //!
 //! Bytes, time and randomness come in as arguments; frames and events come out as values. `penstock-net` turns them
 //! into system calls, tests run them under a virtual clock.
@@ -8,9 +8,7 @@
 //! - [`peer`]: everything between two nodes: which frame goes on which stream next, credit, acks, duplicates, loss.
 //! - [`fingerprint`]: what a rank believes an operation to be.
 //! - [`ranges`]: sets of numbers that come in order.
-//! - [`aggregation`]: sums that form on their way: workers, aggregators, servers.
 
-pub mod aggregation;
 pub mod fingerprint;
 pub mod frame;
 pub mod handshake;

@@ -2,11 +2,11 @@
 //!
 //! A binary of its own, because it counts every allocation of the process.
 
-use penstock_protocol::Reference;
-use penstock_protocol::fingerprint::Fingerprint;
-use penstock_protocol::frame::Channel;
-use penstock_protocol::peer::{Body, OpStatus, Outgoing, Peer, PeerConfig};
-use penstock_protocol::{Header, Kind, MessageKey};
+use penstock_stream::Reference;
+use penstock_stream::fingerprint::Fingerprint;
+use penstock_stream::frame::Channel;
+use penstock_stream::peer::{Body, OpStatus, Outgoing, Peer, PeerConfig};
+use penstock_stream::{Header, Kind, MessageKey};
 use penstock_types::{GroupId, MILLISECOND, OpSeq, Priority, Time};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

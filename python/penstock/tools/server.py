@@ -1,4 +1,4 @@
-"""``penstock server``: commits sums and returns them. The daemon is Rust (crates/penstock-aggregator)."""
+"""``penstock server``: commits sums and returns them. The daemon is Rust (crates/penstock-node)."""
 
 from __future__ import annotations
 

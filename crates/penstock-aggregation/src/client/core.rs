@@ -13,97 +13,114 @@
 //! no rank lacks, and when a server dies, everybody can start again from the same operation.
 
 use super::layout::{HEADER_EXPONENTS, Layout, Wire, header, other_fingerprint};
+use crate::{Format, HEADER_BYTES, Header, Kind, Link, Received, Refusal, Route, Serial, Worker, WorkerConfig};
 use penstock_kernels::{ByteOrder, Exponent, Finish, block_exponent, premultiply, reduce, swap_bytes};
-use penstock_plan::{Action, Algorithm, Collective, Planner, Request, Topology};
-use penstock_protocol::aggregation::{
-    Format, HEADER_BYTES, Header, Kind, Link, Received, Refusal, Route, Serial, Worker, WorkerConfig,
-};
 use penstock_types::{DType, ReduceOp, Time};
 use std::collections::VecDeque;
+use std::ops::Range;
 
 /// The server itself, in a [`WorkerConfig`].
-pub(crate) const SERVER: Link = Link(0);
+pub const SERVER: Link = Link(0);
 /// The aggregator above this rank, where there is one.
-pub(crate) const PARENT: Link = Link(1);
+pub const PARENT: Link = Link(1);
 
 /// What all ranks of a group agree on.
 #[derive(Clone, Debug)]
-pub(crate) struct CoreConfig {
-    pub(crate) rank: u32,
-    pub(crate) world: u32,
-    pub(crate) wire: Wire,
+pub struct CoreConfig {
+    /// Ranks in the group, 2 to 64.
+    pub world: u32,
+    /// What travels.
+    pub wire: Wire,
     /// The most that a packet carries, a multiple of 64.
-    pub(crate) payload_bytes: usize,
-    /// By server: its part of each tensor.
-    pub(crate) weights: Vec<u32>,
+    pub payload_bytes: usize,
 }
 
 /// An all-reduce, as the core needs it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Job {
-    pub(crate) dtype: DType,
+pub struct Job {
+    /// Of the tensor: float32, float16 or bfloat16.
+    pub dtype: DType,
     /// Sum, average or premultiplied sum.
-    pub(crate) op: ReduceOp,
-    pub(crate) address: *mut u8,
-    pub(crate) bytes: usize,
+    pub op: ReduceOp,
+    /// Where the tensor lies.
+    pub address: *mut u8,
+    /// Its length.
+    pub bytes: usize,
     /// What ranks must agree on.
-    pub(crate) fingerprint: u128,
+    pub fingerprint: u128,
     /// The tensor holds the contribution: otherwise [`Core::release`] says when.
-    pub(crate) ready: bool,
-    pub(crate) started: Time,
+    pub ready: bool,
+    /// When it was given.
+    pub started: Time,
     /// Nanoseconds.
-    pub(crate) timeout: u64,
+    pub timeout: u64,
 }
 
-// SAFETY: the caller of the engine keeps the tensor alive and leaves it alone until the operation has ended; only the
-// client's thread uses the address.
+// SAFETY: whoever submits the job keeps the tensor alive and leaves it alone until the operation has ended; only the thread
+// that has the core uses the address.
 unsafe impl Send for Job {}
 
 /// Why the client cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Trouble {
-    /// Ranks mean different things with operation `op`; another rank's fingerprint.
-    Mismatch { op: u64, theirs: u128 },
+pub enum Trouble {
+    /// Ranks mean different things with an operation.
+    Mismatch {
+        /// Its number.
+        op: u64,
+        /// Another rank's fingerprint.
+        theirs: u128,
+    },
     /// A result that no honest server sends.
     Result(String),
 }
 
 /// What an operation lacks from a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Lack {
+pub enum Lack {
+    /// All is here.
     Nothing,
     /// What comes before blocks: all ranks' header, or exponents.
     Agreement,
-    /// Pieces of the result, of so many.
+    /// Pieces of the result.
     Pieces {
+        /// How many.
         left: usize,
+        /// Of how many.
         all: usize,
     },
 }
 
 /// A packet to send; its payload is in the buffer that was passed.
 #[derive(Debug)]
-pub(crate) struct Packet {
-    pub(crate) to: Link,
-    pub(crate) seq: Serial,
-    pub(crate) header: [u8; HEADER_BYTES],
-    pub(crate) payload_bytes: usize,
+pub struct Packet {
+    /// [`SERVER`] or [`PARENT`].
+    pub to: Link,
+    /// Of its block.
+    pub seq: Serial,
+    /// What goes first.
+    pub header: [u8; HEADER_BYTES],
+    /// How much of the buffer follows.
+    pub payload_bytes: usize,
 }
 
 /// Counts of one server's stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct StreamCounters {
-    pub(crate) pushed: u64,
-    pub(crate) pushed_again: u64,
-    pub(crate) requested: u64,
-    pub(crate) results: u64,
-    pub(crate) refused: u64,
+pub struct StreamCounters {
+    /// Blocks that left for the first time.
+    pub pushed: u64,
+    /// ... and again.
+    pub pushed_again: u64,
+    /// Results that were asked for.
+    pub requested: u64,
+    /// Results.
+    pub results: u64,
+    /// Packets without effect.
+    pub refused: u64,
 }
 
-pub(crate) struct Core {
+/// All operations of a rank, and its streams to the servers.
+pub struct Core {
     config: CoreConfig,
-    topology: Topology,
-    planner: Planner,
     streams: Vec<Stream>,
     /// Those that have not ended; the first one's number is `first`.
     ops: VecDeque<Op>,
@@ -174,9 +191,9 @@ struct Side {
 }
 
 impl Core {
-    /// Streams are to servers in the order of `config.weights`; every worker's window is the same.
-    pub(crate) fn new(now: Time, config: CoreConfig, workers: Vec<WorkerConfig>) -> Core {
-        assert_eq!(workers.len(), config.weights.len(), "a worker a server");
+    /// A stream a worker, in the order of the servers; every worker's window is the same.
+    #[must_use]
+    pub fn new(now: Time, config: CoreConfig, workers: Vec<WorkerConfig>) -> Core {
         let stream = |worker: WorkerConfig| Stream {
             posted: vec![Carried { op: 0, what: What::Header, sent: false }; 2 * worker.window as usize],
             worker: Worker::new(now, worker),
@@ -184,66 +201,63 @@ impl Core {
             next: Next::Header,
             counters: StreamCounters::default(),
         };
-        Core {
-            topology: Topology::separate_hosts(config.world).with_servers(&config.weights),
-            planner: Planner::default(),
-            streams: workers.into_iter().map(stream).collect(),
-            ops: VecDeque::new(),
-            first: 0,
-            config,
-        }
+        Core { streams: workers.into_iter().map(stream).collect(), ops: VecDeque::new(), first: 0, config }
     }
 
-    /// Takes the next operation of the group's order; returns its number.
-    pub(crate) fn submit(&mut self, job: Job) -> u64 {
-        let CoreConfig { wire, world, rank, payload_bytes, .. } = self.config;
-        let layout = Layout::new(wire, job.dtype, world, payload_bytes);
-        let request = Request {
-            collective: Collective::AllReduce,
-            world,
-            rank,
-            topology: self.topology.clone(),
-            bytes: job.bytes as u64,
-            element_bytes: job.dtype.size() as u32,
-            splits: None,
-            segment_bytes: layout.block_bytes() as u64,
-        };
-        let steps = self.planner.steps(&request, Algorithm::Aggregated).expect("whole elements, and there are servers");
-        let mut sides: Vec<Side> = (self.streams.iter())
-            .map(|_| Side {
-                start: 0,
-                len: 0,
-                blocks: 0,
+    /// Bytes of a tensor of this type in a block. A server's range is cut into blocks from its start.
+    #[must_use]
+    pub fn block_bytes(&self, dtype: DType) -> usize {
+        self.layout(dtype).block_bytes()
+    }
+
+    fn layout(&self, dtype: DType) -> Layout {
+        Layout::new(self.config.wire, dtype, self.config.world, self.config.payload_bytes)
+    }
+
+    /// Takes the next operation of the group's order; returns its number. `pushes` says which bytes of the tensor each server
+    /// adds, in the order of the servers: whole elements, perhaps none. All ranks must pass the same.
+    ///
+    /// # Panics
+    /// If there is not one range a server.
+    ///
+    /// # Safety
+    /// The tensor stays alive until the operation has ended, for as long as anything of this core is called or of what
+    /// [`Core::take_first`] leaves of it. Nobody else touches it meanwhile; where it is not ready, from [`Core::release`] on.
+    pub unsafe fn submit(&mut self, job: Job, pushes: &[Range<usize>]) -> u64 {
+        assert_eq!(pushes.len(), self.streams.len(), "a range a server");
+        let layout = self.layout(job.dtype);
+        let mut pieces = 0;
+        let side = |range: &Range<usize>| {
+            let first_piece = pieces;
+            pieces += range.len().div_ceil(layout.piece_bytes());
+            Side {
+                start: range.start,
+                len: range.len(),
+                blocks: range.len().div_ceil(layout.block_bytes()),
                 exponents: Vec::new(),
                 unagreed: 0,
-                first_piece: 0,
+                first_piece,
                 last: None,
-            })
-            .collect();
-        for step in &steps.steps {
-            let Action::Push { server, src } = step.action else { continue };
-            let side = &mut sides[server as usize];
-            (side.start, side.len, side.blocks) = (src.start as usize, src.len as usize, step.segments as usize);
-        }
-        let mut pieces = 0;
-        for side in &mut sides {
-            side.first_piece = pieces;
-            pieces += side.len.div_ceil(layout.piece_bytes());
-        }
+            }
+        };
+        let sides = pushes.iter().map(side).collect();
         let delivered = vec![false; pieces];
         self.ops.push_back(Op { job, layout, begun: false, sides, delivered, undelivered: pieces });
         self.first + self.ops.len() as u64 - 1
     }
 
     /// The tensor of an operation that was not ready is.
-    pub(crate) fn release(&mut self, op: u64) {
+    pub fn release(&mut self, op: u64) {
         if let Some(op) = op.checked_sub(self.first).and_then(|at| self.ops.get_mut(at as usize)) {
             op.job.ready = true;
         }
     }
 
     /// Takes a datagram that came from `from` to the socket of `server`. A refused one has no effect.
-    pub(crate) fn handle_packet(
+    ///
+    /// # Errors
+    /// What the group cannot go on after.
+    pub fn handle_packet(
         &mut self,
         now: Time,
         server: usize,
@@ -265,13 +279,15 @@ impl Core {
     }
 
     /// When [`Core::handle_timeout`] is due.
-    pub(crate) fn poll_timeout(&self) -> Time {
+    #[must_use]
+    pub fn poll_timeout(&self) -> Time {
         let workers = self.streams.iter().map(|stream| stream.worker.poll_timeout());
         let ops = self.ops.iter().map(|op| op.job.started.plus(op.job.timeout));
         workers.chain(ops).min().unwrap_or(Time(u64::MAX))
     }
 
-    pub(crate) fn handle_timeout(&mut self, now: Time) {
+    /// `now` has passed what [`Core::poll_timeout`] said; otherwise nothing happens.
+    pub fn handle_timeout(&mut self, now: Time) {
         for stream in &mut self.streams {
             if stream.worker.poll_timeout() <= now {
                 stream.worker.handle_timeout(now);
@@ -280,7 +296,7 @@ impl Core {
     }
 
     /// The next packet for a server. `payload` is as long as a packet may be.
-    pub(crate) fn poll_transmit(&mut self, now: Time, server: usize, payload: &mut [u8]) -> Option<Packet> {
+    pub fn poll_transmit(&mut self, now: Time, server: usize, payload: &mut [u8]) -> Option<Packet> {
         self.post(server);
         let outbound = self.streams[server].worker.poll_transmit(now)?;
         let Header { kind, seq, .. } = outbound.header;
@@ -307,7 +323,7 @@ impl Core {
     }
 
     /// The next operation that has ended; they end in order.
-    pub(crate) fn poll_done(&mut self) -> Option<u64> {
+    pub fn poll_done(&mut self) -> Option<u64> {
         let ended = |op: &Op| {
             op.undelivered == 0
                 && op.sides.iter().zip(&self.streams).all(|(side, stream)| {
@@ -320,19 +336,21 @@ impl Core {
     }
 
     /// The next operation whose results are all here, whether or not all others have them.
-    pub(crate) fn poll_delivered(&mut self) -> Option<u64> {
+    pub fn poll_delivered(&mut self) -> Option<u64> {
         self.ops.front().filter(|op| op.has_all())?;
         self.pop()
     }
 
     /// The first operation whose time is over.
-    pub(crate) fn late(&self, now: Time) -> Option<u64> {
+    #[must_use]
+    pub fn late(&self, now: Time) -> Option<u64> {
         let late = |op: &Op| now.since(op.job.started) > op.job.timeout;
         self.ops.iter().position(late).map(|at| self.first + at as u64)
     }
 
     /// What the first operation lacks, by server.
-    pub(crate) fn lacks(&self) -> Vec<Lack> {
+    #[must_use]
+    pub fn lacks(&self) -> Vec<Lack> {
         let Some(op) = self.ops.front() else { return Vec::new() };
         let of = |side: &Side| {
             let all = side.len.div_ceil(op.layout.piece_bytes());
@@ -347,30 +365,39 @@ impl Core {
     }
 
     /// The first server that was silent for too long.
-    pub(crate) fn lost_server(&self, now: Time) -> Option<usize> {
+    #[must_use]
+    pub fn lost_server(&self, now: Time) -> Option<usize> {
         self.streams.iter().position(|stream| stream.worker.server_is_lost(now))
     }
 
     /// Whether blocks for a server go straight to it, because an aggregator is passed by.
-    pub(crate) fn is_direct(&self, server: usize) -> bool {
+    #[must_use]
+    pub fn is_direct(&self, server: usize) -> bool {
         self.streams[server].worker.is_direct()
     }
 
-    pub(crate) fn round_trip(&self, server: usize) -> u64 {
+    /// The smoothed round trip to a server, in nanoseconds.
+    #[must_use]
+    pub fn round_trip(&self, server: usize) -> u64 {
         self.streams[server].worker.measured_round_trip()
     }
 
-    pub(crate) fn counters(&self, server: usize) -> StreamCounters {
+    /// What was counted of a server's stream.
+    #[must_use]
+    pub fn counters(&self, server: usize) -> StreamCounters {
         self.streams[server].counters
     }
 
-    pub(crate) fn is_idle(&self) -> bool {
+    /// Whether every operation has ended.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
         self.ops.is_empty()
     }
 
     /// Where a fallback has to begin, as far as this rank knows: its first operation that lacks a result, and the number of
     /// operations that it has been given.
-    pub(crate) fn fallback_point(&self) -> (u64, u64) {
+    #[must_use]
+    pub fn fallback_point(&self) -> (u64, u64) {
         let complete = self.ops.iter().take_while(|op| op.has_all()).count() as u64;
         (self.first + complete, self.first + self.ops.len() as u64)
     }
@@ -382,7 +409,7 @@ impl Core {
     }
 
     /// Gives up the first operation, for a fallback.
-    pub(crate) fn take_first(&mut self) -> Option<(u64, Leftover)> {
+    pub fn take_first(&mut self) -> Option<(u64, Leftover)> {
         let op = self.ops.pop_front()?;
         self.first += 1;
         let pieces = op.sides.iter().flat_map(|side| {
@@ -549,12 +576,25 @@ impl Core {
 
 /// What is left of an operation for a fallback to do.
 #[derive(Debug)]
-pub(crate) struct Leftover {
-    pub(crate) job: Job,
-    /// The contribution was premultiplied, if it had to be.
-    pub(crate) begun: bool,
+pub struct Leftover {
+    pub(super) job: Job,
+    pub(super) begun: bool,
     /// Start and length in the tensor, and whether it holds the result, finished.
-    pub(crate) pieces: Vec<(usize, usize, bool)>,
+    pub(super) pieces: Vec<(usize, usize, bool)>,
+}
+
+impl Leftover {
+    /// The operation.
+    #[must_use]
+    pub fn job(&self) -> &Job {
+        &self.job
+    }
+
+    /// Whether the contribution was premultiplied, if it had to be.
+    #[must_use]
+    pub fn begun(&self) -> bool {
+        self.begun
+    }
 }
 
 /// What a packet looks like.

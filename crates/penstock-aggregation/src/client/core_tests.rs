@@ -1,5 +1,5 @@
 use super::*;
-use penstock_protocol::aggregation::{
+use crate::{
     Action as Reaction, Aggregator, Child, Job as Tenant, Key, Limits, Node, Server, ServerConfig, Timing, Tree, decode,
 };
 use penstock_types::{MILLISECOND, SECOND};
@@ -59,13 +59,7 @@ impl Network {
         let rack_of = |rank: u32| shape.racks.iter().position(|rack| rack.contains(&(rank as u8)));
         let start = Serial(u32::MAX - 20);
         let core = |rank: u32| {
-            let config = CoreConfig {
-                rank,
-                world: shape.world,
-                wire: shape.wire,
-                payload_bytes: PAYLOAD,
-                weights: shape.weights.clone(),
-            };
+            let config = CoreConfig { world: shape.world, wire: shape.wire, payload_bytes: PAYLOAD };
             let worker = WorkerConfig {
                 job: JOB,
                 epoch: 1,
@@ -130,6 +124,12 @@ impl Network {
             silent: BTreeSet::new(),
             shape,
         }
+    }
+
+    fn submit(&mut self, rank: usize, job: Job) -> u64 {
+        let pushes = shares(&self.shape.weights, job.bytes);
+        // SAFETY: tests keep tensors until the network ends, and look at them between its steps.
+        unsafe { self.cores[rank].submit(job, &pushes) }
     }
 
     fn put(&mut self, server: usize, to: Who, from: Who, bytes: Vec<u8>) {
@@ -253,6 +253,17 @@ impl Network {
     }
 }
 
+/// A tensor cut among servers by weight, at cache lines.
+fn shares(weights: &[u32], bytes: usize) -> Vec<Range<usize>> {
+    let (lines, all) = (bytes.div_ceil(64), weights.iter().sum::<u32>() as usize);
+    let ends = weights.iter().scan(0, |seen, weight| {
+        *seen += *weight as usize;
+        Some((lines * *seen / all * 64).min(bytes))
+    });
+    let mut start = 0;
+    ends.map(|end| std::mem::replace(&mut start, end)..end).collect()
+}
+
 fn f32s(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_ne_bytes()).collect()
 }
@@ -331,7 +342,7 @@ fn all_reduce(shape: Shape, lengths: &[usize], value: impl Fn(u32, usize, usize)
         .collect();
     for (rank, tensors) in tensors.iter_mut().enumerate() {
         for (op, tensor) in tensors.iter_mut().enumerate() {
-            let number = network.cores[rank].submit(job(DType::F32, ReduceOp::Sum, tensor, op as u128));
+            let number = network.submit(rank, job(DType::F32, ReduceOp::Sum, tensor, op as u128));
             assert_eq!(number, op as u64);
         }
     }
@@ -418,7 +429,7 @@ fn averages_and_factors() {
             };
             let mut tensors: Vec<Vec<u8>> = (0..2).map(|rank| bits(1.0 + 2.0 * rank as f32).repeat(500)).collect();
             for (rank, tensor) in tensors.iter_mut().enumerate() {
-                network.cores[rank].submit(job(dtype, op, tensor, 3));
+                network.submit(rank, job(dtype, op, tensor, 3));
             }
             network.run_until(|network| network.ended.iter().all(|ended| ended.len() == 1)).unwrap();
             assert_eq!(tensors, vec![bits(expected).repeat(500); 2], "{op:?} of {dtype} as {wire:?}");
@@ -443,7 +454,7 @@ fn a_mismatch_is_noticed_by_all() {
     let mut tensors: Vec<Vec<u8>> = (0..3).map(|rank| f32s(&vec![1.0; if rank == 1 { 100 } else { 200 }])).collect();
     for (rank, tensor) in tensors.iter_mut().enumerate() {
         let fingerprint = tensor.len() as u128;
-        network.cores[rank].submit(job(DType::F32, ReduceOp::Sum, tensor, fingerprint));
+        network.submit(rank, job(DType::F32, ReduceOp::Sum, tensor, fingerprint));
     }
     let trouble = network.run_until(|_| false).unwrap_err();
     assert!(matches!(trouble, Trouble::Mismatch { op: 0, theirs: 400 | 800 }), "{trouble:?}");
@@ -458,8 +469,8 @@ fn held_operations_keep_their_place() {
     let (first, second) = tensors.split_at_mut(2);
     for rank in 0..2 {
         let held = Job { ready: rank == 0, ..job(DType::F32, ReduceOp::Sum, &mut first[rank], 1) };
-        network.cores[rank].submit(held);
-        network.cores[rank].submit(job(DType::F32, ReduceOp::Sum, &mut second[rank], 1));
+        network.submit(rank, held);
+        network.submit(rank, job(DType::F32, ReduceOp::Sum, &mut second[rank], 1));
     }
     first[0].copy_from_slice(&f32s(&[1.0; 50]));
     second.iter_mut().for_each(|tensor| tensor.copy_from_slice(&f32s(&[3.0; 50])));
@@ -487,7 +498,7 @@ fn nothing_that_was_handed_out_is_lacking_elsewhere() {
             for (op, tensor) in tensors.iter_mut().enumerate() {
                 // One of them was not even given the last one yet.
                 if rank != 2 || op < 3 {
-                    network.cores[rank].submit(job(DType::F32, ReduceOp::Sum, tensor, op as u128));
+                    network.submit(rank, job(DType::F32, ReduceOp::Sum, tensor, op as u128));
                 }
             }
         }

@@ -14,15 +14,16 @@ use penstock_kernels::{Finish, premultiply, reduce};
 use penstock_types::ReduceOp;
 
 /// Nobody: larger than any rank, so that the minimum over ranks is somebody if there is one.
-pub(crate) const NOBODY: i32 = i32::MAX;
+pub const NOBODY: i32 = i32::MAX;
 
 /// By piece: this rank, if the piece holds its result here.
-pub(crate) fn claims(rank: u32, left: &Leftover) -> Vec<i32> {
+#[must_use]
+pub fn claims(rank: u32, left: &Leftover) -> Vec<i32> {
     left.pieces.iter().map(|(_, _, here)| if *here { rank as i32 } else { NOBODY }).collect()
 }
 
 /// Makes of the tensor what this rank adds, once the minimum of all ranks' claims is known.
-pub(crate) fn contribute(rank: u32, left: &Leftover, owners: &[i32]) {
+pub fn contribute(rank: u32, left: &Leftover, owners: &[i32]) {
     if let (ReduceOp::PremulSum(factor), false) = (left.job.op, left.begun) {
         let (address, bytes) = (left.job.address, left.job.bytes);
         // SAFETY: the tensor is the operation's, which has not touched it yet.
@@ -37,7 +38,7 @@ pub(crate) fn contribute(rank: u32, left: &Leftover, owners: &[i32]) {
 }
 
 /// Finishes the sum: results that came from a server were divided there already.
-pub(crate) fn finish(world: u32, left: &Leftover, owners: &[i32]) {
+pub fn finish(world: u32, left: &Leftover, owners: &[i32]) {
     if left.job.op != ReduceOp::Avg {
         return;
     }

@@ -6,8 +6,8 @@
 //!   SeqNums  header, exponents, exponents, ..., block, block, ...      of one operation at one server, in this order
 //! ```
 
+use crate::Format;
 use penstock_kernels::FixedPoint;
-use penstock_protocol::aggregation::Format;
 use penstock_types::DType;
 
 /// What travels.

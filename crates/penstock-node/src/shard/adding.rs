@@ -3,8 +3,8 @@
 use super::{Door, Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, add, since};
+use penstock_aggregation::{Action, Admission, Aggregator, Child, Job, JobCounters, Link, Receipt, Shard};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
-use penstock_protocol::aggregation::{Action, Admission, Aggregator, Child, Job, JobCounters, Link, Receipt, Shard};
 use penstock_types::Time;
 use std::collections::HashMap;
 use std::net::SocketAddr;

@@ -3,10 +3,10 @@
 use super::{Door, Known, Loss, Machine, Refused, STRANGER, Settings, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, ServerReport};
-use penstock_net::datagrams::{Datagrams, Outbox, Train};
-use penstock_protocol::aggregation::{
+use penstock_aggregation::{
     HEADER_BYTES, Limits, Link, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
 };
+use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -179,7 +179,7 @@ impl Machine for Serving {
             let all = open.job.tree.as_ref().expect("a server's job has a tree").workers();
             let in_window = (0..common.window).map(|i| ack.plus(i)).take_while(|seq| !seq.is_newer_than(credit));
             let waiting = in_window.filter(|seq| ![0, all].contains(&open.server.missing(*seq))).count();
-            let mut counters = penstock_protocol::aggregation::JobCounters::default();
+            let mut counters = penstock_aggregation::JobCounters::default();
             counters.refused = *open.server.refused();
             counters.completed = open.committed;
             counters.overflowed = open.server.overflowed();

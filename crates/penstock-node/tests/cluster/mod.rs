@@ -2,11 +2,11 @@
 
 #![allow(dead_code, reason = "each test program uses a part")]
 
-use penstock_aggregator::{Config, Daemon, PROOF_HEADER, Role, TIME_HEADER, prove};
-use penstock_net::datagrams::Datagrams;
-use penstock_protocol::aggregation::{
+use penstock_aggregation::{
     Format, Key, Kind, Link, Outbound, Receipt, Received, Route, Serial, Timing, Worker, WorkerConfig,
 };
+use penstock_net::datagrams::Datagrams;
+use penstock_node::{Config, Daemon, PROOF_HEADER, Role, TIME_HEADER, prove};
 use penstock_types::{SECOND, Time};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::{Value, json};

@@ -1,6 +1,6 @@
 """``penstock aggregator`` and what it shares with ``penstock server``: the daemons of in-network aggregation.
 
-- `daemon`: options, and a daemon's life from start to SIGTERM. The daemon itself is Rust (crates/penstock-aggregator).
+- `daemon`: options, and a daemon's life from start to SIGTERM. The daemon itself is Rust (crates/penstock-node).
 - `top`: what a daemon counts, as a live table.
 
 ``docs/reference/aggregator.md`` says how to run them.
