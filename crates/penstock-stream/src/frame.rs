@@ -29,7 +29,6 @@
 //! direction tells how many frames of the other direction have been taken.
 
 use crate::fingerprint::{Fingerprint, Order};
-use crate::peer::Farewell;
 use penstock_types::{Generation, GroupId, OpSeq, Priority};
 
 /// Operations that are counted together: the `op`-th of a channel on one rank meets the `op`-th on the other.
@@ -140,7 +139,7 @@ pub enum Kind {
     /// References to the memory of the number in `offset` will not come any more.
     Unshare = 13,
     /// The sender has left the group: it waits for nothing in it any more, and begins nothing. What it sent there, but for messages
-    /// without a grant, has come before. The payload says what it did there ([`crate::peer::Farewell`]).
+    /// without a grant, has come before. The payload says what it did there ([`Farewell`]).
     Left = 14,
 }
 
@@ -366,6 +365,53 @@ impl Reference {
     pub fn decode(bytes: [u8; Reference::BYTES]) -> Reference {
         let at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
         Reference { address: at(0), epoch: at(8), region: at(16) }
+    }
+}
+
+/// What a rank did in a group that it has left, for the ranks that are still in it: they compare, and nobody answers them any more.
+///
+/// ```text
+///   collectives (8) | place (8), what (8), order (2) of an operation | of the next one | ...
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Farewell {
+    /// How many collectives it has issued.
+    pub collectives: u64,
+    /// What the last of them were, [`Farewell::MOST`] at most. Not all need be there.
+    pub last: Vec<(OpSeq, Fingerprint)>,
+}
+
+impl Farewell {
+    /// As much as one wants to tell every rank at the end of every group. A rank that still waits for one that has left is seldom
+    /// far behind, since most collectives end with what all ranks send.
+    pub const MOST: usize = 100;
+    const RECORD_BYTES: usize = 18;
+    /// The longest payload of a `Left` frame.
+    pub(crate) const MAX_BYTES: u32 = (8 + Farewell::MOST * Farewell::RECORD_BYTES) as u32;
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        debug_assert!(self.last.len() <= Farewell::MOST, "as its documentation says");
+        let mut out = self.collectives.to_le_bytes().to_vec();
+        for (op, fingerprint) in &self.last {
+            out.extend(op.0.to_le_bytes());
+            out.extend(fingerprint.what.to_le_bytes());
+            out.extend(fingerprint.order.0.to_le_bytes());
+        }
+        out
+    }
+
+    pub(crate) fn decode(payload: &[u8]) -> Result<Farewell, FrameError> {
+        let wrong = FrameError::Length { kind: Kind::Left, length: payload.len() as u32 };
+        let Some((collectives, records)) = payload.split_first_chunk() else { return Err(wrong) };
+        if records.len() % Farewell::RECORD_BYTES != 0 {
+            return Err(wrong);
+        }
+        let u64_of = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("8 bytes"));
+        let last = records.chunks_exact(Farewell::RECORD_BYTES).map(|record| {
+            let order = Order(u16::from_le_bytes([record[16], record[17]]));
+            (OpSeq(u64_of(&record[..8])), Fingerprint { what: u64_of(&record[8..16]), order })
+        });
+        Ok(Farewell { collectives: u64::from_le_bytes(*collectives), last: last.collect() })
     }
 }
 

@@ -17,7 +17,8 @@
 //! operation and knows where the bytes go. So neither the sender nor the receiver holds more than the eager credit for the
 //! other, and an operation that all ranks have posted never waits for memory.
 
-use crate::fingerprint::{Fingerprint, Order};
+use crate::fingerprint::Fingerprint;
+pub use crate::frame::Farewell;
 use crate::frame::{
     Channel, FLAG_PAYLOAD_SUM, FrameError, Header, Kind, MAX_FRAME_BYTES, MAX_REPORT_BYTES, MIN_FRAME_BYTES,
     MessageKey, Reference,
@@ -209,19 +210,6 @@ pub struct Report {
     pub message: String,
     /// How many of the group's collectives still count: the reporter has ended them, and its part of them goes on to the peer.
     pub finished: u64,
-}
-
-/// What a rank did in a group that it has left, for the ranks that are still in it: they compare, and nobody answers them any more.
-///
-/// ```text
-///   collectives (8) | place (8), what (8), order (2) of an operation | of the next one | ...
-/// ```
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Farewell {
-    /// How many collectives it has issued.
-    pub collectives: u64,
-    /// What the last of them were, [`Farewell::MOST`] at most. Not all need be there.
-    pub last: Vec<(OpSeq, Fingerprint)>,
 }
 
 /// One end of a pair of nodes. See the module's documentation.
@@ -1314,40 +1302,6 @@ impl Report {
             .find(|kind| *kind as u32 == header.key.message)
             .unwrap_or(Bug);
         Report { kind, message: String::from_utf8_lossy(payload).into_owned(), finished: header.total }
-    }
-}
-
-impl Farewell {
-    /// As much as one wants to tell every rank at the end of every group. A rank that still waits for one that has left is seldom
-    /// far behind, since most collectives end with what all ranks send.
-    pub const MOST: usize = 100;
-    const RECORD_BYTES: usize = 18;
-    /// The longest payload of a `Left` frame.
-    pub(crate) const MAX_BYTES: u32 = (8 + Farewell::MOST * Farewell::RECORD_BYTES) as u32;
-
-    fn encode(&self) -> Vec<u8> {
-        debug_assert!(self.last.len() <= Farewell::MOST, "as its documentation says");
-        let mut out = self.collectives.to_le_bytes().to_vec();
-        for (op, fingerprint) in &self.last {
-            out.extend(op.0.to_le_bytes());
-            out.extend(fingerprint.what.to_le_bytes());
-            out.extend(fingerprint.order.0.to_le_bytes());
-        }
-        out
-    }
-
-    fn decode(payload: &[u8]) -> Result<Farewell, FrameError> {
-        let wrong = FrameError::Length { kind: Kind::Left, length: payload.len() as u32 };
-        let Some((collectives, records)) = payload.split_first_chunk() else { return Err(wrong) };
-        if records.len() % Farewell::RECORD_BYTES != 0 {
-            return Err(wrong);
-        }
-        let u64_of = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("8 bytes"));
-        let last = records.chunks_exact(Farewell::RECORD_BYTES).map(|record| {
-            let order = Order(u16::from_le_bytes([record[16], record[17]]));
-            (OpSeq(u64_of(&record[..8])), Fingerprint { what: u64_of(&record[8..16]), order })
-        });
-        Ok(Farewell { collectives: u64::from_le_bytes(*collectives), last: last.collect() })
     }
 }
 
