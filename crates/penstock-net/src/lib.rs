@@ -12,6 +12,7 @@ pub mod datagrams;
 pub mod descriptors;
 mod driver;
 pub mod fds;
+mod handler;
 pub mod interface;
 pub mod memory;
 pub mod pages;
@@ -21,5 +22,6 @@ pub mod system;
 pub mod waker;
 
 pub use contact::{Contact, Process};
-pub use driver::{Admission, Driver, Handler, Listen, PeerId, Peers, Run, Settings, Source, Wake};
+pub use driver::{Driver, Listen, Run, Settings, Wake};
+pub use handler::{Admission, Handler, PeerId, Peers, Source};
 pub use ptrace::Ptracer;
