@@ -76,6 +76,61 @@ def test_pure_crates_disallow_clocks_sleeps_and_sockets(root: pathlib.Path, crat
     assert not re.search(r"(allow|expect)\(clippy::disallowed_", sources)
 
 
+# Modules that still need each other: a group holds its aggregation client, which starts operations of groups; and a call's
+# factor is read from the call.
+STILL_IN_CIRCLES = {"penstock-engine": {("aggregated", "engine"), ("scale", "runtime")}}
+
+
+@pytest.mark.parametrize("crate", sorted(MAY_USE))
+def test_modules_of_a_crate_lean_one_way(root: pathlib.Path, crate: str) -> None:
+    """No files or folders at the top of a crate need each other, but for tests. What lib.rs itself defines all may use."""
+    still = STILL_IN_CIRCLES.get(crate, set())
+    uses = _module_uses(root / "crates" / crate / "src")
+    assert still <= {(module, other) for module, others in uses.items() for other in others}, "a circle is gone: say so"
+    _no_circle({module: {other for other in others if (module, other) not in still} for module, others in uses.items()})
+
+
+def _module_uses(source: pathlib.Path) -> dict[str, set[str]]:
+    """By module at the top of a crate: the others that it names."""
+    files = [path for path in source.rglob("*.rs") if "tests" not in str(path.relative_to(source))]
+    uses: dict[str, set[str]] = {path.relative_to(source).with_suffix("").parts[0]: set() for path in files}
+    homes = {module: {module} for module in uses}
+    library = re.sub(r"//.*", "", (source / "lib.rs").read_text())
+    for module, names in re.findall(r"\buse (\w+)::(\{[^}]*\}|\w+);", library):
+        for name in re.findall(r"\w+", names):
+            homes.setdefault(name, set()).add(module)
+    for path in files:
+        place = path.relative_to(source).with_suffix("").parts
+        # Without comments, characters, strings and inline tests.
+        text = re.sub(r"//.*|'(\\.|[^'\\])'|\"(\\.|[^\"\\])*\"", "", path.read_text())
+        text = re.sub(r"(?ms)^#\[cfg\(test\)\]\n(#.*\n)?mod \w+ \{.*?^\}$", "", text)
+        root = r"\b(?:crate|super)::" if len(place) == 1 or place[1:] == ("mod",) else r"\bcrate::"
+        for match in re.finditer(root + r"(\w+|\{)", text):
+            names = _heads(text[match.end() :]) if match[1] == "{" else {match[1]}
+            uses[place[0]] |= {module for name in names for module in homes.get(name, ())} & uses.keys()
+    return {module: others - {module} for module, others in uses.items() if module not in ("lib", "main")}
+
+
+def _heads(group: str) -> set[str]:
+    """The first name of each path in braces; ``group`` begins behind the opening one."""
+    heads, depth, is_first = set(), 0, True
+    for token in re.findall(r"\w+|[{},]", group):
+        if token == "}" and depth == 0:
+            break
+        if is_first and depth == 0:
+            heads.add(token)
+        depth += (token == "{") - (token == "}")
+        is_first = token == "," and depth == 0
+    return heads
+
+
+def _no_circle(uses: dict[str, set[str]]) -> None:
+    try:
+        graphlib.TopologicalSorter(uses).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"these need each other: {' -> '.join(error.args[1])}")
+
+
 # ------------------------------------------------------------------------------------- what may not stand in a file
 
 # Hosts of package registries, in pieces so that this file does not hold what it forbids.
@@ -222,13 +277,7 @@ def _listed(path: pathlib.Path) -> list[str]:
 def test_imports_run_one_way(root: pathlib.Path, room: str) -> None:
     """No modules of a room need each other, not even for types or in a function."""
     modules = {_module(root, path): path for path in (root / "python" / "penstock" / room).rglob("*.py")}
-    sorter = graphlib.TopologicalSorter(
-        {name: _imported(path) & modules.keys() - {name} for name, path in modules.items()}
-    )
-    try:
-        sorter.prepare()
-    except graphlib.CycleError as error:
-        pytest.fail(f"these import each other: {' -> '.join(error.args[1])}")
+    _no_circle({name: _imported(path) & modules.keys() - {name} for name, path in modules.items()})
 
 
 def _module(root: pathlib.Path, path: pathlib.Path) -> str:
