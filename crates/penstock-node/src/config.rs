@@ -120,7 +120,7 @@ impl Config {
 }
 
 /// Bytes as people write them: `4096`, `64K`, `512M`, `4G`, `1T`, powers of 1024.
-pub fn parse_bytes(text: &str) -> Result<usize, String> {
+pub(crate) fn parse_bytes(text: &str) -> Result<usize, String> {
     let text = text.trim();
     let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
     let shift = match text[digits.len()..].trim().trim_end_matches(['i', 'B', 'b']).to_ascii_uppercase().as_str() {

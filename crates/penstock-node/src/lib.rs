@@ -16,10 +16,12 @@ mod control;
 mod daemon;
 mod http;
 pub mod measure;
+mod options;
 mod proof;
 mod report;
 mod shard;
 
-pub use config::{Config, Role, parse_bytes};
+pub use config::{Config, Role};
 pub use daemon::{Daemon, StartError};
+pub use options::{NodeOption, parse_address, read_secret};
 pub use proof::{PROOF_HEADER, TIME_HEADER, prove};

@@ -1,92 +1,26 @@
 //! `penstock-node`: the daemons without Python.
 
-use clap::{Args, Parser, Subcommand};
-use penstock_node::{Config, Daemon, Role, measure, parse_bytes};
-use penstock_aggregation::Limits;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
-use std::path::PathBuf;
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
+use penstock_node::{Config, Daemon, NodeOption, Role, measure};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// In-network aggregation for Penstock: adds what workers push on its way to the server.
-#[derive(Parser)]
-#[command(version)]
-struct Cli {
-    #[command(subcommand)]
-    verb: Verb,
-}
-
-#[derive(Subcommand)]
-enum Verb {
-    /// Adds what its children push, and forwards one sum.
-    Aggregator {
-        /// Threads, each with a UDP port of its own, from the port on: 1, 2, 4, 8 or 16.
-        #[arg(long, default_value_t = 1)]
-        shards: u32,
-        #[command(flatten)]
-        common: Common,
-    },
-    /// Commits sums and returns them: the end of a job's path.
-    Server {
-        #[command(flatten)]
-        common: Common,
-    },
-    /// Measures one shard beside a loop that only receives and sends.
-    #[command(hide = true)]
-    Measure(measure::Options),
-}
-
-#[derive(Args)]
-struct Common {
-    /// Address, and port if not 7471: what workers reach.
-    #[arg(long, value_name = "ADDR[:PORT]")]
-    listen: String,
-    /// Slots of all jobs together; a job takes as many as its window.
-    #[arg(long, default_value_t = Config::SLOTS)]
-    slots: usize,
-    /// Bytes of sums of all jobs together, such as 512M.
-    #[arg(long, default_value = "1G", value_parser = parse_bytes)]
-    memory: usize,
-    /// Jobs at a time.
-    #[arg(long, default_value_t = Config::JOBS)]
-    jobs: usize,
-    /// Who has this file's content may open jobs. Also PENSTOCK_SECRET, or PENSTOCK_SECRET_FILE.
-    #[arg(long, env = "PENSTOCK_SECRET_FILE")]
-    secret_file: Option<PathBuf>,
-    #[arg(long, env = "PENSTOCK_SECRET", hide = true, hide_env_values = true)]
-    secret: Option<String>,
-    /// Without GSO and GRO: every packet is one on every interface.
-    #[arg(long)]
-    no_offloads: bool,
-    /// The kernel's buffers of each socket.
-    #[arg(long, default_value = "16M", value_parser = parse_bytes)]
-    buffer: usize,
-    /// Seconds of silence after which a job is closed.
-    #[arg(long, default_value = "60", value_parser = seconds)]
-    forget_after: Duration,
-    /// Seconds that SIGTERM leaves to sums that are half done.
-    #[arg(long, default_value = "10", value_parser = seconds)]
-    drain_timeout: Duration,
-    /// For tests: the share of received packets to throw away.
-    #[arg(long, value_name = "RATE")]
-    drop: Option<f64>,
-    /// For tests: which packets --drop takes.
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
-}
-
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let given = command().get_matches();
     env_logger::Builder::new()
         .parse_filters(&std::env::var("PENSTOCK_LOG").unwrap_or_else(|_| "info".into()))
         .format_target(false)
         .init();
-    let outcome = match cli.verb {
-        Verb::Aggregator { shards, common } => serve(Role::Aggregator, shards, common),
-        Verb::Server { common } => serve(Role::Server, 1, common),
-        Verb::Measure(options) => measure::run(&options).map(|report| println!("{report}")),
+    let outcome = match given.subcommand() {
+        Some(("aggregator", given)) => serve(Role::Aggregator, given),
+        Some(("server", given)) => serve(Role::Server, given),
+        Some((_, given)) => measure::Options::from_arg_matches(given)
+            .map_err(|error| error.to_string())
+            .and_then(|options| measure::run(&options))
+            .map(|report| println!("{report}")),
+        None => unreachable!("clap asks for a verb"),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -97,18 +31,44 @@ fn main() -> ExitCode {
     }
 }
 
-fn serve(role: Role, shards: u32, common: Common) -> Result<(), String> {
-    let config = Config {
-        shards,
-        limits: Limits { jobs: common.jobs, slots: common.slots, memory_bytes: common.memory },
-        secret: secret(&common)?,
-        offloads: !common.no_offloads,
-        buffer_bytes: common.buffer,
-        forget_after: common.forget_after,
-        drain_timeout: common.drain_timeout,
-        drop: common.drop.map(|rate| (rate, common.seed)),
-        ..Config::new(role, address(&common.listen)?)
+/// What the command line may say.
+fn command() -> Command {
+    let daemon = |role: Role, about: &'static str| {
+        Command::new(role.name()).about(about).args(NodeOption::of(role).map(argument))
     };
+    let measure =
+        Command::new("measure").about("Measures one shard beside a loop that only receives and sends").hide(true);
+    Command::new("penstock-node")
+        .about("In-network aggregation for Penstock: adds what workers push on its way to the server")
+        .version(env!("CARGO_PKG_VERSION"))
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .subcommand(daemon(Role::Aggregator, "Adds what its children push, and forwards one sum"))
+        .subcommand(daemon(Role::Server, "Commits sums and returns them: the end of a job's path"))
+        .subcommand(measure::Options::augment_args(measure))
+}
+
+fn argument(option: &'static NodeOption) -> Arg {
+    let argument = Arg::new(option.name).long(option.name).help(option.help).required(option.name == "listen");
+    let Some(value) = option.value else { return argument.action(ArgAction::SetTrue) };
+    let argument =
+        argument.value_name(value).value_parser(move |text: &str| option.check(text).map(|()| text.to_owned()));
+    match option.default {
+        Some(default) => argument.default_value(default),
+        None => argument,
+    }
+}
+
+fn serve(role: Role, given: &ArgMatches) -> Result<(), String> {
+    let text = |option: &NodeOption| match option.value {
+        Some(_) => given.get_one::<String>(option.name).map(String::as_str),
+        None => given.get_flag(option.name).then_some(""),
+    };
+    let texts: Vec<_> = NodeOption::of(role).filter_map(|option| Some((option.name, text(option)?))).collect();
+    let mut config = Config::from_options(role, &texts)?;
+    if config.secret.is_none() {
+        config.secret = secret()?;
+    }
     let signals = Arc::new(AtomicUsize::new(0));
     for signal in [signal_hook::consts::SIGTERM, signal_hook::consts::SIGINT] {
         let signals = Arc::clone(&signals);
@@ -136,36 +96,46 @@ fn serve(role: Role, shards: u32, common: Common) -> Result<(), String> {
     Ok(())
 }
 
-fn secret(common: &Common) -> Result<Option<Vec<u8>>, String> {
-    if let Some(secret) = common.secret.as_ref().filter(|secret| !secret.is_empty()) {
-        return Ok(Some(secret.clone().into_bytes()));
+/// That of the environment.
+fn secret() -> Result<Option<Vec<u8>>, String> {
+    let variable = |name| std::env::var_os(name).filter(|text| !text.is_empty());
+    if let Some(secret) = variable("PENSTOCK_SECRET") {
+        return Ok(Some(secret.into_encoded_bytes()));
     }
-    let Some(path) = common.secret_file.as_ref().filter(|path| !path.as_os_str().is_empty()) else {
-        return Ok(None);
-    };
-    let read =
-        std::fs::read(path).map_err(|error| format!("--secret-file {} cannot be read: {error}", path.display()))?;
-    let secret = read.trim_ascii();
-    if secret.is_empty() {
-        Err(format!("--secret-file {} is empty", path.display()))
-    } else {
-        Ok(Some(secret.to_vec()))
-    }
-}
-
-fn address(text: &str) -> Result<SocketAddr, String> {
-    if let Ok(ip) = text.trim_matches(['[', ']']).parse::<IpAddr>() {
-        return Ok(SocketAddr::new(ip, Config::PORT));
-    }
-    let named = if text.contains(':') { text.to_string() } else { format!("{text}:{}", Config::PORT) };
-    let found = named.to_socket_addrs().ok().and_then(|mut found| found.next());
-    found.ok_or_else(|| format!("--listen {text}: an address is needed, such as 10.0.0.1 or 10.0.0.1:7471"))
-}
-
-fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is not a number of seconds"))?;
-    Duration::try_from_secs_f64(seconds).map_err(|_| format!("{text:?} seconds are not a time to wait"))
+    let Some(path) = variable("PENSTOCK_SECRET_FILE") else { return Ok(None) };
+    let secret = penstock_node::read_secret(&path).map_err(|why| format!("PENSTOCK_SECRET_FILE: {why}"))?;
+    Ok(Some(secret))
 }
 
 /// How long a signal may go unnoticed.
 const LOOK: Duration = Duration::from_millis(50);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The program has the options of the table and no others, with their words and defaults.
+    #[test]
+    fn options_are_those_of_the_table() {
+        let program = command();
+        program.clone().debug_assert();
+        for role in [Role::Aggregator, Role::Server] {
+            let verb = program.find_subcommand(role.name()).expect("a verb a role");
+            let found: Vec<_> = verb
+                .get_arguments()
+                .map(|argument| {
+                    let default = argument.get_default_values().first().map(|text| text.to_str().unwrap().to_owned());
+                    let help = argument.get_help().unwrap().to_string();
+                    (argument.get_long().unwrap().to_owned(), default, help)
+                })
+                .collect();
+            let table: Vec<_> = NodeOption::of(role)
+                .map(|option| {
+                    let default = option.default.filter(|_| option.value.is_some());
+                    (option.name.to_owned(), default.map(str::to_owned), option.help.to_owned())
+                })
+                .collect();
+            assert_eq!(found, table);
+        }
+    }
+}

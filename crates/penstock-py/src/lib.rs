@@ -18,7 +18,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::daemon::{Daemon, parse_bytes};
+    use super::daemon::{Daemon, check_daemon_option, daemon_options, parse_address};
 
     #[pymodule_export]
     use super::engine::{Engine, Group, Ticket, memory_order};
