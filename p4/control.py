@@ -53,7 +53,7 @@ class Child:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A job as one aggregator sees it; `Job` of crates/penstock-protocol has the same fields."""
+    """A job as one aggregator sees it; `Job` of crates/penstock-aggregation has the same fields."""
 
     job: int
     epoch: int

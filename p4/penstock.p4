@@ -2,7 +2,7 @@
 //
 // The fixed-size integer mode: every block is BLOCK_BYTES long, its elements are 32-bit integers (added, modulo 2^32) or
 // 16-bit exponents (combined by maximum). One packet in, at most one packet out, to one address or the same to all children.
-// The reference is `Aggregator` of crates/penstock-protocol; `p4/twin.py` is this file in Python, table for table and
+// The reference is `Aggregator` of crates/penstock-aggregation; `p4/twin.py` is this file in Python, table for table and
 // register for register; `vectors/` holds what all three must do.
 
 #include <core.p4>

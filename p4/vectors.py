@@ -42,7 +42,7 @@ UNAUTHENTICATED = 7
 ZERO, NONFINITE = -32768, 32767
 ALL = 0xFFFFFFFF
 MODES = {
-    "software": "the Aggregator of crates/penstock-protocol",
+    "software": "the Aggregator of crates/penstock-aggregation",
     "switch": "p4/penstock.p4 and p4/twin.py: the fixed-size integer mode",
 }
 

@@ -288,7 +288,7 @@ def test_shards_and_loss_are_announced() -> None:
         (["aggregator", "--listen", "192.0.2.1"], "192.0.2.1 is not an address of this machine"),
         (["aggregator", "--listen", "127.0.0.1:0", "--memory", "9999T"], "more than this machine has"),
         (["aggregator", "--listen", "127.0.0.1:0", "--memory", "lots"], "not a number of bytes"),
-        (["aggregator", "--listen", "127.0.0.1:0", "--shards", "3"], "'3' is not one of"),
+        (["aggregator", "--listen", "127.0.0.1:0", "--shards", "3"], "--shards 3: 1, 2, 4, 8 or 16"),
         (["server", "--listen", "127.0.0.1:x"], "is not an address"),
         (["server", "--listen", "127.0.0.1:0", "--secret-file", "/no/such"], "cannot be read"),
         (["server", "--listen", "127.0.0.1:0", "--drop", "1"], "--drop"),
@@ -300,6 +300,33 @@ def test_what_cannot_be_is_said(arguments: list[str], reason: str) -> None:
     result = click.testing.CliRunner().invoke(cli.main, arguments)
     assert result.exit_code != 0
     assert reason in result.output, result.output
+
+
+@pytest.mark.parametrize("role", ["aggregator", "server"])
+def test_options_are_those_of_the_table(role: str) -> None:
+    """A verb has the options of the daemon's table, in its words, and refuses what it refuses. (The program `penstock-node` is held
+    against the same table in Rust.)"""
+    verb = cli.main.get_command(click.Context(cli.main), role)
+    assert verb is not None
+    declared = [option for option in verb.params if isinstance(option, click.Option)]
+    table = _core.daemon_options(role)
+    assert len(table) > 10
+    assert table == [
+        (
+            option.opts[0].removeprefix("--"),
+            None if option.is_flag else option.metavar,
+            None if option.is_flag else option.default,
+            option.help,
+        )
+        for option in declared
+    ]
+    for name, value, _, _ in table:
+        if value is not None:
+            with pytest.raises(ValueError, match="no such value") as refused:
+                _core.check_daemon_option(name, "no such value")
+            result = click.testing.CliRunner().invoke(cli.main, [role, f"--{name}", "no such value"])
+            assert result.exit_code == 2
+            assert f"Invalid value for '--{name}': {refused.value}" in result.output
 
 
 def test_a_taken_port_is_said() -> None:
@@ -324,27 +351,20 @@ def test_addresses() -> None:
 
 def test_the_binding_maps_errors() -> None:
     """A daemon that cannot start is a penstock.errors.Config; one that does is freed with its ports."""
-    options: dict[str, Any] = {
-        "shards": 1,
-        "slots": 16,
-        "memory_bytes": 1 << 16,
-        "jobs": 1,
-        "secret": None,
-        "offloads": True,
-        "buffer_bytes": 1 << 16,
-        "forget_after_s": 60.0,
-        "drain_timeout_s": 1.0,
-        "drop": None,
-    }
+    options = {"slots": "16", "memory": "64K", "jobs": "1", "buffer": "64K", "drain-timeout": "1", "no-offloads": ""}
     with pytest.raises(errors.Config, match="role"):
-        _core.Daemon("switch", "127.0.0.1:0", **options)
-    with pytest.raises(errors.Config, match="not an address and a port"):
-        _core.Daemon("server", "127.0.0.1", **options)
-    one = _core.Daemon("server", "127.0.0.1:0", **options)
+        _core.Daemon("switch", {**options, "listen": "127.0.0.1:0"}, secret=None)
+    with pytest.raises(errors.Config, match="--listen: .* is not an address"):
+        _core.Daemon("server", {**options, "listen": "127.0.0.1:x"}, secret=None)
+    with pytest.raises(errors.Config, match="--listen is missing"):
+        _core.Daemon("server", options, secret=None)
+    with pytest.raises(errors.Config, match="--shards is no option of the server"):
+        _core.Daemon("server", {**options, "listen": "127.0.0.1:0", "shards": "1"}, secret=None)
+    one = _core.Daemon("server", {**options, "listen": "127.0.0.1:0"}, secret=None)
     address = one.address
     assert not one.wait(0)
     del one
-    two = _core.Daemon("server", address, **options)
+    two = _core.Daemon("server", {**options, "listen": address}, secret=None)
     two.drain()
     assert two.wait(20)
 

@@ -1493,7 +1493,7 @@ def _remote_ports(process: psutil.Process) -> set[int]:
 def _approach(how: str, door: Door) -> list[socket.socket]:
     """What an unauthenticated peer does; returns connections that it keeps open until the test lets go of them."""
     noise = random.Random(str(door))
-    # The head of a hand-shake message, as in penstock-protocol/src/handshake.rs: kind, length, magic.
+    # The head of a hand-shake message, as in penstock-stream/src/handshake.rs: kind, length, magic.
     hello = struct.pack("<BH", 1, 100) + b"PENSTOCK"
     if how == "noise":
         connections = [_connect(door) for _ in range(20)]

@@ -1,6 +1,6 @@
 """The engine of Penstock; use it through `penstock` and `torch.distributed`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 __all__ = [
@@ -14,12 +14,14 @@ __all__ = [
     "__version__",
     "aggregate",
     "aggregated_stats",
+    "check_daemon_option",
     "check_fork",
     "choose_interfaces",
     "crc32c",
+    "daemon_options",
     "init_logging",
     "memory_order",
-    "parse_bytes",
+    "parse_address",
     "simd_level",
     "simulate_aggregation",
 ]
@@ -130,30 +132,23 @@ class Daemon:
     def __new__(
         cls,
         role: str,
-        listen: str,
+        options: Mapping[str, str],
         *,
-        shards: int,
-        slots: int,
-        memory_bytes: int,
-        jobs: int,
         secret: bytes | None,
-        offloads: bool,
-        buffer_bytes: int,
-        forget_after_s: float,
-        drain_timeout_s: float,
-        drop: tuple[float, int] | None,
     ) -> Daemon: ...
     @property
     def address(self) -> str: ...
     def drain(self) -> None: ...
     def wait(self, timeout_s: float) -> bool: ...
 
+def check_daemon_option(name: str, text: str) -> None: ...
 def check_fork() -> None: ...
 def choose_interfaces(named: Sequence[tuple[str, str]], master: str | None) -> tuple[list[tuple[str, str]], str]: ...
 def crc32c(address: int, length: int) -> int: ...
+def daemon_options(role: str) -> list[tuple[str, str | None, str | None, str]]: ...
 def init_logging(level: str) -> None: ...
 def memory_order(dimensions: Sequence[int]) -> int: ...
-def parse_bytes(text: str) -> int: ...
+def parse_address(text: str) -> str: ...
 def simd_level() -> str: ...
 def simulate_aggregation(
     seed: int,

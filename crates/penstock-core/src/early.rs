@@ -1,8 +1,8 @@
 //! What has come for operations that are not issued here yet, or not ready for it.
 
-use penstock_protocol::MessageKey;
-use penstock_protocol::fingerprint::Fingerprint;
-use penstock_protocol::frame::Channel;
+use penstock_stream::MessageKey;
+use penstock_stream::fingerprint::Fingerprint;
+use penstock_stream::frame::Channel;
 use penstock_types::{GroupId, OpSeq, PeerId};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -213,8 +213,8 @@ const MAX_CLAIMS: usize = 1 << 16;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use penstock_protocol::fingerprint::Name;
-    use penstock_protocol::frame::Direction;
+    use penstock_stream::fingerprint::Name;
+    use penstock_stream::frame::Direction;
     use penstock_types::DType;
 
     #[derive(Clone, Copy, Debug, PartialEq)]

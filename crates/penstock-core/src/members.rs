@@ -1,7 +1,7 @@
 //! Who is in a group.
 
 use crate::name::OpId;
-use penstock_protocol::MessageKey;
+use penstock_stream::MessageKey;
 use penstock_types::PeerId;
 use std::collections::HashMap;
 

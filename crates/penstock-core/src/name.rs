@@ -1,9 +1,9 @@
 //! How operations of a group are counted and named, here and between two ranks.
 
 use crate::tags::Tags;
-use penstock_protocol::MessageKey;
-use penstock_protocol::fingerprint::Fingerprint;
-use penstock_protocol::frame::{Channel, Direction};
+use penstock_stream::MessageKey;
+use penstock_stream::fingerprint::Fingerprint;
+use penstock_stream::frame::{Channel, Direction};
 use penstock_types::{GroupId, OpSeq};
 use std::collections::{HashMap, VecDeque};
 

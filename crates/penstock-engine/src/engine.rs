@@ -8,8 +8,8 @@ use crate::ticket::Ticket;
 use penstock_net::memory::{MemoryEpoch, Region};
 use penstock_net::{Contact, Driver, Listen, Process, Ptracer, Settings, Wake, fds};
 use penstock_plan::{Algorithm, Thresholds};
-use penstock_protocol::handshake::NodeKey;
-use penstock_protocol::peer::PeerConfig;
+use penstock_stream::handshake::NodeKey;
+use penstock_stream::peer::PeerConfig;
 use penstock_types::{Failure, FailureKind, Generation, GroupId};
 use std::any::Any;
 use std::net::IpAddr;
@@ -447,7 +447,7 @@ mod tests {
     use super::*;
     use crate::{Gradient, Reducer, ReducerSpec};
     use penstock_plan::Collective;
-    use penstock_protocol::fingerprint::{Fingerprint, Name};
+    use penstock_stream::fingerprint::{Fingerprint, Name};
     use penstock_types::{DType, Priority, ReduceOp};
 
     /// A panic of the engine's thread, on its own or while it handles a frame, is an error of kind bug for everything that is

@@ -27,7 +27,7 @@ pub use penstock_core::unbound::ANY_SOURCE;
 pub use penstock_kernels::simd_level;
 pub use penstock_net::{Contact, Process, Ptracer, fds, interface, memory};
 pub use penstock_plan as plan;
-pub use penstock_protocol::{crc32c, fingerprint};
+pub use penstock_stream::{crc32c, fingerprint};
 pub use reducer::{Gradient, Reducer, ReducerSpec, ReducerStats, Way};
 pub use runtime::{Call, GroupSpec};
 pub use stats::{GroupStats, Held, PeerStats, Stats};

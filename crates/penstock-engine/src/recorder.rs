@@ -5,7 +5,7 @@
 
 use crate::stats::Stats;
 use penstock_plan::Algorithm;
-use penstock_protocol::fingerprint::Fingerprint;
+use penstock_stream::fingerprint::Fingerprint;
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::io;
@@ -234,7 +234,7 @@ const MOST_RECORDS: usize = 1024;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use penstock_protocol::fingerprint::Name;
+    use penstock_stream::fingerprint::Name;
     use penstock_types::DType;
 
     /// The last operations stay, the oldest go, and an end finds its operation, or nothing if that is gone. What one lacked is told

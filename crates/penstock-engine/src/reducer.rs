@@ -17,7 +17,7 @@ use penstock_core::digest::digest;
 use penstock_core::readiness::{Agreed, Readiness};
 use penstock_plan::buckets::{Bucket, Entry, pack};
 use penstock_plan::{Algorithm, Collective};
-use penstock_protocol::fingerprint::{Fingerprint, Name};
+use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp};
 use std::any::Any;
 use std::collections::BTreeMap;

@@ -81,7 +81,7 @@ const BLOCK_BYTES: usize = 1 << 20;
 mod tests {
     use super::*;
     use penstock_plan::Topology;
-    use penstock_protocol::fingerprint::{Fingerprint, Name};
+    use penstock_stream::fingerprint::{Fingerprint, Name};
     use penstock_types::Priority;
 
     /// Every element is multiplied once, block by block, around the size of a block; the user's own tensor changes only where

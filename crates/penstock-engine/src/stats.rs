@@ -1,6 +1,6 @@
 //! The engine's counters.
 
-use penstock_protocol::StreamStats;
+use penstock_stream::StreamStats;
 
 /// A snapshot of the engine.
 #[derive(Clone, Debug, Default)]

@@ -3,10 +3,10 @@
 use penstock_engine::fingerprint::{Fingerprint, Name};
 use penstock_engine::plan::Collective;
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
-use penstock_protocol::frame::{Channel, Direction, Kind, VERSION_MAJOR, VERSION_MINOR};
-use penstock_protocol::handshake::{Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
-use penstock_protocol::peer::{Body, Farewell, OpStatus, Outgoing, Payload, Peer, PeerConfig, Report, seal, verify};
-use penstock_protocol::{Header, MessageKey};
+use penstock_stream::frame::{Channel, Direction, Kind, VERSION_MAJOR, VERSION_MINOR};
+use penstock_stream::handshake::{Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
+use penstock_stream::peer::{Body, Farewell, OpStatus, Outgoing, Payload, Peer, PeerConfig, Report, seal, verify};
+use penstock_stream::{Header, MessageKey};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, OpSeq, Priority, ReduceOp, Time};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};

@@ -9,9 +9,9 @@ use std::arch::x86_64::{
     _mm512_set1_epi32, _mm512_srai_epi16, _mm512_storeu_si512,
 };
 
+use crate::block::Block;
 use crate::element::{Element, PortableF16};
 use crate::operation::Last;
-use crate::quantise::Block;
 
 /// float16 to int16, as their bits: `value / unit`, within `largest`, to nearest even.
 #[derive(Clone, Copy)]

@@ -39,6 +39,7 @@
 
 use penstock_types::{DType, ReduceOp};
 
+mod block;
 mod element;
 mod finite;
 #[cfg(target_arch = "x86_64")]
@@ -53,10 +54,8 @@ use stream::InstructionSet;
 #[cfg(target_arch = "x86_64")]
 use stream::{Avx2, Avx512};
 
-pub use quantise::{
-    Block, ByteOrder, Exponent, FixedPoint, MOST_WORKERS, add_integers, block_exponent, sum_f32, swap_bytes,
-    swap_bytes_in_place,
-};
+pub use block::{Block, Exponent, FixedPoint, MOST_WORKERS};
+pub use quantise::{ByteOrder, add_integers, block_exponent, sum_f32, swap_bytes, swap_bytes_in_place};
 
 /// `dst[i] = sources[0][i] op sources[1][i] op ...`, in that order, over `bytes` bytes, then `finish`.
 ///

@@ -1,6 +1,6 @@
 //! How to reach a process: what it publishes through the store.
 
-use penstock_protocol::handshake::NodeKey;
+use penstock_stream::handshake::NodeKey;
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
 

@@ -3,15 +3,15 @@
 use crate::contact::Contact;
 use crate::descriptors::{After, after_accept, is_shortage, make_room};
 use crate::fds::Fd;
+use crate::handler::{Admission, Handler, Order, Peers};
 use crate::memory::MemoryEpoch;
 use crate::ptrace::{Ptracer, Yama};
 use crate::socket::{GONE, Progress, Socket, Stage, why};
 use crate::system::{Host, System, Wire};
-use penstock_protocol::frame::{VERSION_MAJOR, VERSION_MINOR};
-use penstock_protocol::handshake::{Accepted, Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
-use penstock_protocol::peer::{Event, OpStatus, Peer, PeerConfig, StreamId};
-use penstock_protocol::{FrameError, Header, MessageKey};
-use penstock_types::{Generation, GroupId, MILLISECOND, PeerId, SECOND, Time};
+use penstock_stream::frame::{VERSION_MAJOR, VERSION_MINOR};
+use penstock_stream::handshake::{Accepted, Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
+use penstock_stream::peer::{Event, Peer, PeerConfig, StreamId};
+use penstock_types::{GroupId, MILLISECOND, PeerId, SECOND, Time};
 use rustix::event::{EventfdFlags, epoll};
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use socket2::{Domain, Protocol, SockAddr, Type};
@@ -21,89 +21,6 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// Where `len` bytes at `offset` of an outgoing message to a peer lie, as [`Handler::source`] said it until the group failed.
-/// It keeps that memory alive.
-pub type Source = Box<dyn Fn(PeerId, &MessageKey, u64, usize) -> Option<*const u8> + Send>;
-
-/// What the event loop asks and tells. All calls come from the loop's thread.
-pub trait Handler {
-    /// What is known of the operation of an incoming message.
-    fn status(&self, peer: PeerId, key: &MessageKey) -> OpStatus;
-    /// Where the payload of an incoming data frame belongs, if it may be read there directly. The place must stay valid
-    /// until the frame is handled or the group is dropped ([`Peers::drop_group`]).
-    ///
-    /// # Errors
-    /// A frame that cannot belong to the operation.
-    fn place(&mut self, peer: PeerId, header: &Header) -> Result<Option<*mut u8>, FrameError>;
-    /// `len` bytes at `offset` of an outgoing message, or `None` when its operation is over.
-    fn source(&self, peer: PeerId, key: &MessageKey, offset: u64, len: usize) -> Option<*const u8>;
-    /// The descriptor that goes along with the offer of shared memory, once.
-    fn descriptor(&mut self, peer: PeerId, region: u64) -> Option<Fd>;
-    /// The peer passes a descriptor; the frame that says what it is for has not been handled yet.
-    ///
-    /// # Errors
-    /// More of them than frames can ask for.
-    fn passed(&mut self, peer: PeerId, descriptor: Fd) -> Result<(), FrameError>;
-    /// A whole, checked, new frame. `placed`: its payload already lies where [`Handler::place`] said.
-    ///
-    /// # Errors
-    /// A frame that cannot belong to the operation.
-    fn frame(
-        &mut self,
-        peers: &mut Peers,
-        peer: PeerId,
-        header: &Header,
-        payload: &[u8],
-        placed: bool,
-    ) -> Result<(), FrameError>;
-    /// Something happened at a peer.
-    fn event(&mut self, peers: &mut Peers, peer: PeerId, event: Event);
-    /// A stream of the peer is up. `local`: on this host, in process `pid`.
-    fn linked(&mut self, peers: &mut Peers, peer: PeerId, local: bool, pid: u32, job: Option<GroupId>);
-    /// All connections to a peer are about to be closed, for a reason that the peer does not know: what it is told now leaves
-    /// before, as far as a socket takes it at once.
-    fn cut_off(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
-    /// A peer cannot be reached any more.
-    fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
-    /// A peer has left in good order: it has taken what it wanted, and nothing more will come from it.
-    fn left(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
-    /// A peer would not have us, or we would not have it: no stream will come up.
-    fn refused(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
-    /// [`Wake::wake`] was called.
-    fn woken(&mut self, peers: &mut Peers, now: Time);
-    /// `now` has passed what the last call returned.
-    fn tick(&mut self, peers: &mut Peers, now: Time) -> Time;
-    /// Somebody wants a stream in this job.
-    fn admit(&self, hello: &Hello) -> Admission;
-    /// Whether [`Handler::work`] has something to do.
-    fn has_work(&self) -> bool;
-    /// Does one piece of what takes long and can wait until all frames that are ready have left: a millisecond at most.
-    fn work(&mut self, peers: &mut Peers);
-    /// Whether the loop should say good-bye and end.
-    fn stopping(&self) -> bool;
-    /// How long the end may wait, in nanoseconds, for peers that live to take what was sent to them.
-    fn patience(&self) -> u64;
-    /// The loop is about to end: what is told to peers now is the last that leaves, as far as the sockets take it at once.
-    fn ending(&mut self, peers: &mut Peers);
-    /// The loop ends although a peer, which has neither left in good order nor been lost, has not taken all that was sent to it.
-    fn undelivered(&mut self, peers: &mut Peers, peer: PeerId);
-}
-
-/// An answer to a HELLO.
-#[derive(Clone, Debug)]
-pub enum Admission {
-    /// It may prove that it knows this secret; it is this peer.
-    Admit(Vec<u8>, PeerId),
-    /// We do not run such a job, or such a process is not in it.
-    Unauthenticated,
-    /// Another generation of the job runs here.
-    Generation(Generation),
-    /// We have not read the job's members yet.
-    NotYet,
-    /// It was a peer and is lost, for this reason, or it is not known here yet that it has lost this process.
-    Lost(String),
-}
 
 /// Settings of the event loop.
 #[derive(Clone, Debug)]
@@ -151,26 +68,6 @@ impl Wake {
     }
 }
 
-/// The machines of all peers, and what the engine wants done with them.
-pub struct Peers {
-    machines: Vec<Peer>,
-    /// Contacts of peers that the loop has not made links for yet.
-    added: Vec<Contact>,
-    dirty: Vec<PeerId>,
-    is_dirty: Vec<bool>,
-    /// Why the last attempt to connect to each peer failed.
-    troubles: Vec<Option<String>>,
-    orders: Vec<Order>,
-    now: Time,
-    buffer_bytes: usize,
-}
-
-enum Order {
-    Connect(PeerId, GroupId, Vec<u8>),
-    DropGroup(GroupId, Source),
-    Then(Box<dyn FnOnce() + Send>),
-}
-
 impl Link {
     fn new(contact: Contact) -> Link {
         Link {
@@ -189,72 +86,6 @@ impl Link {
             unread: 0,
             first_port: first_port(),
         }
-    }
-}
-
-impl Peers {
-    /// A new peer, not connected yet.
-    pub fn add(&mut self, contact: Contact) -> PeerId {
-        self.machines.push(Peer::new(PeerConfig::default(), self.now));
-        self.is_dirty.push(false);
-        self.troubles.push(None);
-        self.added.push(contact);
-        self.machines.len() as PeerId - 1
-    }
-
-    /// The machine of a peer; it will be asked for frames before the loop sleeps.
-    pub fn machine(&mut self, peer: PeerId) -> &mut Peer {
-        if !self.is_dirty[peer as usize] {
-            self.is_dirty[peer as usize] = true;
-            self.dirty.push(peer);
-        }
-        &mut self.machines[peer as usize]
-    }
-
-    /// Looks without touching.
-    #[must_use]
-    pub fn look(&self, peer: PeerId) -> &Peer {
-        &self.machines[peer as usize]
-    }
-
-    /// Why the last attempt to connect to a peer failed, if one has.
-    #[must_use]
-    pub fn trouble(&self, peer: PeerId) -> Option<&str> {
-        self.troubles[peer as usize].as_deref()
-    }
-
-    /// The loop's time.
-    #[must_use]
-    pub fn now(&self) -> Time {
-        self.now
-    }
-
-    /// Starts connecting to a peer, for a job, with its secret. Nothing may be queued for it before
-    /// [`Handler::linked`].
-    pub fn connect(&mut self, peer: PeerId, job: GroupId, secret: Vec<u8>) {
-        self.orders.push(Order::Connect(peer, job, secret));
-    }
-
-    /// Lets go of all memory of a group's operations, at once after the current frame. Frames that are being written are
-    /// copied from `source`, which is dropped then. What was sent for the first `finished` collectives, which have ended, goes on.
-    ///
-    /// What waits for that to have happened is given to [`Peers::after_drop`].
-    pub fn drop_group(&mut self, group: GroupId, finished: u64, source: Source) {
-        for machine in &mut self.machines {
-            machine.forget_group(group, finished);
-        }
-        self.orders.push(Order::DropGroup(group, source));
-    }
-
-    /// Runs `act` after the groups dropped so far have been let go of: no buffer of theirs is touched any more.
-    pub fn after_drop(&mut self, act: Box<dyn FnOnce() + Send>) {
-        self.orders.push(Order::Then(act));
-    }
-
-    /// Bytes of the loop's own that hold payloads.
-    #[must_use]
-    pub fn buffer_bytes(&self) -> usize {
-        self.buffer_bytes
     }
 }
 

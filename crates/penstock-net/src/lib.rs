@@ -1,6 +1,6 @@
 //! Moves frames: sockets, datagrams, and the memory of processes on the same host.
 //!
-//! [`Driver`] is one thread's event loop over `epoll`: it turns what [`penstock_protocol::peer::Peer`] wants into
+//! [`Driver`] is one thread's event loop over `epoll`: it turns what [`penstock_stream::peer::Peer`] wants into
 //! system calls and asks a [`Handler`] (the engine) where payloads lie. It decides nothing: which frame goes where is
 //! the protocol's affair, what a payload means is the engine's.
 //!
@@ -12,6 +12,7 @@ pub mod datagrams;
 pub mod descriptors;
 mod driver;
 pub mod fds;
+mod handler;
 pub mod interface;
 pub mod memory;
 pub mod pages;
@@ -21,5 +22,6 @@ pub mod system;
 pub mod waker;
 
 pub use contact::{Contact, Process};
-pub use driver::{Admission, Driver, Handler, Listen, Peers, Run, Settings, Source, Wake};
+pub use driver::{Driver, Listen, Run, Settings, Wake};
+pub use handler::{Admission, Handler, Peers, Source};
 pub use ptrace::Ptracer;

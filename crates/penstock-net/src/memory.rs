@@ -1,7 +1,7 @@
 //! Memory of other processes on the same host: read by the kernel, or mapped.
 
 use crate::fds::{Fd, forked};
-use penstock_protocol::handshake::NodeKey;
+use penstock_stream::handshake::NodeKey;
 use rustix::fd::{AsFd, AsRawFd};
 use rustix::fs::{Mode, OFlags, SealFlags};
 use rustix::io::Errno;

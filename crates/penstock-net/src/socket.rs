@@ -1,22 +1,16 @@
 //! The socket of one stream, with half written and half read frames.
 
-use crate::driver::{Handler, Peers, Source};
 use crate::fds::Fd;
+use crate::handler::{Handler, Peers, Source};
 use crate::system::Wire;
-use penstock_protocol::frame::MAX_FRAME_BYTES;
-use penstock_protocol::handshake::{Acceptor, Connector};
-use penstock_protocol::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
-use penstock_protocol::{FrameError, Header, Kind, MessageKey};
+use penstock_stream::frame::MAX_FRAME_BYTES;
+use penstock_stream::handshake::{Acceptor, Connector};
+use penstock_stream::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
+use penstock_stream::{FrameError, Header, Kind, MessageKey};
 use penstock_types::{GroupId, PeerId, Time};
-use rustix::fd::AsFd;
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
-};
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 /// A connection, from its first attempt on.
@@ -189,45 +183,6 @@ impl Socket {
 /// What an error of the system says of a connection. Nothing but the end of the other process resets a local one.
 pub(crate) fn why(error: Errno, local: bool) -> String {
     if local && matches!(error, Errno::CONNRESET | Errno::PIPE) { GONE.to_owned() } else { error.to_string() }
-}
-
-/// Writes what the kernel takes; a descriptor goes along with the first byte. A peer that is gone is an error and no SIGPIPE: the
-/// program around us may have set that back to its default, which is to die.
-pub(crate) fn write(fd: impl AsFd, slices: &[IoSlice<'_>], descriptor: Option<&Fd>) -> Result<usize, Errno> {
-    let descriptors = descriptor.map(AsFd::as_fd);
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if descriptors.is_some() {
-        let fits = ancillary.push(SendAncillaryMessage::ScmRights(descriptors.as_slice()));
-        debug_assert!(fits, "the space is for one");
-    }
-    rustix::net::sendmsg(fd, slices, &mut ancillary, SendFlags::NOSIGNAL)
-}
-
-/// Reads what there is, from a local socket with the descriptors that come along.
-pub(crate) fn read(
-    fd: impl AsFd,
-    slices: &mut [IoSliceMut<'_>],
-    local: bool,
-    descriptors: &mut Vec<Fd>,
-) -> Result<usize, Errno> {
-    if !local {
-        return rustix::io::readv(fd, slices);
-    }
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received = rustix::net::recvmsg(fd, slices, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
-    for message in ancillary.drain() {
-        if let RecvAncillaryMessage::ScmRights(rights) = message {
-            descriptors.extend(rights.map(Fd::new));
-        }
-    }
-    if received.flags.contains(ReturnFlags::CTRUNC) {
-        // The kernel keeps back descriptors that this process has no numbers for, and they cannot be had again. What was read
-        // is lost with them, but not without a word: the socket closes, and the groups of both ends fail with this reason.
-        return Err(Errno::MFILE);
-    }
-    Ok(received.bytes)
 }
 
 impl Writing {
@@ -497,61 +452,3 @@ const BUFFER_BYTES: usize = 16 * 1024;
 /// How much of the buffer is offered after a large payload: bytes of the next frame that land there are copied once more.
 const TAIL_BYTES: usize = 4 * 1024;
 static ZEROS: [u8; MAX_FRAME_BYTES as usize] = [0; MAX_FRAME_BYTES as usize];
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use rustix::fd::AsRawFd;
-
-    /// A descriptor that a local socket has brought is closed in a forked child, as the socket itself is; one that is
-    /// kept back by the kernel ends the connection.
-    #[test]
-    fn a_forked_child_keeps_nothing_that_was_passed() {
-        let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
-        let (reader, _writer) = rustix::pipe::pipe().expect("a pipe");
-        let reader = Fd::new(reader);
-        assert_eq!(write(&ours, &[IoSlice::new(b"x")], Some(&reader)), Ok(1));
-        let (mut byte, mut passed) = ([0], Vec::new());
-        assert_eq!(read(&theirs, &mut [IoSliceMut::new(&mut byte)], true, &mut passed), Ok(1));
-        let [passed] = &passed[..] else { panic!("{passed:?}") };
-        let number = passed.as_fd().as_raw_fd();
-        // SAFETY: the child makes two system calls and ends.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            // SAFETY: as above.
-            unsafe { libc::_exit(libc::c_int::from(libc::fcntl(number, libc::F_GETFD) != -1)) };
-        }
-        let mut status = 0;
-        // SAFETY: our own child, and a place for its status.
-        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-        assert_eq!(status, 0, "the child has it");
-
-        let many = [reader.as_fd(); 20];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(20))];
-        let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&many)));
-        rustix::net::sendmsg(&ours, &[IoSlice::new(b"x")], &mut ancillary, SendFlags::NOSIGNAL).expect("sent");
-        let mut passed = Vec::new();
-        assert_eq!(read(&theirs, &mut [IoSliceMut::new(&mut byte)], true, &mut passed), Err(Errno::MFILE));
-    }
-
-    /// A peer that is gone is an error for whoever writes to it, also where SIGPIPE ends the process.
-    #[test]
-    fn a_peer_that_is_gone_ends_no_process() {
-        let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
-        drop(theirs);
-        // SAFETY: the child sets a handler, makes a system call and ends.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            // SAFETY: as above.
-            unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
-            let is_error = write(&ours, &[IoSlice::new(b"x")], None) == Err(Errno::PIPE);
-            // SAFETY: as above.
-            unsafe { libc::_exit(libc::c_int::from(!is_error)) };
-        }
-        let mut status = 0;
-        // SAFETY: our own child, and a place for its status.
-        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-        assert_eq!(status, 0, "it has died of a signal, or the error is another");
-    }
-}

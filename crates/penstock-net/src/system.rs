@@ -5,11 +5,16 @@
 //! descriptors) cannot.
 
 use crate::fds::Fd;
-use crate::socket;
 use penstock_types::{SECOND, Time};
 use rustix::event::epoll;
+use rustix::fd::AsFd;
 use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
 use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::time::Instant;
 
@@ -84,13 +89,13 @@ impl System {
     }
 
     /// Watches a listener, or the descriptor that wakes the loop.
-    pub(crate) fn add(&self, fd: impl rustix::fd::AsFd, token: u64) -> Result<(), Errno> {
+    pub(crate) fn add(&self, fd: impl AsFd, token: u64) -> Result<(), Errno> {
         let System::Kernel { epoll, .. } = self else { return Ok(()) };
         epoll::add(epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN)
     }
 
     /// Goes on to watch a listener, or rests.
-    pub(crate) fn modify(&self, fd: impl rustix::fd::AsFd, token: u64, flags: epoll::EventFlags) -> Result<(), Errno> {
+    pub(crate) fn modify(&self, fd: impl AsFd, token: u64, flags: epoll::EventFlags) -> Result<(), Errno> {
         let System::Kernel { epoll, .. } = self else { return Ok(()) };
         epoll::modify(epoll, fd, epoll::EventData::new_u64(token), flags)
     }
@@ -162,14 +167,14 @@ impl Wire {
         descriptors: &mut Vec<Fd>,
     ) -> Result<usize, Errno> {
         match self {
-            Wire::Kernel(fd) => socket::read(fd, slices, local, descriptors),
+            Wire::Kernel(fd) => read(fd, slices, local, descriptors),
             Wire::Played(connection) => connection.read(slices).map_err(Errno::from),
         }
     }
 
     pub(crate) fn write(&self, slices: &[IoSlice<'_>], descriptor: Option<&Fd>) -> Result<usize, Errno> {
         match self {
-            Wire::Kernel(fd) => socket::write(fd, slices, descriptor),
+            Wire::Kernel(fd) => write(fd, slices, descriptor),
             Wire::Played(connection) => connection.write(slices).map_err(Errno::from),
         }
     }
@@ -183,6 +188,40 @@ impl Wire {
     }
 }
 
+/// Writes what the kernel takes; a descriptor goes along with the first byte. A peer that is gone is an error and no SIGPIPE: the
+/// program around us may have set that back to its default, which is to die.
+fn write(fd: impl AsFd, slices: &[IoSlice<'_>], descriptor: Option<&Fd>) -> Result<usize, Errno> {
+    let descriptors = descriptor.map(AsFd::as_fd);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if descriptors.is_some() {
+        let fits = ancillary.push(SendAncillaryMessage::ScmRights(descriptors.as_slice()));
+        debug_assert!(fits, "the space is for one");
+    }
+    rustix::net::sendmsg(fd, slices, &mut ancillary, SendFlags::NOSIGNAL)
+}
+
+/// Reads what there is, from a local socket with the descriptors that come along.
+fn read(fd: impl AsFd, slices: &mut [IoSliceMut<'_>], local: bool, descriptors: &mut Vec<Fd>) -> Result<usize, Errno> {
+    if !local {
+        return rustix::io::readv(fd, slices);
+    }
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let received = rustix::net::recvmsg(fd, slices, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            descriptors.extend(rights.map(Fd::new));
+        }
+    }
+    if received.flags.contains(ReturnFlags::CTRUNC) {
+        // The kernel keeps back descriptors that this process has no numbers for, and they cannot be had again. What was read
+        // is lost with them, but not without a word: the socket closes, and the groups of both ends fail with this reason.
+        return Err(Errno::MFILE);
+    }
+    Ok(received.bytes)
+}
+
 impl From<Trouble> for Errno {
     fn from(trouble: Trouble) -> Errno {
         match trouble {
@@ -190,5 +229,63 @@ impl From<Trouble> for Errno {
             Trouble::Reset => Errno::CONNRESET,
             Trouble::Refused => Errno::CONNREFUSED,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fd::AsRawFd;
+
+    /// A descriptor that a local socket has brought is closed in a forked child, as the socket itself is; one that is
+    /// kept back by the kernel ends the connection.
+    #[test]
+    fn a_forked_child_keeps_nothing_that_was_passed() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        let (reader, _writer) = rustix::pipe::pipe().expect("a pipe");
+        let reader = Fd::new(reader);
+        assert_eq!(write(&ours, &[IoSlice::new(b"x")], Some(&reader)), Ok(1));
+        let (mut byte, mut passed) = ([0], Vec::new());
+        assert_eq!(read(&theirs, &mut [IoSliceMut::new(&mut byte)], true, &mut passed), Ok(1));
+        let [passed] = &passed[..] else { panic!("{passed:?}") };
+        let number = passed.as_fd().as_raw_fd();
+        // SAFETY: the child makes two system calls and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above.
+            unsafe { libc::_exit(libc::c_int::from(libc::fcntl(number, libc::F_GETFD) != -1)) };
+        }
+        let mut status = 0;
+        // SAFETY: our own child, and a place for its status.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "the child has it");
+
+        let many = [reader.as_fd(); 20];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(20))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&many)));
+        rustix::net::sendmsg(&ours, &[IoSlice::new(b"x")], &mut ancillary, SendFlags::NOSIGNAL).expect("sent");
+        let mut passed = Vec::new();
+        assert_eq!(read(&theirs, &mut [IoSliceMut::new(&mut byte)], true, &mut passed), Err(Errno::MFILE));
+    }
+
+    /// A peer that is gone is an error for whoever writes to it, also where SIGPIPE ends the process.
+    #[test]
+    fn a_peer_that_is_gone_ends_no_process() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        drop(theirs);
+        // SAFETY: the child sets a handler, makes a system call and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above.
+            unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+            let is_error = write(&ours, &[IoSlice::new(b"x")], None) == Err(Errno::PIPE);
+            // SAFETY: as above.
+            unsafe { libc::_exit(libc::c_int::from(!is_error)) };
+        }
+        let mut status = 0;
+        // SAFETY: our own child, and a place for its status.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "it has died of a signal, or the error is another");
     }
 }

@@ -2,8 +2,8 @@
 
 use crate::{
     Action, Buf, Operand, Request, Steps,
-    check::Violation,
     instances::{Area, Instance, expand},
+    violation::Violation,
 };
 
 /// One rank's buffers.

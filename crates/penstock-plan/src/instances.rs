@@ -1,26 +1,12 @@
 //! The instances of all ranks' steps, with their dependencies and messages resolved. Shared by [`crate::check`] and
 //! [`crate::execute`].
 
-use std::{collections::HashMap, fmt};
+use std::collections::HashMap;
 
-use crate::{Action, Buf, Dep, Operand, Slice, Steps, check::Violation};
-
-/// One instance of a step on one rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Place {
-    /// The rank.
-    pub rank: u32,
-    /// Index in [`Steps::steps`].
-    pub step: u32,
-    /// Which instance.
-    pub segment: u32,
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {} step {} segment {}", self.rank, self.step, self.segment)
-    }
-}
+use crate::{
+    Action, Buf, Dep, Operand, Slice, Steps,
+    violation::{Place, Violation},
+};
 
 /// An instance that touches bytes, or notifies. It is identified by its index in the list.
 pub(crate) struct Instance<'a> {

@@ -21,6 +21,8 @@ mod algorithm;
 pub mod buckets;
 mod build;
 pub mod check;
+mod choice;
+mod collective;
 pub mod execute;
 mod instances;
 mod partition;
@@ -28,12 +30,15 @@ mod planner;
 mod promise;
 mod request;
 mod steps;
+mod topology;
+mod violation;
 
-pub use algorithm::{
-    Algorithm, EAGER_LIMIT_BYTES, Medium, Thresholds, Topology, UnknownAlgorithm, choose, segment_bytes,
-};
+pub use algorithm::{Algorithm, UnknownAlgorithm};
 pub use build::{SCRATCH_SEGMENTS, steps};
+pub use choice::{EAGER_LIMIT_BYTES, Thresholds, choose, segment_bytes};
+pub use collective::Collective;
 pub use planner::Planner;
 pub use promise::{Order, WireBytes, crossing_bytes, hops, order, wire_bytes};
-pub use request::{Collective, PlanError, Request, Splits};
+pub use request::{PlanError, Request, Splits};
 pub use steps::{Action, Buf, Dep, Operand, Slice, Step, Steps};
+pub use topology::{Medium, Topology};

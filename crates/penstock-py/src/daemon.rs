@@ -1,60 +1,34 @@
 //! Aggregators and servers, for `penstock aggregator` and `penstock server`.
 
 use crate::setup_error;
-use penstock_aggregator::{Config, Role};
+use penstock_node::{Config, NodeOption, Role};
 use penstock_types::{Failure, FailureKind};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use std::net::SocketAddr;
+use std::collections::HashMap;
 use std::time::Duration;
 
 /// A running aggregator or server; it ends when it is dropped.
 #[pyclass(frozen, module = "penstock._core")]
-pub(crate) struct Daemon(penstock_aggregator::Daemon);
+pub(crate) struct Daemon(penstock_node::Daemon);
 
 #[pymethods]
 impl Daemon {
-    /// Starts it: when this returns, packets and requests are taken at `listen` ("ip:port"). `role` is "aggregator" or
-    /// "server"; `drop` is (rate, seed). Raises penstock.errors.Config.
+    /// Starts it: when this returns, packets and requests are taken. `role` is "aggregator" or "server"; `options` has the text
+    /// of each option that is given, by its name in `daemon_options` (any text for one without a value); `secret` is for where
+    /// they name none. Raises penstock.errors.Config.
     #[new]
-    #[pyo3(signature = (
-        role, listen, *, shards, slots, memory_bytes, jobs, secret, offloads, buffer_bytes, forget_after_s, drain_timeout_s, drop,
-    ))]
-    #[allow(clippy::too_many_arguments, reason = "they are keyword-only in Python")]
-    fn new(
-        py: Python<'_>,
-        role: &str,
-        listen: &str,
-        shards: u32,
-        slots: usize,
-        memory_bytes: usize,
-        jobs: usize,
-        secret: Option<Vec<u8>>,
-        offloads: bool,
-        buffer_bytes: usize,
-        forget_after_s: f64,
-        drain_timeout_s: f64,
-        drop: Option<(f64, u64)>,
-    ) -> PyResult<Daemon> {
+    #[pyo3(signature = (role, options, *, secret))]
+    fn new(py: Python<'_>, role: &str, options: HashMap<String, String>, secret: Option<Vec<u8>>) -> PyResult<Daemon> {
         let config_error = |message: String| setup_error(py, &Failure::of_call(FailureKind::Config, message));
-        let role = match role {
-            "aggregator" => Role::Aggregator,
-            "server" => Role::Server,
-            other => return Err(config_error(format!("role is {other:?}; aggregator and server are possible"))),
-        };
-        let seconds = |name: &str, value: f64| {
-            Duration::try_from_secs_f64(value)
-                .map_err(|_| config_error(format!("{name} {value} is not a time to wait")))
-        };
-        let listen: SocketAddr =
-            listen.parse().map_err(|_| config_error(format!("{listen:?} is not an address and a port")))?;
-        let mut config = Config::new(role, listen);
-        (config.limits.slots, config.limits.memory_bytes, config.limits.jobs) = (slots, memory_bytes, jobs);
-        (config.shards, config.secret, config.offloads) = (shards, secret, offloads);
-        (config.buffer_bytes, config.drop) = (buffer_bytes, drop);
-        config.forget_after = seconds("--forget-after", forget_after_s)?;
-        config.drain_timeout = seconds("--drain-timeout", drain_timeout_s)?;
-        let started = py.detach(|| penstock_aggregator::Daemon::start(config));
-        started.map(Daemon).map_err(|reason| config_error(reason.to_string()))
+        let role = role_named(role).map_err(config_error)?;
+        let started = py.detach(|| {
+            let texts: Vec<_> = options.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
+            let mut config = Config::from_options(role, &texts)?;
+            config.secret = config.secret.or(secret);
+            penstock_node::Daemon::start(config).map_err(|reason| reason.to_string())
+        });
+        started.map(Daemon).map_err(config_error)
     }
 
     /// "ip:port" of TCP and of shard 0.
@@ -75,8 +49,31 @@ impl Daemon {
     }
 }
 
-/// Bytes as people write them: "4096", "64K", "512M", "4G". Raises ValueError.
+/// The options of a role as (name, value, default, help). `value` is what the help calls it, or None for an option that is given
+/// or not. Raises ValueError.
 #[pyfunction]
-pub(crate) fn parse_bytes(text: &str) -> PyResult<usize> {
-    penstock_aggregator::parse_bytes(text).map_err(pyo3::exceptions::PyValueError::new_err)
+pub(crate) fn daemon_options(role: &str) -> PyResult<Vec<OptionRow>> {
+    let role = role_named(role).map_err(PyValueError::new_err)?;
+    Ok(NodeOption::of(role).map(|option| (option.name, option.value, option.default, option.help)).collect())
+}
+
+type OptionRow = (&'static str, Option<&'static str>, Option<&'static str>, &'static str);
+
+/// Raises ValueError, without the option's name, where `text` is no value of an option.
+#[pyfunction]
+pub(crate) fn check_daemon_option(py: Python<'_>, name: &str, text: &str) -> PyResult<()> {
+    let option = NodeOption::named(name).ok_or_else(|| PyValueError::new_err(format!("there is no option {name}")))?;
+    py.detach(|| option.check(text)).map_err(PyValueError::new_err)
+}
+
+/// "ip:port" from an address or a name, with a port or without. Raises ValueError.
+#[pyfunction]
+pub(crate) fn parse_address(py: Python<'_>, text: &str) -> PyResult<String> {
+    let address = py.detach(|| penstock_node::parse_address(text));
+    address.map(|address| address.to_string()).map_err(PyValueError::new_err)
+}
+
+fn role_named(name: &str) -> Result<Role, String> {
+    let role = [Role::Aggregator, Role::Server].into_iter().find(|role| role.name() == name);
+    role.ok_or_else(|| format!("role is {name:?}; aggregator and server are possible"))
 }

@@ -18,7 +18,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::daemon::{Daemon, parse_bytes};
+    use super::daemon::{Daemon, check_daemon_option, daemon_options, parse_address};
 
     #[pymodule_export]
     use super::engine::{Engine, Group, Ticket, memory_order};
@@ -40,7 +40,7 @@ mod _core {
     const __version__: &str = env!("CARGO_PKG_VERSION");
 
     #[pymodule_export]
-    const AGGREGATION_VERSION: u8 = penstock_protocol::aggregation::VERSION;
+    const AGGREGATION_VERSION: u8 = penstock_aggregation::VERSION;
 }
 
 /// Addresses to listen on: those named by the first non-empty (setting, value), otherwise the one that routes to `master`

@@ -1,7 +1,7 @@
 //! The simulator of in-network aggregation, for `penstock simulate aggregation`.
 
-use penstock_protocol::aggregation::Timing;
-use penstock_protocol::aggregation::simulate::{Fixed, GIGABIT, Scenario, Shape};
+use penstock_aggregation::Timing;
+use penstock_aggregation::simulate::{Fixed, GIGABIT, Scenario, Shape};
 use penstock_types::MILLISECOND;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

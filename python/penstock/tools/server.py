@@ -1,4 +1,4 @@
-"""``penstock server``: commits sums and returns them. The daemon is Rust (crates/penstock-aggregator)."""
+"""``penstock server``: commits sums and returns them. The daemon is Rust (crates/penstock-node)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["command"]
 
 
 @click.command()
-@options
+@options("server")
 def command(**given: Any) -> None:
     """Commit sums and return them to all workers: the end of in-network aggregation.
 
     Runs until SIGTERM or Ctrl-C, and then until no sum is half done. `penstock aggregator top ADDR` shows what one does.
     """
-    serve("server", **given)
+    serve("server", given)

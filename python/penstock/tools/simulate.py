@@ -1,6 +1,6 @@
 """``penstock simulate``: the shipped protocol in virtual time, with seeded faults.
 
-What runs is the code of `penstock-protocol` itself; only time, the network and the drivers are simulated
+What runs is the code of `penstock-aggregation` itself; only time, the network and the drivers are simulated
 (docs/design/aggregation.md).
 """
 

@@ -1,16 +1,16 @@
 //! The client's thread: makes system calls for the core, and turns the core's errors into failures of the group.
 
-use super::core::{Core, CoreConfig, Job, Lack, PARENT, SERVER, Trouble};
-use super::fallback::{claims, contribute, finish};
-use super::layout::Wire;
+use super::shares::Shares;
 use super::{ClientSpec, ClientStats, NodeSpec, ServerSpec, ServerStats, Shared};
 use crate::recorder::{Entry, Record, Recorder};
 use crate::runtime::Call;
 use crate::{Group, Ticket};
+use penstock_aggregation::client::fallback::{claims, contribute, finish};
+use penstock_aggregation::client::{Core, CoreConfig, Job, Lack, PARENT, SERVER, Trouble, Wire};
+use penstock_aggregation::{Key, Link, Receipt, Serial, Timing, WorkerConfig};
 use penstock_net::datagrams::Datagrams;
 use penstock_plan::{Algorithm, Collective};
-use penstock_protocol::aggregation::{Key, Link, Receipt, Serial, Timing, WorkerConfig};
-use penstock_protocol::fingerprint::{Fingerprint, Name};
+use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp, SECOND, Time};
 use std::any::Any;
 use std::collections::VecDeque;
@@ -50,6 +50,7 @@ pub(super) struct Driver {
     recorder: Recorder,
     sockets: Vec<Datagrams>,
     core: Core,
+    shares: Shares,
     epoch: Instant,
     /// Operations that have not ended, in the group's order, from number `first`.
     running: VecDeque<Running>,
@@ -100,14 +101,10 @@ impl Driver {
             ask_parent: spec.wire != Wire::Padded,
             timing: Timing::default(),
         };
-        let config = CoreConfig {
-            rank: spec.rank,
-            world: spec.world,
-            wire: spec.wire,
-            payload_bytes: spec.payload_bytes,
-            weights: spec.servers.iter().map(|server| server.weight).collect(),
-        };
+        let config = CoreConfig { world: spec.world, wire: spec.wire, payload_bytes: spec.payload_bytes };
         let core = Core::new(Time(0), config, spec.servers.iter().map(worker).collect());
+        let weights: Vec<u32> = spec.servers.iter().map(|server| server.weight).collect();
+        let shares = Shares::new(spec.rank, spec.world, &weights);
         shared.stats().servers = spec
             .servers
             .iter()
@@ -138,6 +135,7 @@ impl Driver {
             recorder,
             sockets,
             core,
+            shares,
             epoch: Instant::now(),
             running: VecDeque::new(),
             first: 0,
@@ -270,7 +268,9 @@ impl Driver {
             timeout: call.timeout,
         };
         if !self.sockets.is_empty() {
-            self.core.submit(job);
+            let pushes = self.shares.of(job.dtype, job.bytes, self.core.block_bytes(job.dtype));
+            // SAFETY: `running` keeps the tensor alive until the operation has ended, and its caller leaves it alone until then.
+            unsafe { self.core.submit(job, &pushes) };
         }
         let Call { fingerprint, priority, keep, .. } = call;
         let recorded = self.recorder.issued(Record {
@@ -621,7 +621,7 @@ impl Driver {
         // Operations that some rank was not given are unreduced here, but may be premultiplied.
         while let Some((number, left)) = self.core.take_first() {
             let running = &mut self.running[(number - self.first) as usize];
-            if left.begun && matches!(left.job.op, ReduceOp::PremulSum(_)) {
+            if left.begun() && matches!(left.job().op, ReduceOp::PremulSum(_)) {
                 running.job.op = ReduceOp::Sum;
             }
         }
@@ -631,13 +631,13 @@ impl Driver {
     /// Ends the first operation, of which some ranks have a part of the result.
     fn finish_first(&mut self) -> Result<(), Failure> {
         let (_, left) = self.core.take_first().expect("it has been given");
-        let timeout = left.job.timeout;
+        let Job { dtype, address, bytes, timeout, .. } = *left.job();
         let mut owners = claims(self.spec.rank, &left);
         self.all_reduce(ReduceOp::Min, DType::I32, as_bytes(&mut owners), timeout)?;
         contribute(self.spec.rank, &left, &owners);
         // SAFETY: the tensor is the operation's, which `running` keeps alive.
-        let tensor = unsafe { std::slice::from_raw_parts_mut(left.job.address, left.job.bytes) };
-        self.all_reduce(ReduceOp::Sum, left.job.dtype, tensor, timeout)?;
+        let tensor = unsafe { std::slice::from_raw_parts_mut(address, bytes) };
+        self.all_reduce(ReduceOp::Sum, dtype, tensor, timeout)?;
         finish(self.spec.world, &left, &owners);
         self.end_fallen();
         Ok(())

@@ -1,21 +1,20 @@
 //! All-reduces through aggregators and servers (`docs/design/aggregated.md`).
 //!
 //! A [`Client`] takes the large sums and averages of floats of one group; everything else goes the group's ordinary way. It is
-//! one thread: `core.rs` decides, `driver.rs` has the sockets, and `fallback.rs` says how operations end when a server dies.
+//! one thread: `driver.rs` has the sockets, `penstock_aggregation::client` decides, and `shares.rs` asks the plan what goes to which
+//! server.
 //!
 //! Why a thread of its own, and not the engine's? Quantising takes as long as receiving, and the client wakes for every train
 //! of datagrams: neither should delay the other's work.
 
-mod core;
 mod driver;
-mod fallback;
-mod layout;
+mod shares;
 
 use crate::recorder::Recorder;
 use crate::runtime::Call;
 use crate::{Group, Ticket, check_fork};
 use driver::{Command, Driver};
-pub use layout::Wire;
+pub use penstock_aggregation::client::Wire;
 use penstock_net::datagrams::{Datagrams, SHORT_SEND_BUFFER};
 use penstock_net::waker::Waker;
 use penstock_plan::{Algorithm, Collective};

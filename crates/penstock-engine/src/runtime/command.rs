@@ -9,7 +9,7 @@ use crate::ticket::{Promise, Ticket};
 use penstock_net::memory::Region;
 use penstock_net::{Contact, Peers};
 use penstock_plan::{Algorithm, Collective, Splits};
-use penstock_protocol::fingerprint::Fingerprint;
+use penstock_stream::fingerprint::Fingerprint;
 use penstock_types::{
     DType, Failure, FailureKind, Generation, GroupId, MILLISECOND, PeerId, Priority, ReduceOp, SECOND, Time,
 };

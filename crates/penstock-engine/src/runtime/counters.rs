@@ -7,7 +7,7 @@ use crate::execution::Kept;
 use crate::scale::Scale;
 use crate::stats::{GroupStats, Held, PeerStats, Stats};
 use penstock_net::Peers;
-use penstock_protocol::peer::Peer;
+use penstock_stream::peer::Peer;
 use penstock_types::PeerId;
 
 impl Runtime {

@@ -6,7 +6,7 @@ use super::{JOIN_OPS, Runtime};
 use penstock_core::name::{OpId, Sequence};
 use penstock_core::operation::Awaited;
 use penstock_net::Peers;
-use penstock_protocol::peer::Farewell;
+use penstock_stream::peer::Farewell;
 use penstock_types::{Failure, FailureKind, GroupId, PeerId};
 
 impl Runtime {

@@ -5,8 +5,8 @@ use super::issue::unnamed;
 use penstock_core::name::OpId;
 use penstock_core::operation::Misfit;
 use penstock_net::Peers;
-use penstock_protocol::fingerprint::Fingerprint;
-use penstock_protocol::peer::Report;
+use penstock_stream::fingerprint::Fingerprint;
+use penstock_stream::peer::Report;
 use penstock_types::{Failure, FailureKind, GroupId, PeerId, SECOND};
 use std::time::Instant;
 

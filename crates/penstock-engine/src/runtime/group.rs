@@ -10,7 +10,7 @@ use penstock_core::name::{Ended, Issued, OpId, Sequence};
 use penstock_core::unbound::Unbound;
 use penstock_net::Contact;
 use penstock_plan::{Algorithm, Request, Splits, Steps, Topology};
-use penstock_protocol::fingerprint::Fingerprint;
+use penstock_stream::fingerprint::Fingerprint;
 use penstock_types::{Failure, OpSeq, PeerId, Priority, Time};
 use std::any::Any;
 use std::collections::HashMap;

@@ -12,8 +12,8 @@ use penstock_core::name::{Ended, Issued};
 use penstock_core::unbound::Unbound;
 use penstock_net::{Admission, Peers};
 use penstock_plan::{Collective, Topology};
-use penstock_protocol::fingerprint::{Fingerprint, Name};
-use penstock_protocol::handshake::{Hello, NodeKey};
+use penstock_stream::fingerprint::{Fingerprint, Name};
+use penstock_stream::handshake::{Hello, NodeKey};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, PeerId, Priority, ReduceOp, Time};
 use std::collections::{HashMap, HashSet};
 

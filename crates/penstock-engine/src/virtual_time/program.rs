@@ -8,7 +8,7 @@ use super::network::{Death, Paths};
 use fastrand::Rng;
 use penstock_core::unbound::ANY_SOURCE;
 use penstock_plan::{Algorithm, Collective, Splits};
-use penstock_protocol::fingerprint::{Fingerprint, Name};
+use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_types::{DType, MILLISECOND, ReduceOp, SECOND};
 use std::fmt;
 

@@ -1,6 +1,6 @@
 """``penstock aggregator`` and what it shares with ``penstock server``: the daemons of in-network aggregation.
 
-- `daemon`: options, and a daemon's life from start to SIGTERM. The daemon itself is Rust (crates/penstock-aggregator).
+- `daemon`: options, and a daemon's life from start to SIGTERM. The daemon itself is Rust (crates/penstock-node).
 - `top`: what a daemon counts, as a live table.
 
 ``docs/reference/aggregator.md`` says how to run them.
@@ -19,22 +19,15 @@ __all__ = ["command"]
 
 
 @click.group(invoke_without_command=True, options_metavar="[OPTIONS]", subcommand_metavar="[top [ADDR]]")
-@options
-@click.option(
-    "--shards",
-    type=click.Choice(["1", "2", "4", "8", "16"]),
-    default="1",
-    show_default=True,
-    help="Threads, each with a UDP port of its own, from the port on.",
-)
+@options("aggregator")
 @click.pass_context
-def command(context: click.Context, /, shards: str, **given: Any) -> None:
+def command(context: click.Context, /, **given: Any) -> None:
     """Add what workers push on its way to the server, and forward one sum.
 
     Runs until SIGTERM or Ctrl-C, and then until no sum is half done. `penstock aggregator top` shows what one does.
     """
     if context.invoked_subcommand is None:
-        serve("aggregator", shards=int(shards), **given)
+        serve("aggregator", given)
 
 
 command.add_command(show)

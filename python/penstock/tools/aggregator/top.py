@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.tools.aggregator.daemon import PORT, parse_address
+from penstock.tools.aggregator.daemon import parse_address
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,7 +20,7 @@ __all__ = ["command", "fetch", "render"]
 
 
 @click.command("top")
-@click.argument("address", default=f"127.0.0.1:{PORT}", metavar="[ADDR[:PORT]]")
+@click.argument("address", default="127.0.0.1", metavar="[ADDR[:PORT]]")
 @click.option("--once", is_flag=True, help="Print it once, without rates, and end.")
 @click.option("--every", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds between two looks.")
 def command(address: str, once: bool, every: float) -> None:

@@ -1,0 +1,725 @@
+//! A rank's side of the aggregated all-reduces of one group, without sockets and clocks.
+//!
+//! Every server has a *stream* of SeqNums of its own. Operations post their blocks to it in the order in which the group's
+//! ranks issue them, so a SeqNum means the same block on all ranks without a message:
+//! ```text
+//!   op 0: header, exponents ──(results)──> blocks ──(all numbered)──> op 1: header, exponents ──(results)──> blocks ...
+//! ```
+//! A block is read from the tensor whenever it is sent, and its result is written over it: once a result is here, the server
+//! has committed the block, and no node needs it again.
+//!
+//! **An operation ends when *all* ranks have all its results**, which Credit shows. So a result that one rank has given to its
+//! user is known on all ranks, and when a server dies, all ranks can start again from the same operation.
+
+use super::layout::{HEADER_EXPONENTS, Layout, Wire, header, other_fingerprint};
+use crate::{Format, HEADER_BYTES, Header, Kind, Link, Received, Refusal, Route, Serial, Worker, WorkerConfig};
+use penstock_kernels::{ByteOrder, Exponent, Finish, block_exponent, premultiply, reduce, swap_bytes};
+use penstock_types::{DType, ReduceOp, Time};
+use std::collections::VecDeque;
+use std::ops::Range;
+
+/// The number of the server in a [`WorkerConfig`].
+pub const SERVER: Link = Link(0);
+/// The number of the aggregator above this rank, if there is one.
+pub const PARENT: Link = Link(1);
+
+/// The parameters on which all ranks of a group agree.
+#[derive(Clone, Debug)]
+pub struct CoreConfig {
+    /// Ranks in the group, 2 to 64.
+    pub world: u32,
+    /// What travels.
+    pub wire: Wire,
+    /// The most that a packet carries, a multiple of 64.
+    pub payload_bytes: usize,
+}
+
+/// An all-reduce, as the core needs it.
+#[derive(Clone, Copy, Debug)]
+pub struct Job {
+    /// Of the tensor: float32, float16 or bfloat16.
+    pub dtype: DType,
+    /// Sum, average or premultiplied sum.
+    pub op: ReduceOp,
+    /// Where the tensor lies.
+    pub address: *mut u8,
+    /// Its length.
+    pub bytes: usize,
+    /// The fingerprint on which ranks must agree.
+    pub fingerprint: u128,
+    /// Whether the tensor holds the contribution already; otherwise [`Core::release`] reports it.
+    pub ready: bool,
+    /// When it was given.
+    pub started: Time,
+    /// The time-out in nanoseconds.
+    pub timeout: u64,
+}
+
+// SAFETY: whoever submits the job keeps the tensor alive and leaves it alone until the operation has ended; only the thread
+// that has the core uses the address.
+unsafe impl Send for Job {}
+
+/// Why the client cannot go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// Ranks mean different things with an operation.
+    Mismatch {
+        /// Its number.
+        op: u64,
+        /// Another rank's fingerprint.
+        theirs: u128,
+    },
+    /// A result that no honest server sends.
+    Result(String),
+}
+
+/// What an operation waits for from a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lack {
+    /// All is here.
+    Nothing,
+    /// What precedes blocks: the sum of all ranks' headers, or their exponents.
+    Agreement,
+    /// Pieces of the result.
+    Pieces {
+        /// How many.
+        left: usize,
+        /// Of how many.
+        all: usize,
+    },
+}
+
+/// A packet to send; its payload is in the buffer that was passed.
+#[derive(Debug)]
+pub struct Packet {
+    /// [`SERVER`] or [`PARENT`].
+    pub to: Link,
+    /// Of its block.
+    pub seq: Serial,
+    /// What goes first.
+    pub header: [u8; HEADER_BYTES],
+    /// How much of the buffer follows.
+    pub payload_bytes: usize,
+}
+
+/// Counters of one server's stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StreamCounters {
+    /// Blocks that left for the first time.
+    pub pushed: u64,
+    /// ... and again.
+    pub pushed_again: u64,
+    /// Results that were asked for.
+    pub requested: u64,
+    /// Results.
+    pub results: u64,
+    /// Packets without effect.
+    pub refused: u64,
+}
+
+/// All operations of a rank, and its streams to the servers.
+pub struct Core {
+    config: CoreConfig,
+    streams: Vec<Stream>,
+    /// Operations that have not ended; the first one's number is `first`.
+    ops: VecDeque<Op>,
+    first: u64,
+}
+
+struct Stream {
+    worker: Worker,
+    /// The operation whose blocks are posted next.
+    op: u64,
+    next: Next,
+    /// What each SeqNum carries, by SeqNum modulo the length. The length is how many a worker may have posted.
+    posted: Vec<Carried>,
+    counters: StreamCounters,
+}
+
+/// What an operation posts next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Next {
+    Header,
+    Exponents(usize),
+    /// The exponents of all ranks have not come yet.
+    Agreement,
+    Block {
+        block: usize,
+        part: usize,
+    },
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Carried {
+    op: u64,
+    what: What,
+    sent: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum What {
+    Header,
+    Exponents(usize),
+    Block { block: usize, part: usize },
+}
+
+struct Op {
+    job: Job,
+    layout: Layout,
+    /// Whether any of its blocks was posted.
+    begun: bool,
+    sides: Vec<Side>,
+    /// For each piece, of one server after the other, whether the tensor holds its result.
+    delivered: Vec<bool>,
+    undelivered: usize,
+}
+
+/// One server's range of an operation.
+struct Side {
+    start: usize,
+    len: usize,
+    blocks: usize,
+    /// The exponent of each block: first this rank's, in the end the maximum of all ranks.
+    exponents: Vec<i16>,
+    /// Headers and exponents whose result has not come.
+    unagreed: usize,
+    /// The index of its first piece.
+    first_piece: usize,
+    /// The last SeqNum, once all blocks are posted.
+    last: Option<Serial>,
+}
+
+impl Core {
+    /// A stream a worker, in the order of the servers; every worker's window is the same.
+    #[must_use]
+    pub fn new(now: Time, config: CoreConfig, workers: Vec<WorkerConfig>) -> Core {
+        let stream = |worker: WorkerConfig| Stream {
+            posted: vec![Carried { op: 0, what: What::Header, sent: false }; 2 * worker.window as usize],
+            worker: Worker::new(now, worker),
+            op: 0,
+            next: Next::Header,
+            counters: StreamCounters::default(),
+        };
+        Core { streams: workers.into_iter().map(stream).collect(), ops: VecDeque::new(), first: 0, config }
+    }
+
+    /// Bytes of a tensor of this type in a block. A server's range is cut into blocks from its start.
+    #[must_use]
+    pub fn block_bytes(&self, dtype: DType) -> usize {
+        self.layout(dtype).block_bytes()
+    }
+
+    fn layout(&self, dtype: DType) -> Layout {
+        Layout::new(self.config.wire, dtype, self.config.world, self.config.payload_bytes)
+    }
+
+    /// Takes the next operation of the group's order; returns its number. `pushes` says which bytes of the tensor each server
+    /// adds, in the order of the servers: whole elements, perhaps none. All ranks must pass the same.
+    ///
+    /// # Panics
+    /// If there is not one range a server.
+    ///
+    /// # Safety
+    /// The tensor stays alive until the operation has ended, for as long as anything of this core is called or of what
+    /// [`Core::take_first`] leaves of it. Nobody else touches it meanwhile; where it is not ready, from [`Core::release`] on.
+    pub unsafe fn submit(&mut self, job: Job, pushes: &[Range<usize>]) -> u64 {
+        assert_eq!(pushes.len(), self.streams.len(), "a range a server");
+        let layout = self.layout(job.dtype);
+        let mut pieces = 0;
+        let side = |range: &Range<usize>| {
+            let first_piece = pieces;
+            pieces += range.len().div_ceil(layout.piece_bytes());
+            Side {
+                start: range.start,
+                len: range.len(),
+                blocks: range.len().div_ceil(layout.block_bytes()),
+                exponents: Vec::new(),
+                unagreed: 0,
+                first_piece,
+                last: None,
+            }
+        };
+        let sides = pushes.iter().map(side).collect();
+        let delivered = vec![false; pieces];
+        self.ops.push_back(Op { job, layout, begun: false, sides, delivered, undelivered: pieces });
+        self.first + self.ops.len() as u64 - 1
+    }
+
+    /// The tensor of an operation that was not ready is ready now.
+    pub fn release(&mut self, op: u64) {
+        if let Some(op) = op.checked_sub(self.first).and_then(|at| self.ops.get_mut(at as usize)) {
+            op.job.ready = true;
+        }
+    }
+
+    /// Handles a datagram that came from `from` to the socket of `server`. A refused one has no effect.
+    ///
+    /// # Errors
+    /// What the group cannot go on after.
+    pub fn handle_packet(
+        &mut self,
+        now: Time,
+        server: usize,
+        from: Link,
+        bytes: &[u8],
+    ) -> Result<Result<(), Refusal>, Trouble> {
+        let stream = &mut self.streams[server];
+        match stream.worker.handle_packet(now, from, bytes) {
+            Err(refusal) => {
+                stream.counters.refused += 1;
+                Ok(Err(refusal))
+            }
+            Ok(Received::Control) => Ok(Ok(())),
+            Ok(Received::Result { seq, format, exponent, payload }) => {
+                stream.counters.results += 1;
+                self.deliver(server, seq, format, exponent, payload).map(Ok)
+            }
+        }
+    }
+
+    /// When [`Core::handle_timeout`] is due.
+    #[must_use]
+    pub fn poll_timeout(&self) -> Time {
+        let workers = self.streams.iter().map(|stream| stream.worker.poll_timeout());
+        let ops = self.ops.iter().map(|op| op.job.started.plus(op.job.timeout));
+        workers.chain(ops).min().unwrap_or(Time(u64::MAX))
+    }
+
+    /// `now` has passed what [`Core::poll_timeout`] said; otherwise nothing happens.
+    pub fn handle_timeout(&mut self, now: Time) {
+        for stream in &mut self.streams {
+            if stream.worker.poll_timeout() <= now {
+                stream.worker.handle_timeout(now);
+            }
+        }
+    }
+
+    /// The next packet for a server. `payload` is as long as a packet may be.
+    pub fn poll_transmit(&mut self, now: Time, server: usize, payload: &mut [u8]) -> Option<Packet> {
+        self.post(server);
+        let outbound = self.streams[server].worker.poll_transmit(now)?;
+        let Header { kind, seq, .. } = outbound.header;
+        let (mut format, mut exponent, mut len) = (Format::None, 0, 0);
+        let stream = &mut self.streams[server];
+        match kind {
+            Kind::Push => {
+                let at = seq.0 as usize % stream.posted.len();
+                let carried = &mut stream.posted[at];
+                match std::mem::replace(&mut carried.sent, true) {
+                    false => stream.counters.pushed += 1,
+                    true => stream.counters.pushed_again += 1,
+                }
+                let Carried { op, what, .. } = *carried;
+                let op = &self.ops[(op - self.first) as usize];
+                let shape = op.write(server, what, payload);
+                (format, exponent, len) = (shape.format, shape.exponent, shape.packet_bytes);
+            }
+            Kind::Request => stream.counters.requested += 1,
+            _ => {}
+        }
+        let header = self.streams[server].worker.seal(&outbound.header, format, exponent, &payload[..len]);
+        Some(Packet { to: outbound.to, seq, header, payload_bytes: len })
+    }
+
+    /// The next operation that has ended; they end in order.
+    pub fn poll_done(&mut self) -> Option<u64> {
+        let ended = |op: &Op| {
+            op.undelivered == 0
+                && op.sides.iter().zip(&self.streams).all(|(side, stream)| {
+                    side.unagreed == 0
+                        && side.last.map_or(side.blocks == 0, |last| stream.worker.everywhere().is_newer_than(last))
+                })
+        };
+        self.ops.front().filter(|op| ended(op))?;
+        self.pop()
+    }
+
+    /// The next operation whose results have all come, whether or not other ranks have them.
+    pub fn poll_delivered(&mut self) -> Option<u64> {
+        self.ops.front().filter(|op| op.has_all())?;
+        self.pop()
+    }
+
+    /// The first operation whose time-out has expired.
+    #[must_use]
+    pub fn late(&self, now: Time) -> Option<u64> {
+        let late = |op: &Op| now.since(op.job.started) > op.job.timeout;
+        self.ops.iter().position(late).map(|at| self.first + at as u64)
+    }
+
+    /// What the first operation waits for, by server.
+    #[must_use]
+    pub fn lacks(&self) -> Vec<Lack> {
+        let Some(op) = self.ops.front() else { return Vec::new() };
+        let of = |side: &Side| {
+            let all = side.len.div_ceil(op.layout.piece_bytes());
+            let here = op.delivered[side.first_piece..][..all].iter().filter(|here| **here).count();
+            match side.unagreed {
+                0 if here == all => Lack::Nothing,
+                0 => Lack::Pieces { left: all - here, all },
+                _ => Lack::Agreement,
+            }
+        };
+        op.sides.iter().map(of).collect()
+    }
+
+    /// The first server from which nothing has come for too long.
+    #[must_use]
+    pub fn lost_server(&self, now: Time) -> Option<usize> {
+        self.streams.iter().position(|stream| stream.worker.server_is_lost(now))
+    }
+
+    /// Whether blocks for a server go directly to it because an aggregator is bypassed.
+    #[must_use]
+    pub fn is_direct(&self, server: usize) -> bool {
+        self.streams[server].worker.is_direct()
+    }
+
+    /// The smoothed round trip to a server, in nanoseconds.
+    #[must_use]
+    pub fn round_trip(&self, server: usize) -> u64 {
+        self.streams[server].worker.measured_round_trip()
+    }
+
+    /// What was counted of a server's stream.
+    #[must_use]
+    pub fn counters(&self, server: usize) -> StreamCounters {
+        self.streams[server].counters
+    }
+
+    /// Whether every operation has ended.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.ops.is_empty()
+    }
+
+    /// Where a fallback has to begin, as far as this rank knows: the number of its first operation that lacks a result, and
+    /// the number of operations that it was given.
+    #[must_use]
+    pub fn fallback_point(&self) -> (u64, u64) {
+        let complete = self.ops.iter().take_while(|op| op.has_all()).count() as u64;
+        (self.first + complete, self.first + self.ops.len() as u64)
+    }
+
+    /// The number of the first operation that has not ended; of the next one, if all have.
+    #[cfg(test)]
+    pub(crate) fn first_number(&self) -> u64 {
+        self.first
+    }
+
+    /// Removes the first operation, for a fallback.
+    pub fn take_first(&mut self) -> Option<(u64, Leftover)> {
+        let op = self.ops.pop_front()?;
+        self.first += 1;
+        let pieces = op.sides.iter().flat_map(|side| {
+            let step = op.layout.piece_bytes();
+            (0..side.len.div_ceil(step)).map(move |i| (side.start + i * step, step.min(side.len - i * step)))
+        });
+        let pieces = pieces.zip(&op.delivered).map(|((start, len), here)| (start, len, *here)).collect();
+        Some((self.first - 1, Leftover { job: op.job, begun: op.begun, pieces }))
+    }
+
+    fn pop(&mut self) -> Option<u64> {
+        self.ops.pop_front()?;
+        self.first += 1;
+        for stream in self.streams.iter_mut().filter(|stream| stream.op < self.first) {
+            // The stream had posted nothing of this operation.
+            (stream.op, stream.next) = (self.first, Next::Header);
+        }
+        Some(self.first - 1)
+    }
+
+    /// Posts blocks as far as possible.
+    fn post(&mut self, server: usize) {
+        let stream = &mut self.streams[server];
+        while let Some(op) = stream.op.checked_sub(self.first).and_then(|at| self.ops.get_mut(at as usize)) {
+            if !op.job.ready {
+                return;
+            }
+            if !std::mem::replace(&mut op.begun, true)
+                && let ReduceOp::PremulSum(factor) = op.job.op
+            {
+                // SAFETY: the tensor is the operation's, which has not read it yet.
+                unsafe { premultiply(op.job.dtype, op.job.address, op.job.address, op.job.bytes, factor) };
+            }
+            let layout = op.layout;
+            let tensor = op.job.tensor();
+            let side = &mut op.sides[server];
+            if side.blocks == 0 {
+                stream.op += 1;
+                continue;
+            }
+            let (what, route) = match stream.next {
+                Next::Header => (What::Header, Route::Tree),
+                Next::Exponents(packet) => (What::Exponents(packet), Route::Tree),
+                Next::Agreement if side.unagreed > 0 => return,
+                Next::Agreement => {
+                    stream.next = Next::Block { block: 0, part: 0 };
+                    continue;
+                }
+                Next::Block { block, part } => {
+                    let route = if side.is_full(&layout, block) { Route::Full } else { Route::Tree };
+                    (What::Block { block, part }, route)
+                }
+            };
+            let Some(seq) = stream.worker.post(route) else { return };
+            let at = seq.0 as usize % stream.posted.len();
+            stream.posted[at] = Carried { op: stream.op, what, sent: false };
+            let packets = side.blocks.div_ceil(layout.exponents_a_packet());
+            stream.next = match what {
+                What::Header => {
+                    side.unagreed += 1;
+                    match layout.integers {
+                        None => Next::Block { block: 0, part: 0 },
+                        Some(_) => {
+                            side.exponents = vec![0; side.blocks];
+                            Next::Exponents(0)
+                        }
+                    }
+                }
+                What::Exponents(packet) => {
+                    side.unagreed += 1;
+                    for block in side.exponents_of(&layout, packet) {
+                        let (start, len) = side.part(&layout, block, 0, 1);
+                        side.exponents[block] = block_exponent(layout.dtype, tensor.get(start, len)).code();
+                    }
+                    if packet + 1 < packets { Next::Exponents(packet + 1) } else { Next::Agreement }
+                }
+                What::Block { block, part } => {
+                    if part + 1 < side.parts(&layout, block) {
+                        Next::Block { block, part: part + 1 }
+                    } else if block + 1 < side.blocks {
+                        Next::Block { block: block + 1, part: 0 }
+                    } else {
+                        side.last = Some(seq);
+                        stream.op += 1;
+                        Next::Header
+                    }
+                }
+            };
+        }
+    }
+
+    fn deliver(
+        &mut self,
+        server: usize,
+        seq: Serial,
+        format: Format,
+        exponent: i16,
+        payload: &[u8],
+    ) -> Result<(), Trouble> {
+        let stream = &self.streams[server];
+        let Carried { op: number, what, .. } = stream.posted[seq.0 as usize % stream.posted.len()];
+        let op = &mut self.ops[(number - self.first) as usize];
+        let expected = op.shape(server, what);
+        if (expected.format, expected.exponent, expected.packet_bytes) != (format, exponent, payload.len()) {
+            return Err(Trouble::Result(format!(
+                "the result of block {seq} is {} bytes of {format:?} with exponent {exponent}, not {} of {:?} with {}",
+                payload.len(),
+                expected.packet_bytes,
+                expected.format,
+                expected.exponent
+            )));
+        }
+        let payload = &payload[..expected.bytes];
+        let layout = op.layout;
+        let tensor = op.job.tensor();
+        let side = &mut op.sides[server];
+        let codes = || payload.as_chunks::<2>().0.iter().map(|bytes| i16::from_be_bytes(*bytes));
+        match what {
+            What::Header => {
+                let maxima: Vec<i16> = codes().collect();
+                if let Some(theirs) = other_fingerprint(op.job.fingerprint, &maxima) {
+                    return Err(Trouble::Mismatch { op: number, theirs });
+                }
+                side.unagreed -= 1;
+            }
+            What::Exponents(packet) => {
+                for (block, code) in side.exponents_of(&layout, packet).zip(codes()) {
+                    if Exponent::from_code(code).is_none() {
+                        return Err(Trouble::Result(format!("{code} is no exponent (block {seq})")));
+                    }
+                    side.exponents[block] = code;
+                }
+                side.unagreed -= 1;
+            }
+            What::Block { block, part } => {
+                let parts = side.parts(&layout, block);
+                let (start, len) = side.part(&layout, block, part, parts);
+                let into = tensor.get_mut(start, len);
+                match layout.integers.filter(|_| !side.is_full(&layout, block)) {
+                    Some(integers) => {
+                        let exponent = Exponent::from_code(side.exponents[block]).expect("checked when it came");
+                        let scaled = integers.at(exponent).expect("it is finite");
+                        scaled.dequantise(into, payload, ByteOrder::Big);
+                    }
+                    None => swap_bytes(layout.word(), into, payload),
+                }
+                if op.job.op == ReduceOp::Avg {
+                    let (place, finish) = (into.as_mut_ptr(), Finish::DivideBy(self.config.world));
+                    // SAFETY: one operand, which is the destination.
+                    unsafe { reduce(ReduceOp::Avg, layout.dtype, place, &[place.cast_const()], len, finish) };
+                }
+                let piece = layout.piece_bytes();
+                let first = side.first_piece + (start - side.start) / piece;
+                for here in &mut op.delivered[first..first + len.div_ceil(piece)] {
+                    debug_assert!(!*here, "a result is delivered once");
+                    *here = true;
+                    op.undelivered -= 1;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An operation that a fallback has to end.
+#[derive(Debug)]
+pub struct Leftover {
+    pub(super) job: Job,
+    pub(super) begun: bool,
+    /// For each piece its start and length in the tensor, and whether it holds the final result.
+    pub(super) pieces: Vec<(usize, usize, bool)>,
+}
+
+impl Leftover {
+    /// The operation.
+    #[must_use]
+    pub fn job(&self) -> &Job {
+        &self.job
+    }
+
+    /// Whether the contribution was premultiplied, if it had to be.
+    #[must_use]
+    pub fn begun(&self) -> bool {
+        self.begun
+    }
+}
+
+/// The form of a packet's block.
+struct PacketShape {
+    format: Format,
+    exponent: i16,
+    /// Bytes of data; zeros follow them.
+    bytes: usize,
+    packet_bytes: usize,
+}
+
+impl Op {
+    fn has_all(&self) -> bool {
+        self.undelivered == 0 && self.sides.iter().all(|side| side.unagreed == 0)
+    }
+
+    /// The form of the packet that carries `what`.
+    fn shape(&self, server: usize, what: What) -> PacketShape {
+        let (layout, side) = (&self.layout, &self.sides[server]);
+        let added =
+            |format, exponent, bytes| PacketShape { format, exponent, bytes, packet_bytes: layout.filled(bytes) };
+        match what {
+            What::Header => added(Format::Exponents, 0, 2 * HEADER_EXPONENTS),
+            What::Exponents(packet) => added(Format::Exponents, 0, 2 * side.exponents_of(layout, packet).len()),
+            What::Block { block, part } => {
+                let (_, len) = side.part(layout, block, part, side.parts(layout, block));
+                match layout.integers.filter(|_| !side.is_full(layout, block)) {
+                    Some(integers) => {
+                        let bytes = len / layout.dtype.size() * integers.integer().size();
+                        added(layout.integer_format(), side.exponents[block], bytes)
+                    }
+                    None => PacketShape { format: layout.float_format(), exponent: 0, bytes: len, packet_bytes: len },
+                }
+            }
+        }
+    }
+
+    /// Writes the block of the packet that carries `what`.
+    fn write(&self, server: usize, what: What, payload: &mut [u8]) -> PacketShape {
+        let shape = self.shape(server, what);
+        let (payload, zeros) = payload[..shape.packet_bytes].split_at_mut(shape.bytes);
+        zeros.fill(0);
+        let (layout, side) = (&self.layout, &self.sides[server]);
+        let put = |payload: &mut [u8], codes: &[i16]| {
+            for (bytes, code) in payload.as_chunks_mut::<2>().0.iter_mut().zip(codes) {
+                *bytes = code.to_be_bytes();
+            }
+        };
+        match what {
+            What::Header => put(payload, &header(self.job.fingerprint)),
+            What::Exponents(packet) => put(payload, &side.exponents[side.exponents_of(layout, packet)]),
+            What::Block { block, part } => {
+                let (start, len) = side.part(layout, block, part, side.parts(layout, block));
+                let bytes = self.job.tensor().get(start, len);
+                match layout.integers.filter(|_| !side.is_full(layout, block)) {
+                    Some(integers) => {
+                        let exponent = Exponent::from_code(side.exponents[block]).expect("checked when it came");
+                        integers.at(exponent).expect("it is finite").quantise(payload, bytes, ByteOrder::Big);
+                    }
+                    None => swap_bytes(layout.word(), payload, bytes),
+                }
+            }
+        }
+        shape
+    }
+}
+
+impl Side {
+    /// Whether a block travels in the tensor's own format although others travel as integers.
+    fn is_full(&self, layout: &Layout, block: usize) -> bool {
+        layout.integers.is_some() && self.exponents[block] == Exponent::NONFINITE.code()
+    }
+
+    /// Packets that a block takes, once its exponent is agreed on.
+    fn parts(&self, layout: &Layout, block: usize) -> usize {
+        if !self.is_full(layout, block) {
+            return 1;
+        }
+        self.part(layout, block, 0, 1).1.div_ceil(layout.piece_bytes())
+    }
+
+    /// Start and length of a part of a block, in bytes of the tensor. With one part it is the whole block.
+    fn part(&self, layout: &Layout, block: usize, part: usize, parts: usize) -> (usize, usize) {
+        let block_start = block * layout.block_bytes();
+        let block_len = layout.block_bytes().min(self.len - block_start);
+        if parts == 1 {
+            return (self.start + block_start, block_len);
+        }
+        let start = part * layout.piece_bytes();
+        (self.start + block_start + start, layout.piece_bytes().min(block_len - start))
+    }
+
+    /// The blocks whose exponents a packet carries.
+    fn exponents_of(&self, layout: &Layout, packet: usize) -> std::ops::Range<usize> {
+        let most = layout.exponents_a_packet();
+        packet * most..self.blocks.min((packet + 1) * most)
+    }
+}
+
+impl Job {
+    fn tensor(&self) -> Tensor {
+        Tensor { address: self.address, bytes: self.bytes }
+    }
+}
+
+/// The memory of an operation's tensor.
+#[derive(Clone, Copy)]
+struct Tensor {
+    address: *mut u8,
+    bytes: usize,
+}
+
+impl Tensor {
+    fn get<'a>(self, start: usize, len: usize) -> &'a [u8] {
+        assert!(start + len <= self.bytes, "a block outside the tensor");
+        // SAFETY: inside the tensor, which is the operation's while it runs; nothing writes to it meanwhile.
+        unsafe { std::slice::from_raw_parts(self.address.add(start), len) }
+    }
+
+    fn get_mut<'a>(self, start: usize, len: usize) -> &'a mut [u8] {
+        assert!(start + len <= self.bytes, "a block outside the tensor");
+        // SAFETY: as above; the only caller ends its borrow before anything else reads the tensor.
+        unsafe { std::slice::from_raw_parts_mut(self.address.add(start), len) }
+    }
+}
+
+#[cfg(test)]
+#[path = "core_tests.rs"]
+mod tests;

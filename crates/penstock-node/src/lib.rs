@@ -1,0 +1,27 @@
+//! The daemons of in-network aggregation: an *aggregator* adds what its children push and forwards one sum, a *server* commits
+//! sums and returns them. `docs/design/aggregation.md` has the protocol,
+//! `docs/reference/aggregator.md` is for those who run these.
+//!
+//! ```text
+//!            HTTP (TCP port P)                         UDP ports P, P+1, ... P+K-1
+//!   PUT /jobs/7 ──▶ Control ──── mailbox ────▶ shard 0 ◀──▶ Datagrams     one thread a shard,
+//!   GET /metrics      │    ◀─── its counters ─ shard 1 ◀──▶ Datagrams     no lock, nothing shared
+//! ```
+//! The machines of `penstock_aggregation` decide everything about packets; a shard turns addresses into their links and
+//! moves bytes. Jobs and questions reach a shard by a mailbox that it looks into between batches.
+
+mod admission;
+mod config;
+mod control;
+mod daemon;
+mod http;
+pub mod measure;
+mod options;
+mod proof;
+mod report;
+mod shard;
+
+pub use config::{Config, Role};
+pub use daemon::{Daemon, StartError};
+pub use options::{NodeOption, parse_address, read_secret};
+pub use proof::{PROOF_HEADER, TIME_HEADER, prove};

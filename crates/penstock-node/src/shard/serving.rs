@@ -1,0 +1,215 @@
+//! A server's shard.
+
+use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_of};
+use crate::admission::Admitted;
+use crate::report::{JobReport, Report, ServerReport};
+use penstock_aggregation::{
+    HEADER_BYTES, Limits, Link, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
+};
+use penstock_net::datagrams::{Datagrams, Outbox, Train};
+use penstock_types::Time;
+use std::collections::HashMap;
+use std::net::SocketAddr;
+
+pub(super) struct Serving {
+    limits: Limits,
+    jobs: HashMap<u32, Open>,
+    unauthenticated: [u64; Refusal::COUNT],
+    loss: Loss,
+    door: Door,
+}
+
+struct Open {
+    job: Admitted,
+    server: Server,
+    nodes: Vec<Known>,
+    opened: Time,
+    committed: u64,
+    memory_bytes: usize,
+    /// There may be something to send.
+    stirred: bool,
+}
+
+impl Serving {
+    pub(super) fn new(settings: &Settings) -> Serving {
+        Serving {
+            limits: settings.limits,
+            jobs: HashMap::new(),
+            unauthenticated: [0; Refusal::COUNT],
+            loss: Loss::new(settings.drop, settings.shard),
+            door: Door(settings.receipts),
+        }
+    }
+
+    /// Handles a datagram; returns the receipt for its sender, if that is a node of a job that is not known to receive
+    /// packets.
+    fn datagram(&mut self, now: Time, from: SocketAddr, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
+        let Some(open) = job_of(datagram).and_then(|job| self.jobs.get_mut(&job)) else {
+            let refusal = decode(datagram).map_or_else(Refusal::from, |_| Refusal::Job);
+            self.unauthenticated[refusal.index()] += 1;
+            return None;
+        };
+        let link = open.job.links.get(&from).copied().unwrap_or(UNAUTHENTICATED);
+        let outcome = open.server.handle_packet(now, link, datagram);
+        open.stirred = true;
+        open.committed += u64::from(matches!(outcome, Ok(Some(_))));
+        let node = open.nodes.get_mut(link.0 as usize)?;
+        node.packets += 1;
+        node.bytes += datagram.len() as u64;
+        match outcome {
+            Ok(_) => node.heard = Some(now),
+            Err(refusal) => {
+                node.counters.refused[refusal.index()] += 1;
+                if refusal.is_from_sender() {
+                    node.heard = Some(now);
+                }
+            }
+        }
+        node.counters.added += u64::from(outcome.is_ok() && datagram.len() > HEADER_BYTES);
+        let is_heard = !matches!(&outcome, Err(refusal) if !refusal.is_from_sender());
+        if is_heard && !node.receives { self.door.ask(&open.job.common, from) } else { None }
+    }
+
+    /// Handles a receipt; returns the answer.
+    fn receipt(&mut self, from: SocketAddr, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
+        let open = self.jobs.get_mut(&job_of(datagram)?)?;
+        let link = open.job.links.get(&from)?;
+        self.door.take(&open.job.common, from, &mut open.nodes[link.0 as usize], datagram)
+    }
+}
+
+impl Machine for Serving {
+    fn train(&mut self, now: Time, train: Train<'_>, outbox: &mut Outbox<'_>) {
+        let mut asks = None;
+        for datagram in train.datagrams() {
+            if self.loss.strikes() {
+                continue;
+            }
+            if !Receipt::is(datagram) {
+                asks = self.datagram(now, train.from, datagram).or(asks);
+            } else if let Some(answer) = self.receipt(train.from, datagram) {
+                outbox.queue(train.from, &answer, &[]);
+            }
+        }
+        if let Some(ask) = asks {
+            outbox.queue(train.from, &ask, &[]);
+        }
+    }
+
+    fn timeout(&self) -> Option<Time> {
+        self.jobs.values().map(|open| open.server.poll_timeout()).min()
+    }
+
+    fn send(&mut self, now: Time, socket: &mut Datagrams) {
+        for open in self.jobs.values_mut() {
+            if open.server.poll_timeout() <= now {
+                open.server.handle_timeout(now);
+                open.stirred = true;
+            }
+            while open.stirred && !socket.is_blocked() {
+                match open.server.poll_transmit() {
+                    Some(Transmit { to, header, payload }) => {
+                        let node = &open.nodes[to.0 as usize];
+                        if node.receives {
+                            let seq = u32::from_be_bytes(header[12..16].try_into().expect("4 bytes"));
+                            socket.queue(node.place.of(seq), &header, payload);
+                        }
+                    }
+                    None => open.stirred = false,
+                }
+            }
+        }
+    }
+
+    fn open(&mut self, now: Time, job: Admitted) -> Result<(), Refused> {
+        let common = &job.common;
+        let tree = job.tree.clone().expect("a server's job has a tree");
+        let workers = job.addressed;
+        let slots = common.window as usize;
+        let memory_bytes = slots.saturating_mul(workers + 1).saturating_mul(common.block_bytes);
+        let others = || self.jobs.values().filter(|open| open.job.common.job != common.job);
+        let conflict = |message: String| Err(Refused::Conflict(message));
+        if others().count() >= self.limits.jobs {
+            return conflict(format!("all {} places for jobs are taken", self.limits.jobs));
+        }
+        let free = self.limits.slots.saturating_sub(others().map(|open| open.job.common.window as usize).sum());
+        if slots > free {
+            return conflict(format!("{slots} slots are needed, {free} are free: use a smaller window"));
+        }
+        let free = self.limits.memory_bytes.saturating_sub(others().map(|open| open.memory_bytes).sum());
+        if memory_bytes > free {
+            return conflict(format!(
+                "{memory_bytes} bytes are needed, {free} are free: use a smaller window or smaller blocks"
+            ));
+        }
+        let config = ServerConfig {
+            job: common.job,
+            epoch: common.epoch,
+            key: common.key,
+            window: common.window,
+            block_bytes: common.block_bytes,
+            start: Serial(common.start),
+            tree,
+            workers: (0..workers as u32).map(Link).collect(),
+            heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
+            idle_every: ServerConfig::IDLE_EVERY,
+        };
+        // The epoch before is removed first, so that both never need memory together.
+        self.jobs.remove(&common.job);
+        let open = Open {
+            server: Server::new(now, config),
+            nodes: Known::all(&job, self.door.is_open()),
+            opened: now,
+            committed: 0,
+            memory_bytes,
+            stirred: true,
+            job,
+        };
+        self.jobs.insert(open.job.common.job, open);
+        Ok(())
+    }
+
+    fn close(&mut self, job: u32) {
+        self.jobs.remove(&job);
+    }
+
+    fn report(&self, now: Time) -> Report {
+        let jobs = self.jobs.values().map(|open| {
+            let common = &open.job.common;
+            let (ack, credit) = (open.server.ack(), open.server.credit());
+            let all = open.job.tree.as_ref().expect("a server's job has a tree").workers();
+            let in_window = (0..common.window).map(|i| ack.plus(i)).take_while(|seq| !seq.is_newer_than(credit));
+            let waiting = in_window.filter(|seq| ![0, all].contains(&open.server.missing(*seq))).count();
+            let mut counters = penstock_aggregation::JobCounters::default();
+            counters.refused = *open.server.refused();
+            counters.completed = open.committed;
+            counters.overflowed = open.server.overflowed();
+            counters.added = open.nodes.iter().map(|node| node.counters.added).sum();
+            JobReport {
+                job: common.job,
+                epoch: common.epoch,
+                keyed: common.key.is_some(),
+                window: common.window,
+                block_bytes: common.block_bytes,
+                slots: common.window as usize,
+                waiting_slots: waiting,
+                memory_bytes: open.memory_bytes,
+                counters,
+                server: Some(ServerReport {
+                    committed: open.committed,
+                    ack: ack.0,
+                    credit: credit.0,
+                    direct: open.server.direct(),
+                }),
+                nodes: open.nodes.iter().map(|node| node.report(now)).collect(),
+                age_ns: now.since(open.opened),
+            }
+        });
+        Report {
+            dropped_on_purpose: self.loss.lost,
+            unauthenticated: self.unauthenticated,
+            jobs: jobs.collect(),
+            ..Report::default()
+        }
+    }
+}

@@ -1,0 +1,112 @@
+use super::*;
+use crate::admission::{aggregator_job, server_job};
+use penstock_aggregation::{Format, Header, Kind, Serial, VERSION};
+use proptest::prelude::*;
+use std::net::{Ipv4Addr, SocketAddr};
+
+fn socket() -> Datagrams {
+    Datagrams::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), true, 1 << 18).unwrap()
+}
+
+fn settings() -> Settings {
+    let limits = Limits { jobs: 4, slots: 64, memory_bytes: 1 << 20 };
+    Settings { shard: Shard::WHOLE, limits, drop: None, receipts: Some(Key([9; 16])) }
+}
+
+/// Loss strikes the same datagrams for the same seed, others for another, and about as many as it is told to.
+#[test]
+fn seeded_loss() {
+    let draw = |rate, seed| -> Vec<bool> {
+        let mut loss = Loss::new(Some((rate, seed)), Shard::WHOLE);
+        (0..20_000).map(|_| loss.strikes()).collect()
+    };
+    assert_eq!(draw(0.05, 1), draw(0.05, 1));
+    assert_ne!(draw(0.05, 1), draw(0.05, 2));
+    for rate in [0.0, 0.01, 0.05, 0.5] {
+        let struck = draw(rate, 3).iter().filter(|struck| **struck).count() as f64 / 20_000.0;
+        assert!((struck - rate).abs() < 0.01, "{rate}: {struck}");
+    }
+    assert!(Loss::new(None, Shard::WHOLE).threshold == 0);
+}
+
+/// Whatever a train holds, sensible or not, from a node of the job or not: neither machine panics, and an intact packet that comes
+/// after it has its effect.
+fn storms(trains: Vec<(usize, Vec<u8>, usize, u8)>) {
+    let nodes: Vec<SocketAddr> = (1..4).map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port))).collect();
+    let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 9));
+    let body = r#"{"epoch": 3, "key": null, "window": 4, "block_bytes": 64, "floats": true, "parent": {"address": "127.0.0.1:1"},
+        "children": [{"address": "127.0.0.1:2", "workers": "0x1"}, {"address": "127.0.0.1:3", "workers": "0x2", "shards": 2}]}"#;
+    let mut adding = Adding::new(&settings());
+    adding.open(Time(0), aggregator_job(5, body.as_bytes(), here).unwrap()).unwrap();
+    let body = r#"{"epoch": 3, "key": null, "window": 4, "block_bytes": 64, "start": 0,
+        "tree": [{"worker": 0}, {"worker": 1}], "workers": ["127.0.0.1:2", "127.0.0.1:3"]}"#;
+    let mut serving = Serving::new(&settings());
+    serving.open(Time(0), server_job(5, body.as_bytes(), here).unwrap()).unwrap();
+    let mut out = socket();
+    for (from, mut bytes, stride, kind) in trains {
+        // The right start, so that what lies deeper is reached.
+        for packet in bytes.chunks_mut(stride.max(1)).filter(|packet| packet.len() >= 48 && kind < 7) {
+            let length = packet.len() as u16 - 48;
+            packet[..10].copy_from_slice(&[0x50, 0x41, VERSION, kind, 0, 0, 0, 5, 0, 3]);
+            (packet[10], packet[11]) = (if length > 0 { packet[10] % 7 } else { 0 }, packet[11] % 4);
+            packet[26..28].copy_from_slice(&length.to_be_bytes());
+            packet[28..32].fill(0);
+            packet[32..39].fill(0);
+            packet[39] %= 4;
+            packet[40..48].fill(0);
+        }
+        let from = nodes.get(from).copied().unwrap_or(here);
+        deliver(&mut out, &mut adding, Time(1), Train { from, bytes: &bytes, stride });
+        deliver(&mut out, &mut serving, Time(1), Train { from, bytes: &bytes, stride });
+        serving.send(Time(1), &mut out);
+    }
+    adding.send(Time(1), &mut out);
+    // An honest heartbeat is heard, whatever came before.
+    let silent = |report: Report| report.jobs[0].nodes.iter().find(|node| node.workers == 1).unwrap().silent_ns;
+    let header = Header {
+        kind: Kind::HeartbeatUp,
+        job: 5,
+        epoch: 3,
+        format: Format::None,
+        flags: 0,
+        seq: Serial(0),
+        ack: Serial(0),
+        credit: Serial(3),
+        exponent: 0,
+        workers: 1,
+    };
+    let bytes = header.encode(&[], None);
+    let (from, stride) = (nodes[1], bytes.len());
+    deliver(&mut out, &mut adding, Time(5), Train { from, bytes: &bytes, stride });
+    deliver(&mut out, &mut serving, Time(5), Train { from, bytes: &bytes, stride });
+    adding.send(Time(5), &mut out);
+    assert_eq!((silent(adding.report(Time(9))), silent(serving.report(Time(9)))), (Some(4), Some(4)));
+}
+
+/// Gives a train to a machine, with a real outbox: a datagram of ours brings it about.
+fn deliver(out: &mut Datagrams, machine: &mut impl Machine, now: Time, train: Train<'_>) {
+    let here = out.local_addr();
+    out.queue(here, &[0], &[]);
+    let _ = out.flush();
+    let limit = rustix::time::Timespec { tv_sec: 10, tv_nsec: 0 };
+    let mut given = false;
+    while !given {
+        poll(&mut [PollFd::new(&*out, PollFlags::IN)], Some(&limit)).unwrap();
+        out.exchange(|_, outbox| {
+            if !std::mem::replace(&mut given, true) {
+                machine.train(now, train, outbox);
+            }
+        })
+        .unwrap();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+    #[test]
+    fn storms_do_not_panic(trains in proptest::collection::vec(
+        (0usize..4, proptest::collection::vec(any::<u8>(), 0..400), 0usize..130, 0u8..9), 1..12,
+    )) {
+        storms(trains);
+    }
+}
