@@ -304,8 +304,8 @@ def test_what_cannot_be_is_said(arguments: list[str], reason: str) -> None:
 
 @pytest.mark.parametrize("role", ["aggregator", "server"])
 def test_options_are_those_of_the_table(role: str) -> None:
-    """A verb has the options of the daemon's table, in its words, and refuses what it refuses. (The program `penstock-node` is held
-    against the same table in Rust.)"""
+    """A verb has the options of the daemon's table, in its words, and refuses what it refuses. (Its own tests hold the program
+    `penstock-node` against the same table.)"""
     verb = cli.main.get_command(click.Context(cli.main), role)
     assert verb is not None
     declared = [option for option in verb.params if isinstance(option, click.Option)]
@@ -354,7 +354,7 @@ def test_the_binding_maps_errors() -> None:
     options = {"slots": "16", "memory": "64K", "jobs": "1", "buffer": "64K", "drain-timeout": "1", "no-offloads": ""}
     with pytest.raises(errors.Config, match="role"):
         _core.Daemon("switch", {**options, "listen": "127.0.0.1:0"}, secret=None)
-    with pytest.raises(errors.Config, match="--listen: .* is not an address"):
+    with pytest.raises(errors.Config, match=r"--listen: .* is not an address"):
         _core.Daemon("server", {**options, "listen": "127.0.0.1:x"}, secret=None)
     with pytest.raises(errors.Config, match="--listen is missing"):
         _core.Daemon("server", options, secret=None)

@@ -36,8 +36,9 @@ fn command() -> Command {
     let daemon = |role: Role, about: &'static str| {
         Command::new(role.name()).about(about).args(NodeOption::of(role).map(argument))
     };
-    let measure =
-        Command::new("measure").about("Measures one shard beside a loop that only receives and sends").hide(true);
+    let measure = measure::Options::augment_args(Command::new("measure"))
+        .about("Measures one shard beside a loop that only receives and sends")
+        .hide(true);
     Command::new("penstock-node")
         .about("In-network aggregation for Penstock: adds what workers push on its way to the server")
         .version(env!("CARGO_PKG_VERSION"))
@@ -45,7 +46,7 @@ fn command() -> Command {
         .arg_required_else_help(true)
         .subcommand(daemon(Role::Aggregator, "Adds what its children push, and forwards one sum"))
         .subcommand(daemon(Role::Server, "Commits sums and returns them: the end of a job's path"))
-        .subcommand(measure::Options::augment_args(measure))
+        .subcommand(measure)
 }
 
 fn argument(option: &'static NodeOption) -> Arg {

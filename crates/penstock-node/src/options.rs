@@ -71,7 +71,7 @@ impl Config {
     }
 }
 
-/// "ip:port" from an address or a name, with a port or without: "[::1]:80" has one, "::1" has none. Asks the system about names.
+/// "ip:port" from an address or a name, with a port or without: `[::1]:80` has one, `::1` has none. Asks the system about names.
 ///
 /// # Errors
 /// Nothing is known by that name.
