@@ -62,6 +62,13 @@ def refused_together(backend: str) -> object:
                 for tensor in tensors:
                     dist.all_reduce(tensor)
 
+        counts, whole = torch.ones(4, dtype=torch.uint32), torch.arange(4)
+
+        def combined(tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType) -> None:
+            with dist._coalescing_manager(group, torch.device("cpu")):
+                for tensor in tensors:
+                    dist.all_reduce(tensor, op)
+
         uneven = [torch.zeros(rank + 1) for rank in range(size)]
         wrong = [*uneven[:-1], torch.zeros(1).expand(size)]
         calls: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
@@ -71,6 +78,16 @@ def refused_together(backend: str) -> object:
                 lambda: dist.all_reduce_coalesced([ones, bad.contiguous()]),
             ),
             ("coalescing manager", lambda: coalesced([ones, bad]), lambda: coalesced([ones, ones.clone()])),
+            (
+                "a sum of what has none",
+                lambda: combined([ones, counts], dist.ReduceOp.SUM),
+                lambda: combined([ones, ones.clone()], dist.ReduceOp.SUM),
+            ),
+            (
+                "bits of floats",
+                lambda: combined([whole, ones], dist.ReduceOp.BXOR),
+                lambda: combined([whole, whole.clone()], dist.ReduceOp.BXOR),
+            ),
             ("batch_isend_irecv", lambda: batch(bad), lambda: batch(received)),
             (
                 "uneven all_gather",
@@ -97,11 +114,15 @@ def refused_together(backend: str) -> object:
             with report.refused(what):
                 refused()
             report.equal(f"{what}, refused", ones, torch.ones(4))
+            if what == "bits of floats":
+                report.equal(f"{what}, refused", whole, torch.arange(4))
             if what == "uneven all_gather":
                 report.equal(f"{what}, refused", uneven[0], torch.zeros(1))
             with report.during(f"{what}, again"):
                 right()
-            if what in ("all_reduce_coalesced", "coalescing manager"):
+            if what == "bits of floats":
+                report.equal(f"{what}, again", whole, torch.zeros(4, dtype=torch.int64))
+            if what in ("all_reduce_coalesced", "coalescing manager", "a sum of what has none"):
                 report.equal(f"{what}, again", ones, torch.full((4,), float(size)))
             ones.fill_(1)
             with report.during(f"all_reduce after {what}"):

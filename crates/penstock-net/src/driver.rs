@@ -15,7 +15,7 @@ use penstock_types::{GroupId, MILLISECOND, PeerId, SECOND, Time};
 use rustix::event::{EventfdFlags, epoll};
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use socket2::{Domain, Protocol, SockAddr, Type};
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSliceMut};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -216,7 +216,7 @@ impl Driver {
                 dirty: Vec::new(),
                 is_dirty: Vec::new(),
                 troubles: Vec::new(),
-                orders: Vec::new(),
+                orders: VecDeque::new(),
                 now: Time(0),
                 buffer_bytes: 0,
             },
@@ -609,7 +609,7 @@ impl Driver {
     /// `current`: a socket that is being read and is not in the table.
     fn follow_orders_with<H: Handler>(&mut self, handler: &mut H, mut current: Option<&mut Socket>, now: Time) {
         self.add_links();
-        while let Some(order) = (!self.peers.orders.is_empty()).then(|| self.peers.orders.remove(0)) {
+        while let Some(order) = self.peers.orders.pop_front() {
             match order {
                 Order::Connect(peer, job, secret) => self.connect(handler, peer, job, secret, 0, now),
                 Order::DropGroup(group, source) => {

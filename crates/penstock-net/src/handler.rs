@@ -6,6 +6,7 @@ use penstock_stream::handshake::Hello;
 use penstock_stream::peer::{Event, OpStatus, Peer, PeerConfig};
 use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{Generation, GroupId, PeerId, Time};
+use std::collections::VecDeque;
 
 /// Where `len` bytes at `offset` of an outgoing message to a peer lie, as [`Handler::source`] said it until the group failed.
 /// It keeps that memory alive.
@@ -99,7 +100,7 @@ pub struct Peers {
     pub(crate) is_dirty: Vec<bool>,
     /// Why the last attempt to connect to each peer failed.
     pub(crate) troubles: Vec<Option<String>>,
-    pub(crate) orders: Vec<Order>,
+    pub(crate) orders: VecDeque<Order>,
     pub(crate) now: Time,
     pub(crate) buffer_bytes: usize,
 }
@@ -150,7 +151,7 @@ impl Peers {
     /// Starts connecting to a peer, for a job, with its secret. Nothing may be queued for it before
     /// [`Handler::linked`].
     pub fn connect(&mut self, peer: PeerId, job: GroupId, secret: Vec<u8>) {
-        self.orders.push(Order::Connect(peer, job, secret));
+        self.orders.push_back(Order::Connect(peer, job, secret));
     }
 
     /// Lets go of all memory of a group's operations, at once after the current frame. Frames that are being written are
@@ -161,12 +162,12 @@ impl Peers {
         for machine in &mut self.machines {
             machine.forget_group(group, finished);
         }
-        self.orders.push(Order::DropGroup(group, source));
+        self.orders.push_back(Order::DropGroup(group, source));
     }
 
     /// Runs `act` after the groups dropped so far have been let go of: no buffer of theirs is touched any more.
     pub fn after_drop(&mut self, act: Box<dyn FnOnce() + Send>) {
-        self.orders.push(Order::Then(act));
+        self.orders.push_back(Order::Then(act));
     }
 
     /// Bytes of the loop's own that hold payloads.

@@ -308,7 +308,8 @@ impl Group {
 
     /// Fails the group on all ranks, as after a time-out of `waited_s` seconds of a join or an operation.
     fn expire(&self, waited_s: f64) {
-        self.0.expire(Duration::from_secs_f64(waited_s));
+        // Who gives up at once may say so with a negative time.
+        self.0.expire(Duration::try_from_secs_f64(waited_s).unwrap_or_default());
     }
 
     /// Fails all operations of the group on all ranks.
@@ -375,6 +376,14 @@ pub(crate) fn memory_order(dimensions: Vec<usize>) -> PyResult<u16> {
             Order::MAX_DIMENSIONS
         ))
     })
+}
+
+/// Whether a reduction, by its name, is defined on elements of a dtype, by its name.
+///
+/// Raises ValueError for an unknown name.
+#[pyfunction]
+pub(crate) fn is_reduced(op: &str, dtype: &str) -> PyResult<bool> {
+    Ok(reduce_op(op, 1.0)?.takes(dtype_named(dtype)?))
 }
 
 pub(crate) fn dtype_named(name: &str) -> PyResult<DType> {

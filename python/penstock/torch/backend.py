@@ -742,6 +742,8 @@ class _Collectives:
             if tensor.is_cuda:
                 self._check_cuda()
         op, factor = _reduction(reduce, collective, tensor) if reduce is not None else (None, 1.0)
+        if op is not None and tensor is not None and not _is_reduced(op, dtype):
+            raise _refusal(f"{collective}: {op} is not defined on {str(tensor.dtype).removeprefix('torch.')}")
         timeout = opts.timeout if opts is not None and _is_set(opts.timeout) else self._timeout
         size = (dtype, count if elements is None else elements, 0 if tensor is None else tensor.nbytes, number)
         return lambda: self._start(
@@ -1183,6 +1185,7 @@ _DTYPES = {
 }
 # Operations whose output tensor also holds the contribution.
 _IN_PLACE = frozenset(("all_reduce", "broadcast", "reduce"))
+_is_reduced = functools.lru_cache(_core.is_reduced)
 _REDUCTIONS = {
     "SUM": "sum",
     "AVG": "avg",

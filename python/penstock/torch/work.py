@@ -94,10 +94,17 @@ class Work(dist.Work):
         Raises:
             penstock.errors.PenstockError: the operation failed; its tensors are undefined and will not be touched.
         """
-        if timeout and not self.settle(timeout.total_seconds()):
+        if timeout and not self.settle(max(0.0, timeout.total_seconds())):
             self._group.expire(timeout.total_seconds())
+        failure: PenstockError | None = None
         for ticket in self.tickets:
-            ticket.wait()
+            # The others may still run: nothing is raised before nothing touches a tensor of this call.
+            try:
+                ticket.wait()
+            except PenstockError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
         self._finished()
         self._complete_future()
         for work in (self, *self._parts):

@@ -269,11 +269,12 @@ impl Runtime {
         // A rank that loses another mostly ends: the loss is the reason then, and not that others have left.
         let left = || {
             let reason = ranks.iter().find_map(|rank| lost(rank, true))?;
-            let before = group
-                .failed
-                .as_ref()
-                .map(|failure| format!(" Before, group {} failed: {}", group.name, failure.message));
-            Some(fatal(format!("{reason}.{}", before.unwrap_or_default())))
+            Some(match &group.failed {
+                Some(Failure { kind, message, .. }) => {
+                    Failure::fatal(*kind, format!("{reason}. Before, group {} failed: {message}", group.name))
+                }
+                None => fatal(format!("{reason}.")),
+            })
         };
         group.failed.clone().filter(|_| whole).or_else(died).or_else(|| if farewells { left() } else { None })
     }

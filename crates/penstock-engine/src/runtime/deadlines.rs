@@ -18,25 +18,36 @@ impl Runtime {
         let mut late = Vec::new();
         let mut unready = Vec::new();
         let mut unanswered = Vec::new();
-        for (id, group) in &mut self.groups {
+        let mut silent = Vec::new();
+        for (id, group) in &self.groups {
             let overdue = group.held.values().find(|waiting| now.since(waiting.since) > waiting.call.timeout);
             unready.extend(overdue.map(|waiting| (*id, waiting.call.timeout)));
             let overdue = group.unbound.iter().find(|posted| now.since(posted.since) > posted.call.timeout);
             unanswered.extend(overdue.map(|posted| (*id, posted.call.timeout, awaited_of(&posted.call))));
-            for (op, active) in &mut group.ops {
+            for (op, active) in &group.ops {
                 if now.since(active.started) > active.timeout {
                     late.push((*id, *op));
                     continue;
                 }
-                if now.since(active.progressed.max(active.probed)) < PROBE_AFTER {
-                    continue;
+                let since = active.progressed.max(active.probed);
+                if now.since(since) >= PROBE_AFTER {
+                    silent.push((since, *id, *op));
                 }
-                active.probed = now;
-                for rank in active.execution.operation.awaited() {
-                    if let Some(peer) = group.members.peer(rank) {
-                        let fingerprint = active.fingerprint(group.members.rank(), rank);
-                        peers.machine(peer).probe(op.key(*id, group.members.rank(), PROBE), fingerprint);
-                    }
+            }
+        }
+        // Those that have not asked for longest. Of thousands that wait, one that is asked for in vain is enough to know why.
+        if silent.len() > MOST_PROBES {
+            silent.select_nth_unstable(MOST_PROBES);
+            silent.truncate(MOST_PROBES);
+        }
+        for (_, id, op) in silent {
+            let group = self.groups.get_mut(&id).expect("just seen");
+            let active = group.ops.get_mut(&op).expect("just seen");
+            active.probed = now;
+            for rank in active.execution.operation.awaited() {
+                if let Some(peer) = group.members.peer(rank) {
+                    let fingerprint = active.fingerprint(group.members.rank(), rank);
+                    peers.machine(peer).probe(op.key(id, group.members.rank(), PROBE), fingerprint);
                 }
             }
         }
@@ -132,3 +143,5 @@ fn timed_out(timeout: u64, awaited: &str, blocked: &str) -> Failure {
 
 /// After this long without progress, an operation probes the ranks it waits for.
 const PROBE_AFTER: u64 = SECOND;
+/// Operations that ask at a time, that is every 250 ms at most.
+const MOST_PROBES: usize = 256;
