@@ -84,7 +84,7 @@ def test_records_of_an_older_release(tmp_path: pathlib.Path, caplog: pytest.LogC
 
 def test_a_memory_of_an_older_release(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """Remembered settings are found again, and the next entry writes the file with the new names."""
-    graph = Graph((("a", 1.0),), ())
+    graph = Graph((("a", 1.0),), (), directed=True)
     entry = Entry(graph, graph, Setting(2, MIB, "ring"), 0.1)
     memory = Memory(tmp_path / "tune.json")
     assert memory.remember(entry)
@@ -124,7 +124,7 @@ def test_an_old_setting_is_logged_once() -> None:
     lines = [line for outcome in outcomes for line in outcome.output.splitlines() if "PENSTOCK_PLAN is now" in line]
     assert len(lines) == 1, lines
     for outcome in outcomes:
-        assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.Config"), str(outcome)
+        assert outcome.raised is not None and outcome.raised.is_a("penstock.errors.PenstockError"), str(outcome)
         assert "PENSTOCK_DEPLOYMENT=none.yaml: the file cannot be read" in outcome.raised.text
 
 

@@ -37,7 +37,8 @@ def arguments(**names: str) -> Callable[[Call], Call]:
 
     def decorate(function: Call) -> Call:
         if isinstance(function, type):
-            setattr(function, "__init__", decorate(function.__init__))  # noqa: B010 (mypy refuses a plain assignment)
+            made: Any = function
+            made.__init__ = decorate(made.__init__)
             return function
 
         @functools.wraps(function)
