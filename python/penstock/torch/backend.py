@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.autograd import profiler
 
+from penstock import _core
 from penstock.errors import Closed, PenstockError
 from penstock.errors import Config as ConfigError
 from penstock.runtime import groups, process
