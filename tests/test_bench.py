@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from penstock.tools.bench import cli, figures, readiness, readiness_rank, report, training, tuner
+from penstock.tools.bench import backends, cli, figures, options, readiness, readiness_rank, report, training, tuner
 from penstock.tools.bench.collectives import COLLECTIVES, PERIOD, Run, most_ranks
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.mesh import Mesh
@@ -47,8 +47,8 @@ from penstock.tools.testbed.link import LinkSpec
 from penstock.tune import Setting, Tuner
 from ranks import run as run_ranks
 
-GLOO = cli.BACKENDS["gloo"]
-HERE = [each for each in cli.BACKENDS.values() if unavailable(each, on_testbed=False) is None]
+GLOO = backends.BACKENDS["gloo"]
+HERE = [each for each in backends.BACKENDS.values() if unavailable(each, on_testbed=False) is None]
 """The backends that can run on this machine."""
 
 needs_testbed = pytest.mark.skipif(testbed_unavailable() is not None, reason=str(testbed_unavailable()))
@@ -240,11 +240,12 @@ def test_every_collective_and_dtype(series: Series, bed: Loopback, tmp_path: pat
 
 
 def test_small_mode(tmp_path: pathlib.Path) -> None:
-    """The command runs all backends that are here, at several ranks and sizes, and its table, JSON and plot say the same."""
+    """The command runs all backends that are here, at several ranks and sizes, and its table, JSON, plot and report say the
+    same."""
     labels = [each.label for each in HERE]
-    paths = [tmp_path / "bench.json", tmp_path / "bench.svg"]
+    paths = [tmp_path / "bench.json", tmp_path / "bench.svg", tmp_path / "bench.html"]
     sizes = ["--ranks", "2,3", "--sizes", "1K,1M", "--rounds", "2", "--turn", "0.01", "--limit-flows", "2"]
-    outputs = ["--json", str(paths[0]), "--plot", str(paths[1])]
+    outputs = ["--json", str(paths[0]), "--plot", str(paths[1]), "--report", str(paths[2])]
     done = _bench(["all-reduce", *sizes, "--backends", ",".join(labels), *outputs])
     assert done.returncode == 0, done.stderr
     document = json.loads(paths[0].read_text())
@@ -265,7 +266,11 @@ def test_small_mode(tmp_path: pathlib.Path) -> None:
             bound = points[ranks, nbytes, point["limit"]]
             assert point["limit_share"] == pytest.approx(bound["median_s"] / point["median_s"])
         assert label in done.stdout
-    assert "<svg" in paths[1].read_text()
+    assert "<svg" in paths[1].read_text() and f"Report: {paths[2]}" in done.stdout
+    page = paths[2].read_text()
+    cells = re.findall(r"<td>([\d.]+ (?:s|ms|µs))</td>", page)
+    assert len(cells) == 3 * len(points) and all(cell in done.stdout for cell in cells)
+    assert re.search(r"<h1>all-reduce of 1\sMiB, 3 ranks: penstock-\w+ is [\d.]+\s× as fast as gloo", page)
 
 
 def test_a_wrong_result_fails_the_bench(tmp_path: pathlib.Path) -> None:
@@ -417,23 +422,23 @@ def test_ranks_by_turns(tmp_path: pathlib.Path) -> None:
 
 def test_sizes_ranks_and_variants_are_parsed() -> None:
     """What users write, and what they are told when it is wrong."""
-    assert cli.parse_sizes("1K..256M") == [1024 * 4**power for power in range(10)]
-    assert cli.parse_sizes("100,2KiB,1G") == [100, 2048, 1 << 30]
-    assert cli.parse_ranks("2..4,8") == [2, 3, 4, 8]
-    variant = cli.parse_variant("wide=penstock,PENSTOCK_SHM=0,PENSTOCK_STREAMS=16")
+    assert options.parse_sizes("1K..256M") == [1024 * 4**power for power in range(10)]
+    assert options.parse_sizes("100,2KiB,1G") == [100, 2048, 1 << 30]
+    assert options.parse_ranks("2..4,8") == [2, 3, 4, 8]
+    variant = backends.parse_variant("wide=penstock,PENSTOCK_SHM=0,PENSTOCK_STREAMS=16")
     assert (variant.label, variant.role, variant.limit) == ("wide", "torch:penstock", "sockets")
     assert variant.env == {"PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "16"}
-    assert cli.parse_variant("there=cpu:gloo").role == "torch:cpu:gloo"
+    assert backends.parse_variant("there=cpu:gloo").role == "torch:cpu:gloo"
     for parse, text in [
-        (cli.parse_sizes, "1X"),
-        (cli.parse_sizes, "4M..1K"),
-        (cli.parse_sizes, "0"),
-        (cli.parse_ranks, "1"),
-        (cli.parse_ranks, "two"),
-        (cli.parse_variant, "penstock"),
-        (cli.parse_variant, "a=penstock,X"),
-        (cli.parse_variant, "=penstock"),
-        (cli.parse_variant, "a=,X=1"),
+        (options.parse_sizes, "1X"),
+        (options.parse_sizes, "4M..1K"),
+        (options.parse_sizes, "0"),
+        (options.parse_ranks, "1"),
+        (options.parse_ranks, "two"),
+        (backends.parse_variant, "penstock"),
+        (backends.parse_variant, "a=penstock,X"),
+        (backends.parse_variant, "=penstock"),
+        (backends.parse_variant, "a=,X=1"),
     ]:
         with pytest.raises(click.BadParameter):
             parse(text)  # type: ignore[operator]
@@ -449,6 +454,8 @@ def test_sizes_ranks_and_variants_are_parsed() -> None:
         (["all-reduce", "--limit-flows", "abc"], "numbers of connections"),
         (["all-reduce", "--limit-flows", "0"], "numbers of connections"),
         (["all-reduce", "--plot", "x.bmp"], "x.bmp: plots are"),
+        (["all-reduce", "--report", "nowhere/x.html"], "nowhere/x.html: there is no such folder"),
+        (["figures", "--json", "/proc/x.json"], "Invalid value for --json: /proc/x.json: "),
         (["all-reduce", "--ranks", "99"], "99: float32 holds the sums of at most 20 ranks exactly"),
         (["all-reduce", "--ranks", "2..5", "--dtype", "bfloat16"], "5: bfloat16 holds the sums of at most 4 ranks"),
         (["training", "cnn", "--ranks", "99"], "99 is not in the range 1<=x<=64"),
@@ -469,15 +476,17 @@ def test_options_that_cannot_count_are_refused(arguments: list[str], words: str)
     assert ended.exit_code == 2 and words in ended.output, ended.output
 
 
-@pytest.mark.parametrize("base", [*cli.BACKENDS.values(), *cli.ENGINES.values()], ids=lambda series: series.label)
+@pytest.mark.parametrize(
+    "base", [*backends.BACKENDS.values(), *backends.ENGINES.values()], ids=lambda series: series.label
+)
 def test_a_variant_extends_what_the_bench_has(base: Series) -> None:
     """Every name of --backends is one for --variant: the same role, its settings and more; the limit follows."""
-    assert cli.parse_variant(f"it={base.label}") == dataclasses.replace(base, label="it")
-    more = cli.parse_variant(f"it={base.label},PENSTOCK_STREAMS=4")
+    assert backends.parse_variant(f"it={base.label}") == dataclasses.replace(base, label="it")
+    more = backends.parse_variant(f"it={base.label},PENSTOCK_STREAMS=4")
     assert more == dataclasses.replace(base, label="it", env={**base.env, "PENSTOCK_STREAMS": "4"})
     if base.role.endswith(":penstock"):
-        assert cli.parse_variant(f"it={base.label},PENSTOCK_SHM=0").limit == "sockets"
-        assert cli.parse_variant(f"it={base.label},PENSTOCK_SHM=1").limit == "copy"
+        assert backends.parse_variant(f"it={base.label},PENSTOCK_SHM=0").limit == "sockets"
+        assert backends.parse_variant(f"it={base.label},PENSTOCK_SHM=1").limit == "copy"
 
 
 def test_a_variant_of_nothing_says_what_there_is() -> None:
@@ -488,7 +497,7 @@ def test_a_variant_of_nothing_says_what_there_is() -> None:
     for part in ("no backend penstock-tpc", "penstock-tcp", "penstock-empty", "nccl"):
         assert part in ended.output, ended.output
     with pytest.raises(click.UsageError, match=r"x cannot run here: .* penstock-tcp"):
-        cli.choose("gloo", ["x=penstock-empty,PENSTOCK_STREAMS=4"], on_testbed=True)
+        backends.choose("gloo", ["x=penstock-empty,PENSTOCK_STREAMS=4"], on_testbed=True)
 
 
 def test_quantile_is_a_measured_value() -> None:
@@ -531,7 +540,7 @@ def test_a_slow_job_does_not_hide_behind_the_median() -> None:
     assert row.limit_share == pytest.approx(0.96)
     assert row.job_shares == pytest.approx([0.96] * 7 + [0.6] * 3)
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(report.table([row], series, "all-reduce"))
+    console.print(report.table([row], series, "all-reduce").for_terminal())
     assert re.findall(r"\d+%", console.export_text()) == ["96%", "96%", "60%"]
 
 
@@ -540,7 +549,7 @@ def test_figures_compare_with_their_targets() -> None:
     plain = [figure for figure in figures.FIGURES if isinstance(figure, figures.Figure)]
     by_name = {figure.name: figure for figure in plain}
     latency = by_name["latency"]
-    series = [{**cli.BACKENDS, **cli.ENGINES}[name] for name in latency.backends]
+    series = [{**backends.BACKENDS, **backends.ENGINES}[name] for name in latency.backends]
     took = {"penstock-shm": 50e-6, "penstock-tcp": 125e-6, "gloo": 100e-6}
     rows = report.rows([Point("all-reduce", label, 2, 1024, [took[label]]) for label in took], series, None)
     shm, tcp = latency.findings(rows)
@@ -550,7 +559,7 @@ def test_figures_compare_with_their_targets() -> None:
         Point("all-reduce", label, 2, capped.nbytes, [1.0], planned={0: capped.nbytes})
         for label in ("penstock-tcp", "gloo")
     ]
-    share, times = capped.findings(report.rows(points, [cli.BACKENDS["penstock-tcp"], GLOO], capped.link))
+    share, times = capped.findings(report.rows(points, [backends.BACKENDS["penstock-tcp"], GLOO], capped.link))
     assert share.of_target == pytest.approx(capped.nbytes * 8 / 956.4e6 / 0.9, rel=1e-3)
     assert times.of_target == pytest.approx(1 / 4.5)
     for figure in plain:

@@ -104,6 +104,7 @@ def test_the_figure_holds_aggregators_against_the_ring() -> None:
         (["--losses", "a"], "shares of packets"),
         (["--workers", "1"], "2 ranks or more"),
         (["--faults", "2", "--training", "50"], "one at a time"),
+        (["--faults", "2", "--report", "x.html"], "leave it out"),
         (["--training", "3"], "x>=20"),
     ],
 )

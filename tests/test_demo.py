@@ -23,10 +23,12 @@ from click.testing import CliRunner
 
 import ranks
 from backends import BACKENDS, Backend
+from penstock.reports import drawing as drawing_room
 from penstock.tools.demo import cli, comparison, link_probe, prediction, report
-from penstock.tools.demo.training import WARM_UP_STEPS, Phases, Step, Training, Way
-from penstock.tools.testbed import CompletedRun, FlowClass, LinkSpec, Testbed, TestbedUnavailable
+from penstock.tools.demo.training import WARM_UP_STEPS, Phases, Way
+from penstock.tools.testbed import LinkSpec, Testbed, TestbedUnavailable
 from penstock.torch import ddp_hook
+from samples import trained, tuned_comparison
 
 # ------------------------------------------------------------------------------------------------- the whole demo
 
@@ -65,7 +67,7 @@ def test_demo_trains_twice_and_the_trainings_are_the_same(ended: Ended) -> None:
     """Gloo and the backend under test give the same losses and weights, to the bit, and the demo says so."""
     assert ended.code == 0, ended.output
     assert re.search(r"The loss curves of gloo(, .+)? and .+ are bit-identical: all 20 steps, both ranks", ended.output)
-    rows = re.findall(r"^ +(?:final training|validation) loss +([\d.]+(?: +[\d.]+)+)", ended.output, re.MULTILINE)
+    rows = re.findall(r"^ *(?:final training|validation) loss +([\d.]+(?: +[\d.]+)+)", ended.output, re.MULTILINE)
     assert len(rows) == 2, ended.output
     for row in rows:
         losses = row.split()
@@ -91,15 +93,16 @@ def test_demo_uses_the_link_and_predicts(ended: Ended, emulated: bool) -> None:
 
 
 def test_report_stands_alone_and_can_be_drawn(ended: Ended) -> None:
-    """Three well-formed drawings whose identifiers do not clash, nothing to fetch, the verdict and the limits."""
+    """Three charts, each in two widths: well-formed drawings whose identifiers do not clash; nothing to fetch; the verdict and
+    the limits."""
     drawings = re.findall(r"<svg .*?</svg>", ended.report, re.DOTALL)
-    assert len(drawings) == 3
+    assert len(drawings) == 2 * 3
     identifiers = []
     for drawing in drawings:
         with_names = drawing.replace("<svg ", '<svg xmlns:xlink="http://www.w3.org/1999/xlink" ', 1)
         tree = xml.etree.ElementTree.fromstring(with_names)
         identifiers += [element.get("id") for element in tree.iter() if element.get("id")]
-        assert report.INK not in drawing
+        assert not any(sentinel in drawing for sentinel in drawing_room.SENTINELS.values())
     assert identifiers and len(identifiers) == len(set(identifiers))
     assert not re.search(r'<(script|link|img|iframe)\b|@import|url\((?!#)|(src|href)="(?!#)', ended.report)
     for text in ("bit-identical", "What this does not show", "torch 2.", "seed 1337"):
@@ -345,34 +348,10 @@ def test_steps_in_which_the_tuner_tries_are_left_out() -> None:
     assert retuned.settled_sent_bytes() == 16 * 16 - 9 * 9
 
 
-def tuned_comparison(tuned_s: float, *, tries: int = 60, chosen_s: float | None = 1.5) -> comparison.Comparison:
-    """Gloo at 6 s a step, Penstock at 2 s, and the tuner: 100 steps, of which ``tries`` are trials of 3 s."""
-    link = LinkSpec(rate_mbit=1000, flow_mbit=200)
-    default, other = ({"streams": 16, "bucket_bytes": size << 20} for size in (4, 2))
-    trainings = []
-    for way, step_s in (("gloo", 6.0), ("penstock", 2.0), ("penstock+tuner", tuned_s)):
-        is_tuned = way == "penstock+tuner"
-        seconds = [3.0] * tries + [step_s] * (100 - tries) if is_tuned else [step_s] * 100
-        training = dataclasses.replace(
-            trained(label=way, losses=[[3.0] * 100] * 2, seconds=seconds), way=Way.parse(way)
-        )
-        if is_tuned:
-            tried = [dataclasses.replace(step, tuning=step.number <= tries) for step in training.steps[0]]
-            tuning = {"budget": 100, "default": default, "default_s": 1.75, "chosen_s": chosen_s}
-            end = {**training.ends[0], "setting": default if chosen_s == 1.75 else other, "tuning": tuning}
-            training = dataclasses.replace(training, steps=[tried, tried], ends=[end, end])
-        trainings.append(training)
-    # Where the processors do both, sending slows the computation that the prediction begins with.
-    foreseen = [
-        prediction.predict_step(Phases(0.125, 0.25, 0.125), [1_000_000], 2, rate, 1e-8) for rate in (2e5, 6e5, 7e5)
-    ]
-    results = tuple(comparison.summarise(*pair, link) for pair in zip(trainings, foreseen, strict=True))
-    return comparison.Comparison(results, link, {}, ABOUT, (), quick=False)
-
-
 @pytest.mark.parametrize("tuned_s", [1.5, 2.25, 9.0])
 def test_every_number_of_the_report_has_one_source(tuned_s: float) -> None:
-    """Whatever is said of a step's time, a speed-up or a prediction, in headline, cards and drawing, is what the table says."""
+    """Whatever is said of a step's time, a speed-up or a prediction, in headline, cards, chart and caption, is what the table
+    says."""
     whole = tuned_comparison(tuned_s)
     table = {row.name.strip(): row.texts for row in comparison.rows(whole)}
     best = 1 if tuned_s > 2 else 2
@@ -381,11 +360,15 @@ def test_every_number_of_the_report_has_one_source(tuned_s: float) -> None:
     assert whole.results[best].label in headline and whole.results[best].label in cards[0][1]
     assert f"predicted {table['speed-up, predicted'][best]}" in cards[0][2]
     assert cards[1][0] == table["share of the link"][best]
-    drawing = report.svg("breakdown", lambda: report.draw_breakdown(whole.results))
-    shown = re.findall(r">([\d.]+ ms)(?:, (\d+%) communication)?<", drawing)
-    assert [time for time, share in shown if share] == table["step time"]
-    assert [share for _, share in shown if share] == table["communication share"]
-    assert [time for time, share in shown if not share] == table["predicted step time"]
+    picture = report.step_picture(whole)
+    wide, narrow = drawing_room.both_widths(picture.chart, "step", picture.see).split("</svg>\n")
+    for drawing in (wide, narrow):
+        shown = re.findall(r">([\d.]+ ms)(?:, (\d+%) communication)?<", drawing)
+        assert [time for time, share in shown if share] == table["step time"]
+        assert [share for _, share in shown if share] == table["communication share"]
+        assert [time for time, share in shown if not share] == table["predicted step time"]
+    assert re.findall(r"\d+%", picture.see) == [table["communication share"][at] for at in (0, best)]
+    assert re.findall(r"\d+%", report.link_picture(whole).see) == [table["share of the link"][at] for at in (best, 0)]
 
 
 def test_the_report_says_what_tuning_cost_and_gained() -> None:
@@ -476,59 +459,6 @@ def test_a_training_that_bypassed_the_link_is_a_problem() -> None:
     assert comparison.bypasses([honest]) == ()
     (problem,) = comparison.bypasses([honest, sneaky])
     assert "with other a rank sent 0.90 MB" in problem and "must send 1.00 MB" in problem
-
-
-ABOUT = {
-    "date": "2026-01-01",
-    "hardware": {"cpu": {"model": "a processor", "usable": 2}, "memory_bytes": 2**33},
-    "system": {"kernel": "6.1", "congestion_control": "bbr", "load_average_at_start": 0.0},
-    "versions": {"penstock": "0.1.0", "python": "3.11"},
-}
-
-
-def trained(
-    *,
-    label: str = "it",
-    losses: list[list[float]] | None = None,
-    weights: list[str] | None = None,
-    seconds: list[float] | None = None,
-    compute_s: float = 0.5,
-    sent_per_step: float = 1_000_000,
-) -> Training:
-    """A training of two ranks as `penstock.tools.demo.training.train` would return it; the gradient has 1 MB."""
-    losses = losses or [[3.0], [3.0]]
-    seconds = seconds or [1.0] * len(losses[0])
-    compute = Phases(compute_s / 4, compute_s / 2, compute_s / 4)
-    ends = [{"weights_sha256": digest, "validation_loss": 3.0} for digest in weights or ["same", "same"]]
-    classes = [
-        FlowClass(index=i, cap_mbit=200, bytes=n, packets=1, flows=1) for i, n in enumerate((10**6, 0, 10**6, 99))
-    ]
-    return Training(
-        label=label,
-        way=Way(label),
-        ranks=2,
-        facts={"gradient_bytes": 1_000_000},
-        steps=[
-            [
-                Step(i + 1, loss, 256, Phases(s / 4, s / 2, s / 4), compute)
-                for i, (loss, s) in enumerate(zip(of, seconds, strict=True))
-            ]
-            for of in losses
-        ],
-        ends=ends,
-        clock_s=[sum(seconds[: i + 1]) for i in range(len(seconds))],
-        sent_bytes=[sent_per_step * (i + 1) for i in range(len(seconds))],
-        completed=CompletedRun(
-            returncode=0,
-            failed_rank=None,
-            returncodes={0: 0, 1: 0},
-            outputs=["", ""],
-            wall_s=sum(seconds),
-            cpu_share=0.5,
-            counters={},
-            flows={0: classes, 1: classes},
-        ),
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------- helpers

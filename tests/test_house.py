@@ -211,11 +211,12 @@ def test_every_variable_is_a_setting(root: pathlib.Path) -> None:
 PYTHON_MAY_USE = {
     "cluster": set(),
     "runtime": {"cluster"},
+    "reports": set(),
     "torch": {"runtime"},
     "training": {"runtime", "torch"},
     "fronts": {"runtime", "torch", "training"},
     "workloads": {"torch"},
-    "tools": {"cluster", "runtime", "torch", "training", "workloads", "cli"},
+    "tools": {"cluster", "runtime", "reports", "torch", "training", "workloads", "cli"},
 }
 # What users import, by the names that they use; they define nothing. `penstock.torch` does, and names what is in `training`.
 FACADES = {"__init__", "__main__", "elastic", "horovod", "jax", "optim", "tensorflow", "testbed", "tune"}

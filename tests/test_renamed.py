@@ -19,7 +19,7 @@ from penstock import renamed
 from penstock.errors import Config as ConfigError
 from penstock.runtime import config
 from penstock.tools import info
-from penstock.tools.bench import cli as bench
+from penstock.tools.bench import readiness, training
 from penstock.torch import GradientReducer, ddp_hook
 from penstock.tune import Entry, Graph, Memory, Options, Setting, Space, Tuner, load_record, save_record, verify
 
@@ -97,7 +97,7 @@ def test_a_memory_of_an_older_release(tmp_path: pathlib.Path, caplog: pytest.Log
 
 def test_an_old_option_of_the_bench(capsys: pytest.CaptureFixture[str]) -> None:
     """`--unit` is `--bucket`, and one line on standard error says so; --help shows the new name only."""
-    for command, arguments in ((bench.ready, []), (bench.train, ["cnn"])):
+    for command, arguments in ((readiness.command, []), (training.command, ["cnn"])):
         assert command.make_context("x", [*arguments, "--unit", "3M"]).params["bucket"] == "3M"
         assert "--unit is now --bucket" in capsys.readouterr().err
         context = command.make_context("x", arguments)

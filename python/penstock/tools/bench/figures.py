@@ -1,18 +1,54 @@
-"""The runs behind the published figures, and what each is to reach. Targets are printed beside what was measured, never
-asserted: a shared machine decides more about a single run than the code does."""
+"""``penstock bench figures``: the runs behind the published figures, and what each is to reach. Targets are printed beside what
+was measured, never asserted: a shared machine decides more about a single run than the code does."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from rich import box
-from rich.table import Table
+import click
 
+from penstock.reports import Axis, Bar, Bars, Column, Level, Line, Next, Page, Part, Picture, Section, Table, series
+from penstock.tools.bench import machine, report, sweep
 from penstock.tools.bench.aggregated import times
+from penstock.tools.bench.backends import choose, limits
+from penstock.tools.bench.options import EVERYTHING, check_files, files
+from penstock.tools.bench.output import reporting_errors, result_console, write_json, write_report
 from penstock.tools.bench.report import Row
+from penstock.tools.bench.session import Settings
 from penstock.tools.testbed.link import LinkSpec
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[FIGURE]...")
+@click.option("--rounds", type=click.IntRange(1), default=6, show_default=True, help="Turns of each backend.")
+@click.option(
+    "--timeout", type=float, default=300.0, show_default=True, help="Seconds until a silent backend counts as hung."
+)
+@files(EVERYTHING)
+def command(names: Sequence[str], rounds: int, timeout: float, json_path: str | None, report_path: str | None) -> None:
+    """Measure the published figures again, and print each beside its target.
+
+    Without a name, all of them; those on emulated hosts need root. Targets are printed, not enforced: machines are noisy.
+    """
+    check_files(json_path=json_path, report_path=report_path)
+    by_name = {figure.name: figure for figure in FIGURES}
+    if unknown := [name for name in names if name not in by_name]:
+        raise click.UsageError(f"no figure {', '.join(unknown)}: there are {', '.join(by_name)}")
+    findings, documents = [], []
+    with reporting_errors():
+        description = machine.describe()
+        for figure in [by_name[name] for name in names] or FIGURES:
+            found, document = figure.measure(rounds, timeout)
+            findings += found
+            documents.append({"figure": figure.name} | document)
+    console = result_console()
+    console.print(table(findings).for_terminal())
+    console.print(DEMO, highlight=False)
+    write_json(json_path, description, documents, findings=[vars(finding) for finding in findings])
+    write_report(report_path, lambda: page(findings, description))
 
 
 @dataclass(frozen=True)
@@ -61,6 +97,19 @@ class Figure:
     link: LinkSpec | None = None
     """On a testbed with one rank a host."""
 
+    def measure(self, rounds: int, timeout_s: float) -> tuple[list[Finding], dict[str, Any]]:
+        """Runs it and prints its tables. What it found, and the run for JSON."""
+        on_testbed = self.link is not None
+        chosen, _ = choose(",".join(self.backends), (), on_testbed)
+        chosen += limits(chosen, on_testbed, sweep.DEFAULT_FLOWS[on_testbed])
+        joins = min(rounds, sweep.TESTBED_JOINS) if on_testbed else 1
+        turns = math.ceil(rounds / joins)
+        settings = Settings("all-reduce", [self.nbytes], [self.ranks], rounds=turns, joins=joins, timeout_s=timeout_s)
+        hosts = self.ranks if on_testbed else None
+        outcome = sweep.run(settings, chosen, hosts, self.link, f"{self.name}: {self.on}")
+        sweep.show(result_console(), outcome)
+        return self.findings(outcome.rows), report.to_json(outcome)
+
     def findings(self, rows: Sequence[Row]) -> list[Finding]:
         """The numbers of this figure from the rows of its run."""
         by_label = {row.point.label: row for row in rows}
@@ -82,6 +131,23 @@ class AggregatedFigure:
     window: int = 256
     WAYS: ClassVar = ("ring", "int32")
 
+    def measure(self, rounds: int, timeout_s: float) -> tuple[list[Finding], dict[str, Any]]:
+        """Runs it and prints its table. What it found, and the run for JSON."""
+        rows = times.measure(
+            workers=self.workers,
+            loss=0.0,
+            ways=self.WAYS,
+            rate_mbit=self.rate_mbit,
+            nbytes=self.nbytes,
+            window=self.window,
+            turns=rounds,
+            operations=1,
+            offloads=False,
+            timeout_s=timeout_s,
+        )
+        result_console().print(times.table(rows, f"{self.name}: {self.on}").for_terminal())
+        return self.findings(rows), {"rows": [row.to_dict() for row in rows]}
+
     def findings(self, rows: Sequence[times.Row]) -> list[Finding]:
         """The numbers of this figure from the rows of its run, which has `WAYS`."""
         by_way = {row.way: row for row in rows}
@@ -96,23 +162,74 @@ class AggregatedFigure:
 
 def table(findings: Sequence[Finding]) -> Table:
     """One line a finding."""
-    shown = Table(title="Figures", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("figure", "what"):
-        shown.add_column(name)
-    for name in ("measured", "target", "of target"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    previous = ""
-    for finding in findings:
-        share = finding.of_target
-        shown.add_row(
-            finding.figure if finding.figure != previous else "",
-            finding.what,
-            "-" if finding.value is None else _number(finding.value, finding.unit),
-            f"{finding.bound} {_number(finding.target, finding.unit)}",
-            "-" if share is None else f"{share:.2f}",
+    columns = [
+        Column("what", is_text=True),
+        Column("measured"),
+        Column("target", meaning=">= to reach, <= not to exceed, ~ a control that must land near"),
+        Column("of target", meaning="above 1 is better than the target, or above what a control must land near"),
+    ]
+    lines = [
+        Line(
+            [each.what, _measured(each), f"{each.bound} {_number(each.target, each.unit)}", _of_target(each)],
+            (each.figure,),
         )
-        previous = finding.figure
-    return shown
+        for each in findings
+    ]
+    return Table("Figures", columns, lines, [Column("figure", is_text=True)])
+
+
+def page(findings: Sequence[Finding], description: dict[str, Any]) -> Page:
+    """The report."""
+    told = [each for each in findings if each.bound != "~" and each.of_target is not None]
+    missed = [each for each in told if (each.of_target or 0) < 1]
+    worst = min(missed, key=lambda each: each.of_target or 0, default=None)
+    weakest = [
+        min((each for each in told if each.figure == figure), key=lambda each: each.of_target or 0)
+        for figure in dict.fromkeys(each.figure for each in told)
+    ]
+    see = f"{len(told) - len(missed)} of {len(told)} numbers reach their targets."
+    bars, previous = [], ""
+    for each in findings:
+        if each.of_target is not None:
+            heading = each.figure if each.figure != previous else ""
+            part = Part(each.of_target, "grey-2" if each.bound == "~" else series(0).colour)
+            value = f"{_measured(each)}, target {each.bound} {_number(each.target, each.unit)}"
+            bars.append(Bar(each.what, [part], value, heading=heading))
+            previous = each.figure
+    everything = Picture("all", _bars(bars), see, "Grey bars are controls, which must end near the line.")
+    return Page(
+        kind="Penstock bench: figures",
+        answer=f"{len(told) - len(missed)} of {len(told)} targets of the published figures are reached here",
+        picture=Picture(
+            "figures",
+            _bars(
+                [Bar(each.figure, [Part(each.of_target or 0, series(0).colour)], _of_target(each)) for each in weakest]
+            ),
+            see + (f" The shortest is {worst.figure}: {worst.what}." if worst else ""),
+            "Longer is better. Of each figure this is the number that is furthest from its target.",
+        ),
+        next=Next(f"Measure {worst.figure} again.", f"sudo penstock bench figures {worst.figure} --rounds 12")
+        if worst
+        else Next("Read what the published figures are, and what they do not show: docs/benchmarks/README.md."),
+        setting=f"The runs behind docs/benchmarks, measured again on this machine. {DEMO}",
+        sections=[
+            Section("All numbers", [everything, table(findings)]),
+            Section("What this does not show", [report.does_not_show(None)]),
+            Section("Conditions", [machine.lines(description)]),
+        ],
+    )
+
+
+def _bars(bars: Sequence[Bar]) -> Bars:
+    return Bars(Axis("measured", "times the target"), bars, level=Level(1, "target"))
+
+
+def _measured(finding: Finding) -> str:
+    return "-" if finding.value is None else _number(finding.value, finding.unit)
+
+
+def _of_target(finding: Finding) -> str:
+    return "-" if finding.of_target is None else f"{finding.of_target:.2f}"
 
 
 def _number(value: float, unit: str) -> str:
@@ -232,3 +349,5 @@ FIGURES: list[Figure | AggregatedFigure] = [
         "aggregated", "4 hosts in 2 racks below a core, 120 Mbit/s links, 16 MiB", workers=4, rate_mbit=120
     ),
 ]
+
+DEMO = "The figures of the training demo are those of `penstock demo`."

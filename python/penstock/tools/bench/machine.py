@@ -32,6 +32,18 @@ def describe() -> dict[str, Any]:
     }
 
 
+def lines(description: dict[str, Any]) -> list[str]:
+    """What `describe` found, for people: the conditions of a report."""
+    hardware, system, versions = (description[part] for part in ("hardware", "system", "versions"))
+    return [
+        f"Date: {description['date']}",
+        f"Machine: {hardware['cpu']['model']}, {hardware['cpu']['usable']} cores, {hardware['memory_bytes'] / 2**30:.0f} GiB; "
+        f"load average {system['load_average_at_start']:.1f} at the start",
+        f"System: Linux {system['kernel']}, TCP congestion control {system['congestion_control']}",
+        f"Versions: penstock {versions['penstock'] or '(not installed)'}, torch {versions['torch']}, Python {versions['python']}",
+    ]
+
+
 def version(distribution: str) -> str | None:
     """The installed version, or None."""
     try:

@@ -15,9 +15,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import click
+
+from penstock.reports import Axis, Bar, Bars, Next, Page, Part, Picture, Section, series
+from penstock.reports.numbers import change, milliseconds
+from penstock.tools.bench import machine
 from penstock.tools.bench.launcher import BenchError
+from penstock.tools.bench.options import MOST_RANKS, bucket_option, check_files, files, parse_size
+from penstock.tools.bench.output import reporting_errors, result_console, say, write_json, write_report
 from penstock.tools.bench.program import run_program
+from penstock.tools.bench.report import does_not_show
 from penstock.tools.testbed.cluster import Loopback, Testbed
+from penstock.tools.testbed.link import LinkSpec
+
+
+@click.command()
+@click.option("--ranks", type=click.IntRange(2, MOST_RANKS), default=8, show_default=True)
+@click.option("--hosts", type=click.IntRange(1, 64), default=2, show_default=True, help="More than one needs root.")
+@click.option("--tensors", type=click.IntRange(2), default=500, show_default=True, help="Gradients of the model.")
+@click.option("--width", type=click.IntRange(1), default=64, show_default=True, help="Of its layers.")
+@click.option("--batch", type=click.IntRange(1), default=256, show_default=True, help="Samples a rank and step.")
+@bucket_option("What one all-reduce carries.")
+@click.option("--turns", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps in a turn.")
+@click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for all of it.")
+@files("Write the figures to this file.")
+def command(
+    hosts: int, bucket: str, timeout: float, json_path: str | None, report_path: str | None, **shape: int
+) -> None:
+    """Measure what agreeing on ready gradients costs, and whether any rank does more than others.
+
+    See docs/design/gradients.md. The hosts have links of 1 Gbit/s, of which one flow gets 200 Mbit/s.
+    """
+    check_files(json_path=json_path, report_path=report_path)
+    with reporting_errors():
+        say(f"readiness of {shape['tensors']} gradients ...")
+        description = machine.describe()
+        link = LinkSpec(rate_mbit=1000, flow_mbit=200) if hosts > 1 else None
+        with Testbed(hosts=hosts, link=link) if hosts > 1 else Loopback(hosts=1) as bed:
+            outcome = measure(bed, bucket_bytes=parse_size(bucket), timeout_s=timeout, **shape)
+        for line in outcome.lines():
+            result_console().print(line, highlight=False)
+        write_json(json_path, description, [outcome.to_dict()])
+        write_report(report_path, lambda: outcome.page(link, description))
 
 
 @dataclass(frozen=True)
@@ -69,15 +109,42 @@ class Outcome:
     def lines(self) -> list[str]:
         """For people."""
         return [
-            f"{self.ranks} ranks, {self.tensors} gradients: {1e3 * self.step_s:.1f} ms and {self.rounds:.1f} rounds a step",
+            f"{self.ranks} ranks, {self.tensors} gradients: {milliseconds(self.step_s)} and {self.rounds:.1f} rounds a step",
             f"a round ends {1e3 * self.round_s:.2f} ms after the last rank has joined it",
             f"all rounds together: {self.share:.1%} of the step, if nothing of them is hidden",
             f"the one that ends the pass, which nothing hides: {1e3 * self.last_s:.2f} ms, {self.last_share:.1%} of the step",
-            f"with nothing to agree on, the order being told beforehand: {1e3 * self.told_s:.1f} ms a step; agreeing takes "
-            f"{1e3 * (self.step_s - self.told_s):+.1f} ms, {self.cost:+.1%} of the step (by turn {min(self.turn_costs):+.1%} to "
-            f"{max(self.turn_costs):+.1%}; {self.buckets:.1f} buckets a step, and {self.told_buckets:.1f} without)",
+            f"with nothing to agree on, the order being told beforehand: {milliseconds(self.told_s)} a step; agreeing takes "
+            f"{1e3 * (self.step_s - self.told_s):+.1f} ms, {change(self.cost)} of the step (by turn "
+            f"{change(min(self.turn_costs))} to {change(max(self.turn_costs))}; {self.buckets:.1f} buckets a step, and "
+            f"{self.told_buckets:.1f} without)",
             f"the busiest rank sends or receives {self.imbalance:.2f} times the mean",
         ]
+
+    def page(self, link: LinkSpec | None, description: dict[str, Any]) -> Page:
+        """The report."""
+        steps = {"agreed on": self.step_s, "told beforehand": self.told_s}
+        bars = [
+            Bar(label, [Part(1e3 * seconds, series(index).colour)], milliseconds(seconds))
+            for index, (label, seconds) in enumerate(steps.items())
+        ]
+        return Page(
+            kind="Penstock bench: readiness",
+            answer=f"Agreeing on {self.tensors} gradients takes {change(self.cost)} of a step, {self.ranks} ranks",
+            picture=Picture(
+                "readiness",
+                Bars(Axis("time of a step", "ms"), bars),
+                f"A step takes {milliseconds(self.step_s)} with agreement, {milliseconds(self.told_s)} without.",
+                "The second bar is a control that knows the order of this one model beforehand and asks no other rank. Below 0 "
+                "the difference is less than the noise.",
+            ),
+            next=Next("See what the hook gains over DDP.", "sudo penstock bench training char-gpt"),
+            setting=f"A chain of linear layers on {link.describe() if link else 'one host'}.",
+            sections=[
+                Section("In numbers", [self.lines()]),
+                Section("What this does not show", [does_not_show(link)]),
+                Section("Conditions", [machine.lines(description)]),
+            ],
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -1,20 +1,37 @@
-"""What the bench prints, writes and draws. Pure, but for the files that it writes."""
+"""What a run of a collective says: rows, tables, JSON, the chart and the report. Pure."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rich import box
-from rich.table import Table
-
+from penstock.reports import (
+    Axis,
+    Bar,
+    Bars,
+    Column,
+    Curve,
+    Level,
+    Line,
+    Lines,
+    Next,
+    Page,
+    Panel,
+    Part,
+    Picture,
+    Section,
+    Table,
+    aside,
+)
+from penstock.reports import series as series_look
+from penstock.reports.charts import Look
+from penstock.reports.numbers import duration, plural, share, size, times
+from penstock.tools.bench import machine
 from penstock.tools.bench.collectives import COLLECTIVES
-from penstock.tools.bench.session import Point, Series, Settings, format_bytes
+from penstock.tools.bench.session import Point, Series, Settings
 from penstock.tools.testbed.link import LinkSpec
 
 
@@ -46,6 +63,18 @@ class Row:
         return point | {
             name: None if isinstance(value, float) and math.isnan(value) else value for name, value in own.items()
         }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run."""
+
+    title: str
+    settings: Settings
+    series: Sequence[Series]
+    rows: Sequence[Row]
+    hosts: int
+    link: LinkSpec | None
 
 
 def rows(points: Sequence[Point], series: Sequence[Series], link: LinkSpec | None) -> list[Row]:
@@ -99,61 +128,68 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def table(of: Sequence[Row], series: Sequence[Series], title: str) -> Table:
-    """One line a series and size; the best backend of a size in bold."""
+    """One line a series and size; the best backend of a size stands out."""
     on_testbed = any(row.point.planned for row in of)
     has_bytes = any(row.busbw for row in of)
     has_jobs = any(len(row.job_shares) > 1 for row in of)
-    shown = _table(title)
-    for name in ("ranks", "size", "series", "median", "min", "p90"):
-        shown.add_column(name, justify="left" if name == "series" else "right", no_wrap=True)
+    columns = [
+        Column("series", is_text=True),
+        Column("median"),
+        Column("min"),
+        Column("p90", meaning="nine of ten operations took no longer"),
+    ]
     if has_bytes:
-        for name in ("algbw", "busbw"):
-            shown.add_column(f"{name}\nGB/s", justify="right", no_wrap=True)
-        shown.add_column("of\nlimit", justify="right")
+        columns += [
+            Column("algbw\nGB/s", meaning="size over median, GB = 1e9 bytes"),
+            Column(
+                "busbw\nGB/s",
+                meaning="what the busiest rank sends or receives a second: it compares with a link's rate",
+            ),
+            Column("of\nlimit", meaning="the limit's median over this one; the limit is the fastest probe of its kind"),
+        ]
         if has_jobs:
-            shown.add_column("median\njob", justify="right")
-            shown.add_column("worst\njob", justify="right")
+            columns += [
+                Column("median\njob", meaning="of limit, in the median of all fresh jobs"),
+                Column("worst\njob", meaning="of limit, in the worst of all fresh jobs"),
+            ]
     if on_testbed:
-        shown.add_column("of\nlink", justify="right")
-        shown.add_column("wire/\nplan", justify="right")
-    shown.add_column("vs\ngloo", justify="right")
-    shown.add_column("CPU", justify="right")
+        columns += [
+            Column("of\nlink", meaning="payload that the plan has a host send, over what TCP can carry on its link"),
+            Column("wire/\nplan", meaning="bytes that a host's interface sent, over that payload"),
+        ]
+    columns += [
+        Column("vs\ngloo", meaning="gloo's median over this one: above 1 is faster"),
+        Column("CPU", meaning="of all processors of the machine, while the operations ran"),
+    ]
     backends = {each.label for each in series if each.is_backend}
-    previous = None
+    lines = []
     for row in of:
         point = row.point
-        at = (point.ranks, point.nbytes)
-        if previous is not None and at != previous:
-            shown.add_section()
         rivals = [
-            other for other in of if (other.point.ranks, other.point.nbytes) == at and other.point.label in backends
+            other
+            for other in of
+            if (other.point.ranks, other.point.nbytes) == (point.ranks, point.nbytes) and other.point.label in backends
         ]
-        best = len(rivals) > 1 and row.median_s == min(other.median_s for other in rivals)
-        cells = [
-            str(point.ranks) if at != previous else "",
-            (format_bytes(point.nbytes) if has_bytes else "-") if at != previous else "",
-            point.label,
-            format_seconds(row.median_s),
-            format_seconds(row.min_s),
-            format_seconds(row.p90_s),
-        ]
+        is_best = len(rivals) > 1 and row.median_s == min(other.median_s for other in rivals)
+        cells = [point.label, duration(row.median_s), duration(row.min_s), duration(row.p90_s)]
         if has_bytes:
-            cells += [f"{row.algbw:.3g}", f"{row.busbw:.3g}", _percent(row.limit_share)]
+            cells += [gigabytes(row.algbw), gigabytes(row.busbw), _share(row.limit_share)]
             if has_jobs:
                 shares = row.job_shares
-                cells += [_percent(statistics.median(shares) if shares else None), _percent(min(shares, default=None))]
+                cells += [_share(statistics.median(shares) if shares else None), _share(min(shares, default=None))]
         if on_testbed:
             cells += [
-                _percent(row.link_share),
+                _share(row.link_share),
                 f"{row.wire_ratio:.3f}" if row.wire_ratio and point.label in backends else "",
             ]
         cells += [
-            f"{row.times_gloo:.2f}x" if row.times_gloo and point.label in backends - {"gloo"} else "",
-            _percent(point.cpu_share),
+            times(row.times_gloo) if row.times_gloo and point.label in backends - {"gloo"} else "",
+            _share(point.cpu_share),
         ]
-        shown.add_row(*cells, style="bold" if best else "" if point.label in backends else "dim")
-        previous = at
-    return shown
+        group = (str(point.ranks), size(point.nbytes) if has_bytes else "-")
+        kind: Literal["best", "plain", "aside"] = "best" if is_best else "plain"
+        lines.append(Line(cells, group, kind if point.label in backends else "aside"))
+    return Table(title, columns, lines, [Column("ranks"), Column("size")])
 
 
 def flow_table(of: Sequence[Row]) -> Table | None:
@@ -162,18 +198,15 @@ def flow_table(of: Sequence[Row]) -> Table | None:
     largest = {(row.point.ranks, row.point.label): row.point for row in of if row.point.class_flows}
     if not largest:
         return None
-    shown = _table("Flows by class")
-    for name in ("ranks", "series", "connections: class x count", "classes with over 1 % of the bytes"):
-        shown.add_column(name)
-    lines: dict[tuple[str, str, str, str], None] = {}
+    found: dict[tuple[str, str, str, str], None] = {}
     for (ranks, label), point in largest.items():
         for flows, shares in zip(point.class_flows, point.class_shares, strict=True):
             counted = " ".join(f"{index}x{count}" for index, count in enumerate(flows[0]) if count)
             carried = [str(index) for index, share in enumerate(shares[0]) if share > 0.01]
-            lines[str(ranks), label, counted, f"{len(carried)} of {len(shares[0])}: {' '.join(carried)}"] = None
-    for line in lines:
-        shown.add_row(*line)
-    return shown
+            found[str(ranks), label, counted, f"{len(carried)} of {len(shares[0])}: {' '.join(carried)}"] = None
+    heads = ("series", "connections: class x count", "classes with over 1 % of the bytes")
+    columns = [Column(head, is_text=True) for head in heads]
+    return Table("Flows by class", columns, [Line(line[1:], line[:1]) for line in found], [Column("ranks")])
 
 
 def memory_lines(of: Sequence[Row]) -> list[str]:
@@ -185,30 +218,22 @@ def memory_lines(of: Sequence[Row]) -> list[str]:
             worst = max(mine, key=lambda point: point.grown_bytes or 0)
             engine = max((point.engine_bytes or 0 for point in mine), default=0)
             line = (
-                f"{label}: at most {format_bytes(max(worst.grown_bytes or 0, 0))} resident a rank beyond the tensors"
-                f" ({worst.ranks} ranks, {format_bytes(worst.nbytes)})"
+                f"{label}: at most {size(max(worst.grown_bytes or 0, 0))} resident a rank beyond the tensors"
+                f" ({worst.ranks} ranks, {size(worst.nbytes)})"
             )
-            lines.append(line + (f"; the engine itself reports {format_bytes(engine)}" if engine else ""))
+            lines.append(line + (f"; the engine itself reports {size(engine)}" if engine else ""))
     return lines
 
 
-def to_json(
-    of: Sequence[Row], series: Sequence[Series], settings: Settings, hosts: int, link: LinkSpec | None
-) -> dict[str, Any]:
+def to_json(outcome: Outcome) -> dict[str, Any]:
     """One run: its configuration, what it does not show, and every sample."""
+    link = outcome.link
     return {
-        "config": vars(settings) | {"hosts": hosts, "link": link.to_dict() if link else None},
-        "series": [vars(each) for each in series],
+        "config": vars(outcome.settings) | {"hosts": outcome.hosts, "link": link.to_dict() if link else None},
+        "series": [vars(each) for each in outcome.series],
         "does_not_show": does_not_show(link),
-        "points": [row.to_dict() for row in of],
+        "points": [row.to_dict() for row in outcome.rows],
     }
-
-
-def write_json(path: str, machine: dict[str, Any], runs: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Everything that a published number must name: hardware, kernel, versions and date, then the runs."""
-    Path(path).write_text(
-        json.dumps({"format": "penstock-bench/1", **machine, **more, "runs": list(runs)}, indent=1) + "\n"
-    )
 
 
 def does_not_show(link: LinkSpec | None) -> str:
@@ -216,78 +241,217 @@ def does_not_show(link: LinkSpec | None) -> str:
     return DOES_NOT_SHOW_TESTBED if link else DOES_NOT_SHOW_LOOPBACK
 
 
-def plot(path: str, of: Sequence[Row], series: Sequence[Series], link: LinkSpec | None, title: str) -> None:
-    """busbw (barrier: time) over size, a panel for each number of ranks, the limits dashed.
+# The page
 
-    The suffix of ``path`` is the format.
-    """
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    by_label = {each.label: each for each in series}
-    counts = sorted({row.point.ranks for row in of})
-    figure, axes = pyplot.subplots(
-        1, len(counts), figsize=(1.5 + 4.5 * len(counts), 4.2), sharey=True, squeeze=False, layout="constrained"
+def page(outcome: Outcome, description: dict[str, Any], skipped: Mapping[str, str]) -> Page:
+    """The report of a run."""
+    flows = flow_table(outcome.rows)
+    settings = outcome.settings
+    return Page(
+        kind="Penstock bench",
+        answer=answer(outcome),
+        picture=picture(outcome),
+        next=next_step(outcome),
+        setting=f"{outcome.title}. All backends take turns in one run, and every result is checked.",
+        sections=[
+            *(Section("By number of ranks", [each]) for each in all_pictures(outcome)),
+            Section("In numbers", [table(outcome.rows, outcome.series, outcome.title), *memory_lines(outcome.rows)]),
+            *([Section(flows.title, [flows])] if flows else []),
+            Section("What this does not show", [does_not_show(outcome.link)]),
+            Section(
+                "Conditions",
+                [
+                    [
+                        *machine.lines(description),
+                        f"Run: {plural(settings.joins, 'job')}, in each {plural(settings.rounds, 'turn')} of each backend at "
+                        f"each size, of up to {settings.turn_s:g} s",
+                        *(f"Left out: {name}, because {reason}" for name, reason in skipped.items()),
+                    ]
+                ],
+            ),
+        ],
     )
-    for axis, ranks in zip(axes[0], counts, strict=True):
-        mine = [row for row in of if row.point.ranks == ranks]
-        for each in series:
-            if each.is_backend:
-                curve = [(row.point.nbytes, _height(row)) for row in mine if row.point.label == each.label]
-                axis.plot(*zip(*curve, strict=True), marker="o", label=each.label)
-        for role, style in (("sockets", "--"), ("copy", "-.")):
+
+
+def featured(outcome: Outcome) -> Row:
+    """What the answer speaks of: with the most ranks, at the largest size, the fastest backend, of Penstock's if there is one."""
+    roles = {each.label: each.role for each in outcome.series}
+    largest = _backends(outcome, max(_counts(outcome)))
+    ours = [row for row in largest if roles[row.point.label].endswith(":penstock")]
+    return min(ours or largest, key=lambda row: row.median_s)
+
+
+def answer(outcome: Outcome) -> str:
+    row = featured(outcome)
+    point = row.point
+    what = f"{_at(point)}: {point.label}"
+    bound = f"{share(row.limit_share)} of the limit" if row.limit_share is not None else ""
+    if row.times_gloo and point.label != "gloo":
+        return f"{what} is {times(row.times_gloo)} as fast as gloo" + (f", at {bound}" if bound else "")
+    return f"{what} reaches {bound}" if bound else f"{what} takes {duration(row.median_s)}"
+
+
+def next_step(outcome: Outcome) -> Next:
+    row, name = featured(outcome), outcome.settings.collective
+    if outcome.link is None:
+        sizes = "" if name == "barrier" else " --sizes 64M"
+        return Next(
+            "Measure over a link: as root, on emulated hosts with caps for single flows.",
+            f"sudo penstock bench {name} --hosts 2 --rate 1000 --flow 200{sizes}",
+        )
+    if row.limit_share is not None and row.limit_share < WELL_USED and row.point.label == "penstock-tcp":
+        link = f"--hosts {outcome.hosts} --rate {outcome.link.rate_mbit:g}"
+        return Next(
+            "See whether more streams fill the link.",
+            f"sudo penstock bench {name} {link} --variant 32-streams=penstock-tcp,PENSTOCK_STREAMS=32",
+        )
+    return Next("See what this is worth in training.", "sudo penstock bench training char-gpt")
+
+
+def picture(outcome: Outcome) -> Picture:
+    """busbw over size, or, of a single size or a barrier, the time that it takes: with as many ranks as the answer speaks of."""
+    point = featured(outcome).point
+    beside = [row for row in _largest(outcome, point.ranks) if row.point.label in _shown(outcome)]
+    if len(outcome.settings.sizes) > 1:
+        told = ", ".join(f"{_called(outcome, row)} {gigabytes(row.busbw)} GB/s" for row in beside)
+        how = (
+            "Higher is better. busbw is what the busiest rank sends or receives a second. Grey dashes are limits: the best "
+            "that raw sockets or copies in memory reach here. Both axes are logarithmic."
+        )
+    else:
+        told = ", ".join(f"{_called(outcome, row)} {duration(row.median_s)}" for row in beside)
+        how = (
+            "Shorter is better. Bars are medians; the thin line reaches from the fastest operation to the slowest of nine "
+            "tenths. Grey bars are limits and controls."
+        )
+    return Picture("answer", chart(outcome, [point.ranks]), f"{_at(point)}: {told}.", how)
+
+
+def all_pictures(outcome: Outcome) -> list[Picture]:
+    """The same for every number of ranks, where there are several."""
+    counts = _counts(outcome)
+    if len(counts) < 2:
+        return []
+    best = [min(_backends(outcome, count), key=lambda row: row.median_s) for count in counts]
+    if len({row.point.label for row in best}) == 1:
+        see = f"{best[0].point.label} is the fastest backend at the largest size, whatever the number of ranks."
+    else:
+        told = ", ".join(f"{row.point.label} with {row.point.ranks} ranks" for row in best)
+        see = f"The fastest backend at the largest size: {told}."
+    return [Picture("ranks", chart(outcome, counts), see, "Read it as the first picture.")]
+
+
+def plot(outcome: Outcome, suffix: str) -> bytes:
+    """The report's chart as a file of its own. Cost: a second, most of it matplotlib's import."""
+    from penstock.reports import drawing
+
+    return drawing.file(chart(outcome, _counts(outcome)), suffix, outcome.title)
+
+
+def chart(outcome: Outcome, counts: Sequence[int]) -> Bars | Lines:
+    """With these numbers of ranks."""
+    return _over_sizes(outcome, counts) if len(outcome.settings.sizes) > 1 else _of_one_size(outcome, counts)
+
+
+def _over_sizes(outcome: Outcome, counts: Sequence[int]) -> Lines:
+    by_label = {each.label: each for each in outcome.series}
+    x = Axis("size of the vector", is_log=True, ticks=sorted(outcome.settings.sizes), text=size)
+    y = Axis("busbw", "GB/s", is_log=True)
+    payload = outcome.link.payload_mbit if outcome.link else None
+    levels = [Level(payload / 8000, "what TCP can carry on the link")] if payload else []
+    panels = []
+    for ranks in counts:
+        mine = [row for row in outcome.rows if row.point.ranks == ranks]
+        curves = []
+        for index, role in enumerate(("sockets", "copy")):
             best: dict[int, float] = {}
             for row in mine:
                 if by_label[row.point.label].role == role:
-                    best[row.point.nbytes] = max(best.get(row.point.nbytes, 0.0), _height(row))
+                    best[row.point.nbytes] = max(best.get(row.point.nbytes, 0.0), row.busbw)
             if best:
-                axis.plot(best.keys(), best.values(), style, color="0.4", linewidth=1.2, label=f"limit: {role}")
-        payload = link.payload_mbit if link else None
-        if payload:
-            axis.axhline(payload / 8000, color="black", linewidth=0.8, linestyle=":", label="the link's payload rate")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        sizes = sorted({row.point.nbytes for row in of if row.point.ranks == ranks})
-        axis.set_xticks(sizes, [format_bytes(nbytes) for nbytes in sizes], rotation=60, fontsize=8)
-        axis.minorticks_off()
-        axis.grid(True, alpha=0.3)
-        axis.set_title(f"{ranks} ranks")
-        axis.set_xlabel("size")
-    axes[0][0].set_ylabel("busbw, GB/s" if any(row.busbw for row in of) else "time, µs")
-    axes[0][-1].legend(fontsize=8)
-    figure.suptitle(title)
-    figure.savefig(path)
-    pyplot.close(figure)
+                curves.append(Curve(f"limit: {role}", list(best), list(best.values()), aside(index), width_px=1.5))
+        for label, look in _looks(outcome).items():
+            found = [(row.point.nbytes, row.busbw) for row in mine if row.point.label == label]
+            curves.append(Curve(label, [nbytes for nbytes, _ in found], [busbw for _, busbw in found], look))
+        panels.append(Panel(f"{ranks} ranks", x, y, curves, levels))
+    return Lines(panels)
 
 
-def _height(row: Row) -> float:
-    """busbw, or, of a barrier, microseconds."""
-    return row.busbw or row.median_s * 1e6
+def _of_one_size(outcome: Outcome, counts: Sequence[int]) -> Bars:
+    scale, unit = scale_of(max(row.p90_s for row in outcome.rows))
+    looks = _looks(outcome)
+    bars = []
+    for ranks in counts:
+        heading = f"{ranks} ranks" if len(counts) > 1 else ""
+        for row in outcome.rows:
+            if row.point.ranks == ranks:
+                label = row.point.label
+                part = Part(scale * row.median_s, looks[label].colour if label in looks else "grey-2")
+                told = duration(row.median_s) + (f", {gigabytes(row.busbw)} GB/s" if row.busbw else "")
+                spread = (scale * row.min_s, scale * row.p90_s)
+                bars.append(Bar(label, [part], told, heading=heading, spread=spread))
+                heading = ""
+    return Bars(Axis("time of one operation", unit), bars)
 
 
-def format_seconds(seconds: float) -> str:
-    """Three digits and a unit."""
-    if seconds >= 0.9995:
-        return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} µs"
+def scale_of(seconds: float) -> tuple[float, str]:
+    """By what seconds are multiplied, and the unit that then fits."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * scale >= 1:
+            return scale, unit
+    return 1e6, "µs"
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+def gigabytes(per_second: float) -> str:
+    """A bandwidth in GB/s."""
+    return f"{per_second:.3g}"
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
+def _at(point: Point) -> str:
+    has_bytes = COLLECTIVES[point.collective].bus_factor(point.ranks) > 0
+    of = f" of {size(point.nbytes)}" if has_bytes else ""
+    return f"{point.collective}{of}, {point.ranks} ranks"
 
+
+def _backends(outcome: Outcome, ranks: int) -> list[Row]:
+    """The rows of backends at the largest size."""
+    labels = {each.label for each in outcome.series if each.is_backend}
+    return [row for row in _largest(outcome, ranks) if row.point.label in labels]
+
+
+def _largest(outcome: Outcome, ranks: int) -> list[Row]:
+    """The rows at the largest size."""
+    nbytes = max(row.point.nbytes for row in outcome.rows if row.point.ranks == ranks)
+    return [row for row in outcome.rows if (row.point.nbytes, row.point.ranks) == (nbytes, ranks)]
+
+
+def _shown(outcome: Outcome) -> set[str]:
+    """What a caption speaks of: the backend of the answer, gloo, and the limit."""
+    row = featured(outcome)
+    return {row.point.label, "gloo", row.limit or ""}
+
+
+def _called(outcome: Outcome, row: Row) -> str:
+    label = row.point.label
+    return f"the limit ({label})" if label == featured(outcome).limit else label
+
+
+def _looks(outcome: Outcome) -> dict[str, Look]:
+    labels = [each.label for each in outcome.series if each.is_backend]
+    return {label: series_look(index) for index, label in enumerate(labels)}
+
+
+def _counts(outcome: Outcome) -> list[int]:
+    return sorted({row.point.ranks for row in outcome.rows})
+
+
+def _share(fraction: float | None) -> str:
+    return "" if fraction is None else share(fraction)
+
+
+WELL_USED = 0.8
+"""Of the limit. Below it the report proposes more streams."""
 
 DOES_NOT_SHOW_LOOPBACK = (
     "One machine: the ranks share its processors and memory, so these figures show what the software costs, not what a"

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.reports import numbers
 from penstock.tools.bench import machine
 from penstock.tools.bench.collectives import COLLECTIVES, Collective
 from penstock.tools.bench.launcher import BenchError, Launcher
@@ -204,14 +205,14 @@ def _measure_size(
             point.class_flows.append(groups[each.group].class_flows)
             point.class_shares.append({})
     blocks = {}
-    at = f"{ranks} ranks · {format_bytes(nbytes)}"
+    at = f"{ranks} ranks · {numbers.size(nbytes)}"
 
     def turn(each: Series, order: dict[str, Any]) -> float:
         """One turn; returns what one block took, in seconds."""
         group, point = groups[each.group], points[ranks, nbytes, each.label]
         before = bed.counters() if isinstance(bed, Testbed) else {}
         classes_before = bed.flows() if isinstance(bed, Testbed) else {}
-        answers = group.order(order, f"{settings.collective} of {format_bytes(nbytes)}")
+        answers = group.order(order, f"{settings.collective} of {numbers.size(nbytes)}")
         spans = list(zip(*(answer["spans"] for answer in answers), strict=True))
         took = [(max(end for _, end in span) - min(begin for begin, _ in span)) / 1e9 for span in spans]
         if order["do"] == "measure":
@@ -479,14 +480,6 @@ def least_sent(collective: Collective, ranks: int, nbytes: int, host: Callable[[
     return least
 
 
-def format_bytes(nbytes: int) -> str:
-    """Such as ``64 MiB``; sizes that are no whole multiple are rounded to three digits."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= 0.9995 * unit:
-            return f"{nbytes / unit:.3g} {name}" if nbytes < 999.5 * unit else f"{nbytes / unit:.0f} {name}"
-    return f"{nbytes} B"
-
-
 def unavailable(series: Series, on_testbed: bool) -> str | None:
     """Why this series cannot run here, with what to do; None when nothing is known against it."""
     if series.role == "mpi":
@@ -512,8 +505,8 @@ def _check_memory(series: Sequence[Series], ranks: int, nbytes: int) -> None:
     have = machine.available_memory()
     if need > have:
         raise BenchError(
-            f"{format_bytes(nbytes)} with {ranks} ranks of {backends} backends needs about {format_bytes(int(need))} of"
-            f" memory, and {format_bytes(have)} are available: use smaller --sizes, fewer --ranks or fewer --backends"
+            f"{numbers.size(nbytes)} with {ranks} ranks of {backends} backends needs about {numbers.size(int(need))} of"
+            f" memory, and {numbers.size(have)} are available: use smaller --sizes, fewer --ranks or fewer --backends"
         )
 
 
@@ -545,7 +538,7 @@ def _note_wire(
         if sent[host] < must:
             raise BenchError(
                 f"{series.label}: host {host} sent {sent[host]:.0f} bytes through its interface for each {point.collective}"
-                f" of {format_bytes(point.nbytes)}, and at least {must} bytes had to cross: the run bypassed the link"
+                f" of {numbers.size(point.nbytes)}, and at least {must} bytes had to cross: the run bypassed the link"
                 " (shared memory?), so it says nothing about it. Is PENSTOCK_SHM or a like setting at work?"
             )
     earlier, point._operations = point._operations, point._operations + operations

@@ -12,15 +12,79 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.table import Table
+import click
 
+from penstock.extras import need
+from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
+from penstock.reports.numbers import change, milliseconds, times
+from penstock.tools.bench import machine
+from penstock.tools.bench.options import EVERYTHING, MOST_RANKS, check_files, files
+from penstock.tools.bench.output import reporting_errors, result_console, say, write_json, write_report
 from penstock.tools.bench.program import run_program
+from penstock.tools.bench.report import does_not_show
 from penstock.tools.testbed.cluster import Loopback, Testbed
 from penstock.tools.testbed.link import LinkSpec
 from penstock.training.tune import Setting, verify
 
 Bed = Testbed | Loopback
+
+LINKS = {
+    "capped": LinkSpec(rate_mbit=1000, flow_mbit=200),
+    "delayed": LinkSpec(rate_mbit=500, delay_ms=1),
+    "uneven": LinkSpec(rate_mbit=1000, flow_mbit=[60, 300]),
+}
+"""Where a flow gets a fifth of the link; where one gets all of it, later; and where flows differ."""
+
+
+@click.command()
+@click.option("--link", "links", multiple=True, type=click.Choice(list(LINKS)), help="One or more.  [default: all]")
+@click.option("--model", type=click.Choice(["linear", "char-gpt", "cnn"]), default="linear", show_default=True)
+@click.option("--layers", type=click.IntRange(2), default=12, show_default=True, help="Of linear; 1 MiB each.")
+@click.option("--batch", type=click.IntRange(1), default=2, show_default=True, help="Samples a rank and step.")
+@click.option("--ranks", type=click.IntRange(2, MOST_RANKS), default=4, show_default=True)
+@click.option("--hosts", type=click.IntRange(1, 64), default=4, show_default=True, help="More than one needs root.")
+@click.option("--budget", type=click.IntRange(8), default=100, show_default=True, help="Steps to tune in.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the tuner.")
+@click.option(
+    "--stride",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="The grid has every so many values of an axis.",
+)
+@click.option("--grid-steps", type=click.IntRange(1), default=3, show_default=True, help="Steps a setting of the grid.")
+@click.option(
+    "--pairs", type=click.IntRange(1), default=20, show_default=True, help="Turns of the choices and the best."
+)
+@click.option("--pair-steps", type=click.IntRange(1), default=3, show_default=True, help="Steps in a turn.")
+@click.option("--timeout", type=float, default=1800.0, show_default=True, help="Seconds for a link.")
+@files(EVERYTHING)
+def command(
+    links: Sequence[str],
+    ranks: int,
+    hosts: int,
+    timeout: float,
+    json_path: str | None,
+    report_path: str | None,
+    **options: Any,
+) -> None:
+    """Hold what the tuner chooses against the best of a grid, on different links.
+
+    A model is tuned from the default, and from what a like model was tuned to; then the grid is measured, and at last the
+    choices and the grid's best by turns. See docs/design/tuner.md.
+    """
+    need("penstock bench tuner", "scipy")
+    check_files(json_path=json_path, report_path=report_path)
+    outcomes = []
+    with reporting_errors():
+        description = machine.describe()
+        for name in (links or LINKS) if hosts > 1 else ["loopback"]:
+            say(f"tuning on {name} ...")
+            with Testbed(hosts=hosts, link=LINKS[name]) if hosts > 1 else Loopback(hosts=1) as bed:
+                outcomes.append(measure(bed, options, ranks=ranks, timeout_s=timeout))
+            write_json(json_path, description, [outcome.to_dict() for outcome in outcomes])
+        result_console().print(table(outcomes).for_terminal())
+        write_report(report_path, lambda: page(outcomes, options["model"], ranks, description))
 
 
 @dataclass(frozen=True)
@@ -58,6 +122,11 @@ class Outcome:
     tunings: list[dict[str, Any]]
     """With their records."""
 
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """By where the tuner began, as people say it."""
+        return {"default": self.default, "neighbour": self.remembered}
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON, every sample too."""
         settings = {"best": self.best.to_json()}
@@ -70,26 +139,82 @@ class Outcome:
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Three lines a link."""
-    shown = Table(
-        title="the tuner against the best of a grid", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    for column in ("link", "from", "chosen"):
-        shown.add_column(column)
-    for column in ("steps", "step ms", "against grid", "default takes"):
-        shown.add_column(column, justify="right", no_wrap=True)
+    columns = [
+        Column("from", is_text=True, meaning="where the tuner began: the default, or what a like model was tuned to"),
+        Column("chosen", is_text=True),
+        Column("steps", meaning="that the tuner took to choose"),
+        Column("step", meaning="the median over the turns of the comparison"),
+        Column("against grid", meaning="over the best setting of the grid, turn by turn"),
+        Column("over default", meaning="the default's step over this one: above 1 is faster"),
+    ]
+    lines = []
     for each in outcomes:
-        shown.add_row(each.link, f"grid of {each.grid}/{each.space}", f"{each.best}", "", f"{1e3 * each.best_s:.1f}")
-        for name, choice in (("default", each.default), ("neighbour", each.remembered)):
-            shown.add_row(
-                "",
+        group = (each.link,)
+        best = [f"grid of {each.grid}/{each.space}", str(each.best), "", milliseconds(each.best_s), "", ""]
+        lines.append(Line(best, group, "aside"))
+        for name, choice in each.choices.items():
+            cells = [
                 name,
-                f"{choice.setting}",
-                f"{choice.steps}",
-                f"{1e3 * choice.step_s:.1f}",
-                f"{choice.behind:+.1%}",
-                f"{each.untuned_s / choice.step_s:.2f}x",
-            )
-    return shown
+                str(choice.setting),
+                str(choice.steps),
+                milliseconds(choice.step_s),
+                change(choice.behind),
+                times(each.untuned_s / choice.step_s),
+            ]
+            lines.append(Line(cells, group))
+    return Table("the tuner against the best of a grid", columns, lines, [Column("link", is_text=True)])
+
+
+def page(outcomes: Sequence[Outcome], model: str, ranks: int, description: dict[str, Any]) -> Page:
+    """The report."""
+    worst = max(outcomes, key=lambda each: each.default.behind)
+    behind = worst.default.behind
+    apart = change(behind).lstrip("+-")
+    gains = "; ".join(
+        f"{times(each.untuned_s / each.default.step_s)} as fast as the default on {each.link}" for each in outcomes
+    )
+    links = Picture("links", chart(outcomes), f"Tuned, a step is {gains}.", "Read it as the first picture.")
+    return Page(
+        kind="Penstock bench: tuner",
+        answer=f"The tuner's choice is {apart} {'slower' if behind >= 0 else 'faster'} than the best of a grid"
+        + (f", at worst of {len(outcomes)} links" if len(outcomes) > 1 else ""),
+        picture=Picture(
+            "tuner",
+            chart([worst]),
+            f"Tuned, a step is {gains}.",
+            "Shorter is better. All of these took turns after the tuning; the grid's best is what won the grid, measured again."
+            + (f" This is {worst.link}." if len(outcomes) > 1 else ""),
+        ),
+        next=Next("Let it tune your own job.", "penstock.torch.ddp_hook(model, tune=True)"),
+        setting=f"{model}, {ranks} ranks, on {'; '.join(each.link for each in outcomes)}.",
+        sections=[
+            *([Section("On all links", [links])] if len(outcomes) > 1 else []),
+            Section("In numbers", [table(outcomes)]),
+            Section(
+                "What this does not show", [does_not_show(LINKS["capped"] if outcomes[0].link != "loopback" else None)]
+            ),
+            Section("Conditions", [machine.lines(description)]),
+        ],
+    )
+
+
+def chart(outcomes: Sequence[Outcome]) -> Bars:
+    """Four bars a link."""
+    bars = []
+    for each in outcomes:
+        looks = {
+            "best of the grid": (each.best_s, "grey-2"),
+            "default, untuned": (each.untuned_s, "grey-2"),
+            **{
+                f"tuned from {name}": (choice.step_s, series(index).colour)
+                for index, (name, choice) in enumerate(each.choices.items())
+            },
+        }
+        heading = each.link if len(outcomes) > 1 else ""
+        for label, (seconds, colour) in looks.items():
+            bars.append(Bar(label, [Part(1e3 * seconds, colour)], milliseconds(seconds), heading=heading))
+            heading = ""
+    return Bars(Axis("time of a step", "ms"), bars)
 
 
 def measure(bed: Bed, options: dict[str, Any], *, ranks: int, timeout_s: float) -> Outcome:
@@ -134,11 +259,3 @@ def summarise(records: Sequence[dict[str, Any]], link: str) -> Outcome:
         turns,
         [phases[name] for name in ("neighbour", "default", "remembered", "grid")],
     )
-
-
-LINKS = {
-    "capped": LinkSpec(rate_mbit=1000, flow_mbit=200),
-    "delayed": LinkSpec(rate_mbit=500, delay_ms=1),
-    "uneven": LinkSpec(rate_mbit=1000, flow_mbit=[60, 300]),
-}
-"""Where a flow gets a fifth of the link; where one gets all of it, later; and where flows differ."""

@@ -10,26 +10,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from penstock.extras import need
+from penstock.reports import render
 from penstock.runtime import config
+from penstock.runtime.files import check_writable, write_whole
 from penstock.tools.bench import machine
 from penstock.tools.demo.comparison import (
     Comparison,
     disagreements,
     payload_rate,
-    rows,
     shortfall_sentences,
     summarise,
+    table,
     tuning_sentences,
     verdict,
 )
 from penstock.tools.demo.link_probe import Carriage, exchange
 from penstock.tools.demo.prediction import Prediction, hook_buckets, predict_step
+from penstock.tools.demo.report import page
 from penstock.tools.demo.training import Bed, Training, TrainingFailed, Way, train
 from penstock.tools.testbed import LinkSpec, Loopback, Testbed, TestbedUnavailable
 
@@ -67,8 +68,6 @@ def command(steps: int | None, backends: str, report: Path, seed: int, no_testbe
     if unknown := unknown_backends(ways):
         raise click.BadParameter(unknown, param_hint="--backends")
     need("penstock demo", "matplotlib", *(["scipy"] if any(way.tunes for way in ways) else []))
-    from penstock.tools.demo.report import check_writable, write_report
-
     try:
         check_writable(report)
     except OSError as error:
@@ -85,7 +84,13 @@ def command(steps: int | None, backends: str, report: Path, seed: int, no_testbe
         console.print("\nStopped. No process and no emulated host is left.")
         sys.exit(128 + signal.SIGINT)
     print_comparison(console, comparison)
-    write_report(comparison, report)
+    try:
+        write_whole(report, render(page(comparison)))
+    except OSError as error:
+        console.print(
+            f"The report could not be written to {report}: {error.strerror}.", style="bold red", soft_wrap=True
+        )
+        sys.exit(1)
     console.print(f"Report: {report.resolve()}", soft_wrap=True)
     sys.exit(1 if comparison.problems else 0)
 
@@ -230,17 +235,8 @@ class ProgressRow:
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    table = Table(box=box.SIMPLE, show_edge=False)
-    table.add_column("")
-    for result in comparison.results:
-        table.add_column(result.label, justify="right", no_wrap=True)
-    roomy = console.width >= MEANINGS_FROM_COLUMNS
-    if roomy:
-        table.add_column("", style="dim")
-    for row in rows(comparison):
-        table.add_row(row.name, *row.texts, *([row.meaning] if roomy else []))
     console.print()
-    console.print(table)
+    console.print(table(comparison).for_terminal(with_meanings=console.width >= MEANINGS_FROM_COLUMNS))
     console.print(verdict(comparison), style="bold", soft_wrap=True)
     for told in tuning_sentences(comparison) + shortfall_sentences(comparison):
         console.print(told, soft_wrap=True)

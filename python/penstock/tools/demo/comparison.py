@@ -1,4 +1,4 @@
-"""What the trainings say beside each other: the numbers of the table and of the report. Pure."""
+"""What the trainings say beside each other: the numbers of the table and of the report, and their rounding. Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.reports import Column, Line, Table
+from penstock.reports.numbers import change, milliseconds, share, times
 from penstock.tools.demo.prediction import Prediction, wire_bytes
 from penstock.tools.demo.training import Phases, Training
 from penstock.tools.testbed import LinkSpec
@@ -254,26 +256,26 @@ def rows(comparison: Comparison) -> list[Row]:
     table = [
         Row("step time", [milliseconds(r.step_s) for r in results], "median"),
         Row("  compute-only", [milliseconds(r.compute.total_s) for r in results], "the same step, nothing sent"),
-        Row("  communication share", [f"{r.communication_share:.0%}" for r in results], "the rest of the step"),
+        Row("  communication share", [share(r.communication_share) for r in results], "the rest of the step"),
     ]
     if comparison.link:
         texts = [milliseconds(r.prediction.step_s) if r.prediction else "–" for r in results]
         table.append(Row("predicted step time", texts, "from compute-only, bytes and raw sockets"))
-        texts = [f"{r.step_s / r.prediction.step_s - 1:+.1%}" if r.prediction else "–" for r in results]
+        texts = [change(r.step_s / r.prediction.step_s - 1) if r.prediction else "–" for r in results]
         table.append(Row("  measured is off by", texts, ""))
     if others:
-        texts = ["1", *(f"{comparison.speed_up(r):.2f} ×" for r in others)]
+        texts = ["1", *(times(comparison.speed_up(r)) for r in others)]
         table.append(Row("speed-up, measured", texts, f"of the step time, over {base.label}"))
         plain = comparison.plain
         if plain is not None and plain is not base:
             gained = [comparison.over_plain(r) for r in results]
             texts = [
-                "1" if r is plain else f"{each:.2f} ×" if each else "–" for r, each in zip(results, gained, strict=True)
+                "1" if r is plain else times(each) if each else "–" for r, each in zip(results, gained, strict=True)
             ]
             table.append(Row(f"  over {plain.label}", texts, "what the hook, or it and its tuner, gained"))
         foreseen = [comparison.predicted_speed_up(r) for r in others]
         if all(foreseen):
-            texts = ["1", *(f"{each:.2f} ×" for each in foreseen)]
+            texts = ["1", *(times(each) for each in foreseen if each)]
             table.append(Row("speed-up, predicted", texts, f"before {others[-1].label} ran"))
     table += [
         Row("tokens per second", [f"{r.tokens_per_s:,.0f}" for r in results], "characters, both ranks together"),
@@ -283,7 +285,7 @@ def rows(comparison: Comparison) -> list[Row]:
     if comparison.link:
         payload = payload_rate(comparison.link)
         assert payload is not None
-        texts = [f"{r.link_share:.0%}" for r in results]
+        texts = [share(r.link_share) for r in results if r.link_share is not None]
         table.append(Row("  share of the link", texts, f"TCP can carry {payload / 1e6:.1f} MB/s on it"))
         texts = [str(r.flow_classes) for r in results]
         table.append(Row("  flow classes used", texts, "of 16, each with its own cap"))
@@ -302,6 +304,13 @@ def rows(comparison: Comparison) -> list[Row]:
     return table
 
 
+def table(comparison: Comparison) -> Table:
+    """`rows` for the terminal and the report."""
+    columns = [Column("", is_text=True), *(Column(result.label) for result in comparison.results)]
+    lines = [Line([row.name, *row.texts], meaning=row.meaning) for row in rows(comparison)]
+    return Table("", columns, lines)
+
+
 def link_text(result: Result, link: LinkSpec | None) -> str:
     """What a rank puts on its link; ranks of one host may read each other's memory instead."""
     if link is None and result.sent_bytes_per_step < CROSSED_SHARE * result.planned_bytes_per_step:
@@ -314,13 +323,9 @@ def setting_text(setting: dict[str, Any] | None) -> str:
     return f"{setting['streams']} × {setting['bucket_bytes'] / 2**20:g} MiB" if setting else "–"
 
 
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
-
-
 def cpu_text(result: Result) -> str:
     assert result.training.completed is not None
-    return f"{result.training.completed.cpu_share:.0%}"
+    return share(result.training.completed.cpu_share)
 
 
 FINAL_STEPS = 10

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.runtime.files import write_whole
 from penstock.training.tune.graphs import Graph, distance, least_distance
 from penstock.training.tune.space import Setting, with_new_names
-from penstock.training.tune.tuner import write_whole
 
 __all__ = ["Entry", "Match", "Memory", "default_path"]
 

@@ -23,13 +23,13 @@ import logging
 import math
 import os
 import statistics
-import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.runtime.files import write_whole
 from penstock.training.tune import session as sessions
 from penstock.training.tune.session import Options, Session
 from penstock.training.tune.space import Setting, Space, with_new_names
@@ -309,21 +309,6 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a whole record: {type(error).__name__}: {error}") from error
     return record
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file's content, so that readers find the old one or the new one. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 RECORD_FORMAT = "penstock-tune/1"

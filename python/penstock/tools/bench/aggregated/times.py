@@ -15,11 +15,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from rich import box
-from rich.table import Table
-
+from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
+from penstock.reports.numbers import milliseconds, share, size, times
+from penstock.tools.bench import machine
 from penstock.tools.bench.aggregated.cluster import PORT, Cluster
 from penstock.tools.bench.launcher import BenchError
+from penstock.tools.bench.report import DOES_NOT_SHOW_TESTBED
 from penstock.tools.testbed.topology import blocks
 
 WAYS = ("ring", "gloo", "server", "int32", "int16", "float32")
@@ -155,44 +156,106 @@ def summarise(records: Sequence[Sequence[dict[str, Any]]], *, loss: float, rate_
 
 def table(rows: Sequence[Row], title: str = "all-reduce through aggregators") -> Table:
     """A line for each way."""
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("N", "loss", "way"):
-        shown.add_column(column, no_wrap=True)
-    for column in (
-        "ms",
-        "of the link",
-        "over ring",
-        "over gloo",
-        "sent/S",
-        "received/S",
-        "of lossless",
-        "busy",
-    ):
-        shown.add_column(column, justify="right", no_wrap=True)
+    columns = [
+        Column(
+            "way", is_text=True, meaning="server: int32 without aggregators; int16 carries float16, the others float32"
+        ),
+        Column("time", meaning="the median over all-reduces of the slowest rank"),
+        Column("of the link", meaning="bytes of the tensor over what a worker's link carries meanwhile"),
+        Column("over ring", meaning="above 1 is faster"),
+        Column("over gloo", meaning="above 1 is faster"),
+        Column("sent/S", meaning="bytes that a worker's interface sent for one of the tensor"),
+        Column("received/S", meaning="the same for what it received"),
+        Column("of lossless", meaning="the time without loss over this one"),
+        Column("busy", meaning="of the machine's processors"),
+    ]
     by_key = {(row.workers, row.loss, row.way): row for row in rows}
+    lines = []
     for row in rows:
-        ring, gloo = (by_key.get((row.workers, row.loss, way)) for way in ("ring", "gloo"))
         lossless = by_key.get((row.workers, 0.0, row.way))
-        shown.add_row(
-            f"{row.workers}",
-            f"{row.loss:g}",
+        cells = [
             row.way,
-            f"{1e3 * row.seconds:.1f}",
-            f"{row.share:.0%}",
-            *(_ratio(other, row) for other in (ring, gloo)),
+            milliseconds(row.seconds),
+            share(row.share),
+            *(_ratio(by_key.get((row.workers, row.loss, way)), row) for way in ("ring", "gloo")),
             f"{row.sent:.3f}",
             f"{row.received:.3f}",
-            f"{lossless.seconds / row.seconds:.0%}" if lossless and row.loss else "",
-            f"{row.busy:.0%}",
-        )
+            share(lossless.seconds / row.seconds) if lossless and row.loss else "",
+            share(row.busy),
+        ]
+        lines.append(Line(cells, (f"{row.workers}", f"{row.loss:g}")))
     storms = [f"{row.unauthenticated:.0f} ({row.workers} workers)" for row in rows if row.unauthenticated]
-    if storms:
-        shown.caption = f"storm: packets of the unauthenticated peer that were refused in a second: {', '.join(storms)}"
-    return shown
+    note = (
+        f"storm: packets of the unauthenticated peer that were refused in a second: {', '.join(storms)}"
+        if storms
+        else ""
+    )
+    return Table(title, columns, lines, [Column("workers"), Column("loss")], note)
+
+
+def page(rows: Sequence[Row], description: dict[str, Any]) -> Page:
+    """The report."""
+    most = max(row.workers for row in rows)
+    least = min(row.loss for row in rows if row.workers == most)
+    there = {row.way: row for row in rows if (row.workers, row.loss) == (most, least)}
+    through = there.get("int32") or min(there.values(), key=lambda row: row.seconds)
+    gains = [
+        f"{_ratio(there[way], through)} as fast as {way}"
+        for way in WITHOUT_DEPLOYMENT
+        if way in there and way != through.way
+    ]
+    see = (
+        f"{through.way} takes {milliseconds(through.seconds)} with {most} workers, {share(through.share)} of the link."
+    )
+    everything = (
+        [Section("All runs", [Picture("all", chart(rows), see, "Read it as the first picture.")])]
+        if len(there) < len(rows)
+        else []
+    )
+    return Page(
+        kind="Penstock bench: aggregated",
+        answer=f"All-reduce of {size(through.tensor_bytes)}, {most} workers: {through.way} takes "
+        + ", ".join([milliseconds(through.seconds), *gains]),
+        picture=Picture(
+            "aggregated",
+            chart(list(there.values())),
+            see,
+            "Shorter is better. Grey: without aggregators, by Penstock's ring and by gloo. The others go through a server, and "
+            "all but the way server through aggregators too.",
+        ),
+        next=Next("See how it does where packets are lost.", "sudo penstock bench aggregated --losses 0,0.01")
+        if not any(row.loss for row in rows)
+        else Next(
+            "See that sums keep their bits while aggregators are killed.", "sudo penstock bench aggregated --faults 10"
+        ),
+        setting=f"Emulated racks of workers with links of {through.rate_mbit:g} Mbit/s. All ways take turns in one run.",
+        sections=[
+            *everything,
+            Section("In numbers", [table(rows)]),
+            Section("What this does not show", [DOES_NOT_SHOW_TESTBED]),
+            Section("Conditions", [machine.lines(description)]),
+        ],
+    )
+
+
+def chart(rows: Sequence[Row]) -> Bars:
+    """A bar a row. A way has its colour, whatever else is shown."""
+    bars, previous = [], None
+    several = len({(row.workers, row.loss) for row in rows}) > 1
+    colours = {way: series(index).colour for index, way in enumerate(("int32", "float32", "int16", "server", STORM))}
+    for row in rows:
+        at = (row.workers, row.loss)
+        heading = f"{row.workers} workers, loss {row.loss:g}" if several and at != previous else ""
+        previous = at
+        part = Part(1e3 * row.seconds, colours.get(row.way, "grey-2"))
+        bars.append(
+            Bar(row.way, [part], f"{milliseconds(row.seconds)}, {share(row.share)} of the link", heading=heading)
+        )
+    return Bars(Axis("time of an all-reduce", "ms"), bars)
 
 
 def _ratio(other: Row | None, row: Row) -> str:
     """How much faster than another way, for as many bytes of a tensor."""
     if other is None:
         return ""
-    return f"{other.seconds / other.tensor_bytes / (row.seconds / row.tensor_bytes):.2f}x"
+    return times(other.seconds / other.tensor_bytes / (row.seconds / row.tensor_bytes))

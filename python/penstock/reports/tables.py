@@ -1,0 +1,126 @@
+"""A table for the terminal and for the page: the same texts in both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from rich import box
+from rich import table as rich_table
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column. Its head may have line breaks, which the terminal keeps."""
+
+    head: str
+    is_text: bool = False
+    """Aligned to the left, as words are; numbers are aligned to the right."""
+    meaning: str = ""
+    """Listed below the table of a page."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line: its cells, and the values that it shares with its neighbours."""
+
+    cells: Sequence[str]
+    group: tuple[str, ...] = ()
+    kind: Literal["plain", "best", "aside"] = "plain"
+    """``best`` stands out; ``aside`` is a limit or a control."""
+    meaning: str = ""
+    """How to read this line."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lines under columns, the first of which names the line."""
+
+    title: str
+    columns: Sequence[Column]
+    lines: Sequence[Line]
+    groups: Sequence[Column] = ()
+    """What `Line.group` holds: columns on the terminal, headings between the lines of a page."""
+    note: str = ""
+
+    def for_terminal(self, *, with_meanings: bool = False) -> rich_table.Table:
+        """For `rich`. A value of a group is shown once; meanings make a last column, dimmed."""
+        shown = rich_table.Table(
+            title=self.title or None,
+            title_justify="left",
+            title_style="bold",
+            caption=self.note or None,
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        for column in (*self.groups, *self.columns):
+            justify: Literal["left", "right"] = "left" if column.is_text else "right"
+            # Of a narrow terminal's lack of room only long texts suffer.
+            no_wrap = column is self.columns[0] or not column.is_text
+            shown.add_column(column.head, justify=justify, no_wrap=no_wrap)
+        if with_meanings:
+            shown.add_column("", style="dim")
+        previous: tuple[str, ...] | None = None
+        for line in self.lines:
+            is_new = line.group != previous
+            if previous is not None and is_new:
+                shown.add_section()
+            group = line.group if is_new else ("",) * len(self.groups)
+            meaning = [line.meaning] if with_meanings else []
+            shown.add_row(*group, *line.cells, *meaning, style=STYLES[line.kind])
+            previous = line.group
+        return shown
+
+    def html(self) -> str:
+        """For a page. It scrolls sideways within itself, and its first column stays in sight."""
+        heads = "".join(
+            f'<th scope="col"{_is_text(column)}>{_breakable(" ".join(column.head.split()))}</th>'
+            for column in self.columns
+        )
+        body: list[str] = []
+        previous: tuple[str, ...] = ()
+        for line in self.lines:
+            if line.group != previous:
+                told = ", ".join(f"{each.head} {value}" for each, value in zip(self.groups, line.group, strict=True))
+                heading = f'<th colspan="{len(self.columns)}" scope="rowgroup"><span>{escape(told)}</span></th>'
+                body.append(f'<tr class="group">{heading}</tr>')
+                previous = line.group
+            name, *cells = line.cells
+            part = " part" if name.startswith(" ") else ""
+            meaning = f"<small>{escape(line.meaning)}</small>" if line.meaning else ""
+            shown = "".join(
+                f"<td{_is_text(column)}>{escape(cell)}</td>"
+                for column, cell in zip(self.columns[1:], cells, strict=True)
+            )
+            head = f'<th scope="row">{escape(name.strip())}{meaning}</th>'
+            body.append(f'<tr class="{line.kind}{part}">{head}{shown}</tr>')
+        label = escape(self.title or "Table", quote=True)
+        parts = [
+            f'<div class="scroll" role="region" aria-label="{label}" tabindex="0"><table>',
+            f"<thead><tr>{heads}</tr></thead>",
+            f"<tbody>{''.join(body)}</tbody></table></div>",
+        ]
+        if self.note:
+            parts.append(f"<p>{escape(self.note)}</p>")
+        meanings = [(" ".join(each.head.split()), each.meaning) for each in self.columns if each.meaning]
+        if meanings:
+            listed = "".join(f"<dt>{escape(head)}</dt><dd>{escape(meaning)}</dd>" for head, meaning in meanings)
+            parts.append(f"<dl>{listed}</dl>")
+        return "\n".join(parts)
+
+
+def _breakable(name: str) -> str:
+    """A name that may be broken behind the signs within it."""
+    return re.sub(r"(?<=\w)([-+])(?=\w)", r"\1<wbr>", escape(name))
+
+
+def _is_text(column: Column) -> str:
+    return ' class="text"' if column.is_text else ""
+
+
+STYLES = {"plain": "", "best": "bold", "aside": "dim"}
