@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import itertools
@@ -45,6 +46,7 @@ from penstock.tools.bench import figures, machine, readiness, training, tuner
 from penstock.tools.bench import report as bench_report
 from penstock.tools.bench.aggregated import times
 from penstock.tools.demo import report as demo_report
+from penstock.tools.demo.comparison import Comparison
 from penstock.tools.testbed import LinkSpec
 from penstock.training.tune import Setting
 from samples import ABOUT, bench_outcome, tuned_comparison
@@ -54,6 +56,18 @@ LINK = LinkSpec(rate_mbit=1000, flow_mbit=200)
 
 def bench_page(*arguments: Any, **options: Any) -> Page:
     return bench_report.page(bench_outcome(*arguments, **options), ABOUT, {"mpi": "mpirun is not on PATH"})
+
+
+def on_loopback() -> Comparison:
+    whole = tuned_comparison(9.0, falls=True)
+    plain = [
+        dataclasses.replace(each, link_share=None, flow_classes=None, prediction=None, sent_bytes_per_step=1e3)
+        for each in whole.results
+    ]
+    return dataclasses.replace(whole, link=None, results=tuple(plain))
+
+
+STRAYED = "at step 2, rank 1 has a loss of 3.6 with gloo and of 3.6000000000000005 with penstock"
 
 
 def training_page() -> Page:
@@ -134,6 +148,9 @@ SIZES = [1024 * 4**power for power in range(10)]
 
 PAGES: dict[str, Callable[[], Page]] = {
     "demo": lambda: demo_report.page(tuned_comparison(1.5, falls=True)),
+    "demo on loopback": lambda: demo_report.page(on_loopback()),
+    "demo of one": lambda: demo_report.page(dataclasses.replace(on_loopback(), results=on_loopback().results[:1])),
+    "demo with a problem": lambda: demo_report.page(dataclasses.replace(on_loopback(), disagreements=(STRAYED,))),
     "bench sizes": lambda: bench_page(SIZES, [2, 3, 4]),
     "bench link": lambda: bench_page(SIZES[-4:], [2], link=LINK),
     "bench one size": lambda: bench_page([64 << 20], [2, 4]),
@@ -220,6 +237,15 @@ def test_the_terminal_and_the_page_have_the_same_cells() -> None:
     assert re.findall(r'rowgroup"><span>(.*?)<', text) == ["ranks 2", "ranks 3"]
     assert re.findall(r'scope="row">(.*?)</th><td>(.*?)<', text) == [("a&lt;b", "1%"), ("c", "2%"), ("a&lt;b", "3%")]
     assert "<dt>of limit</dt><dd>what it means</dd>" in text
+
+
+def test_a_demo_that_proves_nothing_says_so_first() -> None:
+    """Where trainings differ, the headline speaks of no speed-up, the problem stands above the picture, and the next step looks
+    for the cause."""
+    text = rendered("demo with a problem")
+    assert "<h1>These figures are worthless" in text and STRAYED in text[: text.index("<svg")]
+    assert "<span>doctor</span>" in text and "lie on each other" not in text
+    assert "The trainings differ" in text and "The training is the same" not in text
 
 
 def test_charts_can_be_files() -> None:

@@ -28,7 +28,10 @@ def page(comparison: Comparison) -> Page:
         problems=[f"Problem: {each}." for each in comparison.problems],
         cards=cards(comparison),
         sections=[
-            Section("The training is the same", [verdict(comparison), loss_picture(comparison)]),
+            Section(
+                "The trainings differ" if comparison.disagreements else "The training is the same",
+                [verdict(comparison), loss_picture(comparison)],
+            ),
             Section("What the link carries", [link_picture(comparison)]),
             Section(
                 "In numbers",
@@ -68,7 +71,7 @@ def next_step(comparison: Comparison) -> Next:
     if way.backend != "penstock":
         return Next("Compare with Penstock. This run shows the noise of the machine.", "penstock demo")
     if comparison.link is None:
-        return Next("Run it as root: it then emulates hosts with a link between them.", "sudo penstock demo")
+        return Next("Run it on emulated hosts with a link between them, which needs root.", "sudo penstock demo")
     if comparison.speed_up(comparison.featured) <= 1:
         return Next("See what this machine and its sockets can do at best.", "penstock bench all-reduce --hosts 2")
     hook = {"": "", "hook": "model", "tuner": "model, tune=True"}[way.front]
