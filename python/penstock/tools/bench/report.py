@@ -1,4 +1,4 @@
-"""What the bench prints, writes and draws. Pure, but for the files that it writes."""
+"""The output of the bench: tables, JSON and plots. Pure, except for the files that it writes."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def write_json(path: str, machine: dict[str, Any], runs: Sequence[dict[str, Any]
 
 
 def does_not_show(link: LinkSpec | None) -> str:
-    """What the figures of one machine, or of a testbed on it, leave open."""
+    """The limits of figures from one machine, or from a testbed on it."""
     return DOES_NOT_SHOW_TESTBED if link else DOES_NOT_SHOW_LOOPBACK
 
 
