@@ -261,7 +261,7 @@ def _held(is_penstock: bool, before: Held | None = None) -> Held:
             "backends": len(penstock_backend._alive),
         }
         held = Held(engine, process)
-        # What others have taken they say with their next frame, or the next sign of life.
+        # What others have taken they say with their next frame, or the next heartbeat.
         still = [name for name in _TO_COME if engine.get(name)]
         if before is not None:
             still += [name for name, count in process.items() if count > before.process[name]]

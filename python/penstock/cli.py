@@ -17,7 +17,7 @@ from penstock.errors import MissingExtra
 
 
 class Group(click.Group):
-    """A group that says which commands it has to whoever asks for another."""
+    """A group of commands whose error for an unknown command lists those that exist."""
 
     kind = "command"
 

@@ -58,7 +58,7 @@ class MissingExtra(Config):
 
 
 class NotFinite(PenstockError, FloatingPointError):
-    """A gradient holds NaN or infinity, and PENSTOCK_CHECK=nan asked to be told: the text names it, its rank and the step."""
+    """A gradient holds NaN or infinity, which PENSTOCK_CHECK=nan checks: the text names the gradient, the rank and the step."""
 
 
 class Closed(PenstockError):

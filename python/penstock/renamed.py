@@ -20,7 +20,7 @@ UNTIL = "0.2"
 
 
 def message(old: str, new: str) -> str:
-    """What a user is told who uses an old name."""
+    """The message for a user of an old name."""
     return f"{old} is now {new}; the old name works until release {UNTIL}"
 
 

@@ -1622,7 +1622,7 @@ fn held(world: &World) -> Vec<Held> {
     world.engines.iter().map(|engine| engine.stats().expect("it runs").held).collect()
 }
 
-/// Waits until what the engines hold is as it should be. Credit comes back with the next frame, or the next sign of life.
+/// Waits until what the engines hold is as it should be. Credit comes back with the next frame, or the next heartbeat.
 fn until(world: &World, holds: impl Fn(&[Held]) -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !holds(&held(world)) {

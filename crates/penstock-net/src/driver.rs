@@ -1009,7 +1009,7 @@ impl Driver {
                 Stage::Connecting(_) | Stage::Up => unreachable!("a hand-shake is going on"),
             };
             match step {
-                // They would pile up as long as an unauthenticated peer talks.
+                // They would pile up as long as an unauthenticated peer sends.
                 Ok(None) if !descriptors.is_empty() => return Err("it passes descriptors in a hand-shake".into()),
                 Ok(None) => {}
                 Ok(Some(done)) => {
@@ -1427,7 +1427,7 @@ const NOT_YET: &str = "the job is not set up there yet";
 const MAKES_ROOM: &str = "it has said nothing, and others came";
 /// Advice where a rank was given up and went on later.
 const HOW_TO_STAY: &str = "if it was only stopped, or its network was down, a longer PENSTOCK_PEER_TIMEOUT helps";
-/// Instead of a stream in a scheduled attempt: choose the way to the peer again.
+/// In place of a stream in a scheduled attempt: chooses the medium to the peer again.
 const FROM_THE_START: StreamId = StreamId::MAX;
 /// How often to retry until a rank that reads the same contacts has joined as well and named its readers: ranks that wait for
 /// the store look at it every half second at least.

@@ -7,8 +7,8 @@
 //!   PUT /jobs/7 ──▶ Control ──── mailbox ────▶ shard 0 ◀──▶ Datagrams     one thread a shard,
 //!   GET /metrics      │    ◀─── its counters ─ shard 1 ◀──▶ Datagrams     no lock, nothing shared
 //! ```
-//! The machines of `penstock_aggregation` decide everything about packets; a shard turns addresses into their links and
-//! moves bytes. Jobs and questions reach a shard by a mailbox that it looks into between batches.
+//! The machines of `penstock_aggregation` make all decisions about packets; a shard translates addresses into their numbers and
+//! moves bytes. Jobs and requests reach a shard through a mailbox that it reads between batches.
 
 mod admission;
 mod config;

@@ -74,7 +74,7 @@ pub struct Round {
     pub waited_seconds: f64,
     /// Seconds in which the thread of all workers and the parent could have run and had no processor.
     pub peers_waited_seconds: f64,
-    /// Datagrams that came in, an unauthenticated peer's among them.
+    /// Datagrams that came, including those of unauthenticated peers.
     pub datagrams: u64,
     /// Trains that came.
     pub trains: u64,

@@ -5,10 +5,10 @@
 //! unauthenticated peers from opening and closing jobs. It hides nothing: an eavesdropper reads the job's key, and can replay the
 //! request to the same daemon within the minute, which opens a job that is open already. Another daemon refuses the replay, even
 //! if it has the same secret.
+//!
 //! Why not the daemon's address? A daemon may not know the address that a client uses (a port that a container's host
 //! forwards). An attacker who can alter packets on the way can give a client another daemon's name; nothing here prevents
 //! that.
-//! forwards). Who can alter packets on the way can give a client another daemon's name; nothing here withstands that.
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;

@@ -1,32 +1,33 @@
-//! Gradients as buckets: what one all-reduce carries.
+//! Buckets: the gradients that one all-reduce carries.
 //!
-//! A model has hundreds of gradients, from four bytes to a tenth of it all. Small ones cost latency each, and a large one
-//! keeps the others waiting. [`pack`] merges and splits them into buckets of nearly one size (AIACC-Training, section V-B). It
-//! is a pure function of what all ranks know of the gradients, so that all ranks cut alike without a message.
+//! A model has hundreds of gradients, from four bytes to a tenth of the model. A small one costs the latency of an operation,
+//! and a large one keeps the others waiting. [`pack`] merges and splits them into buckets of nearly one size (AIACC-Training,
+//! section V-B). It is a pure function of what all ranks know of the gradients, so all ranks cut the same buckets without a
+//! message.
 
 use penstock_types::ByteRange;
 
-/// A gradient, or whatever else is to be packed.
+/// A gradient that is to be packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// How it is known on all ranks.
+    /// The number by which all ranks know it.
     pub index: u32,
-    /// Length.
+    /// Its length.
     pub bytes: u64,
     /// Entries of different classes (dtypes, reductions) never share a bucket.
     pub class: u32,
 }
 
-/// Bytes of one entry.
+/// A part of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Which entry.
+    /// The entry's index.
     pub index: u32,
-    /// Which of its bytes.
+    /// The bytes of the entry.
     pub range: ByteRange,
 }
 
-/// What one all-reduce carries.
+/// Pieces of entries that one all-reduce carries.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bucket {
     /// The class of all its pieces.
@@ -36,18 +37,18 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// Length.
+    /// The length of all pieces.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.pieces.iter().map(|piece| piece.range.len()).sum()
     }
 }
 
-/// Packs entries into buckets of at most `bucket_bytes`, which is taken down to whole cache lines, and at least one.
+/// Packs entries into buckets of at most `bucket_bytes`, rounded down to whole cache lines (but at least one).
 ///
-/// An entry that is larger becomes nearly equal pieces, each a bucket of its own, cut at whole cache lines. One of at least
-/// [`ALONE_BYTES`] is a bucket as it is. Smaller ones share a bucket with their neighbours of the same class. Buckets
-/// come in the order in which they are full; entries without bytes are in none.
+/// A larger entry is cut at cache lines into nearly equal pieces, each a bucket of its own. A smaller one of at least
+/// [`ALONE_BYTES`] is a bucket of its own. The others share buckets with their neighbours of the same class. Buckets come in
+/// the order in which they are full; empty entries are in none.
 ///
 /// Costs one pass over the entries.
 #[must_use]
@@ -88,7 +89,7 @@ pub fn pack(entries: impl IntoIterator<Item = Entry>, bucket_bytes: u64) -> Vec<
 }
 
 /// An operation costs some 100 us of the engine's time on each rank, as much as copying 1 MiB into a bucket and back. Half of
-/// that is a guess: the copy also keeps the engine from other work.
+/// that size is a guess: the copy also keeps the engine from other work.
 pub const ALONE_BYTES: u64 = 512 << 10;
 /// Large entries are cut at whole cache lines, as chunks are; element sizes divide it.
 pub const LINE_BYTES: u64 = 64;

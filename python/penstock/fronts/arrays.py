@@ -9,8 +9,8 @@ of torch's takes part in the data path.
 
 Arrays of these frameworks are immutable, and the engine reduces in place: so every array is copied once, into the buffer of
 its **bucket**, and the results are views of that buffer. Small arrays of one dtype share a bucket; a large one has its own. A
-bucket's operation starts as soon as it is filled, while the next one is being filled. *Why not the gradients' `Reducer`?* It
-agrees on what is ready in an order that nobody knows; here the caller holds the whole list already.
+bucket's operation starts as soon as it is filled, while the next one is being filled. *Why not the gradients' `Reducer`?* It lets
+ranks agree on gradients that become ready in an unknown order; here the caller has the whole list already.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Job:
 
         ``start`` gets the bucket's bytes, its dtype and, where it is one contiguous array, that as well.
         """
-        # What is in no bucket has no bytes, and is returned as it is.
+        # An array in no bucket has no bytes, and is returned unchanged.
         results = list(arrays)
         tickets = []
         for bucket in _buckets(arrays):
@@ -383,7 +383,7 @@ _OPS = {"sum": "sum", "mean": "avg", "min": "min", "max": "max", "product": "pro
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _COMPLEX = {"complex64": "float32", "complex128": "float64"}
 _UNSIGNED = {"uint16": "int16", "uint32": "int32", "uint64": "int64"}
-# What the engine's kernels reduce, and the bytes of an element.
+# The dtypes that the engine's kernels reduce, and the bytes of an element.
 _SIZES = {
     "float16": 2,
     "bfloat16": 2,
@@ -397,11 +397,11 @@ _SIZES = {
     "int64": 8,
 }
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# What JAX and TensorFlow (Eigen) want of memory that they take as it is.
+# The alignment that JAX and TensorFlow (Eigen) need to use memory without a copy.
 _ALIGNMENT = 64
 # As of gradients of torch's (docs/design/gradients.md).
 _BUCKET_BYTES = 4 << 20
-# Half of SHA-256: an accident is out of reach of chance, and nobody is to be kept out here.
+# Half of SHA-256: enough against accidents; this is no defence against attackers.
 _DIGEST_BYTES = 16
 # A guess: far more structures than a program has, and little memory.
 _AGREED_MOST = 1024

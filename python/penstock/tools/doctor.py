@@ -51,7 +51,7 @@ __all__ = ["command"]
 def command(mebibytes: int, timeout: float) -> None:
     """Check reachability, rate, MTU and limits between all pairs of ranks."""
     if "RANK" in os.environ:
-        # Of a rank that is told to end nobody wants to read where it was.
+        # A traceback of a rank that was told to end helps no user.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         healthy = _run(mebibytes << 20, timeout)
         sys.exit(0 if healthy else 1)

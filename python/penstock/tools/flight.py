@@ -41,7 +41,7 @@ def flight_record() -> dict[str, Any]:
 
 
 def describe(records: Sequence[dict[str, Any]], last: int = 8) -> str:
-    """What the records of some ranks say together, for people: who waits for what, where ranks part, what each did last."""
+    """The records of some ranks as a text for users: which rank waits for what, where ranks differ, and what each did last."""
     lines = []
     for each in sorted(records, key=lambda each: each["rank"]):
         when = datetime.datetime.fromtimestamp(each["time"]).isoformat(sep=" ", timespec="milliseconds")

@@ -686,7 +686,7 @@ const LATE: u64 = 25 * SECOND;
 const JOINS_WITHIN: u64 = 20 * SECOND;
 /// The engine looks for operations that are late a few times a second; with this, a tick and what ends in its course.
 const LATE_AT_MOST: u64 = 1500 * MILLISECOND;
-/// Credit comes back with the next sign of life, at the latest.
+/// Credit comes back with the next heartbeat, at the latest.
 const SETTLES_WITHIN: u64 = 3 * SECOND;
 /// Nobody waits longer for an answer to a good-bye; with the last delays.
 const STOPS_WITHIN: u64 = 2200 * MILLISECOND;

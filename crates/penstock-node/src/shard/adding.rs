@@ -93,7 +93,7 @@ impl Adding {
         let (Some(open), Some(after)) = (self.jobs.get_mut(&job), self.aggregator.counters(job)) else {
             return;
         };
-        // An unauthenticated peer's packets are among the job's.
+        // Packets from unknown addresses count for the job, not for a node.
         if let Some(node) = open.nodes.get_mut(link.0 as usize) {
             node.packets += packets;
             node.bytes += bytes;

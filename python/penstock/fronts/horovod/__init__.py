@@ -5,7 +5,7 @@ table and the differences.
 
 - ``torch``: what scripts import.
 - ``common``: what Horovod keeps under ``horovod.common``: exceptions, process sets, elastic state.
-- ``launch``, ``job``: who started this process, and its life from ``init()`` to ``shutdown()``.
+- ``launch``, ``job``: the launcher of this process, and its life from ``init()`` to ``shutdown()``.
 - ``negotiation``: which operations all ranks have, decided alike on all of them and without a master; no I/O.
 - ``controller``: the thread that runs the rounds of one process set and starts what they agree on.
 - ``operations``, ``adasum``: how agreed operations are executed.

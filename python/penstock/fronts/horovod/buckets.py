@@ -5,7 +5,8 @@ ranks, the engine does better than operations with names: ranks agree on what is
 share a bucket, large ones are split, and Python is not in the way (`crates/penstock-engine/src/reducer.rs`).
 
 A step of it needs all ranks. One that has joined (``hvd.join``) takes part with *ghost steps*: zeros for every gradient, until a
-step comes in which no rank was there in the flesh. A marker tells: a gradient of one element that ghosts lack.
+step in which no rank takes part with gradients of its own. A marker shows that: a gradient of one element that ghosts do not
+submit.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Buckets:
         _all.add(self)
 
     def usable(self, *, haunting: bool = False) -> bool:
-        """Make the reducer if there is none; whether all ranks have the same parameters, in the same order. Blocks until all
-        ranks have come here; one that is ``haunting`` has joined."""
+        """Make the reducer if there is none. Returns whether all ranks have the same parameters, in the same order. Blocks until
+        all ranks have come here; one that is ``haunting`` has joined."""
         running = job.current()
         if self._job is not running:
             self._marked, self._done, self._withdrawn = False, set(), None
@@ -122,7 +123,7 @@ class Buckets:
         self._withdrawn = self._reducer.withdraw()
 
     def abandon(self) -> None:
-        """End a step that nobody will; other ranks do so as well, or have failed."""
+        """Drop a step that will not be completed; other ranks do the same, or have failed."""
         if self._done and self.made:
             try:
                 self.flush()
@@ -173,7 +174,7 @@ class Buckets:
             except BaseException as error:
                 failures.append(error)
 
-        # Who meets through a store does not notice that somebody has died.
+        # A rank that waits in a store does not notice that another has died.
         meeting = threading.Thread(target=meet, name="penstock-buckets", daemon=True)
         meeting.start()
         with controller.watching() as check:

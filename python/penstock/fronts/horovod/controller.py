@@ -62,7 +62,7 @@ class Controller:
     """One process set, on a rank that belongs to it.
 
     Args:
-        group: a process group of the penstock backend that nobody else uses.
+        group: a process group of the penstock backend that nothing else uses.
         ranks: the set's ranks, by their number in the job.
         settings: Horovod's settings.
         timeline: records what happens, if it is on.
@@ -107,7 +107,7 @@ class Controller:
             return f"{kind}.noname.{self._unnamed[kind]}"
 
     def submit(self, entries: Sequence[Entry]) -> None:
-        """Put operations forward. Does not block; each entry's ``result`` tells the end.
+        """Submit operations. Does not block; each entry's ``result`` completes at its end.
 
         Raises:
             ValueError: one of the names is not agreed on yet; none was submitted.
@@ -315,12 +315,12 @@ class Controller:
             raise HorovodInternalError(SHUT_DOWN)
 
     def _ask_others(self, stuck_round: int, have: dict[str, set[int]]) -> None:
-        """A round is stuck because some rank takes no part in it. Those that do tell each other, through the store, what they
-        wait for: who says nothing is missing."""
+        """A round is stuck because some rank takes no part in it. The ranks that do exchange, through the store, what they wait
+        for: a rank without an entry is missing."""
         try:
             store = self._member.part_of_store(f"stall/{stuck_round}")
             store.set(str(self.rank), json.dumps(sorted(have)))
-            # The others look at their operations at other moments.
+            # The other ranks check their operations at other times.
             time.sleep(_LOOK_S)
             for rank in range(self.size):
                 if rank != self.rank and store.check([str(rank)]):

@@ -19,7 +19,7 @@ __all__ = ["Group"]
 
 
 class Group:
-    """Nobody else uses it: its operations are in one order on all ranks. None of its calls blocks.
+    """A group that nothing else uses: its operations are in one order on all ranks. No call of it blocks.
 
     Args:
         process_group: of the penstock backend.

@@ -169,7 +169,7 @@ class Job:
         self.timeline.stop()
         controllers = [controller for controller in self._controllers.values() if controller is not None]
         if not _stop(controllers):
-            # Who waits for this rank in a group that has no rounds is to know as well.
+            # Ranks that wait for this one in a group without rounds must know, too.
             for tell in self._tell:
                 tell(f"rank {self.rank} has shut Horovod down")
         self._controllers = {}

@@ -1,4 +1,4 @@
-"""Who started this process, and where its job meets: read from the environment, and nothing else."""
+"""The launcher of this process, and the address at which its job meets: read from the environment only."""
 
 from __future__ import annotations
 

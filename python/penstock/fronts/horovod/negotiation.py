@@ -78,7 +78,7 @@ class Op(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """What a rank wants under a name."""
+    """The operation that a rank requests under a name."""
 
     kind: Kind
     op: Op = Op.SUM
@@ -113,7 +113,7 @@ class Agreed:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round has brought."""
+    """The result of a round."""
 
     agreed: list[Agreed]
     quiet: bool
@@ -167,7 +167,7 @@ class Negotiation:
         self._joining = True
 
     def stop(self) -> None:
-        """This rank leaves: the next round tells the others."""
+        """This rank leaves: the others learn that in the next round."""
         self._stopping = True
 
     def watch(self, change: int) -> None:
@@ -190,7 +190,7 @@ class Negotiation:
         return self._stopping or len(self._fresh) >= _ENTRIES
 
     def waiting(self) -> dict[str, list[int]]:
-        """What is not agreed on here: its name, and the ranks that are known to have it."""
+        """The operations that are not agreed on: their names, and the ranks that are known to have them."""
         return {name: sorted(self._table.get(key, {})) for key, name in self._pending.items()}
 
     # ------------------------------------------------------------------ rounds

@@ -35,7 +35,7 @@ class Result:
         self._seen: Callable[[], None] | None = None
 
     def on_seen(self, callback: Callable[[], None]) -> None:
-        """Call back once, when somebody has waited for the result."""
+        """Call back once, when a caller has waited for the result."""
         self._seen = callback
 
     def done(self) -> bool:
@@ -98,7 +98,7 @@ class Flight:
         return all(work.is_completed() for work in self._works)
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until everything has ended, well or not, or for so long."""
+        """Wait until all operations have ended, successfully or not, or for ``timeout_s``."""
         until_s = time.monotonic() + timeout_s
         for work in self._works:
             work.settle(max(0.0, until_s - time.monotonic()))

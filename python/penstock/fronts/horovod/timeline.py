@@ -15,7 +15,7 @@ __all__ = ["Timeline"]
 
 
 class Ends(Protocol):
-    """What tells that somebody has seen an operation's end."""
+    """A callback for the moment in which a caller has seen an operation's end."""
 
     def on_seen(self, callback: Any) -> None: ...
 

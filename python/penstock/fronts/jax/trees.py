@@ -171,7 +171,7 @@ def _like(leaf: Any, array: arrays.Array, elsewhere: bool) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return array
     sharding = leaf.sharding if isinstance(leaf, jax.Array) and not elsewhere and not _is_key(leaf) else None
-    # Memory that is aligned like this becomes the array's own where the device can read it; nobody writes to it again.
+    # Memory with this alignment becomes the array's own if the device can read it; nothing writes to it again.
     result = jax.device_put(array, sharding, may_alias=True)
     return jax.random.wrap_key_data(result, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else result
 

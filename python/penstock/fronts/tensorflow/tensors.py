@@ -57,7 +57,8 @@ def all_reduce(tensors: Any, op: str = "sum") -> Any:
 
 
 def average_gradients(gradients: Any) -> Any:
-    """The mean of ``gradients`` over all ranks: ``all_reduce(gradients, "mean")``. What is None must be so on all ranks."""
+    """The mean of ``gradients`` over all ranks: ``all_reduce(gradients, "mean")``. The same gradients must be None on all
+    ranks."""
     return all_reduce(gradients, "mean")
 
 
@@ -154,7 +155,7 @@ def _collective(tensors: Any, call: _Call, shape_after: Callable[[Any], Any]) ->
 
 
 def to_tensor(array: arrays.Array) -> Any:
-    """A tensor over the array's memory, which nobody writes to again; a copy where DLPack has no word for the dtype."""
+    """A tensor over the array's memory, to which nothing writes again; a copy if DLPack lacks the dtype."""
     if not array.nbytes or not array.flags.writeable or array.dtype.name not in _BY_DLPACK:
         return tf.convert_to_tensor(array)
     if array.dtype.name == "bfloat16":

@@ -51,7 +51,7 @@ def serve(role: str, given: dict[str, Any]) -> None:
     try:
         settings = config.read()
         secret = None if texts["secret-file"] else settings.job_secret()
-        # Who starts a daemon wants to know where it listens.
+        # A user who starts a daemon needs to know its address.
         _core.init_logging(settings.log if "PENSTOCK_LOG" in os.environ else "info")
         said = {name: "" if text is True else text for name, text in texts.items() if text not in (None, False)}
         daemon = _core.Daemon(role, said, secret=secret)

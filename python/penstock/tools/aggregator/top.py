@@ -60,7 +60,7 @@ def fetch(address: str) -> dict[str, Any]:
 
 
 def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType:
-    """What `fetch` told as tables; with an earlier look, also what changed a second."""
+    """The answers of `fetch` as tables; with earlier answers, also the changes a second."""
     from rich import box
     from rich.console import Group
     from rich.markup import escape
@@ -119,7 +119,7 @@ def render(now: dict[str, Any], before: dict[str, Any] | None) -> RenderableType
             f"{job['added']:,}",
             added,
             f"{job['completed']:,}",
-            # A server counts none of these: 0 would say too much.
+            # A server does not count these: 0 would mislead.
             *(f"{job[name]:,}" if about["role"] == "aggregator" else "" for name in ("repeated", "named", "abandoned")),
             _reasons(job["refused"]),
             f"{job['silent_s']:.1f} s",

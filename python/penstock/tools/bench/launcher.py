@@ -1,4 +1,5 @@
-"""One process that has imported torch and forks the rank processes: importing it anew takes seconds of processor time a rank.
+"""One process that has imported torch and forks the rank processes: to import torch in each takes seconds of processor time a
+rank.
 
 The coordinator's side is `Launcher`; ``python -m penstock.tools.bench.launcher`` is the other. Its standard input takes one JSON
 object a line, ``{"argv": [...], "env": {...}, "output": PATH, "network": PATH}``, and each is answered by ``{"started": PID}``.

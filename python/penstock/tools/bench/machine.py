@@ -1,4 +1,4 @@
-"""What the machine is, what runs on it, and what it is doing: read from the kernel."""
+"""The machine's hardware, system and load, read from the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``penstock bench readiness``: what it costs to agree on which gradients all ranks have, and who pays for it.
+"""``penstock bench readiness``: the cost of agreeing on which gradients all ranks have, and how it is spread over ranks.
 
 A round begins for good when the last rank joins it, and is over when the last one has its answer. Ranks on one machine share a
 clock, so that both moments are known. Rounds run beside the backward pass: their seconds together are the most that a step can
@@ -103,7 +103,7 @@ class Outcome:
 
     @property
     def imbalance(self) -> float:
-        """What the busiest rank sends or receives, over the mean."""
+        """The bytes of the busiest rank over the mean."""
         return max(max(each) / statistics.fmean(each) for each in (self.sent, self.received))
 
     def lines(self) -> list[str]:

@@ -237,7 +237,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def does_not_show(link: LinkSpec | None) -> str:
-    """What the figures of one machine, or of a testbed on it, leave open."""
+    """The limits of figures from one machine, or from a testbed on it."""
     return DOES_NOT_SHOW_TESTBED if link else DOES_NOT_SHOW_LOOPBACK
 
 

@@ -365,7 +365,7 @@ class RankGroup:
                 self._launcher.exit_code(pid, GRACE_S)
 
     def _accept(self) -> None:
-        """Takes the connections of all ranks; each says who it is."""
+        """Accepts the connections of all ranks; each sends its rank."""
         deadline = time.monotonic() + self._timeout_s
         self._listener.settimeout(0.2)
         while len(self._members) < self.ranks:

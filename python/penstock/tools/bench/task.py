@@ -1,4 +1,4 @@
-"""What one process of the bench is told to do, and what whoever does it must be able to do."""
+"""The orders for a process of the bench, and the interface of a role that executes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank prepares for. All ranks of a backend get the same."""
+    """The task of a rank. All ranks of a backend get the same."""
 
     collective: str
     nbytes: int
@@ -29,7 +29,7 @@ class Runner(Protocol):
     """What a role does. Every method blocks until this rank's part is done."""
 
     def hello(self) -> dict[str, Any]:
-        """What the other ranks must know before `connect`."""
+        """The address that the other ranks need for `connect`."""
 
     def connect(self, peers: list[dict[str, Any]]) -> None:
         """Joins the group; ``peers`` are the hellos of all, by rank."""

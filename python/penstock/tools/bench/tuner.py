@@ -93,7 +93,7 @@ class Choice:
 
     setting: Setting
     steps: int
-    """It took so many to choose."""
+    """Steps until the choice."""
     start: Setting
     step_s: float
     """Median over all steps of its turns."""

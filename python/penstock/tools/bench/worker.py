@@ -31,7 +31,7 @@ from penstock.tools.bench.task import Runner, Task, WrongResult
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs until told to leave."""
+    """Runs until the order to leave."""
     parser = argparse.ArgumentParser(prog="python -m penstock.tools.bench.worker")
     parser.add_argument("--control", required=True, help="path of the coordinator's UNIX socket")
     parser.add_argument("--role", required=True, help="torch:BACKEND, shared:penstock, engine:penstock, mpi, ...")

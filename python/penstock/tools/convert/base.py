@@ -64,7 +64,7 @@ class Refused(Exception):
 
 
 class Rules:
-    """What a rule can ask and say. The rules themselves are in the classes that build on this one."""
+    """The base of rules: queries of the script, and findings. The rules are in the classes that derive from this one."""
 
     def __init__(self, module: Module, training: Training, options: Options, neighbours: Neighbours) -> None:
         self.module = module

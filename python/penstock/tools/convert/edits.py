@@ -20,7 +20,7 @@ ATOMS = (cst.Name, cst.Attribute, cst.Call, cst.Subscript, cst.Integer, cst.Floa
 
 
 class Edits:
-    """What is to change in one tree. Nodes are those of the tree, by identity."""
+    """The changes to one tree. Nodes are those of the tree, by identity."""
 
     def __init__(self) -> None:
         self.changes: dict[cst.CSTNode, list[Change]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What a module's names stand for: imports, places, and where the value in a place comes from.
+"""The meaning of a module's names: imports, places, and the sources of the value in a place.
 
 A *place* is what a value can be stored in: a name in a scope, an attribute of ``self``, an item of a dict under a
 constant key. `Module.origins` walks from an expression back over assignments, arguments, return values and methods
@@ -124,7 +124,7 @@ class Module:
         if isinstance(node, cst.Name | cst.Attribute) and not dotted(node):
             return None  # an attribute of a value: the provider would answer for what stands before its parenthesis
         names = self._qualified.get(node, ())
-        # The provider leaves names to be looked up until somebody asks.
+        # The provider looks a name up only when it is needed.
         for name in names() if callable(names) else names:
             if name.source in (metadata.QualifiedNameSource.IMPORT, metadata.QualifiedNameSource.BUILTIN):
                 return str(name.name)
@@ -366,7 +366,7 @@ class Module:
         return isinstance(above, cst.ClassDef) and not static
 
     def _collect_references(self) -> None:
-        """Where each function is called, or handed to somebody who will call it."""
+        """The places where each function is called, or passed on to be called."""
         for node in self.nodes:
             if isinstance(node, cst.Call):
                 made = self.callee(node)

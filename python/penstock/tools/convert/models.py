@@ -326,7 +326,7 @@ class ModelRules(LoaderRules):
         return self.module.tree, list(self.module.tree.body)
 
     def _consumes(self, statement: cst.CSTNode, place: Place) -> bool:
-        """Whether `statement` starts to use the model: calls it, trains it, or hands it to who does."""
+        """Whether `statement` starts to use the model: calls it, trains it, or passes it to a function that does."""
         for node in self.module.descendants(statement, into_functions=False):
             if node in self.training.backwards:
                 return True

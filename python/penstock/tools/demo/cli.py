@@ -56,7 +56,7 @@ def command(steps: int | None, backends: str, report: Path, seed: int, no_testbe
     which one flow gets 200 Mbit/s) when you are root, else on loopback. Prints a table and writes a report. Takes about
     three and a half minutes on two cores. Ctrl-C stops it and leaves nothing behind.
     """
-    # Whoever ends the demo, it leaves through its context managers, which take the ranks and the hosts along.
+    # However the demo ends, it leaves through its context managers, which end the ranks and the hosts.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(highlight=False)
     try:

@@ -1,4 +1,4 @@
-"""What the link carries when raw sockets do nothing but move bytes, both ways at once: what predictions are made from."""
+"""The rate of the link when raw sockets do nothing but move bytes, both ways at once: the basis of predictions."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def command(arguments: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a command line of ``penstock run`` asks for."""
+    """The parsed command line of ``penstock run``."""
 
     nproc: int | None
     options: Options
@@ -145,7 +145,7 @@ def _start(wanted: Wanted, source: str, script: Path, folder: Path) -> int:
     ranks = next((each.split("=")[1] for each in options if each.startswith("--nproc-per-node=")), "")
     env = dict(os.environ)
     if ranks.isdigit():
-        # torchrun gives each rank one thread where nobody says otherwise; the cores are there to be shared.
+        # torchrun gives each rank one thread unless OMP_NUM_THREADS is set; the ranks should share all cores.
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(ranks))))
     command = [sys.executable, "-m", "penstock.tools.run.torchrun", *options, *target, *wanted.arguments]
     with subprocess.Popen(command, env=env) as child:

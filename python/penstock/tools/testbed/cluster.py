@@ -593,7 +593,7 @@ class Loopback(Bed):
     """The testbed's face without its network: every "host" is this machine, and all talk over ``lo``.
 
     For where `Testbed` is unavailable. Rates, loss, delay and dropped links do not exist here, and counters are those
-    of the machine's ``lo``, everybody's traffic included.
+    of the machine's ``lo``, including the traffic of other programs.
     """
 
     interface = "lo"

@@ -1,4 +1,4 @@
-"""The process that ends a testbed when nobody else can.
+"""The process that ends a testbed when no other process can.
 
 Every testbed has one. It holds the descriptors of the namespaces and watches the process that made the testbed. When
 that process goes away, by SIGKILL too, the keeper kills what still runs in the testbed and exits; with the last
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
             signal.sigwait({signal.SIGTERM})
     finally:
         if state_file is not None:
-            # First: whoever sees a process of the testbed die can see that the testbed is not up any more.
+            # First: a program that sees a process of the testbed die must find that the testbed is down.
             try:
                 os.unlink(state_file)
             except FileNotFoundError:

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Bed(Protocol):
-    """What a run needs of its hosts: `penstock.tools.testbed.cluster.Bed`, which says what each does."""
+    """The interface of a run's hosts; `penstock.tools.testbed.cluster.Bed` documents its methods."""
 
     @property
     def hosts(self) -> int: ...
@@ -42,7 +42,7 @@ class Bed(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletedRun:
-    """What a run did."""
+    """The result of a run."""
 
     returncode: int
     """That of the first rank to fail, as subprocess gives it (negative: killed by that signal); 0 when none did."""
@@ -53,7 +53,7 @@ class CompletedRun:
     """Standard output and error of each rank, in the order in which they came."""
     wall_s: float
     cpu_share: float
-    """How busy the machine's processors were, 0 to 1, everybody's work included."""
+    """How busy the machine's processors were, 0 to 1, including other programs."""
     counters: dict[int, dict[str, int]]
     """As `Bed.counters`, for the time of the run."""
     flows: dict[int, list[FlowClass]]

@@ -1,4 +1,4 @@
-"""What a host's link is like, and the ``tc`` commands that make it so. Nothing here touches the system."""
+"""The properties of a host's link, and the ``tc`` commands that set them. Nothing here touches the system."""
 
 from __future__ import annotations
 

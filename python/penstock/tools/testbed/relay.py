@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
 
 
 def serve(taps: list[int], origins: list[int], delay_s: float, rate_bytes_per_s: float, buffer_s: float) -> None:
-    """Carry frames for ever.
+    """Carry frames, without an end.
 
     Args:
         origins: the hosts whose frames to carry.
@@ -86,7 +86,7 @@ def serve(taps: list[int], origins: list[int], delay_s: float, rate_bytes_per_s:
                 while True:
                     frame = read(tap, FRAME_BYTES)
                     # The testbed's addresses end in the host's number, counted from 1; the lowest bit of the first
-                    # byte means everybody (IPv6's neighbour discovery).
+                    # byte means all hosts (IPv6's neighbour discovery).
                     host = frame[VNET_BYTES + 5] - 1
                     for target in everybody if frame[VNET_BYTES] & 1 else (host,):
                         if target == origin or target >= hosts:

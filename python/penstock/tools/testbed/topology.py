@@ -111,7 +111,7 @@ class Topology:
         return 16 if self.racks else 24
 
     def link(self, name: str, spec: LinkSpec) -> LinkSpec:
-        """What the link of that name is like, where ``spec`` is what all are like."""
+        """The properties of the link of that name; ``spec`` has those that all links share."""
         loss = self.losses.get(name, spec.loss)
         rate_mbit, flow_mbit = spec.rate_mbit, spec.flow_mbit
         if name not in self.nodes:

@@ -1,4 +1,4 @@
-//! Signs of life: what is found out, and when, about peers and streams that say nothing.
+//! Keep-alive: what a peer finds out about peers and streams that are silent, and when.
 
 use super::world::{Action, Message, Op, Seed, StreamSpec, World};
 use crate::peer::*;
@@ -152,7 +152,7 @@ fn peers_that_were_stopped_together_stay() {
     assert_eq!(first.poll_event(), None);
 }
 
-/// A frame that takes longer than `dead_after` is a sign of life while its bytes arrive.
+/// A frame that takes longer than `dead_after` counts as heard from the peer while its bytes arrive.
 #[test]
 fn a_long_frame_is_not_silence() {
     let config = PeerConfig::default();

@@ -49,7 +49,7 @@ fn out_of_turn<T: std::fmt::Debug>(result: Result<T, FrameError>, why: &str) {
     assert!(reason.contains(why), "{reason}");
 }
 
-/// Another generation of the job is refused, both older and newer; ours is not. A refused frame is no sign of life.
+/// Another generation of the job is refused, both older and newer; ours is not. A refused frame does not count as heard from the peer.
 #[test]
 fn other_generations_are_refused() {
     for (ours, theirs, fits) in [(1, 0, false), (1, 2, false), (1, 1, true)] {

@@ -30,8 +30,8 @@ class HostUpdateResult:
 
 
 class NotificationManager:
-    """Passes news about hosts on to states. Whoever watches the hosts calls `handle_hosts_updated`, from any thread of one rank
-    or of all."""
+    """Passes news about hosts on to states. The code that watches the hosts calls `handle_hosts_updated`, from any thread of one
+    rank or of all."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise `HostsUpdatedInterrupt`, on all ranks, if rank 0 was told that hosts have changed. Cost: a broadcast."""
+        """Raise `HostsUpdatedInterrupt`, on all ranks, if rank 0 has learnt that hosts have changed. Cost: a broadcast."""
         before = newest = self._last_updated_timestamp
         update = HostUpdateResult.no_update
         while not self._host_messages.empty():

@@ -1028,7 +1028,7 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ready(tensor: torch.Tensor) -> Any:
-    """What a CUDA tensor's other readers have to wait for."""
+    """The event for which other readers of a CUDA tensor have to wait."""
     if not tensor.is_cuda:
         return None
     event = torch.cuda.Event()

@@ -35,7 +35,7 @@ class Cluster:
     Args:
         rate_mbit: of a worker's link; racks' links carry what their workers' do together.
         loss: on the workers' links, in each direction.
-        unauthenticated: one more host in the last rack, whose link has no limit and whom no deployment names.
+        unauthenticated: one more host in the last rack. Its link has no limit, and no deployment names it.
 
     Entering raises:
         BenchError: a daemon did not come up, with what it said.
@@ -197,7 +197,8 @@ def _answers(address: str, process: subprocess.Popen[bytes]) -> bool:
 
 
 class _Orders:
-    """Does what ranks cannot do from within their hosts, and tells them in a file: which orders are done, and who runs where.
+    """Executes orders that ranks cannot execute from within their hosts, and reports to them in a file: the orders that are done,
+    and the daemons' processes.
 
     A rank prints ``{"order": "loss", "share": 0.01}``, on every link, or ``{"order": "restart", "node": "a0"}``.
     """

@@ -3,7 +3,7 @@
 One run is a group of its own, with jobs of its own at the daemons. It takes some steps, of several all-reduces at once each, as
 DDP has it. In one of them a rank kills an aggregator (SIGKILL) as soon as its interface has sent a given share of what a step
 sends; the aggregator is started again, and the run ends when traffic goes through it again. All that it computed must have
-the bits of a run before, without losses and kills. Who is killed, by whom and when follows from the run's seed.
+the bits of a run before, without losses and kills. The run's seed decides which daemon is killed, by which rank and when.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Fault:
     node: str
     """Which aggregator is killed."""
     rank: int
-    """Who kills it, and so whose progress counts."""
+    """The rank that kills it, whose progress therefore counts."""
     step: int
     share: float
     """Of what this rank sends in a step: when to kill."""
@@ -43,7 +43,7 @@ class Fault:
             seed=seed,
             node=rng.choice(list(aggregators)),
             rank=rng.randrange(workers),
-            # What is late for its step strikes in the next one.
+            # A kill that is late for its step happens in the next one.
             step=rng.randrange(STEPS - 1),
             share=rng.uniform(0.02, 0.95),
             back=rng.randrange(3),
@@ -65,7 +65,7 @@ class Run:
     all_reduces: int
     """Of each rank."""
     longest_s: float
-    """The longest step, in which a dead aggregator was noticed and passed by."""
+    """The longest step, in which a dead aggregator was noticed and bypassed."""
     undisturbed_s: float
     """The longest step of the run without losses and kills."""
     wrong: list[str]
@@ -146,7 +146,7 @@ def measure(
 
 
 def summarise(records: Sequence[Sequence[dict[str, Any]]], faults: Sequence[Fault]) -> list[Run]:
-    """What the ranks said of each run, held against what they said of the undisturbed one. Pure."""
+    """The ranks' reports of each run, compared with those of the undisturbed one. Pure."""
     before = [next(one for one in each if one.get("run") == -1) for each in records]
     undisturbed = [one["digests"] for one in before]
     wrong = [

@@ -136,7 +136,7 @@ class _Run:
 
 
 def _contributions(rank: int, step: int, nbytes: int) -> list[torch.Tensor]:
-    """What a rank adds to each all-reduce of a step: blocks of different magnitudes, with zeros and denormals among them."""
+    """A rank's contributions to a step's all-reduces: blocks of different magnitudes, including zeros and denormals."""
     found = []
     for place, (share, dtype, _) in enumerate(BUCKETS):
         random = torch.Generator().manual_seed((rank * 1000 + step) * 1000 + place)

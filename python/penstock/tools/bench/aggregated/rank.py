@@ -1,4 +1,4 @@
-"""What the rank processes of `penstock bench aggregated` share."""
+"""Code that the rank processes of `penstock bench aggregated` share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def group_of(deployment: str) -> dist.ProcessGroup:
 
 
 def aggregated() -> dict[str, Any]:
-    """What the engine tells of the one group with a deployment."""
+    """The engine's counters of the one group with a deployment."""
     [found] = penstock.torch.stats()["aggregated"].values()
     return dict(found)
 
@@ -51,5 +51,5 @@ def start_together(lead_s: float) -> None:
 
 
 def say(**message: Any) -> None:
-    """An object for who runs this, with the rank in it."""
+    """Print a JSON object with this rank, for the process that runs the ranks."""
     print(json.dumps({"rank": dist.get_rank(), **message}), flush=True)

@@ -1,4 +1,4 @@
-"""What a rank of the bench does to aggregators: kills one in the middle of something, and has others restart it."""
+"""Faults that a rank of the bench causes: it kills an aggregator in the middle of an operation, and has it restarted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Striker:
 
 
 def order(state: str, **what: Any) -> Callable[[], None]:
-    """Give an order to whoever runs this (`cluster.Cluster.run`); what it returns waits until it is done."""
+    """Give an order to the process that runs this rank (`cluster.Cluster.run`). Returns a function that waits until it is
+    done."""
     path = Path(state)
     before = json.loads(path.read_text())["done"]
     print(json.dumps(what), flush=True)

@@ -32,7 +32,8 @@ WITHOUT_DEPLOYMENT = ("ring", "gloo")
 
 @dataclass(frozen=True)
 class Row:
-    """One way with so many workers and so much loss. Seconds are medians over all-reduces of the slowest rank."""
+    """The result of one way with a number of workers and a loss rate. Seconds are medians over all-reduces, of the slowest
+    rank."""
 
     workers: int
     loss: float
