@@ -416,6 +416,150 @@ def test_what_cannot_be_covered_is_refused(before: str, after: str, told: str) -
     assert refused.value.reason == "model" and refused.value.line > 0
 
 
+# A class of the script, or of a file beside it, that trains what it gets; and scripts in which `b` is trained by hand.
+PLAIN_SGD = """
+class PlainSGD:
+    def __init__(self, params, lr):
+        self.params = list(params)
+        self.lr = lr
+    def step(self):
+        with torch.no_grad():
+            for p in self.params:
+                {update}
+    def zero_grad(self):
+        for p in self.params:
+            p.grad = None
+"""
+
+TWO_MODELS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+{before}
+torch.manual_seed(0)
+x = torch.randn(64, 4)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
+a, b = nn.Linear(4, 1), nn.Linear(4, 1)
+scale = torch.ones(1, requires_grad=True)
+optimizer = torch.optim.SGD(a.parameters(), lr=0.1)
+{made}
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(a(inputs) + scale * b(inputs), targets)
+    loss.backward()
+    optimizer.step()
+{after}
+"""
+
+OWN_SGD = "opt_b = PlainSGD(b.parameters(), lr=0.1)"
+OWN_STEP = "    opt_b.step()\n    opt_b.zero_grad()"
+ADDED = "p.data.add_(p.grad, alpha=-0.1)"
+
+
+def two_models(before: str = "", made: str = "", after: str = "") -> str:
+    return TWO_MODELS.format(before=before, made=made, after=after)
+
+
+TRAINED_BY_HAND = {
+    "a class of the script": two_models(PLAIN_SGD.format(update="p -= self.lr * p.grad"), OWN_SGD, OWN_STEP),
+    "by another method": two_models(PLAIN_SGD.format(update="p.data.add_(p.grad, alpha=-self.lr)"), OWN_SGD, OWN_STEP),
+    "by a name": two_models(
+        PLAIN_SGD.format(update='g = getattr(p, "grad")\n                p.data = p.data - self.lr * g'), OWN_SGD, OWN_STEP
+    ),
+    "a class that gets the model": two_models(
+        PLAIN_SGD.format(update="p -= self.lr * p.grad").replace("list(params)", "list(params.parameters())"),
+        OWN_SGD.replace("b.parameters()", "b"), OWN_STEP,
+    ),
+    "an optimizer of the script": two_models(
+        PLAIN_SGD.format(update="p -= self.lr * p.grad").replace("PlainSGD:", "PlainSGD(torch.optim.Optimizer):").replace(
+            "list(params)", "list(params); super().__init__(self.params, {})"
+        ), OWN_SGD, OWN_STEP,
+    ),
+    "a class beside it": two_models("from beside import PlainSGD", OWN_SGD, OWN_STEP),
+    "a function beside it": two_models("import beside", after="    beside.update(b)\n    b.zero_grad()"),
+    "an optimizer beside it": two_models("from beside import Own", OWN_SGD.replace("PlainSGD", "Own"), OWN_STEP),
+    "a library's optimizer of any name": two_models(
+        "from library import Fancy", OWN_SGD.replace("PlainSGD", "Fancy"), OWN_STEP
+    ),
+    "a list of gradients": two_models(
+        made="params = list(b.parameters())",
+        after="    grads = [p.grad for p in params]\n    torch._foreach_add_(params, grads, alpha=-0.1)",
+    ),
+    "beside what is zipped": two_models(
+        made="speed = [torch.zeros_like(p) for p in b.parameters()]",
+        after="    for v, p in zip(speed, b.parameters()):\n        v.mul_(0.9).add_(p.grad)\n        p.data.sub_(0.1 * v)",
+    ),
+}  # fmt: skip
+
+BESIDE = {
+    "beside": "import torch\n" + PLAIN_SGD.format(update="p -= self.lr * p.grad")
+    + "def update(model):\n    for p in model.parameters():\n        inner(p)\n"
+    + f"def inner(p):\n    {ADDED}\n"
+    + "class Own(torch.optim.Optimizer):\n    def step(self):\n"
+    + f"        for p in self.param_groups[0]['params']:\n            {ADDED}\n"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRAINED_BY_HAND)
+def test_a_model_that_is_trained_by_hand_beside_an_optimizer_is_wrapped(case: str) -> None:
+    """Whoever reads its gradients gets those of all ranks, whatever it is called and wherever it is written."""
+    text = convert(TRAINED_BY_HAND[case], read=BESIDE.get).text
+    assert "\nb = DistributedDataParallel(b)\n" in text and "\na = DistributedDataParallel(a)\n" in text
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        ("    with torch.no_grad():\n        scale -= 0.1 * scale.grad", "`scale` is updated by hand"),
+        ("    scale.data.sub_(0.1 * scale.grad)", "`scale` is updated by hand"),
+        ("    scale.data -= 0.1 * scale.grad", "`scale` is updated by hand"),
+        ("    g = scale.grad.clone()\n    scale.data -= 0.1 * g", "`scale` is updated by hand"),
+        ("    scale = (scale - 0.1 * scale.grad).detach().requires_grad_()", "`scale` is updated by hand"),
+        ("    for p in [scale]:\n        p.data -= 0.1 * p.grad", "`p` is updated by hand"),
+        ("    beside.inner(scale)", "what `beside.inner` gets is updated by hand"),
+        ("    for p in unknown:\n        p.data -= 0.1 * p.grad", "what makes it is not seen"),
+        (
+            "    loss = b.half_way(inputs).sum()\n    loss.backward()\n    b.weight.data -= b.weight.grad",
+            "cannot be wrapped",
+        ),
+    ],
+)
+def test_what_is_trained_by_hand_and_cannot_be_covered_is_refused(after: str, told: str) -> None:
+    """The refusal names it, its line, and what to do."""
+    source = two_models("import beside\nfrom library import unknown", after=after)
+    with pytest.raises(Refused, match=re.escape(told)) as refused:
+        convert(source, read=BESIDE.get)
+    read = next(line for line in after.splitlines() if ".grad" in line or "beside" in line)
+    assert refused.value.reason == "model" and source.splitlines()[refused.value.line - 1] == read
+    assert "give it to an optimizer of torch.optim" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "    print(scale.grad, scale.grad.norm())",
+        "    if scale.grad is not None:\n        scale.grad.zero_()",
+        "    scale.grad = None\n    scale.grad = scale.grad / 2\n    scale.grad *= 0.5",
+        "    nn.utils.clip_grad_norm_(scale, 1.0)\n    total = sum(p.grad.norm() ** 2 for p in b.parameters())",
+        "    x_adv = inputs.clone().requires_grad_()\n    a(x_adv).sum().backward()\n    inputs = inputs + x_adv.grad.sign()",
+        "    for p in a.parameters():\n        noise = p.grad + torch.randn_like(p)",
+    ],
+)
+def test_gradients_that_are_only_looked_at_change_nothing(after: str) -> None:
+    """Norms, prints and zeros train nothing, and the gradient of a batch's own samples stays that of its rank."""
+    text = convert(two_models(after=after)).text
+    assert "\na = DistributedDataParallel(a" in text and "DistributedDataParallel(b" not in text
+
+
+def test_what_an_averaged_optimizer_gets_may_be_read() -> None:
+    """The gradients of an optimizer without a wrapper are averaged before anything reads them."""
+    source = TRAINED_ASIDE.replace(
+        "    optimizer.step()",
+        "    for p in [*model.parameters(), scale]:\n        p.data.sub_(0.1 * p.grad)\n    optimizer.step()",
+    )
+    assert "optimizer = averaged(" in convert(source).text
+
+
 def test_a_layer_that_is_never_used() -> None:
     """A module of the script with a layer that its forward does not mention is wrapped so that DDP expects that."""
     module = (
@@ -1066,6 +1210,16 @@ def test_gradients_without_a_wrapper_are_those_of_one_process(tmp_path: pathlib.
     """A method's loss and a parameter of no model: two ranks end with the weights that one process ends with."""
     (alone,) = ranks.run(_weights, count=1, args=(TRAINED_ASIDE,))
     together = ranks.run(_weights, count=2, args=(convert(TRAINED_ASIDE).text,))
+    assert together[0] == together[1] == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_model_that_is_trained_by_hand_is_the_same_on_all_ranks(tmp_path: pathlib.Path) -> None:
+    """The weights of `b`, which a class of the script trains, are on two ranks those of one process."""
+    source = (
+        TRAINED_BY_HAND["a class of the script"] + "\noptimizer.add_param_group({'params': list(b.parameters())})\n"
+    )
+    (alone,) = ranks.run(_weights, count=1, args=(source,))
+    together = ranks.run(_weights, count=2, args=(convert(source).text,))
     assert together[0] == together[1] == pytest.approx(alone, rel=1e-5)
 
 

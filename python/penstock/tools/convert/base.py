@@ -9,7 +9,7 @@ import libcst as cst
 
 from penstock.tools.convert import helpers
 from penstock.tools.convert.edits import Change, Edits
-from penstock.tools.convert.flow import Module, Place, constant, dotted, words
+from penstock.tools.convert.flow import Module, Place, constant, words
 from penstock.tools.convert.neighbours import Definition, Neighbours
 from penstock.tools.convert.training import Loop, Training, drawn_from, is_model, loops_around
 
@@ -71,11 +71,6 @@ class Rules:
         self.neighbours = neighbours
         self.training = training
         self.options = options
-        self.star_imports = [
-            dotted(node.module)
-            for node in module.nodes
-            if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar) and node.module is not None
-        ]
         self.edits = Edits()
         self.done: set[Edit] = set()
         self.findings: set[Finding] = set()
@@ -132,16 +127,7 @@ class Rules:
 
     def elsewhere(self, func: cst.BaseExpression) -> tuple[str, Definition] | None:
         """The function or class that `func` names, where a file beside the script has it, and that file's module name."""
-        name = self.module.qualified(func)
-        if name is not None:
-            home, _, last = name.rpartition(".")
-            return self.neighbours.find(home, last)
-        if isinstance(func, cst.Name) and self.module.place(func) is None:
-            for home in self.star_imports:
-                found = self.neighbours.find(home, func.value)
-                if found is not None:
-                    return found
-        return None
+        return self.neighbours.named(self.module, func)
 
     def _in_batch_loop(self, node: cst.CSTNode) -> bool:
         return any(self.module.within(node, loop.node) for loop in self.training.batch_loops)

@@ -48,13 +48,14 @@ def convert(source: str, options: Options | None = None, read: Reader | None = N
         raise Refused(
             "distributed", line, f"the script is distributed already ({what}): start it as it is, with torchrun"
         )
-    training = find_training(module)
+    neighbours = Neighbours(read)
+    training = find_training(module, neighbours)
     if not training.backwards:
         hint = (
             "convert the file that has the training loop" if training.optimizers or training.steps else "no .backward()"
         )
         raise Refused("nothing", 0, f"nothing here trains a model: {hint}")
-    conversion = Conversion(module, training, options or Options(), Neighbours(read))
+    conversion = Conversion(module, training, options or Options(), neighbours)
     tree = conversion.run()
     return Converted(tree.code, sorted(conversion.done), sorted(conversion.findings))
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from penstock.tools.convert.flow import Definition, Module, Place, constant, words
-from penstock.tools.convert.training import is_step
 
 
 @dataclass
@@ -169,9 +168,9 @@ def loss_of(module: Module, backward: cst.Call) -> cst.BaseExpression:
     return backward.func.value if isinstance(backward.func, cst.Attribute) else backward
 
 
-def stepped(module: Module, step: cst.Call, optimizers: list[cst.Call]) -> cst.BaseExpression:
+def stepped(module: Module, step: cst.Call) -> cst.BaseExpression:
     """The optimizer of ``optimizer.step()`` or ``scaler.step(optimizer)``."""
-    assert isinstance(step.func, cst.Attribute) and is_step(module, step, optimizers)
+    assert isinstance(step.func, cst.Attribute)
     names = [module.call_name(origin) for origin in module.origins(step.func.value)]
     if step.args and any(name.endswith("GradScaler") for name in names):
         return step.args[0].value

@@ -17,9 +17,10 @@ import libcst as cst
 from penstock.tools.convert.base import LIBRARIES, WRAPPER_RETURNS, Refused, constantly, places_reached
 from penstock.tools.convert.coverage import Flow, Flows, exclusive, loss_of, parameter_owners, stepped
 from penstock.tools.convert.flow import PASSES_FIRST_ARGUMENT, Function, Origin, Place, dotted, words
+from penstock.tools.convert.gradients import Read
 from penstock.tools.convert.loaders import LoaderRules
 from penstock.tools.convert.neighbours import ANSWERS
-from penstock.tools.convert.training import first_places, is_model, trains, updated_by_hand
+from penstock.tools.convert.training import first_places, is_model, trains
 
 
 class ModelRules(LoaderRules):
@@ -54,7 +55,7 @@ class ModelRules(LoaderRules):
                     unfit[origin], grown = SHARES, True
         self.places = [place for place in self.places if place not in bare]
         self.wrapped = places_reached(self.module, self.places)
-        self._refuse_uncovered(unfit, forwards, optimizers)
+        self._refuse_uncovered(unfit, forwards, models, flows)
         for call in sorted(self.covered, key=self.module.line):
             reasons = [unfit[each] for each in models[call] if unfit[each] != SHARES]
             self._average(call, reasons[0] if reasons else SHARES if optimizers[call] else ANYTHING)
@@ -223,7 +224,7 @@ class ModelRules(LoaderRules):
         """The calls that give optimizers made by a method of the model, with that model, or in another file."""
         found: dict[cst.Call, list[cst.BaseExpression] | None] = {}
         for step in self.training.steps:
-            receiver = stepped(self.module, step, self.training.optimizers)
+            receiver = stepped(self.module, step)
             origins = self.module.origins(receiver)
             for origin in origins:
                 if not isinstance(origin, cst.Call) or origin in self.training.optimizers:
@@ -243,7 +244,11 @@ class ModelRules(LoaderRules):
         return found
 
     def _refuse_uncovered(
-        self, unfit: dict[Origin, str], forwards: dict[Origin, list[Place]], optimizers: Collection[cst.Call]
+        self,
+        unfit: dict[Origin, str],
+        forwards: dict[Origin, list[Place]],
+        models: dict[cst.Call, list[Origin]],
+        flows: Flows,
     ) -> None:
         """Loaders that are shared out and gradients that are not would be worse than no conversion."""
         for call in self.covered:
@@ -253,27 +258,32 @@ class ModelRules(LoaderRules):
                     "rank, or are those of all ranks, is not known; make it before the loop"
                 )
                 raise Refused("model", self.module.line(call), message)
-        by_hand = [call for call in self.module.calls if updated_by_hand(self.module, call)]
-        if not optimizers and not by_hand:
+        if not models and not self.training.reads:
             message = "no optimizer is made here, so whether what it gets is covered is not known: convert the file that makes it"
             raise Refused("model", self.module.line(self.training.backwards[0]), message)
-        for call in by_hand:
-            assert isinstance(call.func, cst.Attribute)
-            origins = self.module.origins(call.func.value)
-            wrong = [unfit.get(each, UNSEEN) for each in origins]
-            wrong = [
-                reason for each, reason in zip(origins, wrong, strict=True) if each in unfit or each not in forwards
-            ]
-            if wrong or not origins:
-                reason = wrong[0] if wrong else "what makes it is not seen"
-                what = f"`{self.module.code(call.func.value)}` is updated by hand, and cannot be wrapped: {reason}"
-                raise Refused("model", self.module.line(call), what)
+        averaged: set[cst.CSTNode] = {each for call in self.covered for each in models[call]}
+        averaged |= {each for call in self.covered for each in flows.into(call).calls}
+        for read in self.training.reads:
+            self._refuse_read(read, unfit, {each for each in forwards if each not in unfit} | averaged)
         if not self.covered and not self.places:
             message = (
                 "the model that is trained here cannot be wrapped: no statement was found that makes a module whose "
                 "parameters an optimizer gets; give it a name of its own where it is made"
             )
             raise Refused("model", self.module.line(self.training.backwards[0]), message)
+
+    def _refuse_read(self, read: Read, unfit: dict[Origin, str], covered: Collection[cst.CSTNode]) -> None:
+        """An update that is written by hand must find the gradients of all ranks."""
+        reasons = [unfit.get(each, UNSEEN) for each in read.models if each not in covered]
+        if reasons:
+            reasons = [f"is updated by hand, and cannot be wrapped: {reasons[0]}"]
+        elif any(each not in covered for each in read.others):
+            reasons = ["is updated by hand, and belongs to no model that is wrapped"]
+        elif not read.certain:
+            reasons = ["is updated by hand, by a gradient that is read here: what makes it is not seen"]
+        if reasons:
+            what = f"{read.text} {reasons[0]}; give it to an optimizer of torch.optim, whose gradients are averaged over ranks"
+            raise Refused("model", self.module.line(read.node), what)
 
     def wrap_models(self) -> None:
         """Each model that can be wrapped goes into DistributedDataParallel, after the last statement that prepares it."""

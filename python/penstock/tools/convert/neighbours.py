@@ -10,7 +10,9 @@ import ast
 from collections.abc import Callable
 from typing import TypeAlias
 
-from penstock.tools.convert.flow import words
+import libcst as cst
+
+from penstock.tools.convert.flow import Module, dotted, words
 
 Reader: TypeAlias = Callable[[str], "str | None"]
 Definition: TypeAlias = "ast.FunctionDef | ast.ClassDef"
@@ -56,6 +58,39 @@ class Neighbours:
                         if found is not None:
                             return found
         return None
+
+    def named(self, module: Module, func: cst.BaseExpression) -> tuple[str, Definition] | None:
+        """The function or class that `func` of the script `module` names, where a file beside it has it, and that file's name."""
+        name = module.qualified(func)
+        if name is not None:
+            home, _, last = name.rpartition(".")
+            return self.find(home, last)
+        if isinstance(func, cst.Name) and module.place(func) is None:
+            for node in module.nodes:
+                if (
+                    isinstance(node, cst.ImportFrom)
+                    and isinstance(node.names, cst.ImportStar)
+                    and node.module is not None
+                ):
+                    found = self.find(dotted(node.module), func.value)
+                    if found is not None:
+                        return found
+        return None
+
+    def is_optimizer(self, module: str, made: ast.ClassDef, depth: int = 0) -> bool:
+        """Whether the class `made` of `module` builds on one of torch.optim, by the names of its bases."""
+        for base in made.bases:
+            name = ast.unparse(base)
+            if name.rsplit(".", 1)[-1] == "Optimizer" or name.startswith(("torch.optim.", "optim.")):
+                return True
+            found = self.find(module, name) if depth < MAX_DEPTH else None
+            if (
+                found is not None
+                and isinstance(found[1], ast.ClassDef)
+                and self.is_optimizer(found[0], found[1], depth + 1)
+            ):
+                return True
+        return False
 
     def only_calls(self, module: str, function: Definition, parameter: int | str, depth: int = 0) -> bool:
         """Whether `function` of `module` does nothing with the model that it gets as `parameter`, an index or a name, but call

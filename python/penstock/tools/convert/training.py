@@ -6,12 +6,15 @@ in, a training loader is what such a loop runs over, a model is what has its par
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import libcst as cst
 
 from penstock.tools.convert.flow import Function, Module, Origin, Place
+from penstock.tools.convert.gradients import Read, Reads, parameters_of, subclasses_optimizer
+from penstock.tools.convert.neighbours import Neighbours
 
 Loop: TypeAlias = "cst.For | cst.While"
 
@@ -39,14 +42,17 @@ class Training:
     loaders: list[cst.Call] = field(default_factory=list)  # those that feed training
     other_loaders: list[cst.Call] = field(default_factory=list)
     models: list[Origin] = field(default_factory=list)  # what makes what is trained
+    inner_loops: list[Loop] = field(default_factory=list)  # those that take a batch in each turn
+    reads: list[Read] = field(default_factory=list)  # where the script reads gradients, as updates by hand do
     functions: set[Function] = field(default_factory=set)  # those a backward is in, or that call one that has it
 
 
-def find_training(module: Module) -> Training:
+def find_training(module: Module, neighbours: Neighbours) -> Training:
     """Everything that trains in `module`; `backwards` is empty where nothing does."""
     found = Training()
     found.backwards = [call for call in module.calls if is_backward(module, call)]
-    found.optimizers = [call for call in module.calls if is_optimizer(module, call)]
+    driven = _is_driven(module)
+    found.optimizers = [call for call in module.calls if is_optimizer(module, call, neighbours, driven)]
     found.steps = [call for call in module.calls if is_step(module, call, found.optimizers)]
     found.functions = _functions_that_train(module, found.backwards)
     for call in found.backwards:
@@ -55,6 +61,11 @@ def find_training(module: Module) -> Training:
                 found.chains.append(chain)
     for chain in found.chains:
         _find_batches(module, chain, found)
+    outer = [loop for chain in found.chains for loop in chain]
+    inner = [*found.inner_loops, *found.bare_loops]
+    found.reads = Reads(
+        module, neighbours, found.optimizers, lambda node: loops_around(module, node), inner, outer
+    ).all()
     every = [call for call in module.calls if is_loader(module, call)]
     fed = {loader for loop in found.batch_loops for loader in loop.loaders}
     found.loaders = [call for call in every if call in fed]
@@ -73,12 +84,35 @@ def is_loader(module: Module, call: cst.Call) -> bool:
     return module.call_name(call) in LOADERS
 
 
-def is_optimizer(module: Module, call: cst.Call) -> bool:
-    """Whether `call` makes an optimizer: a class of ``torch.optim``, or one that is called like those of libraries."""
+def is_optimizer(module: Module, call: cst.Call, neighbours: Neighbours, driven: set[Origin]) -> bool:
+    """Whether `call` makes an optimizer: a class of ``torch.optim``, one that builds on such, one that is called like those of
+    libraries, or what gets parameters, is among `driven`, and has no text here that would show what it does."""
     name = module.call_name(call)
+    made = module.callee(call)
+    if isinstance(made, cst.ClassDef):
+        return subclasses_optimizer(module, made)
+    beside = neighbours.named(module, call.func)
+    if beside is not None and isinstance(beside[1], ast.ClassDef) and neighbours.is_optimizer(beside[0], beside[1]):
+        return True
+    other = beside is None and not name.startswith("torch.") and "ema" not in name.lower()
+    given = (node for argument in call.args for node in module.descendants(argument))
+    if call in driven and other and any(parameters_of(node) is not None for node in given):
+        return True
     if name.startswith("torch.optim.") and not name.startswith(("torch.optim.lr_scheduler.", "torch.optim.swa_utils.")):
         return name.rsplit(".", 1)[1][:1].isupper()
     return name.rsplit(".", 1)[-1] in OTHER_OPTIMIZERS
+
+
+def _is_driven(module: Module) -> set[Origin]:
+    """What makes the objects whose ``step()`` is called without arguments."""
+    steps = [
+        call.func
+        for call in module.calls
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value == "step" and not call.args
+    ]
+    # What is called an optimizer is one for `is_step`, wherever it is made.
+    unnamed = [func.value for func in steps if "optim" not in module.code(func.value).lower()]
+    return {origin for value in unnamed for origin in module.origins(value)}
 
 
 def is_step(module: Module, call: cst.Call, optimizers: list[cst.Call]) -> bool:
@@ -167,6 +201,7 @@ def _find_batches(module: Module, chain: list[Loop], found: Training) -> None:
         if loops:
             known = [(each.node, each.iterable) for each in found.batch_loops]
             found.batch_loops += [each for each in loops if (each.node, each.iterable) not in known]
+            found.inner_loops.append(loop)
             return
     if chain and chain[0] not in found.bare_loops:
         found.bare_loops.append(chain[0])
@@ -211,8 +246,10 @@ def _find_models(module: Module, found: Training) -> list[Origin]:
     ]
     for call in every:
         assert isinstance(call.func, cst.Attribute)
-        if _reaches_optimizer(module, call, found) or updated_by_hand(module, call):
+        if _reaches_optimizer(module, call, found):
             add(call.func.value)
+    for read in found.reads:
+        made.update(dict.fromkeys(read.models))
     for step in found.steps:
         assert isinstance(step.func, cst.Attribute)
         for origin in module.origins(step.func.value):
@@ -240,18 +277,6 @@ def _reaches_optimizer(module: Module, call: cst.Call, found: Training) -> bool:
             module.function_of(call) is module.callee(node)
         ):
             return True
-    return False
-
-
-def updated_by_hand(module: Module, call: cst.Call) -> bool:
-    """Whether `call` is the ``model.parameters()`` of a loop that changes parameters by their gradients."""
-    if not isinstance(call.func, cst.Attribute) or call.func.attr.value not in ("parameters", "named_parameters"):
-        return False
-    for above in module.ancestors(call):
-        if isinstance(above, cst.For) and module.within(call, above.iter):
-            return any(
-                isinstance(each, cst.Attribute) and each.attr.value == "grad" for each in module.descendants(above)
-            )
     return False
 
 
