@@ -637,6 +637,15 @@ def test_unauthenticated_peer_on_the_port(medium: Backend, approach: str) -> Non
                 assert "passes descriptors" in outcome.output, str(outcome)
 
 
+def test_nobody_reads_standard_error() -> None:
+    """A rank whose standard error is a full pipe, as a launcher's that has stopped, logs what an unauthenticated peer says and
+    lives on; the pipe's reader gets the line when it reads again."""
+    with ranks.Ranks(_log_into_a_full_pipe, count=2, env={**TCP.env, "PENSTOCK_PEER_TIMEOUT": "2"}) as job:
+        outcomes = job.outcomes(timeout_s=30)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    assert re.fullmatch(r"\[WARN \] penstock: .*127\.0\.0\.1:\d+.*\n", outcomes[0].value), outcomes[0].value
+
+
 # ------------------------------------------------------------------------------------------------- users and signals
 
 
@@ -942,6 +951,37 @@ def _complete_while_the_gil_is_held() -> int:
     torch.futures.wait_all(done)
     dist.destroy_process_group()
     return sum(name.startswith("penstock-callb") for name in names)
+
+
+def _log_into_a_full_pipe() -> str:
+    """Noise comes to rank 0's port while nobody reads its standard error; then ranks reduce. Returns what it has logged."""
+    rank, size = _start()
+    logged = ""
+    if rank == 0:
+        (door, *_) = _doors(os.getpid(), "tcp")
+        kept = os.dup(2)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        filled = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                filled += os.write(writer, bytes(4096))
+        os.set_blocking(writer, True)
+        os.dup2(writer, 2)
+        with socket.create_connection(("127.0.0.1", door), timeout=30) as connection:
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n" * 10)
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b""
+    tensor = torch.ones(1 << 16)
+    dist.all_reduce(tensor)
+    same(tensor, float(size), "after the noise")
+    if rank == 0:
+        while filled > 0:
+            filled -= len(os.read(reader, filled))
+        logged = os.read(reader, 4096).decode()
+        os.dup2(kept, 2)
+    dist.destroy_process_group()
+    return logged
 
 
 def _run_out_of_descriptors() -> None:

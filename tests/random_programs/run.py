@@ -754,13 +754,13 @@ def _warm_up() -> None:
 
 
 def _held() -> tuple[int, int, int]:
-    """Descriptors of this process, threads without the two spare ones that the engine keeps for callbacks, and mappings of memory
-    that ranks share."""
+    """Descriptors of this process, threads without those that stay (two spare ones for callbacks, and one that writes log
+    lines), and mappings of memory that ranks share."""
     threads = _threads()
-    spare = min(2, sum(one.startswith("penstock-callba") for one in threads))
+    stay = min(2, sum(one.startswith("penstock-callba") for one in threads)) + ("penstock-log" in threads)
     with open("/proc/self/maps") as file:
         mappings = sum("/memfd:penstock" in line for line in file)
-    return len(os.listdir("/proc/self/fd")), len(threads) - spare, mappings
+    return len(os.listdir("/proc/self/fd")), len(threads) - stay, mappings
 
 
 def _threads() -> list[str]:

@@ -6,7 +6,7 @@ use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
 use crate::stats::Stats;
 use crate::ticket::Ticket;
 use penstock_net::memory::{MemoryEpoch, Region};
-use penstock_net::{Contact, Driver, Listen, Process, Ptracer, Settings, Wake, fds};
+use penstock_net::{Contact, Driver, Listen, Process, Ptracer, Settings, Wake, fds, log_writer};
 use penstock_plan::{Algorithm, Thresholds};
 use penstock_stream::handshake::NodeKey;
 use penstock_stream::peer::PeerConfig;
@@ -200,6 +200,8 @@ impl Engine {
         // It catches its panics.
         let _ = thread.join();
         self.handle.recorder.flush(RECORD_WITHIN);
+        // The process may be about to end without its handlers of `exit`, as forked workers do.
+        log_writer::flush();
     }
 }
 

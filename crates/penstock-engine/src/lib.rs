@@ -25,7 +25,7 @@ pub use aggregated::{ClientSpec, ClientStats, NodeSpec, ServerSpec, ServerStats,
 pub use engine::{Config, Engine, Group, check_fork};
 pub use penstock_core::unbound::ANY_SOURCE;
 pub use penstock_kernels::simd_level;
-pub use penstock_net::{Contact, Process, Ptracer, fds, interface, memory};
+pub use penstock_net::{Contact, Process, Ptracer, fds, interface, log_writer, memory};
 pub use penstock_plan as plan;
 pub use penstock_stream::{crc32c, fingerprint};
 pub use reducer::{Gradient, Reducer, ReducerSpec, ReducerStats, Way};

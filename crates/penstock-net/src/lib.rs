@@ -14,6 +14,7 @@ mod driver;
 pub mod fds;
 mod handler;
 pub mod interface;
+pub mod log_writer;
 pub mod memory;
 pub mod pages;
 mod ptrace;

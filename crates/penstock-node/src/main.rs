@@ -1,6 +1,7 @@
 //! `penstock-node`: the daemons without Python.
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
+use penstock_net::log_writer::{self, LogWriter};
 use penstock_node::{Config, Daemon, NodeOption, Role, measure};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -12,6 +13,7 @@ fn main() -> ExitCode {
     env_logger::Builder::new()
         .parse_filters(&std::env::var("PENSTOCK_LOG").unwrap_or_else(|_| "info".into()))
         .format_target(false)
+        .target(env_logger::Target::Pipe(Box::new(LogWriter)))
         .init();
     let outcome = match given.subcommand() {
         Some(("aggregator", given)) => serve(Role::Aggregator, given),
@@ -25,6 +27,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(message) => {
+            log_writer::flush();
             eprintln!("penstock-node: {message}");
             ExitCode::FAILURE
         }

@@ -83,11 +83,15 @@ fn check_fork(py: Python<'_>) -> PyResult<()> {
     penstock_engine::check_fork().map_err(|failure| error(py, &failure))
 }
 
-/// Prints the crates' log lines of `level` ("error", "warn", "info", "debug") and above on standard error. The first
-/// call counts.
+/// Prints the crates' log lines of `level` ("error", "warn", "info", "debug") and above on standard error, from a thread
+/// of its own. The first call counts.
 #[pyfunction]
 fn init_logging(level: &str) {
-    let _ = env_logger::Builder::new().parse_filters(level).format_target(false).try_init();
+    let _ = env_logger::Builder::new()
+        .parse_filters(level)
+        .format_target(false)
+        .target(env_logger::Target::Pipe(Box::new(penstock_engine::log_writer::LogWriter)))
+        .try_init();
 }
 
 /// The only place where failures become exceptions: `penstock.errors.<Kind>(message)` with `group_lives` set.
