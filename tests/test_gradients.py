@@ -94,6 +94,15 @@ def test_passes_that_raise() -> None:
     ranks.run(_raising, count=3, timeout_s=120)
 
 
+@pytest.mark.parametrize("check", ["", "mismatch", "slow"])
+@pytest.mark.parametrize("has_sparse", [False, True])
+def test_passes_that_raise_behind_their_last_gradient(has_sparse: bool, check: str) -> None:
+    """One rank's pass raises when nothing is missing but its end: all ranks drop the step, also where they would exchange sparse
+    gradients or checks at the end of it, and hold the same weights in the end."""
+    one, other = ranks.run(_raising_last, count=2, args=(has_sparse,), env={"PENSTOCK_CHECK": check})
+    assert one == other and one[1] == 3
+
+
 def test_passes_that_reach_no_parameter() -> None:
     """A rank whose pass reaches no parameter takes part with zeros when its optimizer steps, and gets what the others have."""
     ranks.run(_unreached, count=2)
@@ -494,12 +503,15 @@ def _raising_in_buckets_of(bucket_bytes: int) -> None:
         """A pass that raises after so many gradients were made, and reduced if a bucket is no more than one."""
 
         def fail() -> None:
-            while bucket_bytes == 1 and reducer.stats()["buckets"] < buckets + (raises_after or 0):
+            # What comes with the last gradient waits for the end of the pass.
+            expected = 1 if raises_after == len(layers) else raises_after or 0
+            while bucket_bytes == 1 and reducer.stats()["buckets"] < buckets + expected:
                 time.sleep(0.001)
             raise ArithmeticError("half-way")
 
         buckets = reducer.stats()["buckets"]
-        value = scale * torch.ones(1, 4)
+        value = (scale * torch.ones(1, 4)).requires_grad_()
+        value = _RaisesIf.apply(value, fail if raises_after == len(layers) else None)
         for index, layer in enumerate(layers):
             layer.weight.grad = None
             value = _RaisesIf.apply(layer(value), fail if raises_after == len(layers) - 1 - index else None)
@@ -515,24 +527,59 @@ def _raising_in_buckets_of(bucket_bytes: int) -> None:
             torch.testing.assert_close(average, one)
 
     # On all ranks, before and after something was reduced.
-    for raises_after in (0, 1, 2):
+    for raises_after in (0, 1, 2, 3):
         with pytest.raises(ArithmeticError):
             run(raises_after)
         check()
-    if bucket_bytes == 1:
-        # On one rank only, after something was reduced: an error on the others.
-        with pytest.raises(ArithmeticError if rank == 1 else Mismatch) as caught:
-            run(1 if rank == 1 else None)
-        if rank != 1:
-            assert "the backward pass of rank 1 raised in step 4" in str(caught.value), caught.value
-            assert caught.value.group_lives
-    elif rank == 1:
-        # On one rank only, before: the others wait for its next pass.
-        with pytest.raises(ArithmeticError):
-            run(2)
-    check()
-    assert reducer.stats()["steps"] == 4
+    for raises_after in (1, 2, 3):
+        if bucket_bytes == 1:
+            # On one rank only, after something was reduced: an error on the others.
+            with pytest.raises(ArithmeticError if rank == 1 else Mismatch) as caught:
+                run(raises_after if rank == 1 else None)
+            if rank != 1:
+                step = reducer.stats()["steps"] + 1
+                assert f"the backward pass of rank 1 raised in step {step}" in str(caught.value), caught.value
+                assert caught.value.group_lives
+        elif rank == 1:
+            # On one rank only, before: the others wait for its next pass.
+            with pytest.raises(ArithmeticError):
+                run(raises_after)
+        check()
+    assert reducer.stats()["steps"] == 7
     reducer.close()
+
+
+def _raising_last(has_sparse: bool) -> tuple[list[float], int]:
+    dist.init_process_group("penstock")
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    bag = nn.EmbeddingBag(10, 4, mode="sum", sparse=True)
+    layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    # Each weight is a bucket.
+    reducer = GradientReducer(nn.ModuleList([bag, layers]) if has_sparse else layers, bucket_bytes=1)
+    optimizer = torch.optim.SGD([*layers.parameters(), *bag.parameters()], lr=0.1)
+
+    def fail() -> None:
+        while reducer.stats()["buckets"] < 3:
+            time.sleep(0.001)
+        time.sleep(0.2)  # long enough for a round about the last gradient
+        raise ArithmeticError("behind the last gradient")
+
+    for step in range(4):
+        optimizer.zero_grad()
+        data = bag(torch.tensor([[step, 5 + rank]]))
+        output = layers(
+            _RaisesIf.apply(data if has_sparse else data.detach().requires_grad_(), fail if rank == step == 1 else None)
+        )
+        if step == 1:
+            with pytest.raises(ArithmeticError if rank == 1 else Mismatch) as caught:
+                output.square().sum().backward()
+            assert rank == 1 or "the backward pass of rank 1 raised in step 2" in str(caught.value), caught.value
+        else:
+            output.square().sum().backward()
+            optimizer.step()
+    dist.destroy_process_group()
+    return [float(one) for parameter in layers.parameters() for one in parameter.flatten()], reducer.stats()["steps"]
 
 
 def _two_layers() -> tuple[nn.Linear, nn.Linear, GradientReducer, list[torch.optim.Optimizer]]:

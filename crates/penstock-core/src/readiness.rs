@@ -15,13 +15,19 @@
 //! time, and gradients that become ready meanwhile go into the next. A rank that has ended waits in its round until the others
 //! join it: there are as many rounds as the slowest rank asks for, and one more.
 //!
+//! **The last round waits for the end of the pass.** Once a rank has submitted all its gradients, it begins no round before it
+//! flushes: a round that completes the step has only ranks in it whose passes have ended well. The end of a step is agreed on
+//! without a bit or a round of its own. The price: what the last round carries does not travel while a pass goes on behind its
+//! last gradient.
+//!
 //! **A gradient that a rank does not produce** is *absent*: at the end of the pass it counts as ready, and as zeros. A
 //! gradient that is absent on all ranks is not reduced, and stays as it was.
 //!
 //! **A pass that raises** is withdrawn. While no gradient of the step is agreed on, that concerns this rank alone: the others
 //! wait for its next pass. Once one is agreed on, the step can neither be taken back nor completed: this rank joins one more
 //! round, in which it clears its bit of *whole*, and all ranks drop the step. All of them take part in that round: they are
-//! still in the step, since all have agreed and none can have ended it without the gradients that this rank lacks.
+//! still in the step, since all have agreed and none can have ended it without the last gradient, which this rank keeps back
+//! until its pass has ended.
 
 use crate::digest::digest;
 use penstock_plan::buckets::Entry;
@@ -143,7 +149,9 @@ impl Readiness {
 
     /// The bits to all-reduce with AND, if it is time for a round.
     pub fn poll_round(&mut self, bucket_bytes: u64) -> Option<Vec<u8>> {
-        let is_due = self.pending > 0 && (self.flushed || self.fresh_bytes >= bucket_bytes);
+        // A pass may raise behind its last gradient: only its end lets the step become complete.
+        let may_go_on = self.pending + self.agreed < self.entries.len();
+        let is_due = self.pending > 0 && (self.flushed || (may_go_on && self.fresh_bytes >= bucket_bytes));
         if self.in_round || !(self.withdrawn || is_due) {
             return None;
         }
@@ -203,7 +211,7 @@ impl Readiness {
             }
         }
         if self.agreed == self.entries.len() {
-            // The step is over on all ranks, also if this rank's pass has raised after its last gradient.
+            // The step is over on all ranks, and was flushed by all.
             self.reset();
         } else if self.pending == 0 {
             self.flushed = false;
@@ -310,12 +318,17 @@ mod tests {
                 assert_eq!(rank.handle_round(&bits).expect("alike").ready.len(), 10);
             }
         }
+        // The last bucket is full, and waits for the end of the pass.
+        assert_eq!((rounds, rank.pending()), (4, 10));
         rank.flush();
-        assert_eq!((rounds, rank.pending(), rank.poll_round(1000)), (5, 0, None));
+        let bits = rank.poll_round(1000).expect("flushed");
+        assert_eq!(rank.handle_round(&bits).expect("alike").ready.len(), 10);
+        assert_eq!((rank.pending(), rank.poll_round(1000)), (0, None));
     }
 
     /// Ranks whose passes raise anywhere, while rounds are under way or not, and begin anew: what is agreed on in the end was
-    /// submitted by every rank in one pass each, or all ranks have dropped the step; nobody waits for ever.
+    /// submitted by every rank in one pass each, which has ended, or all ranks have dropped the step; nobody waits for ever.
+    /// A pass may raise after its last gradient.
     #[test]
     fn withdrawn_passes_are_dropped_by_all_or_noticed_by_none() {
         for seed in 0..500 {
@@ -330,14 +343,15 @@ mod tests {
             let mut submitted = vec![0; world];
             let mut raises: Vec<Option<usize>> =
                 (0..world).map(|_| (rng.u8(..2) == 0).then(|| rng.usize(..=count))).collect();
-            let (mut halted, mut dropped) = (vec![false; world], 0);
+            let (mut halted, mut ended, mut dropped) = (vec![false; world], vec![false; world], 0);
             let (mut complete, mut agreed_now) = (0, 0);
             for _ in 0..20_000 {
                 let rank = rng.usize(..world);
                 if halted[rank] {
                     // It begins anew when its step is over; so does a rank that has heard of another's.
                     if ranks[rank].is_idle() && waiting[rank].is_none() {
-                        (halted[rank], submitted[rank], raises[rank]) = (false, 0, None);
+                        (halted[rank], ended[rank]) = (false, false);
+                        (submitted[rank], raises[rank]) = (0, None);
                     }
                 } else if raises[rank] == Some(submitted[rank]) {
                     ranks[rank].withdraw();
@@ -347,6 +361,7 @@ mod tests {
                     submitted[rank] += 1;
                 } else {
                     ranks[rank].flush();
+                    ended[rank] = true;
                 }
                 if waiting[rank].is_none() {
                     waiting[rank] = ranks[rank].poll_round(bucket_bytes);
@@ -366,6 +381,7 @@ mod tests {
                         halted.fill(true);
                     } else if agreed_now == count {
                         assert!(ranks.iter().all(Readiness::is_idle), "seed {seed}");
+                        assert!(ended.iter().all(|ended| *ended), "seed {seed}: complete, and not all have ended");
                         complete += 1;
                         agreed_now = 0;
                         halted.fill(true);

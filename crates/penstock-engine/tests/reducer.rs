@@ -270,13 +270,16 @@ fn many_buckets_in_flight() {
             let gradient =
                 |rank, at: usize| -> Vec<f32> { (0..lengths[at]).map(|index| value(rank, at, index, step)).collect() };
             let mut gradients: Vec<Vec<f32>> = (0..lengths.len()).map(|at| gradient(0, at)).collect();
-            let (before, mut cut) = (reducer.stats(), Vec::new());
+            let (before, mut cut, mut ticket) = (reducer.stats(), Vec::new(), None);
             for batch in (0..lengths.len()).collect::<Vec<usize>>().chunks(4) {
                 for &at in batch {
                     let address = gradients[at].as_mut_ptr().cast();
                     // SAFETY: kept until the flush has completed.
                     unsafe { reducer.submit(at as u32, address, 4 * gradients[at].len() as u64, false, None) }
                         .expect("submitted");
+                }
+                if batch.contains(&(lengths.len() - 1)) {
+                    ticket = Some(reducer.flush()); // the last round waits for it
                 }
                 // It has everything: the AND is what the first rank has.
                 let mut bits = vec![0xffu8; 17 + 2 * lengths.len() / 8];
@@ -285,7 +288,7 @@ fn many_buckets_in_flight() {
                 let entry = |&at: &usize| Entry { index: at as u32, bytes: 4 * lengths[at] as u64, class: 0 };
                 cut.extend(pack(batch.iter().map(entry), bucket_bytes));
             }
-            let flushed = reducer.flush();
+            let flushed = ticket.expect("flushed with the last batch");
             until(|| reducer.stats().buckets - before.buckets == cut.len() as u64);
             assert!(cut.len() == 24 && flushed.result().is_none(), "none can have ended");
             let stats = reducer.stats();
