@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -42,8 +42,9 @@ class Read:
 
 def parameters_of(node: cst.CSTNode) -> cst.BaseExpression | None:
     """The module of ``module.parameters()`` or ``module.named_parameters()``; None for all else."""
-    asks = isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute)
-    return node.func.value if asks and node.func.attr.value in ("parameters", "named_parameters") else None
+    func = node.func if isinstance(node, cst.Call) else None
+    asks = isinstance(func, cst.Attribute) and func.attr.value in ("parameters", "named_parameters")
+    return func.value if isinstance(func, cst.Attribute) and asks else None
 
 
 def subclasses_optimizer(module: Module, owner: cst.ClassDef) -> bool:
@@ -125,9 +126,9 @@ class Reads:
         module: Module,
         neighbours: Neighbours,
         optimizers: list[cst.Call],
-        ways: Callable[[cst.CSTNode], list[list[cst.CSTNode]]],
-        inner: list[cst.CSTNode],
-        outer: list[cst.CSTNode],
+        ways: Callable[[cst.CSTNode], Sequence[Sequence[cst.CSTNode]]],
+        inner: Sequence[cst.CSTNode],
+        outer: Sequence[cst.CSTNode],
     ) -> None:
         """`ways` gives the loops around a node, once for each way to it; `inner` are those over batches, `outer` all that
         train."""
