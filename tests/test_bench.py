@@ -178,7 +178,11 @@ def test_raw_sockets_move_the_traffic(ranks: int, split: str) -> None:
     other = socket.create_connection(meshes[0].address)
     other.sendall(b"GET / HTTP/1.1\r\n\r\n")
     moved: list[dict[int, int]] = [{} for _ in range(ranks)]
-    traffics = [COLLECTIVES[name].traffic(ranks, nbytes) for nbytes in (1, 3_000_001) for name in COLLECTIVES]
+    traffics = [
+        collective.traffic(ranks, collective.elements(nbytes, ranks, 1))
+        for nbytes in (1, 3_000_001)
+        for collective in COLLECTIVES.values()
+    ]
 
     def rank_main(mesh: Mesh) -> None:
         mesh.connect([other.address for other in meshes], flows=3)

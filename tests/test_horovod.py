@@ -122,12 +122,13 @@ def test_requests_survive_the_wire() -> None:
 
 
 def test_fusion_keeps_to_alike_operations_and_the_threshold() -> None:
-    """Operations that reduce alike share a bucket up to the threshold, look past others, and never grow beyond it."""
+    """Operations that reduce alike share a bucket up to the threshold, look past others, and never grow beyond it. One as large
+    as the threshold is alone, and closes no bucket."""
     small = Request(Kind.ALLREDUCE, Op.SUM, "float32", (10,))
     large = Request(Kind.ALLREDUCE, Op.SUM, "float32", (30,))
     half = Request(Kind.ALLREDUCE, Op.SUM, "float16", (10,))
     other = Request(Kind.ALLGATHER, dtype="float32", shape=(10,))
-    assert operations.fuse([small, half, small, other, half, large, small], 120) == [[0, 2], [1, 4], [3], [5], [6]]
+    assert operations.fuse([small, half, small, other, half, large, small], 120) == [[0, 2, 6], [1, 4], [3], [5]]
     assert operations.fuse([small, small], 0) == [[0], [1]]
 
 

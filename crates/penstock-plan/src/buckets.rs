@@ -6,6 +6,7 @@
 //! message.
 
 use penstock_types::ByteRange;
+use std::collections::HashMap;
 
 /// A gradient that is to be packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,6 +17,12 @@ pub struct Entry {
     pub bytes: u64,
     /// Entries of different classes (dtypes, reductions) never share a bucket.
     pub class: u32,
+}
+
+impl Entry {
+    fn whole(self) -> Piece {
+        Piece { index: self.index, range: ByteRange::new(0, self.bytes) }
+    }
 }
 
 /// A part of an entry.
@@ -37,11 +44,39 @@ pub struct Bucket {
 }
 
 impl Bucket {
+    fn whole(entry: Entry) -> Bucket {
+        Bucket { class: entry.class, pieces: vec![entry.whole()] }
+    }
+
     /// The length of all pieces.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.pieces.iter().map(|piece| piece.range.len()).sum()
     }
+}
+
+/// Merges whole entries into buckets of at most `bucket_bytes`; returns the entries' indices. A larger entry has a bucket of its
+/// own. Entries of a class keep their order. Buckets come in the order of their first entries.
+///
+/// [`pack`] does this to its small entries. Fronts that are given complete lists (Horovod's fusion, JAX, TensorFlow) need only this.
+///
+/// Costs one pass over the entries.
+#[must_use]
+pub fn merge(entries: impl IntoIterator<Item = Entry>, bucket_bytes: u64) -> Vec<Vec<u32>> {
+    let mut merger = Merger::new(bucket_bytes);
+    let mut buckets: Vec<Bucket> = Vec::new();
+    let mut place = HashMap::new();
+    for (position, entry) in entries.into_iter().enumerate() {
+        place.entry(entry.index).or_insert(position);
+        if entry.bytes >= bucket_bytes {
+            buckets.push(Bucket::whole(entry));
+        } else {
+            buckets.extend(merger.add(entry));
+        }
+    }
+    buckets.extend(merger.finish());
+    buckets.sort_by_key(|bucket| place[&bucket.pieces[0].index]);
+    buckets.into_iter().map(|bucket| bucket.pieces.iter().map(|piece| piece.index).collect()).collect()
 }
 
 /// Packs entries into buckets of at most `bucket_bytes`, rounded down to whole cache lines (but at least one).
@@ -55,37 +90,56 @@ impl Bucket {
 pub fn pack(entries: impl IntoIterator<Item = Entry>, bucket_bytes: u64) -> Vec<Bucket> {
     let bucket_bytes = (bucket_bytes - bucket_bytes % LINE_BYTES).max(LINE_BYTES);
     let mut buckets = Vec::new();
-    let mut open: Vec<(u64, Bucket)> = Vec::new();
-    for Entry { index, bytes, class } in entries.into_iter().filter(|entry| entry.bytes > 0) {
+    let mut merger = Merger::new(bucket_bytes);
+    for entry in entries.into_iter().filter(|entry| entry.bytes > 0) {
+        let Entry { index, bytes, class } = entry;
         if bytes > bucket_bytes {
             let count = bytes.div_ceil(bucket_bytes);
             let each = (bytes.div_ceil(count)).next_multiple_of(LINE_BYTES).min(bucket_bytes);
             let starts = (0..).map(|piece| piece * each).take_while(|start| *start < bytes);
             let ranges = starts.map(|start| ByteRange::new(start, (start + each).min(bytes)));
             buckets.extend(ranges.map(|range| Bucket { class, pieces: vec![Piece { index, range }] }));
-            continue;
+        } else if bytes >= ALONE_BYTES {
+            buckets.push(Bucket::whole(entry));
+        } else {
+            buckets.extend(merger.add(entry));
         }
-        if bytes >= ALONE_BYTES {
-            buckets.push(Bucket { class, pieces: vec![Piece { index, range: ByteRange::new(0, bytes) }] });
-            continue;
-        }
-        let at = match open.iter().position(|(_, bucket)| bucket.class == class) {
-            Some(at) => at,
-            None => {
-                open.push((0, Bucket { class, pieces: Vec::new() }));
-                open.len() - 1
-            }
-        };
-        let (filled, bucket) = &mut open[at];
-        if *filled + bytes > bucket_bytes {
-            buckets.push(Bucket { class, pieces: std::mem::take(&mut bucket.pieces) });
-            *filled = 0;
-        }
-        *filled += bytes;
-        bucket.pieces.push(Piece { index, range: ByteRange::new(0, bytes) });
     }
-    buckets.extend(open.into_iter().map(|(_, bucket)| bucket).filter(|bucket| !bucket.pieces.is_empty()));
+    buckets.extend(merger.finish());
     buckets
+}
+
+/// The buckets that are not full yet, one a class.
+struct Merger {
+    bucket_bytes: u64,
+    /// Each with its bytes.
+    open: Vec<(u64, Bucket)>,
+}
+
+impl Merger {
+    fn new(bucket_bytes: u64) -> Merger {
+        Merger { bucket_bytes, open: Vec::new() }
+    }
+
+    /// Adds an entry to the open bucket of its class. Returns that bucket first if the entry has no room in it.
+    fn add(&mut self, entry: Entry) -> Option<Bucket> {
+        let Some((filled, bucket)) = self.open.iter_mut().find(|(_, bucket)| bucket.class == entry.class) else {
+            self.open.push((entry.bytes, Bucket::whole(entry)));
+            return None;
+        };
+        if *filled + entry.bytes > self.bucket_bytes {
+            *filled = entry.bytes;
+            return Some(std::mem::replace(bucket, Bucket::whole(entry)));
+        }
+        *filled += entry.bytes;
+        bucket.pieces.push(entry.whole());
+        None
+    }
+
+    /// The buckets that are left, none of them empty.
+    fn finish(self) -> impl Iterator<Item = Bucket> {
+        self.open.into_iter().map(|(_, bucket)| bucket)
+    }
 }
 
 /// An operation costs some 100 us of the engine's time on each rank, as much as copying 1 MiB into a bucket and back. Half of
@@ -139,6 +193,33 @@ mod tests {
                         bytes < ALONE_BYTES && bytes <= limit
                     }).map(Bucket::bytes).collect();
                 prop_assert!(merged.windows(2).all(|pair| pair[0] + pair[1] > limit), "{:?}", merged);
+            }
+        }
+    }
+
+    proptest! {
+        /// Every entry, empty ones too, is in one bucket. A bucket holds one class in its order, and more than one entry only
+        /// within the limit. No two neighbouring buckets of merged entries could have been one.
+        #[test]
+        fn every_entry_is_merged_once(entries in entries(), bucket_bytes in prop_oneof![0u64..10_000, 1u64..4 << 20]) {
+            let buckets = merge(entries.iter().copied(), bucket_bytes);
+            let mut all: Vec<u32> = buckets.iter().flatten().copied().collect();
+            all.sort_unstable();
+            prop_assert_eq!(all, (0..entries.len() as u32).collect::<Vec<_>>());
+            let of = |bucket: &Vec<u32>| bucket.iter().map(|&index| entries[index as usize]).collect::<Vec<_>>();
+            let bytes = |bucket: &[Entry]| bucket.iter().map(|entry| entry.bytes).sum::<u64>();
+            prop_assert!(buckets.windows(2).all(|pair| pair[0][0] < pair[1][0]));
+            for bucket in &buckets {
+                prop_assert!(bucket.windows(2).all(|pair| pair[0] < pair[1]), "{:?}", bucket);
+                let bucket = of(bucket);
+                prop_assert!(bucket.iter().all(|entry| entry.class == bucket[0].class));
+                prop_assert!(bucket.len() == 1 || bytes(&bucket) <= bucket_bytes);
+            }
+            for class in 0..3 {
+                let merged: Vec<_> = buckets.iter().map(of)
+                    .filter(|bucket| bucket[0].class == class && bytes(bucket) < bucket_bytes).collect();
+                let fits = |pair: &[Vec<Entry>]| bytes(&pair[0]) + pair[1][0].bytes <= bucket_bytes;
+                prop_assert!(!merged.windows(2).any(fits), "{:?}", merged);
             }
         }
     }

@@ -31,6 +31,7 @@ mod promise;
 mod request;
 mod steps;
 mod topology;
+mod traffic;
 mod violation;
 
 pub use algorithm::{Algorithm, UnknownAlgorithm};
@@ -42,3 +43,4 @@ pub use promise::{Order, WireBytes, crossing_bytes, hops, order, wire_bytes};
 pub use request::{PlanError, Request, Splits};
 pub use steps::{Action, Buf, Dep, Operand, Slice, Step, Steps};
 pub use topology::{Medium, Topology};
+pub use traffic::traffic;

@@ -36,6 +36,20 @@ pub struct Steps {
     pub messages: u32,
 }
 
+impl Steps {
+    /// The payload bytes that this rank sends to each of `world` ranks. What goes to servers is not among them.
+    #[must_use]
+    pub fn sent_bytes(&self, world: u32) -> Vec<u64> {
+        let mut sent = vec![0; world as usize];
+        for step in &self.steps {
+            if let Action::Send { to, src, .. } = step.action {
+                sent[to as usize] += (0..step.segments).map(|segment| src.segment(segment).1).sum::<u64>();
+            }
+        }
+        sent
+    }
+}
+
 /// A template for `segments` instances of one action.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {

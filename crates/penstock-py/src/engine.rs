@@ -239,21 +239,7 @@ impl Group {
         timeout_s: f64,
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Ticket> {
-        let (collective, name) = match collective {
-            "all_reduce" => (Collective::AllReduce, Name::AllReduce),
-            "reduce_scatter" => (Collective::ReduceScatter, Name::ReduceScatter),
-            "all_gather" => (Collective::AllGather, Name::AllGather),
-            "broadcast" => (Collective::Broadcast { root: rank }, Name::Broadcast),
-            "reduce" => (Collective::Reduce { root: rank }, Name::Reduce),
-            "gather" => (Collective::Gather { root: rank }, Name::Gather),
-            "scatter" => (Collective::Scatter { root: rank }, Name::Scatter),
-            "all_to_all" => (Collective::AllToAll, Name::AllToAll),
-            "barrier" => (Collective::Barrier, Name::Barrier),
-            "send" => (Collective::Send { to: rank }, Name::PointToPoint),
-            "recv" => (Collective::Recv { from: rank }, Name::PointToPoint),
-            "recv_anysource" => (Collective::Recv { from: ANY_SOURCE }, Name::PointToPoint),
-            _ => return Err(PyValueError::new_err(format!("unknown collective {collective:?}"))),
-        };
+        let (collective, name) = collective_named(collective, rank)?;
         let dtype = dtype_named(dtype)?;
         let op = op.map(|op| reduce_op(op, factor)).transpose()?;
         let root = match collective {
@@ -384,6 +370,25 @@ pub(crate) fn memory_order(dimensions: Vec<usize>) -> PyResult<u16> {
 #[pyfunction]
 pub(crate) fn is_reduced(op: &str, dtype: &str) -> PyResult<bool> {
     Ok(reduce_op(op, 1.0)?.takes(dtype_named(dtype)?))
+}
+
+/// A collective by its name, with the name that ranks compare; `rank` is the root or the other rank, where it has one.
+pub(crate) fn collective_named(text: &str, rank: u32) -> PyResult<(Collective, Name)> {
+    Ok(match text {
+        "all_reduce" => (Collective::AllReduce, Name::AllReduce),
+        "reduce_scatter" => (Collective::ReduceScatter, Name::ReduceScatter),
+        "all_gather" => (Collective::AllGather, Name::AllGather),
+        "broadcast" => (Collective::Broadcast { root: rank }, Name::Broadcast),
+        "reduce" => (Collective::Reduce { root: rank }, Name::Reduce),
+        "gather" => (Collective::Gather { root: rank }, Name::Gather),
+        "scatter" => (Collective::Scatter { root: rank }, Name::Scatter),
+        "all_to_all" => (Collective::AllToAll, Name::AllToAll),
+        "barrier" => (Collective::Barrier, Name::Barrier),
+        "send" => (Collective::Send { to: rank }, Name::PointToPoint),
+        "recv" => (Collective::Recv { from: rank }, Name::PointToPoint),
+        "recv_anysource" => (Collective::Recv { from: ANY_SOURCE }, Name::PointToPoint),
+        _ => return Err(PyValueError::new_err(format!("unknown collective {text:?}"))),
+    })
 }
 
 pub(crate) fn dtype_named(name: &str) -> PyResult<DType> {

@@ -8,6 +8,7 @@ mod aggregated;
 mod callbacks;
 mod daemon;
 mod engine;
+mod plan;
 mod reducer;
 mod simulate;
 
@@ -25,6 +26,9 @@ mod _core {
 
     #[pymodule_export]
     use super::aggregated::{UdpSockets, aggregate, aggregated_stats};
+
+    #[pymodule_export]
+    use super::plan::{merge, traffic};
 
     #[pymodule_export]
     use super::reducer::Reducer;

@@ -325,23 +325,11 @@ def _join(timeout_s: float) -> Any:
 
 
 def _buckets(arrays: Sequence[Array]) -> list[list[int]]:
-    """Which arrays travel together, by index: those of one dtype, in their order, until a bucket is full."""
-    closed: list[list[int]] = []
-    open_: dict[str, list[int]] = {}
-    filled: dict[str, int] = {}
-    for index, array in enumerate(arrays):
-        name = array.dtype.name
-        if not array.nbytes:
-            continue
-        if array.nbytes >= _BUCKET_BYTES:
-            closed.append([index])
-            continue
-        if filled.get(name, 0) + array.nbytes > _BUCKET_BYTES:
-            closed.append(open_.pop(name))
-            filled[name] = 0
-        open_.setdefault(name, []).append(index)
-        filled[name] = filled.get(name, 0) + array.nbytes
-    return [*closed, *open_.values()]
+    """Which arrays travel together, by index: those of one dtype, in their order, until a bucket is full. Empty ones stay."""
+    sent = [index for index, array in enumerate(arrays) if array.nbytes]
+    classes: dict[str, int] = {}
+    entries = [(arrays[index].nbytes, classes.setdefault(arrays[index].dtype.name, len(classes))) for index in sent]
+    return [[sent[at] for at in bucket] for bucket in _core.merge(entries, _BUCKET_BYTES)]
 
 
 def _room(nbytes: int) -> Array:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock import _core
 from penstock.fronts.horovod import adasum
 from penstock.fronts.horovod.group import Group
 from penstock.fronts.horovod.negotiation import Agreed, Kind, Op, Request
@@ -141,24 +142,16 @@ def start(
 def fuse(requests: Sequence[Request], threshold_bytes: int) -> list[list[int]]:
     """Which operations go together, by their index: all-reduces that reduce alike, up to ``threshold_bytes`` a bucket.
     Buckets are in the order of their first operation."""
-    buckets: list[list[int]] = []
-    # The last bucket of a kind, and its size.
-    open_buckets: dict[Request, tuple[list[int], int]] = {}
+    # Only one operation is of a class of its own.
+    classes: dict[Request | int, int] = {}
+    entries = []
     for index, request in enumerate(requests):
-        if request.kind is not Kind.ALLREDUCE:
-            buckets.append([index])
-            continue
         alike = Request(
             Kind.ALLREDUCE, request.op, request.dtype, (), 0, request.on_cpu, request.prescale, request.postscale
         )
-        size = request.elements * dtype_of(request).itemsize
-        bucket, filled = open_buckets.get(alike, ([], 0))
-        if not bucket or filled + size > threshold_bytes:
-            bucket, filled = [], 0
-            buckets.append(bucket)
-        bucket.append(index)
-        open_buckets[alike] = bucket, filled + size
-    return buckets
+        key = alike if request.kind is Kind.ALLREDUCE else index
+        entries.append((request.elements * dtype_of(request).itemsize, classes.setdefault(key, len(classes))))
+    return _core.merge(entries, threshold_bytes)
 
 
 # ---------------------------------------------------------------------------------------------------- one kind each

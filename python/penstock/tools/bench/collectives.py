@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock import _core
+
 ROOT = 0
 """The root of broadcast, reduce, gather and scatter."""
 
@@ -67,7 +69,7 @@ class Collective:
     layout: Callable[[int, int, int], Layout]
     """(rank, ranks, elements) -> Layout"""
     traffic: Callable[[int, int], dict[tuple[int, int], int]]
-    """(ranks, bytes) -> bytes from rank to rank, by the plan for large messages (ring, or the tree's root for the rooted)"""
+    """(ranks, bytes) -> bytes from rank to rank, by the engine's plan for large messages between hosts"""
     memory: Callable[[int, int], list[MemoryShare]]
     """(ranks, bytes) -> what each rank must touch"""
     by_rank: bool = False
@@ -99,11 +101,6 @@ EXACT_BITS = {"float32": 24, "float64": 53, "float16": 11, "bfloat16": 8, "int32
 def _all(ranks: int) -> int:
     """The weight of a sum over all ranks."""
     return (1 << ranks) - 1
-
-
-def _ring(ranks: int, nbytes: int) -> dict[tuple[int, int], int]:
-    """Every rank sends ``nbytes`` to its successor."""
-    return {(rank, (rank + 1) % ranks): nbytes for rank in range(ranks)} if ranks > 1 else {}
 
 
 def _all_reduce_layout(rank: int, ranks: int, elements: int) -> Layout:
@@ -162,7 +159,7 @@ COLLECTIVES: dict[str, Collective] = {
             "every rank ends with the sum of all vectors",
             bus_factor=lambda n: 2 * (n - 1) / n,
             layout=_all_reduce_layout,
-            traffic=lambda n, s: _ring(n, 2 * (n - 1) * s // n),
+            traffic=lambda n, s: _core.traffic("all_reduce", n, s),
             memory=lambda n, s: [MemoryShare(n, s // n, s - s // n)] * n,
         ),
         Collective(
@@ -170,7 +167,7 @@ COLLECTIVES: dict[str, Collective] = {
             "every rank ends with its part of the sum",
             bus_factor=lambda n: (n - 1) / n,
             layout=_reduce_scatter_layout,
-            traffic=lambda n, s: _ring(n, (n - 1) * s // n),
+            traffic=lambda n, s: _core.traffic("reduce_scatter", n, s),
             memory=lambda n, s: [MemoryShare(n, s // n, 0)] * n,
             by_rank=True,
         ),
@@ -179,7 +176,7 @@ COLLECTIVES: dict[str, Collective] = {
             "every rank ends with the parts of all",
             bus_factor=lambda n: (n - 1) / n,
             layout=_all_gather_layout,
-            traffic=lambda n, s: _ring(n, (n - 1) * s // n),
+            traffic=lambda n, s: _core.traffic("all_gather", n, s),
             memory=lambda n, s: [MemoryShare(0, 0, s)] * n,
             by_rank=True,
         ),
@@ -188,7 +185,7 @@ COLLECTIVES: dict[str, Collective] = {
             "every rank ends with the root's vector",
             bus_factor=lambda n: 1.0,
             layout=_broadcast_layout,
-            traffic=lambda n, s: {(rank, rank + 1): s for rank in range(n - 1)},
+            traffic=lambda n, s: _core.traffic("broadcast", n, s),
             memory=lambda n, s: [MemoryShare(0, 0, 0 if rank == ROOT else s) for rank in range(n)],
         ),
         Collective(
@@ -196,7 +193,7 @@ COLLECTIVES: dict[str, Collective] = {
             "the root ends with the sum of all vectors",
             bus_factor=lambda n: 1.0,
             layout=_reduce_layout,
-            traffic=lambda n, s: {(rank + 1, rank): s for rank in range(n - 1)},
+            traffic=lambda n, s: _core.traffic("reduce", n, s),
             memory=lambda n, s: [MemoryShare(n, s // n, s - s // n if rank == ROOT else 0) for rank in range(n)],
         ),
         Collective(
@@ -204,7 +201,7 @@ COLLECTIVES: dict[str, Collective] = {
             "the root ends with the parts of all",
             bus_factor=lambda n: (n - 1) / n,
             layout=_gather_layout,
-            traffic=lambda n, s: {(rank, ROOT): s // n for rank in range(n) if rank != ROOT},
+            traffic=lambda n, s: _core.traffic("gather", n, s // n),
             memory=lambda n, s: [MemoryShare(0, 0, s if rank == ROOT else 0) for rank in range(n)],
             by_rank=True,
         ),
@@ -213,7 +210,7 @@ COLLECTIVES: dict[str, Collective] = {
             "every rank ends with its part of the root's vector",
             bus_factor=lambda n: (n - 1) / n,
             layout=_scatter_layout,
-            traffic=lambda n, s: {(ROOT, rank): s // n for rank in range(n) if rank != ROOT},
+            traffic=lambda n, s: _core.traffic("scatter", n, s // n),
             memory=lambda n, s: [MemoryShare(0, 0, s // n)] * n,
             by_rank=True,
         ),
@@ -222,7 +219,7 @@ COLLECTIVES: dict[str, Collective] = {
             "every rank ends with one part of each rank's vector",
             bus_factor=lambda n: (n - 1) / n,
             layout=_all_to_all_layout,
-            traffic=lambda n, s: {(a, b): s // n for a in range(n) for b in range(n) if a != b},
+            traffic=lambda n, s: _core.traffic("all_to_all", n, s),
             memory=lambda n, s: [MemoryShare(0, 0, s)] * n,
             by_rank=True,
         ),
@@ -231,7 +228,7 @@ COLLECTIVES: dict[str, Collective] = {
             "every rank sends its vector to the next and receives the one before",
             bus_factor=lambda n: 1.0,
             layout=_send_recv_layout,
-            traffic=_ring,
+            traffic=lambda n, s: {(rank, (rank + 1) % n): s for rank in range(n)} if n > 1 else {},
             memory=lambda n, s: [MemoryShare(0, 0, s)] * n,
         ),
         Collective(
