@@ -2,6 +2,7 @@
 
 use super::world::{Action, Message, Op, Seed, StreamSpec, World};
 use crate::frame::Direction;
+use crate::peer::take_over::MAX_COPIES;
 use crate::peer::*;
 use rand::Rng;
 use std::collections::BTreeMap;

@@ -1,6 +1,8 @@
 //! Frames that a peer may not send are refused; nothing that it sends makes us panic or hold without bound.
 
-use crate::frame::Direction;
+use crate::frame::{Direction, FrameError, Header, Kind, MIN_FRAME_BYTES, Reference};
+use crate::peer::outgoing::Way;
+use crate::peer::receive::MAX_REMEMBERED;
 use crate::peer::*;
 use proptest::prelude::*;
 

@@ -5,10 +5,13 @@
 //! checks what the machine promises back, on every frame that leaves and on every frame that arrives.
 
 use super::network::{Link, Pipe};
+use crate::frame::{FLAG_PAYLOAD_SUM, FrameError, Header, Kind, Reference};
 use crate::peer::*;
 use rand::{Rng, SeedableRng};
 use rand_xorshift::XorShiftRng;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
+use std::sync::Arc;
 
 /// What a test says about one stream; both directions are alike.
 #[derive(Clone, Copy, Debug)]
