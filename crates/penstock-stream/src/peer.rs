@@ -16,6 +16,11 @@
 //! its tensor, as a longer one does, and leaves after the receiver has granted it: the receiver has then posted the operation
 //! and knows where the bytes go. So neither side holds more than the eager credit for the other, and an operation that all
 //! ranks have posted never waits for memory.
+//!
+//! Two kinds of records need no credit: references to messages of operations that the receiver has not posted, and grants for messages
+//! that the sender has not issued. A rank may run ahead by any number of operations, so both are bounded
+//! ([`PeerConfig::most_unasked`]). Beyond the bound a sender announces a message and sends its reference after the grant, and it drops
+//! grants and announces those messages when they are issued. The receiver grants what is announced, whether it has granted that before or not.
 
 mod credit;
 mod ending;
@@ -34,7 +39,7 @@ pub use self::receive::{Finish, verify};
 pub use crate::frame::Farewell;
 
 use self::credit::Credit;
-use self::operation::{Op, OpKey};
+use self::operation::{Op, OpKey, Remembered};
 use self::outgoing::{Control, FrameId, Message};
 use crate::fingerprint::Fingerprint;
 use crate::frame::{Channel, MAX_FRAME_BYTES, MessageKey};
@@ -59,6 +64,10 @@ pub struct PeerConfig {
     pub references: bool,
     /// Descriptors can be passed to the peer: messages above [`Peer::eager_limit`] in memory that we share travel as references.
     pub descriptors: bool,
+    /// How many references may lie at the peer that it has not asked for, and how many ranges of messages that the peer has granted are
+    /// remembered. Both ends of a pair need not agree. A record is some 400 bytes; beyond the bound a message costs two more control
+    /// frames and a round trip.
+    pub most_unasked: usize,
     /// Cover payloads with a CRC32C.
     pub checksum: bool,
     /// Upper bound on a stream's unacknowledged bytes.
@@ -77,6 +86,7 @@ impl Default for PeerConfig {
             eager_credit_bytes: 1024 * 1024,
             references: false,
             descriptors: false,
+            most_unasked: 16_384,
             checksum: false,
             unacked_limit_bytes: 8 * 1024 * 1024,
             heartbeat_every: 500 * MILLISECOND,
@@ -153,8 +163,12 @@ pub struct Peer {
     /// must acknowledge first, and the farewell.
     leaving: BTreeMap<GroupId, (usize, Farewell)>,
     ops: HashMap<OpKey, Op>,
-    /// How many records `ops` holds because the peer asked for them.
-    remembered: usize,
+    /// How many records `ops` holds that the peer caused without credit.
+    remembered: Remembered,
+    /// References that were sent unasked and that the peer has not read.
+    unasked_out: usize,
+    /// A grant was dropped: a message that finds no grant from now on is announced.
+    has_dropped_grants: bool,
     credit: Credit,
     /// Factor on [`TAKE_OVER_RATIO`] and [`TAKE_OVER_MARGIN`]: how long an idle stream waits before it takes a frame over.
     /// Grows with each copy that turned out to be a duplicate.
@@ -197,7 +211,9 @@ impl Peer {
             controls_taken: Ranges::default(),
             leaving: BTreeMap::new(),
             ops: HashMap::new(),
-            remembered: 0,
+            remembered: Remembered::default(),
+            unasked_out: 0,
+            has_dropped_grants: false,
             credit: Credit::default(),
             last_heard: now,
             alive_since: now,

@@ -95,7 +95,7 @@ impl Peer {
                     continue;
                 }
                 Way::Eager { .. } => self.credit.reserved -= eager_cost(message.total),
-                Way::Granted | Way::Reference => {}
+                Way::Granted | Way::Reference { .. } => {}
             }
             self.forget_message(issue);
         }
@@ -113,6 +113,7 @@ impl Peer {
     pub(super) fn forget_message(&mut self, issue: u64) {
         if let Some(message) = self.outgoing.remove(&issue) {
             self.by_key.remove(&message.key);
+            self.unasked_out -= usize::from(matches!(message.way, Way::Reference { is_unasked: true }));
             self.ready.remove(&(message.priority, issue));
             if message.holds_left {
                 self.no_longer_holds_left(message.key.group);

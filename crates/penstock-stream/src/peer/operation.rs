@@ -5,7 +5,7 @@ use crate::frame::{Channel, FrameError, Header, MIN_FRAME_BYTES, MessageKey};
 use crate::ranges::Ranges;
 use penstock_types::{GroupId, OpSeq};
 use std::collections::{BTreeMap, HashMap};
-use std::ops::Range;
+use std::ops::{AddAssign, Range, SubAssign};
 
 /// What the receiver knows of the operation that a frame belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,14 +51,37 @@ pub(super) struct Op {
     /// Messages that this side has granted.
     pub(super) given: Ranges,
     pub(super) incoming: HashMap<u32, Incoming>,
-    /// How many of `incoming` came by reference.
-    pub(super) references: usize,
+    /// How many of `incoming` came by reference, were not granted before, and are not read.
+    pub(super) unasked: usize,
 }
 
 impl Op {
     /// How many records this operation holds that the peer can cause without credit.
-    pub(super) fn remembered(&self) -> usize {
-        self.granted.count() + self.references
+    pub(super) fn remembered(&self) -> Remembered {
+        Remembered { grants: self.granted.count(), unasked: self.unasked }
+    }
+}
+
+/// Records that the peer causes without credit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Remembered {
+    /// Ranges of messages that were granted and not issued.
+    pub(super) grants: usize,
+    /// References that were not asked for.
+    pub(super) unasked: usize,
+}
+
+impl AddAssign for Remembered {
+    fn add_assign(&mut self, other: Remembered) {
+        self.grants += other.grants;
+        self.unasked += other.unasked;
+    }
+}
+
+impl SubAssign for Remembered {
+    fn sub_assign(&mut self, other: Remembered) {
+        self.grants -= other.grants;
+        self.unasked -= other.unasked;
     }
 }
 
@@ -68,6 +91,8 @@ pub(super) struct Incoming {
     pub(super) total: u64,
     /// The message came by reference: no data may follow.
     pub(super) by_reference: bool,
+    /// The message is counted in [`Op::unasked`].
+    pub(super) is_unasked: bool,
     pub(super) done: Ranges,
     /// Frames seen but not whole, by offset.
     pub(super) arriving: BTreeMap<u64, Arriving>,
@@ -82,7 +107,7 @@ pub(super) struct Arriving {
 
 impl Incoming {
     pub(super) fn new(total: u64) -> Incoming {
-        Incoming { total, by_reference: false, done: Ranges::default(), arriving: BTreeMap::new() }
+        Incoming { total, by_reference: false, is_unasked: false, done: Ranges::default(), arriving: BTreeMap::new() }
     }
 
     /// A frame starts to arrive. Its sender cuts a message once, so the frame equals one that was seen, or overlaps none. Only

@@ -28,7 +28,7 @@ pub struct Outgoing {
 pub enum Body {
     /// A copy of our own. For the caller the message counts as sent.
     Owned(Arc<[u8]>),
-    /// `len` bytes that must not change until [`Event::Sent`].
+    /// `len` bytes that must not change until [`Event::Sent`](super::Event::Sent).
     Memory {
         /// Where the bytes are, for a peer that can read this process's memory.
         place: Reference,
@@ -92,10 +92,13 @@ pub(super) struct Message {
 pub(super) enum Way {
     /// On eager credit; `serial` is set when the message leaves.
     Eager { serial: u64 },
-    /// After its grant.
+    /// After its grant. Then a message that can go by reference becomes [`Way::Reference`].
     Granted,
     /// By reference: the receiver reads it from this process's memory.
-    Reference,
+    Reference {
+        /// The reference left without a grant.
+        is_unasked: bool,
+    },
 }
 
 #[derive(Debug)]

@@ -11,7 +11,8 @@ use std::sync::Arc;
 impl Peer {
     /// Queues a message. [`Body::Owned`] is for messages up to `eager_bytes` that have credit ([`Peer::has_credit`]). Others
     /// wait for a grant. Receivers grant messages above [`Peer::eager_limit`] unasked. So a shorter message is announced, and
-    /// so is the first one of a send, which a receive from any source cannot grant unasked.
+    /// so is the first one of a send, which a receive from any source cannot grant unasked. If a grant may have been dropped, all
+    /// messages are.
     pub fn send(&mut self, outgoing: Outgoing) {
         if self.has_ended {
             return;
@@ -35,23 +36,11 @@ impl Peer {
             is_forgotten: false,
             holds_left: false,
         };
-        let span = u64::from(key.message)..u64::from(key.message) + 1;
-        if let Body::Memory { place, .. } = message.body
-            && total > self.eager_limit()
-            && (self.config.references || (self.config.descriptors && place.region != 0))
-        {
-            message.way = Way::Reference;
-            let mut header = Header::new(Kind::Reference, key);
-            header.fingerprint = fingerprint;
-            header.total = total;
-            header.coflow = coflow;
-            header.priority = priority;
-            header.length = Reference::BYTES as u32;
-            self.control(header, Some(&place.encode()));
-        } else if let Some(op) = self.ops.get_mut(&OpKey::of(&key)).filter(|op| op.granted.covers(&span)) {
-            self.remembered -= op.remembered();
-            op.granted.remove(span);
-            self.remembered += op.remembered();
+        let place = self.reference_of(&message);
+        let is_granted = self.use_grant(&key);
+        if let Some(place) = place.filter(|_| is_granted || self.unasked_out < self.config.most_unasked) {
+            self.refer(&mut message, place, !is_granted);
+        } else if is_granted {
             self.ready.insert((priority, issue));
         } else if matches!(message.body, Body::Owned(_))
             && total <= self.config.eager_bytes
@@ -59,7 +48,12 @@ impl Peer {
         {
             message.way = Way::Eager { serial: 0 };
             self.ready.insert((priority, issue));
-        } else if matches!(message.body, Body::Owned(_)) || total <= self.eager_limit() || key.begins_a_send() {
+        } else if matches!(message.body, Body::Owned(_))
+            || total <= self.eager_limit()
+            || key.begins_a_send()
+            || place.is_some()
+            || self.has_dropped_grants
+        {
             let mut header = Header::new(Kind::Announce, key);
             header.fingerprint = fingerprint;
             header.coflow = coflow;
@@ -71,7 +65,38 @@ impl Peer {
         self.outgoing.insert(issue, message);
     }
 
-    /// Tells the peer that we are ready for messages `key.message..key.message + count`.
+    /// Where a message lies that the peer can read there, and that is long enough for it.
+    pub(super) fn reference_of(&self, message: &Message) -> Option<Reference> {
+        let Body::Memory { place, .. } = message.body else { return None };
+        let can_read = self.config.references || (self.config.descriptors && place.region != 0);
+        (can_read && message.total > self.eager_limit()).then_some(place)
+    }
+
+    /// Tells the peer where a message lies.
+    pub(super) fn refer(&mut self, message: &mut Message, place: Reference, is_unasked: bool) {
+        message.way = Way::Reference { is_unasked };
+        self.unasked_out += usize::from(is_unasked);
+        let mut header = Header::new(Kind::Reference, message.key);
+        header.fingerprint = message.fingerprint;
+        header.total = message.total;
+        header.coflow = message.coflow;
+        header.priority = message.priority;
+        header.length = Reference::BYTES as u32;
+        self.control(header, Some(&place.encode()));
+    }
+
+    /// Whether a message was granted before it was issued. Forgets that.
+    fn use_grant(&mut self, key: &MessageKey) -> bool {
+        let one = u64::from(key.message)..u64::from(key.message) + 1;
+        let Some(op) = self.ops.get_mut(&OpKey::of(key)).filter(|op| op.granted.covers(&one)) else { return false };
+        self.remembered -= op.remembered();
+        op.granted.remove(one);
+        self.remembered += op.remembered();
+        true
+    }
+
+    /// Tells the peer that we are ready for messages `key.message..key.message + count`. Call it for every message that is announced,
+    /// also if it was granted before: the peer may have dropped that.
     pub fn grant(&mut self, key: MessageKey, count: u32, fingerprint: Fingerprint) {
         if self.has_ended {
             return;
@@ -85,6 +110,13 @@ impl Peer {
 
     /// Tells the peer that this side has read a message that the peer gave by reference.
     pub fn done(&mut self, key: MessageKey) {
+        if let Some(op) = self.ops.get_mut(&OpKey::of(&key))
+            && let Some(message) = op.incoming.get_mut(&key.message)
+            && std::mem::take(&mut message.is_unasked)
+        {
+            op.unasked -= 1;
+            self.remembered.unasked -= 1;
+        }
         self.control(Header::new(Kind::Done, key), None);
     }
 

@@ -222,15 +222,21 @@ impl Peer {
         if op.incoming.contains_key(&header.key.message) {
             return Err(FrameError::OutOfTurn("a reference to a message that is here"));
         }
-        op.incoming.insert(header.key.message, Incoming { by_reference: true, ..Incoming::new(header.total) });
-        op.references += 1;
-        self.remember(1)?;
+        let message = u64::from(header.key.message);
+        let is_unasked = !op.given.covers(&(message..message + 1));
+        let incoming = Incoming { by_reference: true, is_unasked, ..Incoming::new(header.total) };
+        op.incoming.insert(header.key.message, incoming);
+        op.unasked += usize::from(is_unasked);
+        self.remembered.unasked += usize::from(is_unasked);
+        if self.remembered.unasked > MAX_REMEMBERED {
+            return Err(FrameError::OutOfTurn("more references than we can remember"));
+        }
         Ok(true)
     }
 
     fn handle_done(&mut self, header: &Header) -> Result<(), FrameError> {
         let Some(issue) = self.by_key.get(&header.key).copied() else { return Ok(()) };
-        if !matches!(self.outgoing[&issue].way, Way::Reference) {
+        if !matches!(self.outgoing[&issue].way, Way::Reference { .. }) {
             return Err(FrameError::OutOfTurn("it has read a message that was not given by reference"));
         }
         self.forget_message(issue);
@@ -245,33 +251,43 @@ impl Peer {
         if status != OpStatus::Retired {
             open.insert(span.clone());
         }
+        let mut by_reference = Vec::new();
         if !span.is_empty() {
             let last = MessageKey { message: (span.end - 1) as u32, ..header.key };
             for (key, issue) in self.by_key.range(header.key..=last) {
                 let message = &self.outgoing[issue];
-                if !matches!(message.way, Way::Reference) && message.has_frames() {
-                    self.ready.insert((message.priority, *issue));
+                match (&message.way, self.reference_of(message)) {
+                    (Way::Reference { .. }, _) => {}
+                    (Way::Granted, Some(place)) => by_reference.push((*issue, place)),
+                    _ if message.has_frames() => drop(self.ready.insert((message.priority, *issue))),
+                    _ => {}
                 }
                 open.remove(u64::from(key.message)..u64::from(key.message) + 1);
             }
         }
-        if !open.is_empty() {
-            let op = self.ops.entry(OpKey::of(&header.key)).or_default();
-            self.remembered -= op.remembered();
-            op.granted.extend(open);
-            let after = op.remembered();
-            self.remember(after)?;
+        for (issue, place) in by_reference {
+            let mut message = self.outgoing.remove(&issue).expect("just found");
+            self.refer(&mut message, place, false);
+            self.outgoing.insert(issue, message);
         }
-        self.events.push_back(Event::Granted(header.key, header.fingerprint));
+        if open.is_empty() || self.remember_grant(&header.key, open) || status == OpStatus::Active {
+            self.events.push_back(Event::Granted(header.key, header.fingerprint));
+        }
         Ok(())
     }
 
-    fn remember(&mut self, records: usize) -> Result<(), FrameError> {
-        self.remembered += records;
-        if self.remembered > MAX_REMEMBERED {
-            return Err(FrameError::OutOfTurn("more grants and references than we can remember"));
+    /// Remembers messages that were granted before they are issued, or drops that. The peer is asked for what was dropped, and learns
+    /// this side's fingerprint then.
+    fn remember_grant(&mut self, key: &MessageKey, open: Ranges) -> bool {
+        if self.remembered.grants >= self.config.most_unasked {
+            self.has_dropped_grants = true;
+            return false;
         }
-        Ok(())
+        let op = self.ops.entry(OpKey::of(key)).or_default();
+        self.remembered -= op.remembered();
+        op.granted.extend(open);
+        self.remembered += op.remembered();
+        true
     }
 
     /// Records a data frame as taken. Returns false if another stream had brought it.
@@ -317,7 +333,7 @@ impl Report {
     }
 }
 
-/// Records that a peer can cause here without credit: it runs ahead by this many operations, each with one grant or reference.
-/// About 400 bytes each. Nothing is lost silently beyond that: a grant is kept before its stream is closed, and counts when
-/// the stream is back; a reference comes over a local socket, whose end fails the groups with the reason.
-pub(super) const MAX_REMEMBERED: usize = 65_536;
+/// Bound on what a defective peer makes us hold: references that were not asked for, and gaps between its control frames. Four times
+/// [`PeerConfig::most_unasked`](super::PeerConfig::most_unasked), since a sender forgets the references of a group that fails before
+/// we do. Fewer in tests.
+pub(super) const MAX_REMEMBERED: usize = if cfg!(test) { 4_096 } else { 65_536 };
