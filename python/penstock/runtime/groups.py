@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -45,6 +45,8 @@ class Membership:
     """The part of the store that only this life of the group uses."""
     job_ranks: tuple[int, ...]
     """Its ranks in the job."""
+    contacts: dict[int, str]
+    """The contact of each member, by its rank in the job."""
     aggregation: jobs.Aggregation | None = None
     """The servers and aggregators for its large all-reduces; None: these go among the ranks."""
     last: _core.Ticket | None = None
@@ -97,6 +99,7 @@ def join(
     *,
     aggregate: bool = False,
     check: Callable[[], None] | None = None,
+    known: Mapping[int, str] | None = None,
 ) -> Membership:
     """Join a group: agree through ``store``, connect to every member.
 
@@ -109,6 +112,8 @@ def join(
         aggregate: the group has all ranks of the job: it uses the deployment (PENSTOCK_DEPLOYMENT, `penstock.init`).
         check: called every `_SLICE_S` at least while this waits for other ranks. It raises if the wait is in vain; the other
             ranks then get the error through the store.
+        known: contacts by rank in the job, as the group has them that ``check`` asks. A rank that comes with another contact has
+            left that group: this waits until ``check`` raises.
 
     Raises:
         penstock.errors.Config: a setting or the deployment is wrong, a server or aggregator does not do its part, an interface
@@ -119,7 +124,7 @@ def join(
         What ``check`` raises.
     """
     _core.check_fork()  # Before the store: a forked child has its parent's connection to it.
-    watch = _Watch(check)
+    watch = _Watch(check, known or {})
     engine = group = None
     world, job_rank = len(job_ranks), job_ranks[rank]
     own = store
@@ -155,7 +160,8 @@ def join(
         if engine is not None:
             engine.release()
         raise
-    membership = Membership(group, rank, world, name, engine, own, store, tuple(job_ranks))
+    contacts = dict(zip(job_ranks, members, strict=True))
+    membership = Membership(group, rank, world, name, engine, own, store, tuple(job_ranks), contacts)
     if rank == 0:
         _announce(membership, settings, agreed, members)
     if agreed["deployment"] is not None:
@@ -176,8 +182,9 @@ class _Watch:
     """Checks a group that contains all ranks of the one that is being built. Mostly every rank sees a failure of that group
     itself; if only some do, the others get it through the store (`_check_failed`)."""
 
-    def __init__(self, check: Callable[[], None] | None) -> None:
+    def __init__(self, check: Callable[[], None] | None, known: Mapping[int, str]) -> None:
         self._check = check
+        self._known = known
         self.is_on = check is not None
         self.failure: BaseException | None = None
 
@@ -190,6 +197,20 @@ class _Watch:
         except PenstockError as error:
             self.failure = error
             raise
+
+    def await_departures(self, contacts: Mapping[int, str], timeout: timedelta, name: str) -> None:
+        """Raise if a rank comes with another contact than the checked group knows. Its earlier engine has ended then, which this
+        process's engine notices soon; until then ``check`` would let the group be built on some ranks and not on others."""
+        came_back = [rank for rank, contact in contacts.items() if self._known.get(rank, contact) != contact]
+        until = time.monotonic() + timeout.total_seconds()
+        while came_back and time.monotonic() < until:
+            self.look()
+            time.sleep(_SHORTEST_PAUSE_S)
+        if came_back:
+            raise TimeoutError_(
+                f"Timed out after {timeout}: group {name} cannot be built, since rank(s) {', '.join(map(str, came_back))} of the "
+                "job have left another group that has them still. Destroy that group on all ranks first."
+            )
 
 
 def _agree(
@@ -221,6 +242,7 @@ def _agree(
     for start in range(0, len(keys), _BATCH):
         values += store.multi_get(keys[start : start + _BATCH])
     texts = [value.decode() for value in values]
+    watch.await_departures(dict(zip(job_ranks, texts[1:], strict=True)), timeout, name)
     return json.loads(texts[0]), texts[1:]
 
 

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -51,34 +51,30 @@ def create(options: Any, pg_options: Any) -> Any:
     name = getattr(options, "group_id", "") or "default"
     # A deployment is for all ranks of the job.
     everybody = not dist.is_initialized() or len(global_ranks) == dist.get_world_size()
+    check, known = _check_known(global_ranks)
     membership = groups.join(
-        options.store,
-        rank,
-        global_ranks,
-        options.timeout,
-        name,
-        aggregate=everybody,
-        check=_check_known(global_ranks),
+        options.store, rank, global_ranks, options.timeout, name, aggregate=everybody, check=check, known=known
     )
     return _CLASS(membership, options.timeout)
 
 
-def _check_known(ranks: Sequence[int]) -> Callable[[], None] | None:
+def _check_known(ranks: Sequence[int]) -> tuple[Callable[[], None] | None, Mapping[int, str]]:
     """A function that raises once one of these ranks is lost, as far as this process's groups know; None if no group has such a
-    rank. (A group that has failed over another rank is no reason: these ranks may build a group without it.)
+    rank. (A group that has failed over another rank is no reason: these ranks may build a group without it.) Also the contacts
+    of ranks that may not come with another one.
 
     A rank that has left the default group, if that is Penstock's, has left the job. A rank that has only left other groups may
     come back: if the default group is another backend's, only a death counts.
     """
     if not dist.is_initialized():
-        return None
+        return None, {}
     try:
         default = of(None)
     except (ConfigError, RuntimeError):
-        return _check_deaths(ranks)
+        return _check_deaths(ranks), {}
     if default not in _alive:  # aborted: its group knows nothing any more
-        return None
-    return functools.partial(default._member.group.check, ranks, whole=False)
+        return None, {}
+    return functools.partial(default._member.group.check, ranks, whole=False), default._member.contacts
 
 
 def _check_deaths(ranks: Sequence[int]) -> Callable[[], None] | None:
@@ -692,7 +688,8 @@ class _Collectives:
         rank = ranks.index(self._member.rank)
         job_ranks = [self._member.job_ranks[one] for one in ranks]
         check = functools.partial(self._member.group.check, ranks, whole=False)
-        member = groups.join(store, rank, job_ranks, timeout, name, check=check)
+        known = self._member.contacts
+        member = groups.join(store, rank, job_ranks, timeout, name, check=check, known=known)
         return _CLASS(member, timeout)
 
     # ------------------------------------------------------------------ helpers

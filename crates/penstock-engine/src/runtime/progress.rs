@@ -66,11 +66,8 @@ impl Runtime {
             (Some((from, op, true)), _) => {
                 let incoming = match header.kind {
                     Kind::Announce => {
-                        let machine = peers.machine(peer);
-                        // A longer message was granted when the operation opened.
-                        if machine.config().references || header.total <= machine.eager_limit() {
-                            machine.grant(key, 1, header.fingerprint);
-                        }
+                        // Also if it was granted when the operation opened: a sender drops grants when it has many.
+                        peers.machine(peer).grant(key, 1, header.fingerprint);
                         return Ok(());
                     }
                     Kind::Reference => Message::Remote(self.remote(peer, header, payload)?),

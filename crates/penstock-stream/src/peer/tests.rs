@@ -3,6 +3,7 @@
 mod delivery;
 mod life;
 mod network;
+mod outstanding;
 mod rates;
 mod refusals;
 mod streams;

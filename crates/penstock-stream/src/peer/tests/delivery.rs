@@ -2,6 +2,7 @@
 
 use super::world::{Action, Message, Op, Seed, StreamSpec, World};
 use crate::frame::Direction;
+use crate::peer::take_over::MAX_COPIES;
 use crate::peer::*;
 use rand::Rng;
 use std::collections::BTreeMap;
@@ -24,6 +25,7 @@ fn scenario(seed: u64) -> World {
         eager_bytes,
         eager_credit_bytes: rng.random_range(1..12) * eager_bytes / 2 + 300,
         references: rng.random_ratio(1, 6),
+        most_unasked: if rng.random() { rng.random_range(0..4) } else { PeerConfig::default().most_unasked },
         checksum: rng.random_ratio(1, 4),
         unacked_limit_bytes: 1 << rng.random_range(16..23),
         ..PeerConfig::default()
@@ -142,6 +144,8 @@ fn everything_arrives_once_whatever_the_streams_do() {
         assert!(world.most_held <= credit, "{} of {credit}", world.most_held);
         *seen.entry("lost streams").or_default() += world.losses;
         *seen.entry("repeated frames").or_default() += repeated;
+        let dropped = world.pairs.iter().flat_map(|pair| &pair.peers).filter(|peer| peer.has_dropped_grants);
+        *seen.entry("senders that dropped grants").or_default() += dropped.count() as u64;
         world.seen.iter().for_each(|(what, count)| *seen.entry(what).or_default() += count);
     }
     // Otherwise the seeds above prove less than they seem to.
@@ -157,6 +161,7 @@ fn everything_arrives_once_whatever_the_streams_do() {
         ("repeated control frames", 20),
         ("repeated frames", 200),
         ("revocations", 2),
+        ("senders that dropped grants", 50),
         ("stalls", 10),
     ] {
         let count = seen.get(what).copied().unwrap_or(0);

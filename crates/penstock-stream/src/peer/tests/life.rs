@@ -1,6 +1,7 @@
 //! Keep-alive: what a peer finds out about peers and streams that are silent, and when.
 
 use super::world::{Action, Message, Op, Seed, StreamSpec, World};
+use crate::frame::{Header, Kind};
 use crate::peer::*;
 use rand::Rng;
 use std::collections::HashSet;

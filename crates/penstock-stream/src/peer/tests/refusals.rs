@@ -1,6 +1,8 @@
 //! Frames that a peer may not send are refused; nothing that it sends makes us panic or hold without bound.
 
-use crate::frame::Direction;
+use crate::frame::{Direction, FrameError, Header, Kind, MIN_FRAME_BYTES, Reference};
+use crate::peer::outgoing::Way;
+use crate::peer::receive::MAX_REMEMBERED;
 use crate::peer::*;
 use proptest::prelude::*;
 
@@ -253,25 +255,47 @@ fn references_are_checked() {
     assert_eq!(peer.poll_event(), None);
 }
 
-/// Grants and references for operations that do not come are remembered up to a number; then the peer has gone wild.
-/// What is retired makes room again.
+/// Grants for operations that do not come are remembered up to a number and then dropped; references are refused beyond a number. What
+/// is retired makes room again.
 #[test]
 fn what_is_remembered_is_bounded() {
-    let mut peer = peer(PeerConfig { references: true, ..PeerConfig::default() });
+    let mut peer = peer(PeerConfig { references: true, most_unasked: 1_000, ..PeerConfig::default() });
     let grant =
         |op: u64| Header { serial: op, offset: 3, ..Header::new(Kind::Grant, MessageKey { op: OpSeq(op), ..key(0) }) };
-    for op in 0..MAX_REMEMBERED as u64 {
+    let most = peer.config.most_unasked;
+    for op in 0..most as u64 {
         whole(&mut peer, &grant(op), OpStatus::Early).expect("room");
     }
-    assert_eq!(peer.remembered, MAX_REMEMBERED);
+    assert!(!peer.has_dropped_grants);
     peer.retire(GroupId(7), Channel::Collective, OpSeq(17));
-    whole(&mut peer, &grant(MAX_REMEMBERED as u64), OpStatus::Early).expect("room again");
-    out_of_turn(whole(&mut peer, &grant(1 << 20), OpStatus::Early), "more grants");
-    peer.retire(GroupId(7), Channel::Collective, OpSeq(1 << 20));
-    let reference = Header { length: 8, total: 1, serial: 1 << 21, ..Header::new(Kind::Reference, key(5)) };
-    out_of_turn(whole(&mut peer, &reference, OpStatus::Early), "more grants");
-    peer.forget_group(GroupId(7), 0);
-    assert_eq!((peer.remembered, peer.ops.len()), (0, 0));
+    whole(&mut peer, &grant(most as u64), OpStatus::Early).expect("room again");
+    assert!(!peer.has_dropped_grants);
+    let events = std::iter::from_fn(|| peer.poll_event()).count();
+    for op in most as u64 + 1..2 * most as u64 {
+        whole(&mut peer, &grant(op), OpStatus::Early).expect("a grant does no harm");
+    }
+    assert!(peer.has_dropped_grants && events == most + 1 && peer.poll_event().is_none());
+    assert_eq!(peer.remembered, Remembered { grants: most, unasked: 0 });
+    let length = Reference::BYTES as u32;
+    let reference = |number: u64| {
+        let key = MessageKey { group: GroupId(8), op: OpSeq(number), ..key(0) };
+        Header { length, total: 1, serial: 2 * most as u64 + number, ..Header::new(Kind::Reference, key) }
+    };
+    for number in 0..MAX_REMEMBERED as u64 {
+        whole(&mut peer, &reference(number), OpStatus::Early).expect("room");
+    }
+    peer.retire(GroupId(8), Channel::Collective, OpSeq(17));
+    peer.done(reference(18).key);
+    (0..2).for_each(|_| peer.done(reference(19).key));
+    for number in 0..3 {
+        whole(&mut peer, &reference(MAX_REMEMBERED as u64 + number), OpStatus::Early).expect("room again");
+    }
+    // One that was asked for does not count.
+    peer.grant(reference(1 << 20).key, 1, Fingerprint::default());
+    whole(&mut peer, &reference(1 << 20), OpStatus::Active).expect("asked for");
+    out_of_turn(whole(&mut peer, &reference(1 << 21), OpStatus::Early), "more references");
+    (7..9).for_each(|group| peer.forget_group(GroupId(group), 0));
+    assert_eq!((peer.remembered, peer.ops.len()), (Remembered::default(), 0));
 }
 
 /// Numbers of control frames may have gaps, as streams bring them, but not without end; in order they cost nothing.
@@ -399,8 +423,8 @@ proptest! {
     /// Whatever a peer sends, and whenever we call: no panic, no more remembered than the bound, no more eager bytes
     /// than the credit, and what we forget is gone. Only headers that the decoder lets through come this far.
     #[test]
-    fn any_sequence_is_survived(calls in proptest::collection::vec(call(), 1..150), references: bool) {
-        let config = PeerConfig { references, eager_credit_bytes: 2000, checksum: references, ..PeerConfig::default() };
+    fn any_sequence_is_survived(calls in proptest::collection::vec(call(), 1..150), references: bool, most_unasked in 0usize..3) {
+        let config = PeerConfig { references, most_unasked, eager_credit_bytes: 2000, checksum: references, ..PeerConfig::default() };
         let mut peer = peer(config.clone());
         let mut now = Time(0);
         let mut reading: HashMap<u32, Header> = HashMap::new();
@@ -455,9 +479,14 @@ proptest! {
             }
             let held: u64 = held.iter().map(|total| total + 128).sum();
             prop_assert!(held <= config.eager_credit_bytes, "{held}");
-            prop_assert!(peer.remembered <= MAX_REMEMBERED + 1);
-            let remembered: usize = peer.ops.values().map(Op::remembered).sum();
+            // A range may be cut in two after it was taken.
+            prop_assert!(peer.remembered.grants <= 2 * config.most_unasked + 150);
+            let mut remembered = Remembered::default();
+            peer.ops.values().for_each(|op| remembered += op.remembered());
             prop_assert_eq!(peer.remembered, remembered);
+            let is_out = |message: &&Message| matches!(message.way, Way::Reference { is_unasked: true });
+            let unasked = peer.outgoing.values().filter(is_out).count();
+            prop_assert!(unasked == peer.unasked_out && unasked <= config.most_unasked);
             prop_assert_eq!(peer.by_key.len(), peer.outgoing.len());
             for group in (0..2).map(GroupId) {
                 let messages = peer.outgoing.values().filter(|one| one.holds_left && one.key.group == group).count();
@@ -472,7 +501,7 @@ proptest! {
         for group in 0..2 {
             peer.forget_group(GroupId(group), 0);
         }
-        prop_assert!(peer.ops.is_empty() && peer.remembered == 0);
+        prop_assert!(peer.ops.is_empty() && peer.remembered == Remembered::default());
         let only_eager = peer.outgoing.values().all(|message| matches!(message.way, Way::Eager { .. }));
         prop_assert!(only_eager);
     }

@@ -1,7 +1,7 @@
 //! Frames moved by hand between two machines: loss, repeats, races, references, failed groups.
 
 use crate::fingerprint::Order;
-use crate::frame::Direction;
+use crate::frame::{Direction, FrameError, Header, Kind, MAX_REPORT_BYTES, Reference};
 use crate::peer::*;
 
 const NOW: Time = Time(1_000_000);
@@ -327,7 +327,7 @@ fn a_failed_group_leaves_nothing_behind() {
         peer.retire(GroupId(8), Channel::Collective, OpSeq(3));
         assert!(peer.is_quiet());
         assert!(peer.ops.is_empty() && peer.by_key.is_empty() && peer.ready.is_empty());
-        assert!(peer.remembered == 0 && peer.controls_taken.count() <= 1);
+        assert!(peer.remembered == Remembered::default() && peer.controls_taken.count() <= 1);
     }
     // All the credit is there again.
     assert_eq!((a.credit.reserved, a.credit.used), (3 * 2128, 3 * 2128));
@@ -602,7 +602,7 @@ fn late_grants_are_not_kept() {
     b.grant(key(0), 4, FIVE);
     let grant = b.poll_frame(0, NOW).expect("a grant");
     take(&mut a, 0, &grant, OpStatus::Retired);
-    assert!(a.ops.is_empty() && a.remembered == 0);
+    assert!(a.ops.is_empty() && a.remembered == Remembered::default());
     assert_eq!(events(&mut a), [Event::Granted(key(0), FIVE)]);
 }
 
@@ -668,7 +668,7 @@ fn many_messages_at_once() {
     assert_eq!(arrived, MANY as usize);
     a.retire(GroupId(7), Channel::Collective, OpSeq(3));
     b.retire(GroupId(7), Channel::Collective, OpSeq(3));
-    assert!(a.is_quiet() && a.ops.is_empty() && b.ops.is_empty() && b.remembered == 0);
+    assert!(a.is_quiet() && a.ops.is_empty() && b.ops.is_empty() && b.remembered == Remembered::default());
 }
 
 const FIVE: Fingerprint = Fingerprint { what: 5, order: Order(6) };

@@ -5,10 +5,13 @@
 //! checks what the machine promises back, on every frame that leaves and on every frame that arrives.
 
 use super::network::{Link, Pipe};
+use crate::frame::{FLAG_PAYLOAD_SUM, FrameError, Header, Kind, Reference};
 use crate::peer::*;
 use rand::{Rng, SeedableRng};
 use rand_xorshift::XorShiftRng;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
+use std::sync::Arc;
 
 /// What a test says about one stream; both directions are alike.
 #[derive(Clone, Copy, Debug)]
@@ -579,7 +582,7 @@ impl World {
             Kind::Announce => {
                 let (op, message) = self.find(other, node, &header.key);
                 self.got.entry((op, message)).or_default().announced = true;
-                if self.locals[node][op].posted && !self.is_granted_unasked(op, message) {
+                if self.locals[node][op].posted {
                     self.grant(op, message);
                 }
             }
@@ -627,7 +630,7 @@ impl World {
         self.peer(spec.to, spec.from).grant(key, 1, Fingerprint::default());
     }
 
-    /// Others are announced; so is the first message of a send, which is not granted twice for that.
+    /// Others are announced.
     fn is_granted_unasked(&self, op: usize, message: usize) -> bool {
         let spec = self.ops[op].messages[message];
         let peer = &self.pairs[self.pair_of(spec.from, spec.to).0].peers[0];
@@ -644,7 +647,7 @@ impl World {
                     self.schedule(self.now.plus(later), Action::Grant { op, message });
                 }
                 let got = self.got.get(&(op, message)).cloned().unwrap_or_default();
-                if got.announced && !self.is_granted_unasked(op, message) {
+                if got.announced {
                     self.grant(op, message);
                 }
                 if got.referenced {
@@ -737,7 +740,12 @@ impl World {
         match action {
             Action::Post { node, op } => self.post(node, op),
             Action::Send { op, message } => self.issue(op, message),
-            Action::Grant { op, message } => self.grant(op, message),
+            Action::Grant { op, message } => {
+                // An announced message may be here by now.
+                if !self.locals[self.ops[op].messages[message].to][op].retired {
+                    self.grant(op, message);
+                }
+            }
             Action::Done { op, message } => {
                 let spec = self.ops[op].messages[message];
                 let key = self.key(op, message);
@@ -801,7 +809,7 @@ impl World {
             for (peer, other) in [(&pair.peers[0], &pair.peers[1]), (&pair.peers[1], &pair.peers[0])] {
                 assert!(peer.outgoing.is_empty() && peer.by_key.is_empty() && peer.ready.is_empty());
                 assert!(peer.controls.is_empty() && peer.control_queue.is_empty() && peer.events.is_empty());
-                assert!(peer.ops.is_empty() && peer.remembered == 0, "{:?}", peer.ops);
+                assert!(peer.ops.is_empty() && peer.remembered == Remembered::default(), "{:?}", peer.ops);
                 let ours = &peer.credit;
                 let theirs = &other.credit;
                 assert!(ours.reserved == ours.used && ours.used == theirs.consumed && ours.returned <= ours.used);

@@ -1,0 +1,268 @@
+//! Connections that this process opens: the local socket of a peer on this host, or its TCP streams; and when to try again.
+
+use super::accept::ACCEPT_AGAIN;
+use super::listen::tune;
+use super::neighbour::read_memory_epoch;
+use super::{Driver, FEATURE_READS_MEMORY, FEATURES, HANDSHAKE_WITHIN, random};
+use crate::contact::Contact;
+use crate::descriptors::is_shortage;
+use crate::fds::Fd;
+use crate::handler::Handler;
+use crate::socket::{Socket, Stage};
+use crate::system::{System, Wire};
+use penstock_stream::frame::{VERSION_MAJOR, VERSION_MINOR};
+use penstock_stream::handshake::{Connector, Hello};
+use penstock_stream::peer::StreamId;
+use penstock_types::{GroupId, MILLISECOND, PeerId, SECOND, Time};
+use rustix::event::epoll;
+use rustix::fd::OwnedFd;
+use socket2::{Domain, Protocol, SockAddr, Type};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+impl Driver {
+    pub(super) fn connect<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        peer: PeerId,
+        job: GroupId,
+        secret: Vec<u8>,
+        attempt: u32,
+        now: Time,
+    ) {
+        let own = self.settings.node;
+        let streams = self.settings.streams;
+        let link = &mut self.links[peer as usize];
+        if link.job.is_some() {
+            return;
+        }
+        link.job = Some((job, secret));
+        // Only the process with the larger key connects, so that a pair connects once.
+        link.connects = own > link.contact.node;
+        if !link.connects {
+            return;
+        }
+        if self.settings.shared_memory
+            && link.contact.memory_epoch != 0
+            && self.connect_local(handler, peer, attempt, now)
+        {
+            return;
+        }
+        for stream in 0..u32::from(streams) {
+            self.connect_stream(handler, peer, stream, attempt, now);
+        }
+    }
+
+    /// Tries the abstract UNIX socket: a process that answers there is on this host.
+    pub(super) fn connect_local<H: Handler>(&mut self, handler: &mut H, peer: PeerId, attempt: u32, now: Time) -> bool {
+        let node = self.links[peer as usize].contact.node;
+        let open = || -> io::Result<socket2::Socket> {
+            let socket = socket2::Socket::new(Domain::UNIX, Type::STREAM.nonblocking().cloexec(), None)?;
+            socket.connect(&SockAddr::unix(Contact::local_name(&node))?)?;
+            Ok(socket)
+        };
+        let socket = match open() {
+            Ok(socket) => socket,
+            // No process listens under that name here: the peer is on another host, or in another network namespace.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => return false,
+            // TCP would need even more of what is short.
+            Err(error) if is_shortage(&error) => {
+                self.await_descriptors(peer, FROM_THE_START, attempt, &format!("its local socket: {error}"), now);
+                return true;
+            }
+            Err(error) => {
+                let who = self.links[peer as usize].contact.describe();
+                log::warn!("penstock: cannot connect to the local socket of {who} ({error}): TCP instead");
+                return false;
+            }
+        };
+        let fd: OwnedFd = socket.into();
+        let link = &mut self.links[peer as usize];
+        let reads = match read_memory_epoch(&fd, &link.contact) {
+            Err(error) if link.unread < UNREAD_ATTEMPTS && self.yama.may_end(&error, &link.contact.process) => {
+                link.unread += 1;
+                let at = now.plus(UNREAD_AGAIN);
+                link.retries.push((FROM_THE_START, at, attempt));
+                self.next_timers = self.next_timers.min(at);
+                return true;
+            }
+            read => self.can_read(read, &self.links[peer as usize].contact),
+        };
+        let connector = self.connector(peer, 0, if reads { FEATURES | FEATURE_READS_MEMORY } else { FEATURES });
+        let mut socket = Socket::new(
+            Wire::Kernel(Fd::new(fd)),
+            true,
+            "local socket".to_owned(),
+            Stage::Connecting(connector),
+            now.plus(HANDSHAKE_WITHIN),
+        );
+        socket.peer = Some(peer);
+        socket.attempt = attempt;
+        self.adopt(handler, socket, now);
+        true
+    }
+
+    /// Starts one TCP stream.
+    pub(super) fn connect_stream<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        peer: PeerId,
+        stream: StreamId,
+        attempt: u32,
+        now: Time,
+    ) {
+        let contact = &self.links[peer as usize].contact;
+        let Some(remote) = contact.tcp.get(stream as usize % contact.tcp.len().max(1)).copied() else {
+            let reason = format!("{} publishes no address to connect to", contact.describe());
+            handler.refused(&mut self.peers, peer, &reason);
+            return;
+        };
+        // The stream's local address: the interfaces take turns, among those of the remote's family.
+        let own: Vec<IpAddr> =
+            self.tcp.iter().map(|(_, a)| a.ip()).filter(|ip| ip.is_ipv4() == remote.is_ipv4()).collect();
+        let from = (!own.is_empty()).then(|| own[stream as usize % own.len()]);
+        let buffer_bytes = self.settings.socket_buffer_bytes as usize;
+        let port = match attempt {
+            0 => self.links[peer as usize].first_port + PORT_STEP * stream as u16,
+            _ => 0,
+        };
+        let attempt_connect = || -> io::Result<Wire> {
+            if let System::Played(host) = &self.system {
+                return Ok(Wire::Played(host.connect(remote)));
+            }
+            let domain = Domain::for_address(remote);
+            let socket = socket2::Socket::new(domain, Type::STREAM.nonblocking().cloexec(), Some(Protocol::TCP))?;
+            tune(&socket, buffer_bytes)?;
+            // A wildcard or loopback listener says nothing about the path to other hosts.
+            let from = from.filter(|ip| !ip.is_unspecified() && ip.is_loopback() == remote.ip().is_loopback());
+            let any = match remote {
+                SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+                SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+            };
+            let from = from.unwrap_or(any);
+            // If another socket has the port, the kernel chooses one.
+            if port == 0 || socket.bind(&SocketAddr::new(from, port).into()).is_err() {
+                socket.bind(&SocketAddr::new(from, 0).into())?;
+            }
+            match socket.connect(&remote.into()) {
+                Ok(()) => {}
+                Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
+                Err(error) => return Err(error),
+            }
+            Ok(Wire::Kernel(Fd::new(socket.into())))
+        };
+        match attempt_connect() {
+            Ok(wire) => {
+                let connector = self.connector(peer, stream, FEATURES);
+                let mut socket = Socket::new(
+                    wire,
+                    false,
+                    remote.to_string(),
+                    Stage::Connecting(connector),
+                    now.plus(HANDSHAKE_WITHIN),
+                );
+                socket.peer = Some(peer);
+                socket.stream = stream;
+                socket.attempt = attempt;
+                self.adopt(handler, socket, now);
+            }
+            Err(error) if is_shortage(&error) => {
+                self.await_descriptors(peer, stream, attempt, &format!("{remote}: {error}"), now);
+            }
+            Err(error) => self.retry(handler, peer, stream, attempt, &format!("{remote}: {error}"), now),
+        }
+    }
+
+    /// Schedules another attempt for a stream for which this process has no file descriptor at present. The attempt is not
+    /// counted: the join's time-out bounds the wait.
+    pub(super) fn await_descriptors(&mut self, peer: PeerId, stream: StreamId, attempt: u32, reason: &str, now: Time) {
+        self.complain(&format!("cannot connect to {reason}"), now);
+        self.peers.troubles[peer as usize] = Some(reason.to_owned());
+        let at = now.plus(ACCEPT_AGAIN);
+        self.links[peer as usize].retries.push((stream, at, attempt));
+        self.next_timers = self.next_timers.min(at);
+    }
+
+    /// Schedules another attempt for a stream, or gives up.
+    pub(super) fn retry<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        peer: PeerId,
+        stream: StreamId,
+        attempt: u32,
+        reason: &str,
+        now: Time,
+    ) {
+        let link = &mut self.links[peer as usize];
+        if link.finished || !link.connects {
+            return;
+        }
+        self.peers.troubles[peer as usize] = Some(reason.to_owned());
+        let attempt = attempt + 1;
+        if attempt > CONNECT_ATTEMPTS {
+            log::warn!("penstock: gave up stream {stream} to {}: {reason}", link.contact.describe());
+            if self.peers.look(peer).stream_count() == 0 {
+                self.lose(handler, peer, &format!("cannot be reached ({reason})"), now);
+            }
+            return;
+        }
+        let delay = (RETRY_FIRST << attempt.min(5)).min(SECOND);
+        link.retries.push((stream, now.plus(delay), attempt));
+        self.next_timers = Time(self.next_timers.0.min(now.plus(delay).0));
+    }
+
+    pub(super) fn connector(&self, peer: PeerId, stream: StreamId, features: u32) -> Connector {
+        let link = &self.links[peer as usize];
+        let (job, secret) = link.job.as_ref().expect("connecting for a job");
+        let hello = Hello {
+            version: (VERSION_MAJOR, VERSION_MINOR),
+            features,
+            job: *job,
+            generation: self.settings.peer.generation,
+            rank: self.settings.rank,
+            from: self.settings.node,
+            to: link.contact.node,
+            stream: stream as u16,
+            nonce: random(),
+        };
+        Connector::new(hello, secret)
+    }
+
+    /// Takes a connecting socket into the table.
+    pub(super) fn adopt<H: Handler>(&mut self, handler: &mut H, mut socket: Socket, now: Time) {
+        let token = self.token();
+        let peer = socket.peer.expect("connectors know their peer");
+        socket.watches_write = true;
+        match self.system.watch(&socket.wire, token, epoll::EventFlags::IN | epoll::EventFlags::OUT, true) {
+            Ok(()) => {
+                self.next_timers = self.next_timers.min(now.plus(SECOND));
+                self.links[peer as usize].sockets.push(token);
+                self.sockets.insert(token, socket);
+            }
+            Err(error) => {
+                let (stream, attempt) = (socket.stream, socket.attempt);
+                self.retry(handler, peer, stream, attempt, &error.to_string(), now);
+            }
+        }
+    }
+}
+
+/// A random even port in the kernel's range for outgoing connections, with enough ports after it for all streams.
+pub(super) fn first_port() -> u16 {
+    let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap_or_default();
+    let mut bounds = range.split_whitespace().filter_map(|bound| bound.parse::<u16>().ok());
+    let (low, high) = (bounds.next().unwrap_or(32768), bounds.next().unwrap_or(60999));
+    let room = high.saturating_sub(low).saturating_sub(64 * PORT_STEP).max(1);
+    (low + u16::from_le_bytes(random()) % room) & !1
+}
+
+/// Linux gives `connect` the even ports and `bind` the odd ones, so neighbours are two apart.
+const PORT_STEP: u16 = 2;
+/// In place of a stream in a scheduled attempt: chooses the medium to the peer again.
+pub(super) const FROM_THE_START: StreamId = StreamId::MAX;
+/// How often to retry until a rank that reads the same contacts has joined as well and named its readers: ranks that wait for
+/// the store look at it every half second at least.
+const UNREAD_ATTEMPTS: u32 = 40;
+const UNREAD_AGAIN: u64 = 25 * MILLISECOND;
+const RETRY_FIRST: u64 = 10 * MILLISECOND;
+const CONNECT_ATTEMPTS: u32 = 40;

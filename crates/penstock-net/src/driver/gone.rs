@@ -1,0 +1,138 @@
+//! The end of a socket, and of a peer that cannot be reached any more.
+
+use super::Driver;
+use super::accept::MAKES_ROOM;
+use super::connect::FROM_THE_START;
+use super::greet::NOT_YET;
+use super::timers::RECONNECT_WITHIN;
+use crate::handler::Handler;
+use crate::socket::{GONE, Progress, Socket, Stage};
+use penstock_types::{PeerId, Time};
+
+impl Driver {
+    /// Handles the end of a socket.
+    pub(super) fn closed<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        token: u64,
+        mut socket: Socket,
+        reason: &str,
+        now: Time,
+    ) {
+        if matches!(socket.stage, Stage::Acceptor(_)) {
+            self.unauthenticated -= 1;
+        }
+        let Some(peer) = socket.peer else {
+            // A member that connects before this process has read who is in its job is told to try again. That needs no line
+            // for each.
+            let level = if [NOT_YET, MAKES_ROOM].contains(&reason) { log::Level::Debug } else { log::Level::Warn };
+            log::log!(level, "penstock: refused a connection from {}: {reason}", socket.remote);
+            return;
+        };
+        if socket.is_up() && socket.local && reason != GONE {
+            self.say_why(handler, peer, &mut socket, reason, now);
+        }
+        let (was_up, stream, local, attempt) = (socket.is_up(), socket.stream, socket.local, socket.attempt);
+        let remote = socket.remote.clone();
+        drop(socket);
+        self.links[peer as usize].sockets.retain(|known| *known != token);
+        if was_up {
+            self.peers.machine(peer).stream_down(stream);
+        }
+        let link = &mut self.links[peer as usize];
+        // Also while stopping: messages that the peer has not taken need a connection. A peer that was never connected is not
+        // waited for.
+        if link.finished || (handler.stopping() && !link.was_up) {
+            return;
+        }
+        let none_up = self.peers.look(peer).stream_count() == 0;
+        if link.said_bye {
+            if none_up {
+                link.finished = true;
+                let reason = format!("{} has left the job", self.links[peer as usize].contact.describe());
+                handler.left(&mut self.peers, peer, &reason);
+            }
+            return;
+        }
+        if local && was_up {
+            // A local socket ends only with the peer's process, or because this side closes it for a reason.
+            let what = match reason {
+                GONE => "closed its connection: the process has died",
+                reason => &format!("was cut off: {reason}"),
+            };
+            self.lose(handler, peer, what, now);
+            return;
+        }
+        log::debug!("penstock: stream {stream} to {remote} closed: {reason}");
+        let link = &mut self.links[peer as usize];
+        if none_up && link.was_up && link.down_since.is_none() {
+            link.down_since = Some(now);
+            self.next_timers = Time(self.next_timers.0.min(now.plus(RECONNECT_WITHIN).0));
+        }
+        if !was_up && link.connects && link.was_up && none_up && reason.contains("refused") {
+            // The peer's host answers, but nothing listens there any more: the process is gone.
+            link.refusals += 1;
+            if link.refusals >= 2 {
+                self.lose(handler, peer, "closed all its connections and no longer listens: the process has died", now);
+                return;
+            }
+        }
+        let attempt = if was_up { 0 } else { attempt };
+        // A local connection that was told to wait chooses its medium again at the next attempt.
+        let stream = if local { FROM_THE_START } else { stream };
+        self.retry(handler, peer, stream, attempt, &format!("{remote}: {reason}"), now);
+    }
+
+    /// Tells a peer why its only connection is about to be closed. Otherwise it would take this process for dead.
+    pub(super) fn say_why<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        peer: PeerId,
+        socket: &mut Socket,
+        reason: &str,
+        now: Time,
+    ) {
+        let link = &self.links[peer as usize];
+        if link.finished || link.said_bye || handler.stopping() {
+            return;
+        }
+        // A half written frame of a group that has just failed is copied before the rest of it is written.
+        self.follow_orders_with(handler, Some(socket), now);
+        handler.cut_off(&mut self.peers, peer, reason);
+        while socket.write_batch(&mut self.peers, handler, now) == Some(Progress::More) {}
+    }
+
+    /// Tells a peer that is given up for its silence that it was, as far as its sockets take it at once. A peer that was
+    /// stopped reads this when it goes on.
+    pub(super) fn give_up<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, now: Time) {
+        let link = &self.links[peer as usize];
+        if link.finished || link.said_bye {
+            return;
+        }
+        let tokens = link.sockets.clone();
+        // As in `say_why`: a peer that was given up earlier in this turn has ended its groups.
+        self.follow_orders(handler, now);
+        handler.cut_off(&mut self.peers, peer, &format!("it {what}"));
+        for token in tokens {
+            let Some(mut socket) = self.sockets.remove(&token) else { continue };
+            while socket.is_up() && socket.write_batch(&mut self.peers, handler, now) == Some(Progress::More) {}
+            self.sockets.insert(token, socket);
+        }
+    }
+
+    /// Ends everything with a peer that cannot be reached any more.
+    pub(super) fn lose<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, now: Time) {
+        let link = &mut self.links[peer as usize];
+        if std::mem::replace(&mut link.finished, true) {
+            return;
+        }
+        let reason = format!("{} {what}", link.contact.describe());
+        link.retries.clear();
+        for token in std::mem::take(&mut link.sockets) {
+            if let Some(socket) = self.sockets.remove(&token) {
+                self.closed(handler, token, socket, "the peer is lost", now);
+            }
+        }
+        handler.lost(&mut self.peers, peer, &reason);
+    }
+}

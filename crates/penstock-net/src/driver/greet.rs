@@ -1,0 +1,210 @@
+//! A hand-shake from its first byte to the stream that is up.
+
+use super::neighbour::process_at;
+use super::{Driver, FEATURE_READS_MEMORY};
+use crate::handler::{Admission, Handler};
+use crate::socket::{Progress, Socket, Stage};
+use penstock_stream::handshake::{Accepted, HandshakeError, Hello, RefusalCode};
+use penstock_stream::peer::Peer;
+use penstock_types::{GroupId, MILLISECOND, Time};
+use std::io::IoSliceMut;
+
+impl Driver {
+    /// Continues a hand-shake. An error ends the socket.
+    pub(super) fn handshake<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        token: u64,
+        socket: &mut Socket,
+        now: Time,
+    ) -> Result<(), String> {
+        if let Stage::Connecting(_) = socket.stage {
+            socket.wire.error().map_err(|error| error.to_string())?;
+            let Stage::Connecting(mut connector) = std::mem::replace(&mut socket.stage, Stage::Up) else {
+                unreachable!("looked at above")
+            };
+            socket.greeting = connector.poll_transmit();
+            socket.stage = Stage::Connector(connector);
+        }
+        let mut buffer = [0u8; 1024];
+        let (mut rest, mut descriptors) = (Vec::new(), Vec::new());
+        let mut ended = None;
+        loop {
+            if let Progress::Closed(reason) = socket.write_greeting() {
+                return Err(reason);
+            }
+            // The last message may come together with the first frames and their descriptors.
+            let room = &mut [IoSliceMut::new(&mut buffer)];
+            let count = match socket.wire.read(room, socket.local, &mut descriptors) {
+                Ok(0) => return Err("it closed the connection during the hand-shake".into()),
+                Ok(count) => count,
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(rustix::io::Errno::AGAIN) => break,
+                Err(error) => return Err(error.to_string()),
+            };
+            let step = match &mut socket.stage {
+                Stage::Connector(connector) => {
+                    let result = connector.handle_input(&buffer[..count], &mut rest);
+                    socket.greeting.extend(connector.poll_transmit());
+                    result.map(|features| features.map(|features| (None, features)))
+                }
+                Stage::Acceptor(acceptor) => {
+                    let mut result = acceptor.handle_input(&buffer[..count], &mut rest);
+                    if let Ok(Accepted::Decide(hello)) = &result {
+                        let hello = hello.clone();
+                        result = self.decide(handler, socket, hello).map(|()| Accepted::Pending);
+                    }
+                    let Stage::Acceptor(acceptor) = &mut socket.stage else { unreachable!("stays an acceptor") };
+                    socket.greeting.extend(acceptor.poll_transmit());
+                    result.map(|accepted| match accepted {
+                        Accepted::Welcome { hello, features } => Some((Some(hello), features)),
+                        _ => None,
+                    })
+                }
+                Stage::Connecting(_) | Stage::Up => unreachable!("a hand-shake is going on"),
+            };
+            match step {
+                // They would pile up as long as an unauthenticated peer sends.
+                Ok(None) if !descriptors.is_empty() => return Err("it passes descriptors in a hand-shake".into()),
+                Ok(None) => {}
+                Ok(Some(done)) => {
+                    ended = Some(done);
+                    break;
+                }
+                Err(error) => {
+                    let _ = socket.write_greeting();
+                    if error.is_temporary() {
+                        return Err(NOT_YET.to_owned());
+                    }
+                    if let (Some(peer), Some(reason)) = (socket.peer, error.lost())
+                        && matches!(socket.stage, Stage::Connector(_))
+                        && self.peers.look(peer).stream_count() == 0
+                    {
+                        self.lose(handler, peer, &format!("does not take this rank back: {reason}"), now);
+                        return Err(error.to_string());
+                    }
+                    // Once a stream has been up, a refusal of another one concerns that stream only.
+                    if let Some(peer) = socket.peer
+                        && let link = &mut self.links[peer as usize]
+                        && !link.was_up
+                    {
+                        let reason = format!("the hand-shake with {} failed: {error}", link.contact.describe());
+                        if matches!(socket.stage, Stage::Connector(_)) {
+                            link.finished = true;
+                            handler.refused(&mut self.peers, peer, &reason);
+                        } else if reason != link.complaint {
+                            // The connector proves its identity last, so nothing that it claims before ends a join. All its
+                            // streams claim the same, so it is logged once.
+                            log::warn!("penstock: {reason}");
+                            link.complaint = reason;
+                        }
+                    }
+                    return Err(error.to_string());
+                }
+            }
+        }
+        if let Progress::Closed(reason) = socket.write_greeting() {
+            return Err(reason);
+        }
+        // The socket nearly always has room: the loop would not sleep until the other side answers.
+        self.watch_write(token, socket, !socket.greeting.is_empty());
+        if let Some((hello, features)) = ended {
+            let job = hello.as_ref().map(|hello| hello.job);
+            if let Some(hello) = hello {
+                self.unauthenticated -= 1;
+                socket.stream = u32::from(hello.stream);
+                let peer = socket.peer.expect("decided");
+                // A stream that comes back before its old connection is known to be gone replaces that one.
+                let old = self.links[peer as usize]
+                    .sockets
+                    .clone()
+                    .into_iter()
+                    .find(|token| self.sockets.get(token).is_some_and(|s| s.is_up() && s.stream == socket.stream));
+                if let Some(old) = old
+                    && let Some(socket) = self.sockets.remove(&old)
+                {
+                    self.closed(handler, old, socket, "it was replaced by a new connection", now);
+                }
+                self.links[peer as usize].sockets.push(token);
+            }
+            socket.stage = Stage::Up;
+            socket.reader.preload(&rest);
+            self.up(handler, token, socket, features, job, now)?;
+            for descriptor in descriptors {
+                let peer = socket.peer.expect("decided");
+                handler.passed(peer, descriptor).map_err(|error| format!("it sent {error}"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers a HELLO.
+    pub(super) fn decide<H: Handler>(
+        &self,
+        handler: &H,
+        socket: &mut Socket,
+        hello: Hello,
+    ) -> Result<(), HandshakeError> {
+        let admission = if hello.to == self.settings.node { handler.admit(&hello) } else { Admission::Unauthenticated };
+        let reads =
+            matches!(&admission, Admission::Admit(_, peer) if socket.local && self.can_read_back(socket, *peer));
+        let Stage::Acceptor(acceptor) = &mut socket.stage else { unreachable!("called for acceptors") };
+        let refusal = match admission {
+            Admission::Admit(secret, peer) => {
+                if reads {
+                    acceptor.add_features(FEATURE_READS_MEMORY);
+                }
+                acceptor.admit(&secret);
+                socket.peer = Some(peer);
+                return Ok(());
+            }
+            Admission::Unauthenticated => (RefusalCode::Unauthenticated, "no such job or process here".to_owned()),
+            Admission::Generation(ours) => (
+                RefusalCode::Generation,
+                format!("generation {} of the job runs here, not {}", ours.0, hello.generation.0),
+            ),
+            Admission::NotYet => (RefusalCode::NotYet, "the job is not set up here yet".to_owned()),
+            Admission::Lost(reason) => (RefusalCode::Lost, reason),
+        };
+        acceptor.refuse(refusal.0, &refusal.1);
+        Err(HandshakeError::Refused { code: refusal.0 as u8, reason: refusal.1 })
+    }
+
+    /// A stream has passed its hand-shake.
+    pub(super) fn up<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        token: u64,
+        socket: &mut Socket,
+        features: u32,
+        job: Option<GroupId>,
+        now: Time,
+    ) -> Result<(), String> {
+        let peer = socket.peer.expect("hand-shaken");
+        let link = &mut self.links[peer as usize];
+        if link.finished {
+            return Err("the peer was given up".into());
+        }
+        link.down_since = None;
+        link.refusals = 0;
+        if !link.was_up {
+            link.was_up = true;
+            let mut config = self.settings.peer.clone();
+            config.references = socket.local && features & FEATURE_READS_MEMORY != 0;
+            config.descriptors = socket.local;
+            self.peers.machines[peer as usize] = Peer::new(config, now);
+        }
+        self.peers.machine(peer).stream_up(socket.stream, now);
+        self.watch_write(token, socket, false);
+        let pid = socket.wire.descriptor().filter(|_| socket.local).and_then(process_at).unwrap_or(0);
+        handler.linked(&mut self.peers, peer, socket.local, pid, job);
+        self.next_timers = Time(self.next_timers.0.min(now.plus(100 * MILLISECOND).0));
+        if socket.reader.has_buffered() {
+            self.again.push(token);
+        }
+        Ok(())
+    }
+}
+
+/// The reason of a hand-shake that is to be tried again.
+pub(super) const NOT_YET: &str = "the job is not set up there yet";

@@ -1,0 +1,116 @@
+//! What is due: retries, silent peers, hand-shakes that take too long, and what the engine has ordered.
+
+use super::connect::FROM_THE_START;
+use super::{Driver, Link};
+use crate::descriptors::make_room;
+use crate::handler::{Handler, Order};
+use crate::socket::Socket;
+use penstock_stream::peer::StreamId;
+use penstock_types::{MILLISECOND, PeerId, SECOND, Time};
+use rustix::event::epoll;
+
+impl Driver {
+    pub(super) fn handle_timers<H: Handler>(&mut self, handler: &mut H, now: Time) {
+        let mut next = now.plus(SECOND);
+        self.peers.buffer_bytes =
+            self.sockets.values().map(|s| s.reader.memory_bytes()).sum::<usize>() + self.junk.len();
+        for peer in 0..self.links.len() as PeerId {
+            if self.links[peer as usize].finished {
+                continue;
+            }
+            if self.links[peer as usize].was_up {
+                self.peers.machine(peer).handle_timeout(now);
+                self.handle_peer_events(handler, peer, now);
+                next = Time(next.0.min(self.peers.look(peer).poll_timeout(now).0));
+            }
+            let due: Vec<(StreamId, u32)> = {
+                let link = &mut self.links[peer as usize];
+                let due = link.retries.iter().filter(|(_, at, _)| *at <= now).map(|(s, _, n)| (*s, *n)).collect();
+                link.retries.retain(|(_, at, _)| *at > now);
+                due
+            };
+            for (stream, attempt) in due {
+                if stream == FROM_THE_START {
+                    if let Some((job, secret)) = self.links[peer as usize].job.take() {
+                        self.connect(handler, peer, job, secret, attempt, now);
+                    }
+                    continue;
+                }
+                self.connect_stream(handler, peer, stream, attempt, now);
+            }
+            let link = &self.links[peer as usize];
+            for (_, at, _) in &link.retries {
+                next = Time(next.0.min(at.0));
+            }
+            if let Some(since) = link.down_since
+                && now.since(since) > RECONNECT_WITHIN
+            {
+                self.lose(handler, peer, "closed all its connections: the process has probably died", now);
+            }
+        }
+        if self.accept_at.is_some_and(|at| at <= now) {
+            self.accept_at = None;
+            self.watch_listeners(epoll::EventFlags::IN);
+        }
+        next = self.accept_at.map_or(next, |at| next.min(at));
+        let late: Vec<u64> =
+            self.sockets.iter().filter(|(_, s)| !s.is_up() && now > s.deadline).map(|(token, _)| *token).collect();
+        for token in late {
+            let socket = self.sockets.remove(&token).expect("listed above");
+            self.closed(handler, token, socket, "no answer to the hand-shake", now);
+        }
+        if self.sockets.values().any(|socket| !socket.is_up()) {
+            next = Time(next.0.min(now.plus(100 * MILLISECOND).0));
+        }
+        // Deliberately coarse: nothing here needs better than a few milliseconds.
+        self.next_timers = Time(next.0.max(now.plus(MILLISECOND).0));
+    }
+
+    /// Makes links for peers that the engine has added.
+    pub(super) fn add_links(&mut self) {
+        if self.peers.added.is_empty() {
+            return;
+        }
+        if self.settings.shared_memory {
+            self.yama.meet(self.peers.added.iter().filter(|one| one.memory_epoch != 0).map(|one| one.process));
+        }
+        self.links.extend(self.peers.added.drain(..).map(Link::new));
+        let streams = usize::from(self.settings.streams);
+        let to_come = self.links.iter().filter(|link| !link.was_up && !link.finished).count() * streams;
+        if let Err(trouble) = make_room(to_come) {
+            let peers = self.links.len();
+            log::warn!(
+                "penstock: {trouble}: {peers} peers with {streams} streams each. Some ranks may not reach each other. Raise the \
+                 hard limit (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile of a container), or lower PENSTOCK_STREAMS"
+            );
+        }
+    }
+
+    pub(super) fn follow_orders<H: Handler>(&mut self, handler: &mut H, now: Time) {
+        self.follow_orders_with(handler, None, now);
+    }
+
+    /// `current`: a socket that is being read and is not in the table.
+    pub(super) fn follow_orders_with<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        mut current: Option<&mut Socket>,
+        now: Time,
+    ) {
+        self.add_links();
+        while let Some(order) = self.peers.orders.pop_front() {
+            match order {
+                Order::Connect(peer, job, secret) => self.connect(handler, peer, job, secret, 0, now),
+                Order::DropGroup(group, source) => {
+                    for socket in self.sockets.values_mut().chain(current.as_deref_mut()) {
+                        socket.drop_group(group, &source);
+                    }
+                }
+                Order::Then(act) => act(),
+            }
+        }
+    }
+}
+
+/// A peer without a stream must be back within this time. Together with the time to notice, this is below 5 s.
+pub(super) const RECONNECT_WITHIN: u64 = 1500 * MILLISECOND;

@@ -1,0 +1,172 @@
+//! The next frame for a stream that can take bytes: the most urgent one that may leave.
+
+use super::credit::eager_cost;
+use super::outgoing::{Body, FrameId, Way};
+use super::take_over::{PATIENCE_SHARED, TakeOver};
+use super::{FLAG_EAGER, FLAG_SHARED, NO_MESSAGE, Peer, StreamId};
+use crate::frame::{FLAG_PAYLOAD_SUM, Header, Kind};
+use crate::stream;
+use penstock_types::Time;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A frame to write.
+#[derive(Clone, Debug)]
+pub struct Outbound {
+    /// Its header; `payload_sum` is filled in by [`seal`].
+    pub header: Header,
+    /// Where the payload is.
+    pub payload: Payload,
+}
+
+/// Where an outbound frame's payload is.
+#[derive(Clone, Debug)]
+pub enum Payload {
+    /// A range of these bytes.
+    Owned(Arc<[u8]>, Range<usize>),
+    /// In the memory of the message's operation, at the header's offset.
+    Memory,
+}
+
+/// Encodes an outbound frame's header over its payload.
+#[must_use]
+pub fn seal(mut header: Header, payload: &[u8]) -> [u8; Header::BYTES] {
+    if header.flags & FLAG_PAYLOAD_SUM != 0 {
+        header.payload_sum = crc32c::crc32c(payload);
+    }
+    header.encode()
+}
+
+impl Peer {
+    /// The next frame for a stream that can take bytes, most urgent first; `None` when there is nothing for it.
+    pub fn poll_frame(&mut self, stream: StreamId, now: Time) -> Option<Outbound> {
+        let outbound = self.next_frame(stream, now)?;
+        Some(self.stamp(stream, outbound, now))
+    }
+
+    fn next_frame(&mut self, id: StreamId, now: Time) -> Option<Outbound> {
+        let streams = self.streams.len().min(self.most_used) as u64;
+        let is_used = id <= self.last_used;
+        let is_shared = self.share_a_link();
+        let stream = self.streams.get_mut(&id)?;
+        // Failure reports and heartbeats do not wait for room in the window.
+        if self.control_queue.front().is_some_and(|first| self.controls[first].header.kind == Kind::Report) {
+            return self.control_queue.pop_front().map(|control| self.control_frame(id, control, now));
+        }
+        if let Some(asked) = stream.owes_reply.take() {
+            return Some(bare(Kind::HeartbeatReply, asked));
+        }
+        if is_used && stream.unacked_bytes < stream.window(self.config.unacked_limit_bytes, is_shared) {
+            if let Some(control) = self.control_queue.pop_front() {
+                return Some(self.control_frame(id, control, now));
+            }
+            if let Some(&(priority, issue)) = self.ready.first() {
+                let message = self.outgoing.get_mut(&issue).expect("ready messages are outgoing");
+                let (index, repeated) = message.next_frame(stream.frame_bytes(), streams);
+                if !message.has_frames() {
+                    self.ready.remove(&(priority, issue));
+                }
+                stream.stats.repeated_frames += u64::from(repeated);
+                return Some(self.data_frame(id, issue, index, now));
+            }
+            match self.take_over(id, now) {
+                TakeOver::Frame(frame) => {
+                    let outbound = match frame {
+                        FrameId::Control(control) => self.control_frame(id, control, now),
+                        FrameId::Data { issue, index } => self.data_frame(id, issue, index, now),
+                    };
+                    let stream = self.streams.get_mut(&id).expect("looked up above");
+                    stream.stats.repeated_frames += 1;
+                    stream.in_flight.back_mut().expect("it has left").is_copy = true;
+                    return Some(outbound);
+                }
+                TakeOver::Ask => self.streams.get_mut(&id).expect("looked up above").ask(now),
+                TakeOver::Nothing => {}
+            }
+        }
+        let stream = self.streams.get_mut(&id).expect("looked up above");
+        if std::mem::take(&mut stream.wants_heartbeat) {
+            return Some(bare(Kind::Heartbeat, now.0));
+        }
+        if stream.owes_ack || self.credit.owes_update {
+            return Some(bare(Kind::Ack, 0));
+        }
+        None
+    }
+
+    /// Puts a control frame on a stream.
+    fn control_frame(&mut self, id: StreamId, control: u64, now: Time) -> Outbound {
+        let stream = self.streams.get_mut(&id).expect("the caller has looked it up");
+        stream.sent(FrameId::Control(control), self.controls[&control].header.length, now);
+        let control = self.controls.get_mut(&control).expect("looked at above");
+        control.copies.add(id);
+        if !std::mem::replace(&mut control.has_left, true) {
+            control.header.serial = self.control_serial;
+            self.control_serial += 1;
+        }
+        let payload = match &control.payload {
+            Some(bytes) => Payload::Owned(bytes.clone(), 0..bytes.len()),
+            None => no_payload(),
+        };
+        Outbound { header: control.header, payload }
+    }
+
+    /// Puts frame `index` of a message on a stream.
+    fn data_frame(&mut self, id: StreamId, issue: u64, index: u32, now: Time) -> Outbound {
+        let stream = self.streams.get_mut(&id).expect("the caller has looked it up");
+        let message = self.outgoing.get_mut(&issue).expect("the caller has looked it up");
+        let frame = &mut message.frames[index as usize];
+        frame.copies.add(id);
+        stream.sent(FrameId::Data { issue, index }, frame.len, now);
+        let mut header = Header::new(Kind::Data, message.key);
+        header.priority = message.priority;
+        header.fingerprint = message.fingerprint;
+        header.coflow = message.coflow;
+        header.offset = frame.offset;
+        header.total = message.total;
+        header.length = frame.len;
+        if self.config.checksum {
+            header.flags |= FLAG_PAYLOAD_SUM;
+        }
+        if let Way::Eager { serial } = &mut message.way {
+            if *serial == 0 {
+                self.credit.used += eager_cost(message.total);
+                *serial = self.credit.used;
+            }
+            header.flags |= FLAG_EAGER;
+            header.serial = *serial;
+        }
+        let payload = match &message.body {
+            Body::Owned(bytes) => {
+                let start = frame.offset as usize;
+                Payload::Owned(bytes.clone(), start..start + frame.len as usize)
+            }
+            Body::Memory { .. } => Payload::Memory,
+        };
+        Outbound { header, payload }
+    }
+
+    /// Adds what every frame carries for the other direction.
+    fn stamp(&mut self, id: StreamId, mut outbound: Outbound, now: Time) -> Outbound {
+        let stream = self.streams.get_mut(&id).expect("frames are polled for streams that are up");
+        stream.owes_ack = false;
+        self.credit.owes_update = false;
+        self.credit.told = self.credit.consumed;
+        outbound.header.ack = stream.before_bye.unwrap_or(stream.taken_frames);
+        if self.patience >= PATIENCE_SHARED {
+            outbound.header.flags |= FLAG_SHARED;
+        }
+        outbound.header.sent_at = stream::clock(now);
+        outbound.header.credit = self.credit.consumed;
+        outbound.header.generation = self.config.generation;
+        outbound
+    }
+}
+
+fn bare(kind: Kind, offset: u64) -> Outbound {
+    Outbound { header: Header { offset, ..Header::new(kind, NO_MESSAGE) }, payload: no_payload() }
+}
+
+fn no_payload() -> Payload {
+    Payload::Owned(Arc::default(), 0..0)
+}

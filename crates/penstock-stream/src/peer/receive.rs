@@ -1,0 +1,339 @@
+//! What comes from the peer: headers, whole frames, acknowledgements. Duplicates are found here, and frames that the peer may
+//! not send.
+
+use super::operation::{Arrival, Incoming, OpKey, OpStatus, granted_span, span};
+use super::outgoing::{Body, FrameId, Way};
+use super::take_over::{PATIENCE_LOST, PATIENCE_MOST, PATIENCE_WON};
+use super::{Event, FLAG_EAGER, FLAG_SHARED, Peer, Report, StreamId};
+use crate::frame::{FLAG_PAYLOAD_SUM, Farewell, FrameError, Header, Kind, MessageKey};
+use crate::ranges::Ranges;
+use penstock_types::{FailureKind, Time};
+
+/// What the engine does with a complete frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finish {
+    /// Use the payload. False for a duplicate.
+    pub apply: bool,
+    /// The stream that is still reading the same frame, and must discard the rest.
+    pub revoke: Option<StreamId>,
+}
+
+/// Whether a received payload is what was sent.
+pub fn verify(header: &Header, payload: &[u8]) -> Result<(), FrameError> {
+    if header.flags & FLAG_PAYLOAD_SUM != 0 && crc32c::crc32c(payload) != header.payload_sum {
+        return Err(FrameError::PayloadSum);
+    }
+    Ok(())
+}
+
+impl Peer {
+    /// A header has arrived. `status` tells about the operation that its key names.
+    ///
+    /// # Errors
+    /// A frame that the peer may not send; close the stream.
+    pub fn handle_header(
+        &mut self,
+        id: StreamId,
+        header: &Header,
+        status: OpStatus,
+        now: Time,
+    ) -> Result<Arrival, FrameError> {
+        if header.generation != self.config.generation {
+            return Err(FrameError::OutOfTurn("it belongs to another generation of the job"));
+        }
+        self.heard(id, now);
+        self.is_shared_there = header.flags & FLAG_SHARED != 0;
+        self.handle_ack(id, header, now)?;
+        self.credit.handle_returned(header.credit)?;
+        match header.kind {
+            Kind::Data => self.handle_data_header(id, header, status),
+            Kind::Reference if !self.config.references && !self.config.descriptors => {
+                Err(FrameError::OutOfTurn("a reference to memory that we cannot read"))
+            }
+            Kind::Share | Kind::Unshare if !self.config.descriptors => {
+                Err(FrameError::OutOfTurn("memory shared over a network"))
+            }
+            _ => Ok(Arrival::Take),
+        }
+    }
+
+    fn handle_ack(&mut self, id: StreamId, header: &Header, now: Time) -> Result<(), FrameError> {
+        let stream = self.streams.get_mut(&id).ok_or(FrameError::OutOfTurn("its stream is not up"))?;
+        stream.measure_arrival(header.sent_at, now);
+        let count = stream
+            .count_acknowledged(header.ack)
+            .ok_or(FrameError::OutOfTurn("it acknowledges frames that were not sent"))?;
+        for left in (0..count).rev() {
+            let stream = self.streams.get_mut(&id).expect("looked up above");
+            let in_flight = stream.pop_acknowledged();
+            if left == 0 {
+                stream.measure(&in_flight, now);
+            }
+            let was_news = self.frame_taken(id, in_flight.frame);
+            if in_flight.is_copy {
+                self.patience = if was_news { self.patience * PATIENCE_WON } else { self.patience * PATIENCE_LOST };
+                self.patience = self.patience.clamp(1.0, PATIENCE_MOST);
+            }
+        }
+        Ok(())
+    }
+
+    fn handle_data_header(&mut self, id: StreamId, header: &Header, status: OpStatus) -> Result<Arrival, FrameError> {
+        let eager = header.flags & FLAG_EAGER != 0;
+        if eager {
+            if header.total > self.config.eager_bytes || u64::from(header.length) != header.total {
+                return Err(FrameError::OutOfTurn("an eager message above the eager limit"));
+            }
+            self.credit.check_used(header, self.config.eager_credit_bytes)?;
+        }
+        if status == OpStatus::Retired {
+            return Ok(Arrival::Discard);
+        }
+        let key = OpKey::of(&header.key);
+        let message = u64::from(header.key.message);
+        if eager && self.credit.is_counted(header) {
+            return Ok(Arrival::Discard);
+        }
+        if !eager && !self.ops.get(&key).is_some_and(|op| op.given.covers(&(message..message + 1))) {
+            return Err(FrameError::OutOfTurn("data of an operation that was not granted"));
+        }
+        let op = self.ops.entry(key).or_default();
+        op.incoming.entry(header.key.message).or_insert_with(|| Incoming::new(header.total)).arrive(id, header)
+    }
+
+    /// The frame is whole and its payload verified. For data: records it; the caller applies the payload before it
+    /// polls the next frame, so that no ack can leave before.
+    ///
+    /// # Errors
+    /// A frame that the peer may not send; close the stream.
+    pub fn handle_frame(
+        &mut self,
+        id: StreamId,
+        header: &Header,
+        payload: &[u8],
+        status: OpStatus,
+    ) -> Result<Finish, FrameError> {
+        let mut finish = Finish { apply: true, revoke: None };
+        match header.kind {
+            Kind::Data => finish = self.handle_data(id, header, status)?,
+            kind if kind.is_counted() && !self.is_new_control(header)? => finish.apply = false,
+            Kind::Reference => finish.apply = self.handle_reference(header, status)?,
+            Kind::Done => self.handle_done(header)?,
+            Kind::Grant => self.handle_grant(header, status)?,
+            // The engine grants the message when it posts the operation, and keeps the announcement until then.
+            Kind::Announce => finish.apply = !self.is_late(header, status),
+            Kind::Probe => self.events.push_back(Event::Probe(header.key, header.fingerprint)),
+            Kind::ProbeReply => self.events.push_back(Event::Issued(header.key, header.offset)),
+            Kind::Report => self.events.push_back(Event::Report(header.key.group, Report::decode(header, payload))),
+            Kind::Left => self.events.push_back(Event::Left(header.key.group, Farewell::decode(payload)?)),
+            Kind::Bye => self.events.push_back(Event::Bye),
+            Kind::Heartbeat | Kind::Ack | Kind::HeartbeatReply | Kind::Share | Kind::Unshare => {}
+        }
+        let has_frames_out = header.kind == Kind::Bye && self.has_frames_out();
+        if let Some(stream) = self.streams.get_mut(&id) {
+            match header.kind {
+                Kind::Heartbeat => stream.owes_reply = Some(header.offset),
+                Kind::HeartbeatReply if header.offset <= self.last_heard.0 => {
+                    stream.answered(Time(header.offset), self.last_heard);
+                }
+                _ => {}
+            }
+            if header.kind == Kind::Bye && stream.before_bye.is_none() && has_frames_out {
+                stream.before_bye = Some(stream.taken_frames);
+                self.withholds_ack = true;
+            }
+            if header.kind.is_counted() {
+                stream.taken_frames = stream.taken_frames.wrapping_add(1);
+                stream.owes_ack = true;
+                stream.stats.received_bytes += u64::from(header.length);
+                stream.stats.duplicate_frames += u64::from(!finish.apply);
+            }
+        }
+        Ok(finish)
+    }
+
+    /// Whether a data frame is a duplicate of bytes that are here. Ask before [`verify`]: after [`Event::Sent`] the sender may
+    /// change the bytes of a copy that is still under way. They are discarded, so their checksum does not matter.
+    #[must_use]
+    pub fn is_duplicate(&self, header: &Header, status: OpStatus) -> bool {
+        header.kind == Kind::Data
+            && (status == OpStatus::Retired
+                || self
+                    .ops
+                    .get(&OpKey::of(&header.key))
+                    .and_then(|op| op.incoming.get(&header.key.message))
+                    .is_some_and(|message| message.done.covers(&span(header))))
+    }
+
+    /// An eager message was used (or its operation failed): returns its credit to the peer.
+    pub fn consumed(&mut self, total: u64) {
+        self.credit.consume(total, self.config.eager_credit_bytes);
+    }
+
+    /// What has happened since the last call.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    fn handle_data(&mut self, id: StreamId, header: &Header, status: OpStatus) -> Result<Finish, FrameError> {
+        let mut finish = Finish { apply: false, revoke: None };
+        if status != OpStatus::Retired
+            && let Some(op) = self.ops.get_mut(&OpKey::of(&header.key))
+            && let Some(message) = op.incoming.get_mut(&header.key.message)
+            && let Some(arriving) = message.arriving.remove(&header.offset)
+        {
+            message.done.insert(span(header));
+            finish = Finish { apply: true, revoke: arriving.on.filter(|first| *first != id) };
+        }
+        if header.flags & FLAG_EAGER != 0 && self.credit.count(header)? && !finish.apply {
+            // The operation failed here before this message came: nothing will consume it.
+            self.consumed(header.total);
+        }
+        self.is_late(header, status);
+        Ok(finish)
+    }
+
+    /// Whether a frame belongs to an operation that has ended here. If the peer takes it for another operation, what it sends
+    /// would be lost: the engine compares the fingerprints.
+    fn is_late(&mut self, header: &Header, status: OpStatus) -> bool {
+        let late = status == OpStatus::Retired;
+        if late {
+            self.events.push_back(Event::Late(header.key, header.fingerprint));
+        }
+        late
+    }
+
+    /// Control frames are repeated like data, and each is used once.
+    fn is_new_control(&mut self, header: &Header) -> Result<bool, FrameError> {
+        let one = header.serial..header.serial.saturating_add(1);
+        let new = !self.controls_taken.covers(&one);
+        self.controls_taken.insert(one);
+        if self.controls_taken.count() > MAX_REMEMBERED {
+            return Err(FrameError::OutOfTurn("control frames with too many gaps between them"));
+        }
+        Ok(new)
+    }
+
+    fn handle_reference(&mut self, header: &Header, status: OpStatus) -> Result<bool, FrameError> {
+        if self.is_late(header, status) {
+            return Ok(false);
+        }
+        let op = self.ops.entry(OpKey::of(&header.key)).or_default();
+        if op.incoming.contains_key(&header.key.message) {
+            return Err(FrameError::OutOfTurn("a reference to a message that is here"));
+        }
+        let message = u64::from(header.key.message);
+        let is_unasked = !op.given.covers(&(message..message + 1));
+        let incoming = Incoming { by_reference: true, is_unasked, ..Incoming::new(header.total) };
+        op.incoming.insert(header.key.message, incoming);
+        op.unasked += usize::from(is_unasked);
+        self.remembered.unasked += usize::from(is_unasked);
+        if self.remembered.unasked > MAX_REMEMBERED {
+            return Err(FrameError::OutOfTurn("more references than we can remember"));
+        }
+        Ok(true)
+    }
+
+    fn handle_done(&mut self, header: &Header) -> Result<(), FrameError> {
+        let Some(issue) = self.by_key.get(&header.key).copied() else { return Ok(()) };
+        if !matches!(self.outgoing[&issue].way, Way::Reference { .. }) {
+            return Err(FrameError::OutOfTurn("it has read a message that was not given by reference"));
+        }
+        self.forget_message(issue);
+        self.events.push_back(Event::Sent(header.key));
+        Ok(())
+    }
+
+    fn handle_grant(&mut self, header: &Header, status: OpStatus) -> Result<(), FrameError> {
+        let span = granted_span(header);
+        // Nothing more will be sent in an operation that has ended.
+        let mut open = Ranges::default();
+        if status != OpStatus::Retired {
+            open.insert(span.clone());
+        }
+        let mut by_reference = Vec::new();
+        if !span.is_empty() {
+            let last = MessageKey { message: (span.end - 1) as u32, ..header.key };
+            for (key, issue) in self.by_key.range(header.key..=last) {
+                let message = &self.outgoing[issue];
+                match (&message.way, self.reference_of(message)) {
+                    (Way::Reference { .. }, _) => {}
+                    (Way::Granted, Some(place)) => by_reference.push((*issue, place)),
+                    _ if message.has_frames() => drop(self.ready.insert((message.priority, *issue))),
+                    _ => {}
+                }
+                open.remove(u64::from(key.message)..u64::from(key.message) + 1);
+            }
+        }
+        for (issue, place) in by_reference {
+            let mut message = self.outgoing.remove(&issue).expect("just found");
+            self.refer(&mut message, place, false);
+            self.outgoing.insert(issue, message);
+        }
+        if open.is_empty() || self.remember_grant(&header.key, open) || status == OpStatus::Active {
+            self.events.push_back(Event::Granted(header.key, header.fingerprint));
+        }
+        Ok(())
+    }
+
+    /// Remembers messages that were granted before they are issued, or drops that. The peer is asked for what was dropped, and learns
+    /// this side's fingerprint then.
+    fn remember_grant(&mut self, key: &MessageKey, open: Ranges) -> bool {
+        if self.remembered.grants >= self.config.most_unasked {
+            self.has_dropped_grants = true;
+            return false;
+        }
+        let op = self.ops.entry(OpKey::of(key)).or_default();
+        self.remembered -= op.remembered();
+        op.granted.extend(open);
+        self.remembered += op.remembered();
+        true
+    }
+
+    /// Records a data frame as taken. Returns false if another stream had brought it.
+    fn frame_taken(&mut self, stream: StreamId, frame: FrameId) -> bool {
+        let (issue, index) = match frame {
+            FrameId::Data { issue, index } => (issue, index),
+            FrameId::Control(id) => {
+                let Some(control) = self.controls.remove(&id) else { return false };
+                if control.holds_left {
+                    self.no_longer_holds_left(control.header.key.group);
+                }
+                return true;
+            }
+        };
+        let Some(message) = self.outgoing.get_mut(&issue) else { return false };
+        let frame = &mut message.frames[index as usize];
+        frame.copies.remove(stream);
+        if frame.acked {
+            return false;
+        }
+        frame.acked = true;
+        message.acked_bytes += u64::from(frame.len);
+        if message.acked_bytes == message.total && message.cut == message.total {
+            let (key, owned) = (message.key, matches!(message.body, Body::Owned(_)));
+            self.forget_message(issue);
+            if !owned {
+                self.events.push_back(Event::Sent(key));
+            }
+        }
+        true
+    }
+}
+
+impl Report {
+    fn decode(header: &Header, payload: &[u8]) -> Report {
+        use FailureKind::*;
+        let kind = [Mismatch, PeerLost, Timeout, Refused, Config, Closed, Bug, NotFinite]
+            .into_iter()
+            .find(|kind| *kind as u32 == header.key.message)
+            .unwrap_or(Bug);
+        let message = String::from_utf8_lossy(payload).into_owned();
+        Report { kind, message, is_passed_on: header.offset != 0, finished: header.total }
+    }
+}
+
+/// Bound on what a defective peer makes us hold: references that were not asked for, and gaps between its control frames. Four times
+/// [`PeerConfig::most_unasked`](super::PeerConfig::most_unasked), since a sender forgets the references of a group that fails before
+/// we do. Fewer in tests.
+pub(super) const MAX_REMEMBERED: usize = if cfg!(test) { 4_096 } else { 65_536 };
