@@ -21,7 +21,7 @@ __all__ = [
     "daemon_options",
     "init_logging",
     "is_reduced",
-    "memory_order",
+    "memory_layout",
     "parse_address",
     "simd_level",
     "simulate_aggregation",
@@ -84,7 +84,7 @@ class Group:
         tag: int = 0,
         input_splits: Sequence[int] | None = None,
         output_splits: Sequence[int] | None = None,
-        order: int = 0,
+        layout: int = 0,
         priority: int = 0,
         hold: bool = False,
         timeout_s: float,
@@ -149,7 +149,7 @@ def crc32c(address: int, length: int) -> int: ...
 def daemon_options(role: str) -> list[tuple[str, str | None, str | None, str]]: ...
 def init_logging(level: str) -> None: ...
 def is_reduced(op: str, dtype: str) -> bool: ...
-def memory_order(dimensions: Sequence[int]) -> int: ...
+def memory_layout(sizes: Sequence[int], dimensions: Sequence[int]) -> int: ...
 def parse_address(text: str) -> str: ...
 def simd_level() -> str: ...
 def simulate_aggregation(
