@@ -75,6 +75,17 @@ def test_layouts(backend: Backend) -> None:
     _run(layouts.any_layout, 3, backend, (backend.name, 0, 300))
 
 
+@pytest.mark.parametrize("backend", [one for one in BACKENDS if one.name == "penstock"], ids=str)
+def test_different_layouts(backend: Backend) -> None:
+    """Tensors that lie in memory otherwise on other ranks give right results, or a mismatch on all ranks."""
+    _run(layouts.different_layouts, 3, backend, (backend.name, 0, 60))
+
+
+def test_lazy_views() -> None:
+    """Lazy conjugates and negatives are read as such or refused, by every call and in inference mode too."""
+    ranks.run(layouts.lazy_views, count=2, args=("penstock",))
+
+
 def test_refused_together() -> None:
     """A call with several tensors, one of which cannot be sent, sends none of them."""
     _run(layouts.refused_together, 2, ALL["penstock"], ("penstock",))

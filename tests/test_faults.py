@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
@@ -38,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 import penstock
 import ranks
 from backends import ALL, Backend
+from penstock import errors
 from penstock.runtime import groups, process, store
 from penstock.tools import doctor
 from penstock.torch import backend
@@ -592,6 +594,11 @@ def test_monitored_barrier_without_a_store() -> None:
         job.await_note("running", deadline_s=60)
         job.close_store()
         assert [outcome.value for outcome in job.outcomes(timeout_s=60)] == [True, True]
+
+
+def test_monitored_barrier_blames_no_rank_that_came() -> None:
+    """A rank whose barrier fails after the others have passed it calls none of them missing; barriers leave one key a rank."""
+    assert ranks.run(_fail_behind_others, count=2) == [None, None]
 
 
 # --------------------------------------------------------------------------------------------- unauthenticated peers on the port
@@ -1328,6 +1335,37 @@ def _monitored_barriers() -> bool:
         backend.of().monitored_barrier(c10d.BarrierOptions())
     dist.destroy_process_group()
     return True
+
+
+def _fail_behind_others() -> None:
+    rank, size = _start()
+    store, own = _job_store(), backend.of()
+    dist.barrier()
+    keys = store.num_keys()
+    for _ in range(20):
+        own.monitored_barrier(c10d.BarrierOptions())
+    dist.barrier()
+    assert store.num_keys() <= keys + size, "keys of barriers that all ranks have passed are kept"
+    dist.barrier()
+    barrier = own.barrier
+
+    def fails_late(opts: c10d.BarrierOptions) -> unittest.mock.Mock:
+        def wait() -> None:
+            barrier(opts).wait()
+            store.wait(["passed"], datetime.timedelta(seconds=60))
+            raise errors.Timeout("Timed out: the last message was lost")
+
+        return unittest.mock.Mock(wait=wait)
+
+    if rank == 0:
+        own.barrier = fails_late
+        with pytest.raises(errors.Timeout) as raised:
+            own.monitored_barrier(c10d.BarrierOptions())
+        assert str(raised.value) == "Timed out: the last message was lost", "ranks that came are said to be missing"
+    else:
+        own.monitored_barrier(c10d.BarrierOptions())
+        store.set("passed", "")
+    dist.destroy_process_group()
 
 
 def _give_up_waiting() -> tuple[str, str]:

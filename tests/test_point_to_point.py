@@ -364,6 +364,29 @@ def test_from_any_source(backend: Backend, seed: int) -> None:
     ranks.run(_from_any, count=2 + seed % 3, args=(backend.name, seed), env=backend.env)
 
 
+def test_named_behind_any_source() -> None:
+    """A receive that names a rank leaves that rank's first message to an earlier receive from any source, as in MPI."""
+    ranks.run(_named_behind_any, count=2)
+
+
+def _named_behind_any() -> None:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=30))
+    if dist.get_rank() == 0:
+        first, second = torch.zeros(3), torch.zeros(3)
+        works = [dist.irecv(first), dist.irecv(second, 1)]
+        dist.barrier()
+        for work in works:
+            assert work is not None
+            work.wait()
+        _check(first, "first")
+        _check(second, "second")
+    else:
+        dist.barrier()
+        dist.send(_pattern("first", 3), 0)
+        dist.send(_pattern("second", 3), 0)
+    dist.destroy_process_group()
+
+
 def _in_groups(backend: str) -> None:
     """Ranks 1 to 3 are a group, in which rank 1 receives; rank 0 sends it something else under the same tag, in the default
     group."""

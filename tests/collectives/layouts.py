@@ -5,18 +5,24 @@ The oracle for what is right looks at the place of every single element, and kno
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from collectives.programs import Report
 from penstock.errors import Config as ConfigError
+from penstock.errors import Mismatch
 from penstock.fronts import arrays
+from penstock.torch.backend import of
 from torch_uses import world
 
 
@@ -39,6 +45,88 @@ def any_layout(backend: str, seed: int, cases: int) -> object:
                     one.call()
                 for (tensor, _), unchanged in zip(one.results(), before, strict=True):
                     report.equal(f"{what}, refused", _plain(tensor), _plain(unchanged))
+        dist.barrier()
+        return report.finish()
+
+
+def different_layouts(backend: str, seed: int, cases: int) -> object:
+    """Tensors of as many elements whose shapes and layouts may differ between the ranks, through every operation that sends
+    memory as it lies: right results where each element lies at the same place on all ranks, else a mismatch on all ranks."""
+    with world(backend) as (rank, size):
+        report, rng = Report(rank), random.Random(seed)
+        for case in range(cases):
+            tensors = _of_one_size(rng, size)
+            kind, root = rng.choice(KINDS_AS_MEMORY), rng.randrange(size)
+            is_right = all(_places(tensor) == _places(tensors[0]) for tensor in tensors)
+            what = f"seed {seed}, case {case}, {kind} of {', '.join(map(_looks, tensors))}, root {root}"
+            group = dist.new_group(backend=backend)
+            dist.barrier()  # A mismatch of two ranks ends the third one's new_group, if that has not returned.
+            mine = tensors[rank]
+            values = [torch.arange(mine.numel()) * 7 % 97 + 100 * one for one in range(size)]
+            mine.copy_(values[rank].view(mine.shape))
+            try:
+                with report.during(what) if is_right else contextlib.nullcontext():
+                    got = _as_memory(kind, mine, rank, size, root, group)
+                    # A rank whose part is sent at once ends before the others have compared it.
+                    dist.barrier(group)
+            except Mismatch as error:
+                assert not is_right and "memory" in str(error), f"{what}: {error}"
+            else:
+                assert is_right, f"{what}: no mismatch"
+                total = torch.stack(values).sum(0).float()
+                expected = {
+                    "all_reduce": total,
+                    "reduce": total if rank == root else values[rank],
+                    "broadcast": values[root],
+                    "send": values[root],
+                    "all_gather": torch.cat(values),
+                    "reduce_scatter": size * values[rank],
+                    "all_to_all": torch.cat([one + 1000 * rank for one in values]),
+                }[kind]
+                report.equal(what, _plain(got).view(-1), expected.float())
+            dist.destroy_process_group(group)
+        dist.barrier()
+        return report.finish()
+
+
+def lazy_views(backend: str) -> object:
+    """Tensors that stand for the conjugate or the negative of what lies in memory are read and written as what they stand for, or
+    refused on all ranks before anything is sent; in inference mode too, where torch does not call them views.
+
+    The calls go to the backend itself: from torch 2.14 on, torch's own layers resolve such tensors or refuse them before."""
+    with world(backend) as (rank, size):
+        report, own = Report(rank), of()
+
+        def conjugate(which: int = rank) -> torch.Tensor:
+            found = torch.complex(torch.full((4,), 1.0 + which), torch.arange(4.0) + which).conj()
+            assert found.is_conj() and found.is_contiguous()
+            return found
+
+        def negative(which: int = rank) -> torch.Tensor:
+            # One element: the strides of more are not dense.
+            found = torch.full((1,), complex(1, 2 + which)).conj().imag
+            assert found.is_neg() and found.is_contiguous()
+            return found
+
+        for make, mode in itertools.product((conjugate, negative), (contextlib.nullcontext, torch.inference_mode)):
+            with mode():
+                values = [_plain(make(one), make(one).dtype) for one in range(size)]
+
+                def plain(which: int = rank, values: list[torch.Tensor] = values) -> torch.Tensor:
+                    return values[which].clone()
+
+                for given, into in ((make, plain), (plain, make), (make, make)):
+                    calls = _lazy_calls(own, given, into, values)
+                    for name, (call, expected, got) in calls.items():
+                        what = f"{name} of a {given.__name__} into a {into.__name__}, {mode.__name__}"
+                        try:
+                            call().wait()  # type: ignore[attr-defined]
+                        except ConfigError as error:
+                            assert "Nothing was sent" in str(error), f"{what}: {error}"
+                        else:
+                            assert name not in ("send", "recv", "recv_anysource"), f"{what} is not refused"
+                            if expected is not None:
+                                report.equal(what, torch.cat([_plain(one, one.dtype) for one in got]), expected)
         dist.barrier()
         return report.finish()
 
@@ -234,6 +322,119 @@ def _joined(rng: random.Random, rank: int, size: int) -> Case:
     )
 
 
+_GATHER, _SCATTER = c10d.AllgatherOptions(), c10d.ReduceScatterOptions()
+KINDS_AS_MEMORY = ["all_reduce", "reduce", "broadcast", "send", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+def _of_one_size(rng: random.Random, size: int) -> list[torch.Tensor]:
+    """Dense tensors for all ranks, of as many elements; some ranks have the same shape and the same layout as others."""
+    primes = rng.choice([[2, 2, 3], [2, 2, 2, 2], [2, 3, 5], [2, 2, 3, 3], [2, 2, 2, 3, 5]])
+    made: list[tuple[list[int], list[int]]] = []
+    for _ in range(rng.choice([1, 2, 2, size])):
+        factors = rng.sample(primes, len(primes))
+        shape = [1]
+        for factor in factors:
+            if rng.random() < 0.6:
+                shape.append(factor)
+            else:
+                shape[-1] *= factor
+        shape = [*shape, 1] if rng.random() < 0.2 else shape
+        dims = list(range(len(shape)))
+        if rng.random() < 0.75:
+            rng.shuffle(dims)
+        made.append((shape, dims))
+    tensors = []
+    for _ in range(size):
+        shape, dims = rng.choice(made)
+        tensors.append(torch.zeros([shape[dim] for dim in dims]).permute([dims.index(dim) for dim in range(len(dims))]))
+    return tensors
+
+
+def _as_memory(
+    kind: str, mine: torch.Tensor, rank: int, size: int, root: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Run one operation on a tensor that lies like ``mine`` and, for those that cut or join, on one of ``size`` such parts."""
+    whole = torch.empty_strided([size, *mine.shape], [mine.numel(), *mine.stride()])
+    if kind == "all_reduce":
+        dist.all_reduce(mine, group=group)
+    elif kind == "reduce":
+        dist.reduce(mine, root, group=group)
+    elif kind == "broadcast":
+        dist.broadcast(mine, root, group=group)
+    elif kind == "send":
+        peers = [peer for peer in range(size) if peer != root]
+        for work in [dist.isend(mine, peer, group) for peer in peers] if rank == root else []:
+            work.wait()
+        if rank != root:
+            dist.recv(mine, root, group)
+    elif kind == "all_gather":
+        dist.all_gather_into_tensor(whole, mine, group)
+        return whole
+    elif kind == "reduce_scatter":
+        for part, one in enumerate(whole):
+            one.copy_(mine - 100 * rank + 100 * part)
+        dist.reduce_scatter_tensor(mine, whole, group=group)
+    else:
+        for part, one in enumerate(whole):
+            one.copy_(mine + 1000 * part)
+        received = torch.empty_strided(whole.shape, whole.stride())
+        dist.all_to_all_single(received, whole, group=group)
+        return received
+    return mine
+
+
+def _lazy_calls(
+    own: Any, given: Callable[[int], torch.Tensor], into: Callable[[int], torch.Tensor], values: list[torch.Tensor]
+) -> dict[str, tuple[Callable[[], object], torch.Tensor | None, list[torch.Tensor]]]:
+    """Every call of the backend on what ``given`` makes for a rank and into what ``into`` makes: the call, what it is to give,
+    and the tensors that hold it. ``values`` are the plain values of all ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    peer, total = (rank + 1) % size, torch.stack(values).sum(0)
+    mine, part = given(rank), into(rank)
+    summed, at_root, sent = given(rank), given(rank), given(rank)
+    many, outputs = [given(rank) for _ in range(size)], [into(rank) for _ in range(size)]
+    whole = torch.zeros(size * mine.numel(), dtype=mine.dtype)
+    every = torch.cat(values)
+    calls: dict[str, tuple[Callable[[], object], torch.Tensor | None, list[torch.Tensor]]] = {
+        "allgather": (lambda: own.allgather([outputs], [mine], _GATHER), every, outputs),
+        "all_gather_single": (lambda: own.all_gather_single(whole, mine, _GATHER), every, [whole]),
+        "reduce_scatter": (lambda: own.reduce_scatter([part], [many], _SCATTER), total, [part]),
+        "gather": (
+            lambda: own.gather([outputs] if rank == 0 else [], [mine], c10d.GatherOptions()),
+            every if rank == 0 else None,
+            outputs,
+        ),
+        "scatter": (
+            lambda: own.scatter([part], [many] if rank == 0 else [], c10d.ScatterOptions()),
+            values[0],
+            [part],
+        ),
+        "alltoall": (lambda: own.alltoall(outputs, many, c10d.AllToAllOptions()), every, outputs),
+        "allreduce": (lambda: own.allreduce([summed], c10d.AllreduceOptions()), total, [summed]),
+        "reduce": (
+            lambda: own.reduce([at_root], c10d.ReduceOptions()),
+            total if rank == 0 else None,
+            [at_root],
+        ),
+        "broadcast": (lambda: own.broadcast([sent], c10d.BroadcastOptions()), values[0], [sent]),
+    }
+    # What the other side of a message would give or take does not matter: these are refused.
+    if given(rank).is_conj() or given(rank).is_neg():
+        calls["send"] = (lambda: own.send([mine], peer, 0), None, [])
+    if into(rank).is_conj() or into(rank).is_neg():
+        calls["recv"] = (lambda: own.recv([part], peer, 0), None, [])
+        calls["recv_anysource"] = (lambda: own.recv_anysource([part], 0), None, [])
+    if mine.numel() > 1:
+        rows = torch.cat(many * size)[: size * len(mine)]
+        rows = rows.conj().resolve_conj().conj() if given(rank).is_conj() else rows
+        calls["all_to_all_single"] = (
+            lambda: own.all_to_all_single(whole, rows, [], [], c10d.AllToAllOptions()),
+            every,
+            [whole],
+        )
+    return calls
+
+
 def _rows(rng: random.Random, rank: int, size: int) -> Case:
     """all_to_all_single with as many rows for each."""
     rows = size * rng.randrange(3)
@@ -349,8 +550,8 @@ def _places(tensor: torch.Tensor) -> list[int]:
     return list(map(int, (np.array(tensor.stride(), dtype=int).reshape(-1, 1) * indices).sum(0)))
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(tensor.shape).copy_(tensor)
+def _plain(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=dtype).copy_(tensor)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

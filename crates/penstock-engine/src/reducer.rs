@@ -33,7 +33,7 @@ pub struct Gradient {
     pub elements: u64,
     /// Element type.
     pub dtype: DType,
-    /// The order in which its elements lie in memory: any number that identifies it, the same on all ranks.
+    /// Its shape, and where its elements lie in memory: any number that identifies both, the same on all ranks.
     pub order: u64,
 }
 
@@ -420,7 +420,7 @@ impl Reducer {
             drop(state);
             return self.fail(&Failure::fatal(
                 FailureKind::Mismatch,
-                "the ranks have different gradients, in another order or in another memory format: build the same model on every \
+                "the ranks have different gradients, in another order, shape or memory format: build the same model on every \
                  rank.",
             ));
         };

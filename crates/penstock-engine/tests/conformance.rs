@@ -1,6 +1,6 @@
 //! One suite for all media: every collective, over real sockets, between engines in one process.
 
-use penstock_engine::fingerprint::{Fingerprint, Name, Order};
+use penstock_engine::fingerprint::{Fingerprint, Layout, Name};
 use penstock_engine::plan::{Collective, Splits};
 use penstock_engine::{ANY_SOURCE, Call, Config, Contact, Engine, Group, GroupSpec, Held, Ticket};
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
@@ -771,33 +771,35 @@ fn directions_are_apart() {
     });
 }
 
-/// Tensors in different memory order do not meet: both ranks learn in words how they differ.
+/// Tensors of different memory layouts do not meet: both ranks learn in words how they differ.
 #[test]
-fn memory_orders_are_compared() {
+fn memory_layouts_are_compared() {
     for medium in MEDIA {
         let world = world(2, medium);
-        let permuted = Order::of(&[0, 2, 3, 1]).expect("channels-last");
-        for orders in [[permuted; 2], [Order::default(), permuted]] {
+        let [permuted, wider] =
+            [[1, 2, 3, 4], [1, 2, 2, 6]].map(|sizes| Layout::of(&sizes, &[0, 2, 3, 1]).expect("channels-last"));
+        for layouts in [[permuted; 2], [Layout::default(), permuted], [permuted, wider]] {
             let mut tensors = [filled(0, 24), filled(1, 24)];
             let tickets: Vec<Ticket> = (0..2)
                 .map(|rank| {
                     let mut call = call(Collective::AllReduce, Name::AllReduce, 96, &[], &mut tensors[rank]);
-                    call.fingerprint = call.fingerprint.with_order(orders[rank]);
+                    call.fingerprint = call.fingerprint.with_layout(layouts[rank]);
                     // SAFETY: the buffers outlive the waits below.
                     unsafe { world.groups[rank].start(call) }
                 })
                 .collect();
             for ticket in tickets {
                 match wait(&ticket) {
-                    Ok(()) => assert_eq!(orders[0], orders[1], "{medium:?}"),
+                    Ok(()) => assert_eq!(layouts[0], layouts[1], "{medium:?}"),
                     Err(failure) => {
-                        assert_ne!(orders[0], orders[1], "{medium:?}: {failure}");
+                        assert_ne!(layouts[0], layouts[1], "{medium:?}: {failure}");
                         assert_eq!(failure.kind, FailureKind::Mismatch, "{failure}");
-                        for part in
-                            ["different memory order", "row-major on rank 0", "dimensions (0, 2, 3, 1) on rank 1"]
-                        {
-                            assert!(failure.message.contains(part), "{medium:?}: {failure}");
-                        }
+                        let how = if layouts[1] == wider {
+                            "different memory order: with dimensions (0, 2, 3, 1) on both, but of different sizes"
+                        } else {
+                            "different memory order: row-major on rank 0 but dimensions (0, 2, 3, 1) on rank 1"
+                        };
+                        assert!(failure.message.contains(how), "{medium:?}: {failure}");
                     }
                 }
             }

@@ -1,7 +1,7 @@
 //! `Engine`, `Group` and `Ticket`, as Python sees them.
 
 use crate::{callbacks, error, setup_error};
-use penstock_engine::fingerprint::{Fingerprint, Name, Order};
+use penstock_engine::fingerprint::{Fingerprint, Layout, Name, Order};
 use penstock_engine::plan::{Algorithm, Collective, Splits, UnknownAlgorithm};
 use penstock_engine::{ANY_SOURCE, Call, Config, Contact, GroupSpec, Ptracer};
 use penstock_types::{DType, Generation, GroupId, Priority, ReduceOp};
@@ -212,11 +212,11 @@ pub(crate) struct Group(pub(crate) penstock_engine::Group);
 #[pymethods]
 impl Group {
     /// Starts an operation on `bytes` bytes (as the plan counts them) of `elements` elements. `input` and `output` are
-    /// addresses. `keep` is the object that keeps them valid, and is held until the operation has ended. `order` is the memory
-    /// order of the tensor, as `memory_order` returns it; ranks compare it.
+    /// addresses. `keep` is the object that keeps them valid, and is held until the operation has ended. `layout` is the memory
+    /// layout of the tensor, as `memory_layout` returns it; ranks compare it.
     #[pyo3(signature = (
         collective, *, dtype, elements, bytes, input, output, op=None, factor=1.0, rank=0, tag=0, input_splits=None,
-        output_splits=None, order=0, priority=0, hold=false, timeout_s, keep=None
+        output_splits=None, layout=0, priority=0, hold=false, timeout_s, keep=None
     ))]
     #[allow(clippy::too_many_arguments)]
     fn start(
@@ -233,7 +233,7 @@ impl Group {
         tag: u32,
         input_splits: Option<Vec<u64>>,
         output_splits: Option<Vec<u64>>,
-        order: u16,
+        layout: u64,
         priority: i32,
         hold: bool,
         timeout_s: f64,
@@ -252,7 +252,7 @@ impl Group {
         };
         let call = Call {
             collective,
-            fingerprint: Fingerprint::new(name, op, dtype, root, elements).with_order(Order(order)),
+            fingerprint: Fingerprint::new(name, op, dtype, root, elements).with_layout(Layout::from_number(layout)),
             dtype,
             op: op.unwrap_or(ReduceOp::Sum),
             bytes,
@@ -350,15 +350,16 @@ impl Ticket {
     }
 }
 
-/// The number of a memory order, for `Group.start`: the dimensions of a dense tensor as they lie in memory, outermost
-/// first. `(0, 2, 3, 1)` is torch's channels-last. Row-major order is 0, whatever the number of dimensions.
+/// The number of a memory layout, for `Group.start`: the sizes of a dense tensor's dimensions, and the dimensions as they lie
+/// in memory, outermost first; `(0, 2, 3, 1)` is torch's channels-last. Row-major layouts are 0, whatever their dimensions.
+/// Dimensions of size 1, and those that follow each other in memory as in the shape, must have been joined.
 ///
 /// Raises ValueError for what is not a permutation, or not row-major and of more than 8 dimensions.
 #[pyfunction]
-pub(crate) fn memory_order(dimensions: Vec<usize>) -> PyResult<u16> {
-    Order::of(&dimensions).map(|order| order.0).ok_or_else(|| {
+pub(crate) fn memory_layout(sizes: Vec<u64>, dimensions: Vec<usize>) -> PyResult<u64> {
+    Layout::of(&sizes, &dimensions).map(Layout::number).ok_or_else(|| {
         PyValueError::new_err(format!(
-            "{dimensions:?} is not a permutation of at most {} dimensions",
+            "{dimensions:?} is not a permutation of the dimensions of {sizes:?}, of which there are at most {}",
             Order::MAX_DIMENSIONS
         ))
     })

@@ -22,7 +22,7 @@ mod _core {
     use super::daemon::{Daemon, check_daemon_option, daemon_options, parse_address};
 
     #[pymodule_export]
-    use super::engine::{Engine, Group, Ticket, is_reduced, memory_order};
+    use super::engine::{Engine, Group, Ticket, is_reduced, memory_layout};
 
     #[pymodule_export]
     use super::aggregated::{UdpSockets, aggregate, aggregated_stats};

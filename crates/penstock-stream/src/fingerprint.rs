@@ -1,4 +1,4 @@
-//! A fingerprint: what a rank believes an operation to be, in 80 bits.
+//! A fingerprint: what a rank believes an operation to be, in 112 bits.
 //!
 //! Every data frame, grant and probe carries the sender's fingerprint. A rank that issues another operation, dtype, length,
 //! root or reduction is found at the first frame. The fields are packed, not hashed, so the rank that finds the mismatch can
@@ -8,8 +8,8 @@
 //!   63      60 59       56 55      50 49          36 35                    0
 //!   | kind (4) | reduce (4)| dtype (6)| root (14)   | elements (36)        |
 //! ```
-//! The other 16 bits are the memory order of the tensor ([`Order`]). An element-wise operation takes tensors whose
-//! elements do not lie in row-major order, but then they must lie in the same order on every rank.
+//! The other 48 bits are the memory layout of the tensor ([`Layout`]). An element-wise operation takes tensors whose
+//! elements do not lie in row-major order, but then every element must lie at the same place on every rank.
 
 use penstock_types::{DType, ReduceOp};
 
@@ -18,8 +18,52 @@ use penstock_types::{DType, ReduceOp};
 pub struct Fingerprint {
     /// Operation, reduction, dtype, root and elements, packed.
     pub what: u64,
-    /// In which order the elements lie in memory.
+    /// Which element lies where in memory.
+    pub layout: Layout,
+}
+
+/// Which element of a dense tensor lies where in memory. The default is row-major.
+///
+/// The order alone does not say it: the transposes of a 2 x 6 and of a 3 x 4 matrix have the same order, and their fifth
+/// elements lie at different places.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Layout {
+    /// In which order the dimensions lie in memory.
     pub order: Order,
+    /// A checksum of the sizes of the dimensions; 0 for row-major tensors. Two layouts of the same order and of different
+    /// sizes share it in one of 2^32 cases.
+    pub sizes: u32,
+}
+
+impl Layout {
+    /// The layout of a dense tensor: the sizes of its dimensions, and the order of the dimensions in memory, as
+    /// [`Order::of`] takes it. Dimensions of size 1, and dimensions that follow each other in memory as they do in the
+    /// shape, must have been joined: then equal layouts have equal arguments. `None` where there is no such order, or not
+    /// one size a dimension.
+    #[must_use]
+    pub fn of(sizes: &[u64], permutation: &[usize]) -> Option<Layout> {
+        if sizes.len() != permutation.len() {
+            return None;
+        }
+        let order = Order::of(permutation)?;
+        if order == Order::default() {
+            return Some(Layout::default());
+        }
+        let sizes = sizes.iter().fold(0, |sum, size| crc32c::crc32c_append(sum, &size.to_le_bytes()));
+        Some(Layout { order, sizes })
+    }
+
+    /// The layout as one number.
+    #[must_use]
+    pub fn number(self) -> u64 {
+        u64::from(self.sizes) << 16 | u64::from(self.order.0)
+    }
+
+    /// The inverse of [`Layout::number`], of whose bits it reads the lowest 48.
+    #[must_use]
+    pub fn from_number(number: u64) -> Layout {
+        Layout { order: Order(number as u16), sizes: (number >> 16) as u32 }
+    }
 }
 
 /// In which order the elements of a dense tensor lie in memory: a permutation of its dimensions, outermost first.
@@ -105,22 +149,25 @@ impl Fingerprint {
             | (dtype as u64 & 0x3f) << 50
             | root << 36
             | elements & ELEMENTS_MASK;
-        Fingerprint { what, order: Order::default() }
+        Fingerprint { what, layout: Layout::default() }
     }
 
-    /// The same operation on tensors of this memory order.
+    /// The same operation on tensors of this layout.
     #[must_use]
-    pub fn with_order(self, order: Order) -> Fingerprint {
-        Fingerprint { order, ..self }
+    pub fn with_layout(self, layout: Layout) -> Fingerprint {
+        Fingerprint { layout, ..self }
     }
 
     /// Fingerprint of an all-to-all for one pair of ranks: `up` elements go from the lower rank to the higher one, `down`
-    /// elements come back. A pair must agree on these two numbers only. Every frame between the two carries both, and each
-    /// rank hears from every other before it ends, so both find a difference. Of `down`, 30 bits are kept.
+    /// elements come back. A pair must agree on these two numbers, and on the layout of a row if anything passes. Every frame between
+    /// the two carries all of them, and each rank hears from every other before it ends, so both find a difference. Of `down`,
+    /// 30 bits are kept, in the place of the root and of the order of the dimensions.
     #[must_use]
     pub fn of_pair(self, up: u64, down: u64) -> Fingerprint {
         let what = self.what & !(ROOT_MASK << 36 | ELEMENTS_MASK) | (down & ROOT_MASK) << 36 | up & ELEMENTS_MASK;
-        Fingerprint { what, order: Order((down >> ROOT_BITS) as u16) }
+        let rows = if up == 0 && down == 0 { Layout::default() } else { self.layout };
+        let sizes = if rows == Layout::default() { 0 } else { crc32c::crc32c(&rows.number().to_le_bytes()) };
+        Fingerprint { what, layout: Layout { order: Order((down >> ROOT_BITS) as u16), sizes } }
     }
 
     /// How two ranks disagree on what passes between them, as a sentence: `ours` and `theirs` come from
@@ -139,8 +186,15 @@ impl Fingerprint {
         }
         let up = |fingerprint: Fingerprint| fingerprint.what & ELEMENTS_MASK;
         let down = |fingerprint: Fingerprint| {
-            fingerprint.what >> ELEMENTS_BITS & ROOT_MASK | u64::from(fingerprint.order.0) << ROOT_BITS
+            fingerprint.what >> ELEMENTS_BITS & ROOT_MASK | u64::from(fingerprint.layout.order.0) << ROOT_BITS
         };
+        if up(ours) == up(theirs) && down(ours) == down(theirs) {
+            return Some(
+                "the rows of the ranks' tensors lie differently in memory. Every rank must give tensors of the same memory \
+                 format (torch's contiguous() makes a tensor row-major)."
+                    .into(),
+            );
+        }
         let (lower, higher) = if we_are_lower { ((we, ours), (they, theirs)) } else { ((they, theirs), (we, ours)) };
         let told: Vec<String> = [(lower, higher, &up as &dyn Fn(Fingerprint) -> u64), (higher, lower, &down)]
             .into_iter()
@@ -158,25 +212,29 @@ impl Fingerprint {
     /// The whole fingerprint as one number, to be cut into header fields.
     #[must_use]
     pub fn bits(self) -> u128 {
-        u128::from(self.order.0) << 64 | u128::from(self.what)
+        u128::from(self.layout.number()) << 64 | u128::from(self.what)
     }
 
     /// The inverse of [`Fingerprint::bits`].
     #[must_use]
     pub fn from_bits(bits: u128) -> Fingerprint {
-        Fingerprint { what: bits as u64, order: Order((bits >> 64) as u16) }
+        Fingerprint { what: bits as u64, layout: Layout::from_number((bits >> 64) as u64) }
     }
 
     /// How an operation that is `ours` on one rank and `theirs` on another differs, as the middle of a sentence.
     #[must_use]
     pub fn difference(ours: Fingerprint, our_rank: &str, theirs: Fingerprint, their_rank: &str) -> String {
         if ours.what == theirs.what {
+            let [order, other] = [ours, theirs].map(|fingerprint| fingerprint.layout.order);
+            let how = if order == other {
+                format!("with {} on both, but of different sizes on {our_rank} and on {their_rank}", order.describe())
+            } else {
+                format!("{} on {our_rank} but {} on {their_rank}", order.describe(), other.describe())
+            };
             return format!(
-                "{} of tensors in different memory order: {} on {our_rank} but {} on {their_rank}. Every rank must give \
-                 tensors of the same memory format (torch's contiguous() makes a tensor row-major).",
+                "{} of tensors in different memory order: {how}. Every rank must give tensors of the same memory format \
+                 (torch's contiguous() makes a tensor row-major).",
                 ours.describe(),
-                ours.order.describe(),
-                theirs.order.describe()
             );
         }
         format!(
@@ -257,6 +315,29 @@ const ELEMENTS_MASK: u64 = (1 << ELEMENTS_BITS) - 1;
 mod tests {
     use super::*;
 
+    /// Layouts of the same order and of other sizes differ, and so do those of other orders; row-major ones are equal.
+    #[test]
+    fn layouts_differ_by_order_and_sizes() {
+        let mut seen = std::collections::HashSet::new();
+        for numel in [12, 30, 1 << 12, 6_469_693_230] {
+            seen.clear();
+            for first in (2..=numel / 2).filter(|size| numel % size == 0).take(600) {
+                let layout = Layout::of(&[first, numel / first], &[1, 0]).expect("a transposed matrix");
+                assert!(seen.insert(layout), "{first} of {numel}");
+                assert_eq!(Layout::from_number(layout.number()), layout);
+                assert_eq!(Layout::of(&[first, numel / first], &[0, 1]), Some(Layout::default()));
+            }
+        }
+        assert!(seen.insert(Layout::of(&[2, 3, numel_over(6)], &[0, 2, 1]).expect("channels-last")));
+        assert!(seen.insert(Layout::of(&[2, 3, numel_over(6)], &[2, 1, 0]).expect("reversed")));
+        assert_eq!(Layout::of(&[2, 3], &[0]), None);
+        assert_eq!(Layout::of(&[2, 3], &[1, 1]), None);
+    }
+
+    fn numel_over(divisor: u64) -> u64 {
+        6_469_693_230 / divisor
+    }
+
     /// What differs between ranks differs in the fingerprint, and both can be told in words.
     #[test]
     fn differences_show() {
@@ -271,13 +352,19 @@ mod tests {
         for other in others {
             assert_ne!(base, other);
         }
-        let permuted = base.with_order(Order::of(&[0, 2, 3, 1]).expect("channels-last"));
+        let permuted = base.with_layout(Layout::of(&[4, 4, 8, 8], &[0, 2, 3, 1]).expect("channels-last"));
         assert!(permuted != base && Fingerprint::from_bits(permuted.bits()) == permuted);
         assert_eq!(
             Fingerprint::difference(base, "rank 0", permuted, "rank 1"),
             "all_reduce(sum, 1024 x float32) of tensors in different memory order: row-major on rank 0 but dimensions (0, \
              2, 3, 1) on rank 1. Every rank must give tensors of the same memory format (torch's contiguous() makes a \
              tensor row-major)."
+        );
+        let wider = base.with_layout(Layout::of(&[2, 8, 8, 8], &[0, 2, 3, 1]).expect("channels-last"));
+        let text = Fingerprint::difference(permuted, "rank 0", wider, "rank 1");
+        assert!(
+            text.contains("with dimensions (0, 2, 3, 1) on both, but of different sizes on rank 0 and on rank 1"),
+            "{text}"
         );
         let text = Fingerprint::difference(base, "rank 0", others[2], "rank 1");
         assert!(text.starts_with("all_reduce(sum, 1024 x float32) on rank 0 but all_reduce(sum, 1025 x"), "{text}");
@@ -303,6 +390,14 @@ mod tests {
                 let back = format!("b sends {other_down} elements to a, which expects {down}");
                 assert_eq!(text.contains(&back), down != other_down, "{text}");
             }
+        }
+        // Rows that lie differently are found where anything passes.
+        let rows = base.with_layout(Layout::of(&[2, 6], &[1, 0]).expect("transposed rows"));
+        assert_eq!(base.of_pair(0, 0), rows.of_pair(0, 0));
+        for (ours, theirs) in [(base, rows), (rows, base.with_layout(Layout::of(&[3, 4], &[1, 0]).expect("others")))] {
+            let (ours, theirs) = (ours.of_pair(0, 1), theirs.of_pair(0, 1));
+            let text = Fingerprint::difference_of_pair(ours, theirs, "a", "b", true).expect("a difference");
+            assert!(text.contains("lie differently in memory"), "{text}");
         }
         let other = Fingerprint::new(Name::AllToAll, None, DType::F64, None, 0).of_pair(0, 0);
         assert_eq!(Fingerprint::difference_of_pair(base.of_pair(0, 0), other, "a", "b", true), None);

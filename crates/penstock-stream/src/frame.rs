@@ -10,8 +10,8 @@
 //!   64   |    fingerprint  |        credit        |header|payload |    serial    |
 //!        |                 |                      |  sum |   sum  |              |
 //!        +---+---+----+----+-----+----------------+------+--------+--------------+ 96
-//!  96    |cl.|dir|order | coflow |  sent_at    |
-//!        +---+---+------+--------+-------------+ 108
+//!  96    |cl.|dir|order | coflow |   sent_at    |sizes |
+//!        +---+---+------+--------+--------------+------+ 112
 //! ```
 //! All numbers are little-endian. `length` bytes of payload follow.
 //!
@@ -19,16 +19,16 @@
 //! direction and tag 0; class 1 is point-to-point messages, in direction 0 from the lower to the higher of two ranks, in
 //! direction 1 back. Other classes are refused.
 //!
-//! `order` belongs to the fingerprint: the memory order of the tensor ([`crate::fingerprint::Order`]). `coflow` names
-//! the messages that are of use only together, such as those of one backward pass. It is carried, and nothing reads it
-//! yet.
+//! `order` and `sizes` belong to the fingerprint: the memory layout of the tensor ([`crate::fingerprint::Layout`]).
+//! `coflow` names the messages that are of use only together, such as those of one backward pass. It is carried, and
+//! nothing reads it yet.
 //!
 //! `sent_at` is the sender's clock in microseconds, modulo 2^32: its changes tell how long frames wait on their way.
 //!
 //! `ack` and `credit` belong to the stream and to the pair of nodes, not to the frame they ride on: every frame in one
 //! direction tells how many frames of the other direction have been taken.
 
-use crate::fingerprint::{Fingerprint, Order};
+use crate::fingerprint::{Fingerprint, Layout, Order};
 use penstock_types::{Generation, GroupId, OpSeq, Priority};
 
 /// Operations that are counted together: the `op`-th of a channel on one rank meets the `op`-th on the other.
@@ -224,7 +224,7 @@ pub struct Header {
 
 impl Header {
     /// Bytes of an encoded header.
-    pub const BYTES: usize = 108;
+    pub const BYTES: usize = 112;
 
     /// A header of `kind` for `key`, all else zero.
     #[must_use]
@@ -274,9 +274,10 @@ impl Header {
         out[88..96].copy_from_slice(&self.serial.to_le_bytes());
         out[96] = class;
         out[97] = direction;
-        out[98..100].copy_from_slice(&self.fingerprint.order.0.to_le_bytes());
+        out[98..100].copy_from_slice(&self.fingerprint.layout.order.0.to_le_bytes());
         out[100..104].copy_from_slice(&self.coflow.to_le_bytes());
         out[104..108].copy_from_slice(&self.sent_at.to_le_bytes());
+        out[108..112].copy_from_slice(&self.fingerprint.layout.sizes.to_le_bytes());
         let sum = crc32c::crc32c(&out);
         out[80..84].copy_from_slice(&sum.to_le_bytes());
         out
@@ -314,7 +315,10 @@ impl Header {
             total: u64_at(48),
             length: u32_at(56),
             ack: u32_at(60),
-            fingerprint: Fingerprint { what: u64_at(64), order: Order(u16_at(98)) },
+            fingerprint: Fingerprint {
+                what: u64_at(64),
+                layout: Layout { order: Order(u16_at(98)), sizes: u32_at(108) },
+            },
             coflow: u32_at(100),
             sent_at: u32_at(104),
             credit: u64_at(72),
@@ -374,7 +378,7 @@ impl Reference {
 /// themselves; the rank that left answers no probes any more.
 ///
 /// ```text
-///   collectives (8) | place (8), what (8), order (2) of an operation | of the next one | ...
+///   collectives (8) | place (8), what (8), order (2), sizes (4) of an operation | of the next one | ...
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Farewell {
@@ -388,7 +392,7 @@ impl Farewell {
     /// Few enough to send to every rank at the end of every group. A rank that still waits for one that has left is seldom far
     /// behind, since most collectives end with frames from all ranks.
     pub const MOST: usize = 100;
-    const RECORD_BYTES: usize = 18;
+    const RECORD_BYTES: usize = 22;
     /// The longest payload of a `Left` frame.
     pub(crate) const MAX_BYTES: u32 = (8 + Farewell::MOST * Farewell::RECORD_BYTES) as u32;
 
@@ -398,7 +402,8 @@ impl Farewell {
         for (op, fingerprint) in &self.last {
             out.extend(op.0.to_le_bytes());
             out.extend(fingerprint.what.to_le_bytes());
-            out.extend(fingerprint.order.0.to_le_bytes());
+            out.extend(fingerprint.layout.order.0.to_le_bytes());
+            out.extend(fingerprint.layout.sizes.to_le_bytes());
         }
         out
     }
@@ -411,8 +416,9 @@ impl Farewell {
         }
         let u64_of = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("8 bytes"));
         let last = records.chunks_exact(Farewell::RECORD_BYTES).map(|record| {
-            let order = Order(u16::from_le_bytes([record[16], record[17]]));
-            (OpSeq(u64_of(&record[..8])), Fingerprint { what: u64_of(&record[8..16]), order })
+            let order = Order(u16::from_le_bytes(record[16..18].try_into().expect("2 bytes")));
+            let sizes = u32::from_le_bytes(record[18..22].try_into().expect("4 bytes"));
+            (OpSeq(u64_of(&record[..8])), Fingerprint { what: u64_of(&record[8..16]), layout: Layout { order, sizes } })
         });
         Ok(Farewell { collectives: u64::from_le_bytes(*collectives), last: last.collect() })
     }
@@ -488,7 +494,7 @@ impl std::error::Error for FrameError {}
 /// First bytes of every frame.
 pub const FRAME_MAGIC: [u8; 4] = *b"PSTK";
 /// Peers must have the same major version.
-pub const VERSION_MAJOR: u8 = 3;
+pub const VERSION_MAJOR: u8 = 4;
 /// Newer minors only add feature bits.
 pub const VERSION_MINOR: u8 = 0;
 /// The payload is covered by `payload_sum`.
@@ -524,7 +530,10 @@ mod tests {
             total: 1 << 34,
             length: 65536,
             ack: u32::MAX,
-            fingerprint: Fingerprint { what: 0x0123_4567_89ab_cdef, order: Order(0xfedc) },
+            fingerprint: Fingerprint {
+                what: 0x0123_4567_89ab_cdef,
+                layout: Layout { order: Order(0xfedc), sizes: 0x89ab_cdef },
+            },
             coflow: 0x7654_3210,
             sent_at: 0x89ab_cdef,
             credit: 1 << 50,

@@ -26,7 +26,7 @@ from penstock.errors import Config as ConfigError
 from penstock.runtime import groups, process
 from penstock.runtime.store import Keys, StoreError
 from penstock.torch.devices import Devices
-from penstock.torch.layout import Layout, blocks, layout, order, rows
+from penstock.torch.layout import Layout, blocks, layout, number, rows
 from penstock.torch.sparse import SparseReductions
 from penstock.torch.staging import Side, Staged, StagedTicket
 from penstock.torch.work import Expires, Ticket, Work, answer_for_wrappers
@@ -533,7 +533,7 @@ class _Collectives:
         self._monitored += 1
         rank, world = self._member.rank, self._member.world
         timeout = opts.timeout if _is_set(opts.timeout) else self._timeout
-        store = Keys(f"monitored_barrier/{self._monitored}", self._member.keys)
+        store = self._monitored_keys(self._monitored)
         # Without the store this is a barrier whose time-out names no ranks.
         with contextlib.suppress(StoreError):
             store.set(str(rank), "here")
@@ -546,8 +546,13 @@ class _Collectives:
                 if missing:
                     raise type(error)(_missed(rank, missing, timeout, wait_all, error)) from None
             raise
+        # Not yet the keys of this barrier: where it fails on another rank, that rank still looks for them. All ranks have passed
+        # the one before.
         with contextlib.suppress(StoreError):
-            store.delete_key(str(rank))
+            self._monitored_keys(self._monitored - 1).delete_key(str(rank))
+
+    def _monitored_keys(self, number: int) -> Keys:
+        return Keys(f"monitored_barrier/{number}", self._member.keys)
 
     monitoredBarrier = monitored_barrier
 
@@ -722,7 +727,7 @@ class _Collectives:
             raise _refusal(
                 f"{collective}: the tensors are on {input.device} and {output.device}; they must be on one device"
             )
-        dtype, count, number = "byte", 0, 0
+        dtype, count, lying = "byte", 0, 0
         if tensor is not None:
             count = tensor.numel()
             dtype = _DTYPES.get(tensor.dtype, "")
@@ -734,16 +739,16 @@ class _Collectives:
                 # A dtype that is only moved, as bytes.
                 dtype, count = "byte", tensor.nbytes
             if lies is not None:
-                number = order(lies)
+                lying = number(lies)
             elif not tensor.is_contiguous():
-                number = order(_dense(collective, tensor))
+                lying = number(_dense(collective, tensor))
             if tensor.is_cuda:
                 self._check_cuda()
         op, factor = _reduction(reduce, collective, tensor) if reduce is not None else (None, 1.0)
         if op is not None and tensor is not None and not _is_reduced(op, dtype):
             raise _refusal(f"{collective}: {op} is not defined on {str(tensor.dtype).removeprefix('torch.')}")
         timeout = opts.timeout if opts is not None and _is_set(opts.timeout) else self._timeout
-        size = (dtype, count if elements is None else elements, 0 if tensor is None else tensor.nbytes, number)
+        size = (dtype, count if elements is None else elements, 0 if tensor is None else tensor.nbytes, lying)
         return lambda: self._start(
             collective, size, input, output, op, factor, rank, tag, splits, timeout.total_seconds()
         )
@@ -763,7 +768,7 @@ class _Collectives:
     ) -> Ticket:
         """Start one operation; ``size`` is its dtype, elements, bytes, and the number of its layout."""
         self._issued += 1
-        dtype, elements, nbytes, number = size
+        dtype, elements, nbytes, lying = size
         staged = None
         on = input if input is not None else output
         if on is not None and on.is_cuda:
@@ -784,7 +789,7 @@ class _Collectives:
             dtype=dtype,
             elements=elements,
             bytes=nbytes,
-            order=number,
+            layout=lying,
             input=0 if input is None else input.data_ptr(),
             output=0 if output is None else output.data_ptr(),
             op=op,
@@ -911,7 +916,7 @@ def _check_memory(collective: str, tensor: torch.Tensor) -> None:
             f"{collective}: the tensor has {_looks(tensor)}, and its storage of {tensor.untyped_storage().nbytes()} bytes "
             "does not hold it; was it resized?"
         )
-    if tensor._is_view() and (tensor.is_conj() or tensor.is_neg()):
+    if tensor.is_conj() or tensor.is_neg():
         raise _refusal(
             f"{collective}: the tensor is a lazy conjugate or negative; call .resolve_conj().resolve_neg() first"
         )

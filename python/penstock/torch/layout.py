@@ -16,7 +16,7 @@ import torch
 
 from penstock import _core
 
-__all__ = ["Layout", "blocks", "layout", "order", "rows"]
+__all__ = ["Layout", "blocks", "layout", "number", "rows"]
 
 Layout = tuple[tuple[int, int], ...]
 """(size, stride) of each dimension, in elements, the first dimension first."""
@@ -50,11 +50,12 @@ def rows(tensor: torch.Tensor) -> Layout | None:
     return row
 
 
-def order(of: Layout) -> int:
-    """The number of a layout, which ranks compare: in which order its dimensions lie in memory; 0 for contiguous tensors."""
+def number(of: Layout) -> int:
+    """The number of a layout, which ranks compare: the sizes of its dimensions and their order in memory; 0 for contiguous
+    tensors."""
     if len(of) < 2:
         return 0
-    return _core.memory_order(sorted(range(len(of)), key=lambda dim: -of[dim][1]))
+    return _core.memory_layout([size for size, _ in of], sorted(range(len(of)), key=lambda dim: -of[dim][1]))
 
 
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> Layout | None:
@@ -80,5 +81,5 @@ def _joined(dims: Iterable[tuple[int, int]]) -> Layout:
     return tuple(joined)
 
 
-# The most dimensions that `_core.memory_order` takes.
+# The most dimensions that `_core.memory_layout` takes.
 _MOST_DIMENSIONS = 8

@@ -7,13 +7,14 @@ over.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 
 from penstock import _core
 from penstock.errors import Config as ConfigError
-from penstock.torch.layout import Layout, layout, order
+from penstock.torch.layout import Layout, layout
 
 __all__ = ["Slots"]
 
@@ -31,9 +32,10 @@ class Slots:
         self._slots = [_slot(one) for one in parameters]
 
     def described(self) -> list[tuple[str, int, str, int]]:
-        """The gradients for `_core.Reducer`, which compares them between ranks: name, elements, dtype, number of the layout."""
+        """The gradients for `_core.Reducer`, which compares them between ranks: name, elements, dtype, and a checksum of shape
+        and layout."""
         return [
-            (name, shape.numel(), str(dtype).removeprefix("torch."), order(lies))
+            (name, shape.numel(), str(dtype).removeprefix("torch."), _checksum(shape, lies))
             for name, (dtype, shape, _, lies, *_) in zip(self._names, self._slots, strict=True)
         ]
 
@@ -79,6 +81,10 @@ class Slots:
                 "were hooked. Change it before, on all ranks alike"
             )
         return ConfigError(f"the gradient of {self._names[index]} {what}. Nothing was sent.")
+
+
+def _checksum(shape: torch.Size, lies: Layout) -> int:
+    return zlib.crc32(repr((tuple(shape), lies)).encode())
 
 
 def _slot(

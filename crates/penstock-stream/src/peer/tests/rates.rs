@@ -170,8 +170,9 @@ fn larger_windows_of_the_other_side_starve_nobody() {
                 world.run_for(MILLISECOND);
             }
             let share = share(64 * MIB, world.now.since(begun) as f64 / 1e9, 1000.0);
-            // 0.61 where a window does not cover what acks wait for.
-            assert!(share > 0.9, "{share} of the link in operation {step} over streams of {mbit} Mbit/s");
+            // 0.61 where a window does not cover what acks wait for. With it, 0.885 to 0.98: a header of 4 bytes more or less
+            // moves single operations that far.
+            assert!(share > 0.85, "{share} of the link in operation {step} over streams of {mbit} Mbit/s");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Frames moved by hand between two machines: loss, repeats, races, references, failed groups.
 
-use crate::fingerprint::Order;
 use crate::frame::{Direction, FrameError, Header, Kind, MAX_REPORT_BYTES, Reference};
+use crate::fingerprint::{Layout, Order};
 use crate::peer::*;
 
 const NOW: Time = Time(1_000_000);
@@ -362,7 +362,7 @@ fn a_group_that_was_left() {
 #[test]
 fn farewells_arrive() {
     for (count, collectives) in [(0, 0), (1, 1), (3, u64::MAX), (Farewell::MOST, 1 << 40)] {
-        let fingerprint = |at: u64| Fingerprint { what: u64::MAX - at, order: Order(at as u16) };
+        let fingerprint = |at: u64| Fingerprint { what: u64::MAX - at, layout: Layout::from_number(at) };
         let told =
             Farewell { collectives, last: (0..count as u64).map(|at| (OpSeq(at << 32), fingerprint(at))).collect() };
         let [mut a, mut b] = pair(&PeerConfig::default(), 1);
@@ -671,4 +671,4 @@ fn many_messages_at_once() {
     assert!(a.is_quiet() && a.ops.is_empty() && b.ops.is_empty() && b.remembered == Remembered::default());
 }
 
-const FIVE: Fingerprint = Fingerprint { what: 5, order: Order(6) };
+const FIVE: Fingerprint = Fingerprint { what: 5, layout: Layout { order: Order(6), sizes: 7 } };
