@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from penstock.tools.bench import cli, figures
 from penstock.tools.bench.aggregated import cluster, times
-from penstock.tools.testbed.cluster import unavailable
+from penstock.tools.testbed.system import unavailable
 from penstock.tools.testbed.topology import Topology
 
 needs_namespaces = pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts here: {unavailable()}")

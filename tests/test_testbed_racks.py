@@ -16,9 +16,9 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner
 
-from penstock.tools.testbed import LinkSpec, Testbed, TestbedUnavailable, Topology, cli, cluster
+from penstock.tools.testbed import LinkSpec, Testbed, TestbedUnavailable, Topology, cli, system
 
-REASON = cluster.unavailable(LinkSpec(loss=0.1))
+REASON = system.unavailable(LinkSpec(loss=0.1))
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"no testbed here: {REASON}")
 
 DATAGRAMS = 100

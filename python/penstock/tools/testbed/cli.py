@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli import Group
-from penstock.tools.testbed import cluster, topology
-from penstock.tools.testbed.cluster import Bed, Loopback, Testbed, TestbedUnavailable
+from penstock.tools.testbed import kept, topology
+from penstock.tools.testbed.bed import Bed, Loopback
+from penstock.tools.testbed.cluster import Testbed
 from penstock.tools.testbed.link import FlowClass, LinkSpec
+from penstock.tools.testbed.system import TestbedUnavailable
 from penstock.tools.testbed.topology import LinkTraffic
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -88,7 +90,7 @@ def up(name: str, **options: Any) -> None:
     """Make a testbed that stays until `down`."""
     shape, link = _read_options(options)
     try:
-        cluster.state_path(name)
+        kept.state_path(name)
         with Testbed(link=link, name=name, **shape) as bed:
             bed.keep()
             _print_hosts(bed)
@@ -169,8 +171,8 @@ def run(
 def down(name: str, everything: bool) -> None:
     """End a testbed that `up` made, and every process in it."""
     try:
-        for each in sorted(cluster.read_states()) if everything else [name]:
-            cluster.take_down(each)
+        for each in sorted(kept.read_states()) if everything else [name]:
+            kept.take_down(each)
             click.echo(f"testbed '{each}' is gone")
     except (LookupError, TimeoutError, PermissionError) as error:
         _fail(str(error))
@@ -180,7 +182,7 @@ def down(name: str, everything: bool) -> None:
 @click.option("--name", default=None, help="[default: all]")
 def show(name: str | None) -> None:
     """Print the testbeds that are up: hosts, traffic, flows by class."""
-    names = [name] if name else sorted(cluster.read_states())
+    names = [name] if name else sorted(kept.read_states())
     if not names:
         click.echo("no testbed is up: `penstock testbed up` makes one")
     for each in names:
