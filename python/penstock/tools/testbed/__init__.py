@@ -5,7 +5,8 @@ own). The machine's own network is never touched, nothing gets a name in ``/run/
 everything when the processes that hold it are gone, however they went (`keeper`).
 
 - `link`: what a link is like, and the ``tc`` commands that make it so. Pure.
-- `topology`: which nodes and switches there are, and what their links are called. Pure.
+- `topology`: clusters from counts of hosts, racks and servers. Pure.
+- `wiring`: how a cluster becomes namespaces, bridges and links. Pure.
 - `bed`: processes on hosts and their end; and `Loopback`, which has the same face and no network.
 - `cluster`: namespaces, wires, counters, faults: `Testbed`.
 - `kept`: the testbeds that stay up, by name.

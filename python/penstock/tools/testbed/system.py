@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from penstock.tools.testbed.link import LinkSpec
-from penstock.tools.testbed.topology import Topology
 
 
 class TestbedUnavailable(RuntimeError):
@@ -23,18 +22,13 @@ class TestbedUnavailable(RuntimeError):
     __test__ = False  # pytest takes classes named Test... for tests
 
 
-def check_available(spec: LinkSpec, topology: Topology | None = None) -> None:
+def check_available(*, losses: bool = False, switches: int = 1) -> None:
     """Raise TestbedUnavailable when the rights or the tools for such a testbed are missing. Makes nothing."""
     if not sys.platform.startswith("linux"):
         raise TestbedUnavailable("emulated clusters need Linux: they are made of network namespaces")
     if os.geteuid() != 0:
         raise TestbedUnavailable("making network namespaces needs root: run the same command with sudo")
-    needed = ["ip", "tc"]
-    if spec.loss or (topology is not None and topology.losses):
-        needed.append("nft")
-    if topology is not None and topology.racks:
-        needed.append("bridge")
-    for tool in needed:
+    for tool in ("ip", "tc", *(["nft"] if losses else []), *(["bridge"] if switches > 1 else [])):
         find_tool(tool)
 
 
@@ -49,7 +43,7 @@ def find_tool(tool: str) -> str:
 def unavailable(spec: LinkSpec | None = None) -> str | None:
     """Why there can be no testbed here, or None when there is no known reason."""
     try:
-        check_available(spec or LinkSpec())
+        check_available(losses=spec is not None and spec.loss > 0)
     except TestbedUnavailable as error:
         return str(error)
     return None

@@ -17,11 +17,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from penstock.cluster.generate import blocks
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.program import run_program
 from penstock.tools.testbed.cluster import Testbed
 from penstock.tools.testbed.link import LinkSpec
-from penstock.tools.testbed.topology import Topology, blocks
+from penstock.tools.testbed.topology import Topology
 
 PORT = 7471
 
@@ -171,7 +172,7 @@ class _Daemons:
     def _start(self, node: str) -> None:
         verb = "server" if node.startswith("s") else "aggregator"
         command = [sys.executable, "-m", "penstock", verb, "--listen", f"{self._bed.address(node)}:{PORT}"]
-        if not self._bed.link.uses_offloads:
+        if not self._bed.topology.offloads:
             command.append("--no-offloads")
         self._processes[node] = self._bed.popen(node, command, stdout=self._said, stderr=self._said)
 
