@@ -12,7 +12,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from penstock.cluster import file, generate
+from penstock.cluster import deployment, file, generate
 from penstock.errors import Config as ConfigError
 from penstock.tools.testbed import LinkSpec, Testbed, Topology, cli, system
 from penstock.tools.testbed.wiring import Wiring
@@ -212,6 +212,28 @@ def test_a_file_becomes_hosts_and_links(tmp_path: pathlib.Path) -> None:
         bed.drop_link("trunk")
         bed.set_loss("left", 0.5)
         assert file.dump(bed.topology.cluster).count("loss: 50 %") == 1
+
+
+@needs_namespaces
+def test_the_example_of_the_page_is_a_testbed_and_carries_its_deployment(tmp_path: pathlib.Path) -> None:
+    """docs/reference/cluster-file.md and deployment.md, as they stand."""
+    pages = pathlib.Path(__file__).parent.parent / "docs" / "reference"
+    page, other = ((pages / name).read_text() for name in ("cluster-file.md", "deployment.md"))
+    (tmp_path / "cluster.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    found = deployment.parse(other.split("```yaml\n")[1].split("```")[0], "deployment.yaml", str(tmp_path))
+    with Testbed(cluster=tmp_path / "cluster.yaml") as bed:
+        assert bed.topology.nodes == ["h0", "h1", "h2", "h3", "a0", "a1", "s0"] and bed.hosts == 4
+        assert found.servers[0].address == f"{bed.address('s0')}:7471"
+        assert [each.address for each in found.servers[0].tree] == [
+            f"{bed.address(node)}:7471" for node in ("a0", "a1")
+        ]
+        done = bed.run([sys.executable, "-c", "import os; print(os.environ['MASTER_ADDR'])"], ranks=4)
+        assert done.outputs == ["10.77.0.1\n"] * 4
+    with pytest.raises(ConfigError) as error:
+        file.parse(
+            (tmp_path / "cluster.yaml").read_text().replace("flow_cap: 200 Mbit/s", "rate: 1 Gbps"), "cluster.yaml"
+        )
+    assert str(error.value) in " ".join(page.split())
 
 
 @needs_namespaces
