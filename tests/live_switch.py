@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import bmv2
-from penstock.tools.testbed import LinkSpec, Testbed, cluster, namespace
+from penstock.tools.testbed import LinkSpec, Testbed, namespace, system
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 UDP_PORT = 7471
@@ -109,7 +109,7 @@ def live_switch(
 
 def unavailable(program: bool) -> str | None:
     """Why there can be no such switch here: the twin's, or with `program` that of the compiled one."""
-    return cluster.unavailable() or (bmv2.missing((*bmv2.TOOLS, "simple_switch_grpc")) if program else None)
+    return system.unavailable() or (bmv2.missing((*bmv2.TOOLS, "simple_switch_grpc")) if program else None)
 
 
 def _ip(bed: Testbed) -> str:
@@ -120,7 +120,7 @@ def _finish_checksums(interface: str) -> None:
     with socket.socket() as handle:
         value = ctypes.create_string_buffer(struct.pack("=II", ETHTOOL_STXCSUM, 0))
         request = struct.pack("@16sP16x", interface.encode(), ctypes.addressof(value))
-        fcntl.ioctl(handle, cluster.SIOCETHTOOL, request)
+        fcntl.ioctl(handle, system.SIOCETHTOOL, request)
 
 
 def _await_socket(path: pathlib.Path, process: subprocess.Popen[str]) -> None:

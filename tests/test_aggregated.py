@@ -956,13 +956,13 @@ def test_deployments_say_what_they_say() -> None:
 @pytest.mark.parametrize(
     ("change", "line", "words"),
     [
-        (("version: 1", "version: 2"), 2, "version: must be 1, not '2'"),
+        (("version: 1", "version: 2"), 2, "'cluster' is missing: the path of the cluster file"),
         (("version: 1\n", ""), 2, "'version' is missing"),
         (("aggregated:", "aggregate:"), 3, "there is no key 'aggregate' here"),
         (
             ("  servers:", "  formats: int32\n  servers:"),
             4,
-            "there is no key 'formats' here; it takes the keys servers, format",
+            "there is no key 'formats' here; did you mean 'format'? It takes the keys servers, format",
         ),
         (("  servers:", "  format: int8\n  servers:"), 4, "format: must be one of int32, int16, float32, not 'int8'"),
         (("  servers:", "  window: 100\n  servers:"), 4, "window: must be a power of two from 2 to 65536, not '100'"),
@@ -1004,7 +1004,7 @@ def test_bad_deployments(change: tuple[str, str], line: int | None, words: str) 
     with pytest.raises(ConfigError) as error:
         deployment.parse(GOOD.replace(*change, 1), "deployment.yaml")
     assert words in str(error.value)
-    assert str(error.value).startswith("deployment.yaml" + (f":{line}: " if line else ":"))
+    assert str(error.value).startswith("deployment.yaml" + (f":{line}:" if line else ":"))
 
 
 SWITCH = """
@@ -1061,7 +1061,7 @@ def test_bad_deployments_with_a_switch(change: tuple[str, str], line: int, words
     with pytest.raises(ConfigError) as error:
         deployment.parse(SWITCH.replace(*change, 1), "deployment.yaml")
     assert words in str(error.value)
-    assert str(error.value).startswith(f"deployment.yaml:{line}: "), str(error.value)
+    assert str(error.value).startswith(f"deployment.yaml:{line}:"), str(error.value)
 
 
 def test_deployments_that_do_not_fit_the_job(tmp_path: pathlib.Path) -> None:

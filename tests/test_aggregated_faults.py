@@ -20,7 +20,7 @@ from click.testing import CliRunner
 import ranks
 from penstock.tools.bench import cli
 from penstock.tools.bench.aggregated import faults, quantised, training, training_rank
-from penstock.tools.testbed.cluster import unavailable
+from penstock.tools.testbed.system import unavailable
 
 needs_namespaces = pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts here: {unavailable()}")
 

@@ -41,9 +41,9 @@ from penstock.tools.bench.session import (
     unavailable,
 )
 from penstock.tools.bench.task import Task, WrongResult
-from penstock.tools.testbed.cluster import Loopback
-from penstock.tools.testbed.cluster import unavailable as testbed_unavailable
+from penstock.tools.testbed.bed import Loopback
 from penstock.tools.testbed.link import LinkSpec
+from penstock.tools.testbed.system import unavailable as testbed_unavailable
 from penstock.tune import Setting, Tuner
 from ranks import run as run_ranks
 

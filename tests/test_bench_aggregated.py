@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from penstock.tools.bench import cli, figures
 from penstock.tools.bench.aggregated import cluster, times
-from penstock.tools.testbed.cluster import unavailable
+from penstock.tools.testbed.system import unavailable
 from penstock.tools.testbed.topology import Topology
 
 needs_namespaces = pytest.mark.skipif(unavailable() is not None, reason=f"no emulated hosts here: {unavailable()}")
@@ -49,16 +49,16 @@ def test_a_storm_is_counted_and_leaves_the_job_its_sums() -> None:
 def test_plans_name_who_aggregates_where() -> None:
     shape = cluster.topology(4, 100, 0)
     racks = [
-        {"aggregator": "10.77.1.1:7471", "workers": [0, 1]},
-        {"aggregator": "10.77.1.2:7471", "workers": [2, 3]},
+        {"aggregator": "a0", "workers": [0, 1]},
+        {"aggregator": "a1", "workers": [2, 3]},
     ]
     [server] = cluster.deployment(shape, "int16", 64, 4)["aggregated"]["servers"]
-    assert server["tree"] == [{"aggregator": "10.77.1.3:7471", "children": racks}]
+    assert server["tree"] == [{"aggregator": "a2", "children": racks}]
     assert cluster.deployment(shape, "int16", 64, 4)["aggregated"]["format"] == "int16"
     direct = cluster.deployment(shape, "int32", 64, 4, direct=True)["aggregated"]
     assert direct["format"] == "int32" and "tree" not in direct["servers"][0]
     [server] = cluster.deployment(cluster.topology(3, 100, 0), "int32", 64, 3)["aggregated"]["servers"]
-    assert server["tree"] == [{"aggregator": "10.77.1.1:7471", "workers": [0, 1, 2]}]
+    assert server["tree"] == [{"aggregator": "a0", "workers": [0, 1, 2]}]
 
 
 def test_the_slowest_rank_decides_and_the_first_turn_does_not_count() -> None:

@@ -202,13 +202,17 @@ RUN_BY = {
         "penstock testbed show",
         "penstock testbed down --name lab",
     ],
+    "test_testbed_cluster.py::test_the_command_makes_what_it_has_written": [
+        "penstock testbed write cluster.yaml --hosts 4 --racks 2 --servers 1 --rate 100",
+        "penstock testbed up --name lab --cluster cluster.yaml",
+    ],
     "test_testbed_racks.py::test_the_command_makes_a_tree_runs_on_its_nodes_and_prints_its_links": [
         "penstock testbed up --name lab --hosts 4 --racks 2 --servers 1 --rate 1000 --uplink-rate 2000 --mtu 9000 --no-offloads",
         "penstock testbed run --name lab --on a0,a1 -- hostname",
         "penstock testbed links --name lab",
     ],
     "test_testbed_racks.py::test_the_five_commands_of_the_page": [
-        "penstock testbed up --name lab --hosts 4 --racks 2 --servers 1 --mtu 9000",
+        "penstock testbed up --name lab --cluster examples/cluster.yaml",
         "penstock testbed run --name lab --on s0 -- penstock server --listen 10.77.2.1 &",
         "penstock testbed run --name lab --on a0,a1 -- sh -c 'penstock aggregator --listen 10.77.1.$((RANK + 1))' &",
         "PENSTOCK_DEPLOYMENT=examples/aggregated.yaml PENSTOCK_LOG=info penstock testbed run --name lab -n 4 --"

@@ -9,6 +9,8 @@ import click.testing
 import pytest
 
 from penstock import _core, cli
+from penstock.cluster import file, generate
+from penstock.errors import Config as ConfigError
 from penstock.tools import simulate
 
 
@@ -154,3 +156,69 @@ def test_rates_of_the_protocol_itself() -> None:
 def test_rates_that_cannot_be(option: str, value: str, message: str) -> None:
     result = run(option, value, "--bytes", "100000", command="rates")
     assert result.exit_code == 2 and message in result.output
+
+
+# From a cluster file
+
+
+LINK = {"rate_bit_s": 10**8, "delay_ns": 50_000, "queue_bytes": 65_536}
+
+
+@pytest.mark.parametrize(
+    ("made", "shape", "workers", "delay_ms"),
+    [
+        (generate.racks(4, 2, servers=1, uplink={"delay_ns": 0}, **LINK), "racks", 4, 0.1),
+        (generate.racks(5, 2, servers=1, core_aggregator=True, uplink={"delay_ns": 0}, **LINK), None, 0, 0),
+        (generate.racks(6, 2, servers=1, core_aggregator=True, uplink={"delay_ns": 0}, **LINK), "core", 6, 0.1),
+        (generate.racks(3, 1, servers=1, uplink={"delay_ns": 0}, **LINK), "star", 3, 0.1),
+        (generate.leaf_spine(1, 1, 3, servers=1, aggregators=False, **LINK), "direct", 3, 0.1),
+    ],
+)
+def test_a_cluster_has_a_shape(made: Any, shape: str | None, workers: int, delay_ms: float) -> None:
+    """Which aggregators a worker's way passes, and what lies between two of them, decides."""
+    if shape is None:
+        with pytest.raises(ConfigError, match=r"^jobs\.train\.workers: the simulator knows workers"):
+            simulate.of_cluster(made)
+        return
+    found = simulate.of_cluster(made)
+    assert found == {
+        "workers": workers,
+        "shape": shape,
+        "rate_mbit": 100.0,
+        "queue": 65_536,
+        "delay_ms": delay_ms,
+        "loss": 0.0,
+        "edge_loss": False,
+    }
+
+
+def test_a_cluster_file_is_simulated(tmp_path: Any) -> None:
+    """What the file says is what runs; loss of workers' links is lost at workers only."""
+    made = generate.racks(4, 2, servers=1, uplink={"delay_ns": 0}, **LINK)
+    for host in range(4):
+        made = made.with_link(f"h{host}", loss=0.05)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(file.dump(made))
+    result = run("--cluster", str(path), "--blocks", "9", "--no-faults", "--patient")
+    assert result.exit_code == 0, result.output
+    for word in (
+        "workers: 4",
+        "shape: Racks",
+        "rate: 12500000",
+        "delay: 100000",
+        "queue: 65536",
+        "loss: 0.05",
+        "edge_loss: true",
+    ):
+        assert word in result.output, result.output
+    refused = run("--cluster", str(path), "--workers", "3")
+    assert refused.exit_code == 2 and "says what the network is, and so does --workers" in refused.output
+    path.write_text(file.dump(made.with_link("a0", rate_bit_s=None)))
+    refused = run("--cluster", str(path))
+    assert refused.exit_code == 2 and re.search(
+        r"cluster\.yaml:\d+:\d+: links\[\d\]\.rate: differs from that of h0", refused.output
+    )
+    path.write_text(file.dump(made.with_link("r0", rate_bit_s=10**7)))
+    assert "is below that of hosts: the simulator has no such link" in run("--cluster", str(path)).output
+    path.write_text("version: 1\nhosts: {h0: }\n")
+    assert "jobs: the simulator takes one, here are 0" in run("--cluster", str(path)).output

@@ -28,16 +28,17 @@ from penstock.tools.testbed import (
     Testbed,
     TestbedUnavailable,
     cli,
-    cluster,
     flow_class,
     keeper,
+    kept,
     launch,
     link,
     relay,
+    system,
 )
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-REASON = cluster.unavailable(LinkSpec(loss=0.1))
+REASON = system.unavailable(LinkSpec(loss=0.1))
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"no testbed here: {REASON}")
 
 
@@ -567,7 +568,7 @@ def test_a_testbed_stays_up_until_it_is_taken_down() -> None:
     name = f"test-{os.getpid()}"
     invoke("up", "--name", name, "--hosts", "3", "--rate", "100", "--flow", "50", "--delay", "2")
     try:
-        state = cluster.read_state(name)
+        state = kept.read_state(name)
         inodes = [os.stat(f"/proc/{state['keeper']}/fd/{each}").st_ino for each in state["namespaces"]]
         again = invoke("up", "--name", name, code=1)
         assert f"penstock testbed down --name {name}" in again
@@ -578,13 +579,13 @@ def test_a_testbed_stays_up_until_it_is_taken_down() -> None:
             assert attached.link == LinkSpec(rate_mbit=100, flow_mbit=50, delay_ms=2)
             process = attached.popen(1, ["sleep", "1000"])
         assert process.wait(timeout=10) == -signal.SIGKILL  # closing what was attached ends what it started
-        assert cluster.read_state(name)["keeper"] == state["keeper"]  # and nothing else
+        assert kept.read_state(name)["keeper"] == state["keeper"]  # and nothing else
         with Testbed.attach(name) as attached:
             process = attached.popen(1, ["sleep", "1000"])
             invoke("down", "--name", name)
             assert process.wait(timeout=10) == -signal.SIGKILL
     except BaseException:
-        cluster.take_down(name)
+        kept.take_down(name)
         raise
     assert holders(set(inodes)) == []
     assert f"no testbed '{name}'" in invoke("down", "--name", name, code=1)
@@ -601,11 +602,11 @@ def test_a_run_says_that_its_testbed_was_taken_down() -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
-            cluster.take_down(name)
+            kept.take_down(name)
             _, errors = process.communicate(timeout=30)
     finally:
-        if name in cluster.read_states():
-            cluster.take_down(name)
+        if name in kept.read_states():
+            kept.take_down(name)
     assert process.returncode == 1
     assert (
         errors
@@ -626,10 +627,10 @@ def test_a_testbed_whose_keeper_was_killed_is_not_up() -> None:
     """Its file is stale: `show` does not list it, and the name is free again."""
     name = f"test-{os.getpid()}"
     invoke("up", "--name", name)
-    os.kill(cluster.read_state(name)["keeper"], signal.SIGKILL)
+    os.kill(kept.read_state(name)["keeper"], signal.SIGKILL)
     invoke("up", "--name", name)
     invoke("down", "--name", name)
-    assert not cluster.state_path(name).exists()
+    assert not kept.state_path(name).exists()
 
 
 def test_a_rank_that_fails_decides_the_exit_code() -> None:
@@ -692,9 +693,9 @@ command(["run", "-n", "2", "--"] + {python(SHOW_ENVIRONMENT)!r})
 def test_a_missing_tool_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Only what the link needs is asked for: no loss, no nft. A dropped link asks for it when it is dropped."""
     for tool in ("ip", "tc"):
-        (tmp_path / tool).symlink_to(cluster.find_tool(tool))
+        (tmp_path / tool).symlink_to(system.find_tool(tool))
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(cluster, "SYSTEM_DIRECTORIES", [])
+    monkeypatch.setattr(system, "SYSTEM_DIRECTORIES", [])
     with pytest.raises(TestbedUnavailable, match=r"`nft` is missing: install nftables"):
         Testbed(link=LinkSpec(loss=0.1))
     with Testbed() as bed, pytest.raises(TestbedUnavailable, match="nft"):

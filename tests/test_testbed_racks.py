@@ -16,9 +16,10 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner
 
-from penstock.tools.testbed import LinkSpec, Testbed, TestbedUnavailable, Topology, cli, cluster
+from penstock.tools.testbed import LinkSpec, Testbed, TestbedUnavailable, Topology, cli, system
+from penstock.tools.testbed.wiring import Wiring
 
-REASON = cluster.unavailable(LinkSpec(loss=0.1))
+REASON = system.unavailable(LinkSpec(loss=0.1))
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"no testbed here: {REASON}")
 
 DATAGRAMS = 100
@@ -52,7 +53,8 @@ def test_names_switches_and_addresses_follow_from_the_counts() -> None:
     }
     assert shape.address("h0") == shape.address(0) == "10.77.0.1"
     assert (shape.address("a2"), shape.address("s1", 6)) == ("10.77.1.3", "fd77::2:2")
-    for each in (shape.address, lambda node: shape.address(node, 6), shape.mac):
+    wiring = Wiring(shape.cluster(LinkSpec()))
+    for each in (shape.address, lambda node: shape.address(node, 6), wiring.mac):
         assert len({each(node) for node in shape.nodes}) == len(shape.nodes)
     assert Topology(**shape.to_dict()) == shape
 
@@ -62,7 +64,13 @@ def test_without_racks_all_is_as_it_was() -> None:
     shape = Topology(hosts=3)
     assert (shape.nodes, shape.switches) == (["h0", "h1", "h2"], ["core"])
     assert [shape.address(host) for host in range(3)] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
-    assert (shape.address(2, 6), shape.mac(2), shape.prefix) == ("fd77::3", "02:00:00:00:00:03", 24)
+    wiring = Wiring(shape.cluster(LinkSpec()))
+    assert (shape.address(2, 6), wiring.mac(2), wiring.prefix(), wiring.prefix(6)) == (
+        "fd77::3",
+        "02:00:00:00:00:03",
+        24,
+        64,
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,7 +268,7 @@ def arrived(sender: socket.socket, receiver: socket.socket) -> int:
 def test_a_delay_with_racks_needs_netem(monkeypatch: pytest.MonkeyPatch) -> None:
     """The relay that stands in for it elsewhere knows one switch only: that is said, and nothing is left."""
     monkeypatch.setattr(Testbed, "_kernel_has_netem", lambda self: False)
-    with pytest.raises(TestbedUnavailable, match="a delay with racks needs netem"):
+    with pytest.raises(TestbedUnavailable, match="a delay with several switches needs netem"):
         Testbed(hosts=2, racks=1, link=LinkSpec(delay_ms=1))
 
 

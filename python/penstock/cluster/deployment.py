@@ -1,22 +1,31 @@
 """The deployment: the file that says which servers and aggregators reduce which ranks' tensors (docs/reference/deployment.md).
 
-Rank 0 reads it once and passes its text on to the others. An error names the line and the key.
+Version 2 names servers, aggregators and hosts of a cluster file; version 1 has their addresses instead. Rank 0 reads the files
+once and passes on a text with addresses. An error has the place in the file, and the key.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml  # type: ignore[import-untyped]
 
 from penstock import renamed
+from penstock.cluster import file, places
+from penstock.cluster.network import Aggregator as AggregatorOfCluster
+from penstock.cluster.network import Cluster
+from penstock.cluster.network import Server as ServerOfCluster
+from penstock.cluster.places import Entry
 from penstock.errors import Config as ConfigError
+
+log = logging.getLogger("penstock")
 
 __all__ = ["Aggregator", "Deployment", "Server", "chosen", "init", "load", "parse"]
 
@@ -149,8 +158,7 @@ def init(*, deployment: str | os.PathLike[str] | Mapping[str, Any] | None = None
             text = yaml.safe_dump(dict(deployment))
         except yaml.YAMLError as error:
             raise ConfigError(f"{name}: {error}; a deployment is made of dicts, lists, texts and numbers") from None
-        parse(text, name)
-        _given = (text, name)
+        _given = (_resolved(text, name, os.curdir), name)
     elif not isinstance(deployment, str | os.PathLike):
         raise ConfigError(f"penstock.init(deployment={deployment!r}): a deployment is a file's path, or a dict")
     else:
@@ -168,45 +176,69 @@ def chosen(setting: str) -> tuple[str, str] | None:
 
 
 def load(path: str, asked: str) -> str:
-    """The text of a deployment file, validated; ``asked`` says in errors where the file was named.
+    """The text of a deployment file, validated, with the addresses of all that it names in a cluster file; ``asked`` says in
+    errors where the file was named.
 
     Raises:
-        penstock.errors.Config: it cannot be read, or is no deployment.
+        penstock.errors.Config: it or its cluster file cannot be read, or is none.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"{asked}: the file cannot be read: {reason}") from error
-    parse(text, path)
+    return _resolved(places.read_text(path, asked), path, os.path.dirname(path))
+
+
+def _resolved(text: str, name: str, folder: str) -> str:
+    found, version = _parse(text, name, folder)
+    if version == 2:
+        return _with_addresses(found)
+    if name not in _warned:
+        _warned.add(name)
+        log.warning(
+            "%s: version 1 of the deployment file works until release %s: name servers and aggregators of a cluster file in "
+            "version 2 (docs/reference/deployment.md)",
+            name,
+            renamed.UNTIL,
+        )
     return text
 
 
-def parse(text: str, name: str) -> Deployment:
-    """Parse and validate the text of a deployment; ``name`` is its name in errors.
+def parse(text: str, name: str, folder: str = os.curdir) -> Deployment:
+    """Parse and validate the text of a deployment.
+
+    Args:
+        name: its name in errors.
+        folder: where the path of its cluster file begins.
 
     Raises:
-        penstock.errors.Config: it is no deployment. The message has the line, the key, and what is allowed.
+        penstock.errors.Config: it is no deployment, or its cluster file cannot be read. The message has the place in the file,
+            the key, and what is allowed.
     """
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{name}{line}: this is not YAML: {problem}") from None
-    top = _Entry(name, "the deployment", root)
-    fields = top.mapping(required=("version", "aggregated"))
-    version = fields["version"].number("1", lambda value: value == 1)
-    assert version == 1
+    return _parse(text, name, folder)[0]
+
+
+def _parse(text: str, name: str, folder: str) -> tuple[Deployment, int]:
+    top = places.compose(text, name, "the deployment")
+    fields = top.mapping(required=("version", "aggregated"), optional=("cluster", "job"))
+    version = fields["version"].number("1 or 2: it is the version of the format", lambda value: value in (1, 2))
     section = fields["aggregated"]
+    names = _Names(None, None)
+    if version == 1:
+        for key in ("cluster", "job"):
+            if key in fields:
+                raise fields[key].wrong(
+                    f"{key!r} needs `version: 2`, in which servers, aggregators and hosts have names"
+                )
+    elif "cluster" not in fields:
+        raise top.wrong(
+            "'cluster' is missing: the path of the cluster file whose names stand here (version 1 has addresses)"
+        )
+    else:
+        names = _read_names(fields, folder)
     keys = ("format", "window", "block_bytes", "min_bytes", "key", "offloads")
     entries = section.mapping(required=("servers",), optional=keys)
 
-    def given(key: str, default: Any, read: Callable[[_Entry], Any]) -> Any:
+    def given(key: str, default: Any, read: Callable[[Entry], Any]) -> Any:
         return read(entries[key]) if key in entries else default
 
-    servers = tuple(_server(entry) for entry in entries["servers"].sequence())
+    servers = tuple(_server(entry, names) for entry in entries["servers"].sequence())
     total = math.fsum(server.fraction for server in servers)
     if not math.isclose(total, 1.0, abs_tol=1e-6):
         raise entries["servers"].wrong(f"the fractions of the servers add up to {total:g}; they must add up to 1")
@@ -217,9 +249,7 @@ def parse(text: str, name: str) -> Deployment:
         format=given("format", "int32", lambda entry: entry.word(FORMATS)),
         window=given("window", 256, lambda entry: entry.number("a power of two from 2 to 65536", _is_window)),
         block_bytes=given("block_bytes", None, _block_bytes),
-        min_bytes=given(
-            "min_bytes", 65536, lambda entry: entry.number("a number of bytes, 0 or more", lambda value: value >= 0)
-        ),
+        min_bytes=given("min_bytes", 65536, lambda entry: entry.integer("a number of bytes, 0 or more", 0, 1 << 62)),
         key=given("key", "auto", lambda entry: entry.word(("auto", "none"))) == "auto",
         offloads=given("offloads", True, lambda entry: entry.flag()),
         servers=servers,
@@ -238,95 +268,117 @@ def parse(text: str, name: str) -> Deployment:
             if not fits:
                 at = entries.get(key, section)
                 raise at.wrong(f"aggregator {switch.address} is a switch, and there `{key}` must be {allowed}")
-    return made
+    return made, version
 
 
-class _Entry:
-    """A node of the YAML file, and its path for errors."""
+def _with_addresses(found: Deployment) -> str:
+    """The text of version 1, for ranks that have no cluster file."""
 
-    def __init__(self, name: str, path: str, node: Any) -> None:
-        self.name, self.path, self.node = name, path, node
+    def node(aggregator: Aggregator) -> dict[str, Any]:
+        workers = [child for child in aggregator.children if isinstance(child, int)]
+        below = [node(child) for child in aggregator.children if not isinstance(child, int)]
+        return {
+            "aggregator": aggregator.address,
+            **({"workers": workers} if workers else {}),
+            **({"children": below} if below else {}),
+            **({"switch": list(aggregator.switch)} if aggregator.switch else {}),
+        }
 
-    def wrong(self, what: str) -> ConfigError:
-        line = f":{self.node.start_mark.line + 1}" if self.node is not None else ""
-        return ConfigError(f"{self.name}{line}: {self.path}: {what}")
+    servers = [
+        {
+            "address": server.address,
+            "fraction": server.fraction,
+            **({"tree": [node(aggregator) for aggregator in server.tree]} if server.tree else {}),
+        }
+        for server in found.servers
+    ]
+    section = {
+        "format": found.format,
+        "window": found.window,
+        "block_bytes": "auto" if found.block_bytes is None else found.block_bytes,
+        "min_bytes": found.min_bytes,
+        "key": "auto" if found.key else "none",
+        "offloads": found.offloads,
+        "servers": servers,
+    }
+    return json.dumps({"version": 1, "aggregated": section})
 
-    def mapping(self, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, _Entry]:
-        allowed = f"takes the keys {', '.join((*required, *optional))}"
-        if not isinstance(self.node, yaml.MappingNode):
-            raise self.wrong(f"{allowed}, one a line, as `key: value`")
-        entries: dict[str, _Entry] = {}
-        for key, value in self.node.value:
-            word = str(key.value)
-            entry = _Entry(self.name, word if self.path == "the deployment" else f"{self.path}.{word}", value)
-            if word not in (*required, *optional):
-                raise _Entry(self.name, self.path, key).wrong(f"there is no key {word!r} here; it {allowed}")
-            if word in entries:
-                raise _Entry(self.name, self.path, key).wrong(f"{word!r} stands here twice")
-            entries[word] = entry
-        for word in required:
-            if word not in entries:
-                raise self.wrong(f"{word!r} is missing; it {allowed}")
-        return entries
 
-    def sequence(self) -> list[_Entry]:
-        if not isinstance(self.node, yaml.SequenceNode) or not self.node.value:
-            raise self.wrong("must be a list that is not empty: one `- ...` for each")
-        return [_Entry(self.name, f"{self.path}[{i}]", node) for i, node in enumerate(self.node.value)]
+@dataclass(frozen=True)
+class _Names:
+    """Finds what a deployment names: in version 2 in a cluster, in version 1 by address and rank."""
 
-    def scalar(self, allowed: str, wanted: type | tuple[type, ...]) -> Any:
-        value = yaml.SafeLoader("").construct_object(self.node) if isinstance(self.node, yaml.ScalarNode) else None
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-            raise self.wrong(f"must be {allowed}, not {_shown(self.node)}")
-        return value
+    cluster: Cluster | None
+    job: tuple[str, ...] | None
+    """The host of each rank."""
 
-    def number(self, allowed: str, test: Callable[[Any], bool]) -> Any:
-        value = self.scalar(allowed, (int, float))
-        if not test(value):
-            raise self.wrong(f"must be {allowed}, not {_shown(self.node)}")
-        return value
+    @property
+    def server_key(self) -> str:
+        return "address" if self.cluster is None else "server"
 
-    def flag(self) -> bool:
-        return bool(self.scalar("true or false", bool))
+    def server(self, entry: Entry) -> str:
+        """The address of a server."""
+        return _address(entry) if self.cluster is None else self._found(entry, "server", self.cluster.server)
 
-    def word(self, words: tuple[str, ...]) -> str:
-        allowed = f"one of {', '.join(words)}"
-        value = self.node.value if isinstance(self.node, yaml.ScalarNode) else None
-        if value not in words:
-            raise self.wrong(f"must be {allowed}, not {_shown(self.node)}")
-        return str(value)
+    def aggregator(self, entry: Entry) -> str:
+        """The address of an aggregator."""
+        return _address(entry) if self.cluster is None else self._found(entry, "aggregator", self.cluster.aggregator)
 
-    def address(self) -> str:
-        """The address in the form of the engine and the daemons, so that equal addresses are equal texts."""
-        value = str(self.node.value) if isinstance(self.node, yaml.ScalarNode) else ""
-        host, _, port = value.rpartition(":")
-        try:
-            six = host.startswith("[") and host.endswith("]")
-            ip: Any = ipaddress.IPv6Address(host[1:-1]) if six else ipaddress.IPv4Address(host)
-            if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
-                raise ValueError
-        except ValueError:
-            raise self.wrong(
-                f"must be IP:PORT, such as 10.77.2.1:7471 or [fd00::1]:7471, not {_shown(self.node)}"
-            ) from None
-        # A link-local address needs an interface, which differs from rank to rank.
-        if ip.is_unspecified or ip.is_multicast or (six and (ip.is_link_local or ip.scope_id)):
-            raise self.wrong(
-                f"not all ranks can reach one daemon at {_shown(self.node)}: give an address of its host's"
+    def workers(self, entry: Entry) -> list[int]:
+        """A rank, or all ranks of the job on a host."""
+        most = MOST_WORKERS if self.job is None else min(MOST_WORKERS, len(self.job))
+        allowed = f"a worker's number, its rank, from 0 to {most - 1}"
+        if self.cluster is None or not places.is_name(entry.shown_raw if entry.is_scalar else ""):
+            return [entry.integer(allowed, 0, most - 1)]
+        if self.job is None:
+            jobs = ", ".join(self.cluster.job)
+            cure = f"choose one with `job:` from {jobs}" if jobs else "give the cluster file a job, or write ranks"
+            raise entry.wrong(f"must be {allowed}; a host's name stands for ranks of a job: {cure}")
+        host = entry.name_of()
+        found = [rank for rank, at in enumerate(self.job[:most]) if at == host]
+        if not found:
+            raise entry.wrong(
+                f"the job has no worker on a host {host}: {places.nearest(host, dict.fromkeys(self.job))}"
             )
-        return f"[{ip}]:{int(port)}" if six else f"{ip}:{int(port)}"
+        return found
+
+    def _found(
+        self, entry: Entry, kind: str, known: Mapping[str, AggregatorOfCluster] | Mapping[str, ServerOfCluster]
+    ) -> str:
+        assert self.cluster is not None
+        name = entry.name_of()
+        if name not in known:
+            raise entry.wrong(f"the cluster has no {kind} {name}: {places.nearest(name, known)}")
+        address = self.cluster.address(known[name])
+        if address is None:
+            raise entry.wrong(
+                f"{kind} {name} has no address in the cluster file: give {known[name].at} an `address:` there"
+            )
+        return address
 
 
-def _server(entry: _Entry) -> Server:
-    fields = entry.mapping(required=("address",), optional=("fraction", "tree"))
+def _read_names(fields: dict[str, Entry], folder: str) -> _Names:
+    entry = fields["cluster"]
+    path = entry.text("the path of a cluster file")
+    cluster = file.load(os.path.join(folder, path), f"{entry.place}: cluster: {path}")
+    if "job" in fields:
+        name = fields["job"].name_of()
+        if name not in cluster.job:
+            raise fields["job"].wrong(f"the cluster has no job {name}: {places.nearest(name, cluster.job)}")
+        return _Names(cluster, cluster.job[name].workers)
+    return _Names(cluster, cluster.jobs[0].workers if len(cluster.jobs) == 1 else None)
+
+
+def _server(entry: Entry, names: _Names) -> Server:
+    fields = entry.mapping(required=(names.server_key,), optional=("fraction", "tree"))
     fraction = 1.0
     if "fraction" in fields:
         fraction = float(
             fields["fraction"].number("a number above 0, at most 1", lambda value: MIN_FRACTION <= value <= 1)
         )
     seen: set[int | str] = set()
-    tree = tuple(_aggregator(child, seen) for child in fields["tree"].sequence()) if "tree" in fields else ()
-    server = Server(fields["address"].address(), fraction, tree)
+    tree = tuple(_aggregator(child, seen, names) for child in fields["tree"].sequence()) if "tree" in fields else ()
+    server = Server(names.server(fields[names.server_key]), fraction, tree)
     if any(one.switch is not None for one in server.aggregators):
         for address in (server.address, *(one.address for one in server.aggregators)):
             if address.startswith("["):
@@ -336,42 +388,58 @@ def _server(entry: _Entry) -> Server:
     return server
 
 
-def _aggregator(entry: _Entry, seen: set[int | str]) -> Aggregator:
+def _aggregator(entry: Entry, seen: set[int | str], names: _Names) -> Aggregator:
     fields = entry.mapping(required=("aggregator",), optional=("workers", "children", "switch"))
     children: list[Child] = []
     if "workers" in fields:
         for worker in fields["workers"].sequence():
-            allowed = f"a worker's number, its rank, from 0 to {MOST_WORKERS - 1}"
-            number = worker.number(allowed, lambda value: isinstance(value, int) and 0 <= value < MOST_WORKERS)
-            if number in seen:
-                raise worker.wrong(f"worker {number} stands twice in the tree of this server")
-            seen.add(number)
-            children.append(number)
+            for number in names.workers(worker):
+                if number in seen:
+                    raise worker.wrong(f"worker {number} stands twice in the tree of this server")
+                seen.add(number)
+                children.append(number)
     if "children" in fields:
-        children += [_aggregator(child, seen) for child in fields["children"].sequence()]
+        children += [_aggregator(child, seen, names) for child in fields["children"].sequence()]
     if not children:
         raise entry.wrong("an aggregator needs `workers: [...]`, or aggregators as `children:`, or both")
     switch = None
     if "switch" in fields:
         words = fields["switch"].sequence()
-        switch = tuple(word.scalar("a word of the command that opens jobs on the switch", str) for word in words)
+        switch = tuple(word.text("a word of the command that opens jobs on the switch") for word in words)
         if len(children) > SWITCH_CHILDREN:
             raise entry.wrong(
                 f"a switch has at most {SWITCH_CHILDREN} children, here are {len(children)}: put aggregators below it"
             )
-    address = fields["aggregator"].address()
+    address = names.aggregator(fields["aggregator"])
     if address in seen:
         raise fields["aggregator"].wrong(f"aggregator {address} stands twice in the tree of this server")
     seen.add(address)
     return Aggregator(address, tuple(children), switch)
 
 
+def _address(entry: Entry) -> str:
+    """The address in the form of the engine and the daemons, so that equal addresses are equal texts."""
+    value = str(entry.node.value) if entry.is_scalar else ""
+    host, _, port = value.rpartition(":")
+    try:
+        six = host.startswith("[") and host.endswith("]")
+        ip: Any = ipaddress.IPv6Address(host[1:-1]) if six else ipaddress.IPv4Address(host)
+        if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+            raise ValueError
+    except ValueError:
+        raise entry.wrong(f"must be IP:PORT, such as 10.77.2.1:7471 or [fd00::1]:7471, not {entry.shown}") from None
+    # A link-local address needs an interface, which differs from rank to rank.
+    if ip.is_unspecified or ip.is_multicast or (six and (ip.is_link_local or ip.scope_id)):
+        raise entry.wrong(f"not all ranks can reach one daemon at {entry.shown}: give an address of its host's")
+    return f"[{ip}]:{int(port)}" if six else f"{ip}:{int(port)}"
+
+
 def _workers(child: Child) -> tuple[int, ...]:
     return (child,) if isinstance(child, int) else child.workers
 
 
-def _block_bytes(entry: _Entry) -> int | None:
-    if isinstance(entry.node, yaml.ScalarNode) and entry.node.value == "auto":
+def _block_bytes(entry: Entry) -> int | None:
+    if entry.is_scalar and entry.shown_raw == "auto":
         return None
     allowed = f"auto, or a multiple of 64 up to {MOST_BLOCK_BYTES}"
     value = entry.number(
@@ -384,10 +452,6 @@ def _is_window(value: Any) -> bool:
     return isinstance(value, int) and 2 <= value <= 65536 and value & (value - 1) == 0
 
 
-def _shown(node: Any) -> str:
-    return repr(node.value) if isinstance(node, yaml.ScalarNode) else "what stands here"
-
-
 FORMATS = ("int32", "int16", "float32")
 MOST_WORKERS = 64
 # The longest block of a packet: docs/reference/packets.md.
@@ -398,5 +462,7 @@ SWITCH_CHILDREN = 16
 SWITCH_SLOTS = 4096
 # Weights are counted in millionths.
 MIN_FRACTION = 1e-6
+# The files of version 1 that a warning has named.
+_warned: set[str] = set()
 # `init`'s: text and name.
 _given: tuple[str, str] | None = None

@@ -28,7 +28,7 @@ from rich.table import Column, Table
 from penstock.errors import PenstockError
 from penstock.runtime import config
 from penstock.tools.bench.mesh import STALL_S, Mesh
-from penstock.tools.testbed.cluster import Loopback
+from penstock.tools.testbed.bed import Loopback
 
 __all__ = ["command"]
 

@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from penstock.cli import Group
+from penstock.cluster import file
 from penstock.cluster.deployment import MOST_BLOCK_BYTES
+from penstock.cluster.network import Cluster, Link
+from penstock.errors import Config as ConfigError
 
-__all__ = ["Rate", "command", "rates"]
+__all__ = ["Rate", "command", "of_cluster", "rates"]
 
 SHAPES = {"direct": None, "star": 1, "racks": 2, "core": 1}
 """How often a block crosses the server's link each way; None: once for each worker."""
@@ -32,6 +36,11 @@ def command() -> None:
 _count = click.IntRange(0, 2**32 - 1)
 _shape = click.Choice(list(SHAPES))
 _shape_help = "No aggregator, one, one a rack, or two racks below a core."
+_cluster = click.option(
+    "--cluster",
+    metavar="FILE",
+    help="A cluster file with one job and one server, instead of --workers, --shape, --rate, --queue, --delay and --loss.",
+)
 _on_workers = click.option(
     "--loss-on",
     type=click.Choice(["every", "workers"]),
@@ -47,6 +56,7 @@ _on_workers = click.option(
     "--runs", type=click.IntRange(1), default=1, show_default=True, help="How many seeds, one after the other."
 )
 @click.option("--jobs", type=_count, help="Jobs that share the aggregators.")
+@_cluster
 @click.option("--workers", type=_count, help="Workers a job.")
 @click.option("--shape", type=_shape, help=_shape_help)
 @click.option("--shards", type=_count, help="Shards of each aggregator, a power of two.")
@@ -73,13 +83,16 @@ _on_workers = click.option(
 @click.option(
     "--trace", type=click.IntRange(0, 2000), default=60, show_default=True, help="Lines told of a failed run."
 )
-def aggregation(seed: int, runs: int, trace: int, loss_on: str, queue_kib: int | None, **fixed: Any) -> None:
+def aggregation(
+    seed: int, runs: int, trace: int, loss_on: str, queue_kib: int | None, cluster: str | None, **fixed: Any
+) -> None:
     """Jobs that push through aggregators; every result is compared with the undisturbed sum, bit by bit.
 
     What is not fixed by an option is drawn from the seed. The same seed and options are the same run everywhere, so a
     failure is replayed by its seed. Ends with 1 where a run failed, after telling its last packets.
     """
     fixed |= {"edge_loss": loss_on == "workers", "queue": None if queue_kib is None else queue_kib << 10}
+    fixed |= _read_cluster(cluster)
     totals = dict.fromkeys(("packets", "lost", "results"), 0)
     for each in range(seed, seed + runs):
         outcome = _run(each % 2**64, trace, fixed)
@@ -91,6 +104,121 @@ def aggregation(seed: int, runs: int, trace: int, loss_on: str, queue_kib: int |
         f"{runs} {'run' if runs == 1 else 'runs'} from seed {seed}: {totals['results']} results right, none wrong, doubled or "
         f"missing; {totals['packets']} packets, {totals['lost']} lost"
     )
+
+
+def _read_cluster(path: str | None) -> dict[str, Any]:
+    """What a cluster file fixes. Raises: click.UsageError."""
+    if path is None:
+        return {}
+    context = click.get_current_context()
+    for option in context.command.params:
+        fixes = option.name in ("workers", "shape", "rate_mbit", "queue", "queue_kib", "delay_ms", "loss", "loss_on")
+        if fixes and context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT:
+            raise click.UsageError(
+                f"--cluster {path} says what the network is, and so does {option.opts[0]}: leave out one of them"
+            )
+    try:
+        return of_cluster(file.load(path, f"--cluster {path}"))
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def of_cluster(cluster: Cluster) -> dict[str, Any]:
+    """A cluster as arguments of `_core.simulate_aggregation`: ``workers``, ``shape``, ``rate_mbit``, ``queue``, ``delay_ms``,
+    ``loss`` and ``edge_loss``.
+
+    A worker's tensors go through the aggregators on its way to the server: those on a switch of that way, or on a host at one.
+    The simulator knows the `SHAPES`, a link of one rate for each worker, aggregator and server, and no limit between switches.
+
+    Raises:
+        penstock.errors.Config: the cluster is another; the error has the place in its file.
+    """
+    for section, there in (("jobs", cluster.jobs), ("servers", cluster.servers)):
+        if len(there) != 1:
+            raise cluster.wrong(section, f"the simulator takes one, here are {len(there)}")
+    [job], [server] = cluster.jobs, cluster.servers
+    if not cluster.links:
+        raise cluster.wrong(
+            "hosts", "the simulator needs to know what joins them: describe it in `switches:` and `links:`"
+        )
+    at_switch: dict[str, str] = {}
+    for aggregator in cluster.aggregators:
+        first = cluster.links_of[aggregator.at][0]
+        switch = next((end.node for end in first.ends if end.node != aggregator.at), aggregator.at)
+        at_switch[aggregator.at if aggregator.at in cluster.switch else switch] = aggregator.at
+    chains = [_aggregators_between(cluster, at_switch, worker, server.at) for worker in job.workers]
+    half = len(chains) // 2
+    firsts = [chain[:1] for chain in chains]
+    halves = len(chains) > 1 and len(set(firsts[:half])) == len(set(firsts[half:])) == 1 and firsts[0] != firsts[-1]
+    rest = {chain[1:] for chain in chains}
+    if set(chains) == {()}:
+        shape = "direct"
+    elif len(set(chains)) == 1 and len(chains[0]) == 1:
+        shape = "star"
+    elif halves and rest == {()} and all(firsts):
+        shape = "racks"
+    elif halves and len(rest) == 1 and len(next(iter(rest))) == 1:
+        shape = "core"
+    else:
+        raise cluster.wrong(
+            f"jobs.{job.name}.workers",
+            "the simulator knows workers without an aggregator, below one, or the first half below one and the others below "
+            "another, which may share one more",
+        )
+    ways = [cluster.path(one, next(iter(chain), server.at)) for one, chain in zip(job.workers, chains, strict=True)]
+    inner = sorted({(a, b) for chain in chains for a, b in itertools.pairwise((*chain, server.at))})
+    inner_ways = [cluster.path(a, b) for a, b in inner]
+    number = {link.name: index for index, link in enumerate(cluster.links)}
+
+    def same(what: str, values: Sequence[tuple[Link, Any]]) -> Any:
+        for link, value in values:
+            if value != values[0][1]:
+                raise cluster.wrong(
+                    f"links[{number[link.name]}].{what}",
+                    f"differs from that of {values[0][0].name}: the simulator has one",
+                )
+        return values[0][1]
+
+    ends = [link for way in (*ways, *inner_ways) for link in (way[0], way[-1])]
+    rate = same("rate", [(link, link.rate_bit_s) for link in ends])
+    queue = same("queue", [(link, link.queue_bytes) for link in ends])
+    for link in {link.name: link for way in (*ways, *inner_ways) for link in way[1:-1]}.values():
+        if link.rate_bit_s is not None and (rate is None or link.rate_bit_s < rate):
+            raise cluster.wrong(
+                f"links[{number[link.name]}].rate", "is below that of hosts: the simulator has no such link"
+            )
+    delay = same("delay", [(way[0], sum(link.delay_ns for link in way)) for way in (*ways, *inner_ways)])
+
+    def lost(way: Sequence[Link]) -> float:
+        return round(1 - math.prod(1 - link.loss for link in way), 9)
+
+    loss = same("loss", [(way[0], lost(way)) for way in ways])
+    inner_losses = {lost(way) for way in inner_ways}
+    if not inner_losses <= {0.0} and inner_losses != {loss}:
+        raise cluster.wrong(
+            "links", "aggregators and server lose another share than workers: give both one, or them none"
+        )
+    return {
+        "workers": len(chains),
+        "shape": shape,
+        "rate_mbit": 0.0 if rate is None else rate / 1e6,
+        "queue": queue or 0,
+        "delay_ms": delay / 1e6,
+        "loss": loss,
+        "edge_loss": inner_losses <= {0.0} and loss > 0,
+    }
+
+
+def _aggregators_between(cluster: Cluster, at_switch: dict[str, str], worker: str, server: str) -> tuple[str, ...]:
+    """Where the aggregators are that a worker's way to the server passes, the nearest first."""
+    if worker == server:
+        return ()
+    node, found = worker, []
+    for link in cluster.path(worker, server):
+        node = next(end.node for end in link.ends if end.node != node)
+        if node in at_switch:
+            found.append(at_switch[node])
+    return tuple(found)
 
 
 def _run(seed: int, trace: int, fixed: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.tools.testbed import namespace
-from penstock.tools.testbed.cluster import Bed
+from penstock.tools.testbed.bed import Bed
 
 
 class BenchError(RuntimeError):

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from penstock.reports import Page, render
 from penstock.runtime.files import write_whole
 from penstock.tools.bench.launcher import BenchError
-from penstock.tools.testbed.cluster import TestbedUnavailable
+from penstock.tools.testbed.system import TestbedUnavailable
 
 
 def write_json(path: str | None, machine: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], **more: Any) -> None:

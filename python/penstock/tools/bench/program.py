@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.tools.bench.launcher import BenchError
-from penstock.tools.testbed.cluster import Loopback, Testbed
+from penstock.tools.testbed.bed import Loopback
+from penstock.tools.testbed.cluster import Testbed
 
 
 def run_program(

@@ -30,7 +30,8 @@ from penstock.tools.bench import machine
 from penstock.tools.bench.collectives import COLLECTIVES, Collective
 from penstock.tools.bench.launcher import BenchError, Launcher
 from penstock.tools.bench.task import Task
-from penstock.tools.testbed.cluster import Bed, Testbed
+from penstock.tools.testbed.bed import Bed
+from penstock.tools.testbed.cluster import Testbed
 from penstock.tools.testbed.link import CLASSES, FlowClass, flow_class
 
 

@@ -33,7 +33,8 @@ from penstock.tools.bench.output import (
 )
 from penstock.tools.bench.report import Outcome
 from penstock.tools.bench.session import ELEMENT_BYTES, Series, Settings, measure
-from penstock.tools.testbed.cluster import Loopback, Testbed
+from penstock.tools.testbed.bed import Loopback
+from penstock.tools.testbed.cluster import Testbed
 from penstock.tools.testbed.link import LinkSpec
 
 

@@ -50,7 +50,8 @@ from penstock.tools.bench.options import (
 from penstock.tools.bench.output import reporting_errors, result_console, say, write_json, write_report
 from penstock.tools.bench.program import run_program
 from penstock.tools.bench.report import does_not_show, quantile
-from penstock.tools.testbed.cluster import Loopback, Testbed
+from penstock.tools.testbed.bed import Loopback
+from penstock.tools.testbed.cluster import Testbed
 from penstock.tools.testbed.link import LinkSpec
 
 Bed = Testbed | Loopback

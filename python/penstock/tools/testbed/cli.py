@@ -1,4 +1,4 @@
-"""``penstock testbed up | run | down | show | links``."""
+"""``penstock testbed up | run | down | show | links | write``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -15,10 +16,17 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli import Group
-from penstock.tools.testbed import cluster, topology
-from penstock.tools.testbed.cluster import Bed, Loopback, Testbed, TestbedUnavailable
+from penstock.cluster import file as cluster_file
+from penstock.cluster.network import Cluster
+from penstock.errors import Config as ConfigError
+from penstock.runtime import files
+from penstock.tools.testbed import kept, topology
+from penstock.tools.testbed.bed import Bed, Loopback
+from penstock.tools.testbed.cluster import GONE, Testbed
 from penstock.tools.testbed.link import FlowClass, LinkSpec
+from penstock.tools.testbed.system import TestbedUnavailable
 from penstock.tools.testbed.topology import LinkTraffic
+from penstock.tools.testbed.wiring import Wiring
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -35,12 +43,22 @@ def command() -> None:
     (s0, ...) are on the switch between them:
 
     penstock testbed up --hosts 4 --racks 2 --servers 1
+
+    All of this, and more, can be said in a cluster file (docs/reference/cluster-file.md), which `write` makes:
+
+    penstock testbed up --cluster cluster.yaml
     """
 
 
 def link_options(function: Function) -> Function:
     """The options that describe hosts and links, the same for every command that makes them."""
     options = [
+        click.option(
+            "--cluster",
+            metavar="FILE",
+            default=None,
+            help="A cluster file, instead of all options below but --offloads.",
+        ),
         click.option("--hosts", type=click.IntRange(1, topology.MOST_NODES), default=2, show_default=True),
         click.option("--rate", type=float, default=1000.0, show_default=True, help="Mbit/s of a link; 0: no limit."),
         click.option("--flow", default="", help="Mbit/s that one flow gets at most; several, by turns: 60,300."),
@@ -86,10 +104,10 @@ def link_options(function: Function) -> Function:
 @link_options
 def up(name: str, **options: Any) -> None:
     """Make a testbed that stays until `down`."""
-    shape, link = _read_options(options)
+    cluster = _read_options(options)
     try:
-        cluster.state_path(name)
-        with Testbed(link=link, name=name, **shape) as bed:
+        kept.state_path(name)
+        with Testbed(cluster=cluster, offloads=options["offloads"], name=name) as bed:
             bed.keep()
             _print_hosts(bed)
     except FileExistsError:
@@ -132,11 +150,11 @@ def run(
     """
     if name is not None:
         _refuse_options_of_links(name)
-    shape, link = _read_options(options)
+    cluster = None if name is not None else _read_options(options)
     nodes = None if on is None else [each.strip() for each in on.split(",")]
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with _open_bed(name, shape, link, needs_nodes=nodes is not None) as bed:
+        with _open_bed(name, cluster, options["offloads"], needs_nodes=nodes is not None) as bed:
             done = bed.run(
                 argv,
                 ranks=ranks or len(nodes or range(bed.hosts)),
@@ -146,10 +164,10 @@ def run(
                 on_line=_print_line,
             )
             if name is not None and isinstance(bed, Testbed) and bed.is_gone():
-                _fail(f"testbed '{name}' was taken down while the run was on; nothing of the run is left")
+                _fail(GONE.format(name=name))
             if not quiet:
                 _print_traffic(done.counters, done.flows, done.wall_s)
-                if isinstance(bed, Testbed) and bed.topology.racks:
+                if isinstance(bed, Testbed) and len(bed.topology.switches) > 1:
                     Console(stderr=True).print(_table_of_links(bed, done.links))
                 click.echo(f"{done.wall_s:.1f} s, processors {done.cpu_share:.0%} busy", err=True)
     except (TestbedUnavailable, LookupError, ValueError, FileNotFoundError) as error:
@@ -169,8 +187,8 @@ def run(
 def down(name: str, everything: bool) -> None:
     """End a testbed that `up` made, and every process in it."""
     try:
-        for each in sorted(cluster.read_states()) if everything else [name]:
-            cluster.take_down(each)
+        for each in sorted(kept.read_states()) if everything else [name]:
+            kept.take_down(each)
             click.echo(f"testbed '{each}' is gone")
     except (LookupError, TimeoutError, PermissionError) as error:
         _fail(str(error))
@@ -180,7 +198,7 @@ def down(name: str, everything: bool) -> None:
 @click.option("--name", default=None, help="[default: all]")
 def show(name: str | None) -> None:
     """Print the testbeds that are up: hosts, traffic, flows by class."""
-    names = [name] if name else sorted(cluster.read_states())
+    names = [name] if name else sorted(kept.read_states())
     if not names:
         click.echo("no testbed is up: `penstock testbed up` makes one")
     for each in names:
@@ -212,18 +230,67 @@ def links(name: str, as_json: bool) -> None:
         _fail(str(error))
 
 
+@command.command()
+@click.option("--name", default=None, help="Write the cluster of the testbed that is up under this name.")
+@click.option(
+    "--spines",
+    type=click.IntRange(1),
+    default=None,
+    help="With racks: instead of a core, switches that each rack has a link to. A testbed makes one at most.",
+)
+@link_options
+@click.argument("file", metavar="FILE")
+def write(name: str | None, file: str, spines: int | None, **options: Any) -> None:
+    """Write a cluster file that `up --cluster FILE` makes; - is the standard output."""
+    if name is not None:
+        _refuse_options_of_links(name)
+    try:
+        if name is not None:
+            with Testbed.attach(name) as bed:
+                cluster = bed.topology.cluster
+        else:
+            cluster = _read_options(options, spines)
+        text = "# Written by `penstock testbed write`: docs/reference/cluster-file.md\n" + cluster_file.dump(cluster)
+        if file == "-":
+            click.echo(text, nl=False)
+        else:
+            files.write_whole(Path(file), text)
+    except (LookupError, OSError) as error:
+        _fail(str(error))
+
+
 def _refuse_options_of_links(name: str) -> None:
     """What describes a testbed must not look as if it changed one that is up. Raises: click.UsageError."""
+    for option in _given_options():
+        raise click.UsageError(
+            f"{option} describes a testbed to be made, and --name {name} takes one that is up: leave out one of them"
+        )
+
+
+def _given_options() -> list[str]:
+    """The options of this call that describe hosts and links."""
     context = click.get_current_context()
-    of_links = {option.name for option in up.params} - {"name"}
-    for option in context.command.params:
-        if option.name in of_links and context.get_parameter_source(option.name) is not ParameterSource.DEFAULT:
-            raise click.UsageError(
-                f"{option.opts[0]} describes a testbed to be made, and --name {name} takes one that is up: leave out one of them"
-            )
+    of_links = {option.name for option in up.params} - {"name"} | {"spines"}
+    return [
+        option.opts[0]
+        for option in context.command.params
+        if option.name in of_links and context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
+    ]
 
 
-def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], LinkSpec]:
+def _read_options(options: dict[str, Any], spines: int | None = None) -> Cluster:
+    """The cluster that the options describe, by a file or by counts. Raises: click.UsageError."""
+    path = options["cluster"]
+    if path is not None:
+        for option in _given_options():
+            if option not in ("--cluster", "--offloads"):
+                raise click.UsageError(
+                    f"--cluster {path} describes the cluster, and so does {option}: leave out one of them"
+                )
+        try:
+            return cluster_file.load(path, f"--cluster {path}")
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from None
     try:
         caps = [float(each) for each in options["flow"].split(",") if each.strip()]
     except ValueError:
@@ -248,10 +315,10 @@ def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], LinkSpec]:
             "rates": rates,
             "losses": losses,
         }
-        topology.Topology(**shape)
+        made = topology.Topology(**shape)
+        return made.cluster(link) if spines is None else made.spread(link, spines)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
-    return shape, link
 
 
 def _by_link(option: str, given: Sequence[str], form: str) -> dict[str, float]:
@@ -261,18 +328,19 @@ def _by_link(option: str, given: Sequence[str], form: str) -> dict[str, float]:
         raise click.BadParameter(f"{option} {f' {option} '.join(given)}: give {form}") from None
 
 
-def _open_bed(name: str | None, shape: dict[str, Any], link: LinkSpec, *, needs_nodes: bool) -> Bed:
+def _open_bed(name: str | None, cluster: Cluster | None, offloads: bool | None, *, needs_nodes: bool) -> Bed:
     if name is not None:
         return Testbed.attach(name)
+    assert cluster is not None
     try:
-        return Testbed(link=link, **shape)
+        return Testbed(cluster=cluster, offloads=offloads)
     except TestbedUnavailable as error:
-        if shape["racks"] or needs_nodes:
+        if len(cluster.switches) > 1 or needs_nodes:
             raise
         click.echo(
             f"No testbed: {error}\nThe ranks run on loopback instead, without any of the link's limits.", err=True
         )
-        return Loopback(hosts=shape["hosts"])
+        return Loopback(hosts=Wiring(cluster).hosts)
 
 
 def _print_line(rank: int, line: str) -> None:
@@ -280,15 +348,18 @@ def _print_line(rank: int, line: str) -> None:
 
 
 def _print_hosts(bed: Testbed) -> None:
+    wiring = bed.topology
     name = f"testbed '{bed.name}': " if bed.name else ""
-    click.echo(f"{name}{bed.hosts} hosts, {bed.link.describe()}")
-    for node, switch in bed.topology.links.items():
-        if node not in bed.topology.nodes:
-            click.echo(f"  {node}  to {switch}")
-        elif bed.topology.racks:
-            click.echo(f"  {node}  {bed.address(node)}  {bed.address(node, 6)}  on {switch}")
+    described = "whose links differ" if wiring.common is None else wiring.common.describe()
+    click.echo(f"{name}{bed.hosts} hosts, {described}")
+    for link, switch in wiring.links.items():
+        lower = wiring.lower[link]
+        if lower not in wiring.nodes:
+            click.echo(f"  {lower}  to {switch}")
+        elif len(wiring.switches) > 1:
+            click.echo(f"  {lower}  {bed.address(lower)}  {bed.address(lower, 6)}  on {switch}")
         else:
-            click.echo(f"  host {bed.topology.number(node)}  {bed.address(node)}  {bed.address(node, 6)}")
+            click.echo(f"  host {wiring.number(lower)}  {bed.address(lower)}  {bed.address(lower, 6)}")
 
 
 def _print_traffic(
@@ -316,7 +387,7 @@ def _print_traffic(
 def _table_of_links(bed: Testbed, crossed: list[LinkTraffic]) -> Table:
     table = Table("link", "to", "Mbit/s", "lost", "up MB (packets)", "down MB (packets)", "dropped")
     for each in crossed:
-        spec = bed.topology.link(each.name, bed.link)
+        spec = bed.topology.spec(each.name)
         table.add_row(
             each.name,
             each.upper,

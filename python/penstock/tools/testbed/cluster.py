@@ -2,170 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
-import fcntl
 import functools
-import ipaddress
 import json
 import os
 import re
-import secrets
-import select
-import shutil
-import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from penstock.tools.testbed import keeper, launch, link, namespace, relay
+from penstock.cluster import file
+from penstock.cluster.network import Cluster
+from penstock.tools.testbed import kept, link, namespace, relay, system
+from penstock.tools.testbed.bed import Bed
 from penstock.tools.testbed.link import FlowClass, LinkSpec
-from penstock.tools.testbed.topology import CORE, LinkTraffic, Topology
-
-Self = TypeVar("Self", bound="Bed")
-
-
-class TestbedUnavailable(RuntimeError):
-    """No testbed can be made here: a right or a tool is missing. The message says which, and what to do."""
-
-    __test__ = False  # pytest takes classes named Test... for tests
-
-
-class Bed:
-    """What `Testbed` and `Loopback` share: processes on hosts, and their end.
-
-    Leaving the ``with`` block, or `close`, kills every process that was started here, with all it started itself.
-    If this process is killed instead, the keeper does the same within a fraction of a second (`keeper`).
-    """
-
-    hosts: int
-    interface: str
-
-    def __init__(self, *, hosts: int) -> None:
-        self.hosts = hosts
-        self._maker = os.getpid()
-        self._id = secrets.token_hex(8)
-        self._stack = contextlib.ExitStack()
-        self._keeper: subprocess.Popen[bytes] | None = None
-
-    def run(self, command: Sequence[str], *, ranks: int, **options: Any) -> launch.CompletedRun:
-        """Run ``command`` as ``ranks`` ranks spread over the hosts and wait for them: see `launch.run`."""
-        return launch.run(self, command, ranks=ranks, **options)
-
-    def popen(
-        self, host: int | str, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
-    ) -> subprocess.Popen[Any]:
-        """Start a process on a host and return at once.
-
-        Args:
-            host: 0 to ``hosts`` - 1, or a node's name (`Topology`).
-            argv: program and arguments; the file system is the machine's own, whatever the host.
-            env: added to this process's environment.
-            options: as for subprocess.Popen; the process leads a session of its own unless you say otherwise.
-        Returns: the Popen of that very process: its ``pid`` is the machine's, ready for SIGKILL and SIGSTOP.
-        Cost: a fork from a new thread, 1-3 ms.
-        """
-        environment = {**os.environ, **self.environment(), **(env or {})}
-        options.setdefault("start_new_session", True)
-        return self.inside(host, lambda: subprocess.Popen(list(argv), env=environment, **options))
-
-    def environment(self) -> dict[str, str]:
-        """What every process here has in its environment: the mark that the keeper looks for, and the interface."""
-        return {
-            MARK: self._id,
-            "GLOO_SOCKET_IFNAME": self.interface,
-            "NCCL_SOCKET_IFNAME": self.interface,
-            "TP_SOCKET_IFNAME": self.interface,
-        }
-
-    def address(self, host: int | str, family: int = 4) -> str:
-        """The address of a host or of another node, IPv4 or (``family=6``) IPv6."""
-        raise NotImplementedError
-
-    def network(self, host: int | str) -> str | None:
-        """A path for `namespace.join`: the network namespace of a host; None where that is the machine's own."""
-        return None
-
-    def links(self) -> list[LinkTraffic]:
-        """What crossed each link so far; nothing where there are no links."""
-        return []
-
-    def counters(self) -> dict[int, dict[str, int]]:
-        """``{host: {tx_bytes, tx_packets, tx_dropped, rx_bytes, rx_packets, rx_dropped}}`` of each host's interface."""
-        return {host: self.inside(host, lambda: _interface_counters(self.interface)) for host in range(self.hosts)}
-
-    def flows(self) -> dict[int, list[FlowClass]]:
-        """What each host sent so far by class of flows; empty lists where there are no classes."""
-        return {host: [] for host in range(self.hosts)}
-
-    def connections(self, host: int) -> set[tuple[int, int]]:
-        """Ports (here, there) of the TCP connections that are open between this host and another."""
-        return set()
-
-    def remembered(self) -> dict[int, set[tuple[int, int]]]:
-        """By host, ports (here, there) of the TCP connections to other hosts that are open, or that have ended and of which the
-        kernel of one of the two still knows (for a minute)."""
-        return {host: set() for host in range(self.hosts)}
-
-    def inside(self, host: int | str, function: Callable[[], Any]) -> Any:
-        """Call ``function`` on a thread that is on ``host``; return what it returns. Sockets made there stay there."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Kill what runs here and free everything. Does nothing the second time, or in a forked child."""
-        if os.getpid() == self._maker:
-            self._stack.close()
-
-    def __enter__(self: Self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _start_keeper(self, namespaces: Sequence[int]) -> None:
-        """From here on everything in ``namespaces``, and all with our mark, dies with this process."""
-        inodes = {os.fstat(each).st_ino for each in namespaces}
-        script = [sys.executable, "-I", "-S", keeper.__file__, f"{MARK}={self._id}", str(os.getpid())]
-        process = subprocess.Popen(
-            [*script, *map(str, namespaces)],
-            pass_fds=namespaces,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-        )
-        self._keeper = process
-
-        def end() -> None:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
-            if process.returncode != 0:  # killed, for one
-                keeper.sweep(f"{MARK}={self._id}".encode(), inodes)
-
-        self._stack.callback(end)
+from penstock.tools.testbed.topology import LinkTraffic, Topology
+from penstock.tools.testbed.wiring import UPLINK, Wiring
 
 
 class Testbed(Bed):
-    """N hosts joined by a switch, or by a tree of switches with places for aggregators and servers, all on this machine.
+    """Hosts joined by a switch, or by a tree of switches with places for aggregators and servers, all on this machine.
 
     Args:
         hosts: 1 to `topology.MOST_NODES`.
         link: what each link of a host or another node is like, and but for the rate those between switches.
         name: what `keep` publishes it as, and what messages call it.
+        cluster: the cluster to make, as a value or as a cluster file's path (docs/reference/cluster-file.md), instead of
+            ``hosts``, ``link`` and ``topology``, from which such a cluster is made otherwise.
+        offloads: with ``cluster``, as for `LinkSpec`.
         topology: as for `Topology`, such as ``racks=2, servers=1``; without any, all hosts are on one switch.
 
     Raises:
-        TestbedUnavailable: not root, a tool is missing, or the kernel lacks something (a delay with racks needs netem).
-            Nothing is left behind.
-        ValueError: arguments that make no sense.
+        TestbedUnavailable: not root, a tool is missing, or the kernel lacks something (a delay with several switches needs
+            netem). Nothing is left behind.
+        ValueError: arguments that make no sense; penstock.errors.Config, which is one: a cluster that cannot be made here.
 
     Cost: about 0.1 s to make and to close two hosts. Every host shares the machine's processors: link rates that
     leave them idle are the ones that mean something. `docs/design/testbed.md` has measurements.
@@ -178,21 +50,34 @@ class Testbed(Bed):
     """The keeper of the testbed that `attach` found."""
 
     def __init__(
-        self, *, hosts: int = 2, link: LinkSpec | None = None, name: str | None = None, **topology: Any
+        self,
+        *,
+        hosts: int = 2,
+        link: LinkSpec | None = None,
+        name: str | None = None,
+        cluster: Cluster | str | os.PathLike[str] | None = None,
+        offloads: bool | None = None,
+        **topology: Any,
     ) -> None:
-        self.topology = Topology(hosts=hosts, **topology)
-        super().__init__(hosts=hosts)
-        self.link = link or LinkSpec()
-        if self.topology.losses and self.link.offloads is None:
-            self.link = dataclasses.replace(self.link, offloads=False)
+        if cluster is None:
+            link = link or LinkSpec()
+            cluster, offloads = Topology(hosts=hosts, **topology).cluster(link), link.offloads
+        elif link or topology:
+            raise ValueError("a cluster says what its links and switches are: leave `link` and the topology out")
+        elif not isinstance(cluster, Cluster):
+            cluster = file.load(os.fspath(cluster))
+        self.topology = Wiring(cluster, offloads=offloads)
+        super().__init__(hosts=self.topology.hosts)
         self.name = name
         self._prepare()
-        check_available(self.link, self.topology)
+        system.check_available(losses=self._has_losses(), switches=len(self.topology.switches))
         try:
             self._build()
         except OSError as error:
             self.close()
-            raise TestbedUnavailable(f"the kernel refused: {error}. Is CAP_SYS_ADMIN missing (a container)?") from error
+            raise system.TestbedUnavailable(
+                f"the kernel refused: {error}. Is CAP_SYS_ADMIN missing (a container)?"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -205,11 +90,14 @@ class Testbed(Bed):
 
         Raises: LookupError, when there is none.
         """
-        state = read_state(name)
+        state = kept.read_state(name)
         bed = cls.__new__(cls)
-        bed.topology = Topology(**state["topology"])
+        if "cluster" not in state:
+            raise LookupError(f"testbed '{name}' is another release's: `penstock testbed down --name {name}` ends it")
+        made = file.parse(state["cluster"], f"testbed {name}")
+        bed.topology = Wiring(made, offloads=state["offloads"])
         Bed.__init__(bed, hosts=bed.topology.hosts)
-        bed.link, bed.name = LinkSpec(**state["link"]), name
+        bed.name = name
         bed._attached_to = state["keeper"]
         bed._prepare()
         try:
@@ -224,7 +112,7 @@ class Testbed(Bed):
     def is_gone(self) -> bool:
         """Whether a testbed that was attached has been taken down, or begins to."""
         assert self.name is not None
-        state = read_states().get(self.name)
+        state = kept.read_states().get(self.name)
         return state is None or state["keeper"] != self._attached_to
 
     def keep(self) -> None:
@@ -234,22 +122,29 @@ class Testbed(Bed):
         the testbed alone.
         """
         assert self.name is not None and self._keeper is not None and self._keeper.stdin is not None
-        path = state_path(self.name)
+        path = kept.state_path(self.name)
         state = {
             "keeper": self._keeper.pid,
-            "started": _start_time(self._keeper.pid),
-            "topology": self.topology.to_dict(),
-            "link": self.link.to_dict(),
+            "started": system.start_time(self._keeper.pid),
+            "cluster": file.dump(self.topology.cluster),
+            "offloads": self.topology.offloads_asked,
             "namespaces": self._namespaces,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        read_states()  # drops what a dead keeper left behind
-        with open(path, "x") as file:
-            json.dump(state, file)
+        kept.read_states()  # drops what a dead keeper left behind
+        with open(path, "x") as opened:
+            json.dump(state, opened)
         self._keeper.stdin.write(f"detach {path}\n".encode())
         self._keeper.stdin.flush()
         self._stack.pop_all()
         self._stack.callback(self._release)
+
+    @property
+    def link(self) -> LinkSpec:
+        """What lies between two hosts on one switch. Raises: ValueError, where the hosts' links differ (`Wiring.spec`)."""
+        if self.topology.common is None:
+            raise ValueError("the hosts' links differ, so there is no one link: ask `topology.spec` for each")
+        return self.topology.common
 
     def network(self, host: int | str) -> str:
         return f"/proc/{os.getpid()}/fd/{self._namespaces[self.topology.number(host)]}"
@@ -258,7 +153,7 @@ class Testbed(Bed):
         return self.topology.address(host, family)
 
     def links(self) -> list[LinkTraffic]:
-        """What crossed each link so far, by the counters of its lower end's interface: first the nodes', then the racks'.
+        """What crossed each link so far, by the counters of its lower end's interface, in the order of the cluster's links.
 
         Cost: a run of ``tc`` for each node and switch, 3 ms.
         """
@@ -266,15 +161,16 @@ class Testbed(Bed):
         found = []
         for name, upper in self.topology.links.items():
             held, device = self._lower_end(name)
-            counted = namespace.inside(held, functools.partial(_interface_counters, device))
+            counted = namespace.inside(held, functools.partial(system.interface_counters, device))
             traffic = LinkTraffic(
                 name=name,
+                lower=self.topology.lower[name],
                 upper=upper,
                 up_bytes=counted["tx_bytes"],
                 up_packets=counted["tx_packets"],
                 down_bytes=counted["rx_bytes"],
                 down_packets=counted["rx_packets"],
-                dropped=dropped[held].get(device, 0) + dropped[self._held(upper)].get(name, 0),
+                dropped=dropped[held].get(device, 0) + dropped[self._held(upper)].get(self.topology.port(name), 0),
             )
             found.append(traffic)
         return found
@@ -293,44 +189,44 @@ class Testbed(Bed):
         return result
 
     def connections(self, host: int) -> set[tuple[int, int]]:
-        return {(here, there) for here, _, there, state in self._sockets(host) if state == _ESTABLISHED}
+        return {(here, there) for here, _, there, state in self._sockets(host) if state == system.ESTABLISHED}
 
     def remembered(self) -> dict[int, set[tuple[int, int]]]:
-        hosts = {_kernel_hex(self.address(host, family)): host for host in range(self.hosts) for family in (4, 6)}
+        hosts = {system.kernel_hex(self.address(host, family)): host for host in range(self.hosts) for family in (4, 6)}
         found: dict[int, set[tuple[int, int]]] = {host: set() for host in hosts.values()}
         for host in found:
             for here, other, there, state in self._sockets(host):
-                if state not in _NOT_CONNECTED and other in hosts:
+                if state not in system.NOT_CONNECTED and other in hosts:
                     found[host].add((here, there))
                     found[hosts[other]].add((there, here))
         return found
 
     def _sockets(self, host: int) -> list[tuple[int, str, int, str]]:
-        return self.inside(host, lambda: _sockets(self.address(host), self.address(host, 6)))
+        return self.inside(host, lambda: system.sockets(self.address(host), self.address(host, 6)))
 
     def drop_link(self, link: int | str) -> None:
         """Silently lose every packet from and to a host, as a pulled cable behind a switch would. Twice is once.
 
-        With racks it is any link, by name (`Topology`): ``drop_link("r0")`` cuts a rack off. Nothing on any node hears
+        It may be any link, by name or by its lower end: ``drop_link("r0")`` cuts a rack off. Nothing on any node hears
         of it: interfaces stay up and neighbours stay known (the entries are permanent), so that only a protocol's own
         timeouts can tell. Packets under way are lost as well.
         """
-        self._down.add(self._link_name(link))
+        self._down.add(self.topology.link_name(link))
         self._apply_rules()
 
     def restore_link(self, link: int | str) -> None:
         """Undo `drop_link`."""
-        self._down.discard(self._link_name(link))
+        self._down.discard(self.topology.link_name(link))
         self._apply_rules()
 
     def set_loss(self, link: int | str, loss: float) -> None:
-        """From now on lose this share of the packets that cross a link, in each direction. Only with racks, and with
-        offloads on what is lost is 64 KiB at a time.
+        """From now on lose this share of the packets that cross a link, in each direction. With offloads on, what is lost is
+        64 KiB at a time.
 
         Raises: ValueError, which names the links, or says what a share is.
         """
-        losses = {**self.topology.losses, self._link_name(link): loss}
-        self.topology = dataclasses.replace(self.topology, losses=losses)
+        made = self.topology.cluster.with_link(self.topology.link_name(link), loss=loss)
+        self.topology = Wiring(made, offloads=self.topology.offloads)
         self._apply_rules()
 
     def inside(self, host: int | str, function: Callable[[], Any]) -> Any:
@@ -340,6 +236,7 @@ class Testbed(Bed):
 
     def _prepare(self) -> None:
         self._down: set[str] = set()
+        self._relayed: bool | None = None
         self._namespaces: list[int] = []
         """Descriptors: one for each node, and then for each switch, the core's last."""
         self._stack.callback(self._release)
@@ -349,41 +246,42 @@ class Testbed(Bed):
             os.close(self._namespaces.pop())
 
     def _build(self) -> None:
-        nodes = self.topology.nodes
-        for _ in (*nodes, *self.topology.switches):
+        wiring, device = self.topology, self.interface
+        for _ in (*wiring.nodes, *wiring.switches):
             self._namespaces.append(namespace.create())
         self._start_keeper(self._namespaces)
-        netem = self.link.delay_ms > 0 and self._kernel_has_netem()
+        delayed = any(wiring.spec(name).delay_ms for name in wiring.links)
+        self._relayed = delayed and not self._kernel_has_netem()
         carrier = None
-        if self.link.delay_ms > 0 and not netem:
-            if self.topology.racks:
-                raise TestbedUnavailable(
-                    "a delay with racks needs netem, which this kernel lacks: leave the delay away"
-                )
+        if not self._relayed:
+            self._wire_switches()
+        elif len(wiring.switches) == 1:
             carrier = self._start_relay()
         else:
-            self._wire_switches(netem=netem)
-        device = self.interface
-        for node, held in zip(nodes, self._namespaces, strict=False):
+            raise system.TestbedUnavailable(
+                "a delay with several switches needs netem, which this kernel lacks: leave the delay away"
+            )
+        for node, held in zip(wiring.nodes, self._namespaces, strict=False):
+            spec = wiring.spec(wiring.link_name(node))
             lines = [
                 "link set lo up",
-                f"link set {device} address {self.topology.mac(node)} mtu {self.link.mtu}",
-                f"addr add {self.address(node)}/{self.topology.prefix} dev {device}",
-                f"addr add {self.address(node, 6)}/64 dev {device} nodad",
+                f"link set {device} address {wiring.mac(node)} mtu {spec.mtu}",
+                f"addr add {self.address(node)}/{wiring.prefix(4)} dev {device}",
+                f"addr add {self.address(node, 6)}/{wiring.prefix(6)} dev {device} nodad",
                 f"link set {device} up",
             ]
-            if not self.link.uses_offloads:
+            if not wiring.offloads:
                 # What ethtool's three switches leave alone: UDP that the application hands over to be cut.
                 lines.append(f"link set {device} gso_max_segs 1")
-            for other in nodes:
+            for other in wiring.nodes:
                 if other != node:
-                    neighbour = f"lladdr {self.topology.mac(other)} nud permanent dev {device}"
+                    neighbour = f"lladdr {wiring.mac(other)} nud permanent dev {device}"
                     lines += [f"neigh add {self.address(other, family)} {neighbour}" for family in (4, 6)]
             self._ip(held, lines)
-            self._tc(held, link.host_commands(self.topology.link(node, self.link), device))
-            if not self.link.uses_offloads:
-                namespace.inside(held, lambda: _switch_offloads_off(device))
-        if self.link.loss or self.topology.losses:
+            self._tc(held, link.host_commands(spec, device))
+            if not wiring.offloads:
+                namespace.inside(held, lambda: system.switch_offloads_off(device))
+        if self._has_losses():
             self._apply_rules()
         if carrier is None:
             self._await_ports()
@@ -392,45 +290,49 @@ class Testbed(Bed):
             with carrier.stdout, carrier.stderr:
                 if not carrier.stdout.readline():
                     error_text = carrier.stderr.read().decode().strip()
-                    raise TestbedUnavailable(f"the relay that makes delays did not start: {error_text}")
+                    raise system.TestbedUnavailable(f"the relay that makes delays did not start: {error_text}")
 
-    def _wire_switches(self, *, netem: bool) -> None:
-        """A bridge for each switch, and a pair of veth devices for each link: the port on the upper switch has the link's
-        name, its lower end is `_lower_end`.
+    def _has_losses(self) -> bool:
+        return any(self.topology.spec(name).loss for name in self.topology.links)
 
-        With racks every bridge knows from the start which port leads to which node: one that has to learn it sends the
-        first packets to all ports, and the counters of all links would show them.
+    def _wire_switches(self) -> None:
+        """A bridge for each switch, and a pair of veth devices for each link: the port on the upper switch is
+        `Wiring.port`, its lower end is `_lower_end`.
+
+        With several switches every bridge knows from the start which port leads to which node: one that has to learn it
+        sends the first packets to all ports, and the counters of all links would show them.
         """
-        topology = self.topology
-        for switch in topology.switches:
+        wiring = self.topology
+        for switch in wiring.switches:
             held = self._held(switch)
-            namespace.inside(held, _make_quiet)
+            namespace.inside(held, system.make_quiet)
             self._ip(held, ["link set lo up", "link add switch type bridge", "link set switch up"])
-        # With two hosts, what one receives the other's link has limited already.
-        limited = topology.racks > 0 or self.hosts > 2
-        for name, upper in topology.links.items():
+        for name, upper in wiring.links.items():
             lower, device = self._lower_end(name)
-            spec = topology.link(name, self.link)
+            spec, port = wiring.spec(name), wiring.port(name)
             lines = [
-                f"link add {name} mtu {spec.mtu} type veth peer name {device} netns /proc/self/fd/{lower}",
-                f"link set {name} master switch up",
+                f"link add {port} mtu {spec.mtu} type veth peer name {device} netns /proc/self/fd/{lower}",
+                f"link set {port} master switch up",
             ]
             self._ip(self._held(upper), lines)
-            between_switches = name not in topology.nodes
-            # The delay of a path is that of its last link, of which there is one.
-            self._tc(
-                self._held(upper), link.port_commands(spec, name, limited=limited, netem=netem and not between_switches)
-            )
-            if between_switches:
+            if wiring.lower[name] in wiring.nodes:
+                # Delayed here is what has crossed the sender's link and what is to cross this one: a delay on the sender would
+                # count as bytes that its TCP has not sent.
+                ports = link.port_commands(
+                    spec, port, limited=wiring.is_limited(name), delay_ms=2 * wiring.node_delay_ms
+                )
+                self._tc(self._held(upper), ports)
+            else:
+                self._tc(self._held(upper), link.port_commands(spec, port, limited=True, delay_ms=spec.delay_ms))
                 self._ip(lower, [f"link set {device} mtu {spec.mtu} master switch up"])
-                self._tc(lower, link.port_commands(spec, device, limited=True, netem=False))
-        if topology.racks:
-            for switch in topology.switches:
+                self._tc(lower, link.port_commands(spec, device, limited=True, delay_ms=spec.delay_ms))
+        if len(wiring.switches) > 1:
+            for switch in wiring.switches:
                 self._bridge(
                     self._held(switch),
                     [
-                        f"fdb replace {topology.mac(node)} dev {self._port_towards(switch, node)} master static"
-                        for node in topology.nodes
+                        f"fdb replace {wiring.mac(node)} dev {wiring.port_towards(switch, node)} master static"
+                        for node in wiring.nodes
                     ],
                 )
 
@@ -441,32 +343,19 @@ class Testbed(Bed):
             held = self._held(switch)
             while "bridge_slave state disabled" in self._tool(held, ["ip", "-d", "link", "show", "master", "switch"]):
                 if time.monotonic() > deadline:
-                    raise TestbedUnavailable(f"the ports of switch {switch} are not up after {PORTS_UP_S:g} s")
+                    raise system.TestbedUnavailable(f"the ports of switch {switch} are not up after {PORTS_UP_S:g} s")
                 time.sleep(0.001)
-
-    def _port_towards(self, switch: str, node: str) -> str:
-        """The device of ``switch`` that leads to ``node``."""
-        upper = self.topology.links[node]
-        if upper == switch:
-            return node
-        return upper if switch == CORE else UPLINK
 
     def _lower_end(self, name: str) -> tuple[int, str]:
         """A link's lower end: the namespace and the device."""
-        if name in self.topology.nodes:
-            return self._namespaces[self.topology.number(name)], self.interface
-        return self._held(name), UPLINK
+        lower = self.topology.lower[name]
+        if lower in self.topology.nodes:
+            return self._namespaces[self.topology.number(lower)], self.interface
+        return self._held(lower), UPLINK
 
     def _held(self, switch: str) -> int:
         """A switch's namespace."""
         return self._namespaces[len(self.topology.nodes) + self.topology.switches.index(switch)]
-
-    def _link_name(self, name: int | str) -> str:
-        if isinstance(name, int):
-            return self.topology.nodes[self.topology.number(name)]
-        if name not in self.topology.links:
-            raise ValueError(f"there is no link {name}, but {', '.join(self.topology.links)}")
-        return name
 
     def _apply_rules(self) -> None:
         """Loss and dropped links: rules on what reaches a device, before anything behind it sees it.
@@ -474,37 +363,53 @@ class Testbed(Bed):
         A rule on what leaves a host would make its sends fail with EPERM, which is not silent. A namespace's rules are
         replaced as one transaction.
         """
-        for held, devices in (self._rules_of_links() if self.topology.racks else self._rules_of_hosts()).items():
+        for held, devices in (self._rules_of_hosts() if self._is_relayed() else self._rules_of_links()).items():
             lines = ["add table netdev testbed", "delete table netdev testbed", "add table netdev testbed"]
-            for device, rules in devices.items():
+            for number, (device, rules) in enumerate(devices.items()):
                 hook = f"type filter hook ingress device {device} priority 0;"
-                lines.append(f"add chain netdev testbed {device} {{ {hook} }}")
-                lines += [f"add rule netdev testbed {device} {rule}" for rule in rules]
+                lines.append(f"add chain netdev testbed d{number} {{ {hook} }}")
+                lines += [f"add rule netdev testbed d{number} {rule}" for rule in rules]
             self._tool(held, ["nft", "-f", "-"], "\n".join(lines) + "\n")
 
-    def _rules_of_hosts(self) -> dict[int, dict[str, list[str]]]:
-        """On one switch, where the relay may be in its place, all rules are on the hosts."""
-        found = {}
-        gone = ", ".join(self.topology.mac(node) for node in sorted(self._down))
-        for node, held in zip(self.topology.nodes, self._namespaces, strict=False):
-            rules = ["drop"] if node in self._down else [f"ether saddr {{ {gone} }} drop"] if gone else []
-            found[held] = {self.interface: rules + _loss_rules(self.link.loss)}
-        return found
-
     def _rules_of_links(self) -> dict[int, dict[str, list[str]]]:
-        """With racks, both ends of a link have its rules."""
+        """Both ends of a link have its rules."""
         found: dict[int, dict[str, list[str]]] = {held: {} for held in self._namespaces}
         for name, upper in self.topology.links.items():
             lower, device = self._lower_end(name)
-            rules = ["drop"] if name in self._down else _loss_rules(self.topology.link(name, self.link).loss)
-            found[lower][device] = found[self._held(upper)][name] = rules
+            rules = ["drop"] if name in self._down else _loss_rules(self.topology.spec(name).loss)
+            found[lower][device] = found[self._held(upper)][self.topology.port(name)] = rules
         return found
+
+    def _rules_of_hosts(self) -> dict[int, dict[str, list[str]]]:
+        """Where the relay is in the place of the switch, hosts have the rules of both links that a packet to them crosses."""
+        wiring = self.topology
+        lost = {
+            node: 1.0 if (name := wiring.link_name(node)) in self._down else wiring.spec(name).loss
+            for node in wiring.nodes
+        }
+        found = {}
+        for node, held in zip(wiring.nodes, self._namespaces, strict=False):
+            rules = [
+                f"ether saddr {wiring.mac(other)} {rule}"
+                for other in wiring.nodes
+                for rule in _loss_rules(1 - (1 - lost[node]) * (1 - lost[other]))
+                if other != node
+            ]
+            found[held] = {self.interface: ["drop"] if lost[node] == 1 else rules}
+        return found
+
+    def _is_relayed(self) -> bool:
+        """Whether the relay is in the place of the switch, which then has no ports."""
+        if self._relayed is None:
+            ports = self._tool(self._namespaces[-1], ["ip", "-o", "link", "show", "type", "bridge"])
+            self._relayed = not ports.strip()
+        return self._relayed
 
     def _kernel_has_netem(self) -> bool:
         """Try it, on the loopback device of the still empty switch."""
         try:
             self._tc(self._namespaces[-1], ["qdisc add dev lo root netem delay 1ms", "qdisc del dev lo root"])
-        except TestbedUnavailable:
+        except system.TestbedUnavailable:
             return False
         return True
 
@@ -513,18 +418,21 @@ class Testbed(Bed):
 
         It lives in the switch's namespace, so it ends with the testbed like everything else in there.
         """
+        wiring = self.topology
         taps: list[int] = []
+        arguments = [f"{2 * wiring.node_delay_ms / 1e3}"]
         try:
-            for held in self._namespaces[: self.hosts]:
-                open_tap = functools.partial(relay.open_tap, self.interface, offloads=self.link.uses_offloads)
+            for node, held in zip(wiring.nodes, self._namespaces, strict=False):
+                open_tap = functools.partial(relay.open_tap, self.interface, offloads=wiring.offloads)
                 taps.append(namespace.inside(held, open_tap))
-            # With two hosts, what one receives the other's link has limited already.
-            rate_mbit = self.link.rate_mbit if self.link.rate_mbit and self.hosts > 2 else 0
-            arguments = [self.link.delay_ms / 1e3, rate_mbit * 1e6 / 8, link.BUFFER_S, *taps]
+                name = wiring.link_name(node)
+                spec = wiring.spec(name)
+                rate = spec.rate_mbit * 1e6 / 8 if spec.rate_mbit and wiring.is_limited(name) else 0
+                arguments.append(f"{taps[-1]}:{rate}:{spec.buffer_bytes / rate if rate else 0}")
             process = namespace.inside(
                 self._namespaces[-1],
                 lambda: subprocess.Popen(
-                    [sys.executable, "-I", "-S", relay.__file__, *map(str, arguments)],
+                    [sys.executable, "-I", "-S", relay.__file__, *arguments],
                     pass_fds=taps,
                     env={**os.environ, **relay.ENVIRONMENT},
                     stdin=subprocess.DEVNULL,
@@ -535,7 +443,7 @@ class Testbed(Bed):
                 ),
             )
         except FileNotFoundError as error:
-            raise TestbedUnavailable(
+            raise system.TestbedUnavailable(
                 "this kernel has no netem, so delays need /dev/net/tun, which is missing: load the module `tun`, or "
                 "pass the device into the container"
             ) from error
@@ -547,7 +455,7 @@ class Testbed(Bed):
         return process
 
     def _sent_by_class(self, host: int) -> list[FlowClass]:
-        caps = self.link.caps_mbit
+        caps = self.topology.spec(self.topology.link_name(host)).caps_mbit
         if caps is None:
             return []
         text = self._tool(self._namespaces[host], ["tc", "-s", "class", "show", "dev", self.interface])
@@ -579,222 +487,25 @@ class Testbed(Bed):
     def _tool(self, held: int, command: Sequence[str], text: str = "") -> str:
         """Run one of the system's tools in a namespace and return what it prints."""
         options: dict[str, Any] = {"input": text, "text": True, "capture_output": True, "pass_fds": self._namespaces}
-        program = find_tool(command[0])
+        program = system.find_tool(command[0])
         done = namespace.inside(held, lambda: subprocess.run([program, *command[1:]], check=False, **options))
+        if done.returncode != 0 and self._attached_to is not None and self.is_gone():
+            raise system.TestbedUnavailable(GONE.format(name=self.name))
         if done.returncode != 0:
-            raise TestbedUnavailable(
+            raise system.TestbedUnavailable(
                 f"`{' '.join(command)}` failed: {done.stderr.strip()}\n"
-                f"It was given:\n{text}\nA kernel that lacks one of {KERNEL_NEEDS} fails like this."
+                f"It was given:\n{text}\nA kernel that lacks one of {system.KERNEL_NEEDS} fails like this."
             )
         return done.stdout
 
 
-class Loopback(Bed):
-    """The testbed's face without its network: every "host" is this machine, and all talk over ``lo``.
-
-    For where `Testbed` is unavailable. Rates, loss, delay and dropped links do not exist here, and counters are those
-    of the machine's ``lo``, including the traffic of other programs.
-    """
-
-    interface = "lo"
-
-    def __init__(self, *, hosts: int = 2) -> None:
-        super().__init__(hosts=hosts)
-        self._start_keeper([])
-
-    def address(self, host: int | str, family: int = 4) -> str:
-        return "127.0.0.1" if family == 4 else "::1"
-
-    def inside(self, host: int | str, function: Callable[[], Any]) -> Any:
-        return namespace.inside(None, function)
-
-
-def check_available(spec: LinkSpec, topology: Topology | None = None) -> None:
-    """Raise TestbedUnavailable when the rights or the tools for such a testbed are missing. Makes nothing."""
-    if not sys.platform.startswith("linux"):
-        raise TestbedUnavailable("emulated clusters need Linux: they are made of network namespaces")
-    if os.geteuid() != 0:
-        raise TestbedUnavailable("making network namespaces needs root: run the same command with sudo")
-    needed = ["ip", "tc"]
-    if spec.loss or (topology is not None and topology.losses):
-        needed.append("nft")
-    if topology is not None and topology.racks:
-        needed.append("bridge")
-    for tool in needed:
-        find_tool(tool)
-
-
-def find_tool(tool: str) -> str:
-    """The path of ``ip``, ``tc``, ``bridge`` or ``nft``. Raises: TestbedUnavailable, which says what to install."""
-    path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_DIRECTORIES]))
-    if path is None:
-        raise TestbedUnavailable(f"the command `{tool}` is missing: install {PACKAGES[tool]}")
-    return path
-
-
-def unavailable(spec: LinkSpec | None = None) -> str | None:
-    """Why there can be no testbed here, or None when there is no known reason."""
-    try:
-        check_available(spec or LinkSpec())
-    except TestbedUnavailable as error:
-        return str(error)
-    return None
-
-
-def take_down(name: str) -> None:
-    """End the testbed that is up as ``name``, with every process in it; returns when it is gone.
-
-    Raises: LookupError, when there is none; TimeoutError, after 30 s.
-    """
-    state = read_state(name)
-    handle = os.pidfd_open(state["keeper"])
-    try:
-        signal.pidfd_send_signal(handle, signal.SIGTERM)
-        if not select.select([handle], [], [], 30)[0]:
-            raise TimeoutError(f"testbed '{name}': its keeper, process {state['keeper']}, does not end")
-    finally:
-        os.close(handle)
-
-
-def read_state(name: str) -> dict[str, Any]:
-    """What `Testbed.keep` wrote under ``name``. Raises: LookupError, with the names that there are."""
-    states = read_states()
-    if name not in states:
-        there = f"there are: {', '.join(sorted(states))}" if states else "none is up"
-        raise LookupError(f"no testbed '{name}': {there}. `penstock testbed up --name {name}` makes it")
-    return states[name]
-
-
-def read_states() -> dict[str, dict[str, Any]]:
-    """All testbeds that are up, by name. Files whose keeper is gone are removed."""
-    states = {}
-    for path in STATE_DIRECTORY.glob("*.json"):
-        try:
-            state = json.loads(path.read_text())
-            alive = _start_time(state["keeper"]) == state["started"]
-        except (OSError, ValueError, KeyError):
-            alive = False
-        if alive:
-            states[path.stem] = state
-        else:
-            path.unlink(missing_ok=True)
-    return states
-
-
-def state_path(name: str) -> Path:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,40}", name):
-        raise ValueError(f"testbed name '{name}': letters, digits, '.', '_' and '-', at most 41, please")
-    return STATE_DIRECTORY / f"{name}.json"
-
-
-def _sockets(*addresses: str) -> list[tuple[int, str, int, str]]:
-    """The calling thread's TCP sockets between ``addresses`` and others: port here, address and port there, state."""
-    own = {_kernel_hex(address) for address in addresses}
-    found = []
-    for table in ("tcp", "tcp6"):
-        with open(f"/proc/thread-self/net/{table}") as file:
-            next(file)
-            for line in file:
-                _, here, there, state, *_ = line.split()
-                (address, port), (other, other_port) = here.split(":"), there.split(":")
-                # A socket that speaks both families lists IPv4 addresses in IPv6's clothes.
-                address, other = (each.removeprefix(_V4_IN_V6) for each in (address, other))
-                if address in own and other not in own:
-                    found.append((int(port, 16), other, int(other_port, 16), state))
-    return found
-
-
-_ESTABLISHED = "01"
-_NOT_CONNECTED = ("02", "03", "07", "0A", "0C")
-"""SYN_SENT, SYN_RECV, CLOSE, LISTEN, NEW_SYN_RECV (include/net/tcp_states.h). The others have been connected."""
-
-
-def _kernel_hex(address: str) -> str:
-    """An address as ``/proc/net/tcp`` shows it: 32-bit words in the machine's byte order."""
-    packed = ipaddress.ip_address(address).packed
-    words = (int.from_bytes(packed[start : start + 4], sys.byteorder) for start in range(0, len(packed), 4))
-    return "".join(f"{word:08X}" for word in words)
-
-
-def _interface_counters(interface: str) -> dict[str, int]:
-    """The calling thread's interface, from the one file that shows them without a process."""
-    with open("/proc/thread-self/net/dev") as file:
-        for line in file:
-            name, _, numbers = line.partition(":")
-            if name.strip() == interface:
-                fields = [int(each) for each in numbers.split()]
-                return {
-                    "rx_bytes": fields[0],
-                    "rx_packets": fields[1],
-                    "rx_dropped": fields[3],
-                    "tx_bytes": fields[8],
-                    "tx_packets": fields[9],
-                    "tx_dropped": fields[11],
-                }
-    raise LookupError(f"there is no interface {interface} here")
-
-
-def _make_quiet() -> None:
-    """What a switch's namespace would do besides switching: its ports would look for IPv6 routers, on all links; and where
-    br_netfilter is loaded, every frame that crosses a bridge visits iptables first, where there is nothing."""
-    with contextlib.suppress(FileNotFoundError):
-        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
-    for family in ("iptables", "ip6tables", "arptables"):
-        try:
-            Path(f"/proc/sys/net/bridge/bridge-nf-call-{family}").write_text("0")
-        except FileNotFoundError:
-            pass
-
-
-def _switch_offloads_off(interface: str) -> None:
-    """Make every packet of the calling thread's interface one that fits the MTU, as ``ethtool -K`` would."""
-    with socket.socket() as handle:
-        for command in (ETHTOOL_STSO, ETHTOOL_SGSO, ETHTOOL_SGRO):
-            value = ctypes.create_string_buffer(struct.pack("=II", command, 0))
-            fcntl.ioctl(handle, SIOCETHTOOL, struct.pack("@16sP16x", interface.encode(), ctypes.addressof(value)))
-
-
-def _start_time(process: int) -> str:
-    """When a process started, in the kernel's ticks: with its number, who it is.
-
-    Raises: OSError, when it is gone; that includes one that is dead and that nobody has waited for.
-    """
-    with open(f"/proc/{process}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    if fields[0] in "ZX":
-        raise ProcessLookupError(f"process {process} is dead")
-    return fields[19]
-
-
 def _loss_rules(loss: float) -> list[str]:
+    if loss == 1:
+        return ["drop"]
     return [f"numgen random mod 1000000 < {round(loss * 1_000_000)} drop"] if loss else []
 
 
-MARK = "PENSTOCK_TESTBED"
-"""Environment variable of every process in a testbed; its value is the testbed's."""
+GONE = "testbed '{name}' was taken down while the run was on; nothing of the run is left"
 
 PORTS_UP_S = 10.0
 """A guess, far above the milliseconds that it takes."""
-
-UPLINK = "uplink"
-"""The device of a rack's switch that leads to the core's."""
-
-STATE_DIRECTORY = Path("/run/penstock/testbed")
-
-SYSTEM_DIRECTORIES = ["/usr/sbin", "/sbin"]
-"""Where the tools are when PATH, as after a plain ``su``, does not say so."""
-
-PACKAGES = {
-    "ip": "iproute2 (Debian, Ubuntu, Alpine, Arch) or iproute (Fedora)",
-    "bridge": "iproute2 (it has this name everywhere but on Fedora: iproute)",
-    "tc": "iproute2 (Debian, Ubuntu, Alpine, Arch) or iproute-tc (Fedora)",
-    "nft": "nftables (it has this name everywhere)",
-}
-
-KERNEL_NEEDS = "NET_NS, VETH, BRIDGE, NET_SCH_HTB, NET_CLS_BPF, NF_TABLES_NETDEV"
-
-# linux/sockios.h and linux/ethtool.h. By hand, so that no further tool is needed.
-SIOCETHTOOL = 0x8946
-ETHTOOL_STSO, ETHTOOL_SGSO, ETHTOOL_SGRO = 0x1F, 0x24, 0x2C
-
-_V4_IN_V6 = "0000000000000000FFFF0000" if sys.byteorder == "little" else "00000000000000000000FFFF"

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
+from penstock.cluster.generate import blocks
 from penstock.tools.testbed import keeper, link, rank
 from penstock.tools.testbed.link import FlowClass
-from penstock.tools.testbed.topology import LinkTraffic, blocks
+from penstock.tools.testbed.topology import LinkTraffic
 
 Result = TypeVar("Result")
 

@@ -23,6 +23,7 @@ class LinkSpec:
         offloads: whether the hosts may hand over packets of up to 64 KiB for the "hardware" to cut (GSO, TSO, GRO).
             They save most of the CPU time, and cost truth: interface counters miss headers, and a loss hits 64 KiB
             at once. None means yes, unless there is loss.
+        queue_bytes: what waits at a switch's port in front of the link; None for `BUFFER_S` of its rate.
     """
 
     rate_mbit: float | None = 1000.0
@@ -31,6 +32,7 @@ class LinkSpec:
     delay_ms: float = 0.0
     mtu: int = 1500
     offloads: bool | None = None
+    queue_bytes: int | None = None
 
     def __post_init__(self) -> None:
         caps = self.flow_mbit if isinstance(self.flow_mbit, (list, tuple)) else [self.flow_mbit]
@@ -47,6 +49,8 @@ class LinkSpec:
             raise ValueError(f"delay_ms={self.delay_ms}: milliseconds one way, 0 to 10000")
         if not 1280 <= self.mtu <= 65_000:
             raise ValueError(f"mtu={self.mtu}: bytes, 1280 (the least that IPv6 takes) to 65000")
+        if self.queue_bytes is not None and not self.mtu + ETHERNET_HEADER_BYTES <= self.queue_bytes <= 1 << 31:
+            raise ValueError(f"queue_bytes={self.queue_bytes}: give room for a packet, up to 2 GiB")
 
     @property
     def caps_mbit(self) -> list[float] | None:
@@ -62,6 +66,13 @@ class LinkSpec:
         if self.rate_mbit is None:
             return None
         return self.rate_mbit * (self.mtu - IPV4_TCP_HEADER_BYTES) / (self.mtu + ETHERNET_HEADER_BYTES)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes that wait at a switch's port."""
+        if self.queue_bytes is not None:
+            return self.queue_bytes
+        return max(LEAST_BUFFER_BYTES, round((self.rate_mbit or 0) * 1e6 / 8 * BUFFER_S))
 
     @property
     def uses_offloads(self) -> bool:
@@ -136,31 +147,32 @@ def host_commands(spec: LinkSpec, device: str) -> list[str]:
     return lines
 
 
-def port_commands(spec: LinkSpec, device: str, *, limited: bool, netem: bool) -> list[str]:
-    """``tc -batch`` lines for what a switch's port sends: the link's rate, a switch's buffer, and the delay.
+def port_commands(spec: LinkSpec, device: str, *, limited: bool, delay_ms: float) -> list[str]:
+    """``tc -batch`` lines for what a switch's port sends: the link's rate, a switch's buffer, and a delay.
 
     Args:
         limited: whether the rate and the buffer are wanted. Two hosts on one switch need none here: what one receives,
             the other's link has limited already, and a second queue would cost a timer for each packet.
-        netem: whether the kernel's own delay is to be used here. It sits under the rate, where a packet waits until
-            it is both due and its turn.
+        delay_ms: the delay that the kernel's netem makes here, 0 for none. It sits under the rate, where a packet waits
+            until it is both due and its turn.
     """
     if spec.rate_mbit is None or not limited:
-        return [f"qdisc add dev {device} root handle 2: {_netem(spec)}"] if netem else []
+        return [f"qdisc add dev {device} root handle 2: {_netem(spec, delay_ms)}"] if delay_ms else []
     rate_kbit = round(spec.rate_mbit * 1000)
-    buffer_bytes = max(LEAST_BUFFER_BYTES, round(spec.rate_mbit * 1e6 / 8 * BUFFER_S))
+    queue = _netem(spec, delay_ms) if delay_ms else f"bfifo limit {spec.buffer_bytes}"
     return [
         f"qdisc add dev {device} root handle 1: htb default 1",
         f"class add dev {device} parent 1: classid 1:1 htb rate {rate_kbit}kbit quantum {QUANTUM_BYTES}",
-        f"qdisc add dev {device} parent 1:1 handle 2: " + (_netem(spec) if netem else f"bfifo limit {buffer_bytes}"),
+        f"qdisc add dev {device} parent 1:1 handle 2: {queue}",
     ]
 
 
-def _netem(spec: LinkSpec) -> str:
+def _netem(spec: LinkSpec, delay_ms: float) -> str:
     """netem's limit counts packets, and must hold a whole delay of the smallest useful ones besides the buffer."""
     rate_mbit = 10_000.0 if spec.rate_mbit is None else spec.rate_mbit
-    packets = math.ceil(rate_mbit * 1e6 / 8 * (spec.delay_ms / 1e3 + BUFFER_S) / 500)
-    return f"netem delay {round(spec.delay_ms * 1000)}us limit {max(1000, packets)}"
+    buffer_bytes = rate_mbit * 1e6 / 8 * BUFFER_S if spec.queue_bytes is None else spec.queue_bytes
+    packets = math.ceil((rate_mbit * 1e6 / 8 * delay_ms / 1e3 + buffer_bytes) / 500)
+    return f"netem delay {round(delay_ms * 1000)}us limit {max(1000, packets)}"
 
 
 CLASSES = 16

@@ -11,8 +11,8 @@ so the kernel does neither. And under load this wakes every `TICK_S`, not for ev
 are the kernel's: a read and a write copy the packet, and the write carries it up to the receiving socket, whose answer
 often leaves on the same path. So a compiled language would gain little.
 
-It runs as a script, ``python -I -S relay.py DELAY_S RATE_BYTES_PER_S BUFFER_S TAP...`` with open devices, says so in
-one line, and serves until it is killed; the devices go with it.
+It runs as a script, ``python -I -S relay.py DELAY_S TAP:RATE_BYTES_PER_S:BUFFER_S...`` with open devices, says so in one
+line, and serves until it is killed; the devices go with it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,13 @@ def open_tap(name: str, *, offloads: bool) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    delay_s, rate_bytes_per_s, buffer_s = (float(each) for each in arguments[:3])
-    taps = [int(each) for each in arguments[3:]]
+    delay_s = float(arguments[0])
+    fields = [argument.split(":") for argument in arguments[1:]]
+    taps, rates, buffers = (
+        [int(each[0]) for each in fields],
+        [float(each[1]) for each in fields],
+        [float(each[2]) for each in fields],
+    )
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except OSError:
@@ -55,16 +60,16 @@ def main(arguments: list[str]) -> None:
     if len(taps) == 2:
         # Nothing that one direction does concerns the other, so each gets a processor.
         origins = [0] if os.fork() == 0 else [1]
-    serve(taps, origins, delay_s, rate_bytes_per_s, buffer_s)
+    serve(taps, origins, delay_s, rates, buffers)
 
 
-def serve(taps: list[int], origins: list[int], delay_s: float, rate_bytes_per_s: float, buffer_s: float) -> None:
+def serve(taps: list[int], origins: list[int], delay_s: float, rates: list[float], buffers: list[float]) -> None:
     """Carry frames, without an end.
 
     Args:
         origins: the hosts whose frames to carry.
-        rate_bytes_per_s: of the link from here to each host; 0 for no limit.
-        buffer_s: what waits for that link longer than this, besides the delay, is lost.
+        rates: bytes a second of the link from here to each host; 0 for no limit.
+        buffers: what waits for that link longer than so many seconds, besides the delay, is lost.
     """
     hosts = len(taps)
     queues: list[collections.deque[tuple[float, bytes]]] = [collections.deque() for _ in taps]  # when due, frame
@@ -92,10 +97,10 @@ def serve(taps: list[int], origins: list[int], delay_s: float, rate_bytes_per_s:
                         if target == origin or target >= hosts:
                             continue
                         due = now + delay_s
-                        if rate_bytes_per_s:
-                            if free[target] > due + buffer_s:
+                        if rates[target]:
+                            if free[target] > due + buffers[target]:
                                 continue
-                            due = free[target] = max(due, free[target]) + wire_bytes(frame) / rate_bytes_per_s
+                            due = free[target] = max(due, free[target]) + wire_bytes(frame) / rates[target]
                         queues[target].append((due, frame))
             except BlockingIOError:
                 pass

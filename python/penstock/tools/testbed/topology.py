@@ -1,13 +1,16 @@
-"""Which nodes there are, and which switches they hang on. Nothing here touches the system."""
+"""The testbed's own shapes, from counts. Nothing here touches the system."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import math
 from typing import Any
 
+from penstock.cluster import generate
+from penstock.cluster.network import Cluster
 from penstock.tools.testbed.link import LinkSpec
+from penstock.tools.testbed.wiring import Wiring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,71 +66,101 @@ class Topology:
                 if argument == "losses" and not 0 <= value < 1:
                     raise ValueError(f"{given}: a share of packets, 0 <= loss < 1")
 
+    def cluster(self, link: LinkSpec) -> Cluster:
+        """The cluster that these counts describe.
+
+        Args:
+            link: what the links have that is not said for each. Its delay is that from host to host, so a host's link has half
+                of it; without racks its loss is also that from host to host.
+        """
+        loss = link.loss if self.racks else round(1 - math.sqrt(1 - link.loss), 9)
+        made = self._made(_shared(link, loss), _own(link))
+        for name in {**self.rates, **self.losses}:
+            changes: dict[str, Any] = {}
+            if name in self.rates:
+                changes["rate_bit_s"] = _bit_s(self.rates[name])
+            if name in self.losses:
+                changes["loss"] = self.losses[name]
+            made = made.with_link(name, **changes)
+        return made
+
+    def spread(self, link: LinkSpec, spines: int) -> Cluster:
+        """As `cluster`, but racks have a link to each of ``spines`` switches instead of one to a core, and servers are dealt to
+        the racks. The core has neither an aggregator nor links of its own. Raises: ValueError, where the counts do not fit."""
+        if self.racks == 0 or self.hosts % self.racks:
+            raise ValueError(f"spines={spines}: give a number of racks that divides the {self.hosts} hosts")
+        if self.core_aggregator or self.rates or self.losses:
+            raise ValueError(
+                f"spines={spines}: there is no core, and no link of one name; change the file that is written"
+            )
+        return generate.leaf_spine(
+            self.racks,
+            spines,
+            self.hosts // self.racks,
+            servers=self.servers,
+            uplink=self._uplink(),
+            **_shared(link, link.loss),
+            **_own(link),
+        )
+
+    def _made(self, shared: dict[str, Any], own: dict[str, Any]) -> Cluster:
+        if not self.racks:
+            return generate.star(self.hosts, **shared, **own)
+        return generate.racks(
+            self.hosts,
+            self.racks,
+            servers=self.servers,
+            core_aggregator=self.core_aggregator,
+            uplink=self._uplink(),
+            **shared,
+            **own,
+        )
+
+    def _uplink(self) -> dict[str, Any]:
+        """What links between switches have instead of what all have."""
+        rate = {} if self.uplink_mbit is None else {"rate_bit_s": _bit_s(self.uplink_mbit)}
+        return {"delay_ns": 0, "flow_caps_bit_s": (), **rate}
+
+    @functools.cached_property
+    def _wiring(self) -> Wiring:
+        return Wiring(self._made({}, {}))
+
     @property
     def nodes(self) -> list[str]:
         """Hosts, aggregators' places, servers' places: the order of their numbers."""
-        aggregators = self.racks + self.core_aggregator
-        counts = (("h", self.hosts), ("a", aggregators), ("s", self.servers))
-        return [f"{kind}{number}" for kind, count in counts for number in range(count)]
+        return self._wiring.nodes
 
     @property
     def switches(self) -> list[str]:
-        return [*(f"r{rack}" for rack in range(self.racks)), CORE]
+        return self._wiring.switches
 
     @property
     def links(self) -> dict[str, str]:
         """Each link's lower end, which is its name, and the switch at its upper end."""
-        racks = [f"r{rack}" for rack, hosts in enumerate(blocks(self.hosts, max(1, self.racks))) for _ in hosts]
-        upper = {f"h{host}": rack if self.racks else CORE for host, rack in enumerate(racks)}
-        upper.update({f"a{rack}": f"r{rack}" for rack in range(self.racks)})
-        upper.update({node: CORE for node in self.nodes if node not in upper})
-        upper.update({f"r{rack}": CORE for rack in range(self.racks)})
-        return upper
-
-    def number(self, node: int | str) -> int:
-        """A node's place in `nodes`. Raises: ValueError, when there is none of that name."""
-        if isinstance(node, int):
-            if not 0 <= node < self.hosts:
-                raise ValueError(f"host {node}: there are hosts 0 to {self.hosts - 1}")
-            return node
-        if node not in self.nodes:
-            raise ValueError(f"there is no node {node}, but {', '.join(self.nodes)}")
-        return self.nodes.index(node)
+        return self._wiring.links
 
     def address(self, node: int | str, family: int = 4) -> str:
         """IPv4, or with ``family=6`` IPv6. Hosts, aggregators and servers differ in the byte before the last."""
-        kind, number = self._kind_and_number(node)
-        if family == 4:
-            return f"10.77.{kind}.{number + 1}"
-        return f"fd77::{kind:x}:{number + 1:x}" if kind else f"fd77::{number + 1:x}"
-
-    def mac(self, node: int | str) -> str:
-        kind, number = self._kind_and_number(node)
-        return f"02:00:00:00:{kind:02x}:{number + 1:02x}"
-
-    @property
-    def prefix(self) -> int:
-        """Bits of IPv4 addresses that all nodes share."""
-        return 16 if self.racks else 24
-
-    def link(self, name: str, spec: LinkSpec) -> LinkSpec:
-        """The properties of the link of that name; ``spec`` has those that all links share."""
-        loss = self.losses.get(name, spec.loss)
-        rate_mbit, flow_mbit = spec.rate_mbit, spec.flow_mbit
-        if name not in self.nodes:
-            rate_mbit = spec.rate_mbit if self.uplink_mbit is None else self.uplink_mbit or None
-            flow_mbit = None
-        if name in self.rates:
-            rate_mbit = self.rates[name] or None
-        return dataclasses.replace(spec, rate_mbit=rate_mbit, flow_mbit=flow_mbit, loss=loss)
+        return self._wiring.address(node, family)
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments that make this again."""
         return dataclasses.asdict(self)
 
-    def _kind_and_number(self, node: int | str) -> tuple[int, int]:
-        name = self.nodes[self.number(node)]
-        return "has".index(name[0]), int(name[1:])
+
+def _shared(link: LinkSpec, loss: float) -> dict[str, Any]:
+    return {"rate_bit_s": _bit_s(link.rate_mbit), "loss": loss, "mtu": link.mtu, "queue_bytes": link.queue_bytes}
+
+
+def _own(link: LinkSpec) -> dict[str, Any]:
+    """What only the links of nodes have."""
+    caps = link.flow_mbit if isinstance(link.flow_mbit, list | tuple) else [link.flow_mbit] if link.flow_mbit else []
+    return {"delay_ns": round(link.delay_ms * 1e6 / 2), "flow_caps_bit_s": tuple(round(cap * 1e6) for cap in caps)}
+
+
+def _bit_s(rate_mbit: float | None) -> int | None:
+    """0 and None are no limit."""
+    return round(rate_mbit * 1e6) if rate_mbit else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,8 +172,9 @@ class LinkTraffic:
     """
 
     name: str
+    lower: str
     upper: str
-    """The switch at the upper end; the lower end is `name`."""
+    """The switch at the upper end."""
     up_bytes: int
     up_packets: int
     down_bytes: int
@@ -152,16 +186,6 @@ class LinkTraffic:
         counted = [field.name for field in dataclasses.fields(self) if field.type == "int"]
         return dataclasses.replace(self, **{name: getattr(self, name) - getattr(before, name) for name in counted})
 
-
-def blocks(count: int, parts: int) -> list[range]:
-    """0 to ``count`` - 1 in blocks, the first ones one longer where it does not come out even; none is empty."""
-    each, more = divmod(count, parts)
-    starts = [part * each + min(part, more) for part in range(parts + 1)]
-    return [range(start, stop) for start, stop in itertools.pairwise(starts) if stop > start]
-
-
-CORE = "core"
-"""The core switch, or the only one."""
 
 MOST_NODES = 64
 """Of a kind. A guess at where one machine's hosts stop being of use. The addresses would do for 254."""

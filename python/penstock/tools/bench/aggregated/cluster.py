@@ -17,11 +17,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from penstock.cluster import file
+from penstock.cluster.generate import blocks
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.program import run_program
 from penstock.tools.testbed.cluster import Testbed
 from penstock.tools.testbed.link import LinkSpec
-from penstock.tools.testbed.topology import Topology, blocks
+from penstock.tools.testbed.topology import Topology
 
 PORT = 7471
 
@@ -60,6 +62,7 @@ class Cluster:
         with self._stack as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             self.bed = stack.enter_context(Testbed(link=self._link, **self.topology.to_dict()))
+            (self.folder / "cluster.yaml").write_text(file.dump(self.bed.topology.cluster))
             self._daemons = stack.enter_context(_Daemons(self.bed))
             self._stack = stack.pop_all()
         return self
@@ -110,18 +113,17 @@ def topology(workers: int, rate_mbit: float, loss: float, *, unauthenticated: bo
 
 
 def deployment(shape: Topology, number: str, window: int, workers: int, *, direct: bool = False) -> dict[str, Any]:
-    """A deployment for the first so many hosts, as its file has it: blocks travel in the format ``number``, and with ``direct``
-    straight to the server."""
-    server: dict[str, Any] = {"address": f"{shape.address('s0')}:{PORT}", "fraction": 1.0}
+    """A deployment for the first so many hosts, as a file beside that of the cluster has it: blocks travel in the format
+    ``number``, and with ``direct`` straight to the server."""
+    server: dict[str, Any] = {"server": "s0", "fraction": 1.0}
     below = ([host for host in block if host < workers] for block in blocks(shape.hosts, shape.racks))
-    racks = [
-        {"aggregator": f"{shape.address(f'a{rack}')}:{PORT}", "workers": block} for rack, block in enumerate(below)
-    ]
+    racks = [{"aggregator": f"a{rack}", "workers": block} for rack, block in enumerate(below)]
     if not direct and shape.core_aggregator:
-        server["tree"] = [{"aggregator": f"{shape.address(f'a{shape.racks}')}:{PORT}", "children": racks}]
+        server["tree"] = [{"aggregator": f"a{shape.racks}", "children": racks}]
     elif not direct:
         server["tree"] = racks
-    return {"version": 1, "aggregated": {"format": number, "window": window, "servers": [server]}}
+    section = {"format": number, "window": window, "servers": [server]}
+    return {"version": 2, "cluster": "cluster.yaml", "aggregated": section}
 
 
 class _Daemons:
@@ -171,7 +173,7 @@ class _Daemons:
     def _start(self, node: str) -> None:
         verb = "server" if node.startswith("s") else "aggregator"
         command = [sys.executable, "-m", "penstock", verb, "--listen", f"{self._bed.address(node)}:{PORT}"]
-        if not self._bed.link.uses_offloads:
+        if not self._bed.topology.offloads:
             command.append("--no-offloads")
         self._processes[node] = self._bed.popen(node, command, stdout=self._said, stderr=self._said)
 

@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
+from penstock.cluster.generate import blocks
 from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
 from penstock.reports.numbers import milliseconds, share, size, times
 from penstock.tools.bench import machine
 from penstock.tools.bench.aggregated.cluster import PORT, Cluster
 from penstock.tools.bench.launcher import BenchError
 from penstock.tools.bench.report import DOES_NOT_SHOW_TESTBED
-from penstock.tools.testbed.topology import blocks
 
 WAYS = ("ring", "gloo", "server", "int32", "int16", "float32")
 """``server``: int32 straight to the server, without aggregators. int16 carries float16 tensors; all others float32."""
