@@ -144,7 +144,7 @@ REGISTRIES += ["files" + ".pytorch.org", "download" + ".pytorch.org", "registry"
 # A path that only one machine has.
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(home|root|work|farm|tmp|Users|workspace|mnt)/[\w.-]")
 
-PYTHON_LOCKS = ("lock.txt", "fronts.txt", "docs.txt")
+PYTHON_LOCKS = ("lock.txt", "fronts.txt", "frameworks.txt", "docs.txt")
 
 # Cargo names the default registry by this identifier, whatever mirror the crates came from.
 CARGO_SOURCE = "registry+https://github.com/rust-lang/crates" + ".io-index"
@@ -187,10 +187,13 @@ def test_python_locks_pin_everything_but_torch(root: pathlib.Path) -> None:
         "lock.txt"
     ]
     assert {"jax", "tensorflow-cpu"} <= names["fronts.txt"] - names["lock.txt"]
+    assert {"transformers", "lightning"} <= names["frameworks.txt"] - names["lock.txt"]
     assert {"sphinx", "myst-parser", "furo"} <= names["docs.txt"] - names["lock.txt"]
-    assert not {name for found in names.values() for name in found if re.match(r"(torch|triton|nvidia|cuda)", name)}
-    shared = names["lock.txt"] & names["fronts.txt"]
-    assert {pin for pin in pins["fronts.txt"] if pin.split("==")[0] in shared} <= pins["lock.txt"]
+    torch = re.compile(r"(torch|triton|nvidia|cuda)(-.*)?")
+    assert not {name for found in names.values() for name in found if torch.fullmatch(name)}
+    for lock in ("fronts.txt", "frameworks.txt"):
+        shared = names["lock.txt"] & names[lock]
+        assert {pin for pin in pins[lock] if pin.split("==")[0] in shared} <= pins["lock.txt"], lock
 
 
 # ------------------------------------------------------------------------------------------------- the command line

@@ -3,6 +3,7 @@
     python -m tests.torch_suite --world 3                  every test on both backends, and what differs
     python -m tests.torch_suite --world 4 --only sparse    tests whose names match a regular expression
     python -m tests.torch_suite --world 3 --backend gloo   one backend alone, without a comparison
+    python -m tests.torch_suite --debian                   more of torch's tests: see `debian`
 
 A test that passes on gloo must pass on Penstock. A test that gloo runs and Penstock skips counts as failed. What may differ
 stands in ``exceptions.txt`` with its reason, and an exception that is no longer one is reported too.
@@ -35,6 +36,8 @@ class Outcome:
     seconds: float
     text: str
     """The failure's traceback, or why the test was skipped."""
+    used: bool = True
+    """Whether the test asked for a group of the backend."""
 
 
 Outcomes = dict[str, Outcome]
@@ -87,10 +90,10 @@ def run(backend: str, world: int, only: str = "", say: Callable[[str], object] =
 
 
 def exceptions(text: str | None = None) -> dict[str, str]:
-    """What may differ from gloo, and why: the name of a test, a colon and the reason on each line; # begins a remark."""
+    """What may differ from gloo, and why: the name of a test, a colon, a space and the reason on each line; # begins a remark."""
     text = (HERE / "exceptions.txt").read_text() if text is None else text
     lines = (line.strip() for line in text.splitlines())
-    pairs = (line.partition(":") for line in lines if line and not line.startswith("#"))
+    pairs = (line.partition(": ") for line in lines if line and not line.startswith("#"))
     return {name.strip(): reason.strip() for name, _, reason in pairs}
 
 
