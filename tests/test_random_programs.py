@@ -193,16 +193,20 @@ def test_judge_sees_what_is_missing() -> None:
     assert any("names no rank" in text for text in said("Mismatch", "something differs"))
 
 
-@pytest.mark.parametrize(("steps", "may"), [(["call", "1"], True), (["call", "2"], False), (["issue", "1"], False)])
+@pytest.mark.parametrize(
+    ("steps", "may"), [(["call", "1"], True), (["call", "2"], False), (["issue", "1"], False), (["call", "3"], True)]
+)
 def test_judge_knows_what_cannot_be_compared(steps: list[str], may: bool) -> None:
     """A rank that leaves out a collective and waits for a message of a rank that waits for that collective is seen at the
-    time-out alone (seed 90055); one that makes another collective of the group is seen at once."""
+    time-out alone (seed 90055); so is one that waits in Horovod's rounds, which are a group of their own (seed 1310412). One that
+    makes another collective of the group is seen at once."""
     program = {
         "timeout_s": 40,
         "calls": {
             "0": {"call": "all_reduce", "group": "world"},
             "1": {"call": "exchange", "group": "world"},
             "2": {"call": "barrier", "group": "world"},
+            "3": {"call": "hvd allreduce", "group": "world"},
         },
         "steps": [[["call", "0"], ["call", "1"], ["call", "2"]], [steps, ["call", "2"]]],
         "wrong": {"kind": "missing", "rank": 1, "call": "0"},

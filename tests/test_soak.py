@@ -17,10 +17,29 @@ def test_nothing_is_kept(medium: str, monkeypatch: pytest.MonkeyPatch) -> None:
     process hold afterwards is what they held after the first groups."""
     monkeypatch.setenv("PENSTOCK_SHM", "1" if medium == "memory" else "0")
     spec = soak.Spec("penstock", seed=7, groups=250, minutes=2, operations=10)
-    told = soak.run(spec, world=3)
+    (told,) = soak.run(spec, world=3)
     assert all(one.groups == spec.groups and len(one.ends) == 4 for one in told)
     kept = [f"rank {rank} keeps {text}" for rank, one in enumerate(told) for text in soak.complaints(one, 3)]
     assert not kept, "\n".join(kept)
+
+
+@pytest.mark.parametrize("leak_bytes", [0, 100_000])
+def test_memory_is_judged_against_gloo(leak_bytes: int) -> None:
+    """The memory of ranks grows no faster a group than gloo's in the same program; what is kept of every group is found."""
+    ours = soak.Spec("penstock", seed=7, groups=350, minutes=2, operations=5, leak_bytes=leak_bytes)
+    gloos = soak.Spec("gloo", seed=7, groups=350, minutes=2, operations=5)
+    found = soak.memory_complaints(*soak.run(ours, gloos, world=3))
+    assert found is not None and (len(found) == 3 if leak_bytes else not found), found
+
+
+def test_slopes_are_robust() -> None:
+    """A slope is found in steps and noise, and one jump is none."""
+    steps = [(10 * at, 10_000 * at // 200 * 200 + at * 7919 % 4096) for at in range(300)]
+    growth = soak.slope(steps)
+    assert growth.low <= 1000 <= growth.high and growth.high - growth.low < 100
+    jump = soak.slope([(10 * at, 50_000_000 * (at > 280)) for at in range(300)])
+    assert jump.slope == 0 and jump.low == 0
+    assert soak.steeper(growth, growth) < 0 < soak.steeper(growth, jump)
 
 
 def test_groups_of_the_same_ranks_are_numbered_in_order() -> None:

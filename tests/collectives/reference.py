@@ -78,7 +78,8 @@ def reduced(operation: str, inputs: list[torch.Tensor]) -> tuple[np.ndarray, np.
     with np.errstate(over="ignore"):
         if operation == "AVG":
             total = functools.reduce(np.add, arrays)
-            result = np.trunc(total.astype(np.longdouble) / len(arrays)).astype(total.dtype)
+            # Truncated towards zero, where NumPy's division rounds down.
+            result = total // len(arrays) + ((total % len(arrays) != 0) & (total < 0))
         elif dtype == "bool":
             result = functools.reduce(_BOOL[operation], arrays)
         else:

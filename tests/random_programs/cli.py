@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import collections
+import dataclasses
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,15 +24,17 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     if options.virtual:
         return _virtual(options)
-    folder = pathlib.Path(options.out or tempfile.mkdtemp(prefix="random-programs-"))
+    folder = pathlib.Path(options.out or tempfile.mkdtemp(prefix="random-programs-")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    if options.jobs > 1:
+        return _side_by_side(arguments, options, folder)
     if options.replay:
         program = json.loads(pathlib.Path(options.replay).read_text())
-        programs = [program] * options.count
+        programs = [program] * len(range(options.count)[options.share])
         return _run(programs, options, folder)
     if options.mutant:
         return _hunt(options)
-    seeds = range(options.seed, options.seed + options.count)
+    seeds = range(options.seed, options.seed + options.count)[options.share]
     media = [options.medium] if options.medium else _media(options)
     if options.faults:
         return _run(
@@ -72,54 +75,108 @@ def _virtual(options: argparse.Namespace) -> int:
     return subprocess.run(["cargo", "test", "--quiet", *test], env=environment, check=False).returncode
 
 
+@dataclasses.dataclass
+class Tally:
+    """What a run has come to."""
+
+    programs: int = 0
+    calls: int = 0
+    cpu_s: float = 0.0
+    by_kind: dict[str, int] = dataclasses.field(default_factory=dict)
+    failed: list[int] = dataclasses.field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        self.programs += other.programs
+        self.calls += other.calls
+        self.cpu_s += other.cpu_s
+        self.failed += other.failed
+        for kind, number in other.by_kind.items():
+            self.by_kind[kind] = self.by_kind.get(kind, 0) + number
+
+    def summary(self, seconds: float) -> str:
+        spread = ", ".join(f"{kind} {number}" for kind, number in sorted(self.by_kind.items(), key=lambda one: -one[1]))
+        failed = f": seeds {', '.join(map(str, self.failed))}" if self.failed else ""
+        return (
+            f"{self.programs} programs ({spread}) with {self.calls} calls in {seconds:.0f} s, "
+            f"{1e3 * self.cpu_s / max(1, self.programs):.0f} ms of processor time each; "
+            f"{len(self.failed)} failed{failed}"
+        )
+
+
+def _side_by_side(arguments: list[str], options: argparse.Namespace, folder: pathlib.Path) -> int:
+    """Run this command ``--jobs`` times, each with its share of the seeds and pools of its own; one summary of all."""
+    started_s, tally = time.monotonic(), Tally()
+    told = [folder / f"tally-{job}.json" for job in range(options.jobs)]
+    replay = ["--replay", os.path.abspath(options.replay)] if options.replay else []
+    common = [*arguments, *replay, "--seed", str(options.seed), "--count", str(options.count), "--out", str(folder)]
+    running = []
+    for job, file in enumerate(told):
+        file.unlink(missing_ok=True)
+        own = ["--jobs", "1", "--share", f"{job}/{options.jobs}", "--tally", str(file)]
+        # In sessions of their own, so that each gets one interrupt, from here.
+        command = [sys.executable, "-m", "tests.random_programs", *common, *own]
+        running.append(subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.DEVNULL, start_new_session=True))
+    try:
+        for one in running:
+            one.wait()
+    except KeyboardInterrupt:
+        print()  # the summary follows
+        for one in running:
+            one.send_signal(signal.SIGINT)
+    for one in running:
+        try:
+            one.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            one.kill()
+            one.wait()
+    for file in told:
+        if file.exists():
+            tally.add(Tally(**json.loads(file.read_text())))
+            file.unlink()
+    if not options.mutant:
+        print(f"{options.jobs} jobs: {tally.summary(time.monotonic() - started_s)}")
+    return max((1 if one.returncode else 0 for one in running), default=0)
+
+
 def _run(programs: Any, options: argparse.Namespace, folder: pathlib.Path) -> int:
     """Run them in turn until the time is over; returns 1 if any failed."""
-    until_s = time.monotonic() + 60 * options.minutes
-    count, calls, failed = 0, 0, []
-    by_kind: collections.Counter[str] = collections.Counter()
-    pools: dict[tuple[str, float], Pool] = {}
-    started_s = time.monotonic()
+    started_s, parent = time.monotonic(), os.getppid()
+    tally, pools = Tally(), dict[tuple[str, float], Pool]()
     try:
         for program in programs:
-            if time.monotonic() > until_s:
+            if time.monotonic() > started_s + 60 * options.minutes or os.getppid() != parent:
                 break
             medium, patience_s = program["medium"], faults.patience_s(program)
             if (medium, patience_s) not in pools:
                 pools[medium, patience_s] = Pool(medium, patience_s=patience_s)
             pool = pools[medium, patience_s]
             complaints = pool.run(program)
-            count += 1
-            calls += len(program["calls"])
-            by_kind[_kind(program, pool)] += 1
-            if (
-                not complaints
-                and options.gloo
-                and program["seed"] % options.gloo == 0
-                and _kind(program, pool) == "right"
-            ):
+            kinds = [_kind(program, pool)]
+            is_gloos = options.gloo and program["seed"] % options.gloo == 0 and kinds == ["right"]
+            if not complaints and is_gloos:
                 complaints = [f"gloo: {text}" for text in pool.run(generate.for_gloo(program), backend="gloo")]
-                by_kind["also on gloo"] += 1
+                kinds.append("also on gloo")
+            tally.add(Tally(1, len(program["calls"]), by_kind=dict.fromkeys(kinds, 1)))
             if complaints:
-                failed.append(program["seed"])
+                tally.failed.append(program["seed"])
                 _report(program, complaints, pool, options, folder)
-                if len(failed) >= options.most:
+                if len(tally.failed) >= options.most:
                     break
-            if count % 100 == 0:
-                print(
-                    f"{count} programs, {calls} calls, {len(failed)} failed, {time.monotonic() - started_s:.0f} s",
-                    flush=True,
-                )
+            if tally.programs % 100 == 0:
+                seconds = time.monotonic() - started_s
+                counts = f"{tally.programs} programs, {tally.calls} calls, {len(tally.failed)} failed"
+                print(f"{counts}, {seconds:.0f} s", flush=True)
     except KeyboardInterrupt:
         print()  # the summary follows
     finally:
         for pool in pools.values():
+            tally.cpu_s += pool.cpu_s
             pool.__exit__()
-    spread = ", ".join(f"{kind} {number}" for kind, number in by_kind.most_common())
-    print(
-        f"{count} programs ({spread}) with {calls} calls in {time.monotonic() - started_s:.0f} s; "
-        f"{len(failed)} failed{': seeds ' + ', '.join(map(str, failed)) if failed else ''}"
-    )
-    return 1 if failed else 0
+        if options.tally:
+            pathlib.Path(options.tally).write_text(json.dumps(dataclasses.asdict(tally)))
+    if not options.tally:
+        print(tally.summary(time.monotonic() - started_s))
+    return 1 if tally.failed else 0
 
 
 def _kind(program: dict[str, Any], pool: Pool) -> str:
@@ -162,7 +219,7 @@ def _hunt(options: argparse.Namespace) -> int:
     """How many programs it takes to find a planted fault (or each of them, with --mutant all)."""
     names = list(mutants.MUTANTS) if options.mutant == "all" else [options.mutant]
     missed = []
-    for name in names:
+    for name in names[options.share]:
         medium = options.medium or mutants.MUTANTS[name].medium
         started_s = time.monotonic()
         found = None
@@ -182,6 +239,12 @@ def _hunt(options: argparse.Namespace) -> int:
     return 1 if missed else 0
 
 
+def _share(text: str) -> slice:
+    """ "1/3": the second of every three."""
+    first, _, of = text.partition("/")
+    return slice(int(first), None, int(of))
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="./dev fuzz", description=__doc__)
     parser.add_argument(
@@ -198,6 +261,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=1_000_000, help="how many seeds")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (per mutant with --mutant)")
     parser.add_argument("--medium", choices=list(FAULT_MEDIA), help="one medium (default: each program over all)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run N commands like this side by side, each with every Nth seed and ranks of its own; programs pause, so "
+        "that two or three a core keep a machine busy (default: 1)",
+    )
+    parser.add_argument("--share", type=_share, default=slice(None), help=argparse.SUPPRESS)
+    parser.add_argument("--tally", help=argparse.SUPPRESS)
     parser.add_argument("--wrong", action=argparse.BooleanOptionalAction, help="only (or no) wrong programs")
     parser.add_argument("--gloo", type=int, default=50, metavar="N", help="run every Nth seed on gloo, too (0: none)")
     parser.add_argument(
@@ -219,3 +292,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if options.replay and options.count == 1_000_000:
         options.count = 1
     return options
+
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+# How long a job may take to end its ranks and write its tally once it was interrupted.
+_END_S = 20.0

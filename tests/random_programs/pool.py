@@ -45,6 +45,8 @@ class Pool:
         self._number = 0
         self.struck: dict[str, Any] | None = None
         """When the fault of the last program came, if it did."""
+        self.cpu_s = 0.0
+        """Processor time that programs have cost their ranks; the start of ranks is not in it."""
 
     def __enter__(self) -> Pool:
         return self
@@ -92,6 +94,7 @@ class Pool:
             return [f"a rank died or hung; every rank's end:\n{failure}"]
         reports: dict[int, Any] = dict(zip(of, values, strict=True))
         reports.update(dict.fromkeys(dies))
+        self.cpu_s += sum(report["cpu_s"] for report in values)
         if helper is not None:
             helper.close()
         complaints = judge.judge(program, reports, helper.struck if helper is not None else None)
