@@ -56,11 +56,14 @@ BLOCKING = {
     "broadcast_object_list",
     "gather_object",
     "scatter_object_list",
+    "message objects",
     "reducer",
     "hvd allreduce",
     "new_group",
     "destroy_group",
 }
+# Between two ranks of the group.
+PAIRWISE = ("message", "message objects")
 ROOTED = {"broadcast", "reduce", "gather", "scatter", "broadcast_object_list", "gather_object", "scatter_object_list"}
 REDUCING = {
     "all_reduce",
@@ -96,6 +99,8 @@ WEIGHTS = {
     "broadcast_object_list": 1,
     "gather_object": 1,
     "scatter_object_list": 1,
+    "message objects": 2,
+    "sparse all_reduce": 2,
     "message": 18,
     "exchange": 5,
     "reducer": 2,
@@ -136,6 +141,10 @@ def generate(seed: int, *, medium: str = "memory", avoid: Collection[str] = (), 
     }
     sizes = rng.choice(["small", "small", "mixed", "mixed", "edges", "large"])
     length = rng.choice([1, 3, 6, 10, 16, 25] if sizes != "large" else [1, 3, 6, 10])
+    many = random.Random(f"{seed} many").random() < 0.02
+    if many:
+        # All of them open at once, as far as they do not block.
+        sizes, length = "small", 100
     exact = rng.random() < 0.6
     alive = ["world"]
     for number in range(length):
@@ -143,7 +152,7 @@ def generate(seed: int, *, medium: str = "memory", avoid: Collection[str] = (), 
         if spec is not None:
             program["calls"][str(number)] = spec
     is_wrong = rng.random() < WRONG_SHARE
-    _lay_out(rng, program, avoid)
+    _lay_out(rng, program, avoid, many=many)
     # Draws of their own: the seeds of programs that are known by number mean the same without them.
     more = random.Random(f"{seed} more")
     _vary(more, program)
@@ -158,7 +167,7 @@ def members(program: Program, spec: dict[str, Any]) -> list[int]:
     if spec["call"] == "new_group":
         return list(range(program["ranks"]))
     group = program["groups"][spec["group"]]
-    return [group[spec["src"]], group[spec["dst"]]] if spec["call"] == "message" else group
+    return [group[spec["src"]], group[spec["dst"]]] if spec["call"] in PAIRWISE else group
 
 
 # ---------------------------------------------------------------------------------------------------------------- calls
@@ -190,15 +199,25 @@ def _call(
         return {"call": call, "group": group}
     if call == "hvd allreduce" and program["ranks"] != size:
         return None
-    if call in ("message", "exchange") and size < 2:
+    if call in (*PAIRWISE, "exchange") and size < 2:
         return None
     spec: dict[str, Any] = {"call": call, "group": group, "key": f"{program['seed']} {number}", "exact": exact}
     if call in ("barrier", "monitored_barrier"):
         return spec
     if call in ROOTED:
         spec["root"] = rng.randrange(size)
-    if call.endswith(("object", "object_list")):
+    if call == "message objects":
+        spec["src"], spec["dst"] = rng.sample(range(size), 2)
+    if call.endswith(("object", "objects", "object_list")):
         spec["count"] = rng.choice([0, 1, 100, 40_000])
+        return spec
+    if call == "sparse all_reduce":
+        spec["reduce"], spec["dtype"] = "SUM", rng.choice(["float32", "float64"])
+        spec["rows"], spec["width"], spec["entries"] = (
+            rng.choice([1, 7, 1000]),
+            rng.choice([0, 1, 5]),
+            rng.choice([0, 1, 40]),
+        )
         return spec
     if call in REDUCING:
         spec["reduce"] = rng.choice(["SUM"] * 4 + reference.OPERATIONS)
@@ -210,6 +229,12 @@ def _call(
     else:
         spec["dtype"] = rng.choice(reference.ALL_DTYPES)
     item = ITEM_BYTES[spec["dtype"]]
+    if call.startswith("coalesced") and rng.random() < 0.3:
+        # torch takes several dtypes in one coalesced call.
+        kinds = [kind for kind in reference.ALL_DTYPES if "reduce" not in spec or kind in reference.REDUCIBLE]
+        kinds = [kind for kind in kinds if "reduce" not in spec or reference.is_defined(spec["reduce"], kind)]
+        spec["dtypes"] = [rng.choice(kinds) for _ in range(rng.randint(2, 3))]
+        item = max(ITEM_BYTES[kind] for kind in spec["dtypes"])
     several = call.startswith("coalesced") or call in ("all_reduce_coalesced", "reducer", "hvd allreduce")
     spec["counts"] = [_count(rng, sizes, item) for _ in range(rng.randint(1, 5) if several else 1)]
     if call in ("all_gather", "reduce_scatter") and rng.random() < 0.3:
@@ -280,11 +305,11 @@ def _add_splits(
 # ------------------------------------------------------------------------------------------------------------- timeline
 
 
-def _lay_out(rng: random.Random, program: Program, avoid: Collection[str]) -> None:
-    """Give each rank its steps: when it issues a call, when it waits, where it pauses."""
+def _lay_out(rng: random.Random, program: Program, avoid: Collection[str], *, many: bool) -> None:
+    """Give each rank its steps: when it issues a call, when it waits, where it pauses. With ``many`` it waits last."""
     calls, ranks = program["calls"], program["ranks"]
     slack = rng.choice([0, 1, 3, 6])
-    blocking_share = rng.choice([0.0, 0.3, 0.7, 1.0])
+    blocking_share = 0.0 if many else rng.choice([0.0, 0.3, 0.7, 1.0])
     issue_at: dict[tuple[str, int], int] = {}
     latest: dict[tuple[str, int], int] = {}  # where a rank issued the last call of a group
     floor = 0  # the place of the last call that blocks: everything before it was issued before it
@@ -296,7 +321,7 @@ def _lay_out(rng: random.Random, program: Program, avoid: Collection[str]) -> No
             floor = place = max([place, *(at + 1 for at in complete_at.values())])
         # Collectives keep their order, and so do messages of one tag.
         order = spec["group"]
-        if spec["call"] in ("message", "exchange"):
+        if spec["call"] in (*PAIRWISE, "exchange"):
             order += f" messages {spec.get('tag', 0) % 100}"
         for rank in members(program, spec):
             late = 0 if blocks else 4 * rng.randint(0, slack)
@@ -333,6 +358,7 @@ def _lay_out(rng: random.Random, program: Program, avoid: Collection[str]) -> No
             ]
             last = min([end, *leaves]) - 1
             until = rng.choice([complete_at[name], rng.randint(complete_at[name], max(complete_at[name], last)), last])
+            until = last if many else until
             events.append((min(until, max(last, complete_at[name])), 1, rng.randrange(1 << 30), ["wait", name]))
         for _ in range(rng.choice([0, 0, 1, 2])):
             length_us = int(10 ** rng.uniform(1, 4.3))
@@ -438,7 +464,7 @@ def _spoil(rng: random.Random, program: Program, avoid: Collection[str], *, spli
             and step[0] in ("issue", "call")
             and program["calls"][step[1]]["group"] == spec["group"]
             and program["calls"][step[1]]["call"] not in BLOCKING
-            and program["calls"][step[1]]["call"] not in ("message", "exchange")
+            and program["calls"][step[1]]["call"] not in ("message", "exchange", "sparse all_reduce")
         ]
         if not later:
             return
@@ -482,15 +508,16 @@ def _is_fit(kind: str, program: Program, spec: dict[str, Any], avoid: Collection
         return call not in ("reducer", "hvd allreduce")
     if kind == "splits":
         return call == "all_to_all_single"
-    if call in BLOCKING or call.startswith("all_to_all") or call == "exchange":
+    if call in BLOCKING or call.startswith("all_to_all") or call in ("exchange", "sparse all_reduce"):
         return False
     if kind == "count":
-        return len(spec.get("counts", ())) == 1 and not spec.get("in_place")
+        return len(spec.get("counts", ())) == 1 and not spec.get("in_place") and "dtypes" not in spec
     if kind == "dtype":
         # Where nothing is sent, nothing can be seen.
-        return len(spec.get("counts", ())) == 1 and spec["counts"][0] > 0 and not spec.get("in_place")
+        is_one = len(spec.get("counts", ())) == 1 and "dtypes" not in spec
+        return is_one and spec["counts"][0] > 0 and not spec.get("in_place")
     if kind == "reduce":
-        return "reduce" in spec and sum(spec["counts"]) > 0
+        return "reduce" in spec and sum(spec["counts"]) > 0 and "dtypes" not in spec
     if kind == "root":
         return "root" in spec and sum(spec["counts"]) > 0
     if kind in ("call", "order", "missing"):
@@ -505,7 +532,7 @@ def _needed(program: Program, spec: dict[str, Any]) -> list[int]:
         "counts", ()
     ):
         return []  # it depends, or where nothing is sent nobody waits
-    if call == "message":
+    if call in PAIRWISE:
         return [group[spec["src"]]]
     if call in ("broadcast", "scatter", "broadcast_object_list", "scatter_object_list"):
         return [group[spec["root"]]]

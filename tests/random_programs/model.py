@@ -128,15 +128,33 @@ def expected_objects(spec: Spec, size: int, rank: int) -> Any:
         "broadcast_object_list": [everything[root]],
         "gather_object": everything if rank == root else None,
         "scatter_object_list": [{"to": rank, **everything[root]}],
+        "message objects": [everything[spec["src"]], None] if spec["call"] == "message objects" else None,
     }[spec["call"]]
 
 
 # ------------------------------------------------------------------------------------------------ one function a call
 
 
+def of_part(spec: Spec, part: int) -> Spec:
+    """The call for its tensor ``part``, whose dtype may be its own."""
+    dtypes = spec.get("dtypes")
+    return {**spec, "dtype": dtypes[part % len(dtypes)]} if dtypes else spec
+
+
+def sparse(spec: Spec, rank: int) -> torch.Tensor:
+    """What group rank ``rank`` gives to an all-reduce of sparse tensors: some rows twice, which counts as their sum."""
+    shape = (spec["rows"], spec["width"]) if spec["width"] else (spec["rows"],)
+    generator = np.random.default_rng([rank, zlib.crc32(spec["key"].encode())])
+    entries = int(generator.integers(0, spec["entries"] + 1))
+    where = torch.from_numpy(generator.integers(0, spec["rows"], (1, entries)))
+    given = values({**spec, "exact": True}, rank, 0, entries * max(1, spec["width"])).clone()
+    return torch.sparse_coo_tensor(where, given.view(entries, *shape[1:]), shape)
+
+
 def _all_reduce(spec: Spec, size: int, rank: int) -> list[Slot]:
     found = []
     for part, count in enumerate(spec["counts"]):
+        spec = of_part(spec, part)
         inputs = [values(spec, other, part, count) for other in range(size)]
         expected, bound = reduced(spec, inputs)
         found.append(Slot(inputs[rank], expected, bound))
@@ -171,6 +189,7 @@ def _all_gather_into_tensor(spec: Spec, size: int, rank: int) -> list[Slot]:
     """Pairs of input and output; in place the input is a part of the output and no slot of its own."""
     found = []
     for part, count in enumerate(spec["counts"]):
+        spec = of_part(spec, part)
         given = [values(spec, other, part, count) for other in range(size)]
         before = poison(size * count, spec["dtype"])
         if spec.get("in_place"):
@@ -207,6 +226,7 @@ def _reduce_scatter_tensor(spec: Spec, size: int, rank: int) -> list[Slot]:
     """Pairs of input and output; in place the output is a part of the input, whose other parts are then undefined."""
     found = []
     for part, count in enumerate(spec["counts"]):
+        spec = of_part(spec, part)
         given = values(spec, rank, part, count * size)
         mine = slice(rank * count, (rank + 1) * count)
         expected, bound = reduced(spec, [values(spec, other, part, count * size, mine) for other in range(size)])
@@ -313,5 +333,7 @@ _SLOTS = {
     "broadcast_object_list": _nothing,
     "gather_object": _nothing,
     "scatter_object_list": _nothing,
+    "message objects": _nothing,
+    "sparse all_reduce": _nothing,
     "reducer": _nothing,
 }

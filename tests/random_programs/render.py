@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from random_programs.model import of_part
+
 Spec = dict[str, Any]
 
 
@@ -108,8 +110,8 @@ def _op(spec: Spec) -> str:
 
 def _all_reduce(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
     counts = spec["counts"]
-    tensors = [_fill(spec, me, part, count, part) for part, count in enumerate(counts)]
-    expected = [_sum(spec, len(members), part, count) for part, count in enumerate(counts)]
+    tensors = [_fill(of_part(spec, part), me, part, count, part) for part, count in enumerate(counts)]
+    expected = [_sum(of_part(spec, part), len(members), part, count) for part, count in enumerate(counts)]
     if spec["call"] == "all_reduce":
         call = f"dist.all_reduce(t[0], op={_op(spec)}{{how}})"
     elif spec["call"] == "all_reduce_coalesced":
@@ -150,6 +152,7 @@ def _all_gather(spec: Spec, members: list[int], me: int) -> tuple[list[str], str
 def _all_gather_into_tensor(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
     tensors, expected = [], []
     for part, count in enumerate(spec["counts"]):
+        spec = of_part(spec, part)
         given = [_fill({**spec, "layouts": ["flat"]}, r, part, count) for r in range(len(members))]
         tensors += [given[me], _empty(spec, count * len(members))]
         expected += ["None", f"torch.cat([{', '.join(given)}])"]
@@ -162,6 +165,7 @@ def _all_gather_into_tensor(spec: Spec, members: list[int], me: int) -> tuple[li
 def _reduce_scatter_tensor(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
     tensors, expected, size = [], [], len(members)
     for part, count in enumerate(spec["counts"]):
+        spec = of_part(spec, part)
         tensors += [_fill(spec, me, part, count * size), _empty(spec, count)]
         cut = f"[{me * count}:{(me + 1) * count}]"
         expected += ["None", _sum(spec, size, part, count * size, cut)]
@@ -262,6 +266,26 @@ def _hvd(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[
     return [_fill(spec, me, part, count, part) for part, count in enumerate(spec["counts"])], "horovod(t)", []
 
 
+def _message_objects(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    src, dst = members[spec["src"]], members[spec["dst"]]
+    if me == spec["src"]:
+        return [], f"dist.send_object_list(['x' * {spec['count']}, None], {dst}{{how}})", []
+    return [], f"(dist.recv_object_list([0, 0], {src}{{how}}), None)[1]", []
+
+
+def _sparse(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    count, width = spec["entries"], f", {spec['width']}" if spec["width"] else ""
+    where, given = (
+        f"torch.zeros(1, {count}, dtype=torch.long)",
+        f"torch.ones({count}{width}, dtype=torch.{spec['dtype']})",
+    )
+    return (
+        [f"torch.sparse_coo_tensor({where}, {given}, ({spec['rows']},{width[1:]}))"],
+        "dist.all_reduce(t[0]{how})",
+        [],
+    )
+
+
 def _other(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
     raise AssertionError(f"{spec['call']} has no form in a script")
 
@@ -291,11 +315,13 @@ _RENDERED = {
     "broadcast_object_list": _objects,
     "gather_object": _objects,
     "scatter_object_list": _objects,
+    "message objects": _message_objects,
+    "sparse all_reduce": _sparse,
     "reducer": _reducer,
     "hvd allreduce": _hvd,
 }
 # Calls whose functions take no async_op.
-_NO_ASYNC = {"message"}
+_NO_ASYNC = {"message", "message objects"}
 
 _HEAD = '''
 import datetime, os, signal, subprocess, sys, time

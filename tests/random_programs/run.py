@@ -348,7 +348,7 @@ class _Pending:
             (f"{self.what} {made.slot.label}", StorageWeakRef(made.whole.untyped_storage())) for made in self.made
         ]
         self.works: list[Any] = []
-        self.value: Any = None
+        self.sparse: torch.Tensor | None = None
 
     def issue(self, blocking: bool) -> None:
         found = _CALLS[self.spec["call"]](self, not blocking)
@@ -369,6 +369,12 @@ class _Pending:
         self.made, self.tensors = [], []
 
     def check(self) -> None:
+        if self.sparse is not None and self.compared:
+            wanted = sum(model.sparse(self.spec, rank).to_dense() for rank in range(self.size))
+            if not torch.equal(self.sparse.to_dense(), wanted):  # type: ignore[arg-type]
+                self.rank.complain(
+                    f"{self.what}: {_short(self.sparse)} are wrong, the first at any: not {_short(wanted)}"
+                )
         if self.compared:
             for made in self.made:
                 text = made.wrong()
@@ -616,6 +622,21 @@ def _scatter_object_list(p: _Pending, later: bool) -> None:
     p.expect(found, model.expected_objects(p.spec, p.size, p.me))
 
 
+def _message_objects(p: _Pending, later: bool) -> None:
+    src, dst = p.global_ranks[p.spec["src"]], p.global_ranks[p.spec["dst"]]
+    if p.me == p.spec["src"]:
+        dist.send_object_list([model.objects(p.spec, p.me), None], dst, group=p.group)
+    else:
+        found: list[Any] = [0, 0]
+        p.expect(dist.recv_object_list(found, src, group=p.group), src)
+        p.expect(found, model.expected_objects(p.spec, p.size, p.me))
+
+
+def _sparse_all_reduce(p: _Pending, later: bool) -> Any:
+    p.sparse = model.sparse(p.spec, p.me)
+    return dist.all_reduce(p.sparse, group=p.group, async_op=later)
+
+
 def _reducer(p: _Pending, later: bool) -> None:
     """Backward passes whose gradients are known: each parameter's is what the loss multiplies it with."""
     if p.rank.backend != "penstock":
@@ -721,6 +742,8 @@ _CALLS: dict[str, Callable[[_Pending, bool], Any]] = {
     "broadcast_object_list": _broadcast_object_list,
     "gather_object": _gather_object,
     "scatter_object_list": _scatter_object_list,
+    "message objects": _message_objects,
+    "sparse all_reduce": _sparse_all_reduce,
     "reducer": _reducer,
     "hvd allreduce": _hvd_allreduce,
 }

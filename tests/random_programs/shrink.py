@@ -85,7 +85,7 @@ def _without_rank(program: Program) -> Iterator[Program]:
         if last not in group or spec["call"] == "new_group":
             continue
         size = len(group) - 1
-        if size == 0 or (spec["call"] == "message" and size in (spec["src"], spec["dst"])):
+        if size == 0 or ("src" in spec and size in (spec["src"], spec["dst"])):
             gone.add(name)
             continue
         if "root" in spec:
@@ -156,6 +156,8 @@ def _simpler(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {**spec, "layouts": [layout]}
     if spec.get("in_place") or spec.get("stacked"):
         yield {**spec, "in_place": False, "stacked": False}
+    if "dtypes" in spec:
+        yield {name: value for name, value in spec.items() if name != "dtypes"}
     if spec.get("dtype", "float32") != "float32":
         yield {**spec, "dtype": "float32"}
     if spec.get("reduce", "SUM") not in ("SUM", "AVG"):
