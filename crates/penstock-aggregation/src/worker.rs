@@ -281,6 +281,12 @@ impl Worker {
         self.received
     }
 
+    /// How often the worker blamed the path above it, because nothing moved for [`Timing::stall_after`].
+    #[must_use]
+    pub fn stalls(&self) -> u32 {
+        self.clock.stalls
+    }
+
     /// The lowest block whose result some worker may still lack, as far as Credit has shown: all workers have all results
     /// before it.
     #[must_use]
@@ -784,11 +790,6 @@ impl Worker {
     pub(crate) fn outstanding(&self) -> Vec<Serial> {
         let sent = |seq: &Serial| self.entries[self.index(*seq)].state == State::Sent;
         (0..2 * self.config.window).map(|i| self.received.plus(i)).filter(sent).collect()
-    }
-
-    /// How often the worker blamed the path above it.
-    pub(crate) fn stalls(&self) -> u32 {
-        self.clock.stalls
     }
 
     pub(crate) fn heartbeat_now(&mut self) {
