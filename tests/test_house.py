@@ -33,14 +33,15 @@ MAY_USE = {
     "penstock-stream": {"types"},
     "penstock-aggregation": {"types", "kernels"},
     "penstock-core": {"types", "stream", "plan"},
+    "penstock-sim": {"types", "stream", "plan", "aggregation", "core"},
     "penstock-net": {"types", "stream"},
     "penstock-engine": {"types", "kernels", "stream", "plan", "core", "aggregation", "net"},
     "penstock-node": {"types", "kernels", "stream", "aggregation", "net"},
-    "penstock-py": {"types", "plan", "aggregation", "engine", "node"},
+    "penstock-py": {"types", "plan", "aggregation", "sim", "engine", "node"},
 }
 
 # Crates that decide and do nothing.
-PURE = ["penstock-stream", "penstock-plan", "penstock-aggregation", "penstock-core"]
+PURE = ["penstock-stream", "penstock-plan", "penstock-aggregation", "penstock-core", "penstock-sim"]
 
 # What turns a pure crate into one that reads clocks, opens sockets or needs an interpreter.
 IMPURE = re.compile(r"^(tokio|async-std|smol|mio|polling|rustix|nix|socket2|io-uring|pyo3|chrono|time|getrandom)$")

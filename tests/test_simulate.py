@@ -44,7 +44,7 @@ def test_what_is_fixed_is_not_drawn() -> None:
     """Options take the place of what the seed would draw."""
     result = run("--workers", "3", "--shape", "core", "--blocks", "9", "--window", "4", "--floats", "--no-faults")
     assert result.exit_code == 0, result.output
-    for word in ("workers: 3", "shape: Core", "blocks: 9", "window: 4", "floats: true", "faults: []"):
+    for word in ("workers: 3", "Aggregator { link: Link(2), children: [Aggregator {", "blocks: 9", "window: 4", "floats: true", "faults: []"):
         assert word in result.output, result.output
 
 

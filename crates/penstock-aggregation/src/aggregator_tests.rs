@@ -1,6 +1,7 @@
 use super::super::PacketError;
 use super::super::packet::FLAG_LOST;
 use super::*;
+use crate::Key;
 use proptest::prelude::*;
 
 const ABOVE: Link = Link(9);

@@ -9,8 +9,8 @@
 //!
 //! [`client`] is what a rank does with a worker for each server: its all-reduces, from tensors to packets and back.
 //!
-//! [`simulate`] runs the machines under a virtual clock with seeded faults; `model.rs` walks every interleaving of a small
-//! system, and shows that each rule is needed.
+//! `model.rs` walks every interleaving of a small system, and shows that each rule is needed. `penstock-sim` runs whole jobs
+//! under a virtual clock with seeded faults.
 //!
 //! Bytes, time and randomness come in as arguments: nothing here has a socket, a clock or a thread. `penstock-node` runs
 //! aggregators and servers, and `penstock-engine` the clients.
@@ -28,7 +28,6 @@ mod receipt;
 mod rules;
 mod serial;
 mod server;
-pub mod simulate;
 mod tree;
 mod worker;
 

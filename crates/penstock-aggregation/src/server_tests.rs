@@ -1,4 +1,5 @@
 use super::*;
+use crate::estimate::MAX_DOUBTFUL;
 use proptest::prelude::*;
 
 const RACK: Link = Link(10);

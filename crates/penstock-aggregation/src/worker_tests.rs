@@ -1,4 +1,5 @@
 use super::*;
+use penstock_types::MILLISECOND;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 

@@ -217,7 +217,7 @@ mod tests {
             }
             for class in 0..3 {
                 let merged: Vec<_> = buckets.iter().map(of)
-                    .filter(|bucket| bucket[0].class == class && bytes(bucket) < bucket_bytes).collect();
+                    .filter(|bucket| bucket[0].class == class && bucket[0].bytes < bucket_bytes).collect();
                 let fits = |pair: &[Vec<Entry>]| bytes(&pair[0]) + pair[1][0].bytes <= bucket_bytes;
                 prop_assert!(!merged.windows(2).any(fits), "{:?}", merged);
             }

@@ -1,7 +1,6 @@
 //! The simulator of in-network aggregation, for `penstock simulate aggregation`.
 
-use penstock_aggregation::Timing;
-use penstock_aggregation::simulate::{Fixed, GIGABIT, Scenario, Shape};
+use penstock_sim::aggregation::{Fixed, GIGABIT, Scenario, Shape, Timing};
 use penstock_types::MILLISECOND;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

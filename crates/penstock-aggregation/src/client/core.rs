@@ -11,10 +11,13 @@
 //! **An operation ends when *all* ranks have all its results**, which Credit shows. So a result that one rank has given to its
 //! user is known on all ranks, and when a server dies, all ranks can start again from the same operation.
 
+mod side;
+
 use super::layout::{HEADER_EXPONENTS, Layout, Wire, header, other_fingerprint};
 use crate::{Format, HEADER_BYTES, Header, Kind, Link, Received, Refusal, Route, Serial, Worker, WorkerConfig};
 use penstock_kernels::{ByteOrder, Exponent, Finish, block_exponent, premultiply, reduce, swap_bytes};
 use penstock_types::{DType, ReduceOp, Time};
+use side::Side;
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -172,21 +175,6 @@ struct Op {
     /// For each piece, of one server after the other, whether the tensor holds its result.
     delivered: Vec<bool>,
     undelivered: usize,
-}
-
-/// One server's range of an operation.
-struct Side {
-    start: usize,
-    len: usize,
-    blocks: usize,
-    /// The exponent of each block: first this rank's, in the end the maximum of all ranks.
-    exponents: Vec<i16>,
-    /// Headers and exponents whose result has not come.
-    unagreed: usize,
-    /// The index of its first piece.
-    first_piece: usize,
-    /// The last SeqNum, once all blocks are posted.
-    last: Option<Serial>,
 }
 
 impl Core {
@@ -658,38 +646,6 @@ impl Op {
             }
         }
         shape
-    }
-}
-
-impl Side {
-    /// Whether a block travels in the tensor's own format although others travel as integers.
-    fn is_full(&self, layout: &Layout, block: usize) -> bool {
-        layout.integers.is_some() && self.exponents[block] == Exponent::NONFINITE.code()
-    }
-
-    /// Packets that a block takes, once its exponent is agreed on.
-    fn parts(&self, layout: &Layout, block: usize) -> usize {
-        if !self.is_full(layout, block) {
-            return 1;
-        }
-        self.part(layout, block, 0, 1).1.div_ceil(layout.piece_bytes())
-    }
-
-    /// Start and length of a part of a block, in bytes of the tensor. With one part it is the whole block.
-    fn part(&self, layout: &Layout, block: usize, part: usize, parts: usize) -> (usize, usize) {
-        let block_start = block * layout.block_bytes();
-        let block_len = layout.block_bytes().min(self.len - block_start);
-        if parts == 1 {
-            return (self.start + block_start, block_len);
-        }
-        let start = part * layout.piece_bytes();
-        (self.start + block_start + start, layout.piece_bytes().min(block_len - start))
-    }
-
-    /// The blocks whose exponents a packet carries.
-    fn exponents_of(&self, layout: &Layout, packet: usize) -> std::ops::Range<usize> {
-        let most = layout.exponents_a_packet();
-        packet * most..self.blocks.min((packet + 1) * most)
     }
 }
 

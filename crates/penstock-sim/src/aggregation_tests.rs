@@ -1,4 +1,6 @@
 use super::*;
+use penstock_aggregation::{Link, Node};
+use penstock_types::Time;
 
 fn check(scenario: &Scenario) -> Outcome {
     let outcome = scenario.run();
@@ -26,13 +28,76 @@ fn seeds() {
     assert!(total(|o| o.lost) > 0 && total(|o| o.results) > count * 8);
 }
 
+/// Trees of any depth, with aggregators above a single child and workers beside racks: every result is right, whatever goes
+/// wrong, and blocks meet on their way where nothing does.
+#[test]
+fn trees_of_any_depth() {
+    let mut deepest = 0;
+    for seed in 0..60 {
+        let drawn = Scenario::draw(seed);
+        let workers = drawn.workers + seed as usize % 3 * 5;
+        let tree = any_tree(workers, 1 + seed as usize % 5, &mut Random::new(seed ^ 0x7ee5));
+        deepest = deepest.max(depth(&tree.children));
+        // Many workers of three jobs that bypass a rack fill its uplink of 100 Mbit/s for longer than impatient time-outs last, and
+        // a queue without a limit then only grows.
+        let rate = if drawn.rate == 0 { 0 } else { GIGABIT };
+        let scenario = Scenario { workers, tree, rate, faults: Vec::new(), ..drawn };
+        let span = check(&scenario).arrived;
+        let mut random = Random::new(seed ^ 0xfa17);
+        let faults = (0..3).map(|_| (random.below(span), scenario.draw_fault(&mut random))).collect();
+        check(&Scenario { faults, ..scenario });
+    }
+    assert_eq!(deepest, 5);
+}
+
+/// Aggregators above each other.
+fn depth(nodes: &[Node]) -> usize {
+    let below = |node: &Node| match node {
+        Node::Worker(_) => 0,
+        Node::Aggregator { children, .. } => 1 + depth(children),
+    };
+    nodes.iter().map(below).max().unwrap_or(0)
+}
+
+/// A chain of five aggregators: a block passes each once each way, and a rack's sum is one packet on every link above it.
+#[test]
+fn a_chain_of_aggregators() {
+    let chain = (0..5).fold(Shape::Direct.tree(8).children, |children, number| {
+        vec![Node::Aggregator { link: Link(number), children }]
+    });
+    let tree = Tree { children: chain };
+    let scenario = Scenario { tree, blocks: 200, window: 64, jitter: 0, ..quiet(Shape::Direct, 8) };
+    let outcome = check(&scenario);
+    let data = 200 * (2 * 8 + 2 * 5);
+    assert!((data..data + data / 4).contains(&outcome.packets), "{} packets for {data}", outcome.packets);
+}
+
+/// A tree that does not fit its job fails at once, in words.
+#[test]
+fn trees_that_cannot_be() {
+    let rack = |link: u32, workers: std::ops::Range<u8>| Node::Aggregator {
+        link: Link(link),
+        children: workers.map(Node::Worker).collect(),
+    };
+    let refused = |children: Vec<Node>| {
+        let scenario = Scenario { tree: Tree { children }, ..quiet(Shape::Direct, 4) };
+        scenario.run().failure.expect("it cannot run")
+    };
+    assert!(refused(Vec::new()).contains("without children"));
+    assert!(refused(vec![rack(0, 0..3)]).contains("the job 4"));
+    assert!(refused(vec![rack(0, 0..2), rack(0, 2..4)]).contains("aggregator 0 stands twice"));
+    assert!(refused(vec![rack(4000, 0..4)]).contains("1024 or more"));
+    assert!(Scenario { workers: 0, ..quiet(Shape::Direct, 1) }.run().failure.is_some());
+    assert!(Scenario { tree: Shape::Direct.tree(64), workers: 64, ..quiet(Shape::Direct, 1) }.check().is_ok());
+}
+
 /// A small job in which nothing goes wrong, for faults to be put into.
 fn quiet(shape: Shape, workers: usize) -> Scenario {
     Scenario {
         seed: 7,
         jobs: 1,
         workers,
-        shape,
+        tree: shape.tree(workers),
         shards: 1,
         blocks: 6,
         window: 2,
@@ -160,7 +225,7 @@ fn a_late_worker() {
             let mut world = World::new(&scenario);
             let begins = Time(5 * SECOND);
             world.drivers[0][late].as_mut().expect("alive").begins = begins;
-            world.at(begins, Event::Wake { node: scenario.worker_link(0, late) });
+            world.wake(scenario.worker_link(0, late), begins);
             world.run().expect("every result is right");
             assert!(world.now > begins);
             let blamed: Vec<u32> = world.drivers[0].iter().flatten().map(|driver| driver.machine.stalls()).collect();

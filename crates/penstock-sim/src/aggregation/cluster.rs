@@ -1,31 +1,61 @@
 //! The parameters of a scenario: addresses, every node's configuration, tensors, and the expected sums.
 
-use super::super::packet::Format;
-use super::super::*;
-use super::{Epoch, Scenario, Shape};
+use super::world::Epoch;
+use super::{BARE_BYTES, FULL_BYTES, Scenario, trees};
+use crate::network::{Link as Wire, NodeId, Topology};
+use crate::random::{Random, mix};
+use penstock_aggregation::{
+    Aggregator, Child, Format, HEADER_BYTES, Job, Key, Limits, Link, Node, Serial, Server, ServerConfig, Shard,
+};
 use penstock_types::Time;
 
-/// Addresses, configurations and tensors. Aggregators are numbered from 0; then for each job its server and its workers.
+/// Addresses, configurations and tensors. Aggregators are numbered from 0; then for each job its server and its workers. A
+/// node's host in the network has its number.
 impl Scenario {
-    /// The tree of a job, with these of its workers.
-    pub(super) fn tree(&self, alive: u64) -> Tree {
-        let workers = |from: usize, to: usize| -> Vec<Node> {
-            (from..to).filter(|w| alive >> w & 1 == 1).map(|w| Node::Worker(w as u8)).collect()
-        };
-        let aggregator = |number: usize, children: Vec<Node>| -> Vec<Node> {
-            let link = Link(number as u32);
-            if children.is_empty() { Vec::new() } else { vec![Node::Aggregator { link, children }] }
-        };
-        let half = self.workers / 2;
-        let children = match self.shape {
-            Shape::Direct => workers(0, self.workers),
-            Shape::Star => aggregator(0, workers(0, self.workers)),
-            Shape::Racks | Shape::Core => {
-                let racks = [aggregator(0, workers(0, half)), aggregator(1, workers(half, self.workers))].concat();
-                if self.shape == Shape::Core { aggregator(2, racks) } else { racks }
+    /// The hosts of all nodes, the switches between them, and their links.
+    pub(super) fn topology(&self) -> Topology {
+        let mut topology = Topology::default();
+        let ends = self.jobs * (self.workers + 1);
+        for _ in 0..self.aggregators() + ends {
+            topology.add_host();
+        }
+        let core = topology.add_switch();
+        // A node's own socket blocks its sender, and drops nothing.
+        let port = Wire { rate: self.rate, queue_bytes: self.queue, ..Wire::default() };
+        for job in 0..self.jobs {
+            let server = NodeId(self.server_link(job).0);
+            topology.add_link(server, core, Wire { queue_bytes: 0, ..port });
+            topology.add_link(core, server, port);
+        }
+        self.join(&mut topology, &self.tree.children, core);
+        topology
+    }
+
+    fn join(&self, topology: &mut Topology, nodes: &[Node], above: NodeId) {
+        let Scenario { rate, queue: queue_bytes, delay, jitter, loss, duplicate, .. } = *self;
+        let edge = Wire { rate, queue_bytes, delay, jitter, loss, duplicate, ..Wire::default() };
+        for node in nodes {
+            match node {
+                Node::Worker(worker) => {
+                    for job in 0..self.jobs {
+                        let worker = NodeId(self.worker_link(job, usize::from(*worker)).0);
+                        topology.add_link(worker, above, Wire { queue_bytes: 0, ..edge });
+                        topology.add_link(above, worker, edge);
+                    }
+                }
+                Node::Aggregator { link, children } => {
+                    let switch = topology.add_switch();
+                    topology.join(NodeId(link.0), switch, Wire::default());
+                    topology.join(switch, above, Wire { loss: if self.edge_loss { 0.0 } else { loss }, ..edge });
+                    self.join(topology, children, switch);
+                }
             }
-        };
-        Tree { children }
+        }
+    }
+
+    /// Bytes of a packet on a link.
+    pub(super) fn wire_bytes(packet: &[u8]) -> u64 {
+        if packet.len() > HEADER_BYTES { FULL_BYTES } else { BARE_BYTES }
     }
 
     pub(super) fn server_link(&self, job: usize) -> Link {
@@ -55,7 +85,7 @@ impl Scenario {
     pub(super) fn epoch(&self, number: u16, alive: u64, random: &mut Random) -> Epoch {
         // Near the wrap-around, so that most runs cross it.
         let start = Serial(u32::MAX.wrapping_sub(random.below(40) as u32).wrapping_add(8));
-        Epoch { number, start, alive, tree: self.tree(alive) }
+        Epoch { number, start, alive, tree: trees::prune(&self.tree, alive) }
     }
 
     pub(super) fn key(&self, job: usize, epoch: &Epoch) -> Option<Key> {
@@ -125,12 +155,12 @@ impl Scenario {
     pub(super) fn block(&self, job: usize, epoch: &Epoch, worker: usize, block: u32) -> (Format, i16, Vec<u8>) {
         let floats = self.floats || self.is_full(job, block);
         let elements = 1 + block as usize % (BLOCK_BYTES / 4);
-        let mut random = Random(
+        let mut random = Random::new(
             mix(self.seed ^ (job as u64) << 48 ^ u64::from(epoch.number) << 32 ^ (worker as u64) << 24)
                 ^ u64::from(block),
         );
         let bytes = (0..elements).flat_map(|_| {
-            let bits = random.next();
+            let bits = random.word();
             if floats {
                 // Of very different size, so that the order of additions shows.
                 let size = 2f32.powi((bits >> 32 & 31) as i32 - 16);
@@ -165,36 +195,6 @@ impl Scenario {
             );
         (format, exponent, sum.into_iter().flat_map(u32::to_be_bytes).collect())
     }
-}
-
-/// SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014): the same numbers
-/// everywhere, for ever.
-pub(super) struct Random(pub(super) u64);
-
-impl Random {
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
-    }
-
-    /// 0 to `bound - 1`; 0 when that is 0.
-    pub(super) fn below(&mut self, bound: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
-    }
-
-    pub(super) fn chance(&mut self, probability: f64) -> bool {
-        ((self.next() >> 11) as f64) < probability * (1u64 << 53) as f64
-    }
-
-    pub(super) fn pick<T: Copy>(&mut self, from: &[T]) -> T {
-        from[self.below(from.len() as u64) as usize]
-    }
-}
-
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 /// Eight 32-bit elements: what is checked does not depend on the length.

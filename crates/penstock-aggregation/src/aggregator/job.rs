@@ -1,0 +1,130 @@
+//! Jobs, as an aggregator is told of them, and why it refuses one.
+
+use super::MAX_WINDOW;
+use crate::packet::MAX_PAYLOAD_BYTES;
+use crate::{Key, Link};
+use std::fmt;
+
+/// Limits of an aggregator, for all jobs together.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// How many jobs.
+    pub jobs: usize,
+    /// How many slots; a job takes as many as its window.
+    pub slots: usize,
+    /// Bytes of sums and kept blocks.
+    pub memory_bytes: usize,
+}
+
+/// A job, as one aggregator sees it.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// Its number.
+    pub job: u32,
+    /// Counts the lives of the job.
+    pub epoch: u16,
+    /// The job's key; `None` on a trusted network.
+    pub key: Option<Key>,
+    /// Slots, a power of two: how many SeqNums may be in flight. The same on all nodes of the job.
+    pub window: u32,
+    /// The longest block, at most [`MAX_PAYLOAD_BYTES`].
+    pub block_bytes: usize,
+    /// Also add floats: keeps a block of every child in each slot, so that they are added in order. Costs
+    /// `children.len() + 1` times the memory.
+    pub floats: bool,
+    /// Keep a result in the slot of its sum, and give it to children that lost it. A switch does not: it refuses a worker's
+    /// request, and the worker's next one goes to the server.
+    pub results: bool,
+    /// Where sums go: another aggregator or the server.
+    pub parent: Link,
+    /// The nodes whose blocks are added, in the order of addition.
+    pub children: Vec<Child>,
+}
+
+/// A child of an aggregator: a worker, or another aggregator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Child {
+    /// Its address.
+    pub link: Link,
+    /// The worker, or all workers below the aggregator, as a bitmap.
+    pub workers: u64,
+}
+
+impl Job {
+    pub(super) fn blocks_a_slot(&self) -> usize {
+        if self.floats { self.children.len() + 1 } else { 1 }
+    }
+
+    pub(super) fn memory_bytes(&self, slots: usize) -> usize {
+        slots.saturating_mul(self.blocks_a_slot()).saturating_mul(self.block_bytes)
+    }
+
+    pub(super) fn check(&self) -> Result<(), Admission> {
+        // 2^32 is a multiple of the window, or SeqNum mod W would jump where SeqNums wrap around.
+        if !self.window.is_power_of_two() || self.window > MAX_WINDOW {
+            return Err(Admission::Window(self.window));
+        }
+        if self.block_bytes == 0 || self.block_bytes > MAX_PAYLOAD_BYTES {
+            return Err(Admission::Block(self.block_bytes));
+        }
+        let mut seen = 0;
+        for child in &self.children {
+            if child.workers == 0 || child.workers & seen != 0 {
+                return Err(Admission::Children);
+            }
+            seen |= child.workers;
+        }
+        if seen == 0 { Err(Admission::Children) } else { Ok(()) }
+    }
+}
+
+/// Why a job is not admitted. The aggregator is unchanged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admission {
+    /// Not a power of two, or more than 2^16.
+    Window(u32),
+    /// The block length is not one that a packet can carry.
+    Block(usize),
+    /// No children, or a worker below two of them.
+    Children,
+    /// A newer epoch of the job is open here.
+    Epoch(u16),
+    /// The limit of jobs is reached.
+    Jobs(usize),
+    /// The job needs more slots than are free.
+    Slots {
+        /// What the job needs.
+        needed: usize,
+        /// What is free.
+        free: usize,
+    },
+    /// The job needs more memory than is free.
+    Memory {
+        /// What the job needs, in bytes.
+        needed: usize,
+        /// What is free.
+        free: usize,
+    },
+}
+
+impl fmt::Display for Admission {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Admission::Window(window) => {
+                write!(f, "a window of {window}: it must be a power of two, at most {MAX_WINDOW}")
+            }
+            Admission::Block(bytes) => write!(f, "blocks of {bytes} bytes: 1 to {MAX_PAYLOAD_BYTES} are possible"),
+            Admission::Children => write!(f, "an aggregator without children, or with a worker below two of them"),
+            Admission::Epoch(epoch) => write!(f, "epoch {epoch} of this job is newer and already here"),
+            Admission::Jobs(jobs) => write!(f, "all {jobs} places for jobs are taken"),
+            Admission::Slots { needed, free } => {
+                write!(f, "{needed} slots are needed, {free} are free: use a smaller window")
+            }
+            Admission::Memory { needed, free } => {
+                write!(f, "{needed} bytes are needed, {free} are free: use a smaller window or smaller blocks")
+            }
+        }
+    }
+}
+
+impl std::error::Error for Admission {}

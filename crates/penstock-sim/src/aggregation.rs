@@ -1,0 +1,344 @@
+//! Whole jobs in virtual time: the shipped machines, seeded faults, every result checked bit by bit.
+//!
+//! A seed draws a [`Scenario`] (workers, tree, window, loss, delays, faults); the same scenario runs the same way on
+//! every machine. Faults are bound to packets ("when the n-th packet arrives, aggregator 1 restarts"), so that they can be
+//! put at every packet of a run. The simulator plays what is not in the machines: drivers with their tensors, and a
+//! control plane that opens the next epoch without a worker that died.
+//!
+//! The network is a tree of switches ([`crate::network`]). Each aggregator stands at a switch of its own, which is joined to the
+//! switch of the aggregator above, and at last to the servers' switch. Workers are joined to the switch of the aggregator above
+//! them. So a packet that bypasses an aggregator passes its switch all the same.
+
+use crate::random::Random;
+use penstock_aggregation::{HEADER_BYTES, MAX_PAYLOAD_BYTES};
+use penstock_types::{MILLISECOND, SECOND};
+use world::World;
+
+mod cluster;
+mod trees;
+mod world;
+
+pub use penstock_aggregation::{Timing, Tree};
+pub use trees::{Shape, any_tree};
+
+/// A fault that happens when the n-th packet arrives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// An aggregator loses everything and is back after some milliseconds.
+    Restart {
+        /// Which.
+        aggregator: usize,
+        /// How long packets to it are lost, in nanoseconds.
+        down: u64,
+    },
+    /// An aggregator is gone for good.
+    Die {
+        /// Which.
+        aggregator: usize,
+    },
+    /// From now on everything between a worker and the aggregator above it is lost.
+    Cut {
+        /// The job's index.
+        job: usize,
+        /// The worker's number.
+        worker: usize,
+    },
+    /// A worker is gone; a while later the job's next epoch begins without it.
+    Kill {
+        /// The job's index.
+        job: usize,
+        /// The worker's number.
+        worker: usize,
+    },
+}
+
+/// A complete description of a run.
+#[derive(Clone, Debug)]
+pub struct Scenario {
+    /// Decides everything that the other fields leave open.
+    pub seed: u64,
+    /// Jobs; they share the aggregators.
+    pub jobs: usize,
+    /// Workers a job, 1 to 64.
+    pub workers: usize,
+    /// The tree of every job: which node sends to which. An aggregator's address is its number. Trees may be of any depth.
+    pub tree: Tree,
+    /// Shards of each aggregator, a power of two: SeqNum s goes to shard s modulo this.
+    pub shards: u32,
+    /// Blocks a worker pushes in each epoch.
+    pub blocks: u32,
+    /// How many blocks make an operation; the next one begins when all workers have all its results. 0: all blocks are one.
+    pub operation: u32,
+    /// How many blocks at the head of an operation, such as its header and exponents, must have results before the others are
+    /// pushed.
+    pub ahead: u32,
+    /// SeqNums in flight, a power of two.
+    pub window: u32,
+    /// Blocks are floats, added in the order of the tree, instead of integers.
+    pub floats: bool,
+    /// Packets carry a MAC; damaged copies of packets then arrive as well.
+    pub keyed: bool,
+    /// Probability that a link loses a packet. The servers' own links lose none.
+    pub loss: f64,
+    /// Only packets to and from workers are lost, not those between aggregators and servers.
+    pub edge_loss: bool,
+    /// Probability that a link duplicates a packet.
+    pub duplicate: f64,
+    /// Shortest time on a link, in nanoseconds. The servers' own links take none.
+    pub delay: u64,
+    /// Upper bound of a random addition to `delay`; packets overtake each other.
+    pub jitter: u64,
+    /// What each link carries each way, in bytes a second; 0 is no limit. A packet takes as long as one with a full block, or as
+    /// a bare header, whatever its elements are.
+    pub rate: u64,
+    /// How many bytes may wait at each port of a switch; packets beyond are dropped. 0 is no limit. A node's own socket blocks
+    /// its sender instead.
+    pub queue: u64,
+    /// The workers' time-outs; the server's heartbeats follow them.
+    pub timing: Timing,
+    /// Faults, by number of the arriving packet.
+    pub faults: Vec<(u64, Fault)>,
+    /// Whether to keep the last lines of what happened.
+    pub trace: bool,
+}
+
+/// The result of a run.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// The first wrong, duplicate or missing result.
+    pub failure: Option<String>,
+    /// Packets that nodes sent.
+    pub packets: u64,
+    /// Packets and duplicates that links lost.
+    pub lost: u64,
+    /// Packets and duplicates for which a port had no room.
+    pub dropped: u64,
+    /// Packets that arrived (their numbers are what faults are bound to).
+    pub arrived: u64,
+    /// Results that workers got, all checked.
+    pub results: u64,
+    /// How long it took in virtual time, in nanoseconds.
+    pub time: u64,
+    /// The last lines of what happened.
+    pub trace: Vec<String>,
+}
+
+/// Fields of a scenario that a caller fixes; the seed draws the others.
+#[derive(Clone, Debug, Default)]
+pub struct Fixed {
+    /// [`Scenario::jobs`], 1 to 16.
+    pub jobs: Option<usize>,
+    /// [`Scenario::workers`], 1 to 64.
+    pub workers: Option<usize>,
+    /// The shape of [`Scenario::tree`].
+    pub shape: Option<Shape>,
+    /// [`Scenario::blocks`], 1 to 100,000.
+    pub blocks: Option<u32>,
+    /// [`Scenario::shards`], a power of two up to 64.
+    pub shards: Option<u32>,
+    /// [`Scenario::operation`].
+    pub operation: Option<u32>,
+    /// [`Scenario::ahead`].
+    pub ahead: Option<u32>,
+    /// [`Scenario::window`], a power of two up to 1024.
+    pub window: Option<u32>,
+    /// [`Scenario::floats`].
+    pub floats: Option<bool>,
+    /// [`Scenario::keyed`].
+    pub keyed: Option<bool>,
+    /// [`Scenario::loss`], at most 0.5.
+    pub loss: Option<f64>,
+    /// [`Scenario::edge_loss`], which is never drawn.
+    pub edge_loss: bool,
+    /// [`Scenario::duplicate`], at most 0.5.
+    pub duplicate: Option<f64>,
+    /// [`Scenario::delay`], at most a second.
+    pub delay: Option<u64>,
+    /// [`Scenario::jitter`], at most a second.
+    pub jitter: Option<u64>,
+    /// [`Scenario::rate`], 0 or a hundredth of a [`GIGABIT`] to a thousand of them: below, time-outs are too short.
+    pub rate: Option<u64>,
+    /// [`Scenario::queue`], 0 or what holds a block, to 2^30.
+    pub queue: Option<u64>,
+    /// [`Scenario::timing`], [`IMPATIENT`] if not fixed.
+    pub timing: Option<Timing>,
+    /// No restarts, deaths and cuts.
+    pub no_faults: bool,
+}
+
+impl Fixed {
+    /// Says which field is out of bounds.
+    pub fn check(&self) -> Result<(), String> {
+        let within = |name: &str, value: Option<u64>, least: u64, most: u64| match value {
+            Some(value) if !(least..=most).contains(&value) => {
+                Err(format!("{name} is {value}; {least} to {most} are possible"))
+            }
+            _ => Ok(()),
+        };
+        within("jobs", self.jobs.map(|n| n as u64), 1, 16)?;
+        within("workers", self.workers.map(|n| n as u64), 1, 64)?;
+        within("blocks", self.blocks.map(u64::from), 1, 100_000)?;
+        within("window", self.window.map(u64::from), 1, 1024)?;
+        within("delay in ns", self.delay, 0, SECOND)?;
+        within("jitter in ns", self.jitter, 0, SECOND)?;
+        // 0 is no limit.
+        let megabits = self.rate.filter(|rate| *rate != 0).map(|rate| rate / (GIGABIT / 1000));
+        within("rate in Mbit/s", megabits, 10, 1_000_000)?;
+        within("queue in bytes", self.queue.filter(|queue| *queue != 0), FULL_BYTES, 1 << 30)?;
+        within("shards", self.shards.map(u64::from), 1, 64)?;
+        for (name, value) in [("window", self.window), ("shards", self.shards)] {
+            if let Some(value) = value.filter(|value| !value.is_power_of_two()) {
+                return Err(format!("{name} is {value}; it must be a power of two"));
+            }
+        }
+        for (name, value) in [("loss", self.loss), ("duplicate", self.duplicate)] {
+            if let Some(value) = value.filter(|value| !(0.0..=0.5).contains(value)) {
+                return Err(format!("{name} is {value}; 0 to 0.5 are possible"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Scenario {
+    /// The scenario of a seed.
+    #[must_use]
+    pub fn draw(seed: u64) -> Scenario {
+        Scenario::draw_with(seed, &Fixed::default())
+    }
+
+    /// The scenario of a seed, but for what is fixed.
+    #[must_use]
+    pub fn draw_with(seed: u64, fixed: &Fixed) -> Scenario {
+        let mut random = Random::new(seed ^ 0x5ca1_ab1e);
+        let shape = random.pick(&[Shape::Direct, Shape::Star, Shape::Star, Shape::Racks, Shape::Core]);
+        let workers = 2 + random.below(7) as usize;
+        let jobs = random.pick(&[1, 1, 2, 3]);
+        let mut scenario = Scenario {
+            seed,
+            jobs,
+            workers,
+            tree: shape.tree(workers),
+            // Drawn from a generator of its own, as below: a seed's older draws stay what they were before there were shards.
+            shards: Random::new(seed ^ 0x005b_a2d5).pick(&[1, 1, 2, 4]),
+            blocks: 4 + random.below(29) as u32,
+            operation: Random::new(seed ^ 0x0be4_a710).pick(&[0, 0, 3, 8]),
+            ahead: Random::new(seed ^ 0xa4ea_d000).pick(&[0, 0, 1, 2]),
+            window: random.pick(&[1, 2, 4, 8, 16]),
+            floats: random.below(3) == 0,
+            keyed: random.below(2) == 0,
+            loss: random.pick(&[0.0, 0.01, 0.05, 0.2]),
+            edge_loss: fixed.edge_loss,
+            duplicate: random.pick(&[0.0, 0.02, 0.2]),
+            delay: random.pick(&[10, 100, 1000]) * 1000,
+            jitter: random.pick(&[0, 50, 5000]) * 1000,
+            rate: random.pick(&[0, GIGABIT / 10, GIGABIT]),
+            queue: Random::new(seed ^ 0x0fee_dcab).pick(&[0, 0, 64 << 10, 256 << 10]),
+            timing: fixed.timing.unwrap_or(IMPATIENT),
+            faults: Vec::new(),
+            trace: false,
+        };
+        scenario.jobs = fixed.jobs.unwrap_or(jobs);
+        scenario.workers = fixed.workers.unwrap_or(workers);
+        scenario.tree = fixed.shape.unwrap_or(shape).tree(scenario.workers);
+        scenario.blocks = fixed.blocks.unwrap_or(scenario.blocks);
+        scenario.shards = fixed.shards.unwrap_or(scenario.shards);
+        scenario.operation = fixed.operation.unwrap_or(scenario.operation);
+        scenario.ahead = fixed.ahead.unwrap_or(scenario.ahead);
+        scenario.window = fixed.window.unwrap_or(scenario.window);
+        scenario.floats = fixed.floats.unwrap_or(scenario.floats);
+        scenario.keyed = fixed.keyed.unwrap_or(scenario.keyed);
+        scenario.loss = fixed.loss.unwrap_or(scenario.loss);
+        scenario.duplicate = fixed.duplicate.unwrap_or(scenario.duplicate);
+        scenario.delay = fixed.delay.unwrap_or(scenario.delay);
+        scenario.jitter = fixed.jitter.unwrap_or(scenario.jitter);
+        scenario.rate = fixed.rate.unwrap_or(scenario.rate);
+        scenario.queue = fixed.queue.unwrap_or(scenario.queue);
+        // About so many packets a fault-free run has.
+        let span = u64::from(scenario.blocks) * (scenario.workers * scenario.jobs * 3) as u64;
+        let faults = if fixed.no_faults { 0 } else { random.below(4) };
+        for _ in 0..faults {
+            let fault = scenario.draw_fault(&mut random);
+            scenario.faults.push((random.below(span), fault));
+        }
+        scenario
+    }
+
+    fn draw_fault(&self, random: &mut Random) -> Fault {
+        let (job, worker) = (random.below(self.jobs as u64) as usize, random.below(self.workers as u64) as usize);
+        let aggregator = random.below(self.aggregators().max(1) as u64) as usize;
+        match random.below(5) {
+            0 if self.workers > 2 => Fault::Kill { job, worker },
+            1 if self.aggregators() > 0 => Fault::Die { aggregator },
+            2 if self.aggregators() > 0 => Fault::Cut { job, worker },
+            _ => Fault::Restart { aggregator, down: random.below(20) * MILLISECOND },
+        }
+    }
+
+    /// Says why there is no such job.
+    ///
+    /// # Errors
+    /// A tree that is none, or whose nodes are not those of the job.
+    pub fn check(&self) -> Result<(), String> {
+        self.tree.check().map_err(|error| error.to_string())?;
+        let (workers, expected) = (self.tree.workers(), u64::MAX >> (64 - self.workers.clamp(1, 64)));
+        if self.workers == 0 || workers != expected {
+            return Err(format!("the tree has workers {workers:b}, and the job {}: number them from 0", self.workers));
+        }
+        let mut numbers = trees::aggregators(&self.tree);
+        numbers.sort_unstable();
+        match numbers.windows(2).find(|pair| pair[0] == pair[1]) {
+            Some(pair) => Err(format!("aggregator {} stands twice in the tree: give each a number", pair[0])),
+            None if numbers.last().is_some_and(|last| *last >= MAX_AGGREGATORS) => {
+                Err(format!("an aggregator has a number of {MAX_AGGREGATORS} or more: number them from 0"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Aggregators have numbers below this.
+    fn aggregators(&self) -> usize {
+        trees::aggregators(&self.tree).into_iter().max().map_or(0, |last| last as usize + 1)
+    }
+
+    /// Runs it. A scenario that [`Scenario::check`] refuses fails at once.
+    #[must_use]
+    pub fn run(&self) -> Outcome {
+        if let Err(failure) = self.check() {
+            return Outcome { failure: Some(failure), ..Outcome::default() };
+        }
+        let mut world = World::new(self);
+        let failure = world.run().err();
+        world.outcome(failure)
+    }
+}
+
+/// [`Timing`] in which dead paths are noticed sooner, so that many runs fit into a second; round trips of 0.04 to 25 ms.
+pub const IMPATIENT: Timing = Timing {
+    rto_first: 20 * MILLISECOND,
+    rto_min: 2 * MILLISECOND,
+    rto_max: 100 * MILLISECOND,
+    heartbeat_every: 5 * MILLISECOND,
+    idle_every: 15 * MILLISECOND,
+    path_dead_after: 60 * MILLISECOND,
+    stall_after: 150 * MILLISECOND,
+    server_dead_after: SECOND,
+};
+/// A link's rate, in bytes a second.
+pub const GIGABIT: u64 = 125_000_000;
+/// Bytes of a full block on a link: payload, header, UDP, IPv4, Ethernet with preamble and gap.
+const FULL_BYTES: u64 = MAX_PAYLOAD_BYTES as u64 + BARE_BYTES;
+/// The same without a block.
+const BARE_BYTES: u64 = HEADER_BYTES as u64 + 8 + 20 + 38;
+/// What a node's socket holds before it would block: two trains of segments. More would delay what is sent again.
+const SOCKET_BUFFER: u64 = 128 << 10;
+/// Virtual time after which a run counts as stuck: twice the longest time for which a path is not trusted.
+const LIMIT: u64 = 120 * SECOND;
+/// Aggregators have numbers below this: a tree of 64 workers in which every aggregator has two children has 63.
+const MAX_AGGREGATORS: u32 = 1024;
+/// How many lines of the trace are kept.
+const TRACE_LINES: usize = 2000;
+
+#[cfg(test)]
+#[path = "aggregation_tests.rs"]
+mod tests;

@@ -1,0 +1,529 @@
+//! A run: nodes with the shipped machines, joined by the network, under one clock.
+
+use super::{Fault, LIMIT, Outcome, SOCKET_BUFFER, Scenario, TRACE_LINES};
+use crate::agenda::Agenda;
+use crate::network::{Event, FlowId, LinkId, Loss, Network, NodeId, Queue, Topology};
+use crate::random::Random;
+use penstock_aggregation::{
+    Action, Aggregator, FLAG_FULL, Format, Kind, Link, Outbound, Received, Route, Serial, Server, Transmit, Tree,
+    Worker, WorkerConfig, decode,
+};
+use penstock_types::{MILLISECOND, SECOND, Time};
+use std::collections::VecDeque;
+
+/// A job's state outside of the machines.
+pub(super) struct Epoch {
+    pub(super) number: u16,
+    pub(super) start: Serial,
+    pub(super) alive: u64,
+    pub(super) tree: Tree,
+}
+
+pub(super) struct Driver {
+    pub(super) machine: Worker,
+    epoch: u16,
+    start: Serial,
+    got: Vec<bool>,
+    /// No block is posted before this time.
+    pub(super) begins: Time,
+    posted: u32,
+}
+
+/// What happens at a time of its own. Packets are the network's affair.
+enum Timer {
+    Wake {
+        node: Link,
+    },
+    /// A node moves to the job's newest epoch.
+    Open {
+        job: usize,
+        node: Link,
+    },
+    /// An aggregator is back, without state.
+    Back {
+        aggregator: usize,
+    },
+}
+
+/// A datagram.
+#[derive(Clone)]
+struct Datagram {
+    /// The shard of an aggregator: its port.
+    shard: u32,
+    bytes: Vec<u8>,
+}
+
+pub(super) struct World<'a> {
+    scenario: &'a Scenario,
+    random: Random,
+    pub(super) now: Time,
+    network: Network<Datagram>,
+    timers: Agenda<Timer>,
+    /// By node: the link from its socket.
+    sockets: Vec<LinkId>,
+    /// Shards of each.
+    aggregators: Vec<Vec<Aggregator>>,
+    /// Until when packets to an aggregator are lost.
+    down_until: Vec<Time>,
+    /// What each aggregator should have open, by job.
+    opened: Vec<Vec<u16>>,
+    pub(super) epochs: Vec<Vec<Epoch>>,
+    servers: Vec<Server>,
+    server_epochs: Vec<u16>,
+    pub(super) drivers: Vec<Vec<Option<Driver>>>,
+    /// Workers that live and do not have everything, and which these are.
+    unfinished: usize,
+    is_unfinished: Vec<Vec<bool>>,
+    /// By node: when it is woken, if it is to be.
+    wakes: Vec<Option<Time>>,
+    faults: VecDeque<(u64, Fault)>,
+    packets: u64,
+    arrived: u64,
+    results: u64,
+    trace: VecDeque<String>,
+}
+
+impl<'a> World<'a> {
+    pub(super) fn new(scenario: &'a Scenario) -> World<'a> {
+        let mut random = Random::new(scenario.seed);
+        let all = u64::MAX >> (64 - scenario.workers);
+        let epochs: Vec<Vec<Epoch>> = (0..scenario.jobs).map(|_| vec![scenario.epoch(0, all, &mut random)]).collect();
+        let topology = scenario.topology();
+        let nodes = scenario.aggregators() + scenario.jobs * (scenario.workers + 1);
+        let sockets = sockets(&topology, nodes);
+        let mut network = Network::new(topology, random.word());
+        network.report_losses(scenario.trace);
+        let mut faults = scenario.faults.clone();
+        faults.sort_by_key(|(at, _)| *at);
+        let mut world = World {
+            aggregators: vec![scenario.aggregator(); scenario.aggregators()],
+            down_until: vec![Time(0); scenario.aggregators()],
+            opened: vec![vec![0; scenario.jobs]; scenario.aggregators()],
+            servers: (0..scenario.jobs).map(|job| scenario.server(Time(0), job, &epochs[job][0])).collect(),
+            server_epochs: vec![0; scenario.jobs],
+            drivers: (0..scenario.jobs).map(|_| (0..scenario.workers).map(|_| None).collect()).collect(),
+            unfinished: 0,
+            is_unfinished: vec![vec![false; scenario.workers]; scenario.jobs],
+            epochs,
+            scenario,
+            random,
+            now: Time(0),
+            network,
+            timers: Agenda::default(),
+            sockets,
+            wakes: vec![None; nodes],
+            faults: faults.into(),
+            packets: 0,
+            arrived: 0,
+            results: 0,
+            trace: VecDeque::new(),
+        };
+        for job in 0..scenario.jobs {
+            (0..scenario.aggregators()).for_each(|aggregator| world.open_aggregator(aggregator, job));
+            (0..scenario.workers).for_each(|worker| world.open_worker(job, worker));
+        }
+        world
+    }
+
+    pub(super) fn run(&mut self) -> Result<(), String> {
+        for job in 0..self.scenario.jobs {
+            self.drain_server(job);
+            (0..self.scenario.workers).for_each(|worker| self.drain_worker(job, worker));
+        }
+        while self.unfinished > 0 {
+            let Some(at) = self.timers.next_at().into_iter().chain(self.network.poll_timeout()).min() else {
+                return Err("nothing is left to happen".into());
+            };
+            if at > Time(LIMIT) {
+                return Err(format!("stuck: {} results after {} s of virtual time", self.results, LIMIT / SECOND));
+            }
+            self.now = at;
+            self.network.handle_timeout(at);
+            while let Some(event) = self.network.poll_event() {
+                self.on_network(event)?;
+            }
+            while let Some(timer) = self.timers.pop(at) {
+                self.on_timer(timer);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn outcome(self, failure: Option<String>) -> Outcome {
+        let World { packets, arrived, results, now, trace, network, .. } = self;
+        let counts = network.counts();
+        let (lost, dropped) = (counts.lost, counts.dropped);
+        Outcome { failure, packets, lost, dropped, arrived, results, time: now.0, trace: trace.into() }
+    }
+
+    /// Whether a worker lives and does not have everything. An operation ends when a worker knows that all workers have all
+    /// results.
+    fn judge(&mut self, job: usize, worker: usize) {
+        let newest = self.epochs[job].last().expect("one at least");
+        let is_unfinished = self.drivers[job][worker].as_ref().is_some_and(|driver| {
+            let end = driver.start.plus(self.scenario.blocks);
+            driver.epoch != newest.number || [driver.machine.received(), driver.machine.everywhere()] != [end; 2]
+        });
+        let before = std::mem::replace(&mut self.is_unfinished[job][worker], is_unfinished);
+        self.unfinished = self.unfinished + usize::from(is_unfinished) - usize::from(before);
+    }
+
+    fn on_timer(&mut self, timer: Timer) {
+        match timer {
+            Timer::Wake { node } => {
+                self.wakes[node.0 as usize] = None;
+                match self.scenario.place(node) {
+                    Some((job, None)) => self.servers[job].handle_timeout(self.now),
+                    Some((job, Some(worker))) => {
+                        if let Some(driver) = &mut self.drivers[job][worker] {
+                            driver.machine.handle_timeout(self.now);
+                        }
+                    }
+                    None => {}
+                }
+                self.drain(node);
+            }
+            Timer::Open { job, node } => {
+                // If two epochs follow each other quickly, the newest one is opened at once, and once: a server that opened it
+                // again would have forgotten what it committed.
+                let epoch = self.epochs[job].last().expect("one at least");
+                match self.scenario.place(node) {
+                    None => self.open_aggregator(node.0 as usize, job),
+                    Some((_, None)) if self.server_epochs[job] != epoch.number => {
+                        self.servers[job] = self.scenario.server(self.now, job, epoch);
+                        self.server_epochs[job] = epoch.number;
+                        self.drain_server(job);
+                    }
+                    Some((_, Some(worker))) => {
+                        // It may have died in the meantime.
+                        if self.drivers[job][worker].as_ref().is_some_and(|driver| driver.epoch != epoch.number) {
+                            self.open_worker(job, worker);
+                            self.drain_worker(job, worker);
+                        }
+                    }
+                    Some((_, None)) => {}
+                }
+                self.note(|| format!("{node:?} is in the newest epoch of job {job}"));
+            }
+            Timer::Back { aggregator } => {
+                for job in 0..self.scenario.jobs {
+                    let epoch = usize::from(self.opened[aggregator][job]);
+                    self.open_epoch(aggregator, job, epoch);
+                }
+            }
+        }
+    }
+
+    fn on_network(&mut self, event: Event<Datagram>) -> Result<(), String> {
+        match event {
+            Event::Arrived(packet) => {
+                self.arrived += 1;
+                while self.faults.front().is_some_and(|(at, _)| *at < self.arrived) {
+                    let (_, fault) = self.faults.pop_front().expect("looked at");
+                    self.note(|| format!("{fault:?}"));
+                    self.fail(fault);
+                }
+                self.arrive(Link(packet.to.0), Link(packet.from.0), packet.payload)
+            }
+            Event::Lost(packet, loss) => {
+                let what = match loss {
+                    Loss::Link(_) => "LOST",
+                    Loss::Queue(_) => "DROPPED",
+                    _ => "UNREACHABLE",
+                };
+                self.note(|| format!("{}  {what}", described(packet.from, packet.to, &packet.payload.bytes)));
+                Ok(())
+            }
+            Event::Room(Queue::Link(link)) => {
+                let [node, _] = self.network.topology().ends(link);
+                self.drain(Link(node.0));
+                Ok(())
+            }
+            Event::Room(Queue::Flow(_)) => Ok(()),
+        }
+    }
+
+    fn arrive(&mut self, to: Link, from: Link, Datagram { shard, bytes }: Datagram) -> Result<(), String> {
+        // A fault that this very packet brought about may have taken the node down.
+        match self.scenario.place(to) {
+            None => {
+                let number = to.0 as usize;
+                if self.now < self.down_until[number] {
+                    return Ok(());
+                }
+                let sent: Vec<(Link, Vec<u8>)> =
+                    match self.aggregators[number][shard as usize].handle_packet(from, &bytes) {
+                        Ok(Action::Send { to, header, payload }) => {
+                            to.iter().map(|to| (*to, [&header[..], payload].concat())).collect()
+                        }
+                        Ok(Action::Relay { to }) => to.iter().map(|to| (*to, bytes.clone())).collect(),
+                        Ok(Action::Nothing) | Err(_) => Vec::new(),
+                    };
+                sent.into_iter().for_each(|(next, bytes)| self.send(next, to, bytes));
+            }
+            Some((job, None)) => {
+                let _ = self.servers[job].handle_packet(self.now, from, &bytes);
+                self.drain_server(job);
+            }
+            Some((job, Some(worker))) => {
+                let Some(driver) = &mut self.drivers[job][worker] else {
+                    return Ok(());
+                };
+                if let Ok(Received::Result { seq, format, exponent, payload }) =
+                    driver.machine.handle_packet(self.now, from, &bytes)
+                {
+                    let block = seq.ahead_of(driver.start) as u32;
+                    let epoch = &self.epochs[job][usize::from(driver.epoch)];
+                    if std::mem::replace(&mut driver.got[block as usize], true) {
+                        return Err(format!("worker {worker} of job {job} got the result of block {block} twice"));
+                    }
+                    let expected = self.scenario.expected(job, epoch, block);
+                    if (format, exponent, payload) != (expected.0, expected.1, &expected.2[..]) {
+                        return Err(format!(
+                            "worker {worker} of job {job} got for block {block} of epoch {}: {format:?} {exponent} \
+                             {payload:02x?} instead of {expected:02x?}",
+                            epoch.number
+                        ));
+                    }
+                    self.results += 1;
+                }
+                self.drain_worker(job, worker);
+            }
+        }
+        Ok(())
+    }
+
+    fn fail(&mut self, fault: Fault) {
+        match fault {
+            Fault::Restart { aggregator, down } if aggregator < self.aggregators.len() => {
+                self.aggregators[aggregator] = self.scenario.aggregator();
+                let back = self.now.plus(down);
+                self.take_down(aggregator, back);
+                self.timers.add(back, Timer::Back { aggregator });
+            }
+            Fault::Die { aggregator } if aggregator < self.aggregators.len() => {
+                self.take_down(aggregator, Time(u64::MAX));
+            }
+            Fault::Cut { job, worker } => {
+                if let Some(above) = self.scenario.parent(job, worker, self.epochs[job].last().expect("one at least")) {
+                    let worker = self.scenario.worker_link(job, worker);
+                    for (from, to) in [(worker, above), (above, worker)] {
+                        let flow = self.flow(from, to);
+                        self.network.block(flow, true);
+                    }
+                }
+            }
+            Fault::Kill { job, worker } => {
+                let before = self.epochs[job].last().expect("one at least");
+                let alive = before.alive & !(1 << worker);
+                if alive == 0 || alive == before.alive {
+                    return;
+                }
+                let next = self.scenario.epoch(before.number + 1, alive, &mut self.random);
+                self.epochs[job].push(next);
+                self.drivers[job][worker] = None;
+                // The control plane notices, and tells every node; the nodes hear of it one by one.
+                let mut nodes: Vec<Link> = (0..self.aggregators.len()).map(|number| Link(number as u32)).collect();
+                nodes.push(self.scenario.server_link(job));
+                nodes.extend((0..self.scenario.workers).map(|worker| self.scenario.worker_link(job, worker)));
+                for node in nodes {
+                    let at = self.now.plus(10 * MILLISECOND + self.random.below(20 * MILLISECOND));
+                    self.timers.add(at, Timer::Open { job, node });
+                }
+                (0..self.scenario.workers).for_each(|worker| self.judge(job, worker));
+            }
+            Fault::Restart { .. } | Fault::Die { .. } => {}
+        }
+    }
+
+    fn take_down(&mut self, aggregator: usize, until: Time) {
+        let down_until = &mut self.down_until[aggregator];
+        *down_until = until.max(*down_until);
+        self.network.take_down(NodeId(aggregator as u32), *down_until);
+    }
+
+    fn open_aggregator(&mut self, aggregator: usize, job: usize) {
+        let newest = self.epochs[job].len() - 1;
+        self.opened[aggregator][job] = newest as u16;
+        self.open_epoch(aggregator, job, newest);
+    }
+
+    fn open_epoch(&mut self, aggregator: usize, job: usize, epoch: usize) {
+        let config = self.scenario.job(aggregator, job, &self.epochs[job][epoch]);
+        for shard in &mut self.aggregators[aggregator] {
+            match &config {
+                Some(config) => shard.open(config.clone()).expect("there is room"),
+                None => shard.close(job as u32),
+            }
+        }
+    }
+
+    fn open_worker(&mut self, job: usize, worker: usize) {
+        let epoch = self.epochs[job].last().expect("one at least");
+        let begins = self.now.plus(self.random.below(3) * self.random.below(2 * MILLISECOND));
+        let server = self.scenario.server_link(job);
+        let config = WorkerConfig {
+            job: job as u32,
+            epoch: epoch.number,
+            key: self.scenario.key(job, epoch),
+            worker: worker as u8,
+            window: self.scenario.window,
+            start: epoch.start,
+            parent: self.scenario.parent(job, worker, epoch).unwrap_or(server),
+            server,
+            ask_parent: true,
+            timing: self.scenario.timing,
+        };
+        self.drivers[job][worker] = Some(Driver {
+            machine: Worker::new(self.now, config),
+            epoch: epoch.number,
+            start: epoch.start,
+            got: vec![false; self.scenario.blocks as usize],
+            begins,
+            posted: 0,
+        });
+        self.judge(job, worker);
+        self.timers.add(begins, Timer::Wake { node: self.scenario.worker_link(job, worker) });
+    }
+
+    /// A node sends what it can.
+    fn drain(&mut self, node: Link) {
+        match self.scenario.place(node) {
+            Some((job, None)) => self.drain_server(job),
+            Some((job, Some(worker))) => self.drain_worker(job, worker),
+            None => {}
+        }
+    }
+
+    fn drain_worker(&mut self, job: usize, worker: usize) {
+        let Some(driver) = &mut self.drivers[job][worker] else {
+            return;
+        };
+        let Scenario { operation, ahead, blocks, .. } = *self.scenario;
+        while self.now >= driver.begins && driver.posted < blocks {
+            let (posted, machine) = (driver.start.plus(driver.posted), &driver.machine);
+            let of_operation = driver.posted.checked_rem(operation).unwrap_or(driver.posted);
+            if (of_operation == ahead && machine.received() != posted)
+                || (of_operation == 0 && machine.everywhere() != posted)
+            {
+                break;
+            }
+            let full = self.scenario.is_full(job, driver.posted);
+            if driver.machine.post(if full { Route::Full } else { Route::Tree }).is_none() {
+                break;
+            }
+            driver.posted += 1;
+        }
+        let node = self.scenario.worker_link(job, worker);
+        while self.has_room(node)
+            && let Some((to, bytes)) = self.next_of(job, worker)
+        {
+            self.send(to, node, bytes);
+        }
+        if let Some(driver) = &self.drivers[job][worker] {
+            self.wake(node, driver.machine.poll_timeout());
+        }
+        self.judge(job, worker);
+    }
+
+    /// The packet that a worker sends next.
+    fn next_of(&mut self, job: usize, worker: usize) -> Option<(Link, Vec<u8>)> {
+        let driver = self.drivers[job][worker].as_mut()?;
+        let Outbound { to, header } = driver.machine.poll_transmit(self.now)?;
+        if header.kind != Kind::Push {
+            return Some((to, driver.machine.seal(&header, Format::None, 0, &[]).to_vec()));
+        }
+        let epoch = &self.epochs[job][usize::from(driver.epoch)];
+        let block = header.seq.ahead_of(driver.start) as u32;
+        let (format, exponent, bytes) = self.scenario.block(job, epoch, worker, block);
+        Some((to, [&driver.machine.seal(&header, format, exponent, &bytes)[..], &bytes].concat()))
+    }
+
+    fn drain_server(&mut self, job: usize) {
+        let node = self.scenario.server_link(job);
+        while self.has_room(node)
+            && let Some(Transmit { to, header, payload }) = self.servers[job].poll_transmit()
+        {
+            let bytes = [&header[..], payload].concat();
+            self.send(to, node, bytes);
+        }
+        self.wake(node, self.servers[job].poll_timeout());
+    }
+
+    /// Whether a node's socket has room for another packet. If not, the network tells when it has.
+    fn has_room(&mut self, node: Link) -> bool {
+        self.network.has_room(self.now, Queue::Link(self.sockets[node.0 as usize]), SOCKET_BUFFER)
+    }
+
+    fn flow(&mut self, from: Link, to: Link) -> FlowId {
+        self.network.flow(NodeId(from.0), NodeId(to.0)).expect("the nodes of a job are joined")
+    }
+
+    fn send(&mut self, to: Link, from: Link, bytes: Vec<u8>) {
+        self.packets += 1;
+        self.note(|| described(NodeId(from.0), NodeId(to.0), &bytes));
+        let shard = match decode(&bytes) {
+            Ok(packet) if self.scenario.place(to).is_none() => packet.header.seq.0 % self.scenario.shards,
+            _ => 0,
+        };
+        let (flow, length) = (self.flow(from, to), Scenario::wire_bytes(&bytes));
+        if self.scenario.keyed && self.random.below(64) == 0 {
+            // Damage, or an unauthenticated peer: a copy comes as well in which a bit is flipped.
+            let mut bytes = bytes.clone();
+            let bit = self.random.below(bytes.len() as u64 * 8) as usize;
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            self.network.send(self.now, flow, length, Datagram { shard, bytes });
+        }
+        self.network.send(self.now, flow, length, Datagram { shard, bytes });
+    }
+
+    pub(super) fn wake(&mut self, node: Link, at: Time) {
+        let at = at.max(Time(self.now.0 + 1));
+        let scheduled = &mut self.wakes[node.0 as usize];
+        if scheduled.is_none_or(|scheduled| at < scheduled) {
+            *scheduled = Some(at);
+            self.timers.add(at, Timer::Wake { node });
+        }
+    }
+
+    fn note(&mut self, line: impl FnOnce() -> String) {
+        if self.scenario.trace {
+            if self.trace.len() == TRACE_LINES {
+                self.trace.pop_front();
+            }
+            let line = format!("{:>10.3} ms  {}", self.now.0 as f64 / MILLISECOND as f64, line());
+            self.trace.push_back(line);
+        }
+    }
+}
+
+/// By node: the link that begins there.
+fn sockets(topology: &Topology, nodes: usize) -> Vec<LinkId> {
+    let mut sockets = vec![LinkId(0); nodes];
+    for link in topology.links() {
+        let [from, _] = topology.ends(link);
+        if let Some(socket) = sockets.get_mut(from.0 as usize) {
+            *socket = link;
+        }
+    }
+    sockets
+}
+
+/// A packet, for the trace.
+fn described(from: NodeId, to: NodeId, bytes: &[u8]) -> String {
+    let (from, to) = (Link(from.0), Link(to.0));
+    match decode(bytes).map(|packet| packet.header) {
+        Ok(h) => format!(
+            "{from:?} -> {to:?} {:?} job {} epoch {} seq {} ack {} credit {} workers {:b}{}",
+            h.kind,
+            h.job,
+            h.epoch,
+            h.seq,
+            h.ack,
+            h.credit,
+            h.workers,
+            if h.flags & FLAG_FULL != 0 { " full" } else { "" },
+        ),
+        Err(error) => format!("{from:?} -> {to:?} {error}"),
+    }
+}
