@@ -72,15 +72,22 @@ pub enum Effect {
 }
 
 impl Effect {
-    /// The rank that has to do something for it.
+    /// The rank that it concerns.
     #[must_use]
-    pub fn awaits(&self) -> Option<u32> {
+    pub fn rank(&self) -> Option<u32> {
         match self {
-            Effect::Send { to: rank, .. } | Effect::Open { from: rank, .. } | Effect::Doubt { from: rank, .. } => {
-                Some(*rank)
-            }
-            Effect::Read { .. } | Effect::Compute(_) => None,
+            Effect::Send { to: rank, .. }
+            | Effect::Open { from: rank, .. }
+            | Effect::Doubt { from: rank, .. }
+            | Effect::Read { from: rank, .. } => Some(*rank),
+            Effect::Compute(_) => None,
         }
+    }
+
+    /// Whether that rank has to do something for it.
+    #[must_use]
+    pub fn awaits(&self) -> bool {
+        !matches!(self, Effect::Read { .. } | Effect::Compute(_))
     }
 }
 

@@ -9,8 +9,8 @@
 //! than a core; it is deliberately absent until a measurement asks for it.
 
 mod aggregated;
+mod buffers;
 mod engine;
-mod execution;
 mod pages;
 mod recorder;
 mod reducer;
