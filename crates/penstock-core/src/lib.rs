@@ -17,6 +17,7 @@
 
 pub mod digest;
 pub mod early;
+mod effect;
 pub mod groups;
 pub mod members;
 pub mod name;

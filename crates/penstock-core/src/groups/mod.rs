@@ -16,6 +16,8 @@ mod host;
 mod issue;
 mod join;
 mod progress;
+#[cfg(test)]
+mod tests;
 
 pub use directory::Admission;
 pub use group::{Call, Group};
