@@ -12,6 +12,7 @@ mod aggregated;
 mod buffers;
 mod engine;
 mod pages;
+mod pieces;
 mod recorder;
 mod reducer;
 mod runtime;
