@@ -81,9 +81,8 @@ def test_pure_crates_disallow_clocks_sleeps_and_sockets(root: pathlib.Path, crat
     assert not re.search(r"(allow|expect)\(clippy::disallowed_", sources)
 
 
-# Modules that still need each other: a group holds its aggregation client, which starts operations of groups; and a call's
-# factor is read from the call.
-STILL_IN_CIRCLES = {"penstock-engine": {("aggregated", "engine"), ("scale", "runtime")}}
+# Modules that still need each other: a group holds its aggregation client, which starts operations of groups.
+STILL_IN_CIRCLES = {"penstock-engine": {("aggregated", "engine")}}
 
 
 @pytest.mark.parametrize("crate", sorted(MAY_USE))

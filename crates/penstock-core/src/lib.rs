@@ -7,6 +7,7 @@
 //! - [`operation`]: the steps of one operation: what may run, what has run, what follows.
 //! - [`members`]: who is in a group.
 //! - [`name`]: how operations are counted and named, here and between two ranks.
+//! - [`groups`]: the groups of a rank, their deadlines, failures and farewells; the [`groups::Host`] that carries decisions out.
 //! - [`early`]: what has come for operations that are not issued here yet.
 //! - [`unbound`]: receives that wait for their place in a sequence.
 //! - [`tags`]: how many messages were issued under each tag.
@@ -16,6 +17,8 @@
 
 pub mod digest;
 pub mod early;
+mod effect;
+pub mod groups;
 pub mod members;
 pub mod name;
 pub mod operation;

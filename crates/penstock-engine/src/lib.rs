@@ -9,9 +9,10 @@
 //! than a core; it is deliberately absent until a measurement asks for it.
 
 mod aggregated;
+mod buffers;
 mod engine;
-mod execution;
 mod pages;
+mod pieces;
 mod recorder;
 mod reducer;
 mod runtime;

@@ -1,6 +1,6 @@
 //! The factor of a premultiplied sum, applied to a rank's contribution before its operation starts.
 
-use crate::runtime::Call;
+use penstock_core::groups::Call;
 use penstock_plan::{Collective, Request};
 use penstock_types::{DType, ReduceOp};
 
@@ -93,6 +93,7 @@ mod tests {
                 let mut tensor: Vec<f32> = (0..elements).map(|at| (at % 1000) as f32).collect();
                 let kept = tensor.clone();
                 let bytes = 4 * elements as u64;
+                let (input, output) = (tensor.as_ptr().cast(), tensor.as_mut_ptr().cast());
                 let call = Call {
                     collective,
                     fingerprint: Fingerprint::new(Name::AllReduce, None, DType::F32, None, elements as u64),
@@ -100,14 +101,11 @@ mod tests {
                     op: ReduceOp::PremulSum(3.0),
                     bytes,
                     splits: None,
-                    input: tensor.as_ptr().cast(),
-                    output: tensor.as_mut_ptr().cast(),
                     tag: 0,
                     coflow: 0,
                     priority: Priority(0),
                     hold: false,
                     timeout: 0,
-                    keep: None,
                 };
                 let request = Request {
                     collective,
@@ -119,7 +117,7 @@ mod tests {
                     splits: None,
                     segment_bytes: 4096,
                 };
-                let (mut input, mut output) = (call.input, call.output);
+                let (mut input, mut output) = (input, output);
                 let mut scale = Scale::new(&call, &request, &mut input, &mut output).expect("it multiplies");
                 let mut turns = 0;
                 while !scale.is_done() {

@@ -1,20 +1,18 @@
 //! What callers ask of the engine's thread.
 
 use super::Runtime;
-use super::deadlines::seconds;
-use super::group::Group;
-use super::join::unconnected_others;
+use super::host::Body;
+use super::local::PeerMemory;
 use crate::stats::Stats;
 use crate::ticket::{Promise, Ticket};
+use penstock_core::groups::{self, Group, Join};
 use penstock_net::memory::Region;
 use penstock_net::{Contact, Peers};
 use penstock_plan::{Algorithm, Collective, Splits};
 use penstock_stream::fingerprint::Fingerprint;
-use penstock_types::{
-    DType, Failure, FailureKind, Generation, GroupId, MILLISECOND, PeerId, Priority, ReduceOp, SECOND, Time,
-};
+use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
 use std::any::Any;
-use std::sync::{Mutex, MutexGuard, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::time::Instant;
 
 /// State that callers' threads share with the engine's thread.
@@ -172,80 +170,42 @@ impl std::fmt::Debug for Call {
 
 impl Runtime {
     /// Does what a caller asks.
-    pub(super) fn obey(&mut self, peers: &mut Peers, command: Command, now: Time) {
+    pub(super) fn obey(&mut self, peers: &mut Peers, command: Command) {
         match command {
-            Command::Join(spec, ticket) => self.join(peers, spec, ticket, now),
-            Command::Start(id, call, ticket) => self.start(peers, id, call, ticket, now),
-            Command::Release(id, ticket) => self.release(peers, id, &ticket, now),
-            Command::Leave(id) => self.leave(peers, id),
+            Command::Join(spec, ticket) => self.join(peers, spec, ticket),
+            Command::Start(id, call, ticket) => {
+                let (call, body) = call.split(ticket);
+                self.act(peers, |groups, hands| groups.start(hands, id, call, body));
+            }
+            Command::Release(id, ticket) => {
+                self.act(peers, |groups, hands| groups.release(hands, id, |body| body.ticket.is_of(&ticket)));
+            }
+            Command::Leave(id) => self.act(peers, |groups, hands| groups.leave(hands, id)),
             Command::Retune(id, algorithm, streams) => {
-                let Some(group) = self.groups.get_mut(&id) else { return };
-                group.algorithm = algorithm;
-                for peer in group.members.peers() {
-                    peers.machine(peer).use_streams(streams);
-                }
+                self.act(peers, |groups, hands| groups.retune(hands, id, algorithm, streams));
             }
             Command::Hosts(id, reply) => {
-                let hosts = |group: &Group| group.topology.hosts().to_vec();
-                drop(reply.send(self.groups.get(&id).map(hosts).unwrap_or_default()));
+                let hosts = self.groups.get(id).map(|group| group.topology().hosts().to_vec());
+                drop(reply.send(hosts.unwrap_or_default()));
             }
             Command::Check { group, whole, farewells, ranks, reply } => {
-                drop(reply.send(self.check(group, whole, farewells, &ranks)));
+                drop(reply.send(self.groups.check(group, whole, farewells, &ranks)));
             }
-            Command::Watch(id, ticket) => match self.groups.get_mut(&id) {
-                Some(Group { failed: Some(failure), .. }) => ticket.complete(Err(failure.clone())),
-                Some(group) => group.watches.push(ticket),
+            Command::Watch(id, ticket) => match self.groups.get(id).map(Group::failure) {
+                Some(Some(failure)) => ticket.complete(Err(failure.clone())),
+                Some(None) => self.local.watches.entry(id).or_default().push(ticket),
                 None => ticket.complete(Err(Failure::fatal(FailureKind::Closed, "the group was destroyed."))),
             },
-            Command::Abort(id, failure) => self.fail_group(peers, id, failure, true),
-            Command::Expire(id, waited) => {
-                // An operation that ended while its caller gave up has succeeded.
-                let Some(group) = self.groups.get(&id).filter(|group| group.is_busy()) else { return };
-                let (message, patience) = match &group.joining {
-                    // A rank that lacks a member knows more, and should report first.
-                    Some(joining) if joining.hosts.is_some() => (unconnected_others(group, waited), SECOND),
-                    Some(_) => (self.missing(peers, group, waited), 0),
-                    None => (
-                        format!(
-                            "Timed out after {}: rank {} has given up waiting.",
-                            seconds(waited),
-                            group.members.rank()
-                        ),
-                        0,
-                    ),
-                };
-                let failure = Failure::fatal(FailureKind::Timeout, message);
-                match patience {
-                    0 => self.fail_group(peers, id, failure, true),
-                    _ => self.pending_failures.push((now.plus(patience), id, failure)),
-                }
-            }
-            Command::Share(number, region) => {
-                region.set_epoch(self.memory_epoch.epoch());
-                self.regions.insert(region.address(), (number, region));
-            }
-            Command::Unshare(number) => {
-                self.regions.retain(|_, (known, _)| *known != number);
-                for peer in 0..self.peers.len() {
-                    let info = &mut self.peers[peer];
-                    if info.offered.remove(&number).is_some() && info.lost.is_none() {
-                        peers.machine(peer as PeerId).unshare(number);
-                    }
-                }
-            }
+            Command::Abort(id, failure) => self.act(peers, |groups, hands| groups.fail(hands, id, failure, true)),
+            Command::Expire(id, waited) => self.act(peers, |groups, hands| groups.expire(hands, id, waited)),
+            Command::Share(number, region) => self.local.add_region(number, region),
+            Command::Unshare(number) => self.local.remove_region(peers, number),
             Command::Stats(reply) => drop(reply.send(self.stats(peers))),
-            Command::Record(reply) => drop(reply.send(self.recorder.describe(&self.stats(peers), Instant::now()))),
-            Command::WriteRecord => self.recorder.write(&self.stats(peers)),
-            Command::Stop { wait } => {
-                self.stopping = true;
-                self.patience = if wait { self.longest_timeout.max(LEAST_PATIENCE) } else { UNHEARD };
-                // Ranks that wait for this one in an idle group learn what it did there. In other groups it may do more:
-                // there they learn that it has left the job.
-                let is_idle = |(_, group): &(&GroupId, &Group)| group.failed.is_none() && !group.is_busy();
-                for id in self.groups.iter().filter(is_idle).map(|(id, _)| *id).collect::<Vec<_>>() {
-                    self.leave(peers, id);
-                }
+            Command::Record(reply) => {
+                drop(reply.send(self.local.recorder.describe(&self.stats(peers), Instant::now())));
             }
+            Command::WriteRecord => self.local.recorder.write(&self.stats(peers)),
+            Command::Stop { wait } => self.act(peers, |groups, hands| groups.stop(hands, wait)),
             #[cfg(test)]
             Command::Panic(at_next_frame) => {
                 assert!(at_next_frame, "a test wants it");
@@ -254,36 +214,37 @@ impl Runtime {
         }
     }
 
-    /// Why a group of these ranks of the group `id` cannot be built: one of them is lost; with `farewells`, one has left the
-    /// job; with `whole`, the group has failed.
-    fn check(&self, id: GroupId, whole: bool, farewells: bool, ranks: &[u32]) -> Option<Failure> {
-        let Some(group) = self.groups.get(&id) else {
-            return Some(Failure::fatal(FailureKind::Closed, "the group was destroyed."));
-        };
-        let lost = |rank: &u32, has_left: bool| {
-            let info = &self.peers[group.members.peer(*rank)? as usize];
-            info.lost.as_ref().filter(|_| info.has_left == has_left)
-        };
-        let fatal = |message| Failure::fatal(FailureKind::PeerLost, message);
-        let died = || Some(fatal(format!("{}.", ranks.iter().find_map(|rank| lost(rank, false))?)));
-        // A rank that loses another mostly ends: the loss is the reason then, and not that others have left.
-        let left = || {
-            let reason = ranks.iter().find_map(|rank| lost(rank, true))?;
-            Some(match &group.failed {
-                Some(Failure { kind, message, .. }) => {
-                    Failure::fatal(*kind, format!("{reason}. Before, group {} failed: {message}", group.name))
-                }
-                None => fatal(format!("{reason}.")),
+    /// Connects to the members of a group that are not known yet, and joins it.
+    fn join(&mut self, peers: &mut Peers, spec: GroupSpec, ticket: Promise) {
+        let GroupSpec { id, generation, rank, members, secret, algorithm, name } = spec;
+        let who: Vec<Arc<str>> = members.iter().map(|contact| contact.describe().into()).collect();
+        let others = (0..).zip(members).zip(&who).map(|((other, contact), who)| {
+            let is_other = other != rank;
+            is_other.then(|| {
+                self.groups.peer_of(&contact.node).unwrap_or_else(|| {
+                    let peer = peers.add(contact.clone());
+                    let known = self.groups.add_peer(contact.node, who.clone());
+                    debug_assert!(peer == known && peer as usize == self.local.peers.len());
+                    self.local.peers.push(PeerMemory::new(contact));
+                    peers.connect(peer, id, secret.clone());
+                    peer
+                })
             })
-        };
-        group.failed.clone().filter(|_| whole).or_else(died).or_else(|| if farewells { left() } else { None })
+        });
+        let members = others.collect();
+        self.local.joins.insert(id, ticket);
+        let join = Join { id, generation, secret, name: name.into(), members, who, algorithm };
+        self.act(peers, |groups, hands| groups.join(hands, join));
     }
 }
 
-/// How long the end waits at least for good-byes to be acknowledged, if the caller waits.
-pub(super) const LEAST_PATIENCE: u64 = 2 * SECOND;
-/// How long the end waits at most, if the caller waits: torch's own default time-out, or more if an operation had a longer
-/// one.
-pub(super) const MOST_PATIENCE: u64 = 30 * 60 * SECOND;
-/// How long the end waits if the caller does not wait: good-byes leave, and are not acknowledged.
-const UNHEARD: u64 = 100 * MILLISECOND;
+impl Call {
+    /// What the core needs to know of it, and what it does not.
+    fn split(self, ticket: Promise) -> (groups::Call, Body) {
+        let body = Body::new(ticket, self.input, self.output, self.keep);
+        let Call { collective, fingerprint, dtype, op, bytes, splits, tag, coflow, priority, hold, timeout, .. } = self;
+        let call =
+            groups::Call { collective, fingerprint, dtype, op, bytes, splits, tag, coflow, priority, hold, timeout };
+        (call, body)
+    }
+}

@@ -1,0 +1,150 @@
+//! Which processes this one knows, and which of them may connect.
+
+use penstock_stream::handshake::{Hello, NodeKey};
+use penstock_types::{Generation, GroupId, PeerId};
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+/// The peers, and the jobs with which they may connect.
+#[derive(Debug)]
+pub(super) struct Directory {
+    node: NodeKey,
+    peers: Vec<Standing>,
+    by_node: HashMap<NodeKey, PeerId>,
+    /// Secrets that the streams' hand-shakes prove. A job outlives the group that brought it, since groups share streams: it
+    /// stays until no peer connects with it any more.
+    jobs: HashMap<GroupId, Job>,
+}
+
+/// What is known of a peer.
+#[derive(Debug)]
+pub(super) struct Standing {
+    pub(super) node: NodeKey,
+    /// How messages call it.
+    pub(super) who: Arc<str>,
+    /// It has been connected.
+    pub(super) linked: bool,
+    /// It is on this host.
+    pub(super) local: bool,
+    /// Why it is gone, if it is.
+    pub(super) lost: Option<String>,
+    /// It is gone because it has left the job in good order.
+    pub(super) has_left: bool,
+}
+
+impl Standing {
+    /// Whether it takes frames.
+    pub(super) fn is_reachable(&self) -> bool {
+        self.linked && self.lost.is_none()
+    }
+}
+
+#[derive(Debug)]
+struct Job {
+    generation: Generation,
+    secret: Vec<u8>,
+    /// Members that may connect to this process with this job, now or after they have lost a stream.
+    nodes: HashSet<NodeKey>,
+}
+
+/// An answer to a process that wants a stream.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Admission {
+    /// It may prove that it knows this secret; it is this peer.
+    Admit(Vec<u8>, PeerId),
+    /// No such job runs here, or no such process is in it.
+    Unauthenticated,
+    /// Another generation of the job runs here.
+    Generation(Generation),
+    /// This process has not read the job's members yet.
+    NotYet,
+    /// It was a peer and is lost, for this reason, or it has lost this process, which does not know that yet.
+    Lost(String),
+}
+
+impl Directory {
+    pub(super) fn new(node: NodeKey) -> Directory {
+        Directory { node, peers: Vec::new(), by_node: HashMap::new(), jobs: HashMap::new() }
+    }
+
+    pub(super) fn peer(&self, peer: PeerId) -> &Standing {
+        &self.peers[peer as usize]
+    }
+
+    pub(super) fn peer_mut(&mut self, peer: PeerId) -> &mut Standing {
+        &mut self.peers[peer as usize]
+    }
+
+    pub(super) fn known(&self, node: &NodeKey) -> Option<PeerId> {
+        self.by_node.get(node).copied()
+    }
+
+    pub(super) fn add(&mut self, node: NodeKey, who: Arc<str>) -> PeerId {
+        let peer = self.peers.len() as PeerId;
+        self.peers.push(Standing { node, who, linked: false, local: false, lost: None, has_left: false });
+        self.by_node.insert(node, peer);
+        peer
+    }
+
+    /// Forgets the connection to a process that is lost. A later process never has the same node key, since keys are random.
+    pub(super) fn is_lost(&mut self, peer: PeerId, reason: &str) {
+        self.peer_mut(peer).lost = Some(reason.to_owned());
+        self.by_node.retain(|_, known| *known != peer);
+    }
+
+    pub(super) fn jobs(&self) -> usize {
+        self.jobs.len()
+    }
+
+    /// These peers may connect with a job. A node connects with the first job that it shares with this process: if it has
+    /// connected already, that is not this job.
+    pub(super) fn expect(
+        &mut self,
+        job: GroupId,
+        generation: Generation,
+        secret: Vec<u8>,
+        peers: impl Iterator<Item = PeerId>,
+    ) {
+        let may_come = |peer: &PeerId| !self.peer(*peer).linked && self.peer(*peer).lost.is_none();
+        let nodes: HashSet<NodeKey> = peers.filter(may_come).map(|peer| self.peer(peer).node).collect();
+        if !nodes.is_empty() {
+            self.jobs.insert(job, Job { generation, secret, nodes });
+        }
+    }
+
+    /// From now on a peer connects only with the job `but_with`, or not at all.
+    pub(super) fn no_longer_connects(&mut self, peer: PeerId, but_with: Option<GroupId>) {
+        let node = self.peer(peer).node;
+        self.jobs.retain(|id, job| {
+            let was_last = Some(*id) != but_with && job.nodes.remove(&node) && job.nodes.is_empty();
+            !was_last
+        });
+    }
+
+    /// An answer to a process that wants a stream in a job. `is_known`: this process is or was in the job.
+    pub(super) fn admission(&self, hello: &Hello, is_known: bool) -> Admission {
+        // A lost process comes back, or one that has lost this process, which does not know it yet.
+        let unauthenticated = || {
+            let known = || self.peers.iter().filter(|info| info.node == hello.from && !info.has_left);
+            match known().find_map(|info| info.lost.clone()) {
+                Some(reason) => Admission::Lost(reason),
+                None if known().any(|info| info.linked) => {
+                    Admission::Lost("an earlier connection has not ended there".to_owned())
+                }
+                None => Admission::Unauthenticated,
+            }
+        };
+        let Some(job) = self.jobs.get(&hello.job) else {
+            return if is_known { unauthenticated() } else { Admission::NotYet };
+        };
+        if hello.generation != job.generation {
+            return Admission::Generation(job.generation);
+        }
+        match self.by_node.get(&hello.from) {
+            Some(peer) if job.nodes.contains(&hello.from) && hello.from != self.node => {
+                Admission::Admit(job.secret.clone(), *peer)
+            }
+            _ => unauthenticated(),
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! A group of ranks, as one of them sees it, and its operations.
+
+use crate::members::Members;
+use crate::name::{Ended, Issued, OpId, Sequence};
+use crate::operation::Operation;
+use crate::unbound::{ANY_SOURCE, Unbound};
+use penstock_plan::{Algorithm, Collective, Request, Splits, Steps, Topology};
+use penstock_stream::fingerprint::Fingerprint;
+use penstock_types::{DType, Failure, GroupId, OpSeq, PeerId, Priority, ReduceOp, Time};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// A group, with the host's part (`B`) of each of its operations.
+#[derive(Debug)]
+pub struct Group<B> {
+    pub(super) id: GroupId,
+    pub(super) name: Arc<str>,
+    pub(super) members: Members,
+    /// How messages call each rank.
+    pub(super) who: Vec<Arc<str>>,
+    pub(super) topology: Topology,
+    /// The algorithm of all-reduces; `None`: the planner's choice.
+    pub(super) algorithm: Option<Algorithm>,
+    pub(super) issued: Issued,
+    pub(super) ended: Ended,
+    pub(super) ops: HashMap<OpId, Active<B>>,
+    /// Operations that have their place in the order but not their buffers.
+    pub(super) held: HashMap<OpId, Waiting<B>>,
+    /// Receives without a place in the order yet: they take any source, or wait behind one that does.
+    pub(super) unbound: Unbound<Posted<B>>,
+    /// `None`: the join has ended.
+    pub(super) joining: Option<Joining>,
+    pub(super) failed: Option<Failure>,
+    /// A member has ended the group after this many collectives, or has left without issuing more: the group fails when these
+    /// collectives have ended here too. If several have, the lowest number counts.
+    pub(super) ends_after: Option<(u64, Failure)>,
+    pub(super) farewells: Farewells,
+    /// Which algorithm the last operation took, and why.
+    pub(super) last_algorithm: String,
+}
+
+/// How far a join has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Joining {
+    /// Some members are not connected.
+    Connects,
+    /// All are connected: the group's first operation gathers which ranks share a host.
+    Gathers,
+}
+
+/// What is known of members that have left.
+#[derive(Debug, Default)]
+pub(super) struct Farewells {
+    /// How many collectives they had issued.
+    pub(super) gone: HashMap<PeerId, u64>,
+    /// What collectives were, as the first of them has reported.
+    pub(super) told: HashMap<OpSeq, (PeerId, Fingerprint)>,
+}
+
+/// What a caller asks for.
+#[derive(Clone, Debug)]
+pub struct Call {
+    /// What to do.
+    pub collective: Collective,
+    /// Operation, dtype, size and so on, which ranks compare; its name is used in errors.
+    pub fingerprint: Fingerprint,
+    /// Element type.
+    pub dtype: DType,
+    /// The reduction, if the collective has one.
+    pub op: ReduceOp,
+    /// The operation's size, as [`Request::bytes`] defines it.
+    pub bytes: u64,
+    /// Unequal parts of an all-to-all.
+    pub splits: Option<Splits>,
+    /// Tag of a send or receive.
+    pub tag: u32,
+    /// Identifies operations that are useful only together (a coflow); 0 for none.
+    pub coflow: u32,
+    /// How urgent.
+    pub priority: Priority,
+    /// The operation gets its place in the order now, and its buffers later ([`super::Groups::release`]).
+    pub hold: bool,
+    /// Time-out in nanoseconds.
+    pub timeout: u64,
+}
+
+impl Call {
+    /// The rank that a receive names.
+    pub(super) fn source(&self) -> Option<u32> {
+        self.collective.named_rank().filter(|rank| *rank != ANY_SOURCE)
+    }
+}
+
+/// An operation that has its number and has not begun.
+#[derive(Debug)]
+pub(super) struct Waiting<B> {
+    pub(super) call: Call,
+    pub(super) request: Request,
+    pub(super) steps: Arc<Steps>,
+    pub(super) body: B,
+    /// When it took its place: its time-out counts from then, also while it is held.
+    pub(super) since: Time,
+}
+
+/// A receive that has no place in a sequence yet.
+#[derive(Debug)]
+pub(super) struct Posted<B> {
+    pub(super) call: Call,
+    pub(super) body: B,
+    pub(super) since: Time,
+}
+
+/// A running operation.
+#[derive(Debug)]
+pub(super) struct Active<B> {
+    pub(super) operation: Operation,
+    pub(super) body: B,
+    pub(super) fingerprint: Fingerprint,
+    /// For an all-to-all: the parts in bytes, and the size of an element.
+    pub(super) splits: Option<(Splits, u64)>,
+    pub(super) coflow: u32,
+    pub(super) priority: Priority,
+    pub(super) started: Time,
+    pub(super) timeout: u64,
+    pub(super) progressed: Time,
+    pub(super) probed: Time,
+    /// Peers' answers to probes: how many operations each has issued.
+    pub(super) issued: HashMap<u32, u64>,
+    /// Its steps may run. Until then, the host prepares its contribution.
+    pub(super) is_ready: bool,
+}
+
+impl<B> Active<B> {
+    /// The fingerprint that this rank and another compare for the operation.
+    pub(super) fn fingerprint(&self, rank: u32, other: u32) -> Fingerprint {
+        let Some((splits, element)) = &self.splits else { return self.fingerprint };
+        let [sent, received] = [&splits.input, &splits.output].map(|parts| parts[other as usize] / element);
+        let (up, down) = if rank < other { (sent, received) } else { (received, sent) };
+        self.fingerprint.of_pair(up, down)
+    }
+}
+
+impl<B> Group<B> {
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &Arc<str> {
+        &self.name
+    }
+
+    /// Its ranks.
+    #[must_use]
+    pub fn members(&self) -> &Members {
+        &self.members
+    }
+
+    /// Which ranks share a host.
+    #[must_use]
+    pub fn topology(&self) -> &Topology {
+        &self.topology
+    }
+
+    /// Why it has failed, if it has.
+    #[must_use]
+    pub fn failure(&self) -> Option<&Failure> {
+        self.failed.as_ref()
+    }
+
+    /// How many collectives its users have issued.
+    #[must_use]
+    pub fn collectives(&self) -> u64 {
+        self.issued.collectives.saturating_sub(JOIN_OPS)
+    }
+
+    /// Which algorithm its last operation took, and why.
+    #[must_use]
+    pub fn last_algorithm(&self) -> &str {
+        &self.last_algorithm
+    }
+
+    /// The bodies of its running operations.
+    pub fn running(&self) -> impl Iterator<Item = &B> {
+        self.ops.values().map(|active| &active.body)
+    }
+
+    /// How many receives wait for a message before they have a number.
+    #[must_use]
+    pub fn unbound(&self) -> usize {
+        self.unbound.iter().count()
+    }
+
+    /// Operations that were issued and have not ended.
+    #[must_use]
+    pub fn operations(&self) -> usize {
+        self.ops.len() + self.held.len() + self.unbound()
+    }
+
+    /// Whether something of it has not ended: an operation, or the join.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        self.operations() > 0 || self.joining.is_some()
+    }
+
+    /// The bodies of all its operations.
+    pub(super) fn into_bodies(mut self) -> impl Iterator<Item = B> {
+        let running = self.ops.into_values().map(|active| active.body);
+        let held = self.held.into_values().map(|waiting| waiting.body);
+        running.chain(held).chain(self.unbound.drain().map(|posted| posted.body))
+    }
+
+    /// The rank of a member that is another process.
+    pub(super) fn rank_of(&self, peer: PeerId) -> u32 {
+        self.members.rank_of(peer).expect("a member")
+    }
+
+    /// The difference between an operation's fingerprints on two ranks, as a sentence.
+    pub(super) fn difference(&self, op: OpId, one: (u32, Fingerprint), other: (u32, Fingerprint)) -> String {
+        let name = &self.name;
+        let [first, second] = [one, other].map(|(rank, _)| &*self.who[rank as usize]);
+        match Fingerprint::difference_of_pair(one.1, other.1, first, second, one.0 < other.0) {
+            Some(difference) => format!("in all_to_all #{} of group {name}, {difference}", op.seq),
+            None => {
+                let difference = Fingerprint::difference(one.1, first, other.1, second);
+                format!("operation #{} of group {name} is {difference}", op.seq)
+            }
+        }
+    }
+
+    /// The fingerprint of an operation of this rank, running or ended, to be compared with another rank's.
+    pub(super) fn fingerprint(&self, op: OpId, other: u32) -> Option<Fingerprint> {
+        let running = self.ops.get(&op).map(|active| active.fingerprint(self.members.rank(), other));
+        running.or_else(|| self.ended.fingerprint(op))
+    }
+
+    /// Whether an operation has begun and ended here. A held operation has not begun.
+    pub(super) fn is_over(&self, op: OpId) -> bool {
+        op.seq < self.issued.count(op.sequence) && !self.ops.contains_key(&op) && !self.held.contains_key(&op)
+    }
+
+    /// The number of the first collective that was issued and has not ended.
+    pub(super) fn first_running(&self) -> Option<u64> {
+        let running = self.ops.keys().chain(self.held.keys());
+        running.filter(|op| op.sequence == Sequence::Collectives).map(|op| op.seq).min()
+    }
+
+    /// Whether an operation can only fail when the group ends, since it is not among the collectives that can still end.
+    /// Messages never are: they may lie in memory that their sender's user has back.
+    pub(super) fn is_void(&self, op: OpId) -> bool {
+        let is_after = |(ends, _): &(u64, Failure)| op.sequence != Sequence::Collectives || op.seq >= *ends;
+        self.ends_after.as_ref().is_some_and(is_after)
+    }
+
+    /// How many collectives have ended here before the first one that has not.
+    pub(super) fn finished(&self) -> u64 {
+        self.first_running().unwrap_or(self.issued.collectives)
+    }
+}
+
+/// How many operations a group issues for itself before its users' first: those are numbered from 1 on.
+pub(super) const JOIN_OPS: u64 = 1;

@@ -1,0 +1,154 @@
+//! How a group begins: who is in it, who may connect, which ranks share a host.
+
+use super::deadlines::seconds;
+use super::directory::Admission;
+use super::group::{Call, Farewells, Group, Joining};
+use super::host::Host;
+use super::{Common, Groups};
+use crate::digest::digest;
+use crate::members::Members;
+use crate::name::{Ended, Issued};
+use crate::unbound::Unbound;
+use penstock_plan::{Algorithm, Collective, Topology};
+use penstock_stream::fingerprint::{Fingerprint, Name};
+use penstock_stream::handshake::{Hello, NodeKey};
+use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, PeerId, Priority, ReduceOp};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// A group to join.
+#[derive(Clone, Debug)]
+pub struct Join {
+    /// The group.
+    pub id: GroupId,
+    /// The job's generation.
+    pub generation: Generation,
+    /// The secret that the streams' hand-shakes prove.
+    pub secret: Vec<u8>,
+    /// A name for logs and errors.
+    pub name: Arc<str>,
+    /// The peer of every rank, and `None` for this one.
+    pub members: Vec<Option<PeerId>>,
+    /// How messages call each rank.
+    pub who: Vec<Arc<str>>,
+    /// The algorithm of all-reduces; `None`: the planner's choice.
+    pub algorithm: Option<Algorithm>,
+}
+
+impl<B, K> Groups<B, K> {
+    /// The peer that a process is, if it is known.
+    #[must_use]
+    pub fn peer_of(&self, node: &NodeKey) -> Option<PeerId> {
+        self.common.directory.known(node)
+    }
+
+    /// A process becomes a peer; `who` is how messages call it. Peers are numbered from 0 on.
+    pub fn add_peer(&mut self, node: NodeKey, who: Arc<str>) -> PeerId {
+        self.common.directory.add(node, who)
+    }
+
+    /// Joins a group; [`Host::joined`] or [`Host::failed`] follows.
+    pub fn join<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, join: Join) {
+        let Join { id, generation, secret, name, members, who, algorithm } = join;
+        let common = &mut self.common;
+        let refused = members.iter().flatten().rev().find_map(|peer| common.directory.peer(*peer).lost.clone());
+        common.directory.expect(id, generation, secret, members.iter().flatten().copied());
+        common.unjoined.overtaken.forget_group(id);
+        let group = Group {
+            id,
+            name,
+            topology: Topology::separate_hosts(members.len() as u32),
+            members: Members::new(members),
+            who,
+            algorithm,
+            issued: Issued::default(),
+            ended: Ended::default(),
+            ops: HashMap::new(),
+            held: HashMap::new(),
+            unbound: Unbound::default(),
+            joining: Some(Joining::Connects),
+            failed: None,
+            ends_after: None,
+            farewells: Farewells::default(),
+            last_algorithm: String::new(),
+        };
+        self.groups.insert(id, group);
+        let group = self.groups.get_mut(&id).expect("just inserted");
+        match (common.unjoined.reported.take(id), refused) {
+            (Some(failure), _) => group.fail(common, host, failure, true),
+            (None, Some(reason)) => group.fail(common, host, Failure::fatal(FailureKind::PeerLost, reason), true),
+            (None, None) => group.check_linked(common, host),
+        }
+    }
+
+    /// An answer to a process that wants a stream in a job.
+    #[must_use]
+    pub fn admission(&self, hello: &Hello) -> Admission {
+        let is_known = self.groups.contains_key(&hello.job) || self.common.unjoined.is_closed(hello.job);
+        self.common.directory.admission(hello, is_known)
+    }
+}
+
+impl<B> Group<B> {
+    /// Continues a join once all members are connected: every rank reports which ranks share its host, since all ranks must
+    /// choose the same algorithm, and each one sees only its own connections.
+    pub(super) fn check_linked<H: Host<Body = B>>(&mut self, common: &mut Common<H::Kept>, host: &mut H) {
+        let is_linked = |peer: PeerId| common.directory.peer(peer).linked;
+        if self.joining != Some(Joining::Connects) || !self.members.peers().all(is_linked) {
+            return;
+        }
+        self.joining = Some(Joining::Gathers);
+        let world = self.members.world();
+        let is_neighbour = |peer: PeerId| common.directory.peer(peer).local && host.look(peer).config().references;
+        let neighbours = (0..world).filter(|rank| self.members.peer(*rank).is_none_or(is_neighbour));
+        // Ranks of one host share memory with the same ranks. If only some pairs of a host can, their lists differ, and it
+        // counts as several hosts.
+        let own = digest(neighbours.map(u64::from));
+        let call = Call {
+            collective: Collective::AllGather,
+            fingerprint: Fingerprint::new(Name::AllGather, None, DType::I64, None, u64::from(world)),
+            dtype: DType::I64,
+            op: ReduceOp::Sum,
+            bytes: 8 * u64::from(world),
+            splits: None,
+            tag: 0,
+            coflow: 0,
+            priority: Priority(0),
+            hold: false,
+            // The caller of the join limits how long it takes.
+            timeout: u64::MAX,
+        };
+        let body = host.gather(own, world);
+        self.start(common, host, call, body);
+    }
+
+    /// Why a join has not ended: the ranks to which there is no connection.
+    pub(super) fn unconnected<H: Host<Body = B>>(&self, common: &Common<H::Kept>, host: &H, waited: u64) -> String {
+        let (rank, name, waited) = (self.members.rank(), &self.name, seconds(waited));
+        let unlinked = self.members.others().filter(|(_, peer)| !common.directory.peer(*peer).linked);
+        let unlinked = unlinked.map(|(other, peer)| {
+            let who = &self.who[other as usize];
+            // Of two ranks, one connects and the other accepts.
+            match host.trouble(peer) {
+                Some(trouble) => format!("{who}: {trouble}"),
+                None => format!("{who}: no answer"),
+            }
+        });
+        let unlinked: Vec<String> = unlinked.collect();
+        format!(
+            "Timed out after {waited}: rank {rank} has no connection with {} of the {} other members of group {name}: {}. Firewalls, \
+             PENSTOCK_INTERFACE and PENSTOCK_PORT_RANGE decide who reaches whom; `penstock doctor` looks at all pairs.",
+            unlinked.len(),
+            self.members.world() - 1,
+            unlinked.join("; ")
+        )
+    }
+
+    /// Why a join has not ended although this rank is connected to all others.
+    pub(super) fn unconnected_others(&self, waited: u64) -> String {
+        let (rank, name, waited) = (self.members.rank(), &self.name, seconds(waited));
+        format!(
+            "Timed out after {waited}: rank {rank} is connected to all members of group {name}, but some are not to each other."
+        )
+    }
+}

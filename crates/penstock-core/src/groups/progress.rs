@@ -1,0 +1,339 @@
+//! How operations go on: with what comes, and with what is sent.
+
+use super::group::{Active, Group, Joining};
+use super::host::Host;
+use super::{Common, Groups};
+use crate::early::Content;
+use crate::name::{OpId, Sequence};
+use crate::operation::{Effect, Incoming, Misfit};
+use penstock_plan::Topology;
+use penstock_stream::frame::{Channel, Kind};
+use penstock_stream::peer::{Body, FLAG_EAGER, OpStatus, Outgoing};
+use penstock_stream::{FrameError, Header, MessageKey};
+use penstock_types::{Failure, PeerId};
+
+impl<B, K> Groups<B, K> {
+    /// A whole, checked, new frame of `len` bytes, which the host has at hand. `placed`: its payload lies already where
+    /// [`Groups::place`] said.
+    ///
+    /// # Errors
+    /// A frame that cannot belong to its operation.
+    pub fn arrive<H: Host<Body = B, Kept = K>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        header: &Header,
+        placed: bool,
+    ) -> Result<(), FrameError> {
+        if !matches!(header.kind, Kind::Data | Kind::Reference | Kind::Announce) {
+            return Ok(());
+        }
+        if let Some(group) = self.groups.get_mut(&header.key.group)
+            && let Some((from, op)) = group.members.operation(peer, &header.key)
+        {
+            if matches!(op.sequence, Sequence::Sends { .. }) {
+                return Err(FrameError::OutOfTurn("a message in the direction in which this rank sends"));
+            }
+            if group.arrive(&mut self.common, host, (peer, from, op), header, placed)? {
+                return Ok(());
+            }
+        }
+        self.keep_early(host, peer, header)
+    }
+
+    /// Keeps a message whose operation is not posted here, or not ready for it.
+    fn keep_early<H: Host<Body = B, Kept = K>>(
+        &mut self,
+        host: &mut H,
+        peer: PeerId,
+        header: &Header,
+    ) -> Result<(), FrameError> {
+        let (key, total, uses_credit) = (header.key, header.total, is_eager(header));
+        let content = match header.kind {
+            Kind::Announce => Content::Announced,
+            Kind::Reference => Content::Here { total, uses_credit, payload: host.keep(peer, header)? },
+            _ if uses_credit => Content::Here { total, uses_credit, payload: host.keep(peer, header)? },
+            _ => return Err(FrameError::OutOfTurn("data of a message that was not granted")),
+        };
+        if self.common.early.len() >= self.common.most_early {
+            self.make_room(host);
+            if self.status(peer, &key) == OpStatus::Retired {
+                if uses_credit {
+                    host.machine(peer).consumed(total);
+                }
+                return Ok(());
+            }
+        }
+        self.common.early.keep(peer, key, header.fingerprint, content);
+        if let (Channel::PointToPoint { tag, .. }, Some(group)) = (key.channel, self.groups.get_mut(&key.group)) {
+            group.bind(&mut self.common, host, tag);
+        }
+        Ok(())
+    }
+
+    /// Does one piece of what takes long.
+    pub fn work<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H) {
+        let Some(turn) = self.common.work.pop_first() else { return };
+        let (_, _, id, op) = turn;
+        let Some(group) = self.groups.get_mut(&id) else { return };
+        let Some(active) = group.ops.get_mut(&op) else { return };
+        if !active.is_ready {
+            active.is_ready = host.prepare(&mut active.body);
+            if active.is_ready {
+                group.begin_steps(&mut self.common, host, op);
+            } else {
+                self.common.work.insert(turn);
+            }
+            return;
+        }
+        let mut result = Ok(());
+        // It is queued again if there is more to do.
+        group.drive(&mut self.common, host, op, |active, host, effects| {
+            let Some(instance) = active.operation.next_work() else { return };
+            match host.work(&mut active.body, instance) {
+                Ok(read) => active.operation.worked(instance, read, effects),
+                Err((operand, error)) => {
+                    let (from, _) = active.operation.sender(instance, operand);
+                    result = Err((from, Misfit::Unreadable(error)));
+                }
+            }
+        });
+        if let Err((from, misfit)) = result {
+            group.misfit(&mut self.common, host, from, misfit);
+        }
+    }
+}
+
+impl<B> Group<B> {
+    /// A message, or a part of one, of an operation that may run here. Returns false if the operation is not ready for it.
+    fn arrive<H: Host<Body = B>>(
+        &mut self,
+        common: &mut Common<H::Kept>,
+        host: &mut H,
+        (peer, from, op): (PeerId, u32, OpId),
+        header: &Header,
+        placed: bool,
+    ) -> Result<bool, FrameError> {
+        let Some(active) = self.ops.get(&op) else { return Ok(false) };
+        let (message, total) = (header.key.message, header.total);
+        let is_same = active.fingerprint(self.members.rank(), from) == header.fingerprint;
+        let is_open = active.operation.is_open(from, message);
+        if is_same && is_open == Some(false) {
+            return Ok(false);
+        }
+        if is_same && is_open.is_some() && header.kind == Kind::Announce {
+            // Also if it was granted when the operation opened: a sender drops grants when it has many.
+            host.machine(peer).grant(header.key, 1, header.fingerprint);
+            return Ok(true);
+        }
+        let reference = match header.kind {
+            Kind::Reference if is_same && is_open.is_some() => Some(host.keep(peer, header)?),
+            _ => None,
+        };
+        if is_eager(header) {
+            host.machine(peer).consumed(total);
+        }
+        if !is_same {
+            self.mismatch(common, host, op, peer, header.fingerprint);
+            return Ok(true);
+        }
+        let len = u64::from(header.length);
+        let incoming = match reference {
+            Some(_) => Incoming::Reference,
+            None if placed => Incoming::Placed { len },
+            None => Incoming::Frame { offset: header.offset, len },
+        };
+        let mut result = if is_open.is_some() { Ok(()) } else { Err(Misfit::Unknown) };
+        if result.is_ok() {
+            self.drive(common, host, op, |active, host, effects| {
+                match (active.operation.on_message(from, message, total, incoming, effects), reference) {
+                    (Ok(verdict), Some(reference)) => host.take_kept(&mut active.body, verdict, reference),
+                    (Ok(verdict), None) => host.take(&mut active.body, verdict),
+                    (Err(misfit), _) => result = Err(misfit),
+                }
+            });
+        }
+        if let Err(misfit) = result {
+            self.misfit(common, host, from, misfit);
+        }
+        Ok(true)
+    }
+
+    /// Lets an operation act, and has its effects carried out. The operation fails if it then waits for a rank that has left.
+    pub(super) fn drive<H: Host<Body = B>>(
+        &mut self,
+        common: &mut Common<H::Kept>,
+        host: &mut H,
+        op: OpId,
+        act: impl FnOnce(&mut Active<B>, &mut H, &mut Vec<Effect>),
+    ) {
+        let Some(active) = self.ops.get_mut(&op) else { return };
+        let mut effects = std::mem::take(&mut common.effects);
+        active.progressed = host.now();
+        act(active, host, &mut effects);
+        let mut acting = Acting { key: op.key(self.id, self.members.rank(), 0), active, misfit: None };
+        let mut at = 0;
+        let mut needs_the_gone = false;
+        // Opening a message may find it here already, which may make more steps ready: the list grows while it is walked.
+        while at < effects.len() && acting.misfit.is_none() {
+            let effect = effects[at];
+            at += 1;
+            let peer = effect.rank().map(|rank| (rank, self.members.peer(rank).expect("plans name other ranks")));
+            needs_the_gone |= effect.awaits()
+                && peer.is_some_and(|(_, peer)| {
+                    self.farewells.gone.contains_key(&peer) || common.directory.peer(peer).lost.is_some()
+                });
+            acting.carry_out(common, host, self.members.rank(), peer, effect, &mut effects);
+        }
+        let Acting { active, misfit, .. } = acting;
+        effects.clear();
+        common.effects = effects;
+        if let Some((from, misfit)) = misfit {
+            return self.misfit(common, host, from, misfit);
+        }
+        if active.operation.has_work() {
+            common.work.insert((active.priority, active.started, self.id, op));
+        }
+        if active.operation.is_done() {
+            self.end(common, host, op);
+        } else if needs_the_gone {
+            self.check_departed(common, host, op);
+        }
+    }
+
+    /// All steps of an operation are done.
+    fn end<H: Host<Body = B>>(&mut self, common: &mut Common<H::Kept>, host: &mut H, op: OpId) {
+        let active = self.ops.remove(&op).expect("it has just run");
+        // One that heard from every rank before it ended, as an all-to-all with splits does, was compared with all of them.
+        if active.splits.is_none() {
+            self.ended.remember(op, active.fingerprint);
+        }
+        let MessageKey { channel, op: seq, .. } = op.key(self.id, self.members.rank(), 0);
+        let with = op.other();
+        for (_, peer) in self.members.others().filter(|(rank, _)| with.is_none_or(|only| only == *rank)) {
+            host.machine(peer).retire(self.id, channel, seq);
+        }
+        common.finished += 1;
+        if self.joining == Some(Joining::Gathers) && op == OpId::collective(0) {
+            self.joining = None;
+            let keys = host.gathered(&active.body);
+            let first = |key| keys.iter().position(|other| other == key).expect("it is one of them") as u32;
+            self.topology = Topology::new(&keys.iter().map(first).collect::<Vec<u32>>());
+            host.done(active.body);
+            host.joined(self.id);
+        } else {
+            host.done(active.body);
+        }
+        let is_over = |(ends, _): &(u64, Failure)| self.first_running().is_none_or(|first| first >= *ends);
+        if let Some((_, failure)) = self.ends_after.clone().filter(is_over) {
+            self.fail(common, host, failure, true);
+        }
+    }
+}
+
+/// An operation whose effects are being carried out.
+struct Acting<'a, B> {
+    /// Of its first message.
+    key: MessageKey,
+    active: &'a mut Active<B>,
+    /// A message that was here already does not fit.
+    misfit: Option<(u32, Misfit)>,
+}
+
+impl<B> Acting<'_, B> {
+    fn carry_out<H: Host<Body = B>>(
+        &mut self,
+        common: &mut Common<H::Kept>,
+        host: &mut H,
+        rank: u32,
+        peer: Option<(u32, PeerId)>,
+        effect: Effect,
+        effects: &mut Vec<Effect>,
+    ) {
+        let active = &mut *self.active;
+        let key = |message| MessageKey { message, ..self.key };
+        let peer = || peer.expect("the effect names a rank").1;
+        match effect {
+            Effect::Compute(instance) => host.compute(&mut active.body, instance),
+            Effect::Send { to, message, from, len } => {
+                let peer = peer();
+                let machine = host.look(peer);
+                let is_short = len <= machine.eager_limit();
+                // A short message without credit stays in its tensor until it is granted, and its operation stays open. The same
+                // holds for an empty message: the receiver has to remember it, too.
+                let is_copied = is_short && machine.has_credit(len);
+                let body = if is_copied {
+                    Body::Owned(host.copy(&active.body, from, len))
+                } else {
+                    Body::Memory { place: host.lend(peer, &active.body, from, len, !is_short), len }
+                };
+                let Active { priority, coflow, .. } = *active;
+                let fingerprint = active.fingerprint(rank, to);
+                host.machine(peer).send(Outgoing { key: key(message), priority, fingerprint, coflow, body });
+                if is_copied {
+                    active.operation.on_sent(to, message, effects);
+                }
+            }
+            Effect::Read { message, .. } => host.machine(peer()).done(key(message)),
+            Effect::Doubt { from, message } => {
+                // A group of the sender's has failed. If it is this one, its report comes before the answer; the answer
+                // then counts only for what the sender has ended ([`Group::is_void`]).
+                let fingerprint = active.fingerprint(rank, from);
+                host.machine(peer()).probe(key(message), fingerprint);
+            }
+            Effect::Open { from, message, count } => {
+                if let Err(misfit) = self.opened(common, host, rank, (from, peer()), message, count, effects) {
+                    self.misfit = Some((from, misfit));
+                }
+            }
+        }
+    }
+
+    /// Messages may come now: takes those that are here, and grants the others.
+    #[allow(clippy::too_many_arguments)]
+    fn opened<H: Host<Body = B>>(
+        &mut self,
+        common: &mut Common<H::Kept>,
+        host: &mut H,
+        rank: u32,
+        (from, peer): (u32, PeerId),
+        message: u32,
+        count: u32,
+        effects: &mut Vec<Effect>,
+    ) -> Result<(), Misfit> {
+        let fingerprint = self.active.fingerprint(rank, from);
+        let key = |message| MessageKey { message, ..self.key };
+        let mut is_wanted = false;
+        for message in message..message + count {
+            match common.early.take(peer, key(message)) {
+                Some(Content::Announced) => host.machine(peer).grant(key(message), 1, fingerprint),
+                Some(Content::Here { total, uses_credit, payload }) => {
+                    if uses_credit {
+                        host.machine(peer).consumed(total);
+                    }
+                    let incoming = match host.kept_bytes(&payload) {
+                        Some(len) => Incoming::Frame { offset: 0, len },
+                        None => Incoming::Reference,
+                    };
+                    let verdict = self.active.operation.on_message(from, message, total, incoming, effects)?;
+                    host.take_kept(&mut self.active.body, verdict, payload);
+                }
+                None => is_wanted = true,
+            }
+        }
+        // A grant for a message that needs none (a short one, or a reference) does no harm, but costs a frame.
+        let machine = host.look(peer);
+        if is_wanted
+            && !machine.config().references
+            && self.active.operation.largest_message(from, message, count) > machine.eager_limit()
+        {
+            host.machine(peer).grant(key(message), count, fingerprint);
+        }
+        Ok(())
+    }
+}
+
+/// Whether a message travels on the credit of its sender.
+fn is_eager(header: &Header) -> bool {
+    header.kind == Kind::Data && header.flags & FLAG_EAGER != 0
+}
