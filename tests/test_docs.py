@@ -163,7 +163,7 @@ RUN_BY = {
         "PENSTOCK_LOG=info torchrun --nproc-per-node 2 train.py",
         *(
             f"torchrun --nproc-per-node 2 {name}.py"
-            for name in ("trainer", "accelerated", "lightning", "fabric", "loop")
+            for name in ("trainer", "accelerated", "lit", "fabric", "loop")
         ),
     ],
     "test_gradients.py::test_the_example_of_the_documentation": ["torchrun --nproc-per-node 2 train.py"],

@@ -1,7 +1,7 @@
 //! Frames moved by hand between two machines: loss, repeats, races, references, failed groups.
 
-use crate::frame::{Direction, FrameError, Header, Kind, MAX_REPORT_BYTES, Reference};
 use crate::fingerprint::{Layout, Order};
+use crate::frame::{Direction, FrameError, Header, Kind, MAX_REPORT_BYTES, Reference};
 use crate::peer::*;
 
 const NOW: Time = Time(1_000_000);
