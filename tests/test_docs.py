@@ -161,10 +161,7 @@ RUN_BY = {
     ],
     "test_frameworks.py::test_the_script_of_the_page_trains": [
         "PENSTOCK_LOG=info torchrun --nproc-per-node 2 train.py",
-        *(
-            f"torchrun --nproc-per-node 2 {name}.py"
-            for name in ("trainer", "accelerated", "lit", "fabric", "loop")
-        ),
+        *(f"torchrun --nproc-per-node 2 {name}.py" for name in ("trainer", "accelerated", "lit", "fabric", "loop")),
     ],
     "test_gradients.py::test_the_example_of_the_documentation": ["torchrun --nproc-per-node 2 train.py"],
     "test_horovod.py::test_a_rank_that_is_killed_under_torchrun": [

@@ -22,9 +22,11 @@ __all__ = [
     "init_logging",
     "is_reduced",
     "memory_layout",
+    "merge",
     "parse_address",
     "simd_level",
     "simulate_aggregation",
+    "traffic",
 ]
 
 __version__: str
