@@ -7,6 +7,7 @@ group's sparse all-reduces run one after the other on a thread of their own, in 
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 from collections.abc import Callable
@@ -113,7 +114,9 @@ class SparseTicket:
         if not self._ended.wait(timeout_s):
             return False
         if isinstance(self._outcome, BaseException):
-            raise self._outcome
+            # A copy: its traceback names the frames of this caller, which often hold the work that holds this ticket. Torch's
+            # part of that circle is invisible to Python's collector, so a kept traceback would keep the engine and the tensors.
+            raise copy.copy(self._outcome)
         return True
 
     def done(self) -> bool:
@@ -133,7 +136,7 @@ class SparseTicket:
 
     def end(self, outcome: torch.Tensor | BaseException) -> None:
         """Set the result or the error, and call the callbacks."""
-        self._outcome = outcome
+        self._outcome = outcome.with_traceback(None) if isinstance(outcome, BaseException) else outcome
         with self._lock:
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
