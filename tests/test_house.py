@@ -485,8 +485,8 @@ def test_dev_installs_what_the_system_lacks(
     _put_programs(tmp_path, {"dnf": f"exec {put}\n{has}"})
     monkeypatch.setenv("PATH", str(tmp_path))
     dev = load_dev(root)
-    monkeypatch.setattr(dev, "SYSTEM_PLACES", [])
-    dev.install_system_tools()
+    monkeypatch.setattr(dev.system_tools, "SYSTEM_PLACES", [])
+    dev.system_tools.install(dev.say)
     calls = log.read_text().splitlines()
     assert calls[0] == "install -q -y gcc iproute nftables ethtool"
     assert calls[1:] == [f"install -q -y {package}" for package in ("gcc", "iproute", "nftables", "ethtool")]

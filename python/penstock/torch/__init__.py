@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
     from penstock.torch.hooks import in_turn as in_turn
     from penstock.training.checks import check_alike as check_alike
+    from penstock.training.ddp import ddp_hook as ddp_hook
     from penstock.training.gradients import GradientReducer as GradientReducer
-    from penstock.training.gradients import ddp_hook as ddp_hook
 
 __all__ = ["GradientReducer", "check_alike", "ddp_hook", "empty", "in_turn", "register", "stats"]
 
 _HOME = {
     "GradientReducer": "penstock.training.gradients",
     "check_alike": "penstock.training.checks",
-    "ddp_hook": "penstock.training.gradients",
+    "ddp_hook": "penstock.training.ddp",
     "in_turn": "penstock.torch.hooks",
 }
 

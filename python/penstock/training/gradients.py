@@ -7,10 +7,6 @@
 ```
 No order is asked of autograd: the ranks agree on what is ready in rounds of their own (AIACC-Training, section V-A;
 `crates/penstock-core/src/readiness.rs` says how), and the engine cuts buckets from that, alike on all ranks.
-
-Under DistributedDataParallel (`ddp_hook`) the same happens beside DDP's own buckets: DDP still collects gradients in them, but
-the gradients that it gets back were reduced in our buckets, each as soon as all ranks had it. *Why not reduce DDP's
-buckets?* The last of them (25 MB) is full when the pass ends, and smaller ones can only be had when DDP is made.
 """
 
 from __future__ import annotations
@@ -40,44 +36,9 @@ from penstock.training import checks, passes, tuning
 from penstock.training.slots import Slots
 from penstock.training.tune import Setting, Tuner
 
-__all__ = ["GradientReducer", "ddp_hook"]
+__all__ = ["GradientReducer"]
 
 log = logging.getLogger("penstock")
-
-
-@renamed.arguments(unit_bytes="bucket_bytes")
-def ddp_hook(
-    model: torch.nn.parallel.DistributedDataParallel,
-    *,
-    bucket_bytes: int = 4 << 20,
-    wire: torch.dtype | None = None,
-    error_feedback: bool = False,
-    tune: tuning.Tune = None,
-) -> GradientReducer:
-    """Reduce the gradients of a DDP model as soon as all ranks have them, instead of one DDP bucket after the other.
-
-    Everything else is DDP's as before: ``no_sync``, unused parameters, buffers. Two things DDP cannot do with it:
-    ``static_graph`` and ``join``, for both of which it hands over its buckets while no backward pass runs. The model must have
-    been made with a group of the penstock backend.
-
-    What is copied: with ``gradient_as_bucket_view=True`` (and gradients that are zeroed, not set to None) DDP copies nothing,
-    and large gradients are reduced where they lie in DDP's buckets. So are small ones, where those that share one of our buckets
-    follow each other there; others are copied into our buckets and back, as by `GradientReducer`, and with ``wire`` all are.
-    Without views DDP also copies each gradient into its own bucket once, as it does without a hook.
-
-    Args:
-        model: not in the middle of a backward pass, and without another communication hook.
-        bucket_bytes, wire, error_feedback, tune: as for `GradientReducer`.
-
-    Returns:
-        the reducer, for `GradientReducer.stats` and the like; the model keeps it alive.
-
-    Raises:
-        penstock.errors.Config: as `GradientReducer`; the model has ``static_graph``. In ``backward``: it is within ``join``.
-    """
-    reducer = _DDPReducer(model, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback, tune=tune)
-    model.register_comm_hook(reducer, _ddp_bucket_is_full)
-    return reducer
 
 
 @renamed.arguments(unit_bytes="bucket_bytes")
@@ -637,97 +598,7 @@ _alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
-class _DDPReducer(GradientReducer):
-    """Fills DDP's buckets with gradients that are reduced already."""
-
-    def __init__(self, model: torch.nn.parallel.DistributedDataParallel, **options: Any) -> None:
-        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise ConfigError(f"ddp_hook takes a DistributedDataParallel model, not {type(model).__name__}")
-        self._model = weakref.ref(model)
-        self._check_passes()
-        super().__init__(model, model.process_group, broadcast=False, **options)
-        # DDP hands them over in buckets of their own.
-        for hook in self._hooks[len(self._parameters) :]:
-            hook.remove()
-        self._sparse = self._sparse_names = []
-        self._full: list[tuple[dist.GradBucket, torch.futures.Future[torch.Tensor]]] = []
-
-    def _keep(self) -> None:
-        """Nothing: the DDP model keeps the reducer, and may end before its parameters."""
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """DDP's."""
-        model = self._model()
-        with contextlib.nullcontext() if model is None else model.no_sync():
-            yield
-
-    def ddp_bucket_is_full(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP waits for the future after `_finish`, which was queued before."""
-        is_closed = not self._hooks  # DDP keeps its own
-        if is_closed or bucket.buffer().is_sparse:
-            work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=self._group, async_op=True)
-            return work.get_future().then(lambda done: done.value()[0])
-        self._check_passes()
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self._full.append((bucket, future))
-        return future
-
-    def _keeps_back(self, parameter: torch.nn.Parameter) -> None:
-        # A step on these is this rank's own, as it is under DDP without the hook.
-        self._made += 1
-
-    def _synchronises(self) -> bool:
-        model = self._model()
-        return model is not None and bool(model.require_backward_grad_sync)
-
-    def _begin(self) -> None:
-        if self._pass is None:
-            self._check_passes()
-        super()._begin()
-
-    def _check_passes(self) -> None:
-        """Refuse what makes DDP hand over its buckets outside of the backward pass: it would wait for ever."""
-        model = self._model()
-        if model is not None and model.static_graph:
-            raise ConfigError(
-                "ddp_hook does not work with static_graph: DDP then hands over its buckets after the first backward pass, not "
-                "in it. Leave static_graph out, or the hook."
-            )
-        if model is not None and model._join_config.enable:
-            raise ConfigError(
-                "ddp_hook does not work within model.join(): ranks that are done have no backward pass. Give all ranks as many "
-                "batches, or leave the hook out."
-            )
-
-    def _abandon(self) -> None:
-        self._full = []
-        super()._abandon()
-
-    def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
-        full, self._full = self._full, []
-        self._averages.clear()
-        if not full:
-            super()._deliver(gradients)
-        for bucket, future in full:
-            for parameter, place in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                # DDP has moved a gradient that was not in its bucket there after our hook: the copy was made while it
-                # was being reduced, and is replaced.
-                gradient = gradients[self._index[parameter]]
-                if gradient.data_ptr() != place.data_ptr():
-                    place.copy_(gradient)
-            future.set_result(bucket.buffer())
-
-
 def _sparse_weights(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     """The parameters whose gradients are sparse, as DistributedDataParallel finds them."""
     embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag))
     return {parameter for one in embeddings if one.sparse for parameter in one.parameters(recurse=False)}
-
-
-def _ddp_bucket_is_full(this: _DDPReducer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return this.ddp_bucket_is_full(bucket)
-
-
-# DDP compares the annotations with types, and here they are texts.
-_ddp_bucket_is_full.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
