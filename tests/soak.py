@@ -35,6 +35,7 @@ import penstock
 import ranks
 from penstock.errors import PenstockError
 from penstock.torch import backend as penstock_backend
+from penstock.torch import life
 
 
 @dataclasses.dataclass
@@ -298,7 +299,7 @@ def _held(is_penstock: bool, before: Held | None = None) -> Held:
             "descriptors of the process": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")) - engine.get("callback_threads", 0) - _writes_log(),
             "Python threads": threading.active_count(),
-            "backends": len(penstock_backend._alive),
+            "backends": len(life.alive),
         }
         held = Held(engine, process)
         # What others have taken they say with their next frame, or the next heartbeat.

@@ -221,7 +221,7 @@ def _only_first_is_waited_for(stack: contextlib.ExitStack) -> None:
 
 
 def _results_not_copied(stack: contextlib.ExitStack) -> None:
-    from penstock.torch import backend
+    from penstock.torch import collectives
 
     def replace(true: Any) -> Any:
         def spread(copies: Any) -> None:
@@ -229,17 +229,17 @@ def _results_not_copied(stack: contextlib.ExitStack) -> None:
 
         return spread
 
-    _patch(stack, backend, "_spread", replace)
+    _patch(stack, collectives, "spread", replace)
 
 
 def _lists_reversed(stack: contextlib.ExitStack) -> None:
-    from penstock.torch import backend
+    from penstock.torch import collectives
 
-    _patch(stack, backend, "_joined", lambda true: lambda tensors: true(list(tensors)[::-1]))
+    _patch(stack, collectives, "joined", lambda true: lambda tensors: true(list(tensors)[::-1]))
 
 
 def _barrier_does_not_wait(stack: contextlib.ExitStack) -> None:
-    from penstock.torch import backend
+    from penstock.torch import collectives
 
     def replace(true: Any) -> Any:
         def barrier(self: Any, opts: Any) -> Any:
@@ -247,7 +247,7 @@ def _barrier_does_not_wait(stack: contextlib.ExitStack) -> None:
 
         return barrier
 
-    _patch(stack, backend._Collectives, "barrier", replace)
+    _patch(stack, collectives.Collectives, "barrier", replace)
 
 
 def _group_not_left(stack: contextlib.ExitStack) -> None:
