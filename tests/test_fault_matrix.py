@@ -221,8 +221,10 @@ def test_disagreement() -> None:
         for phase, (kinds, text, took_s) in told.items():
             if phase in ("forward", "backward"):
                 assert took_s < TIMEOUT_S + KNOWN_S, (phase, took_s, text)
-                # Who gives up first is told by the time-out; to the others that rank has left.
-                assert {"Timeout", "PeerLost"} & set(kinds), (phase, kinds, text)
+                # Who gives up first is told by the time-out; to the others that rank has left. If that is rank 1 and it is within
+                # its pass, the others may hear first that the pass is dropped.
+                is_dropped = phase == "backward" and "rank 1 says why it raised" in text
+                assert {"Timeout", "PeerLost"} & set(kinds) or is_dropped, (phase, kinds, text)
                 assert re.search("rank (0|2)" if rank == 1 else "rank 1", text), (phase, rank, text)
             else:
                 assert "Mismatch" in kinds, (phase, rank, kinds, text)
