@@ -210,6 +210,8 @@ def _class() -> Any:
         base = getattr(dist, "BackendBase", None) or c10d.Backend
 
         class PenstockBackend(_Backend, base):  # type: ignore[misc, valid-type]
+            """The backend for torch versions whose own group dispatches to it by device."""
+
             def __init__(self, membership: groups.Membership, timeout: timedelta) -> None:
                 base.__init__(self, membership.rank, membership.world)
                 answer_for_wrappers()
@@ -235,6 +237,7 @@ def _class() -> Any:
 
         @property
         def group_name(self) -> str:
+            """The name that torch gave the group; empty before."""
             return self._group_name
 
         def _set_group_name(self, name: str) -> None:
@@ -243,16 +246,19 @@ def _class() -> Any:
         setGroupName = _set_group_name
 
         def getGroupName(self) -> str:
+            """As `group_name`, for callers of the C++ group's method."""
             return self._group_name
 
         @property
         def group_desc(self) -> str:
+            """The description that torch gave the group; empty before."""
             return self._group_desc
 
         def _set_group_desc(self, desc: str) -> None:
             self._group_desc = desc
 
         def getGroupDesc(self) -> str:
+            """As `group_desc`, for callers of the C++ group's method."""
             return self._group_desc
 
         def _work(self, *args: Any, **kwargs: Any) -> Work:

@@ -42,6 +42,13 @@ class Collectives(Operations):
     are cut or joined along the first dimension, their parts must follow each other in memory. Lists are copied through one
     tensor, in the order of their elements, so their tensors may have any layout. A call checks all of its tensors before it
     starts the first operation.
+
+    Dtypes: those of `arguments.DTYPES` are reduced, as far as the reduction is defined on them. All dtypes are moved.
+    Time-outs: ``opts.timeout``; the group's if that is negative, and for `send`, `recv` and `recv_anysource`.
+
+    Raises:
+        penstock.errors.Config: by the call itself: an argument is refused. Nothing was sent, and the group is still usable. In a
+            batch, `end_coalescing` or an earlier wait raises it instead.
     """
 
     # ------------------------------------------------------------------ reductions
