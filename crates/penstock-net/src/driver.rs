@@ -453,7 +453,7 @@ impl Driver {
                     let silent_s = self.settings.peer.dead_after as f64 / 1e9;
                     let what = format!("has been silent for {silent_s:.1} s ({HOW_TO_STAY})");
                     self.give_up(handler, peer, &what, now);
-                    self.lose(handler, peer, &what, now);
+                    self.lose(handler, peer, &what, false, now);
                 }
                 Event::Stalled(stream) => {
                     let token = self.sockets.iter().find(|(_, s)| s.peer == Some(peer) && s.stream == stream);

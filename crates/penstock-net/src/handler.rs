@@ -50,8 +50,8 @@ pub trait Handler {
     /// All connections to a peer are about to be closed, for a reason that the peer does not know: what it is told now leaves
     /// before, as far as a socket takes it at once.
     fn cut_off(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
-    /// A peer cannot be reached any more.
-    fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
+    /// A peer cannot be reached any more. `has_died`: its process is gone for certain.
+    fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str, has_died: bool);
     /// A peer has left in good order: it has taken what it wanted, and nothing more will come from it.
     fn left(&mut self, peers: &mut Peers, peer: PeerId, reason: &str);
     /// A peer would not have us, or we would not have it: no stream will come up.

@@ -86,10 +86,13 @@ impl Directory {
         peer
     }
 
-    /// Forgets the connection to a process that is lost. A later process never has the same node key, since keys are random.
-    pub(super) fn is_lost(&mut self, peer: PeerId, reason: &str) {
+    /// A process is lost. If it may still be alive, a later group that has it as a member connects to it anew, as another peer.
+    /// One that has died stays known: its node key is random, so no later process has it.
+    pub(super) fn is_lost(&mut self, peer: PeerId, reason: &str, has_died: bool) {
         self.peer_mut(peer).lost = Some(reason.to_owned());
-        self.by_node.retain(|_, known| *known != peer);
+        if !has_died {
+            self.by_node.retain(|_, known| *known != peer);
+        }
     }
 
     pub(super) fn jobs(&self) -> usize {

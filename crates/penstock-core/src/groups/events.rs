@@ -40,9 +40,10 @@ impl<B, K> Groups<B, K> {
         }
     }
 
-    /// A peer cannot be reached any more. [`Groups::forget_peer`] follows.
-    pub fn lost<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, peer: PeerId, reason: &str) {
-        self.common.directory.is_lost(peer, reason);
+    /// A peer cannot be reached any more. `has_died`: its process is gone for certain, so that later joins with it fail at once.
+    /// Otherwise they may connect to it anew. [`Groups::forget_peer`] follows.
+    pub fn lost<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, peer: PeerId, reason: &str, has_died: bool) {
+        self.common.directory.is_lost(peer, reason, has_died);
         for id in self.groups_of(peer) {
             // A process that ends fails only its running operations.
             if !self.stopping || self.groups[&id].is_busy() {

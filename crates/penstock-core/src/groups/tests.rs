@@ -316,7 +316,7 @@ impl Rank {
         for peer in 0..host.peers.len() as PeerId {
             while let Some(event) = host.machine(peer).poll_event() {
                 if event == Event::Silent && groups.why_lost(peer).is_none() {
-                    groups.lost(host, peer, "it is silent");
+                    groups.lost(host, peer, "it is silent", false);
                     groups.forget_peer(host, peer);
                 } else {
                     groups.happened(host, peer, event);

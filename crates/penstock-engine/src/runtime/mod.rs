@@ -147,8 +147,8 @@ impl Handler for Runtime {
         self.act(peers, |groups, hands| groups.cut_off(hands, peer, reason));
     }
 
-    fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str) {
-        self.act(peers, |groups, hands| groups.lost(hands, peer, reason));
+    fn lost(&mut self, peers: &mut Peers, peer: PeerId, reason: &str, has_died: bool) {
+        self.act(peers, |groups, hands| groups.lost(hands, peer, reason, has_died));
         self.undelivered(peers, peer);
         self.forget_peer(peers, peer);
     }

@@ -167,6 +167,28 @@ fn half_a_frame_for_a_rank_that_is_given_up() {
     }
 }
 
+/// A rank has died, and another joins a second group with it, as a script does that goes on with other groups: the join fails at
+/// once, and does not keep the rank from a third that waits for it elsewhere.
+#[test]
+fn a_join_with_a_rank_that_has_died_fails_at_once() {
+    let survives = |rank| {
+        let with_the_dead = if rank == 1 { vec![Step::Join(2)] } else { vec![] };
+        let begins = vec![Step::Join(0), Step::Join(1), Step::Pause(2 * SECOND)];
+        [begins, with_the_dead, vec![Step::Issue(0), Step::Wait(0), Step::Leave(1)]].concat()
+    };
+    let steps = vec![vec![Step::Join(0), Step::Pause(4 * SECOND)], survives(1), survives(2)];
+    let mut program = scripted(What::Barrier, 1, 2_000, steps);
+    let group = |members: &[usize]| ProgramGroup { members: members.to_vec(), algorithm: None };
+    program.groups = vec![group(&[0, 1, 2]), group(&[1, 2]), group(&[0, 1])];
+    program.calls.iter_mut().for_each(|call| (call.group, call.timeout) = (1, 5 * SECOND));
+    program.goes_on = true;
+    for death in [network::Death::Closes, network::Death::Resets] {
+        program.fault = Some((SECOND, Fault::Kill { rank: 0, death }));
+        let results = world::results(&program, 0);
+        assert_eq!(results[1..], [Some(Ok(())), Some(Ok(()))], "{death:?}");
+    }
+}
+
 /// A program of one group, in which not all ranks make all calls; these are alike.
 fn scripted(what: What, elements: u64, delay_us: u64, steps: Vec<Vec<Step>>) -> Program {
     let (dtype, op, timeout) = (DType::F32, ReduceOp::Sum, 60 * SECOND);

@@ -202,7 +202,7 @@ impl Driver {
         if attempt > CONNECT_ATTEMPTS {
             log::warn!("penstock: gave up stream {stream} to {}: {reason}", link.contact.describe());
             if self.peers.look(peer).stream_count() == 0 {
-                self.lose(handler, peer, &format!("cannot be reached ({reason})"), now);
+                self.lose(handler, peer, &format!("cannot be reached ({reason})"), false, now);
             }
             return;
         }

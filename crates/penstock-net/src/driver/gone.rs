@@ -60,7 +60,7 @@ impl Driver {
                 GONE => "closed its connection: the process has died",
                 reason => &format!("was cut off: {reason}"),
             };
-            self.lose(handler, peer, what, now);
+            self.lose(handler, peer, what, false, now);
             return;
         }
         log::debug!("penstock: stream {stream} to {remote} closed: {reason}");
@@ -73,7 +73,8 @@ impl Driver {
             // The peer's host answers, but nothing listens there any more: the process is gone.
             link.refusals += 1;
             if link.refusals >= 2 {
-                self.lose(handler, peer, "closed all its connections and no longer listens: the process has died", now);
+                let what = "closed all its connections and no longer listens: the process has died";
+                self.lose(handler, peer, what, true, now);
                 return;
             }
         }
@@ -120,8 +121,8 @@ impl Driver {
         }
     }
 
-    /// Ends everything with a peer that cannot be reached any more.
-    pub(super) fn lose<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, now: Time) {
+    /// Ends everything with a peer that cannot be reached any more. `has_died`: its process is gone for certain.
+    pub(super) fn lose<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, has_died: bool, now: Time) {
         let link = &mut self.links[peer as usize];
         if std::mem::replace(&mut link.finished, true) {
             return;
@@ -133,6 +134,6 @@ impl Driver {
                 self.closed(handler, token, socket, "the peer is lost", now);
             }
         }
-        handler.lost(&mut self.peers, peer, &reason);
+        handler.lost(&mut self.peers, peer, &reason, has_died);
     }
 }

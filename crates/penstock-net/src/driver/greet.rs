@@ -80,7 +80,7 @@ impl Driver {
                         && matches!(socket.stage, Stage::Connector(_))
                         && self.peers.look(peer).stream_count() == 0
                     {
-                        self.lose(handler, peer, &format!("does not take this rank back: {reason}"), now);
+                        self.lose(handler, peer, &format!("does not take this rank back: {reason}"), false, now);
                         return Err(error.to_string());
                     }
                     // Once a stream has been up, a refusal of another one concerns that stream only.

@@ -45,7 +45,7 @@ impl Driver {
             if let Some(since) = link.down_since
                 && now.since(since) > RECONNECT_WITHIN
             {
-                self.lose(handler, peer, "closed all its connections: the process has probably died", now);
+                self.lose(handler, peer, "closed all its connections: the process has probably died", false, now);
             }
         }
         if self.accept_at.is_some_and(|at| at <= now) {
