@@ -132,7 +132,9 @@ def _judge_fault(
             elif took_s > most_s:
                 found.append(f"{took_s:.1f} s after the fault, more than {most_s} s: {text}")
         named = r"rank(\(s\))? " + (r"\d" if is_victim else f"({'|'.join(map(str, struck_ranks))})\\b")
-        first = next((end for end in errors if not {"LeftBehind", "DistError"} & set(end["kinds"])), None)
+        # Who is told that it was left behind, or has lost the store, is told that.
+        others = {"LeftBehind", "DistError"} | ({"Config"} if is_victim else set())
+        first = next((end for end in errors if not others & set(end["kinds"])), None)
         if first is not None and not re.search(named, first["text"]):
             found.append(f"an error that does not name {named}: {_said(program, rank, first)}")
         if elastic and not is_victim and errors and errors[-1]["step"] != "generation":

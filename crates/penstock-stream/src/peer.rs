@@ -40,13 +40,13 @@ pub use crate::frame::Farewell;
 
 use self::credit::Credit;
 use self::operation::{Op, OpKey, Remembered};
-use self::outgoing::{Control, FrameId, Message};
+use self::outgoing::{Controls, FrameId, Message, Outbox};
+use self::time::Hearing;
 use crate::fingerprint::Fingerprint;
 use crate::frame::{Channel, MAX_FRAME_BYTES, MessageKey};
-use crate::ranges::Ranges;
 use crate::stream::{Stream, StreamStats};
-use penstock_types::{FailureKind, Generation, GroupId, MILLISECOND, OpSeq, Priority, SECOND, Time};
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use penstock_types::{FailureKind, Generation, GroupId, MILLISECOND, OpSeq, SECOND, Time};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// Names a stream of a peer.
 pub type StreamId = u32;
@@ -145,28 +145,11 @@ pub struct Peer {
     most_used: usize,
     /// The last of those streams.
     last_used: StreamId,
-    /// Messages not yet acknowledged, by order of issue.
-    outgoing: HashMap<u64, Message>,
-    by_key: BTreeMap<MessageKey, u64>,
-    /// Messages of which a stream could pull a frame.
-    ready: BTreeSet<(Priority, u64)>,
-    next_issue: u64,
-    /// Control frames not yet acknowledged.
-    controls: HashMap<u64, Control>,
-    /// Control frames of `controls` that no stream has in flight.
-    control_queue: VecDeque<u64>,
-    next_control: u64,
-    /// How many control frames were sent, and which of the peer's have arrived.
-    control_serial: u64,
-    controls_taken: Ranges,
-    /// Groups that this side has left and whose `Left` frame is not sent yet: how many messages and control frames the peer
-    /// must acknowledge first, and the farewell.
-    leaving: BTreeMap<GroupId, (usize, Farewell)>,
+    outbox: Outbox,
+    controls: Controls,
     ops: HashMap<OpKey, Op>,
     /// How many records `ops` holds that the peer caused without credit.
     remembered: Remembered,
-    /// References that were sent unasked and that the peer has not read.
-    unasked_out: usize,
     /// A grant was dropped: a message that finds no grant from now on is announced.
     has_dropped_grants: bool,
     credit: Credit,
@@ -175,15 +158,7 @@ pub struct Peer {
     patience: f64,
     /// The peer's newest frame said that the streams share a link ([`FLAG_SHARED`]).
     is_shared_there: bool,
-    last_heard: Time,
-    /// Since when the peer has been heard without a pause longer than a heartbeat interval.
-    alive_since: Time,
-    /// Since when the peer has been heard without a pause longer than [`ASK_EVERY`].
-    awake_since: Time,
-    /// [`Event::Silent`] was reported, and nothing has come since.
-    silent: bool,
-    next_check: Time,
-    next_look: Time,
+    hearing: Hearing,
     events: VecDeque<Event>,
     /// [`Peer::end`] was called.
     has_ended: bool,
@@ -200,29 +175,15 @@ impl Peer {
             streams: BTreeMap::new(),
             most_used: usize::MAX,
             last_used: StreamId::MAX,
-            outgoing: HashMap::new(),
-            by_key: BTreeMap::new(),
-            ready: BTreeSet::new(),
-            next_issue: 0,
-            controls: HashMap::new(),
-            control_queue: VecDeque::new(),
-            next_control: 0,
-            control_serial: 0,
-            controls_taken: Ranges::default(),
-            leaving: BTreeMap::new(),
+            outbox: Outbox::default(),
+            controls: Controls::default(),
             ops: HashMap::new(),
             remembered: Remembered::default(),
-            unasked_out: 0,
             has_dropped_grants: false,
             credit: Credit::default(),
-            last_heard: now,
-            alive_since: now,
-            awake_since: now,
             patience: 1.0,
             is_shared_there: false,
-            silent: false,
-            next_check: now.plus(config.heartbeat_every / 2),
-            next_look: now,
+            hearing: Hearing::new(&config, now),
             events: VecDeque::new(),
             has_ended: false,
             withholds_ack: false,
@@ -233,7 +194,7 @@ impl Peer {
     /// The peer is gone. Forgets all state of the pair, and events that were not polled. Later messages to the peer are
     /// dropped, and no stream may come up any more.
     pub fn end(&mut self) {
-        *self = Peer { has_ended: true, ..Peer::new(self.config.clone(), self.last_heard) };
+        *self = Peer { has_ended: true, ..Peer::new(self.config.clone(), self.hearing.last) };
     }
 
     /// The configuration it runs with.
@@ -263,13 +224,16 @@ impl Peer {
             Body::Owned(bytes) => bytes.len(),
             Body::Memory { .. } => 0,
         };
-        self.outgoing.values().map(copied).sum()
+        self.outbox.messages.values().map(copied).sum()
     }
 
     /// Whether messages of a group still lie in the operations' memory and are not taken: the peer may be reading them there.
     #[must_use]
     pub fn lends(&self, group: GroupId) -> bool {
-        self.outgoing.values().any(|message| message.key.group == group && matches!(message.body, Body::Memory { .. }))
+        self.outbox
+            .messages
+            .values()
+            .any(|message| message.key.group == group && matches!(message.body, Body::Memory { .. }))
     }
 
     /// How many operations have records here: messages that came or were granted, in either direction.
@@ -281,7 +245,7 @@ impl Peer {
     /// Messages that the peer has not acknowledged.
     #[must_use]
     pub fn unacknowledged(&self) -> usize {
-        self.outgoing.len()
+        self.outbox.messages.len()
     }
 
     /// Bytes of eager credit that our messages use and the peer has not given back.
@@ -294,7 +258,7 @@ impl Peer {
     /// groups are left out.
     pub fn undelivered(&self) -> impl Iterator<Item = (MessageKey, Fingerprint)> {
         let is_sent = |message: &&Message| !message.is_forgotten && matches!(message.body, Body::Owned(_));
-        self.outgoing.values().filter(is_sent).map(|message| (message.key, message.fingerprint))
+        self.outbox.messages.values().filter(is_sent).map(|message| (message.key, message.fingerprint))
     }
 
     // ------------------------------------------------------------------ streams
@@ -318,18 +282,18 @@ impl Peer {
         for in_flight in lost.in_flight.into_iter().rev() {
             match in_flight.frame {
                 FrameId::Control(id) => {
-                    if let Some(control) = self.controls.get_mut(&id)
+                    if let Some(control) = self.controls.frames.get_mut(&id)
                         && control.copies.remove(stream)
                     {
-                        self.control_queue.push_front(id);
+                        self.controls.queue.push_front(id);
                     }
                 }
                 FrameId::Data { issue, index } => {
-                    if let Some(message) = self.outgoing.get_mut(&issue) {
+                    if let Some(message) = self.outbox.messages.get_mut(&issue) {
                         let frame = &mut message.frames[index as usize];
                         if frame.copies.remove(stream) && !frame.acked {
                             message.again.push(index);
-                            self.ready.insert((message.priority, issue));
+                            self.outbox.ready.insert((message.priority, issue));
                         }
                     }
                 }

@@ -32,16 +32,9 @@ pub(crate) struct Stream<F> {
     pub(crate) last_heartbeat: Time,
     /// [`Event::Stalled`](crate::peer::Event::Stalled) was reported.
     pub(crate) stalled: bool,
-    delivered_bytes: u64,
-    delivered_at: Time,
-    rates: [f64; RATE_SAMPLES],
-    next_rate: usize,
-    /// The highest of `rates`.
-    rate: f64,
-    /// The shortest round trip lately, when it was seen, and the shortest ever.
-    min_round_trip: u64,
-    min_round_trip_at: Time,
-    best_round_trip: u64,
+    delivered: Delivered,
+    rates: Rates,
+    round_trips: RoundTrips,
     arrivals: Arrivals,
     pub(crate) stats: StreamStats,
 }
@@ -56,8 +49,16 @@ pub(crate) struct InFlight<F> {
     /// The frame was taken over from another stream.
     pub(crate) is_copy: bool,
     sent_at: Time,
-    delivered_bytes: u64,
-    delivered_at: Time,
+    /// When it was sent.
+    delivered: Delivered,
+}
+
+/// How much a stream has delivered.
+#[derive(Clone, Copy, Debug)]
+struct Delivered {
+    bytes: u64,
+    /// When the last of it was acknowledged, or the first frame after a rest was sent.
+    at: Time,
 }
 
 /// Counters of one stream, for people.
@@ -96,14 +97,9 @@ impl<F> Stream<F> {
             last_heard: now,
             last_heartbeat: now,
             stalled: false,
-            delivered_bytes: 0,
-            delivered_at: now,
-            rates: [0.0; RATE_SAMPLES],
-            next_rate: 0,
-            rate: 0.0,
-            min_round_trip: u64::MAX,
-            min_round_trip_at: now,
-            best_round_trip: u64::MAX,
+            delivered: Delivered { bytes: 0, at: now },
+            rates: Rates::default(),
+            round_trips: RoundTrips { least: u64::MAX, least_at: now, best: u64::MAX },
             arrivals: Arrivals::default(),
             stats: StreamStats::default(),
         }
@@ -113,7 +109,7 @@ impl<F> Stream<F> {
     pub(crate) fn sent(&mut self, frame: F, payload_bytes: u32, now: Time) {
         if self.in_flight.is_empty() {
             // The stream was idle: the time since the last delivery says nothing about its rate.
-            self.delivered_at = now;
+            self.delivered.at = now;
         }
         let bytes = Header::BYTES as u32 + payload_bytes;
         self.in_flight.push_back(InFlight {
@@ -122,8 +118,7 @@ impl<F> Stream<F> {
             passed: false,
             is_copy: false,
             sent_at: now,
-            delivered_bytes: self.delivered_bytes,
-            delivered_at: self.delivered_at,
+            delivered: self.delivered,
         });
         self.unacked_bytes += u64::from(bytes);
         self.stats.sent_bytes += u64::from(payload_bytes);
@@ -145,7 +140,7 @@ impl<F> Stream<F> {
     pub(crate) fn pop_acknowledged(&mut self) -> InFlight<F> {
         let frame = self.in_flight.pop_front().expect("no more than count_acknowledged said");
         self.unacked_bytes -= u64::from(frame.bytes);
-        self.delivered_bytes += u64::from(frame.bytes);
+        self.delivered.bytes += u64::from(frame.bytes);
         frame
     }
 
@@ -154,38 +149,24 @@ impl<F> Stream<F> {
         self.measure_round_trip(now.since(newest.sent_at), now);
         // Delivery rate as in BBR (draft-cheng-iccrg-delivery-rate-estimation): what was delivered while this frame was
         // on its way, over that time. Where that is little, the sample tells how little there was to send.
-        let delivered = self.delivered_bytes - newest.delivered_bytes;
-        let elapsed = now.since(newest.delivered_at).max(SAMPLE_TIME);
+        let delivered = self.delivered.bytes - newest.delivered.bytes;
+        let elapsed = now.since(newest.delivered.at).max(SAMPLE_TIME);
         let rate = delivered as f64 * 1e9 / elapsed as f64;
-        if delivered >= SAMPLE_BYTES || (self.rate > 0.0 && rate > self.rate) {
-            self.rates[self.next_rate] = rate;
-            self.next_rate = (self.next_rate + 1) % RATE_SAMPLES;
-            self.rate = self.rates.iter().copied().fold(0.0, f64::max);
+        if delivered >= SAMPLE_BYTES || (self.rate() > 0.0 && rate > self.rate()) {
+            self.rates.add(rate);
         }
-        self.delivered_at = now;
+        self.delivered.at = now;
     }
 
     /// Estimated delivery rate in bytes/s: the highest of the last samples, since late acknowledgements make some too low. 0
     /// before the first.
     pub(crate) fn rate(&self) -> f64 {
-        self.rate
-    }
-
-    /// The mean of the last samples, in bytes/s. 0 before the first.
-    fn usual_rate(&self) -> f64 {
-        let known = self.rates.iter().filter(|rate| **rate > 0.0);
-        known.clone().sum::<f64>() / known.count().max(1) as f64
+        self.rates.highest
     }
 
     /// The time from a frame to its ack when nothing waits, in nanoseconds. 0 before the first ack.
-    ///
-    /// While this direction is full for longer than [`ROUND_TRIP_MEMORY`], every round trip includes the queue that our own windows
-    /// make, and would lengthen them without end: hence the cap.
     pub(crate) fn round_trip(&self) -> u64 {
-        if self.min_round_trip == u64::MAX {
-            return 0;
-        }
-        self.min_round_trip.min(2 * self.best_round_trip + ROUND_TRIP_GROWTH)
+        self.round_trips.believed()
     }
 
     /// Learns from a frame of the other direction, which left at `sent_at` on the peer's clock.
@@ -201,7 +182,7 @@ impl<F> Stream<F> {
         }
         let carried = |rate: f64, nanos: u64| rate * nanos as f64 / 1e9;
         // With the best rate, which is too high by what acks jitter, two full directions would lengthen each other's queue.
-        let waiting = carried(self.usual_rate(), self.arrivals.wait());
+        let waiting = carried(self.rates.mean(), self.arrivals.wait());
         let (slack, frame) = if is_shared {
             (carried(rate, SLACK_LEAST), self.frame_bytes())
         } else {
@@ -231,7 +212,7 @@ impl<F> Stream<F> {
     /// For how long this stream has brought no ack, beyond a round trip, although frames are in flight.
     pub(crate) fn silence(&self, now: Time) -> u64 {
         let Some(oldest) = self.in_flight.front() else { return 0 };
-        now.since(oldest.sent_at.max(self.delivered_at).plus(self.round_trip()))
+        now.since(oldest.sent_at.max(self.delivered.at).plus(self.round_trip()))
     }
 
     /// A heartbeat was sent on this stream.
@@ -246,18 +227,13 @@ impl<F> Stream<F> {
     }
 
     fn measure_round_trip(&mut self, round_trip: u64, now: Time) {
-        let round_trip = round_trip.saturating_sub(self.arrivals.last);
-        if round_trip <= self.min_round_trip || now.since(self.min_round_trip_at) > ROUND_TRIP_MEMORY {
-            self.min_round_trip = round_trip;
-            self.min_round_trip_at = now;
-            self.best_round_trip = self.best_round_trip.min(round_trip);
-        }
+        self.round_trips.add(round_trip.saturating_sub(self.arrivals.last), now);
     }
 
     /// Resets the estimate of the round trip to this value.
     #[cfg(test)]
     pub(crate) fn believe_round_trip(&mut self, round_trip: u64, now: Time) {
-        (self.min_round_trip, self.best_round_trip, self.min_round_trip_at) = (round_trip, round_trip, now);
+        self.round_trips = RoundTrips { least: round_trip, least_at: now, best: round_trip };
     }
 
     pub(crate) fn snapshot(&self, limit: u64, is_shared: bool) -> StreamStats {
@@ -266,6 +242,55 @@ impl<F> Stream<F> {
             round_trip_ns: self.round_trip(),
             window_bytes: self.window(limit, is_shared),
             ..self.stats
+        }
+    }
+}
+
+/// The last samples of a stream's rate, in bytes/s; 0 where there is none yet.
+#[derive(Debug, Default)]
+struct Rates {
+    samples: [f64; RATE_SAMPLES],
+    next: usize,
+    highest: f64,
+}
+
+impl Rates {
+    fn add(&mut self, rate: f64) {
+        self.samples[self.next] = rate;
+        self.next = (self.next + 1) % RATE_SAMPLES;
+        self.highest = self.samples.iter().copied().fold(0.0, f64::max);
+    }
+
+    fn mean(&self) -> f64 {
+        let known = self.samples.iter().filter(|rate| **rate > 0.0);
+        known.clone().sum::<f64>() / known.count().max(1) as f64
+    }
+}
+
+/// A stream's round trips, in nanoseconds; `u64::MAX` before the first.
+#[derive(Debug)]
+struct RoundTrips {
+    /// The shortest lately, and when it was seen.
+    least: u64,
+    least_at: Time,
+    /// The shortest ever.
+    best: u64,
+}
+
+impl RoundTrips {
+    fn add(&mut self, round_trip: u64, now: Time) {
+        if round_trip <= self.least || now.since(self.least_at) > ROUND_TRIP_MEMORY {
+            (self.least, self.least_at) = (round_trip, now);
+            self.best = self.best.min(round_trip);
+        }
+    }
+
+    /// While a direction is full for longer than [`ROUND_TRIP_MEMORY`], every round trip includes the queue that our own windows
+    /// make, and would lengthen them without end: hence the cap.
+    fn believed(&self) -> u64 {
+        match self.least {
+            u64::MAX => 0,
+            least => least.min(2 * self.best + ROUND_TRIP_GROWTH),
         }
     }
 }

@@ -12,18 +12,18 @@ impl Peer {
     /// that it can take; messages that wait for a grant do not hold it back.
     pub fn left(&mut self, group: GroupId, farewell: Farewell) {
         let mut ahead = 0;
-        for (_, issue) in self.by_key.range(first_key(group)..).take_while(|(key, _)| key.group == group) {
-            let message = self.outgoing.get_mut(issue).expect("named by its key");
-            message.holds_left = message.is_under_way(&self.ready, *issue);
+        for (_, issue) in self.outbox.by_key.range(first_key(group)..).take_while(|(key, _)| key.group == group) {
+            let message = self.outbox.messages.get_mut(issue).expect("named by its key");
+            message.holds_left = message.is_under_way(&self.outbox.ready, *issue);
             ahead += usize::from(message.holds_left);
         }
-        for control in self.controls.values_mut().filter(|control| control.header.key.group == group) {
+        for control in self.controls.frames.values_mut().filter(|control| control.header.key.group == group) {
             control.holds_left = true;
             ahead += 1;
         }
         match ahead {
             0 => self.say_left(group, &farewell),
-            _ => drop(self.leaving.insert(group, (ahead, farewell))),
+            _ => drop(self.controls.leaving.insert(group, (ahead, farewell))),
         }
     }
 
@@ -37,20 +37,23 @@ impl Peer {
     #[must_use]
     pub fn may_say_bye(&self) -> bool {
         let is_report = |control: &Control| control.header.kind == Kind::Report;
-        self.undelivered().next().is_none() && !self.controls.values().any(is_report)
+        self.undelivered().next().is_none() && !self.controls.frames.values().any(is_report)
     }
 
     /// Whether the other end has taken everything that was given to this peer.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
-        self.outgoing.is_empty() && self.controls.is_empty() && self.leaving.is_empty()
+        self.outbox.messages.is_empty() && self.controls.frames.is_empty() && self.controls.leaving.is_empty()
     }
 
     /// Whether a message waits for its grant, or to be read by reference. False for a message that has left or leaves next,
     /// and for one that is not there (any more): [`Event::Sent`] may not have been polled yet.
     #[must_use]
     pub fn needs_the_peer(&self, key: &MessageKey) -> bool {
-        self.by_key.get(key).is_some_and(|issue| !self.outgoing[issue].is_under_way(&self.ready, *issue))
+        self.outbox
+            .by_key
+            .get(key)
+            .is_some_and(|issue| !self.outbox.messages[issue].is_under_way(&self.outbox.ready, *issue))
     }
 
     /// Whether frames were taken here whose acknowledgement has not been sent.
@@ -81,6 +84,7 @@ impl Peer {
         self.retire_group(group);
         let counts = |key: &MessageKey| key.channel == Channel::Collective && key.op.0 < finished;
         let issues: Vec<u64> = self
+            .outbox
             .by_key
             .range(first_key(group)..)
             .take_while(|(key, _)| key.group == group)
@@ -88,7 +92,7 @@ impl Peer {
             .map(|(_, issue)| *issue)
             .collect();
         for issue in issues {
-            let message = self.outgoing.get_mut(&issue).expect("just found");
+            let message = self.outbox.messages.get_mut(&issue).expect("just found");
             match message.way {
                 Way::Eager { .. } if !message.frames.is_empty() => {
                     message.is_forgotten = true;
@@ -100,21 +104,21 @@ impl Peer {
             self.forget_message(issue);
         }
         // A control frame that has left has its serial number. The peer waits for no gap in these, but counts them.
-        let dropped = self.controls.extract_if(|_, control| {
+        let dropped = self.controls.frames.extract_if(|_, control| {
             let Header { kind, key, .. } = control.header;
             let is_dropped = key.group == group && !control.has_left && !counts(&key);
             is_dropped && !matches!(kind, Kind::Report | Kind::Left | Kind::Bye)
         });
         let held_left = dropped.filter(|(_, control)| control.holds_left).count();
         (0..held_left).for_each(|_| self.no_longer_holds_left(group));
-        self.control_queue.retain(|id| self.controls.contains_key(id));
+        self.controls.queue.retain(|id| self.controls.frames.contains_key(id));
     }
 
     pub(super) fn forget_message(&mut self, issue: u64) {
-        if let Some(message) = self.outgoing.remove(&issue) {
-            self.by_key.remove(&message.key);
-            self.unasked_out -= usize::from(matches!(message.way, Way::Reference { is_unasked: true }));
-            self.ready.remove(&(message.priority, issue));
+        if let Some(message) = self.outbox.messages.remove(&issue) {
+            self.outbox.by_key.remove(&message.key);
+            self.outbox.unasked -= usize::from(matches!(message.way, Way::Reference { is_unasked: true }));
+            self.outbox.ready.remove(&(message.priority, issue));
             if message.holds_left {
                 self.no_longer_holds_left(message.key.group);
             }
@@ -129,10 +133,10 @@ impl Peer {
 
     /// A message or control frame that held back the `Left` frame of its group was taken, or forgotten.
     pub(super) fn no_longer_holds_left(&mut self, group: GroupId) {
-        let Some((ahead, _)) = self.leaving.get_mut(&group) else { return };
+        let Some((ahead, _)) = self.controls.leaving.get_mut(&group) else { return };
         *ahead -= 1;
         if *ahead == 0 {
-            let (_, farewell) = self.leaving.remove(&group).expect("just seen");
+            let (_, farewell) = self.controls.leaving.remove(&group).expect("just seen");
             self.say_left(group, &farewell);
         }
     }
@@ -140,7 +144,7 @@ impl Peer {
     /// Whether this side has unacknowledged messages. Their acknowledgements may have been lost with a stream. The peer's
     /// good-bye is not acknowledged before, so that the peer stays, takes the repeated frames and acknowledges them again.
     pub(super) fn has_frames_out(&self) -> bool {
-        self.outgoing.values().any(|message| !message.frames.is_empty())
+        self.outbox.messages.values().any(|message| !message.frames.is_empty())
     }
 
     fn say_left(&mut self, group: GroupId, farewell: &Farewell) {

@@ -2,10 +2,11 @@
 
 use super::StreamId;
 use crate::fingerprint::Fingerprint;
-use crate::frame::{Header, MAX_FRAME_BYTES, MIN_FRAME_BYTES, MessageKey, Reference};
+use crate::frame::{Farewell, Header, MAX_FRAME_BYTES, MIN_FRAME_BYTES, MessageKey, Reference};
+use crate::ranges::Ranges;
 use crate::stream::FRAME_GRAIN;
-use penstock_types::Priority;
-use std::collections::BTreeSet;
+use penstock_types::{GroupId, Priority};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
 /// A message to send.
@@ -53,13 +54,45 @@ pub(super) enum FrameId {
     Data { issue: u64, index: u32 },
 }
 
+/// Messages that the peer has not acknowledged.
+#[derive(Debug, Default)]
+pub(super) struct Outbox {
+    /// By order of issue.
+    pub(super) messages: HashMap<u64, Message>,
+    pub(super) by_key: BTreeMap<MessageKey, u64>,
+    /// Those of which a stream could pull a frame, most urgent first.
+    pub(super) ready: BTreeSet<(Priority, u64)>,
+    /// How many were issued.
+    pub(super) issued: u64,
+    /// References that were sent unasked and that the peer has not read.
+    pub(super) unasked: usize,
+}
+
+/// Control frames, in both directions.
+#[derive(Debug, Default)]
+pub(super) struct Controls {
+    /// Those that the peer has not acknowledged.
+    pub(super) frames: HashMap<u64, Control>,
+    /// Of these, those that no stream has in flight.
+    pub(super) queue: VecDeque<u64>,
+    pub(super) next: u64,
+    /// How many were sent.
+    pub(super) sent: u64,
+    /// Which of the peer's have arrived.
+    pub(super) taken: Ranges,
+    /// Groups that this side has left and whose `Left` frame is not sent yet: how many messages and control frames the peer must
+    /// acknowledge first, and the farewell.
+    pub(super) leaving: BTreeMap<GroupId, (usize, Farewell)>,
+}
+
+/// A control frame.
 #[derive(Debug)]
 pub(super) struct Control {
     pub(super) header: Header,
     pub(super) payload: Option<Arc<[u8]>>,
     /// The frame has its serial number.
     pub(super) has_left: bool,
-    /// The frame is counted in [`Peer::leaving`].
+    /// The frame is counted in [`Controls::leaving`].
     pub(super) holds_left: bool,
     pub(super) copies: Copies,
 }
@@ -83,7 +116,7 @@ pub(super) struct Message {
     pub(super) acked_bytes: u64,
     /// The message's group was forgotten: no event is reported for it.
     pub(super) is_forgotten: bool,
-    /// The message is counted in [`Peer::leaving`].
+    /// The message is counted in [`Controls::leaving`].
     pub(super) holds_left: bool,
 }
 

@@ -50,21 +50,21 @@ impl Peer {
         let is_shared = self.share_a_link();
         let stream = self.streams.get_mut(&id)?;
         // Failure reports and heartbeats do not wait for room in the window.
-        if self.control_queue.front().is_some_and(|first| self.controls[first].header.kind == Kind::Report) {
-            return self.control_queue.pop_front().map(|control| self.control_frame(id, control, now));
+        if self.controls.queue.front().is_some_and(|first| self.controls.frames[first].header.kind == Kind::Report) {
+            return self.controls.queue.pop_front().map(|control| self.control_frame(id, control, now));
         }
         if let Some(asked) = stream.owes_reply.take() {
             return Some(bare(Kind::HeartbeatReply, asked));
         }
         if is_used && stream.unacked_bytes < stream.window(self.config.unacked_limit_bytes, is_shared) {
-            if let Some(control) = self.control_queue.pop_front() {
+            if let Some(control) = self.controls.queue.pop_front() {
                 return Some(self.control_frame(id, control, now));
             }
-            if let Some(&(priority, issue)) = self.ready.first() {
-                let message = self.outgoing.get_mut(&issue).expect("ready messages are outgoing");
+            if let Some(&(priority, issue)) = self.outbox.ready.first() {
+                let message = self.outbox.messages.get_mut(&issue).expect("ready messages are outgoing");
                 let (index, repeated) = message.next_frame(stream.frame_bytes(), streams);
                 if !message.has_frames() {
-                    self.ready.remove(&(priority, issue));
+                    self.outbox.ready.remove(&(priority, issue));
                 }
                 stream.stats.repeated_frames += u64::from(repeated);
                 return Some(self.data_frame(id, issue, index, now));
@@ -97,12 +97,12 @@ impl Peer {
     /// Puts a control frame on a stream.
     fn control_frame(&mut self, id: StreamId, control: u64, now: Time) -> Outbound {
         let stream = self.streams.get_mut(&id).expect("the caller has looked it up");
-        stream.sent(FrameId::Control(control), self.controls[&control].header.length, now);
-        let control = self.controls.get_mut(&control).expect("looked at above");
+        stream.sent(FrameId::Control(control), self.controls.frames[&control].header.length, now);
+        let control = self.controls.frames.get_mut(&control).expect("looked at above");
         control.copies.add(id);
         if !std::mem::replace(&mut control.has_left, true) {
-            control.header.serial = self.control_serial;
-            self.control_serial += 1;
+            control.header.serial = self.controls.sent;
+            self.controls.sent += 1;
         }
         let payload = match &control.payload {
             Some(bytes) => Payload::Owned(bytes.clone(), 0..bytes.len()),
@@ -114,7 +114,7 @@ impl Peer {
     /// Puts frame `index` of a message on a stream.
     fn data_frame(&mut self, id: StreamId, issue: u64, index: u32, now: Time) -> Outbound {
         let stream = self.streams.get_mut(&id).expect("the caller has looked it up");
-        let message = self.outgoing.get_mut(&issue).expect("the caller has looked it up");
+        let message = self.outbox.messages.get_mut(&issue).expect("the caller has looked it up");
         let frame = &mut message.frames[index as usize];
         frame.copies.add(id);
         stream.sent(FrameId::Data { issue, index }, frame.len, now);

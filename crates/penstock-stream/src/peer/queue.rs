@@ -17,8 +17,8 @@ impl Peer {
         if self.has_ended {
             return;
         }
-        let issue = self.next_issue;
-        self.next_issue += 1;
+        let issue = self.outbox.issued;
+        self.outbox.issued += 1;
         let Outgoing { key, priority, fingerprint, coflow, body } = outgoing;
         let total = body.len();
         let mut message = Message {
@@ -38,16 +38,16 @@ impl Peer {
         };
         let place = self.reference_of(&message);
         let is_granted = self.use_grant(&key);
-        if let Some(place) = place.filter(|_| is_granted || self.unasked_out < self.config.most_unasked) {
+        if let Some(place) = place.filter(|_| is_granted || self.outbox.unasked < self.config.most_unasked) {
             self.refer(&mut message, place, !is_granted);
         } else if is_granted {
-            self.ready.insert((priority, issue));
+            self.outbox.ready.insert((priority, issue));
         } else if matches!(message.body, Body::Owned(_))
             && total <= self.config.eager_bytes
             && self.credit.reserve(total, self.config.eager_credit_bytes)
         {
             message.way = Way::Eager { serial: 0 };
-            self.ready.insert((priority, issue));
+            self.outbox.ready.insert((priority, issue));
         } else if matches!(message.body, Body::Owned(_))
             || total <= self.eager_limit()
             || key.begins_a_send()
@@ -60,9 +60,9 @@ impl Peer {
             header.total = total;
             self.control(header, None);
         }
-        let before = self.by_key.insert(key, issue);
+        let before = self.outbox.by_key.insert(key, issue);
         debug_assert!(before.is_none(), "{key:?} is sent twice");
-        self.outgoing.insert(issue, message);
+        self.outbox.messages.insert(issue, message);
     }
 
     /// Where a message lies that the peer can read there, and that is long enough for it.
@@ -75,7 +75,7 @@ impl Peer {
     /// Tells the peer where a message lies.
     pub(super) fn refer(&mut self, message: &mut Message, place: Reference, is_unasked: bool) {
         message.way = Way::Reference { is_unasked };
-        self.unasked_out += usize::from(is_unasked);
+        self.outbox.unasked += usize::from(is_unasked);
         let mut header = Header::new(Kind::Reference, message.key);
         header.fingerprint = message.fingerprint;
         header.total = message.total;
@@ -147,8 +147,8 @@ impl Peer {
         header.offset = u64::from(report.is_passed_on);
         header.total = report.finished;
         self.control(header, Some(text.as_bytes()));
-        if let Some(id) = self.control_queue.pop_back() {
-            self.control_queue.push_front(id);
+        if let Some(id) = self.controls.queue.pop_back() {
+            self.controls.queue.push_front(id);
         }
     }
 
@@ -173,9 +173,9 @@ impl Peer {
         if self.has_ended {
             return;
         }
-        let id = self.next_control;
-        self.next_control += 1;
-        self.controls.insert(
+        let id = self.controls.next;
+        self.controls.next += 1;
+        self.controls.frames.insert(
             id,
             Control {
                 header,
@@ -185,6 +185,6 @@ impl Peer {
                 copies: Copies::default(),
             },
         );
-        self.control_queue.push_back(id);
+        self.controls.queue.push_back(id);
     }
 }

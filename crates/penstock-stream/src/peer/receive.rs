@@ -133,8 +133,8 @@ impl Peer {
         if let Some(stream) = self.streams.get_mut(&id) {
             match header.kind {
                 Kind::Heartbeat => stream.owes_reply = Some(header.offset),
-                Kind::HeartbeatReply if header.offset <= self.last_heard.0 => {
-                    stream.answered(Time(header.offset), self.last_heard);
+                Kind::HeartbeatReply if header.offset <= self.hearing.last.0 => {
+                    stream.answered(Time(header.offset), self.hearing.last);
                 }
                 _ => {}
             }
@@ -206,9 +206,9 @@ impl Peer {
     /// Control frames are repeated like data, and each is used once.
     fn is_new_control(&mut self, header: &Header) -> Result<bool, FrameError> {
         let one = header.serial..header.serial.saturating_add(1);
-        let new = !self.controls_taken.covers(&one);
-        self.controls_taken.insert(one);
-        if self.controls_taken.count() > MAX_REMEMBERED {
+        let new = !self.controls.taken.covers(&one);
+        self.controls.taken.insert(one);
+        if self.controls.taken.count() > MAX_REMEMBERED {
             return Err(FrameError::OutOfTurn("control frames with too many gaps between them"));
         }
         Ok(new)
@@ -235,8 +235,8 @@ impl Peer {
     }
 
     fn handle_done(&mut self, header: &Header) -> Result<(), FrameError> {
-        let Some(issue) = self.by_key.get(&header.key).copied() else { return Ok(()) };
-        if !matches!(self.outgoing[&issue].way, Way::Reference { .. }) {
+        let Some(issue) = self.outbox.by_key.get(&header.key).copied() else { return Ok(()) };
+        if !matches!(self.outbox.messages[&issue].way, Way::Reference { .. }) {
             return Err(FrameError::OutOfTurn("it has read a message that was not given by reference"));
         }
         self.forget_message(issue);
@@ -254,21 +254,21 @@ impl Peer {
         let mut by_reference = Vec::new();
         if !span.is_empty() {
             let last = MessageKey { message: (span.end - 1) as u32, ..header.key };
-            for (key, issue) in self.by_key.range(header.key..=last) {
-                let message = &self.outgoing[issue];
+            for (key, issue) in self.outbox.by_key.range(header.key..=last) {
+                let message = &self.outbox.messages[issue];
                 match (&message.way, self.reference_of(message)) {
                     (Way::Reference { .. }, _) => {}
                     (Way::Granted, Some(place)) => by_reference.push((*issue, place)),
-                    _ if message.has_frames() => drop(self.ready.insert((message.priority, *issue))),
+                    _ if message.has_frames() => drop(self.outbox.ready.insert((message.priority, *issue))),
                     _ => {}
                 }
                 open.remove(u64::from(key.message)..u64::from(key.message) + 1);
             }
         }
         for (issue, place) in by_reference {
-            let mut message = self.outgoing.remove(&issue).expect("just found");
+            let mut message = self.outbox.messages.remove(&issue).expect("just found");
             self.refer(&mut message, place, false);
-            self.outgoing.insert(issue, message);
+            self.outbox.messages.insert(issue, message);
         }
         if open.is_empty() || self.remember_grant(&header.key, open) || status == OpStatus::Active {
             self.events.push_back(Event::Granted(header.key, header.fingerprint));
@@ -295,14 +295,14 @@ impl Peer {
         let (issue, index) = match frame {
             FrameId::Data { issue, index } => (issue, index),
             FrameId::Control(id) => {
-                let Some(control) = self.controls.remove(&id) else { return false };
+                let Some(control) = self.controls.frames.remove(&id) else { return false };
                 if control.holds_left {
                     self.no_longer_holds_left(control.header.key.group);
                 }
                 return true;
             }
         };
-        let Some(message) = self.outgoing.get_mut(&issue) else { return false };
+        let Some(message) = self.outbox.messages.get_mut(&issue) else { return false };
         let frame = &mut message.frames[index as usize];
         frame.copies.remove(stream);
         if frame.acked {

@@ -28,7 +28,7 @@ impl Peer {
     /// skipped from then on: its new stream may lose it to a third one, but no stream takes it twice. Costs one comparison a
     /// stream while no stream is slow.
     pub(super) fn take_over(&mut self, idle: StreamId, now: Time) -> TakeOver {
-        let Peer { streams, controls, outgoing, .. } = self;
+        let Peer { streams, controls, outbox, .. } = self;
         let own = &streams[&idle];
         let (own_bytes, own_round_trip, own_rate) = (own.unacked_bytes, own.round_trip(), own.rate());
         let may_ask = now.since(own.last_heartbeat) > ASK_EVERY.max(2 * own_round_trip);
@@ -42,16 +42,16 @@ impl Peer {
         };
         // The streams that carry a frame; none if the frame is acknowledged or forgotten.
         let copies = |frame| match frame {
-            FrameId::Control(id) => controls.get(&id).map(|control| control.copies),
+            FrameId::Control(id) => controls.frames.get(&id).map(|control| control.copies),
             FrameId::Data { issue, index } => {
-                let frame = &outgoing.get(&issue)?.frames[index as usize];
+                let frame = &outbox.messages.get(&issue)?.frames[index as usize];
                 (!frame.acked).then_some(frame.copies)
             }
         };
         let mut worst: Option<(u64, StreamId, usize)> = None;
         let mut ask = false;
         for (id, stream) in streams.iter_mut().filter(|(id, _)| **id != idle) {
-            let known = stream.silence(self.last_heard).min(self.last_heard.since(self.awake_since));
+            let known = stream.silence(self.hearing.last).min(self.hearing.last.since(self.hearing.awake_since));
             let possible = stream.silence(now);
             let mut bytes = stream.unacked_bytes;
             for at in (0..stream.in_flight.len()).rev() {

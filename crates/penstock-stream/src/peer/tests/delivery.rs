@@ -4,6 +4,7 @@ use super::world::{Action, Message, Op, Seed, StreamSpec, World};
 use crate::frame::Direction;
 use crate::peer::take_over::MAX_COPIES;
 use crate::peer::*;
+use penstock_types::Priority;
 use rand::Rng;
 use std::collections::BTreeMap;
 

@@ -3,6 +3,7 @@
 use super::world::{Action, Message, Op, Seed, StreamSpec, World};
 use crate::frame::{Header, Kind};
 use crate::peer::*;
+use penstock_types::Priority;
 use rand::Rng;
 use std::collections::HashSet;
 

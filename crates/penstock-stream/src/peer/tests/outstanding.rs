@@ -4,6 +4,7 @@ use super::world::{Action, Message, Op, Seed, StreamSpec, World};
 use crate::frame::Direction;
 use crate::peer::receive::MAX_REMEMBERED;
 use crate::peer::*;
+use penstock_types::Priority;
 use rand::seq::SliceRandom;
 
 /// More than the peer keeps records of.

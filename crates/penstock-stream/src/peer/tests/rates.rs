@@ -4,6 +4,8 @@ use super::world::{Action, Message, Op, Seed, StreamSpec, World};
 use crate::frame::MIN_FRAME_BYTES;
 use crate::peer::take_over::PATIENCE_SHARED;
 use crate::peer::*;
+use penstock_types::Priority;
+use std::collections::BTreeSet;
 
 const MIB: u64 = 1024 * 1024;
 /// Of every world here; nothing in these tests is drawn at random but how much of a lost stream's bytes arrive.

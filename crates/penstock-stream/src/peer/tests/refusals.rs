@@ -4,6 +4,7 @@ use crate::frame::{Direction, FrameError, Header, Kind, MIN_FRAME_BYTES, Referen
 use crate::peer::outgoing::Way;
 use crate::peer::receive::MAX_REMEMBERED;
 use crate::peer::*;
+use penstock_types::Priority;
 use proptest::prelude::*;
 
 const NOW: Time = Time(1_000_000);
@@ -63,7 +64,7 @@ fn other_generations_are_refused() {
         } else {
             out_of_turn(result, "generation");
         }
-        assert_eq!(peer.last_heard, if fits { NOW } else { Time(0) });
+        assert_eq!(peer.hearing.last, if fits { NOW } else { Time(0) });
     }
 }
 
@@ -307,7 +308,7 @@ fn gaps_between_control_frames_are_bounded() {
         assert_eq!(whole(&mut peer, &announce(serial), OpStatus::Early).map(|finish| finish.apply), Ok(true));
         assert_eq!(whole(&mut peer, &announce(serial / 2), OpStatus::Early).map(|finish| finish.apply), Ok(false));
     }
-    assert_eq!(peer.controls_taken.count(), 1);
+    assert_eq!(peer.controls.taken.count(), 1);
     for gap in 1..MAX_REMEMBERED as u64 {
         whole(&mut peer, &announce(1000 + 2 * gap), OpStatus::Early).expect("room");
     }
@@ -447,7 +448,7 @@ proptest! {
                     }
                 }
                 Call::Send(key, priority, len, copied) => {
-                    if peer.by_key.contains_key(&key) {
+                    if peer.outbox.by_key.contains_key(&key) {
                         continue;
                     }
                     let body = if copied { Body::Owned(vec![1; len as usize].into()) } else { Body::Memory { place: Reference { address: 1, epoch: 0, region: 0 }, len } };
@@ -485,16 +486,16 @@ proptest! {
             peer.ops.values().for_each(|op| remembered += op.remembered());
             prop_assert_eq!(peer.remembered, remembered);
             let is_out = |message: &&Message| matches!(message.way, Way::Reference { is_unasked: true });
-            let unasked = peer.outgoing.values().filter(is_out).count();
-            prop_assert!(unasked == peer.unasked_out && unasked <= config.most_unasked);
-            prop_assert_eq!(peer.by_key.len(), peer.outgoing.len());
+            let unasked = peer.outbox.messages.values().filter(is_out).count();
+            prop_assert!(unasked == peer.outbox.unasked && unasked <= config.most_unasked);
+            prop_assert_eq!(peer.outbox.by_key.len(), peer.outbox.messages.len());
             for group in (0..2).map(GroupId) {
-                let messages = peer.outgoing.values().filter(|one| one.holds_left && one.key.group == group).count();
-                let controls = peer.controls.values().filter(|one| one.holds_left && one.header.key.group == group);
-                prop_assert_eq!(peer.leaving.get(&group).map_or(0, |(ahead, _)| *ahead), messages + controls.count());
+                let messages = peer.outbox.messages.values().filter(|one| one.holds_left && one.key.group == group).count();
+                let controls = peer.controls.frames.values().filter(|one| one.holds_left && one.header.key.group == group);
+                prop_assert_eq!(peer.controls.leaving.get(&group).map_or(0, |(ahead, _)| *ahead), messages + controls.count());
             }
-            for (_, issue) in &peer.ready {
-                prop_assert!(peer.outgoing[issue].has_frames());
+            for (_, issue) in &peer.outbox.ready {
+                prop_assert!(peer.outbox.messages[issue].has_frames());
             }
             while peer.poll_event().is_some() {}
         }
@@ -502,7 +503,7 @@ proptest! {
             peer.forget_group(GroupId(group), 0);
         }
         prop_assert!(peer.ops.is_empty() && peer.remembered == Remembered::default());
-        let only_eager = peer.outgoing.values().all(|message| matches!(message.way, Way::Eager { .. }));
+        let only_eager = peer.outbox.messages.values().all(|message| matches!(message.way, Way::Eager { .. }));
         prop_assert!(only_eager);
     }
 }

@@ -3,6 +3,7 @@
 use crate::fingerprint::{Layout, Order};
 use crate::frame::{Direction, FrameError, Header, Kind, MAX_REPORT_BYTES, Reference};
 use crate::peer::*;
+use penstock_types::Priority;
 
 const NOW: Time = Time(1_000_000);
 
@@ -326,8 +327,8 @@ fn a_failed_group_leaves_nothing_behind() {
     for peer in [&mut a, &mut b] {
         peer.retire(GroupId(8), Channel::Collective, OpSeq(3));
         assert!(peer.is_quiet());
-        assert!(peer.ops.is_empty() && peer.by_key.is_empty() && peer.ready.is_empty());
-        assert!(peer.remembered == Remembered::default() && peer.controls_taken.count() <= 1);
+        assert!(peer.ops.is_empty() && peer.outbox.by_key.is_empty() && peer.outbox.ready.is_empty());
+        assert!(peer.remembered == Remembered::default() && peer.controls.taken.count() <= 1);
     }
     // All the credit is there again.
     assert_eq!((a.credit.reserved, a.credit.used), (3 * 2128, 3 * 2128));
@@ -426,7 +427,7 @@ fn a_peer_that_is_gone() {
         &Report { kind: FailureKind::Closed, message: String::new(), is_passed_on: false, finished: 0 },
     );
     assert_eq!((a.remembered(), a.unacknowledged(), a.credit_in_use()), (0, 0, 0));
-    assert!(a.is_quiet() && a.controls.is_empty() && a.poll_event().is_none() && !a.has_credit(0));
+    assert!(a.is_quiet() && a.controls.frames.is_empty() && a.poll_event().is_none() && !a.has_credit(0));
 }
 
 /// Two sides that leave a group wait for what can come, and not for what needs a grant that nobody will give: both learn that the
@@ -446,7 +447,7 @@ fn two_sides_that_leave_do_not_wait_for_each_other() {
         let [a, b] = &mut peers;
         let (from, to) = if turn % 2 == 0 { (a, b) } else { (b, a) };
         while let Some(frame) = from.poll_frame(0, NOW) {
-            let overtakes = frame.header.kind == Kind::Left && !from.by_key.keys().eq([&key(1)]);
+            let overtakes = frame.header.kind == Kind::Left && !from.outbox.by_key.keys().eq([&key(1)]);
             assert!(!overtakes, "a message that is on its way");
             take(to, 0, &frame, OpStatus::Retired);
         }
@@ -454,7 +455,7 @@ fn two_sides_that_leave_do_not_wait_for_each_other() {
     for peer in &mut peers {
         assert_eq!(events(peer).iter().filter(|event| **event == Event::Left(GroupId(7), farewell())).count(), 1);
         peer.forget_group(GroupId(7), 0);
-        assert!(peer.is_quiet() && peer.controls.is_empty() && peer.leaving.is_empty());
+        assert!(peer.is_quiet() && peer.controls.frames.is_empty() && peer.controls.leaving.is_empty());
     }
 }
 
@@ -534,7 +535,7 @@ fn leaving_is_told_after_what_leaves_unasked() {
         drain(&mut b, &mut a, 0);
         drain(&mut a, &mut b, 1);
         assert_eq!(events(&mut b), [Event::Left(GroupId(7), farewell())]);
-        assert!(a.leaving.is_empty());
+        assert!(a.controls.leaving.is_empty());
     }
 }
 

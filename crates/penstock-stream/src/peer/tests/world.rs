@@ -7,6 +7,7 @@
 use super::network::{Link, Pipe};
 use crate::frame::{FLAG_PAYLOAD_SUM, FrameError, Header, Kind, Reference};
 use crate::peer::*;
+use penstock_types::Priority;
 use rand::{Rng, SeedableRng};
 use rand_xorshift::XorShiftRng;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -807,14 +808,16 @@ impl World {
     pub(super) fn assert_nothing_is_left(&self) {
         for pair in &self.pairs {
             for (peer, other) in [(&pair.peers[0], &pair.peers[1]), (&pair.peers[1], &pair.peers[0])] {
-                assert!(peer.outgoing.is_empty() && peer.by_key.is_empty() && peer.ready.is_empty());
-                assert!(peer.controls.is_empty() && peer.control_queue.is_empty() && peer.events.is_empty());
+                assert!(
+                    peer.outbox.messages.is_empty() && peer.outbox.by_key.is_empty() && peer.outbox.ready.is_empty()
+                );
+                assert!(peer.controls.frames.is_empty() && peer.controls.queue.is_empty() && peer.events.is_empty());
                 assert!(peer.ops.is_empty() && peer.remembered == Remembered::default(), "{:?}", peer.ops);
                 let ours = &peer.credit;
                 let theirs = &other.credit;
                 assert!(ours.reserved == ours.used && ours.used == theirs.consumed && ours.returned <= ours.used);
                 assert!(theirs.counted.count() <= 1 && theirs.counted.total() == ours.used);
-                assert!(other.controls_taken.count() <= 1 && other.controls_taken.total() == peer.control_serial);
+                assert!(other.controls.taken.count() <= 1 && other.controls.taken.total() == peer.controls.sent);
             }
         }
     }
