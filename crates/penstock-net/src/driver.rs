@@ -147,7 +147,7 @@ struct Link {
     retries: Vec<(StreamId, Time, u32)>,
     /// Since when no stream has been up.
     down_since: Option<Time>,
-    /// How often the peer's host refused to connect while no stream was up.
+    /// How many of the last attempts to connect the peer's host has refused.
     refusals: u32,
     round: usize,
     /// Why hand-shakes with the peer fail, as logged last.

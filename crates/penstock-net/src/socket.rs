@@ -28,6 +28,8 @@ pub(crate) struct Socket {
     pub(crate) deadline: Time,
     /// How many attempts to connect this stream have failed before.
     pub(crate) attempt: u32,
+    /// Nothing listens at the other end.
+    pub(crate) is_refused: bool,
     /// Whether epoll reports writability.
     pub(crate) watches_write: bool,
     /// Hand-shake bytes not yet written.
@@ -80,6 +82,7 @@ impl Socket {
             stream: 0,
             deadline,
             attempt: 0,
+            is_refused: false,
             watches_write: false,
             greeting: Vec::new(),
             writing: VecDeque::new(),

@@ -182,10 +182,14 @@ fn a_join_with_a_rank_that_has_died_fails_at_once() {
     program.groups = vec![group(&[0, 1, 2]), group(&[1, 2]), group(&[0, 1])];
     program.calls.iter_mut().for_each(|call| (call.group, call.timeout) = (1, 5 * SECOND));
     program.goes_on = true;
-    for death in [network::Death::Closes, network::Death::Resets] {
-        program.fault = Some((SECOND, Fault::Kill { rank: 0, death }));
+    // Also if it has died before anybody was connected to it: then the first join has tried for long enough.
+    for (at, death) in [SECOND, MILLISECOND]
+        .into_iter()
+        .flat_map(|at| [network::Death::Closes, network::Death::Resets].map(|death| (at, death)))
+    {
+        program.fault = Some((at, Fault::Kill { rank: 0, death }));
         let results = world::results(&program, 0);
-        assert_eq!(results[1..], [Some(Ok(())), Some(Ok(()))], "{death:?}");
+        assert_eq!(results[1..], [Some(Ok(())), Some(Ok(()))], "{death:?} after {at} ns");
     }
 }
 

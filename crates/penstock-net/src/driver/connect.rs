@@ -111,6 +111,9 @@ impl Driver {
         attempt: u32,
         now: Time,
     ) {
+        if self.links[peer as usize].finished {
+            return;
+        }
         let contact = &self.links[peer as usize].contact;
         let Some(remote) = contact.tcp.get(stream as usize % contact.tcp.len().max(1)).copied() else {
             let reason = format!("{} publishes no address to connect to", contact.describe());
@@ -169,7 +172,10 @@ impl Driver {
             Err(error) if is_shortage(&error) => {
                 self.await_descriptors(peer, stream, attempt, &format!("{remote}: {error}"), now);
             }
-            Err(error) => self.retry(handler, peer, stream, attempt, &format!("{remote}: {error}"), now),
+            Err(error) => {
+                let is_refused = error.kind() == io::ErrorKind::ConnectionRefused;
+                self.retry(handler, peer, (stream, attempt), &format!("{remote}: {error}"), is_refused, now);
+            }
         }
     }
 
@@ -183,14 +189,14 @@ impl Driver {
         self.next_timers = self.next_timers.min(at);
     }
 
-    /// Schedules another attempt for a stream, or gives up.
+    /// Schedules another attempt for a stream, or gives up. `is_refused`: nothing listens there.
     pub(super) fn retry<H: Handler>(
         &mut self,
         handler: &mut H,
         peer: PeerId,
-        stream: StreamId,
-        attempt: u32,
+        (stream, attempt): (StreamId, u32),
         reason: &str,
+        is_refused: bool,
         now: Time,
     ) {
         let link = &mut self.links[peer as usize];
@@ -198,11 +204,19 @@ impl Driver {
             return;
         }
         self.peers.troubles[peer as usize] = Some(reason.to_owned());
+        link.refusals = if is_refused { link.refusals + 1 } else { 0 };
+        // The peer's host answers, but nothing listens there. A process listens before it says where.
+        let has_died = link.refusals >= 2;
+        let none_up = self.peers.look(peer).stream_count() == 0;
+        if has_died && link.was_up && none_up {
+            let what = "closed all its connections and no longer listens: the process has died";
+            return self.lose(handler, peer, what, true, now);
+        }
         let attempt = attempt + 1;
         if attempt > CONNECT_ATTEMPTS {
             log::warn!("penstock: gave up stream {stream} to {}: {reason}", link.contact.describe());
-            if self.peers.look(peer).stream_count() == 0 {
-                self.lose(handler, peer, &format!("cannot be reached ({reason})"), false, now);
+            if none_up {
+                self.lose(handler, peer, &format!("cannot be reached ({reason})"), has_died, now);
             }
             return;
         }
@@ -240,8 +254,7 @@ impl Driver {
                 self.sockets.insert(token, socket);
             }
             Err(error) => {
-                let (stream, attempt) = (socket.stream, socket.attempt);
-                self.retry(handler, peer, stream, attempt, &error.to_string(), now);
+                self.retry(handler, peer, (socket.stream, socket.attempt), &error.to_string(), false, now);
             }
         }
     }

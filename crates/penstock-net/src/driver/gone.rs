@@ -33,6 +33,7 @@ impl Driver {
             self.say_why(handler, peer, &mut socket, reason, now);
         }
         let (was_up, stream, local, attempt) = (socket.is_up(), socket.stream, socket.local, socket.attempt);
+        let is_refused = socket.is_refused;
         let remote = socket.remote.clone();
         drop(socket);
         self.links[peer as usize].sockets.retain(|known| *known != token);
@@ -69,19 +70,10 @@ impl Driver {
             link.down_since = Some(now);
             self.next_timers = Time(self.next_timers.0.min(now.plus(RECONNECT_WITHIN).0));
         }
-        if !was_up && link.connects && link.was_up && none_up && reason.contains("refused") {
-            // The peer's host answers, but nothing listens there any more: the process is gone.
-            link.refusals += 1;
-            if link.refusals >= 2 {
-                let what = "closed all its connections and no longer listens: the process has died";
-                self.lose(handler, peer, what, true, now);
-                return;
-            }
-        }
         let attempt = if was_up { 0 } else { attempt };
         // A local connection that was told to wait chooses its medium again at the next attempt.
         let stream = if local { FROM_THE_START } else { stream };
-        self.retry(handler, peer, stream, attempt, &format!("{remote}: {reason}"), now);
+        self.retry(handler, peer, (stream, attempt), &format!("{remote}: {reason}"), is_refused, now);
     }
 
     /// Tells a peer why its only connection is about to be closed. Otherwise it would take this process for dead.

@@ -19,7 +19,10 @@ impl Driver {
         now: Time,
     ) -> Result<(), String> {
         if let Stage::Connecting(_) = socket.stage {
-            socket.wire.error().map_err(|error| error.to_string())?;
+            socket.wire.error().map_err(|error| {
+                socket.is_refused = error == rustix::io::Errno::CONNREFUSED;
+                error.to_string()
+            })?;
             let Stage::Connecting(mut connector) = std::mem::replace(&mut socket.stage, Stage::Up) else {
                 unreachable!("looked at above")
             };
