@@ -73,8 +73,19 @@ pub struct Server {
     results: Vec<u8>,
     /// Slots with something to send, each once.
     queue: VecDeque<usize>,
-    /// For each slot what was done about losses.
-    recoveries: Vec<Recovery>,
+    losses: Losses,
+    beats: Beats,
+    /// By [`Refusal::index`].
+    refused: [u64; Refusal::COUNT],
+    overflowed: u64,
+    rules: Rules,
+}
+
+/// What was lost, and what was done about it.
+#[derive(Clone, Debug)]
+struct Losses {
+    /// For each slot.
+    slots: Vec<Recovery>,
     /// Below this, missing blocks were named.
     checked: Serial,
     /// Nodes to which the missing blocks of a SeqNum are still to be named.
@@ -85,17 +96,19 @@ pub struct Server {
     round_trip: Option<(u64, u64)>,
     /// Commits in a row of SeqNums that were named more than once.
     doubtful: u32,
-    /// The Credit that was sent last.
+}
+
+/// Heartbeats, which carry Ack and Credit.
+#[derive(Clone, Debug)]
+struct Beats {
+    /// The Credit that was sent last, in any packet.
     told: Serial,
     /// The Credit of the last heartbeats, and how many of them carried it.
-    beat: (Serial, u32),
-    /// Nodes to which the current heartbeat is still to be sent.
-    heartbeat_to: Vec<Link>,
-    heartbeat_at: Time,
-    /// By [`Refusal::index`].
-    refused: [u64; Refusal::COUNT],
-    overflowed: u64,
-    rules: Rules,
+    last: (Serial, u32),
+    /// Nodes to which the current one is still to be sent.
+    to: Vec<Link>,
+    /// When the next one is due.
+    at: Time,
 }
 
 #[derive(Clone, Debug)]
@@ -174,16 +187,20 @@ impl Server {
             parts: vec![0; window * workers * config.block_bytes],
             results: vec![0; window * config.block_bytes],
             queue: VecDeque::new(),
-            recoveries: vec![Recovery::of(config.start, now); window],
-            checked: config.start,
-            names: VecDeque::new(),
-            rename_at: None,
-            round_trip: None,
-            doubtful: 0,
-            told: config.start.plus(config.window - 1),
-            beat: (config.start.plus(config.window - 1), BEATS),
-            heartbeat_to: Vec::new(),
-            heartbeat_at: now.plus(config.idle_every),
+            losses: Losses {
+                slots: vec![Recovery::of(config.start, now); window],
+                checked: config.start,
+                names: VecDeque::new(),
+                rename_at: None,
+                round_trip: None,
+                doubtful: 0,
+            },
+            beats: Beats {
+                told: config.start.plus(config.window - 1),
+                last: (config.start.plus(config.window - 1), BEATS),
+                to: Vec::new(),
+                at: now.plus(config.idle_every),
+            },
             refused: [0; Refusal::COUNT],
             overflowed: 0,
             rules: Rules::default(),
@@ -253,33 +270,33 @@ impl Server {
     /// When [`Server::handle_timeout`] is due.
     #[must_use]
     pub fn poll_timeout(&self) -> Time {
-        self.rename_at.map_or(self.heartbeat_at, |rename| rename.min(self.heartbeat_at))
+        self.losses.rename_at.map_or(self.beats.at, |rename| rename.min(self.beats.at))
     }
 
     /// Names missing blocks again, and sends Ack and Credit to all, when it is time.
     pub fn handle_timeout(&mut self, now: Time) {
-        if self.rename_at.is_some_and(|at| at <= now) {
+        if self.losses.rename_at.is_some_and(|at| at <= now) {
             self.name_again(now);
         }
-        if now < self.heartbeat_at {
+        if now < self.beats.at {
             return;
         }
         self.heartbeat();
-        let untold = self.beat.1 < BEATS;
+        let untold = self.beats.last.1 < BEATS;
         let busy = untold
             || self.slowest().0 != self.ack
             || self.slots.iter().any(|slot| slot.tag.is_some() && !slot.committed);
-        self.heartbeat_at = now.plus(if busy { self.config.heartbeat_every } else { self.config.idle_every });
+        self.beats.at = now.plus(if busy { self.config.heartbeat_every } else { self.config.idle_every });
     }
 
     /// The next packet to send.
     pub fn poll_transmit(&mut self) -> Option<Transmit<'_>> {
-        self.told = self.credit();
-        if let Some(to) = self.heartbeat_to.pop() {
+        self.beats.told = self.credit();
+        if let Some(to) = self.beats.to.pop() {
             let header = self.downward(Kind::HeartbeatDown, Serial(0)).encode(&[], self.config.key.as_ref());
             return Some(Transmit { to, header, payload: &[] });
         }
-        while let Some((to, seq)) = self.names.pop_front() {
+        while let Some((to, seq)) = self.losses.names.pop_front() {
             let missing = self.missing(seq);
             let workers = if missing & self.behind(to) == 0 { missing } else { missing & self.behind(to) };
             if workers != 0 {
@@ -328,7 +345,7 @@ impl Server {
         let single = self.sender(from, header)?;
         self.hear(header)?;
         // Workers that wait for Credit send nothing that would bring it.
-        if self.queue.is_empty() && self.credit().ahead_of(self.told) >= (self.config.window / 4).max(4) as i32 {
+        if self.queue.is_empty() && self.credit().ahead_of(self.beats.told) >= (self.config.window / 4).max(4) as i32 {
             self.heartbeat();
         }
         if let Some(worker) = single {
@@ -337,7 +354,7 @@ impl Server {
         match header.kind {
             Kind::Push => {
                 // Something has changed: the next heartbeat is due soon.
-                self.heartbeat_at = self.heartbeat_at.min(now.plus(self.config.heartbeat_every));
+                self.beats.at = self.beats.at.min(now.plus(self.config.heartbeat_every));
                 self.push(now, packet)
             }
             Kind::Request => {
@@ -395,7 +412,7 @@ impl Server {
         });
         if self.direct() != before {
             self.heartbeat();
-            self.heartbeat_at = now.plus(self.config.heartbeat_every);
+            self.beats.at = now.plus(self.config.heartbeat_every);
         }
     }
 
@@ -457,7 +474,7 @@ impl Server {
             return Ok(None);
         }
         self.commit(index);
-        let recovery = self.recoveries[index];
+        let recovery = self.losses.slots[index];
         if recovery.seq == seq && recovery.tries > 0 {
             self.measure(now.since(recovery.first_named_at), recovery.tries);
         }
@@ -559,15 +576,15 @@ impl Server {
     /// Sends Ack and Credit to all workers: through every child, and directly to those that bypass it.
     fn heartbeat(&mut self) {
         let (direct, credit) = (self.direct(), self.credit());
-        self.beat = (credit, if self.beat.0 == credit { self.beat.1.saturating_add(1) } else { 1 });
-        self.heartbeat_to.clear();
+        self.beats.last = (credit, if self.beats.last.0 == credit { self.beats.last.1.saturating_add(1) } else { 1 });
+        self.beats.to.clear();
         for node in &self.config.tree.children {
             match node {
-                Node::Aggregator { link, .. } => self.heartbeat_to.push(*link),
-                Node::Worker(worker) => self.heartbeat_to.push(self.config.workers[usize::from(*worker)]),
+                Node::Aggregator { link, .. } => self.beats.to.push(*link),
+                Node::Worker(worker) => self.beats.to.push(self.config.workers[usize::from(*worker)]),
             }
         }
-        self.heartbeat_to.extend(bits(direct).map(|worker| self.config.workers[worker]));
+        self.beats.to.extend(bits(direct).map(|worker| self.config.workers[worker]));
     }
 
     /// The workers at a link or below it.
@@ -649,7 +666,7 @@ impl Server {
     pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         (self.config.epoch, self.ack, &self.heard, self.lost).hash(state);
-        self.recoveries.iter().for_each(|each| (each.seq, each.tries > 0, each.asked).hash(state));
+        self.losses.slots.iter().for_each(|each| (each.seq, each.tries > 0, each.asked).hash(state));
         let block = self.config.block_bytes;
         for (index, slot) in self.slots.iter().enumerate() {
             (slot.tag, slot.committed, &slot.parts).hash(state);

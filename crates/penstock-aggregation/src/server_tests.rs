@@ -271,7 +271,7 @@ proptest! {
             if leaves {
                 prop_assert!(sent(&mut server).len() < 100);
             }
-            prop_assert!(server.names.len() <= 2 * 4 && server.slots.iter().all(|slot| slot.announce.len() <= 3));
+            prop_assert!(server.losses.names.len() <= 2 * 4 && server.slots.iter().all(|slot| slot.announce.len() <= 3));
         }
     }
 }

@@ -18,15 +18,15 @@ impl Server {
     /// Blocks that lie well before a committed one and are not here were lost: by as many SeqNums as QUIC waits (RFC 9002,
     /// section 6.1.1).
     pub(super) fn look_for_gaps(&mut self, now: Time, committed: Serial) {
-        if self.is_newer(self.ack, self.checked) {
-            self.checked = self.ack;
+        if self.is_newer(self.ack, self.losses.checked) {
+            self.losses.checked = self.ack;
         }
-        while committed.ahead_of(self.checked) >= REORDERED {
-            let seq = self.checked;
+        while committed.ahead_of(self.losses.checked) >= REORDERED {
+            let seq = self.losses.checked;
             if self.missing(seq) != 0 {
                 self.name_gap(now, seq);
             }
-            self.checked = seq.plus(1);
+            self.losses.checked = seq.plus(1);
         }
     }
 
@@ -46,8 +46,8 @@ impl Server {
 
     /// Queues a message that names missing blocks. Nodes that ask faster than packets leave do not get every answer.
     pub(super) fn tell(&mut self, to: Link, seq: Serial) {
-        if self.names.len() < self.slots.len() * (self.config.workers.len() + 1) {
-            self.names.push_back((to, seq));
+        if self.losses.names.len() < self.slots.len() * (self.config.workers.len() + 1) {
+            self.losses.names.push_back((to, seq));
         }
     }
 
@@ -60,14 +60,14 @@ impl Server {
         (recovery.tries, recovery.named_at) = (recovery.tries + 1, now);
         let tries = recovery.tries;
         let at = now.plus(self.patience(tries));
-        self.rename_at = Some(self.rename_at.map_or(at, |soonest| soonest.min(at)));
+        self.losses.rename_at = Some(self.losses.rename_at.map_or(at, |soonest| soonest.min(at)));
     }
 
     pub(super) fn name_again(&mut self, now: Time) {
-        self.rename_at = None;
+        self.losses.rename_at = None;
         for i in 0..self.config.window {
             let seq = self.ack.plus(i);
-            let recovery = self.recoveries[self.index(seq)];
+            let recovery = self.losses.slots[self.index(seq)];
             if recovery.seq != seq || recovery.tries == 0 || self.missing(seq) == 0 {
                 continue;
             }
@@ -75,14 +75,14 @@ impl Server {
             if at <= now {
                 self.name_gap(now, seq);
             } else {
-                self.rename_at = Some(self.rename_at.map_or(at, |soonest| soonest.min(at)));
+                self.losses.rename_at = Some(self.losses.rename_at.map_or(at, |soonest| soonest.min(at)));
             }
         }
     }
 
     pub(super) fn recovery(&mut self, seq: Serial, now: Time) -> &mut Recovery {
         let index = self.index(seq);
-        let recovery = &mut self.recoveries[index];
+        let recovery = &mut self.losses.slots[index];
         if recovery.seq != seq {
             *recovery = Recovery::of(seq, now);
         }
@@ -95,19 +95,19 @@ impl Server {
     pub(super) fn measure(&mut self, sample: u64, tries: u32) {
         // A longer time was an outage: no time-out is longer than this.
         let sample = sample.min(self.config.idle_every);
-        if self.doubtful >= MAX_DOUBTFUL {
-            (self.round_trip, self.doubtful) = (None, 0);
+        if self.losses.doubtful >= MAX_DOUBTFUL {
+            (self.losses.round_trip, self.losses.doubtful) = (None, 0);
         }
-        self.doubtful = if tries > 1 { self.doubtful + 1 } else { 0 };
-        if tries == 1 || self.round_trip.is_none() {
-            self.round_trip = Some(smoothed(self.round_trip, sample));
+        self.losses.doubtful = if tries > 1 { self.losses.doubtful + 1 } else { 0 };
+        if tries == 1 || self.losses.round_trip.is_none() {
+            self.losses.round_trip = Some(smoothed(self.losses.round_trip, sample));
         }
     }
 
     /// The time-out after `tries` namings.
     pub(super) fn patience(&self, tries: u32) -> u64 {
         let (soonest, latest) = (RENAME_MIN, self.config.idle_every);
-        let once = self.round_trip.map_or(self.config.heartbeat_every, |(mean, variation)| mean + 4 * variation);
+        let once = self.losses.round_trip.map_or(self.config.heartbeat_every, |(mean, variation)| mean + 4 * variation);
         (once.clamp(soonest.min(latest), latest) << (tries - 1).min(MAX_BACKOFF)).min(latest)
     }
 }

@@ -54,19 +54,33 @@ pub(super) struct Driver {
     /// Operations that have not ended, in the group's order, from number `first`.
     running: VecDeque<Running>,
     first: u64,
+    troubles: Troubles,
+    stopped: bool,
+    payload: Vec<u8>,
+    published: Time,
+    /// By server.
+    seen: Vec<Seen>,
+}
+
+/// What keeps operations from ending.
+#[derive(Default)]
+struct Troubles {
     /// Why the group has failed.
     failed: Option<Failure>,
     /// A rank has left the group: operations that it has not issued never end.
     departed: Option<Failure>,
     /// Another rank reports that a server is lost.
     alarmed: Option<String>,
-    stopped: bool,
-    payload: Vec<u8>,
-    published: Time,
-    direct: Vec<bool>,
-    refusals_told: Vec<bool>,
-    /// Packets from unknown addresses, for each server's socket.
-    unauthenticated: Vec<u64>,
+}
+
+/// What was seen of a server, and told.
+#[derive(Clone, Default)]
+struct Seen {
+    /// Its aggregators are bypassed.
+    is_direct: bool,
+    is_refusal_told: bool,
+    /// Packets from unknown addresses on its socket.
+    unauthenticated: u64,
 }
 
 struct Running {
@@ -124,9 +138,8 @@ impl Driver {
             })
             .collect();
         Driver {
-            direct: vec![false; spec.servers.len()],
-            refusals_told: vec![false; spec.servers.len()],
-            unauthenticated: vec![0; spec.servers.len()],
+            seen: vec![Seen::default(); spec.servers.len()],
+            troubles: Troubles::default(),
             payload: vec![0; spec.payload_bytes],
             shared,
             group,
@@ -138,9 +151,6 @@ impl Driver {
             epoch: Instant::now(),
             running: VecDeque::new(),
             first: 0,
-            failed: None,
-            departed: None,
-            alarmed: None,
             stopped: false,
             published: Time(0),
         }
@@ -205,8 +215,8 @@ impl Driver {
     /// One round of all work. Returns the reason if a server is lost.
     fn turn(&mut self) -> Option<String> {
         self.take_commands();
-        if self.stopped || self.failed.is_some() {
-            self.wait(self.failed.is_some());
+        if self.stopped || self.troubles.failed.is_some() {
+            self.wait(self.troubles.failed.is_some());
             return None;
         }
         self.receive();
@@ -239,10 +249,10 @@ impl Driver {
                 }
                 Command::Failed(failure) => self.fail(failure),
                 Command::Alarm(failure) if failure.kind == SERVER_LOST => {
-                    self.alarmed.get_or_insert(failure.message);
+                    self.troubles.alarmed.get_or_insert(failure.message);
                 }
                 Command::Alarm(failure) => {
-                    self.departed.get_or_insert(failure);
+                    self.troubles.departed.get_or_insert(failure);
                 }
                 Command::Stop => {
                     self.fail(Failure::fatal(FailureKind::Closed, "the group was destroyed."));
@@ -253,7 +263,7 @@ impl Driver {
     }
 
     fn start(&mut self, call: Call, ticket: Ticket) {
-        if let Some(failure) = &self.failed {
+        if let Some(failure) = &self.troubles.failed {
             return ticket.complete(Err(failure.clone()));
         }
         let job = Job {
@@ -293,8 +303,8 @@ impl Driver {
         for (server, socket) in self.sockets.iter_mut().enumerate() {
             let ServerSpec { address, parent, .. } = self.spec.servers[server];
             for _ in 0..BATCHES {
-                let (core, told) = (&mut self.core, &mut self.refusals_told[server]);
-                let unauthenticated = &mut self.unauthenticated[server];
+                let Seen { is_refusal_told: told, unauthenticated, .. } = &mut self.seen[server];
+                let core = &mut self.core;
                 let mut answers = Vec::new();
                 let received = socket.receive(|from, bytes| {
                     let Some(link) = link_of(from, address, parent) else {
@@ -390,7 +400,7 @@ impl Driver {
         while let Some(op) = self.core.poll_done() {
             self.end(op);
         }
-        if self.departed.is_none() || self.failed.is_some() {
+        if self.troubles.departed.is_none() || self.troubles.failed.is_some() {
             return;
         }
         // A rank leaves in good order when all operations that it has issued have ended, that is, when all ranks have all
@@ -399,7 +409,7 @@ impl Driver {
             self.end(op);
         }
         if !self.core.is_idle() {
-            let failure = self.departed.clone().expect("seen above");
+            let failure = self.troubles.departed.clone().expect("seen above");
             self.group.fail(Failure { kind: FailureKind::PeerLost, ..failure });
             self.wait_for_failure();
         }
@@ -425,9 +435,9 @@ impl Driver {
 
     /// Checks for bypassed aggregators, and for operations that are late.
     fn judge(&mut self, now: Time) {
-        for server in 0..self.direct.len() {
+        for server in 0..self.seen.len() {
             let direct = self.core.is_direct(server);
-            if std::mem::replace(&mut self.direct[server], direct) == direct {
+            if std::mem::replace(&mut self.seen[server].is_direct, direct) == direct {
                 continue;
             }
             let ServerSpec { address, parent, .. } = self.spec.servers[server];
@@ -475,10 +485,10 @@ impl Driver {
 
     /// The reason for a fallback, if there is one.
     fn lost(&mut self, now: Time) -> Option<String> {
-        if self.failed.is_some() {
+        if self.troubles.failed.is_some() {
             return None;
         }
-        if let Some(reason) = self.alarmed.take() {
+        if let Some(reason) = self.troubles.alarmed.take() {
             return Some(reason);
         }
         let server = self.core.lost_server(now)?;
@@ -525,7 +535,7 @@ impl Driver {
             entry.requested = counters.requested;
             entry.results = counters.results;
             entry.refused = counters.refused;
-            entry.unauthenticated = self.unauthenticated[server];
+            entry.unauthenticated = self.seen[server].unauthenticated;
             entry.round_trip_ns = self.core.round_trip(server);
             if let Some(socket) = self.sockets.get(server) {
                 entry.sent_bytes = socket.counters().sent_bytes;
@@ -553,7 +563,7 @@ impl Driver {
 
     /// This thread has failed the group: no packet may touch a tensor until the failure has come back.
     fn wait_for_failure(&mut self) {
-        while self.failed.is_none() && !self.stopped {
+        while self.troubles.failed.is_none() && !self.stopped {
             self.wait(true);
             self.take_commands();
         }
@@ -562,7 +572,7 @@ impl Driver {
     /// Fails all operations.
     fn fail(&mut self, failure: Failure) {
         let failure = Failure { group_lives: false, ..failure };
-        self.failed.get_or_insert(failure.clone());
+        self.troubles.failed.get_or_insert(failure.clone());
         let (rank, name) = (self.spec.rank, self.spec.name.clone());
         for (i, running) in std::mem::take(&mut self.running).into_iter().enumerate() {
             let number = self.first + i as u64 + 1;

@@ -40,7 +40,7 @@ impl Driver {
             while !self.running[0].job.ready {
                 self.wait(true);
                 self.take_commands();
-                if self.failed.is_some() {
+                if self.troubles.failed.is_some() {
                     self.forward();
                     return false;
                 }
