@@ -555,6 +555,8 @@ def _spoil_front(rng: random.Random, program: Program, avoid: Collection[str]) -
         if drawn is None:
             return program
         how, changes = drawn
+        if f"wrong {how} of {spec['call']}" in avoid:
+            return program
         rank = rng.choice(members(program, spec))
         wrong = {"kind": "gradients", "rank": rank, "call": name, "how": how}
         # The group is lost then, and what makes others waits in the store for ranks that are gone.
