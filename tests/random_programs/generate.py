@@ -22,7 +22,7 @@ from collections.abc import Collection
 from typing import Any
 
 from collectives import reference
-from random_programs import shrink
+from random_programs import gradients, horovod_sessions, shrink
 
 Program = dict[str, Any]
 
@@ -58,10 +58,14 @@ BLOCKING = {
     "scatter_object_list",
     "message objects",
     "reducer",
+    "ddp",
     "hvd allreduce",
+    "hvd",
     "new_group",
     "destroy_group",
 }
+# Calls that make groups of their own.
+FRONTS = ("reducer", "ddp", "hvd allreduce", "hvd")
 # Between two ranks of the group.
 PAIRWISE = ("message", "message objects")
 ROOTED = {"broadcast", "reduce", "gather", "scatter", "broadcast_object_list", "gather_object", "scatter_object_list"}
@@ -123,6 +127,8 @@ WRONG = {
     "timeout": 1,
 }
 WRONG_SHARE = 0.08
+# Of programs with a front and no other deviation.
+WRONG_FRONTS_SHARE = 0.08
 # A time-out of a wait that no right program comes to.
 LONG_S = 300.0
 
@@ -156,9 +162,13 @@ def generate(seed: int, *, medium: str = "memory", avoid: Collection[str] = (), 
     # Draws of their own: the seeds of programs that are known by number mean the same without them.
     more = random.Random(f"{seed} more")
     _vary(more, program)
+    fronts = random.Random(f"{seed} fronts")
+    _vary_fronts(fronts, program, avoid)
     program["wrong"] = None
     if is_wrong if wrong is None else wrong:
         _spoil(rng, program, avoid, splits=more.random() < 0.1)
+    if program["wrong"] is None and wrong is not False and fronts.random() < (1.0 if wrong else WRONG_FRONTS_SHARE):
+        program = _spoil_front(fronts, program, avoid)
     return program
 
 
@@ -388,6 +398,32 @@ def _vary(rng: random.Random, program: Program) -> None:
         steps[:] = varied
 
 
+def _vary_fronts(rng: random.Random, program: Program, avoid: Collection[str]) -> None:
+    """Put lives of Horovod and passes of DistributedDataParallel into the places of other calls that block all ranks."""
+    for name, spec in program["calls"].items():
+        is_free = spec["call"] in BLOCKING and spec["call"] not in (*PAIRWISE, "new_group", "destroy_group")
+        if not is_free:
+            continue
+        size = len(program["groups"][spec["group"]])
+        if spec["call"] == "reducer":
+            gradients.vary(rng, spec, size)
+        elif spec["group"] == "world" and rng.random() < 0.35:
+            program["calls"][name] = horovod_sessions.draw(rng, program["ranks"], f"{program['seed']} {name}")
+        elif rng.random() < 0.25:
+            drawn = {"call": "reducer", "group": spec["group"], "key": f"{program['seed']} {name}", "reduce": "AVG"}
+            drawn |= {
+                "exact": rng.random() < 0.6,
+                "steps": rng.randint(1, 3),
+                "unused_percent": rng.choice([0, 10, 40]),
+            }
+            drawn["dtype"] = rng.choice(["float32", "float64", "bfloat16", "float16"])
+            drawn["counts"] = [rng.choice([1, 7, 300, 5000, 16_385]) for _ in range(rng.randint(1, 5))]
+            drawn["closed"] = rng.random() < 0.5 or "reducer without close" in avoid
+            drawn["bucket_bytes"] = rng.choice([256, 4096, 1 << 16, 4 << 20])
+            gradients.vary(rng, drawn, size)
+            program["calls"][name] = drawn
+
+
 def _can_be_refused(spec: dict[str, Any], avoid: Collection[str]) -> bool:
     """Whether a strided tensor in the place of its last one makes the call fail before anything is sent."""
     if spec["call"] not in (
@@ -413,9 +449,9 @@ def _spoil(rng: random.Random, program: Program, avoid: Collection[str], *, spli
         kind = "splits"
     fit = [name for name, spec in program["calls"].items() if _is_fit(kind, program, spec, avoid)]
     # What makes groups waits in the store for a rank that is gone, until the group's time-out, as with any backend.
-    making: tuple[str, ...] = ("new_group", "reducer", "hvd allreduce") if kind in ("leave", "kill", "timeout") else ()
+    making: tuple[str, ...] = ("new_group", *FRONTS) if kind in ("leave", "kill", "timeout") else ()
     if "groups of a failed group" in avoid:
-        making += ("reducer", "hvd allreduce")
+        making += FRONTS
     names = list(program["calls"])
     last = max([i for i, name in enumerate(names) if program["calls"][name]["call"] in making], default=-1)
     fit = [name for name in fit if names.index(name) > last]
@@ -496,6 +532,43 @@ def _spoil(rng: random.Random, program: Program, avoid: Collection[str], *, spli
     program["wrong"] = wrong
 
 
+def _spoil_front(rng: random.Random, program: Program, avoid: Collection[str]) -> Program:
+    """Make one rank deviate within a call of a front."""
+    fit = [
+        name
+        for name, spec in program["calls"].items()
+        if spec["call"] in ("hvd", "reducer", "ddp") and len(members(program, spec)) > 1 and "wrong fronts" not in avoid
+    ]
+    if not fit:
+        return program
+    name = rng.choice(fit)
+    spec = program["calls"][name]
+    if spec["call"] == "hvd":
+        found = horovod_sessions.deviate(rng, spec, program["ranks"])
+        if found is None:
+            return program
+        rank, index, how, instead = found
+        wrong = {"kind": "hvd", "rank": rank, "call": name, "how": how, "op": index}
+        changes: dict[str, Any] = {"instead": {str(index): instead}}
+    else:
+        drawn = gradients.deviate(rng, spec)
+        if drawn is None:
+            return program
+        how, changes = drawn
+        if f"wrong {how} of {spec['call']}" in avoid:
+            return program
+        rank = rng.choice(members(program, spec))
+        wrong = {"kind": "gradients", "rank": rank, "call": name, "how": how}
+        # The group is lost then, and what makes others waits in the store for ranks that are gone.
+        names = list(program["calls"])
+        program = shrink.without(program, set(names[names.index(name) + 1 :]))
+    for step in program["steps"][rank]:
+        if step[:2] == ["call", name]:
+            step.append(changes)
+    program["wrong"] = wrong
+    return program
+
+
 def _is_fit(kind: str, program: Program, spec: dict[str, Any], avoid: Collection[str]) -> bool:
     call = spec["call"]
     size = len(members(program, spec))
@@ -505,7 +578,7 @@ def _is_fit(kind: str, program: Program, spec: dict[str, Any], avoid: Collection
         # Other groups have torch's time-out of half an hour.
         return spec["group"] == "world" and bool(_needed(program, spec))
     if kind in ("leave", "kill", "stop"):
-        return call not in ("reducer", "hvd allreduce")
+        return call not in FRONTS
     if kind == "splits":
         return call == "all_to_all_single"
     if call in BLOCKING or call.startswith("all_to_all") or call in ("exchange", "sparse all_reduce"):
@@ -528,9 +601,7 @@ def _is_fit(kind: str, program: Program, spec: dict[str, Any], avoid: Collection
 def _needed(program: Program, spec: dict[str, Any]) -> list[int]:
     """The job's ranks that others cannot end the call without."""
     call, group = spec["call"], program["groups"][spec["group"]]
-    if call in ("reducer", "hvd allreduce", "all_to_all", "all_to_all_single", "exchange") or 0 in spec.get(
-        "counts", ()
-    ):
+    if call in (*FRONTS, "all_to_all", "all_to_all_single", "exchange") or 0 in spec.get("counts", ()):
         return []  # it depends, or where nothing is sent nobody waits
     if call in PAIRWISE:
         return [group[spec["src"]]]
@@ -557,9 +628,9 @@ def for_gloo(program: Program) -> Program:
 
 
 def _is_gloos(spec: dict[str, Any]) -> bool:
-    if spec["call"] in ("new_group", "destroy_group", "reducer", "hvd allreduce", "all_to_all") or spec[
-        "call"
-    ].startswith("coalesced"):
+    if spec["call"] == "ddp":
+        return not spec["hook"] and spec["dtype"] in _GLOO_DTYPES
+    if spec["call"] in ("new_group", "destroy_group", *FRONTS, "all_to_all") or spec["call"].startswith("coalesced"):
         return False
     if spec.get("any_source") and 0 in spec["counts"]:
         return False  # it refuses to receive nothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from random_programs import faults
+from random_programs import faults, horovod_sessions
 
 Report = dict[str, Any]
 
@@ -66,6 +66,8 @@ def _barriers(reports: dict[int, Report | None]) -> list[str]:
 def _judge_wrong(program: dict[str, Any], wrong: dict[str, Any], reports: dict[int, Report | None]) -> list[str]:
     """Errors are of the kinds that the deviation allows, name an operation and a rank, and come in time; and the deviation does
     not go by unseen."""
+    if wrong["kind"] == "hvd":
+        return _judge_horovod(program, wrong, reports)
     allowed, limit_s, must = _ALLOWED[wrong["kind"]]
     if wrong["kind"] == "missing" and _blocks_unseen(program, wrong):
         allowed, limit_s = (*allowed, "Timeout"), max(limit_s, program["timeout_s"] + _SLACK_S)
@@ -94,8 +96,40 @@ def _judge_wrong(program: dict[str, Any], wrong: dict[str, Any], reports: dict[i
             found.append(f"an error in another group than {group}: {text}")
     if must == "mismatch" and not any({"Mismatch", "Config"} & set(_kinds(end)) for _, end in errors):
         found.append(f"nobody noticed the wrong {wrong['kind']} of rank {wrong['rank']} in call {wrong['call']}")
+    if must == "error" and not errors:
+        found.append(f"nobody noticed the wrong {wrong['how']} of rank {wrong['rank']} in call {wrong['call']}")
     if must == "timeout" and not any("Timeout" in _kinds(end) for _, end in errors):
         found.append(f"nobody noticed that rank {wrong['rank']} came too late to call {wrong['call']}: no time-out")
+    return found
+
+
+def _judge_horovod(program: dict[str, Any], wrong: dict[str, Any], reports: dict[int, Report | None]) -> list[str]:
+    """One operation of a life of Horovod fails on all ranks that make it, in Horovod's words; all else goes on."""
+    spec = program["calls"][wrong["call"]]
+    op, is_missing = spec["ops"][wrong["op"]], wrong["how"] == "missing"
+    concerned = set(horovod_sessions.members(spec, op, program["ranks"])) - ({wrong["rank"]} if is_missing else set())
+    found = []
+    for rank, report in reports.items():
+        if report is None:
+            found.append(f"rank {rank} died")
+            continue
+        failed = set()
+        for end in report["ends"]:
+            if end["seconds"] > _SLACK_S + _HOROVOD_END_S * is_missing:
+                found.append(
+                    f"rank {rank}: call {end['call']}: {end['step']} took {end['seconds']} s, more than allowed"
+                )
+            if "kinds" not in end:
+                continue
+            text = _said(program, rank, end)
+            words = "shut down" if is_missing else "Mismatched"
+            if end["call"] != wrong["call"] or end["step"] != f"op {wrong['op']}" or rank not in concerned:
+                found.append(f"an error elsewhere than in operation {wrong['op']}: {text}")
+            elif end["kinds"][0] != "HorovodInternalError" or words not in end["text"]:
+                found.append(f"not an error that a wrong {wrong['how']} allows (HorovodInternalError: {words}): {text}")
+            failed.add(rank)
+        if rank in concerned - failed:
+            found.append(f"nobody noticed on rank {rank} the wrong {wrong['how']} of rank {wrong['rank']}")
     return found
 
 
@@ -175,10 +209,12 @@ def _blocks_unseen(program: dict[str, Any], wrong: dict[str, Any]) -> bool:
 # Calls that issue no collective of the group that they are made in: messages, and what works in groups of its own.
 _NOT_COMPARED = (
     *("message", "message objects", "exchange", "new_group", "destroy_group"),
-    *("hvd allreduce", "sparse all_reduce"),
+    *("hvd allreduce", "hvd", "sparse all_reduce"),
 )
 # How much later than promised a step may end on a machine that does much else.
 _SLACK_S = 10.0
+# How long a rank that leaves Horovod waits for what was agreed on.
+_HOROVOD_END_S = 30.0
 # The same for faults: the engine promises a second beyond its patience, and programs pause before they look.
 _SLACK_OF_FAULTS_S = 4.0
 # What a change of membership may take: the window, a rebuild that fails, and the way to the end.
@@ -192,6 +228,12 @@ _ALLOWED: dict[str, tuple[tuple[str, ...], float, str]] = {
     "call": (("Mismatch",), _SLACK_S, "mismatch"),
     "splits": (("Mismatch", "Config"), _SLACK_S, "mismatch"),
     "order": (("Mismatch",), _SLACK_S, "mismatch"),
+    # DistributedDataParallel compares shapes itself, without a word to ranks that find nothing.
+    "gradients": (
+        ("Mismatch", "PeerLost", "Closed", "Refused", "RuntimeError"),
+        faults.PEER_TIMEOUT_S + _SLACK_S,
+        "error",
+    ),
     "missing": (("Mismatch", "PeerLost", "Closed"), faults.PEER_TIMEOUT_S + _SLACK_S, ""),
     "leave": (("PeerLost", "Closed", "Refused"), faults.PEER_TIMEOUT_S + _SLACK_S, ""),
     "kill": (("PeerLost", "Closed", "Refused"), faults.PEER_TIMEOUT_S + _SLACK_S, ""),

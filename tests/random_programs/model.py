@@ -271,32 +271,6 @@ def _exchange(spec: Spec, size: int, rank: int) -> list[Slot]:
     return found
 
 
-def gradients(spec: Spec, size: int, rank: int) -> list[tuple[list[torch.Tensor | None], list[Any]]]:
-    """For each step of a reducer: the gradients that this rank makes (None: the parameter is not used), and the average that
-    every rank must get with its bound (None: no rank uses it)."""
-    steps = []
-    for step in range(spec["steps"]):
-        used = [
-            [
-                None
-                if (zlib.crc32(f"{spec['key']} {step} {other} {index}".encode()) % 100 < spec["unused_percent"])
-                else values(spec, other, 1000 * step + index, count)
-                for index, count in enumerate(spec["counts"])
-            ]
-            for other in range(size)
-        ]
-        averages: list[Any] = []
-        for index, count in enumerate(spec["counts"]):
-            column = [used[other][index] for other in range(size)]
-            if all(one is None for one in column):
-                averages.append(None)
-                continue
-            zeros = torch.zeros(count, dtype=getattr(torch, spec["dtype"]))
-            averages.append(reduced(spec, [zeros if one is None else one for one in column]))
-        steps.append((used[rank], averages))
-    return steps
-
-
 def _nothing(spec: Spec, size: int, rank: int) -> list[Slot]:
     return []
 
@@ -336,4 +310,6 @@ _SLOTS = {
     "message objects": _nothing,
     "sparse all_reduce": _nothing,
     "reducer": _nothing,
+    "ddp": _nothing,
+    "hvd": _nothing,
 }

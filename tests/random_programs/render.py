@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from random_programs import gradients, horovod_sessions
 from random_programs.model import of_part
 
 Spec = dict[str, Any]
@@ -79,6 +80,7 @@ def _call(program: dict[str, Any], rank: int, name: str, spec: Spec, *, later: b
     yield f"tensors_{name} = t = [{', '.join(tensors)}]"
     if "with " in call or "\n" in call:
         yield from call.format(how=how, group=group).splitlines()
+        yield f"work_{name} = None"
     else:
         yield f"work_{name} = " + call.format(how=how, group=group, later=later)
     yield f"check_{name} = check('call {name}', t, [{', '.join(expected)}])" if checked else f"check_{name} = nothing"
@@ -257,13 +259,62 @@ def _objects(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, l
 
 
 def _reducer(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
-    counts = f"{spec['counts']}, torch.{spec['dtype']}, {spec['steps']}, {spec['bucket_bytes']}"
-    counts += f", {spec['closed']}"
-    return [], f"reduce_gradients({counts}, {{group}})", []
+    given = f"{spec['counts']}, torch.{spec['dtype']}, {gradients.passes_of(spec)}, {spec['bucket_bytes']}"
+    if spec["call"] == "ddp":
+        return [], f"distributed_data_parallel({given}, {spec['hook']}, {spec['view']}, {{group}})", []
+    return [], f"reduce_gradients({given}, {spec['closed']}, {bool(spec.get('averaging'))}, {{group}})", []
 
 
 def _hvd(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
     return [_fill(spec, me, part, count, part) for part, count in enumerate(spec["counts"])], "horovod(t)", []
+
+
+def _horovod_life(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
+    lines = [
+        "import penstock.horovod.torch as hvd",
+        f"sets = [hvd.ProcessSet(ranks) for ranks in {spec['sets']}]",
+        "hvd.init(process_sets=sets)",
+    ]
+    for what, index in horovod_sessions.order(spec, len(members), me):
+        if what == "join":
+            lines.append("hvd.join()")
+            continue
+        right = spec["ops"][index]
+        op = spec.get("instead", {}).get(str(index), right)
+        if op is None:
+            continue
+        if what == "finish":
+            if op["how"] != "sync" or op.get("even"):
+                get = f"op_{index}()" if op["kind"] == "sparse_allreduce" else f"hvd.synchronize(op_{index})"
+                lines.append(f"op_{index} = {get}")
+            continue
+        everybody = horovod_sessions.members(spec, right, len(members))
+        chosen = [] if op["set"] is None else [f"process_set=sets[{op['set']}]"]
+        if op["kind"] == "barrier":
+            lines.append(f"hvd.barrier({', '.join(chosen)})")
+            continue
+        name, reduction, more = horovod_sessions.arguments(spec, index, op)
+        how = [f"{key}={value!r}" for key, value in more.items()] + chosen
+        how += [f"op=hvd.{reduction}"] if reduction else []
+        how += [f"root_rank={everybody[op['root']]}"] if op["kind"] == "broadcast" else []
+        own = everybody.index(me)
+        if op["kind"] == "alltoall" and not op["even"]:
+            how.append(f"splits={op['splits'][own]}")
+        width = max(1, op["width"])
+        shape = f".view(-1, {op['width']})" if op["width"] else ""
+        given = [
+            f"fill({me}, {part}, {rows[own] * width}, torch.{op['dtype']}){shape if rows[own] else ''}"
+            if rows[own] or not op["width"]
+            else f"torch.zeros(0, {op['width']}, dtype=torch.{op['dtype']})"
+            for part, rows in enumerate(op["rows"])
+        ]
+        tensor = f"[{', '.join(given)}]" if op["kind"].startswith("grouped") else (given or [""])[0]
+        if op["kind"] == "sparse_allreduce":
+            values = f"torch.ones(1{f', {width}' if op['width'] else ''}, dtype=torch.{op['dtype']})"
+            size = (op["height"], op["width"]) if op["width"] else (op["height"],)
+            tensor = f"torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.long), {values}, {size})"
+        lines.append(f"op_{index} = hvd.{name}({', '.join([tensor, *how])})")
+    return [], "\n".join([*lines, "hvd.shutdown()"]), []
 
 
 def _message_objects(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
@@ -318,13 +369,15 @@ _RENDERED = {
     "message objects": _message_objects,
     "sparse all_reduce": _sparse,
     "reducer": _reducer,
+    "ddp": _reducer,
     "hvd allreduce": _hvd,
+    "hvd": _horovod_life,
 }
 # Calls whose functions take no async_op.
 _NO_ASYNC = {"message", "message objects"}
 
 _HEAD = '''
-import datetime, os, signal, subprocess, sys, time
+import contextlib, datetime, os, signal, subprocess, sys, time
 
 import torch
 import torch.multiprocessing
@@ -386,17 +439,47 @@ def coalesced(group, later, each):
     return manager if later else None
 
 
-def reduce_gradients(counts, dtype, steps, bucket_bytes, closed, group):
+class Module(torch.nn.Module):
+    def __init__(self, counts, dtype):
+        super().__init__()
+        self.parts = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(count, dtype=dtype)) for count in counts)
+
+    def forward(self, factor):
+        return sum((one * factor).sum() for one in self.parts)
+
+
+def make_passes(module, called, passes, no_sync, average):
+    for step in passes:
+        module.zero_grad()
+        for averaged in step:
+            with contextlib.nullcontext() if averaged else no_sync():
+                called(3).backward()
+        average()
+        for one in module.parts:
+            if not (one.grad == 3 * len(step)).all():
+                print(f"WRONG: {{one.grad}} instead of {{3 * len(step)}} after {{step}}", flush=True)
+
+
+def reduce_gradients(counts, dtype, passes, bucket_bytes, closed, averaging, group):
     from penstock.torch import GradientReducer
-    parameters = [torch.nn.Parameter(torch.ones(count, dtype=dtype)) for count in counts]
-    reducer = GradientReducer(parameters, group, bucket_bytes=bucket_bytes)
-    for _ in range(steps):
-        sum((one * 3).sum() for one in parameters).backward()
-        for one in parameters:
-            assert (one.grad == 3).all(), one.grad
-            one.grad = None
+    module = Module(counts, dtype)
+    reducer = GradientReducer(module, group, bucket_bytes=bucket_bytes)
+    make_passes(module, module, passes, reducer.no_sync, reducer.average if averaging else nothing)
     if closed:
         reducer.close()
+
+
+def distributed_data_parallel(counts, dtype, passes, bucket_bytes, hook, view, group):
+    module = Module(counts, dtype)
+    called = torch.nn.parallel.DistributedDataParallel(
+        module, process_group=group, bucket_cap_mb=max(1e-3, bucket_bytes / 2**20), gradient_as_bucket_view=view
+    )
+    if hook:
+        from penstock.torch import ddp_hook
+        hook = ddp_hook(called, bucket_bytes=bucket_bytes)
+    make_passes(module, called, passes, called.no_sync, nothing)
+    if hook:
+        hook.close()
 
 
 def horovod(tensors):

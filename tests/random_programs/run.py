@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import gc
 import json
@@ -20,7 +19,6 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ranks
 from collectives import reference
 from penstock.errors import Closed, PeerLost, PenstockError
-from random_programs import faults, model, mutants, strike, training
+from random_programs import faults, gradients, horovod_sessions, model, mutants, strike, tensors, training
 
 Spec = dict[str, Any]
 Held = tuple[int, int, int]
@@ -193,7 +191,8 @@ class _Rank:
         spec = self.program["calls"][name]
         pending = _Pending(self, name, spec, self.groups[spec["group"]], compared=False)
         last = pending.tensors[-1]
-        pending.tensors[-1] = last.new_zeros(2 * max(2, last.numel()))[::2]
+        # Also where it has no elements it can be cut into one part a rank.
+        pending.tensors[-1] = last.new_zeros(2 * max(2 * pending.size, last.numel()))[::2]
         try:
             pending.issue(blocking=True)
         except PenstockError as error:
@@ -342,13 +341,16 @@ class _Pending:
         self.global_ranks = members
         self.what = f"call {name} ({spec['call']} in {spec['group']})"
         self.slots = model.slots(spec, self.size, self.me)
-        self.made = [_Made(slot, index) for index, slot in enumerate(self.slots)]
+        self.made = [tensors.Made(slot, index) for index, slot in enumerate(self.slots)]
         self.tensors = [made.tensor for made in self.made]
-        rank.storages += [
-            (f"{self.what} {made.slot.label}", StorageWeakRef(made.whole.untyped_storage())) for made in self.made
-        ]
+        for made in self.made:
+            self.keep(made.slot.label, [made.whole])
         self.works: list[Any] = []
         self.sparse: torch.Tensor | None = None
+
+    def keep(self, label: str, made: list[torch.Tensor]) -> None:
+        """Look at the end of the program whether the memory of these tensors was given back."""
+        self.rank.storages += [(f"{self.what} {label}", StorageWeakRef(one.untyped_storage())) for one in made]
 
     def issue(self, blocking: bool) -> None:
         found = _CALLS[self.spec["call"]](self, not blocking)
@@ -384,7 +386,7 @@ class _Pending:
             digest = 0
             for made in self.made:
                 if made.slot.bound is not None:
-                    digest = zlib.crc32(_bytes(made.tensor), digest)
+                    digest = zlib.crc32(tensors.bytes_of(made.tensor), digest)
             self.rank.digests[self.name] = digest
 
     def expect(self, found: Any, expected: Any) -> None:
@@ -400,62 +402,6 @@ class _Pending:
         if self.spec["reduce"] == "PREMUL_SUM":
             return dist._make_nccl_premul_sum(reference.PREMUL_FACTOR)
         return getattr(dist.ReduceOp, self.spec["reduce"])
-
-
-class _Made:
-    """A tensor of a layout, in memory with a guard on both sides where it is a slice."""
-
-    def __init__(self, slot: model.Slot, index: int) -> None:
-        self.slot = slot
-        flat, count, layout = slot.before, slot.before.numel(), slot.layout
-        self.guards: list[torch.Tensor] = []
-        if layout == "slice":
-            edge = (1, 3, 64)[index % 3]
-            self.whole = model.poison(count + 2 * edge, str(flat.dtype).removeprefix("torch."))
-            self.tensor = self.whole[edge : edge + count]
-            self.tensor.copy_(flat)
-            self.guards = [self.whole[:edge], self.whole[edge + count :]]
-            self.guard_bits = [_bytes(one) for one in self.guards]
-        elif layout == "strided" and count > 1:
-            self.whole = model.poison(2 * count, str(flat.dtype).removeprefix("torch."))
-            self.tensor = self.whole[::2]
-            self.tensor.copy_(flat)
-            self.guards = [self.whole[1::2]]
-            self.guard_bits = [_bytes(one) for one in self.guards]
-        elif layout == "shared" and flat.dtype not in _NOT_SHARED:
-            import penstock
-
-            self.whole = self.tensor = penstock.empty(count, dtype=flat.dtype)
-            self.tensor.copy_(flat)
-        else:
-            self.whole = self.tensor = flat.clone()
-            if layout == "matrix" and count % 2 == 0:
-                self.tensor = self.whole.view(-1, 2) if count % 4 else self.whole.view(2, -1, 2)
-            if layout == "channels_last" and count % 8 == 0 and count:
-                self.tensor = self.whole.view(1, 2, 2, -1).permute(0, 3, 1, 2)
-            if layout == "scalar" and count == 1:
-                self.tensor = self.whole.view(())
-
-    def wrong(self) -> str | None:
-        """What is wrong with the tensor after its call."""
-        for guard, bits in zip(self.guards, self.guard_bits if self.guards else [], strict=True):
-            if _bytes(guard) != bits:
-                return f"memory beside the tensor ({self.slot.layout}) has changed"
-        # In the order in memory, which is the model's.
-        flat = self.whole if self.whole.numel() == self.tensor.numel() else self.tensor
-        after, found = self.slot.after, flat.detach().reshape(-1)[self.slot.part or slice(None)]
-        if after is None or _is_same(found, after, self.slot.bound):
-            return None
-        if self.slot.bound is None:
-            differs = (_words(found) != _words(after)).any(-1)
-        else:
-            near = (found.double() - after.double()).abs() <= torch.as_tensor(self.slot.bound)
-            differs = ~near.numpy() if found.is_floating_point() else (found != after).numpy()
-        first = int(np.flatnonzero(differs)[0])
-        return (
-            f"{int(differs.sum())} of {found.numel()} elements ({found.dtype}) are wrong, the first at {first}: "
-            f"{found[first].item()} instead of {after[first].item()}"
-        )
 
 
 # ------------------------------------------------------------------------------------------------ one function a call
@@ -637,68 +583,15 @@ def _sparse_all_reduce(p: _Pending, later: bool) -> Any:
     return dist.all_reduce(p.sparse, group=p.group, async_op=later)
 
 
-def _reducer(p: _Pending, later: bool) -> None:
-    """Backward passes whose gradients are known: each parameter's is what the loss multiplies it with."""
-    if p.rank.backend != "penstock":
-        return
-    from penstock.torch import GradientReducer
-
-    kind = getattr(torch, p.spec["dtype"])
-    parameters = [torch.nn.Parameter(torch.zeros(count, dtype=kind)) for count in p.spec["counts"]]
-    reducer = GradientReducer(parameters, p.group, bucket_bytes=p.spec["bucket_bytes"])
-    try:
-        _train(p, parameters)
-    finally:
-        if p.spec["closed"]:
-            reducer.close()
+def _gradients(p: _Pending, later: bool) -> None:
+    gradients.run(p)
 
 
-def _train(p: _Pending, parameters: list[torch.nn.Parameter]) -> None:
-    for number, (given, averages) in enumerate(model.gradients(p.spec, p.size, p.me)):
-        if number in p.spec.get("raising", ()):
-            _raise(parameters)
-        for parameter in parameters:
-            parameter.grad = None
-        terms = [(parameter * one).sum() for parameter, one in zip(parameters, given, strict=True) if one is not None]
-        if not terms:
-            # The others would wait for a pass that touches no parameter.
-            terms = [(parameters[0] * torch.zeros_like(parameters[0])).sum()]
-            averages = [
-                (torch.zeros(p.spec["counts"][0]), 0) if index == 0 and one is None else one
-                for index, one in enumerate(averages)
-            ]
-        sum(terms).backward()  # type: ignore[union-attr]
-        for index, (parameter, one) in enumerate(zip(parameters, averages, strict=True)):
-            if one is None or parameter.grad is None:
-                # Whether another rank made an empty pass is its own affair: None and zeros are both right.
-                made = parameter.grad is not None and parameter.grad.abs().max() != 0
-                if made or (one is not None and one[0].any()):
-                    p.rank.complain(f"{p.what}, step {number}, parameter {index}: {parameter.grad} instead of {one}")
-                continue
-            made = _Made(model.Slot(parameter.grad, *one), 0)
-            text = made.wrong()
-            if text:
-                p.rank.complain(f"{p.what}, step {number}, parameter {index}: {text}")
-            key = f"{p.name}/{number}/{index}"
-            p.rank.digests[key] = zlib.crc32(_bytes(parameter.grad))
-
-
-def _raise(parameters: list[torch.nn.Parameter]) -> None:
-    """A backward pass that raises on all ranks, after some of its gradients."""
-
-    class Raises(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            raise ZeroDivisionError
-
-    terms = [one.sum() for one in parameters[1:]]
-    with contextlib.suppress(ZeroDivisionError):
-        (Raises.apply(parameters[0]).sum() + sum(terms)).backward()
-        raise AssertionError("the pass has not raised")
+def _hvd(p: _Pending, later: bool) -> None:
+    if p.rank.backend == "penstock":
+        wrong = p.rank.program["wrong"]
+        is_wrong = wrong is not None and wrong["kind"] == "hvd" and wrong["call"] == p.name
+        horovod_sessions.Session(p, _told if is_wrong else None).run()
 
 
 def _hvd_allreduce(p: _Pending, later: bool) -> None:
@@ -744,8 +637,10 @@ _CALLS: dict[str, Callable[[_Pending, bool], Any]] = {
     "scatter_object_list": _scatter_object_list,
     "message objects": _message_objects,
     "sparse all_reduce": _sparse_all_reduce,
-    "reducer": _reducer,
+    "reducer": _gradients,
+    "ddp": _gradients,
     "hvd allreduce": _hvd_allreduce,
+    "hvd": _hvd,
 }
 # Calls whose reduced tensors must have the same bits on all ranks.
 _ALIKE = {"all_reduce", "all_reduce_coalesced", "coalesced all_reduce", "functional all_reduce", "hvd allreduce"}
@@ -801,36 +696,11 @@ def _open_files() -> list[str]:
     return found
 
 
-def _is_same(found: torch.Tensor, after: torch.Tensor, bound: Any) -> bool:
-    """Whether ``found`` is as `model.Slot` says."""
-    found, after = found.contiguous(), after.contiguous()
-    if isinstance(bound, np.ndarray):
-        parts = zip(*(one.split(model.PART) for one in (found, after, torch.from_numpy(bound))), strict=True)
-        return all(bool(((one.double() - wanted).abs_() <= near).all()) for one, wanted, near in parts)
-    if found.dtype == after.dtype and _memcmp(found.data_ptr(), after.data_ptr(), found.nbytes) == 0:
-        return True
-    # Zeros of two signs are one value.
-    return bound is not None and torch.equal(found, after.to(found.dtype))
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().reshape(-1)
-    return reference.raw(flat.contiguous()).numpy().tobytes()
-
-
-def _words(tensor: torch.Tensor) -> np.ndarray:
-    return np.frombuffer(_bytes(tensor), dtype=np.uint8).reshape(tensor.numel(), -1)
-
-
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 300 else f"{text[:300]}..."
 
 
-# torch.equal compares byte by byte, at a tenth of its speed.
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_NOT_SHARED = {torch.bool}
 # split_group takes backends that are written in Python from torch 2.15 on.
 _CAN_SPLIT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
 # For an error that waits for nobody, on a machine that does much else.

@@ -6,26 +6,38 @@ Delta debugging (Zeller and Hildebrandt 2002) over the program as data. Pure but
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from random_programs import gradients, horovod_sessions
 
 Program = dict[str, Any]
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], *, trials: int = 300) -> Program:
     """The smallest program found with at most ``trials`` runs."""
-    best = copy.deepcopy(program)
-    left = trials
-    progress = True
-    while progress and left > 0:
-        progress = False
-        for candidate in _candidates(best):
-            if left <= 0:
-                break
+    best, left, progress = copy.deepcopy(program), trials, True
+    tried = set()
+
+    def smaller(way: Callable[[Program], Iterator[Program]]) -> Program | None:
+        nonlocal left
+        for candidate in _candidates(best, (way,)):
+            text = json.dumps(candidate)
+            if left <= 0 or text in tried:
+                continue
+            tried.add(text)
             left -= 1
             if fails(candidate):
-                best, progress = candidate, True
-                break
+                return candidate
+        return None
+
+    while progress:
+        progress = False
+        # Each way as long as it helps: to begin with the first one after every step would try all calls again.
+        for way in _WAYS:
+            while (found := smaller(way)) is not None:
+                best, progress = found, True
     return best
 
 
@@ -35,12 +47,13 @@ def size(program: Program) -> tuple[int, int, int, int]:
     return program["ranks"], len(program["calls"]), sum(map(len, program["steps"])), elements
 
 
-def _candidates(program: Program) -> Iterator[Program]:
+def _candidates(
+    program: Program, ways: Iterable[Callable[[Program], Iterator[Program]]] | None = None
+) -> Iterator[Program]:
     """Smaller programs, the boldest steps first. Each is valid: what a call needs goes with it, and the deviation stays."""
     wrong = program["wrong"] or {}
     keep = {wrong[one] for one in ("call", "other") if one in wrong}
-    ways = (_without_calls, _without_rank, _without_steps, _blocking, _simpler_calls)
-    yield from (found for way in ways for found in way(program) if keep <= found["calls"].keys())
+    yield from (found for way in ways or _WAYS for found in way(program) if keep <= found["calls"].keys())
 
 
 def _without_calls(program: Program) -> Iterator[Program]:
@@ -85,6 +98,9 @@ def _without_rank(program: Program) -> Iterator[Program]:
         if last not in group or spec["call"] == "new_group":
             continue
         size = len(group) - 1
+        if spec["call"] == "hvd":
+            gone.add(name)
+            continue
         if size == 0 or ("src" in spec and size in (spec["src"], spec["dst"])):
             gone.add(name)
             continue
@@ -125,6 +141,9 @@ def _blocking(program: Program) -> Iterator[Program]:
 
 def _simpler_calls(program: Program) -> Iterator[Program]:
     for name, spec in program["calls"].items():
+        if (program["wrong"] or {}).get("call") == name and spec["call"] in ("hvd", "reducer", "ddp"):
+            # The deviation is written for the call as it is.
+            continue
         for simpler in _simpler(spec):
             found = copy.deepcopy(program)
             found["calls"][name] = simpler
@@ -134,10 +153,16 @@ def _simpler_calls(program: Program) -> Iterator[Program]:
 
 
 def _simpler(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if spec["call"] == "hvd":
+        yield from horovod_sessions.simpler(spec)
+        return
+    if spec["call"] in ("reducer", "ddp"):
+        yield from gradients.simpler(spec)
     counts = spec.get("counts", [])
     several = spec["call"].startswith("coalesced") or spec["call"] in (
         "all_reduce_coalesced",
         "reducer",
+        "ddp",
         "hvd allreduce",
         "train",
         "elastic",
@@ -179,5 +204,7 @@ def _simpler(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**spec, "steps": 1}
 
 
+# The boldest first.
+_WAYS = (_without_calls, _without_rank, _without_steps, _blocking, _simpler_calls)
 # Steps that belong to no call: ["pause", ...] and the like.
 _OF_NO_CALL = ("pause", "stop", "kill", "leave", "strike")
