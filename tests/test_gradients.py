@@ -5,6 +5,7 @@ The oracle is arithmetic in this process's own passes: the average of what each 
 
 from __future__ import annotations
 
+import datetime
 import contextlib
 import copy
 import gc
@@ -203,9 +204,13 @@ def test_not_a_number() -> None:
 
 
 def test_other_models() -> None:
-    """Ranks whose models differ are told so in the first pass."""
-    for text in ranks.run(_differ, count=2):
-        assert "different gradients" in text or "Every rank must issue the same operations" in text, text
+    """Ranks whose models differ are told so by the constructor, at once, with or without a broadcast; the group goes on."""
+    for rank, texts in enumerate(ranks.run(_differ, count=2)):
+        for what, text in texts.items():
+            assert "different models" in text and f"On this rank, {rank}, it is" in text, (what, text)
+        here = ["weight, float32[5, 3] trained", "weight, float32[4, 3] trained"][rank]
+        assert here in texts["wider"] and "number 1 is another on rank(s) 1" in texts["wider"], texts
+        assert ("missing" if rank else "bias, float32[5] trained") in texts["fewer"], texts
 
 
 def test_same_shapes_in_another_order() -> None:
@@ -990,17 +995,27 @@ def _not_a_number() -> str:
     raise AssertionError("it went through")
 
 
-def _differ() -> str:
-    dist.init_process_group("penstock")
-    model = nn.Linear(3, 4 if dist.get_rank() else 5)
-    GradientReducer(model, broadcast=False)
-    reducer = GradientReducer(model, broadcast=False)
-    try:
-        model(torch.ones(1, 3)).sum().backward()
-    except Mismatch as error:
-        assert reducer.stats()["buckets"] == 0
-        return str(error)
-    raise AssertionError("it went through")
+def _differ() -> dict[str, str]:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=20))
+    is_other = dist.get_rank() == 1
+    models = {
+        "wider": nn.Linear(3, 4 if is_other else 5),
+        "fewer": nn.Linear(3, 5, bias=not is_other),
+        "dtype": nn.Linear(3, 5).to(torch.float64 if is_other else torch.float32),
+        "frozen": nn.Linear(3, 5).requires_grad_(True),
+        "buffers": nn.BatchNorm1d(3, track_running_stats=not is_other),
+    }
+    models["frozen"].bias.requires_grad_(not is_other)
+    texts = {}
+    for what, model in models.items():
+        for broadcast in (True, False) if what != "buffers" else (True,):
+            with pytest.raises(Mismatch) as caught:
+                GradientReducer(model, broadcast=broadcast)
+            texts[f"{what}{'' if broadcast else ', no broadcast'}"] = str(caught.value)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert total.item() == 2
+    return texts
 
 
 def _swapped() -> str:

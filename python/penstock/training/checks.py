@@ -17,6 +17,7 @@ import math
 import os
 import statistics
 import time
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from penstock import _core
-from penstock.errors import Closed, Diverged
+from penstock.errors import Closed, Diverged, Mismatch
 from penstock.runtime import process
 from penstock.torch.gather import Gather
 
@@ -58,12 +59,42 @@ def check_alike(model: torch.nn.Module | Iterable[torch.nn.Parameter], group: An
     else:
         named = [(f"parameter {index}", parameter) for index, parameter in enumerate(model)]
 
+    compare(_gather_of(group), [(name, one, one.grad) for name, one in named], "(check_alike)")
+
+
+def _gather_of(group: Any) -> Gather:
     def gather(mine_N: torch.Tensor) -> torch.Tensor:
         all_N = mine_N.new_empty(dist.get_world_size(group) * len(mine_N))
         dist.all_gather_into_tensor(all_N, mine_N, group=group)
         return all_N
 
-    compare(gather, [(name, one, one.grad) for name, one in named], "(check_alike)")
+    return gather
+
+
+def check_same_tensors(named: Sequence[tuple[str, torch.Tensor]], group: Any = None) -> None:
+    """Raise `penstock.errors.Mismatch` on all ranks of a group if their lists of tensors differ in number, dtypes, shapes, or in which
+    of them require gradients. Without it, a rank with fewer tensors goes on while others wait in the broadcast of the last.
+
+    Blocking: until all ranks have called it.
+    Cost: 16 bytes a rank; where lists differ, 8 bytes a tensor and rank more.
+    """
+    kinds = [f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}{' trained' * one.requires_grad}" for _, one in named]
+    gather = _gather_of(group)
+    mine = [len(kinds), zlib.crc32("\n".join(kinds).encode())]
+    lists_W2 = gather(torch.tensor(mine, dtype=torch.int64)).view(-1, 2).tolist()
+    if all(theirs == mine for theirs in lists_W2):
+        return
+    most = max(count for count, _ in lists_W2)
+    sums = [zlib.crc32(kind.encode()) for kind in kinds] + [-1] * (most - len(kinds))
+    table_WN = gather(torch.tensor(sums, dtype=torch.int64)).view(-1, most).tolist()
+    at = next(at for at, column in enumerate(zip(*table_WN, strict=True)) if len(set(column)) > 1)
+    ranks = [rank for rank, row in enumerate(table_WN) if row[at] != table_WN[0][at]]
+    here = f"{named[at][0] or 'without a name'}, {kinds[at]}" if at < len(kinds) else "missing"
+    raise Mismatch(
+        f"ranks have different models: of the parameters and buffers, number {at + 1} is another on rank(s) "
+        f"{', '.join(map(str, ranks))} of the group than on rank 0. On this rank, {dist.get_rank(group)}, it is {here}. Numbers of "
+        f"tensors, by rank: {', '.join(str(count) for count, _ in lists_W2)}. Nothing was sent. The group is still usable."
+    )
 
 
 def compare(gather: Gather, rows: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], when: str) -> None:

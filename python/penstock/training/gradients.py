@@ -71,8 +71,8 @@ class GradientReducer:
     Raises:
         penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, or of a
             dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is unexpectedly sparse (below).
-        penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters. (In any) the pass of another rank
-            raised in the middle: all ranks have dropped the step, and the group lives.
+        penstock.errors.Mismatch: ranks have different parameters; nothing was sent, and the group lives. In ``backward``: the pass
+            of another rank raised in the middle; all ranks have dropped the step, and the group lives.
 
     A pass that raises is withdrawn: set its gradients to zero, and the next pass works. docs/guide/gradients.md says what other
     ranks see of it. A pass that reaches no parameter at all has no hook to run in; it takes part when an optimizer over
@@ -102,7 +102,9 @@ class GradientReducer:
         tune: tuning.Tune = None,
     ) -> None:
         parameters = list(dict.fromkeys(model.parameters() if isinstance(model, torch.nn.Module) else model))
-        names = {one: name for name, one in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
+        names: dict[torch.Tensor, str] = {}
+        if isinstance(model, torch.nn.Module):
+            names = {one: name for name, one in model.named_parameters()}
         # Autograd makes gradients from the last layer to the first, nearly.
         sparse = _sparse_weights(model) if isinstance(model, torch.nn.Module) else set()
         trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
@@ -123,8 +125,12 @@ class GradientReducer:
         self._group = group
         self._backend = backend.of(group)
         agreed = tuning.agree(tune, group)
+        tensors: list[torch.Tensor] = list(parameters)
+        if broadcast and isinstance(model, torch.nn.Module):
+            tensors += model.buffers()
+            names.update((buffer, name) for name, buffer in model.named_buffers())
+        checks.check_same_tensors([(names.get(one, ""), one) for one in tensors], group)
         if broadcast:
-            tensors = [*parameters, *(model.buffers() if isinstance(model, torch.nn.Module) else [])]
             self._broadcast(tensors)
         self._rounds = self._backend.sibling("rounds")
         self._buckets = self._backend.sibling("buckets", aggregate=True)
