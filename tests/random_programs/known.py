@@ -5,10 +5,7 @@ Remove an entry when its cure has landed; programs that have failed stand in ``f
 
 from __future__ import annotations
 
-AVOID: dict[str, str] = {
-    "wrong fewer of reducer": "a rank with fewer parameters makes the reducer's groups in the store while the others broadcast: "
-    "neither sees the other before the time-out (40 s; seed 200418)",
-}
+AVOID: dict[str, str] = {}
 
 SEEDS: dict[int, str] = {}
 """Of the fixed range, those whose programs show a finding that no switch of the generator leaves out."""
