@@ -299,7 +299,7 @@ def test_last_log_lines_of_a_process_and_of_its_forked_child() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["aggregator"], "Missing option '--listen'"),
+        (["aggregator"], "Missing option '--listen', or '--cluster' and '--host'"),
         (["aggregator", "--listen", "192.0.2.1"], "192.0.2.1 is not an address of this machine"),
         (["aggregator", "--listen", "127.0.0.1:0", "--memory", "9999T"], "more than this machine has"),
         (["aggregator", "--listen", "127.0.0.1:0", "--memory", "lots"], "not a number of bytes"),
@@ -317,13 +317,66 @@ def test_what_cannot_be_is_said(arguments: list[str], reason: str) -> None:
     assert reason in result.output, result.output
 
 
+CLUSTER = """
+version: 1
+hosts:
+  one: {address: "::1"}
+  two: {address: 192.0.2.1}
+  three: {address: 192.0.2.2}
+  four:
+  five: {address: 127.0.0.1}
+aggregators:
+  a: {at: one, port: PORT}
+  b: {at: two}
+  c: {at: two, port: 7472}
+servers:
+  s: {at: five, port: PORT}
+  t: {at: four}
+"""
+
+
+@pytest.mark.parametrize(("role", "host", "listens"), [("aggregator", "one", "[::1]"), ("server", "five", "127.0.0.1")])
+def test_a_cluster_file_has_the_address(role: str, host: str, listens: str, tmp_path: pathlib.Path) -> None:
+    """A daemon listens where the cluster file puts the one of its role on its host."""
+    family = socket.AF_INET6 if ":" in listens else socket.AF_INET
+    with socket.create_server((listens.strip("[]"), 0), family=family) as free:
+        port = free.getsockname()[1]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER.replace("PORT", str(port)))
+    with running(role, "--cluster", str(path), "--host", host) as (_, address):
+        assert address == f"{listens}:{port}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("aggregator --host one", "--host names a host of a cluster file: give --cluster too"),
+        ("aggregator --cluster FILE", "name this one with --host"),
+        ("aggregator --cluster FILE --host one --listen ::1", "leave out one of them"),
+        ("aggregator --cluster FILE --host tow", "hosts: there is no host tow: "),
+        ("aggregator --cluster FILE --host two", "host two has b, c: give one there, or say --listen"),
+        ("server --cluster FILE --host three", "host three has no server: give one there, or say --listen"),
+        ("server --cluster FILE --host four", "hosts.four: has no address, and server t listens on one: give it"),
+        ("server --cluster /no/such --host one", "--cluster /no/such"),
+    ],
+)
+def test_a_cluster_file_without_the_address(arguments: str, reason: str, tmp_path: pathlib.Path) -> None:
+    """What is missing or meant twice is said, with the place in the file."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER.replace("PORT", "7471"))
+    result = click.testing.CliRunner().invoke(cli.main, arguments.replace("FILE", str(path)).split())
+    assert result.exit_code == 2
+    assert reason in result.output, result.output
+
+
 @pytest.mark.parametrize("role", ["aggregator", "server"])
 def test_options_are_those_of_the_table(role: str) -> None:
     """A verb has the options of the daemon's table, in its words, and refuses what it refuses. (Its own tests hold the program
     `penstock-node` against the same table.)"""
     verb = cli.main.get_command(click.Context(cli.main), role)
     assert verb is not None
-    declared = [option for option in verb.params if isinstance(option, click.Option)]
+    *declared, cluster, host = [option for option in verb.params if isinstance(option, click.Option)]
+    assert (cluster.opts, host.opts) == (["--cluster"], ["--host"])  # only Python reads cluster files
     table = _core.daemon_options(role)
     assert len(table) > 10
     assert table == [

@@ -50,7 +50,7 @@ TCP = ALL["penstock-tcp"]
 TESTS = pathlib.Path(__file__).resolve().parent
 Door = int | str  # a port, or the name of a local socket
 
-# Every death is known on every rank within this (ARCHITECTURE.md, heartbeats; PENSTOCK_PEER_TIMEOUT is 4 s).
+# Every death is known on every rank within this (docs/design/transport.md, "Failures"; PENSTOCK_PEER_TIMEOUT is 4 s).
 DEATH_KNOWN_S = 5.0
 # For how long the host of a store is silent before calls fail, where a test waits for it.
 STORE_SILENT_S = 2.0

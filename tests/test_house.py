@@ -25,7 +25,7 @@ from penstock.runtime import config
 
 # --------------------------------------------------------------------------------------------- rooms and directions
 
-# Which crates of this workspace a crate may use (ARCHITECTURE.md, "Rooms, and who may lean on whom").
+# Which crates of this workspace a crate may use (ARCHITECTURE.md, "Rooms").
 MAY_USE = {
     "penstock-types": set(),
     "penstock-kernels": {"types"},
@@ -209,7 +209,7 @@ def test_every_variable_is_a_setting(root: pathlib.Path) -> None:
     assert named - {setting.name for setting in config.SETTINGS} == {*config.MARKS, *config.OLD_NAMES}
 
 
-# Which rooms of the Python package a room may use (ARCHITECTURE.md, "On the Python side"). `errors`, `extras`,
+# Which rooms of the Python package a room may use (ARCHITECTURE.md, "Rooms"). `errors`, `extras`,
 # `renamed` and `_core` are for all.
 PYTHON_MAY_USE = {
     "cluster": set(),

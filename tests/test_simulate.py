@@ -166,31 +166,55 @@ LINK = {"rate_bit_s": 10**8, "delay_ns": 50_000, "queue_bytes": 65_536}
 
 
 @pytest.mark.parametrize(
-    ("made", "shape", "workers", "delay_ms"),
+    ("made", "tree"),
     [
-        (generate.racks(4, 2, servers=1, uplink={"delay_ns": 0}, **LINK), "racks", 4, 0.1),
-        (generate.racks(5, 2, servers=1, core_aggregator=True, uplink={"delay_ns": 0}, **LINK), None, 0, 0),
-        (generate.racks(6, 2, servers=1, core_aggregator=True, uplink={"delay_ns": 0}, **LINK), "core", 6, 0.1),
-        (generate.racks(3, 1, servers=1, uplink={"delay_ns": 0}, **LINK), "star", 3, 0.1),
-        (generate.leaf_spine(1, 1, 3, servers=1, aggregators=False, **LINK), "direct", 3, 0.1),
+        (generate.racks(4, 2, servers=1, uplink={"delay_ns": 0}, **LINK), [[0, 1], [2, 3]]),
+        (generate.racks(5, 2, servers=1, core_aggregator=True, uplink={"delay_ns": 0}, **LINK), [[[0, 1, 2], [3, 4]]]),
+        (generate.racks(6, 3, servers=1, uplink={"delay_ns": 0}, **LINK), [[0, 1], [2, 3], [4, 5]]),
+        (generate.racks(3, 1, servers=1, uplink={"delay_ns": 0}, **LINK), [[0, 1, 2]]),
+        (generate.leaf_spine(1, 1, 3, servers=1, aggregators=False, **LINK), [0, 1, 2]),
     ],
 )
-def test_a_cluster_has_a_shape(made: Any, shape: str | None, workers: int, delay_ms: float) -> None:
+def test_a_cluster_has_a_tree(made: Any, tree: list[Any]) -> None:
     """Which aggregators a worker's way passes, and what lies between two of them, decides."""
-    if shape is None:
-        with pytest.raises(ConfigError, match=r"^jobs\.train\.workers: the simulator knows workers"):
-            simulate.of_cluster(made)
-        return
-    found = simulate.of_cluster(made)
-    assert found == {
-        "workers": workers,
-        "shape": shape,
+    assert simulate.of_cluster(made) == {
+        "tree": tree,
         "rate_mbit": 100.0,
         "queue": 65_536,
-        "delay_ms": delay_ms,
+        "delay_ms": 0.1,
         "loss": 0.0,
         "edge_loss": False,
     }
+
+
+@pytest.mark.parametrize("tree", [[[0, 1], [2, 3], [4, 5]], [0, [[[1], 2], 3]], [[[[0, 1], 2], [3]], 4]])
+def test_any_tree_runs(tree: list[Any]) -> None:
+    """Trees of any depth, with workers at any node; every result is right under faults."""
+    for seed in range(5):
+        outcome = _core.simulate_aggregation(seed, tree=tree, blocks=9, patient=True)
+        assert outcome["failure"] is None and outcome["results"] > 0, outcome
+
+
+def test_a_tree_of_a_shape_is_that_shape() -> None:
+    """Also its aggregators' numbers, so that a seed is the same run."""
+    options = {"blocks": 9, "loss": 0.05}
+    shape = _core.simulate_aggregation(3, workers=4, shape="core", **options)
+    assert _core.simulate_aggregation(3, tree=[[[0, 1], [2, 3]]], **options) == shape
+
+
+@pytest.mark.parametrize(
+    ("tree", "why"),
+    [([[0, 1], []], "child"), ([0, 0], "0"), ([0, 2], "number them from 0"), ([0, [64]], "64")],
+)
+def test_what_is_no_tree(tree: list[Any], why: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=why):
+        _core.simulate_aggregation(0, tree=tree)
+
+
+def test_an_aggregator_has_one_parent() -> None:
+    """Ways of workers that share an aggregator and not the next one are no tree."""
+    with pytest.raises(ConfigError, match=r"^jobs\.train\.workers: .* at x has two ways to the server"):
+        simulate._tree(generate.racks(2, 1), "train", [("x", "y"), ("x",)])
 
 
 def test_a_cluster_file_is_simulated(tmp_path: Any) -> None:

@@ -31,6 +31,7 @@ def test_wheel_holds_what_users_need_and_no_more(wheel: pathlib.Path) -> None:
         names = {name for name in archive.namelist() if not name.endswith("/")}
     tracked = test_house.tracked_names(ROOT, "python")
     assert {name.removeprefix("python/") for name in tracked} <= names
+    assert "penstock/cluster/cluster.schema.json" in names  # the documents send editors there
     others = {name for name in names - {name.removeprefix("python/") for name in tracked} if ".dist-info/" not in name}
     assert others == {"penstock/_core.abi3.so"}
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]

@@ -162,6 +162,7 @@ def simulate_aggregation(
     jobs: int | None = None,
     workers: int | None = None,
     shape: str | None = None,
+    tree: Sequence[Any] | None = None,
     blocks: int | None = None,
     shards: int | None = None,
     operation: int | None = None,

@@ -1,5 +1,6 @@
 //! The simulator of in-network aggregation, for `penstock simulate aggregation`.
 
+use penstock_aggregation::{Link, Node, Tree};
 use penstock_sim::aggregation::{Fixed, GIGABIT, Scenario, Shape, Timing};
 use penstock_types::MILLISECOND;
 use pyo3::exceptions::PyValueError;
@@ -9,11 +10,12 @@ use pyo3::types::PyDict;
 /// Runs one seed in virtual time. Returns the outcome; `failure` is None if every result was right. Raises ValueError for a
 /// number out of bounds.
 ///
-/// `rate_mbit` and `queue` (bytes) are 0 for no limit. With `edge_loss` only workers' links lose packets. `patient` uses the
+/// `tree` has what is below the server, instead of `workers` and `shape`: a number is a worker, a list an aggregator with what is
+/// below it. `rate_mbit` and `queue` (bytes) are 0 for no limit. With `edge_loss` only workers' links lose packets. `patient` uses the
 /// time-outs of real jobs, instead of shorter ones that let many runs fit into a second.
 #[pyfunction]
 #[pyo3(signature = (
-    seed, *, jobs=None, workers=None, shape=None, blocks=None, shards=None, operation=None, ahead=None, window=None,
+    seed, *, jobs=None, workers=None, shape=None, tree=None, blocks=None, shards=None, operation=None, ahead=None, window=None,
     floats=None, keyed=None, loss=None, edge_loss=false, duplicate=None, delay_ms=None, jitter_ms=None, rate_mbit=None, queue=None, patient=false, faults=true,
     trace=false,
 ))]
@@ -24,6 +26,7 @@ pub(crate) fn simulate_aggregation<'py>(
     jobs: Option<usize>,
     workers: Option<usize>,
     shape: Option<&str>,
+    tree: Option<&Bound<'py, PyAny>>,
     blocks: Option<u32>,
     shards: Option<u32>,
     operation: Option<u32>,
@@ -61,6 +64,7 @@ pub(crate) fn simulate_aggregation<'py>(
         jobs,
         workers,
         shape,
+        tree: tree.map(|tree| Ok::<_, PyErr>(Tree { children: nodes(tree, 0, &mut 0)? })).transpose()?,
         blocks,
         shards,
         operation,
@@ -80,6 +84,7 @@ pub(crate) fn simulate_aggregation<'py>(
     };
     fixed.check().map_err(config)?;
     let scenario = Scenario { trace, ..Scenario::draw_with(seed, &fixed) };
+    scenario.check().map_err(config)?;
     let outcome = py.detach(|| scenario.run());
     let told = PyDict::new(py);
     told.set_item("scenario", format!("{scenario:?}"))?;
@@ -93,3 +98,26 @@ pub(crate) fn simulate_aggregation<'py>(
     told.set_item("trace", outcome.trace)?;
     Ok(told)
 }
+
+/// What a list says is below a node. Aggregators get numbers from `count` on, those below one before it.
+fn nodes(list: &Bound<'_, PyAny>, depth: u32, count: &mut u32) -> PyResult<Vec<Node>> {
+    if depth > MOST_DEPTH {
+        return Err(PyValueError::new_err(format!("the tree is deeper than {MOST_DEPTH} aggregators")));
+    }
+    let mut found = Vec::new();
+    for one in list.try_iter()? {
+        let one = one?;
+        found.push(match one.extract::<u8>() {
+            Ok(worker) => Node::Worker(worker),
+            Err(_) => {
+                let children = nodes(&one, depth + 1, count)?;
+                *count += 1;
+                Node::Aggregator { link: Link(*count - 1), children }
+            }
+        });
+    }
+    Ok(found)
+}
+
+/// As many aggregators stand above each other in a tree of 64 workers in which each aggregator has two children.
+const MOST_DEPTH: u32 = 63;

@@ -132,6 +132,8 @@ pub struct Fixed {
     pub workers: Option<usize>,
     /// The shape of [`Scenario::tree`].
     pub shape: Option<Shape>,
+    /// [`Scenario::tree`] itself, and with it [`Scenario::workers`].
+    pub tree: Option<Tree>,
     /// [`Scenario::blocks`], 1 to 100,000.
     pub blocks: Option<u32>,
     /// [`Scenario::shards`], a power of two up to 64.
@@ -241,6 +243,10 @@ impl Scenario {
         scenario.jobs = fixed.jobs.unwrap_or(jobs);
         scenario.workers = fixed.workers.unwrap_or(workers);
         scenario.tree = fixed.shape.unwrap_or(shape).tree(scenario.workers);
+        if let Some(tree) = &fixed.tree {
+            scenario.workers = tree.workers().count_ones() as usize;
+            scenario.tree = tree.clone();
+        }
         scenario.blocks = fixed.blocks.unwrap_or(scenario.blocks);
         scenario.shards = fixed.shards.unwrap_or(scenario.shards);
         scenario.operation = fixed.operation.unwrap_or(scenario.operation);

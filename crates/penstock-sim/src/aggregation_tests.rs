@@ -192,6 +192,7 @@ fn what_is_fixed_is_not_drawn() {
         jobs: Some(1),
         workers: Some(3),
         shape: Some(Shape::Core),
+        tree: None,
         blocks: Some(9),
         shards: Some(2),
         operation: Some(5),
@@ -213,6 +214,10 @@ fn what_is_fixed_is_not_drawn() {
     let shown = |seed| format!("{:?}", Scenario { seed: 0, ..Scenario::draw_with(seed, &fixed) });
     assert_eq!(shown(1), shown(2));
     assert_eq!(shown(1), shown(3));
+    // A tree goes before workers and a shape.
+    let fixed = Fixed { tree: Some(Shape::Racks.tree(5)), ..fixed };
+    let scenario = Scenario::draw_with(1, &fixed);
+    assert_eq!((scenario.workers, scenario.tree), (5, Shape::Racks.tree(5)));
 }
 
 /// Whoever waits for a worker that comes seconds late does not blame the aggregators for it.

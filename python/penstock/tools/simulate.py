@@ -124,11 +124,11 @@ def _read_cluster(path: str | None) -> dict[str, Any]:
 
 
 def of_cluster(cluster: Cluster) -> dict[str, Any]:
-    """A cluster as arguments of `_core.simulate_aggregation`: ``workers``, ``shape``, ``rate_mbit``, ``queue``, ``delay_ms``,
-    ``loss`` and ``edge_loss``.
+    """A cluster as arguments of `_core.simulate_aggregation`: ``tree``, ``rate_mbit``, ``queue``, ``delay_ms``, ``loss`` and
+    ``edge_loss``.
 
     A worker's tensors go through the aggregators on its way to the server: those on a switch of that way, or on a host at one.
-    The simulator knows the `SHAPES`, a link of one rate for each worker, aggregator and server, and no limit between switches.
+    The simulator has a link of one rate for each worker, aggregator and server, and no limit between switches.
 
     Raises:
         penstock.errors.Config: the cluster is another; the error has the place in its file.
@@ -147,24 +147,7 @@ def of_cluster(cluster: Cluster) -> dict[str, Any]:
         switch = next((end.node for end in first.ends if end.node != aggregator.at), aggregator.at)
         at_switch[aggregator.at if aggregator.at in cluster.switch else switch] = aggregator.at
     chains = [_aggregators_between(cluster, at_switch, worker, server.at) for worker in job.workers]
-    half = len(chains) // 2
-    firsts = [chain[:1] for chain in chains]
-    halves = len(chains) > 1 and len(set(firsts[:half])) == len(set(firsts[half:])) == 1 and firsts[0] != firsts[-1]
-    rest = {chain[1:] for chain in chains}
-    if set(chains) == {()}:
-        shape = "direct"
-    elif len(set(chains)) == 1 and len(chains[0]) == 1:
-        shape = "star"
-    elif halves and rest == {()} and all(firsts):
-        shape = "racks"
-    elif halves and len(rest) == 1 and len(next(iter(rest))) == 1:
-        shape = "core"
-    else:
-        raise cluster.wrong(
-            f"jobs.{job.name}.workers",
-            "the simulator knows workers without an aggregator, below one, or the first half below one and the others below "
-            "another, which may share one more",
-        )
+    tree = _tree(cluster, job.name, chains)
     ways = [cluster.path(one, next(iter(chain), server.at)) for one, chain in zip(job.workers, chains, strict=True)]
     inner = sorted({(a, b) for chain in chains for a, b in itertools.pairwise((*chain, server.at))})
     inner_ways = [cluster.path(a, b) for a, b in inner]
@@ -199,14 +182,35 @@ def of_cluster(cluster: Cluster) -> dict[str, Any]:
             "links", "aggregators and server lose another share than workers: give both one, or them none"
         )
     return {
-        "workers": len(chains),
-        "shape": shape,
+        "tree": tree,
         "rate_mbit": 0.0 if rate is None else rate / 1e6,
         "queue": queue or 0,
         "delay_ms": delay / 1e6,
         "loss": loss,
         "edge_loss": inner_losses <= {0.0} and loss > 0,
     }
+
+
+def _tree(cluster: Cluster, job: str, chains: Sequence[tuple[str, ...]]) -> list[Any]:
+    """What is below the server: a number is a worker, a list an aggregator with what is below it.
+
+    Args:
+        chains: by worker: the aggregators on its way to the server, the nearest first.
+    """
+    below: dict[tuple[str, ...], list[Any]] = {(): []}
+    above: dict[str, tuple[str, ...]] = {}
+    for worker, chain in enumerate(chains):
+        for at in reversed(range(len(chain))):
+            way, rest = chain[at:], chain[at + 1 :]
+            if above.setdefault(chain[at], rest) != rest:
+                raise cluster.wrong(
+                    f"jobs.{job}.workers",
+                    f"what goes through the aggregator at {chain[at]} has two ways to the server: an aggregator has one parent",
+                )
+            if way not in below:
+                below[rest].append(below.setdefault(way, []))
+        below[chain].append(worker)
+    return below[()]
 
 
 def _aggregators_between(cluster: Cluster, at_switch: dict[str, str], worker: str, server: str) -> tuple[str, ...]:

@@ -15,9 +15,12 @@ __all__ = ["options", "parse_address", "serve"]
 
 
 def options(role: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The options of a role's daemon: those of the one table, which is Rust's (crates/penstock-node/src/options.rs)."""
+    """The options of a role's daemon: those of the one table, which is Rust's (crates/penstock-node/src/options.rs), and two
+    that take the address from a cluster file, which only Python reads."""
 
     def declare(function: Callable[..., None]) -> Callable[..., None]:
+        for option in (_host, _cluster):
+            function = option(function)
         for name, value, default, text in reversed(_core.daemon_options(role)):
             if value is None:
                 option = click.option(f"--{name}", is_flag=True, help=text)
@@ -45,9 +48,13 @@ def serve(role: str, given: dict[str, Any]) -> None:
     from penstock.runtime import config
 
     texts = {name: given[name.replace("-", "_")] for name, *_ in _core.daemon_options(role)}
+    if given["cluster"] is not None:
+        texts["listen"] = _listen_of_cluster(role, given)
+    elif given["host"] is not None:
+        raise click.UsageError("--host names a host of a cluster file: give --cluster too")
     if texts["listen"] is None:
         [help_text] = [text for name, _, _, text in _core.daemon_options(role) if name == "listen"]
-        raise click.UsageError(f"Missing option '--listen'. {help_text}")
+        raise click.UsageError(f"Missing option '--listen', or '--cluster' and '--host'. {help_text}")
     try:
         settings = config.read()
         secret = None if texts["secret-file"] else settings.job_secret()
@@ -75,6 +82,39 @@ def serve(role: str, given: dict[str, Any]) -> None:
     while not daemon.wait(_LOOK_S):
         if signals > 1:
             raise SystemExit(1)
+
+
+_cluster = click.option("--cluster", metavar="FILE", help="A cluster file, which has the address in place of --listen.")
+_host = click.option("--host", metavar="NAME", help="The host of that file on which this daemon runs.")
+
+
+def _listen_of_cluster(role: str, given: dict[str, Any]) -> str:
+    """The address that a cluster file gives the daemon of this role on a host. Raises: click.UsageError."""
+    from penstock import errors
+    from penstock.cluster import file
+    from penstock.cluster.places import nearest
+
+    path, host = given["cluster"], given["host"]
+    if host is None:
+        raise click.UsageError(f"--cluster {path} describes several hosts: name this one with --host")
+    if given["listen"] is not None:
+        raise click.UsageError(f"--cluster {path} has the address, and so has --listen: leave out one of them")
+    try:
+        cluster = file.load(path, f"--cluster {path}")
+        section = f"{role}s"
+        daemons = cluster.aggregators if role == "aggregator" else cluster.servers
+        there = [daemon for daemon in daemons if daemon.at == host]
+        if host not in cluster.host:
+            raise cluster.wrong("hosts", f"there is no host {host}: {nearest(host, cluster.host)}")
+        if len(there) != 1:
+            found = ", ".join(daemon.name for daemon in there) or f"no {role}"
+            raise cluster.wrong(section, f"host {host} has {found}: give one there, or say --listen")
+        address = cluster.address(there[0])
+        if address is None:
+            raise cluster.wrong(f"hosts.{host}", f"has no address, and {role} {there[0].name} listens on one: give it")
+    except errors.Config as error:
+        raise click.UsageError(str(error)) from None
+    return address
 
 
 def parse_address(text: str) -> str:
