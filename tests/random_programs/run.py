@@ -220,7 +220,8 @@ class _Rank:
         if spec.get("split") and _CAN_SPLIT:
             made = dist.split_group(split_ranks=[members])
         else:
-            made = dist.new_group(members)
+            # Without it torch takes 30 minutes, not the time-out of the world.
+            made = dist.new_group(members, timeout=datetime.timedelta(seconds=self.program["timeout_s"]))
         if made is not dist.GroupMember.NON_GROUP_MEMBER:
             self.groups[spec["group"]] = made
 

@@ -284,6 +284,11 @@ class Controller:
         """From here on nothing works; the first reason is kept."""
         with self._wake:
             if self._failure is None:
+                # The frames that it came through keep the group, and the engine, as long as somebody keeps the error.
+                told: BaseException | None = error if isinstance(error, RuntimeError) else None
+                while told is not None:
+                    told.__traceback__ = None
+                    told = told.__cause__ or told.__context__
                 self._failure = error
             error = self._failure
             entries, self._entries = list(self._entries.values()), {}

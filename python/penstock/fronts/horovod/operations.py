@@ -9,6 +9,7 @@ Nothing here waits for the network, but for Adasum and for the splits of an all-
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -47,12 +48,19 @@ class Result:
         """Block until the output is there; raise what the operation failed with."""
         self._known.wait()
         if self._error is not None:
-            raise self._error
+            # Several results share the error. One that was raised would keep the frames of whoever caught it.
+            raise copy.copy(self._error) from self._error
         if self._flight is not None:
             self._flight.wait()
         seen, self._seen = self._seen, None
         if seen is not None:
             seen()
+
+    def failure(self) -> BaseException | None:
+        """What it has failed with, if it has ended and has failed."""
+        if self._error is not None or self._flight is None:
+            return self._error
+        return self._flight.failure() if self.done() else None
 
     def started(self, flight: Flight | None) -> None:
         self._flight = flight
@@ -103,6 +111,17 @@ class Flight:
         until_s = time.monotonic() + timeout_s
         for work in self._works:
             work.settle(max(0.0, until_s - time.monotonic()))
+
+    def failure(self) -> BaseException | None:
+        """What one of its operations has failed with; all have ended."""
+        for work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                # What the caller is in the middle of is not its reason.
+                error.__context__ = error.__traceback__ = None
+                return error
+        return None
 
     def wait(self) -> None:
         for work in self._works:

@@ -73,6 +73,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 def shutdown() -> None:
     """End Horovod. Pending operations fail, here and, at their next operation, on other ranks. `init` may follow."""
     job.shutdown()
+    handles.release()
 
 
 def is_initialized() -> bool:

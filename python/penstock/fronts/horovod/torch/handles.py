@@ -28,6 +28,7 @@ __all__ = [
     "names",
     "poll",
     "ready",
+    "release",
     "request",
     "submit",
     "synchronize",
@@ -65,6 +66,17 @@ def synchronize(handle: int) -> Any:
     except RuntimeError as error:
         raise HorovodInternalError(str(error)) from error
     return output
+
+
+def release() -> None:
+    """The job has ended: what has failed keeps its error, for whoever synchronizes it, and no tensor."""
+    with _handles_lock:
+        for handle, (results, _) in _handles.items():
+            failed = next((error for error in (result.failure() for result in results) if error is not None), None)
+            if failed is not None:
+                told = Result()
+                told.failed(failed)
+                _handles[handle] = [told], None
 
 
 def forget_all() -> None:
