@@ -147,6 +147,17 @@ def test_models_that_change() -> None:
     ranks.run(_changed, count=2)
 
 
+def test_models_that_grow() -> None:
+    """What is unfrozen, or added to the model, after the reducer was made is refused by its name before it is stepped by each
+    rank's own gradients; a reducer of its own, or a new one for all, averages it."""
+    ranks.run(_grown, count=2)
+
+
+def test_parameters_that_ddp_ignores() -> None:
+    """The hook leaves the gradients to each rank that DDP was told to ignore, whatever their shapes."""
+    ranks.run(_ignored, count=2)
+
+
 def test_gradients_on_a_device() -> None:
     """``model.cuda()`` after the reducer was made: refused before the engine hears of it (on a device that every machine has)."""
     slots = Slots([torch.zeros(3)], ["weight"])
@@ -790,6 +801,79 @@ def _changed() -> None:
     gone.untyped_storage().resize_(8)
     with pytest.raises(ConfigError, match=r"the gradient of 0\.weight has lost its memory"):
         model[1](torch.ones(1, 3)).sum().backward()
+    dist.destroy_process_group()
+
+
+def _grown() -> None:
+    dist.init_process_group("penstock")
+    data = torch.full((1, 2), dist.get_rank() + 1.0)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    first, last = model[0].weight, model[1].weight
+    first.requires_grad_(False)
+    reducer = GradientReducer(model)
+    model(data).sum().backward()
+    first.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"the gradient of 0\.weight is not averaged"):
+        model(data).sum().backward()
+    # Frozen again, it has its gradient still.
+    first.requires_grad_(False)
+    model(data).sum().backward()
+    first.requires_grad_(True)
+    first.grad = last.grad = None
+    beside = GradientReducer(model[0])
+    model(data).sum().backward()
+    assert first.grad is not None
+    torch.testing.assert_close(first.grad, 1.5 * last.detach().sum(0)[:, None].expand(2, 2))
+    beside.close()
+    reducer.close()
+
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    reducer = GradientReducer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    alone = nn.Parameter(torch.zeros(2))  # each rank's own
+    optimizer.add_param_group({"params": [alone]})
+    (model(data) * data + alone).sum().backward()
+    optimizer.step()
+    assert alone.eq(-1).all()
+    optimizer.zero_grad()
+    model.append(nn.Linear(2, 2, bias=False))
+    optimizer.add_param_group({"params": model[1].parameters()})
+    model(data).sum().backward()
+    before = [one.detach().clone() for one in model.parameters()]
+    with pytest.raises(ConfigError, match=r"the gradient of 1\.weight is not averaged"):
+        optimizer.step()
+    assert all(torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True))
+    reducer.close()
+    GradientReducer(model)
+    optimizer.zero_grad()
+    model(data).sum().backward()
+    optimizer.step()
+    # Models that were given as parameters: what was frozen among those.
+    given = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)]
+    GradientReducer(given)
+    given[1].requires_grad_(True)
+    with pytest.raises(ConfigError, match="the gradient of a parameter is not averaged"):
+        (given[0] * given[1]).sum().backward()
+    dist.destroy_process_group()
+
+
+def _ignored() -> None:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+    module = nn.Sequential(nn.Linear(2, 3 + rank, bias=False), nn.Flatten(), nn.Linear(3 + rank, 2))
+    module.append(nn.Linear(2, 1, bias=False))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.weight", "2.weight", "2.bias"])
+    model = DistributedDataParallel(module)
+    ddp_hook(model)
+    for _ in range(2):
+        model.zero_grad()
+        hidden = module[:3](torch.ones(1, 2)).detach()
+        model(torch.ones(1, 2)).sum().backward()
+        own, averaged = module[2].bias.grad, module[3].weight.grad
+        assert torch.equal(own, module[3].weight[0].detach()), "it is this rank's own"
+        both = [torch.empty_like(hidden) for _ in range(2)]
+        dist.all_gather(both, hidden)
+        torch.testing.assert_close(averaged, (both[0] + both[1]) / 2)
     dist.destroy_process_group()
 
 

@@ -52,8 +52,8 @@ class GradientReducer:
     and that on which gradients were ready together.
 
     Args:
-        model: a module, or an iterable of parameters. Those that require no gradient are left out, and a duplicate (a tied
-            weight) counts once. All ranks need the same, in the same order and memory format.
+        model: a module, or an iterable of parameters. Those that require no gradient are left out (an error names them if they
+            have one later), and a duplicate (a tied weight) counts once. All ranks need the same, in the same order and memory format.
         group: a process group of the penstock backend; the default group if None.
         bucket_bytes: the size of a bucket: what one all-reduce carries. Smaller gradients share a bucket, larger ones are split.
         wire: ``torch.float16`` or ``torch.bfloat16`` send float32 gradients in half the bytes: every rank rounds its own
@@ -70,7 +70,8 @@ class GradientReducer:
 
     Raises:
         penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, or of a
-            dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is unexpectedly sparse (below).
+            dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is unexpectedly sparse (below); or
+            the model was unfrozen, or grew, after this object was made (also in an optimizer's step).
         penstock.errors.Mismatch: (in the first ``backward``) ranks have different parameters. (In any) the pass of another rank
             raised in the middle: all ranks have dropped the step, and the group lives.
 
@@ -105,7 +106,8 @@ class GradientReducer:
         names = {one: name for name, one in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
         # Autograd makes gradients from the last layer to the first, nearly.
         sparse = _sparse_weights(model) if isinstance(model, torch.nn.Module) else set()
-        trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
+        ignored = self._ignored(model)
+        trained = [one for one in reversed(parameters) if one.requires_grad and one not in ignored]
         self._parameters = [parameter for parameter in trained if parameter not in sparse]
         self._sparse = [parameter for parameter in trained if parameter in sparse]
         if not trained:
@@ -118,6 +120,8 @@ class GradientReducer:
                 )
         self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._reduced = {*self._parameters, *self._sparse}
+        self._frozen = [one for one in parameters if not one.requires_grad]
+        self._module = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
         if bucket_bytes <= 0:
             raise ConfigError(f"bucket_bytes must be positive, not {bucket_bytes}")
         self._group = group
@@ -355,6 +359,7 @@ class GradientReducer:
     def _finish(self) -> None:
         if self._pass is None:
             return  # a nested pass has done it
+        self._check_left_out(self._frozen)
         for index, parameter in enumerate(self._parameters):
             if index in self._pass:
                 continue
@@ -426,6 +431,7 @@ class GradientReducer:
         if optimizer not in self._stepped and not any(one in self._reduced for one in _parameters(optimizer)):
             return
         if self._synchronises():
+            self._check_left_out(one for one in _parameters(optimizer) if one not in self._reduced)
             if self._lacks_average(self._stepped.get(optimizer, 0) == self._made, _parameters(optimizer)):
                 if _is_scaled():
                     raise ConfigError(
@@ -443,6 +449,27 @@ class GradientReducer:
                     f"steps (by clip_grad_norm_, for one): other ranks did. {_CALL_AVERAGE}"
                 )
         self._stepped[optimizer] = self._made
+
+    def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
+        """Parameters that require a gradient and are not to be averaged."""
+        return set()
+
+    def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew. Ranks would
+        step it by gradients of their own."""
+        found = [one for one in parameters if one.requires_grad and one.grad is not None]
+        if not found:
+            return
+        module = None if self._module is None else self._module()
+        names = {one: name for name, one in module.named_parameters()} if module is not None else {}
+        elsewhere = set().union(*(one._reduced for one in _alive))
+        for one in found:
+            if one not in elsewhere and (one in names or any(one is other for other in self._frozen)):
+                raise ConfigError(
+                    f"rank {self._buckets.rank}: the gradient of {names.get(one, 'a parameter')} is not averaged: the parameter "
+                    "required no gradient, or was no part of the model, when the reducer was made. After a model is unfrozen or "
+                    "grows, close() its reducer and make another one, on all ranks"
+                )
 
     def _lacks_average(self, has_stepped: bool, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether gradients must be averaged before these parameters are stepped.
