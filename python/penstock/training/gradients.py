@@ -53,7 +53,8 @@ class GradientReducer:
 
     Args:
         model: a module, or an iterable of parameters. Those that require no gradient are left out (an error names them if they
-            have one later), and a duplicate (a tied weight) counts once. All ranks need the same, in the same order and memory format.
+            have one later), and a duplicate (a tied weight) counts once. All ranks need the same, in the same order and memory
+            format.
         group: a process group of the penstock backend; the default group if None.
         bucket_bytes: the size of a bucket: what one all-reduce carries. Smaller gradients share a bucket, larger ones are split.
         wire: ``torch.float16`` or ``torch.bfloat16`` send float32 gradients in half the bytes: every rank rounds its own
@@ -455,8 +456,8 @@ class GradientReducer:
         return set()
 
     def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew. Ranks would
-        step it by gradients of their own."""
+        """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew. Each rank
+        would step it by a gradient of its own."""
         found = [one for one in parameters if one.requires_grad and one.grad is not None]
         if not found:
             return
