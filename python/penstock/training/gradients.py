@@ -456,8 +456,8 @@ class GradientReducer:
         return set()
 
     def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew. Each rank
-        would step it by a gradient of its own."""
+        """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew, and
+        each rank would step it by a gradient of its own."""
         found = [one for one in parameters if one.requires_grad and one.grad is not None]
         if not found:
             return
