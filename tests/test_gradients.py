@@ -153,9 +153,30 @@ def test_models_that_grow() -> None:
     ranks.run(_grown, count=2)
 
 
+def test_hooks_that_change_gradients() -> None:
+    """A hook that came before the reducer changes what is averaged. One that came after it changes what is being averaged, and is
+    refused, also where it is an optimizer's step; the model works again without it."""
+    ranks.run(_change_in_hooks, count=2)
+
+
 def test_parameters_that_ddp_ignores() -> None:
     """The hook leaves the gradients to each rank that DDP was told to ignore, whatever their shapes."""
     ranks.run(_ignored, count=2)
+
+
+def test_lazy_negatives() -> None:
+    """A gradient whose memory holds the opposite of its values is copied, and what is handed over has the values."""
+    submitted = []
+
+    class Reducer:
+        def submit(self, _: int, address: int, *__: Any, **___: Any) -> None:
+            submitted.append(address)
+
+    values = torch.arange(3.0)
+    slots = Slots([torch.zeros(3)], ["weight"])
+    found = slots.submit(Reducer(), 0, torch._neg_view(values))  # type: ignore[arg-type]
+    assert submitted == [found.data_ptr()] and found.data_ptr() != values.data_ptr()
+    assert not found.is_neg() and found.tolist() == [0.0, -1.0, -2.0]
 
 
 def test_gradients_on_a_device() -> None:
@@ -217,6 +238,13 @@ def test_other_models() -> None:
     """Ranks whose models differ are told so in the first pass."""
     for text in ranks.run(_differ, count=2):
         assert "different gradients" in text or "Every rank must issue the same operations" in text, text
+
+
+@pytest.mark.parametrize("hooked", ["plain", "parameters", "ddp"])
+def test_as_many_elements_in_another_shape(hooked: str) -> None:
+    """A layer of 2 x 6 on one rank and of 3 x 4 on the other, without a bias: a mismatch in the first pass, on both ranks."""
+    for text in ranks.run(_reshaped, count=2, args=(hooked,)):
+        assert "different gradients, in another order, shape or memory format" in text, text
 
 
 def test_same_shapes_in_another_order() -> None:
@@ -804,6 +832,45 @@ def _changed() -> None:
     dist.destroy_process_group()
 
 
+def _change_in_hooks() -> None:
+    dist.init_process_group("penstock")
+    data = torch.full((1, 30), dist.get_rank() + 1.0)
+    module = nn.Linear(30, 30, bias=False)
+    weight = module.weight
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    changes: list[Any] = [
+        lambda parameter: parameter.grad.mul_(2),
+        lambda parameter: setattr(parameter, "grad", parameter.grad * 2),
+        lambda parameter: (optimizer.step(), optimizer.zero_grad()),
+    ]
+
+    def late(change: Any) -> Any:
+        def hook(parameter: torch.Tensor) -> None:
+            change(parameter)
+
+        return weight.register_post_accumulate_grad_hook(hook)
+
+    early = late(changes[0])
+    GradientReducer(module)
+    for _ in range(2):
+        module.zero_grad(set_to_none=False)
+        module(data).sum().backward()
+        assert weight.grad is not None and weight.grad.eq(3).all()
+    early.remove()
+    for change in changes:
+        before = weight.detach().clone()
+        hook = late(change)
+        module.zero_grad()
+        with pytest.raises(ConfigError, match=r"the gradient of .*weight was changed in the|steps weight within the"):
+            module(data).sum().backward()
+        assert torch.equal(weight, before)
+        hook.remove()
+        module.zero_grad()
+        module(data).sum().backward()
+        assert weight.grad is not None and weight.grad.eq(1.5).all()
+    dist.destroy_process_group()
+
+
 def _grown() -> None:
     dist.init_process_group("penstock")
     data = torch.full((1, 2), dist.get_rank() + 1.0)
@@ -1085,6 +1152,22 @@ def _differ() -> str:
         assert reducer.stats()["buckets"] == 0
         return str(error)
     raise AssertionError("it went through")
+
+
+def _reshaped(hooked: str) -> str:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    model: nn.Module = nn.Linear(4, 3, bias=False) if dist.get_rank() else nn.Linear(6, 2, bias=False)
+    data = torch.ones(1, 4 if dist.get_rank() else 6)
+    if hooked == "ddp":
+        # DDP would compare the shapes itself.
+        model = DistributedDataParallel(model, init_sync=False)
+        reducer: GradientReducer = ddp_hook(model)
+    else:
+        reducer = GradientReducer(model if hooked == "plain" else model.parameters(), broadcast=False)
+    with pytest.raises((Mismatch, RuntimeError)) as caught:
+        model(data).sum().backward()
+    assert reducer.stats()["buckets"] == 0
+    return str(caught.value)
 
 
 def _swapped() -> str:

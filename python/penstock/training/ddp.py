@@ -106,6 +106,9 @@ class _DDPReducer(GradientReducer):
     def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Nothing: DDP leaves such gradients to each rank."""
 
+    def _check_unchanged(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Nothing: DDP moves gradients into its buckets, and writes to those."""
+
     def _synchronises(self) -> bool:
         model = self._model()
         return model is not None and bool(model.require_backward_grad_sync)

@@ -179,7 +179,9 @@ class GradientReducer:
                 timeout_s=self._backend.timeout_s,
             )
         self._enabled = True
+        # What this pass has handed over, by index; and of which version it was then, where it is the gradient itself.
         self._pass: dict[int, torch.Tensor] | None = None
+        self._versions: dict[int, int] = {}
         self._task = -1
         # Completes when the operations of a pass that raised have ended.
         self._withdrawn: _core.Ticket | None = None
@@ -313,6 +315,8 @@ class GradientReducer:
                 "given as a module and they come from its nn.Embedding or nn.EmbeddingBag with sparse=True; make others dense"
             )
         self._submit(index, gradient)
+        if self._pass is not None and self._pass[index] is gradient:
+            self._versions[index] = gradient._version
 
     def _sparse_ready(self, parameter: torch.nn.Parameter) -> None:
         # Sparse gradients are reduced at the end of the pass, in the parameters' order: autograd's may differ between ranks.
@@ -349,7 +353,7 @@ class GradientReducer:
         if self._pass is None:
             if self._tuning is not None:
                 self._tuning.begin()
-            self._pass = {}
+            self._pass, self._versions = {}, {}
 
     def _submit(self, index: int, gradient: torch.Tensor, absent: bool = False) -> None:
         assert self._pass is not None
@@ -363,6 +367,7 @@ class GradientReducer:
         self._check_left_out(self._frozen)
         for index, parameter in enumerate(self._parameters):
             if index in self._pass:
+                self._check_unchanged(index, parameter)
                 continue
             # What an earlier pass left under no_sync counts; it is this pass's gradient.
             if parameter.grad is None:
@@ -384,6 +389,19 @@ class GradientReducer:
             checks.compare(self._gather, [*list(rows)[::-1], *averages], when)
         if self._tuning is not None:
             self._tuning.end()
+
+    def _check_unchanged(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Raise if a gradient was changed while it was being averaged: what then comes out is right on no rank."""
+        assert self._pass is not None
+        if index not in self._versions:
+            return
+        submitted = self._pass[index]
+        if submitted._version != self._versions[index] or parameter.grad is not submitted:
+            raise ConfigError(
+                f"rank {self._buckets.rank}: the gradient of {self._names[index]} was changed in the backward pass after it was "
+                "complete, while it was being averaged: by a hook, for one. Register hooks that change gradients before the "
+                "reducer is made, or change gradients after backward()"
+            )
 
     def _reduce_sparse(self) -> list[tuple[str, torch.nn.Parameter, torch.Tensor]]:
         """Average the sparse gradients. All ranks have come to the end of the pass.
@@ -425,6 +443,15 @@ class GradientReducer:
                 len(submitted),
                 len(self._parameters),
             )
+
+    def _check_in_pass(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer steps in the middle of a pass (in a hook) by gradients that are being averaged."""
+        for one in _parameters(optimizer) if self._pass is not None else ():
+            if self._index.get(one) in self._pass:
+                raise ConfigError(
+                    f"rank {self._buckets.rank}: an optimizer steps {self._names[self._index[one]]} within the backward pass, "
+                    "when its gradient is not averaged yet. Step after backward()"
+                )
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step. If it steps parameters of this reducer outside of no_sync, average what is not averaged
@@ -591,10 +618,12 @@ def _hook_optimizers() -> None:
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The optimizer itself is the first of the arguments.
         has_closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-        # A closure makes passes of its own; in the middle of a pass (an optimizer in a hook) nothing can be known yet.
-        if not has_closure and torch._C._current_graph_task_id() == -1:
-            # In the order in which they were made, which is the same on all ranks: each may wait for the other ranks.
-            for reducer in sorted(_alive, key=lambda one: one._number):
+        is_in_pass = torch._C._current_graph_task_id() != -1
+        # In the order in which they were made, which is the same on all ranks: each may wait for the other ranks.
+        for reducer in sorted(_alive, key=lambda one: one._number):
+            if is_in_pass:
+                reducer._check_in_pass(optimizer)
+            elif not has_closure:  # a closure makes passes of its own
                 reducer._before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
