@@ -446,8 +446,9 @@ class GradientReducer:
 
     def _check_in_pass(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer steps in the middle of a pass (in a hook) by gradients that are being averaged."""
-        for one in _parameters(optimizer) if self._pass is not None else ():
-            if self._index.get(one) in self._pass:
+        submitted = self._pass or {}
+        for one in _parameters(optimizer) if submitted else ():
+            if self._index.get(one) in submitted:
                 raise ConfigError(
                     f"rank {self._buckets.rank}: an optimizer steps {self._names[self._index[one]]} within the backward pass, "
                     "when its gradient is not averaged yet. Step after backward()"

@@ -106,7 +106,7 @@ class Checkpoints:
                 failure = error
         found = tree is not None
         if dist.is_initialized():
-            told = [found, None if failure is None else f"{type(failure).__name__}: {failure}"]
+            told: list[Any] = [found, None if failure is None else f"{type(failure).__name__}: {failure}"]
             dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
             found, text = told
             if text is not None and failure is None:
