@@ -81,6 +81,12 @@ def test_different_layouts(backend: Backend) -> None:
     _run(layouts.different_layouts, 3, backend, (backend.name, 0, 60))
 
 
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_shared_memory(backend: Backend) -> None:
+    """Inputs and outputs of a call may be views of one tensor, in any places."""
+    _run(layouts.shared_memory, 3, backend, (backend.name, 5, 60))
+
+
 def test_lazy_views() -> None:
     """Lazy conjugates and negatives are read as such or refused, by every call and in inference mode too."""
     ranks.run(layouts.lazy_views, count=2, args=("penstock",))

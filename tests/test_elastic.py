@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import errno
 import hashlib
 import itertools
 import logging
@@ -28,6 +29,7 @@ from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -291,6 +293,72 @@ def test_a_fresh_run_in_an_old_folder_keeps_its_own_checkpoints(tmp_path: pathli
     kept = {path.name for path in tmp_path.iterdir()}
     assert old_ones < kept
     assert sorted(int(name[5:17]) for name in kept - old_ones) == [41, 51]
+
+
+def test_a_checkpoint_that_could_not_be_loaded_is_not_written(tmp_path: pathlib.Path) -> None:
+    """A value that only pickled code can load, such as NumPy's, is refused when it is saved, and in a file of an older release
+    when it is loaded: training does not begin anew without a word. The checkpoint before it stays."""
+    checkpoints, state = elastic.Checkpoints(tmp_path), _state(seed=1)
+    state.total = 1.5
+    checkpoints.save(_committed(state))
+    before = set(tmp_path.iterdir())
+    state.total = np.float64(2.5) * np.ones(2).mean()
+    with pytest.raises(errors.Config, match=r"no checkpoint was written.*'total': 'float64'"):
+        checkpoints.save(_committed(state))
+    assert set(tmp_path.iterdir()) == before
+    other = _state(seed=2)
+    assert checkpoints.load(other) and other.total == 2.5
+    old = tmp_path / "unfinished"
+    torch.save(state.snapshot(), old)
+    old.rename(tmp_path / f"step-{state.step:012d}-{hashlib.sha256(old.read_bytes()).hexdigest()[:16]}.pt")
+    with pytest.raises(errors.Config, match="is complete, but its state holds values"):
+        checkpoints.load(other)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be written is removed, and the one before is loaded."""
+    checkpoints, state = elastic.Checkpoints(tmp_path), _state(seed=1)
+    checkpoints.save(_committed(state))
+    before = set(tmp_path.iterdir())
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoints.save(_committed(state))
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: pathlib.Path) -> None:
+    """All ranks raise, the state is as last committed, and the group lives."""
+    for text in ranks.run(_load_of_another_model, count=2, args=(str(tmp_path),)):
+        assert "size mismatch" in text, text
+
+
+def _load_of_another_model(folder: str) -> str:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=20))
+    checkpoints = elastic.Checkpoints(folder)
+    checkpoints.save(elastic.State(step=3, first=torch.nn.Linear(2, 1), last=torch.nn.Linear(3, 4)))
+    state = elastic.State(step=7, first=torch.nn.Linear(2, 1), last=torch.nn.Linear(3, 5))
+    before = _plain(copy.deepcopy(state.snapshot()))
+    try:
+        checkpoints.load(state)
+    except (RuntimeError, errors.Config) as error:
+        text = str(error)
+    else:
+        raise AssertionError("it was loaded")
+    state.first.weight.data.zero_()
+    state.restore()
+    state.commit()
+    assert state.step == 8
+    state.step = 7
+    state.adopt(state.snapshot() | {"step": 7})
+    assert _plain(state.snapshot()) == before
+    dist.barrier()
+    dist.destroy_process_group()
+    return text
 
 
 def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: pathlib.Path) -> None:

@@ -148,6 +148,38 @@ def test_models_that_change() -> None:
     ranks.run(_changed, count=2)
 
 
+def test_models_that_grow() -> None:
+    """What is unfrozen, or added to the model, after the reducer was made is refused by its name before it is stepped by each
+    rank's own gradients; a reducer of its own, or a new one for all, averages it."""
+    ranks.run(_grown, count=2)
+
+
+def test_hooks_that_change_gradients() -> None:
+    """A hook that came before the reducer changes what is averaged. One that came after it changes what is being averaged, and is
+    refused, also where it is an optimizer's step; the model works again without it."""
+    ranks.run(_change_in_hooks, count=2)
+
+
+def test_parameters_that_ddp_ignores() -> None:
+    """The hook leaves the gradients to each rank that DDP was told to ignore, whatever their shapes."""
+    ranks.run(_ignored, count=2)
+
+
+def test_lazy_negatives() -> None:
+    """A gradient whose memory holds the opposite of its values is copied, and what is handed over has the values."""
+    submitted = []
+
+    class Reducer:
+        def submit(self, _: int, address: int, *__: Any, **___: Any) -> None:
+            submitted.append(address)
+
+    values = torch.arange(3.0)
+    slots = Slots([torch.zeros(3)], ["weight"])
+    found = slots.submit(Reducer(), 0, torch._neg_view(values))  # type: ignore[arg-type]
+    assert submitted == [found.data_ptr()] and found.data_ptr() != values.data_ptr()
+    assert not found.is_neg() and found.tolist() == [0.0, -1.0, -2.0]
+
+
 def test_gradients_on_a_device() -> None:
     """``model.cuda()`` after the reducer was made: refused before the engine hears of it (on a device that every machine has)."""
     slots = Slots([torch.zeros(3)], ["weight"])
@@ -211,6 +243,13 @@ def test_other_models() -> None:
         here = ["weight, float32[5, 3] trained", "weight, float32[4, 3] trained"][rank]
         assert here in texts["wider"] and "number 1 is another on rank(s) 1" in texts["wider"], texts
         assert ("missing" if rank else "bias, float32[5] trained") in texts["fewer"], texts
+
+
+@pytest.mark.parametrize("hooked", ["plain", "parameters", "ddp"])
+def test_as_many_elements_in_another_shape(hooked: str) -> None:
+    """A layer of 2 x 6 on one rank and of 3 x 4 on the other, without a bias: a mismatch in the first pass, on both ranks."""
+    for text in ranks.run(_reshaped, count=2, args=(hooked,)):
+        assert "different gradients, in another order, shape or memory format" in text, text
 
 
 def test_same_shapes_in_another_order() -> None:
@@ -798,6 +837,118 @@ def _changed() -> None:
     dist.destroy_process_group()
 
 
+def _change_in_hooks() -> None:
+    dist.init_process_group("penstock")
+    data = torch.full((1, 30), dist.get_rank() + 1.0)
+    module = nn.Linear(30, 30, bias=False)
+    weight = module.weight
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    changes: list[Any] = [
+        lambda parameter: parameter.grad.mul_(2),
+        lambda parameter: setattr(parameter, "grad", parameter.grad * 2),
+        lambda parameter: (optimizer.step(), optimizer.zero_grad()),
+    ]
+
+    def late(change: Any) -> Any:
+        def hook(parameter: torch.Tensor) -> None:
+            change(parameter)
+
+        return weight.register_post_accumulate_grad_hook(hook)
+
+    early = late(changes[0])
+    GradientReducer(module)
+    for _ in range(2):
+        module.zero_grad(set_to_none=False)
+        module(data).sum().backward()
+        assert weight.grad is not None and weight.grad.eq(3).all()
+    early.remove()
+    for change in changes:
+        before = weight.detach().clone()
+        hook = late(change)
+        module.zero_grad()
+        with pytest.raises(ConfigError, match=r"the gradient of .*weight was changed in the|steps weight within the"):
+            module(data).sum().backward()
+        assert torch.equal(weight, before)
+        hook.remove()
+        module.zero_grad()
+        module(data).sum().backward()
+        assert weight.grad is not None and weight.grad.eq(1.5).all()
+    dist.destroy_process_group()
+
+
+def _grown() -> None:
+    dist.init_process_group("penstock")
+    data = torch.full((1, 2), dist.get_rank() + 1.0)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    first, last = model[0].weight, model[1].weight
+    first.requires_grad_(False)
+    reducer = GradientReducer(model)
+    model(data).sum().backward()
+    first.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"the gradient of 0\.weight is not averaged"):
+        model(data).sum().backward()
+    # Frozen again, it has its gradient still.
+    first.requires_grad_(False)
+    model(data).sum().backward()
+    first.requires_grad_(True)
+    first.grad = last.grad = None
+    beside = GradientReducer(model[0])
+    model(data).sum().backward()
+    assert first.grad is not None
+    torch.testing.assert_close(first.grad, 1.5 * last.detach().sum(0)[:, None].expand(2, 2))
+    beside.close()
+    reducer.close()
+
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    reducer = GradientReducer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    alone = nn.Parameter(torch.zeros(2))  # each rank's own
+    optimizer.add_param_group({"params": [alone]})
+    (model(data) * data + alone).sum().backward()
+    optimizer.step()
+    assert alone.eq(-1).all()
+    optimizer.zero_grad()
+    model.append(nn.Linear(2, 2, bias=False))
+    optimizer.add_param_group({"params": model[1].parameters()})
+    model(data).sum().backward()
+    before = [one.detach().clone() for one in model.parameters()]
+    with pytest.raises(ConfigError, match=r"the gradient of 1\.weight is not averaged"):
+        optimizer.step()
+    assert all(torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True))
+    reducer.close()
+    GradientReducer(model)
+    optimizer.zero_grad()
+    model(data).sum().backward()
+    optimizer.step()
+    # Models that were given as parameters: what was frozen among those.
+    given = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)]
+    GradientReducer(given)
+    given[1].requires_grad_(True)
+    with pytest.raises(ConfigError, match="the gradient of a parameter is not averaged"):
+        (given[0] * given[1]).sum().backward()
+    dist.destroy_process_group()
+
+
+def _ignored() -> None:
+    dist.init_process_group("penstock")
+    rank = dist.get_rank()
+    module = nn.Sequential(nn.Linear(2, 3 + rank, bias=False), nn.Flatten(), nn.Linear(3 + rank, 2))
+    module.append(nn.Linear(2, 1, bias=False))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.weight", "2.weight", "2.bias"])
+    model = DistributedDataParallel(module)
+    ddp_hook(model)
+    for _ in range(2):
+        model.zero_grad()
+        hidden = module[:3](torch.ones(1, 2)).detach()
+        model(torch.ones(1, 2)).sum().backward()
+        own, averaged = module[2].bias.grad, module[3].weight.grad
+        assert torch.equal(own, module[3].weight[0].detach()), "it is this rank's own"
+        both = [torch.empty_like(hidden) for _ in range(2)]
+        dist.all_gather(both, hidden)
+        torch.testing.assert_close(averaged, (both[0] + both[1]) / 2)
+    dist.destroy_process_group()
+
+
 def _shared() -> None:
     dist.init_process_group("penstock")
     scale = dist.get_rank() + 1.0
@@ -1016,6 +1167,22 @@ def _differ() -> dict[str, str]:
             dist.all_reduce(total)
             assert total.item() == 2
     return texts
+
+
+def _reshaped(hooked: str) -> str:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    model: nn.Module = nn.Linear(4, 3, bias=False) if dist.get_rank() else nn.Linear(6, 2, bias=False)
+    data = torch.ones(1, 4 if dist.get_rank() else 6)
+    if hooked == "ddp":
+        # DDP would compare the shapes itself.
+        model = DistributedDataParallel(model, init_sync=False)
+        reducer: GradientReducer = ddp_hook(model)
+    else:
+        reducer = GradientReducer(model if hooked == "plain" else model.parameters(), broadcast=False)
+    with pytest.raises((Mismatch, RuntimeError)) as caught:
+        model(data).sum().backward()
+    assert reducer.stats()["buckets"] == 0
+    return str(caught.value)
 
 
 def _swapped() -> str:

@@ -306,6 +306,16 @@ def test_passes_that_raise() -> None:
     alike(ranks.run(programs.passes_that_raise, count=2))
 
 
+def test_closures() -> None:
+    """Gradients that a closure makes are reduced before they are applied: all ranks end with the same weights."""
+    alike(ranks.run(programs.closures, count=2))
+
+
+def test_late_parameters() -> None:
+    """Gradients of parameters that are not reduced are refused by name before the step."""
+    ranks.run(programs.late_parameters, count=2)
+
+
 def test_passes_are_counted() -> None:
     """See the program."""
     ranks.run(programs.passes_are_counted, count=2)

@@ -435,6 +435,8 @@ def _refused(file: str) -> str:
         GradientReducer(model, tune=Setting(1, 1 << 20, "ring", "zip"))
     with pytest.raises(ConfigError, match="not float"):
         GradientReducer(model, tune=0.5)
+    with pytest.raises(ConfigError, match="not a tuner's record: KeyError: 'sessions'"):
+        GradientReducer(model, tune={"streams": 2})
     with pytest.raises(ConfigError, match="a tuner is in charge"):
         GradientReducer(model, tune=Setting(1, 1 << 20, "ring")).set_bucket_bytes(7)
     with pytest.raises(ConfigError) as caught:

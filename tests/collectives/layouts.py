@@ -222,6 +222,66 @@ def refused_together(backend: str) -> object:
         return report.finish()
 
 
+def shared_memory(backend: str, seed: int, cases: int) -> object:
+    """Calls whose tensors are views of one: the results of tensors that share nothing."""
+    with world(backend) as (rank, size):
+        report, rng = Report(rank), random.Random(seed)
+        for case in range(cases):
+            part = rng.choice([1, 3, 50, 3000, 40_000])
+            whole = part * size
+            # Other places on each rank; now and then a whole number of parts apart.
+            places = [
+                [rng.choice([rng.randrange(2 * whole), rng.randrange(2 * size) * part]) for _ in range(2)]
+                for _ in range(size)
+            ]
+            bases = [torch.arange(3 * whole) % 1013 + 2000 * one for one in range(size)]
+            own, (first, second) = bases[rank].clone(), places[rank]
+            kind = rng.choice(["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "uneven all_gather"])
+            what = f"seed {seed}, case {case}, {kind} of {part}, places {places}"
+            if kind == "all_gather":
+                output = own[second : second + whole]
+                dist.all_gather_into_tensor(output, own[first : first + part])
+                right = [(output, torch.cat([one[at : at + part] for one, (at, _) in zip(bases, places, strict=True)]))]
+            elif kind == "reduce_scatter":
+                output = own[second : second + part]
+                dist.reduce_scatter_tensor(output, own[first : first + whole])
+                mine = [
+                    one[at + rank * part : at + (rank + 1) * part] for one, (at, _) in zip(bases, places, strict=True)
+                ]
+                right = [(output, sum(mine[1:], mine[0]))]
+            elif kind == "all_to_all":
+                output = own[second : second + whole]
+                dist.all_to_all_single(output, own[first : first + whole])
+                sent = [
+                    one[at + rank * part : at + (rank + 1) * part] for one, (at, _) in zip(bases, places, strict=True)
+                ]
+                right = [(output, torch.cat(sent))]
+            elif kind == "all_reduce":
+                views = [own[at : at + part] for at in (first, second, first)]
+                dist.group.WORLD.allreduce_coalesced(views, c10d.AllreduceCoalescedOptions()).wait()  # type: ignore[union-attr]
+                sums = [
+                    sum(one[at[which] : at[which] + part] for one, at in zip(bases, places, strict=True))
+                    for which in (0, 1)
+                ]
+                # What both views hold is the sum of one of them.
+                both = max(first, second), min(first, second) + part
+                apart = torch.tensor([not both[0] <= at < both[1] for at in range(first, first + part)])
+                right = [(views[0][apart], sums[0][apart])]
+                if both[0] >= both[1]:
+                    right.append((views[1], sums[1]))
+                elif first == second and all(at[0] == at[1] for at in places):
+                    right.append((views[0], sums[0]))
+            else:
+                lengths = [part + one for one in range(size)]
+                starts = list(itertools.accumulate(lengths, initial=0))
+                outputs = [own[at : at + length] for at, length in zip(starts, lengths, strict=False)]
+                dist.all_gather(outputs, own[first : first + lengths[rank]])
+                right = [(output, bases[one][places[one][0] :][: lengths[one]]) for one, output in enumerate(outputs)]
+            for got, expected in right:
+                report.equal(what, got, expected)
+        return report.finish()
+
+
 def arrays_in_any_order() -> None:
     """NumPy arrays whose bytes are in the other order are added as numbers; addresses of objects never leave the process."""
     job = arrays.init(timeout_s=60)

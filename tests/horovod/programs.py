@@ -364,6 +364,82 @@ def training(options: dict[str, Any], passes: int, steps: int = 4) -> list[float
     return [float(value) for parameter in model.parameters() for value in parameter.detach().double().flatten()]
 
 
+def closures() -> list[float]:
+    """``step(closure)`` applies what the closure makes, reduced, however often it is called, and whoever reduces it."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    data = torch.full((1, 3), hvd.rank() + 1.0)
+    mean = (hvd.size() + 1) / 2
+
+    def made(kind: Any, op: Any = hvd.Average, **options: Any) -> tuple[torch.nn.Parameter, Any]:
+        weight = torch.nn.Parameter(torch.zeros(1, 3))
+        optimizer = kind([weight], **options)
+        return weight, hvd.DistributedOptimizer(optimizer, [(f"{kind.__name__}{op}", weight)], op=op)
+
+    weight, optimizer = made(torch.optim.SGD, lr=1.0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight * data).sum()
+        loss.backward()
+        return loss
+
+    for step in range(3):
+        optimizer.step(closure)
+        assert weight.eq(-(step + 1) * mean).all(), (step, weight)
+
+    def reduces_by_itself() -> torch.Tensor:
+        loss = closure()
+        optimizer.synchronize()
+        return loss
+
+    with optimizer.skip_synchronize():
+        optimizer.step(reduces_by_itself)
+    assert weight.eq(-4 * mean).all(), weight
+    # A closure that makes no gradients: those that are there are applied once.
+    weight, optimizer = made(torch.optim.SGD, hvd.Sum, lr=1.0)
+    loss = closure()
+    optimizer.step(lambda: loss)
+    assert weight.eq(-mean * hvd.size()).all(), weight
+    weight, optimizer = made(torch.optim.LBFGS, lr=0.1, max_iter=4)
+
+    def squares() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight - data).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(squares)
+    assert not weight.eq(0).any()
+    return weight.flatten().tolist()
+
+
+def late_parameters() -> None:
+    """What is unfrozen, or added to the optimizer, behind `DistributedOptimizer` is not applied by each rank on its own."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    for op in (hvd.Average, hvd.Adasum):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        model[0].weight.requires_grad_(False)
+        named = [(f"{op} {name}", one) for name, one in model.named_parameters()]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), named, op=op)
+        model[0].weight.requires_grad_(True)
+        before = model[0].weight.detach().clone()
+        model(torch.ones(1, 2)).sum().backward()
+        with_error(ValueError, "0.weight is this rank's own", optimizer.step)
+        assert torch.equal(model[0].weight, before)
+    weight, late = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+    optimizer.add_param_group({"params": [late]})
+    (weight + late).sum().backward()
+    with_error(ValueError, "a parameter of group 1 is this rank's own", optimizer.step)
+    assert weight.eq(0).all() and late.eq(0).all()
+    hvd.barrier()
+    hvd.shutdown()
+
+
 def passes_are_counted() -> None:
     """Too many backward passes, and zero_grad before the step, are refused as Horovod refuses them."""
     import penstock.horovod.torch as hvd

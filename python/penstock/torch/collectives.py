@@ -24,7 +24,7 @@ from penstock.torch.arguments import (
 )
 from penstock.torch.batches import Start, batched
 from penstock.torch.layout import Layout, rows
-from penstock.torch.lists import alike, flat_like, joined, spread
+from penstock.torch.lists import alike, apart, flat_like, joined, spread
 from penstock.torch.operations import Operations, is_set
 from penstock.torch.sparse import SparseReductions
 from penstock.torch.work import Ticket, Work
@@ -37,6 +37,8 @@ class Collectives(Operations):
 
     Every call returns a `Work` at once. Tensors lie on the CPU or a CUDA device (staged through pinned memory, see `staging`);
     they must not be used until the Work has completed. Calls on a group must come in the same order on all its ranks.
+
+    Tensors of one call may share memory: the results are those of tensors that do not, where outputs do not overlap each other.
 
     Memory layout (`layout`): tensors that are sent without a copy must be dense, and have the same layout on all ranks; if they
     are cut or joined along the first dimension, their parts must follow each other in memory. Lists are copied through one
@@ -65,10 +67,21 @@ class Collectives(Operations):
         """Reduce each dense tensor over all ranks, in place; an operation for each."""
 
         def reduced(tensor: torch.Tensor) -> Start:
-            process.requests.count_all_reduce()
             return self._checked("all_reduce", opts, tensor=tensor, output=tensor, reduce=opts.reduceOp)
 
-        return self._work([reduced(tensor) for tensor in tensors], tensors)
+        starts = [reduced(tensor) for tensor in tensors]
+        for _ in tensors:
+            process.requests.count_all_reduce()
+        separate = apart(tensors)
+        copied = [(tensor, own) for tensor, own in zip(tensors, separate, strict=True) if own is not tensor]
+        if not copied:
+            return self._work(starts, tensors)
+
+        def finish() -> None:
+            for tensor, own in copied:
+                tensor.detach().copy_(own)
+
+        return self._work([reduced(tensor) for tensor in separate], tensors, finish)
 
     @spans.span("sparse_all_reduce", spans.first)
     @batched
@@ -214,9 +227,12 @@ class Collectives(Operations):
                 copies.append((flat, outputs))
                 continue
             # Unequal parts: each rank broadcasts its own.
+            own = input.detach().contiguous()
+            if any(part.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() for part in outputs):
+                own = own.clone()
             for root, part in enumerate(outputs):
                 is_own = root == self._member.rank
-                flat = input.detach().contiguous() if is_own else part if part.is_contiguous() else flat_like(part)
+                flat = own if is_own else part if part.is_contiguous() else flat_like(part)
                 starts.append(self._checked("broadcast", opts, tensor=flat, output=flat, rank=root))
                 if flat is not part:
                     copies.append((flat.view(-1), [part]))

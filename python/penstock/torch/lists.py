@@ -1,4 +1,8 @@
-"""Lists of tensors: they cross the network as one flat tensor that holds their elements in order."""
+"""Lists of tensors: they cross the network as one flat tensor that holds their elements in order.
+
+An operation reads its input while it writes its output, and the operations of a call run side by side. So tensors of one call
+that share memory are kept apart by copies (`overlap`, `apart`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,34 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["alike", "flat_like", "joined", "spread"]
+__all__ = ["alike", "apart", "flat_like", "joined", "overlap", "spread"]
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors have equally many elements."""
     return all(tensor.numel() == tensors[0].numel() for tensor in tensors)
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share memory, where both are dense."""
+    starts = one.data_ptr(), other.data_ptr()
+    return starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + one.nbytes
+
+
+def apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """These dense tensors, with copies in place of those that share memory with another one. CUDA tensors stay: they are staged,
+    each in memory of its own."""
+    if len(tensors) < 2 or not tensors[0].is_cpu:
+        return list(tensors)
+    # By the address: those that share memory follow each other.
+    ordered = sorted(range(len(tensors)), key=lambda at: tensors[at].data_ptr())
+    found, end = list(tensors), 0
+    for at in ordered:
+        start = tensors[at].data_ptr()
+        if start < end and tensors[at].nbytes:
+            found[at] = tensors[at].detach().clone()
+        end = max(end, start + tensors[at].nbytes)
+    return found
 
 
 def flat_like(tensor: torch.Tensor) -> torch.Tensor:

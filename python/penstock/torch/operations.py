@@ -26,6 +26,7 @@ from penstock.torch.arguments import (
 from penstock.torch.batches import Start
 from penstock.torch.layout import Layout, blocks, number
 from penstock.torch.life import Life
+from penstock.torch.lists import overlap
 from penstock.torch.staging import Side, Staged, StagedTicket
 from penstock.torch.work import Expires, Ticket, Work
 
@@ -63,6 +64,14 @@ class Operations(Life):
             raise refusal(
                 f"{collective}: the tensors are on {input.device} and {output.device}; they must be on one device"
             )
+        if (
+            input is not None
+            and output is not None
+            and input.is_cpu  # CUDA tensors are staged, each in memory of its own
+            and overlap(input, output)
+            and not self._is_in_place(collective, input, output)
+        ):
+            input = input.detach().clone()
         dtype, count, lying = "byte", 0, 0
         if tensor is not None:
             count = tensor.numel()
@@ -88,6 +97,13 @@ class Operations(Life):
         return lambda: self._start(
             collective, size, input, output, op, factor, rank, tag, splits, timeout.total_seconds()
         )
+
+    def _is_in_place(self, collective: str, input: torch.Tensor, output: torch.Tensor) -> bool:
+        """Whether one tensor is this rank's own part of the other one, which no rank's operation reads after it is written."""
+        rank = self._member.rank
+        if collective == "all_gather":
+            return input.data_ptr() == output.data_ptr() + rank * input.nbytes
+        return collective == "reduce_scatter" and output.data_ptr() == input.data_ptr() + rank * output.nbytes
 
     def _start(
         self,

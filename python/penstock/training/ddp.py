@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -97,6 +97,17 @@ class _DDPReducer(GradientReducer):
     def _keeps_back(self, parameter: torch.nn.Parameter) -> None:
         # A step on these is this rank's own, as it is under DDP without the hook.
         self._made += 1
+
+    def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
+        # DDP ignores names; what is ignored is each rank's own.
+        names = model.parameters_to_ignore
+        return {one for name, one in model.module.named_parameters(remove_duplicate=False) if name in names}
+
+    def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Nothing: DDP leaves such gradients to each rank."""
+
+    def _check_unchanged(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Nothing: DDP moves gradients into its buckets, and writes to those."""
 
     def _synchronises(self) -> bool:
         model = self._model()

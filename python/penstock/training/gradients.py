@@ -52,8 +52,9 @@ class GradientReducer:
     and that on which gradients were ready together.
 
     Args:
-        model: a module, or an iterable of parameters. Those that require no gradient are left out, and a duplicate (a tied
-            weight) counts once. All ranks need the same, in the same order and memory format.
+        model: a module, or an iterable of parameters. Those that require no gradient are left out (an error names them if they
+            have one later), and a duplicate (a tied weight) counts once. All ranks need the same, in the same order and memory
+            format.
         group: a process group of the penstock backend; the default group if None.
         bucket_bytes: the size of a bucket: what one all-reduce carries. Smaller gradients share a bucket, larger ones are split.
         wire: ``torch.float16`` or ``torch.bfloat16`` send float32 gradients in half the bytes: every rank rounds its own
@@ -70,7 +71,8 @@ class GradientReducer:
 
     Raises:
         penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, or of a
-            dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is unexpectedly sparse (below).
+            dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is unexpectedly sparse (below); or
+            the model was unfrozen, or grew, after this object was made (also in an optimizer's step).
         penstock.errors.Mismatch: ranks have different parameters; nothing was sent, and the group lives. In ``backward``: the pass
             of another rank raised in the middle; all ranks have dropped the step, and the group lives.
 
@@ -107,7 +109,8 @@ class GradientReducer:
             names = {one: name for name, one in model.named_parameters()}
         # Autograd makes gradients from the last layer to the first, nearly.
         sparse = _sparse_weights(model) if isinstance(model, torch.nn.Module) else set()
-        trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
+        ignored = self._ignored(model)
+        trained = [one for one in reversed(parameters) if one.requires_grad and one not in ignored]
         self._parameters = [parameter for parameter in trained if parameter not in sparse]
         self._sparse = [parameter for parameter in trained if parameter in sparse]
         if not trained:
@@ -120,12 +123,14 @@ class GradientReducer:
                 )
         self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._reduced = {*self._parameters, *self._sparse}
+        self._frozen = [one for one in parameters if not one.requires_grad]
+        self._module = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
         if bucket_bytes <= 0:
             raise ConfigError(f"bucket_bytes must be positive, not {bucket_bytes}")
         self._group = group
         self._backend = backend.of(group)
         agreed = tuning.agree(tune, group)
-        tensors: list[torch.Tensor] = list(parameters)
+        tensors: list[torch.Tensor] = [one for one in parameters if one not in ignored]
         if broadcast and isinstance(model, torch.nn.Module):
             tensors += model.buffers()
             names.update((buffer, name) for name, buffer in model.named_buffers())
@@ -180,7 +185,9 @@ class GradientReducer:
                 timeout_s=self._backend.timeout_s,
             )
         self._enabled = True
+        # What this pass has handed over, by index; and of which version it was then, where it is the gradient itself.
         self._pass: dict[int, torch.Tensor] | None = None
+        self._versions: dict[int, int] = {}
         self._task = -1
         # Completes when the operations of a pass that raised have ended.
         self._withdrawn: _core.Ticket | None = None
@@ -314,6 +321,8 @@ class GradientReducer:
                 "given as a module and they come from its nn.Embedding or nn.EmbeddingBag with sparse=True; make others dense"
             )
         self._submit(index, gradient)
+        if self._pass is not None and self._pass[index] is gradient:
+            self._versions[index] = gradient._version
 
     def _sparse_ready(self, parameter: torch.nn.Parameter) -> None:
         # Sparse gradients are reduced at the end of the pass, in the parameters' order: autograd's may differ between ranks.
@@ -350,7 +359,7 @@ class GradientReducer:
         if self._pass is None:
             if self._tuning is not None:
                 self._tuning.begin()
-            self._pass = {}
+            self._pass, self._versions = {}, {}
 
     def _submit(self, index: int, gradient: torch.Tensor, absent: bool = False) -> None:
         assert self._pass is not None
@@ -361,8 +370,10 @@ class GradientReducer:
     def _finish(self) -> None:
         if self._pass is None:
             return  # a nested pass has done it
+        self._check_left_out(self._frozen)
         for index, parameter in enumerate(self._parameters):
             if index in self._pass:
+                self._check_unchanged(index, parameter)
                 continue
             # What an earlier pass left under no_sync counts; it is this pass's gradient.
             if parameter.grad is None:
@@ -384,6 +395,19 @@ class GradientReducer:
             checks.compare(self._gather, [*list(rows)[::-1], *averages], when)
         if self._tuning is not None:
             self._tuning.end()
+
+    def _check_unchanged(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Raise if a gradient was changed while it was being averaged: what then comes out is right on no rank."""
+        assert self._pass is not None
+        if index not in self._versions:
+            return
+        submitted = self._pass[index]
+        if submitted._version != self._versions[index] or parameter.grad is not submitted:
+            raise ConfigError(
+                f"rank {self._buckets.rank}: the gradient of {self._names[index]} was changed in the backward pass after it was "
+                "complete, while it was being averaged: by a hook, for one. Register hooks that change gradients before the "
+                "reducer is made, or change gradients after backward()"
+            )
 
     def _reduce_sparse(self) -> list[tuple[str, torch.nn.Parameter, torch.Tensor]]:
         """Average the sparse gradients. All ranks have come to the end of the pass.
@@ -426,12 +450,23 @@ class GradientReducer:
                 len(self._parameters),
             )
 
+    def _check_in_pass(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer steps in the middle of a pass (in a hook) by gradients that are being averaged."""
+        submitted = self._pass or {}
+        for one in _parameters(optimizer) if submitted else ():
+            if self._index.get(one) in submitted:
+                raise ConfigError(
+                    f"rank {self._buckets.rank}: an optimizer steps {self._names[self._index[one]]} within the backward pass, "
+                    "when its gradient is not averaged yet. Step after backward()"
+                )
+
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step. If it steps parameters of this reducer outside of no_sync, average what is not averaged
         yet."""
         if optimizer not in self._stepped and not any(one in self._reduced for one in _parameters(optimizer)):
             return
         if self._synchronises():
+            self._check_left_out(one for one in _parameters(optimizer) if one not in self._reduced)
             if self._lacks_average(self._stepped.get(optimizer, 0) == self._made, _parameters(optimizer)):
                 if _is_scaled():
                     raise ConfigError(
@@ -449,6 +484,27 @@ class GradientReducer:
                     f"steps (by clip_grad_norm_, for one): other ranks did. {_CALL_AVERAGE}"
                 )
         self._stepped[optimizer] = self._made
+
+    def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
+        """Parameters that require a gradient and are not to be averaged."""
+        return set()
+
+    def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew, and
+        each rank would step it by a gradient of its own."""
+        found = [one for one in parameters if one.requires_grad and one.grad is not None]
+        if not found:
+            return
+        module = None if self._module is None else self._module()
+        names = {one: name for name, one in module.named_parameters()} if module is not None else {}
+        elsewhere = set().union(*(one._reduced for one in _alive))
+        for one in found:
+            if one not in elsewhere and (one in names or any(one is other for other in self._frozen)):
+                raise ConfigError(
+                    f"rank {self._buckets.rank}: the gradient of {names.get(one, 'a parameter')} is not averaged: the parameter "
+                    "required no gradient, or was no part of the model, when the reducer was made. After a model is unfrozen or "
+                    "grows, close() its reducer and make another one, on all ranks"
+                )
 
     def _lacks_average(self, has_stepped: bool, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether gradients must be averaged before these parameters are stepped.
@@ -569,10 +625,12 @@ def _hook_optimizers() -> None:
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The optimizer itself is the first of the arguments.
         has_closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-        # A closure makes passes of its own; in the middle of a pass (an optimizer in a hook) nothing can be known yet.
-        if not has_closure and torch._C._current_graph_task_id() == -1:
-            # In the order in which they were made, which is the same on all ranks: each may wait for the other ranks.
-            for reducer in sorted(_alive, key=lambda one: one._number):
+        is_in_pass = torch._C._current_graph_task_id() != -1
+        # In the order in which they were made, which is the same on all ranks: each may wait for the other ranks.
+        for reducer in sorted(_alive, key=lambda one: one._number):
+            if is_in_pass:
+                reducer._check_in_pass(optimizer)
+            elif not has_closure:  # a closure makes passes of its own
                 reducer._before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)

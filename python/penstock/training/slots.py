@@ -56,7 +56,7 @@ class Slots:
             or gradient.layout is not torch.strided
         ):
             raise self._changed(index, gradient)
-        if gradient.stride() != strides and layout(gradient) != lies:
+        if gradient.is_neg() or (gradient.stride() != strides and layout(gradient) != lies):
             with torch.no_grad():
                 gradient = torch.empty_strided(shape, strides, dtype=dtype).copy_(gradient)
         keep = gradient.untyped_storage()

@@ -64,7 +64,7 @@ def agree(tune: Tune, group: Any) -> dict[str, Any]:
     if dist.get_rank(group) == 0:
         try:
             agreed = [_asked_for(tune)]
-        except (ConfigError, OSError, ValueError, TypeError) as error:
+        except Exception as error:  # whatever it is, the other ranks wait for an answer
             agreed = [{"error": f"{error}"}]
     dist.broadcast_object_list(agreed, _root(group), group=group)
     found: dict[str, Any] = agreed[0]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.errors import Config as ConfigError
 from penstock.training.elastic.state import State
 
 __all__ = ["Checkpoints"]
@@ -45,16 +46,26 @@ class Checkpoints:
         """Write the last commit. Rank 0 writes, and blocks until the file is on the disk; the other ranks return at once.
 
         Values in the state must be numbers, texts, tensors, and lists or dicts of them: `load` executes no pickled code.
+
+        Raises:
+            penstock.errors.Config: there are other values, such as NumPy's numbers. Older checkpoints stay.
+            OSError, RuntimeError: the file could not be written. Older checkpoints stay.
         """
         if _rank() != 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         tree = state.snapshot()
         unfinished = self.folder / _UNFINISHED
-        with unfinished.open("wb") as file:
-            torch.save(tree, file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(tree, file)
+                file.flush()
+                os.fsync(file.fileno())
+            _check_loads(unfinished, tree)
+        except BaseException:
+            # A disk that is full needs the room.
+            unfinished.unlink(missing_ok=True)
+            raise
         found = self._found()
         run, newest = found[0][0] if found else (0, -1)
         if tree["step"] <= newest:
@@ -79,16 +90,32 @@ class Checkpoints:
         Rank 0 reads it, and the others get it over the default process group, if there is one.
 
         Returns: whether there was one. Without one all ranks have rank 0's state as it is.
+
+        Raises:
+            penstock.errors.Config: the newest complete one holds values that cannot be loaded (see `save`).
+            What ``load_state_dict`` raises on rank 0, where the checkpoint is of another model; penstock.errors.Config on the
+            others. The state is as last committed.
         """
-        tree = self._newest() if _rank() == 0 else None
-        if tree is not None:
-            state.adopt(tree)
+        tree, failure = None, None
+        if _rank() == 0:
+            try:
+                tree = self._newest()
+                if tree is not None:
+                    state.adopt(tree)
+            except Exception as error:
+                failure = error
+        found = tree is not None
+        if dist.is_initialized():
+            told: list[Any] = [found, None if failure is None else f"{type(failure).__name__}: {failure}"]
+            dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
+            found, text = told
+            if text is not None and failure is None:
+                raise ConfigError(f"rank 0 could not load a checkpoint: {text}")
+        if failure is not None:
+            raise failure
         if dist.is_initialized():
             state.share(0)
-            found = torch.tensor([int(tree is not None)])
-            dist.broadcast(found, src=0)
-            return bool(found.item())
-        return tree is not None
+        return found
 
     def _newest(self) -> Any:
         for (_, step), path in self._found():
@@ -97,7 +124,10 @@ class Checkpoints:
                     log.warning("checkpoint %s is damaged (its bytes do not fit its name); trying the one before", path)
                     continue
                 tree = torch.load(path, map_location="cpu", weights_only=True)
-            except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+            except pickle.UnpicklingError as error:
+                # The ones before it hold such values, too: training would begin anew.
+                raise ConfigError(f"checkpoint {path} is complete, but {_NOT_LOADED} ({error})") from error
+            except (OSError, RuntimeError) as error:
                 log.warning("checkpoint %s cannot be read (%s); trying the one before", path, error)
                 continue
             log.info("going on from checkpoint %s, after step %d", path, step)
@@ -109,6 +139,15 @@ class Checkpoints:
         paths = self.folder.glob("step-*.pt") if self.folder.is_dir() else []
         named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
         return sorted((((int(match[2] or 0), int(match[1])), path) for match, path in named), reverse=True)
+
+
+def _check_loads(path: Path, tree: Any) -> None:
+    """Raise if `Checkpoints.load` would not load the file. Reads no tensor."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        kinds = {name: type(value).__name__ for name, value in tree["values"].items()}
+        raise ConfigError(f"no checkpoint was written: {_NOT_LOADED}. The values are {kinds} ({error})") from error
 
 
 def _digest(path: Path) -> str:
@@ -134,4 +173,8 @@ def _rank() -> int:
 
 _NAME = re.compile(r"step-(\d{12})(?:-run-(\d+))?-[0-9a-f]{16}\.pt")
 _UNFINISHED = "unfinished"
+_NOT_LOADED = (
+    "its state holds values that only pickled code can load, such as NumPy's: keep numbers, texts, tensors, and lists or "
+    "dicts of them"
+)
 _BLOCK = 1 << 20

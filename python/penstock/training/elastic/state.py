@@ -96,10 +96,7 @@ class State:
 
         Afterwards torch's random numbers follow from the donor's seed, the step and the rank: they differ between ranks.
         """
-        tree = _broadcast(self._saved if dist.get_rank() == donor else None, donor)
-        self._saved = tree
-        self.restore()
-        self._seed = tree["seed"]
+        self._replace(_broadcast(self._saved if dist.get_rank() == donor else None, donor))
         torch.manual_seed((self._seed + self.step * _STEPS + dist.get_rank()) % (1 << 63))
 
     def snapshot(self) -> Any:
@@ -107,10 +104,20 @@ class State:
         return self._saved
 
     def adopt(self, tree: Any) -> None:
-        """Copy a snapshot, of this rank or another, into the last commit, and restore it."""
-        self._saved = _copied(tree, None)
-        self.restore()
-        self._seed = tree["seed"]
+        """Copy a snapshot, of this rank or another, into the last commit, and restore it. If it does not fit, this raises what
+        ``load_state_dict`` raised, and everything is as in the last commit."""
+        self._replace(_copied(tree, None))
+
+    def _replace(self, tree: Any) -> None:
+        """Restore this tree, which becomes the last commit; or the last commit, if the tree does not fit."""
+        before, self._saved = self._saved, tree
+        try:
+            self.restore()
+            self._seed = tree["seed"]
+        except BaseException:
+            self._saved = before
+            self.restore()
+            raise
 
     def _save(self) -> None:
         live = {

@@ -134,10 +134,13 @@ class Tuner:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Tuner:
-        """A tuner pinned to what a record chose. Raises ValueError where the record holds no choice."""
-        for document in reversed(with_new_names(record)["sessions"]):
-            if document["chosen"]:
-                return cls.pinned(Setting.from_json(document["chosen"]))
+        """A tuner pinned to what a record chose. Raises ValueError where this is no record, or holds no choice."""
+        try:
+            chosen = [document["chosen"] for document in with_new_names(record)["sessions"] if document["chosen"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is not a tuner's record: {type(error).__name__}: {error}") from error
+        if chosen:
+            return cls.pinned(Setting.from_json(chosen[-1]))
         raise ValueError("the record ends before its tuner had chosen: there is nothing to pin")
 
     def begin_step(self) -> Setting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -216,7 +217,7 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
                 self._should_synchronize = True
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            if self._should_synchronize:
+            if self._should_synchronize and (closure is None or self._handles):
                 if self._synchronized:
                     warnings.warn(
                         "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -225,8 +226,22 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
                         stacklevel=2,
                     )
                 self.synchronize()
+            try:
+                if closure is not None:
+                    return super().step(functools.partial(self._evaluate, closure))
+                _check_reduced(self)
+                return super().step()
+            finally:
+                self._synchronized = False
+
+        def _evaluate(self, closure: Callable[[], Any]) -> Any:
+            """Reduce the gradients that the closure makes. (Horovod applies this rank's own.)"""
+            loss = closure()
+            if self._handles or (self._should_synchronize and not self._synchronized):
+                self.synchronize()
             self._synchronized = False
-            return super().step(closure)
+            _check_reduced(self)
+            return loss
 
         def zero_grad(self, *args: Any, **kwargs: Any) -> None:
             _check_not_pending(self._handles)
@@ -318,6 +333,7 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
             if not self.process_set.included():
                 super().step()
                 return loss
+            _check_reduced(self)
             for parameter in self._requires_update:
                 if self._handles.get(parameter) is None:
                     self._handles[parameter] = self._submit(parameter)
@@ -565,6 +581,20 @@ def _grouped(
     made = [tuple(one for one in group if id(one) in wanted) for group in groups]
     grouped = {id(one) for group in made for one in group}
     return [group for group in made if group] + [(one,) for one in ordered if id(one) not in grouped]
+
+
+def _check_reduced(optimizer: Any) -> None:
+    """Raise ValueError if a gradient is about to be applied that is not reduced."""
+    if size() == 1 or not optimizer.process_set.included():
+        return
+    for at, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is not None and parameter not in optimizer._requires_update:
+                name = optimizer._parameter_names.get(parameter, f"a parameter of group {at}")
+                raise ValueError(
+                    f"the gradient of {name} is this rank's own: it required no gradient, or was not in the optimizer, when "
+                    "DistributedOptimizer was called. Unfreeze or add parameters first, or make the distributed optimizer anew."
+                )
 
 
 def _check_not_pending(handles: dict[Any, Any]) -> None:
