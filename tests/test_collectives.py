@@ -97,6 +97,11 @@ def test_refused_together() -> None:
     _run(layouts.refused_together, 2, ALL["penstock"], ("penstock",))
 
 
+def test_memory_of_the_call() -> None:
+    """A batch sends from and receives into the memory that its calls have checked, whatever their tensors refer to since."""
+    ranks.run(layouts.memory_of_the_call, count=2, args=("penstock",))
+
+
 def test_arrays_in_any_order() -> None:
     """What goes through NumPy's arrays is numbers, in whatever order their bytes are; objects are refused."""
     ranks.run(layouts.arrays_in_any_order, count=2)

@@ -282,6 +282,26 @@ def shared_memory(backend: str, seed: int, cases: int) -> object:
         return report.finish()
 
 
+def memory_of_the_call(backend: str) -> object:
+    """A batch uses the memory that its calls were given and have checked, also where a tensor gets another, smaller one before
+    the batch starts."""
+    with world(backend) as (rank, size):
+        report, group = Report(rank), dist.group.WORLD
+        sent, place = torch.full((4,), float(rank + 1)), torch.zeros(4)
+        sent_memory, place_memory = sent.detach(), place.detach()
+        # Its neighbours in memory hold what must not be overwritten.
+        small = torch.zeros(3)
+        with dist._coalescing_manager(group, torch.device("cpu")):
+            dist.isend(sent, (rank + 1) % size)
+            dist.irecv(place, (rank - 1) % size)
+            sent.data, place.data = small[:1], small[1:2]
+        dist.barrier()
+        report.equal("received where the call said", place_memory, torch.full((4,), float((rank - 1) % size + 1)))
+        report.equal("not changed", sent_memory, torch.full((4,), float(rank + 1)))
+        report.equal("memory that no call was given", small, torch.zeros(3))
+        return report.finish()
+
+
 def arrays_in_any_order() -> None:
     """NumPy arrays whose bytes are in the other order are added as numbers; addresses of objects never leave the process."""
     job = arrays.init(timeout_s=60)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d as c10d
 
 from penstock import _core
 from penstock.errors import Config as ConfigError
@@ -49,17 +50,19 @@ def check_place(collective: str, tensor: torch.Tensor) -> None:
             )
 
 
-def check_memory(collective: str, tensor: torch.Tensor) -> None:
-    """Check that the tensor's memory exists and holds its values directly."""
-    if tensor.storage_offset() * tensor.itemsize + tensor.nbytes > tensor.untyped_storage().nbytes():
+def check_memory(collective: str, tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Check that the tensor's memory exists and holds its values directly. Returns the storage that owns it."""
+    storage = tensor.untyped_storage()
+    if tensor.storage_offset() * tensor.itemsize + tensor.nbytes > storage.nbytes():
         raise refusal(
-            f"{collective}: the tensor has {looks(tensor)}, and its storage of {tensor.untyped_storage().nbytes()} bytes "
+            f"{collective}: the tensor has {looks(tensor)}, and its storage of {storage.nbytes()} bytes "
             "does not hold it; was it resized?"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise refusal(
             f"{collective}: the tensor is a lazy conjugate or negative; call .resolve_conj().resolve_neg() first"
         )
+    return storage
 
 
 def check_writable(collective: str, outputs: Sequence[torch.Tensor]) -> None:
@@ -87,8 +90,8 @@ def looks(tensor: torch.Tensor) -> str:
 
 def reduction(reduce: Any, collective: str, tensor: torch.Tensor | None) -> tuple[str, float]:
     """The engine's name of torch's reduction, and the factor of a PREMUL_SUM (1 for the others)."""
-    kind = reduce.op if hasattr(reduce, "op") else reduce
-    name = _REDUCTIONS.get(str(kind).rpartition(".")[2])
+    kind = getattr(reduce, "op", reduce)
+    name = _REDUCTIONS.get(getattr(kind, "value", None))
     if name is None:
         raise refusal(f"{collective}: unknown reduction {kind}")
     factor = 1.0
@@ -109,15 +112,9 @@ DTYPES = {
     )
 }
 is_reduced = functools.lru_cache(_core.is_reduced)
-_REDUCTIONS = {
-    "SUM": "sum",
-    "AVG": "avg",
-    "PREMUL_SUM": "premul_sum",
-    "PRODUCT": "product",
-    "MIN": "min",
-    "MAX": "max",
-    "BAND": "band",
-    "BOR": "bor",
-    "BXOR": "bxor",
+# By the numbers of torch's enum: a call takes 24 us, of which printing a member would take 0.9 and hashing it 0.3.
+_REDUCTIONS: dict[Any, str] = {
+    c10d.ReduceOp.RedOpType.__members__[name.upper()].value: name
+    for name in ("sum", "avg", "premul_sum", "product", "min", "max", "band", "bor", "bxor")
 }
 CALL_CONTIGUOUS = "Call .contiguous() first (and copy back what is written in place)."

@@ -57,8 +57,9 @@ class Collectives(Operations):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         """Reduce each tensor over all ranks, in place. Sparse COO tensors go to `allreduce_sparse`."""
-        if any(tensor.layout is torch.sparse_coo for tensor in tensors):
-            return self.allreduce_sparse(tensors, opts)
+        for tensor in tensors:
+            if tensor.layout is torch.sparse_coo:
+                return self.allreduce_sparse(tensors, opts)
         return self.allreduce_coalesced(tensors, opts)
 
     @spans.span("all_reduce", spans.first)

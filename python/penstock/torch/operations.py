@@ -5,6 +5,7 @@ A call to the backend checks all of its operations first, with `Operations._chec
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -56,10 +57,14 @@ class Operations(Life):
         Args:
             tensor: gives the dtype and the size that ranks must agree on, and how they lie in memory if ``lies`` does not.
         """
+        # The storages and not the tensors: `tensor.data = ...` would free memory that the engine uses. In a batch it would also
+        # replace the memory that was checked by another, so the addresses are those of now.
+        keep = []
         for one in (input, output):
             if one is not None:
                 check_place(collective, one)
-                check_memory(collective, one)
+                keep.append(check_memory(collective, one))
+        addresses = (_address(input), _address(output))
         if input is not None and output is not None and input.device != output.device:
             raise refusal(
                 f"{collective}: the tensors are on {input.device} and {output.device}; they must be on one device"
@@ -92,10 +97,12 @@ class Operations(Life):
         op, factor = reduction(reduce, collective, tensor) if reduce is not None else (None, 1.0)
         if op is not None and tensor is not None and not is_reduced(op, dtype):
             raise refusal(f"{collective}: {op} is not defined on {str(tensor.dtype).removeprefix('torch.')}")
-        timeout = opts.timeout if opts is not None and is_set(opts.timeout) else self._timeout
+        timeout_s = -1.0 if opts is None else opts.timeout.total_seconds()
+        if timeout_s < 0:  # none given, see `is_set`
+            timeout_s = self._timeout.total_seconds()
         size = (dtype, count if elements is None else elements, 0 if tensor is None else tensor.nbytes, lying)
-        return lambda: self._start(
-            collective, size, input, output, op, factor, rank, tag, splits, timeout.total_seconds()
+        return functools.partial(
+            self._start, collective, size, input, output, addresses, keep, op, factor, rank, tag, splits, timeout_s
         )
 
     def _is_in_place(self, collective: str, input: torch.Tensor, output: torch.Tensor) -> bool:
@@ -111,6 +118,8 @@ class Operations(Life):
         size: tuple[str, int, int, int],
         input: torch.Tensor | None,
         output: torch.Tensor | None,
+        addresses: tuple[int, int],
+        keep: list[torch.UntypedStorage],
         op: str | None,
         factor: float,
         rank: int,
@@ -118,7 +127,8 @@ class Operations(Life):
         splits: tuple[list[int], list[int]] | None,
         timeout_s: float,
     ) -> Ticket:
-        """Start one operation; ``size`` is its dtype, elements, bytes, and the number of its layout."""
+        """Start one operation on the memory at the addresses, which ``keep`` owns; ``size`` is its dtype, elements, bytes, and
+        the number of its layout."""
         self._issued += 1
         dtype, elements, nbytes, lying = size
         staged = None
@@ -133,17 +143,17 @@ class Operations(Life):
             reads = [] if source is None or takes else [source]
             writes = [] if output is None or gives else [output]
             staged = Staged(self._side(on.device), reads, writes)
-            input, output = (None if one is None else staged.twin(one) for one in (input, output))
-        # Keeps the storages and not the tensors: `tensor.data = ...` would free memory that the engine uses.
-        keep = [one.untyped_storage() for one in (input, output) if one is not None]
+            twins = [None if one is None else staged.twin(one) for one in (input, output)]
+            addresses = (_address(twins[0]), _address(twins[1]))
+            keep = [one.untyped_storage() for one in twins if one is not None]
         ticket = self._member.group.start(
             collective,
             dtype=dtype,
             elements=elements,
             bytes=nbytes,
             layout=lying,
-            input=0 if input is None else input.data_ptr(),
-            output=0 if output is None else output.data_ptr(),
+            input=addresses[0],
+            output=addresses[1],
             op=op,
             factor=factor,
             rank=rank,
@@ -231,6 +241,10 @@ class Operations(Life):
             raise refusal(f"all_to_all: {what} splits {sizes} do not cut {rows} rows into {world} parts")
         row = tensor.nbytes // rows if rows else 0
         return [size * row for size in sizes]
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def is_set(timeout: timedelta) -> bool:

@@ -107,9 +107,11 @@ class Work(dist.Work):
             raise failure
         self._finished()
         self._complete_future()
-        for work in (self, *self._parts):
-            if work._span is not None:
-                work._span.wait()
+        if self._span is not None:
+            self._span.wait()
+        for part in self._parts:
+            if part._span is not None:
+                part._span.wait()
         return True
 
     def end_span(self, span: Any) -> None:
@@ -204,7 +206,8 @@ class Work(dist.Work):
 
     def _complete_future(self) -> None:
         """Complete the future, once, if everything has ended. Its readers' streams wait for devices by themselves."""
-        if not self._has_ended():
+        # `get_future` comes here after it has made one.
+        if self._ended is None or not self._has_ended():
             return
         with self._lock:
             ended, self._ended = self._ended, None
@@ -219,11 +222,13 @@ class Work(dist.Work):
 
     def _finished(self) -> None:
         """See that the user's tensors have the result, as far as the current streams are concerned."""
-        with self._lock:
-            if self._finish is not None:
-                self._finish()
-                self._finish = None
-                self._copied = [(device, _mark(device)) for device in _cuda_devices(self.outputs)]
+        # Cleared last: without the lock, None means that nothing is left to do, and that `_copied` is complete.
+        if self._finish is not None:
+            with self._lock:
+                if self._finish is not None:
+                    self._finish()
+                    self._copied = [(device, _mark(device)) for device in _cuda_devices(self.outputs)]
+                    self._finish = None
         for device, event in self._copied:
             torch.cuda.current_stream(device).wait_event(event)
         for part in self._parts:

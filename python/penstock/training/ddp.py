@@ -96,7 +96,7 @@ class _DDPReducer(GradientReducer):
 
     def _keeps_back(self, parameter: torch.nn.Parameter) -> None:
         # A step on these is this rank's own, as it is under DDP without the hook.
-        self._made += 1
+        self._passes += 1
 
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
         # DDP ignores names; what is ignored is each rank's own.

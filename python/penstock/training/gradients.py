@@ -189,14 +189,17 @@ class GradientReducer:
         self._pass: dict[int, torch.Tensor] | None = None
         self._versions: dict[int, int] = {}
         self._task = -1
+        # Of the pass: the gradients that this rank does not have.
+        self._absent: set[int] = set()
         # Completes when the operations of a pass that raised have ended.
         self._withdrawn: _core.Ticket | None = None
         self._has_warned = False
-        # How many gradients autograd has made that are to be averaged.
-        self._made = 0
-        # Gradients that passes under no_sync have made and that are not averaged yet, with their state then; and averages.
+        # How many passes have made gradients that are to be averaged.
+        self._passes = 0
+        # Gradients that passes under no_sync have made and that are not averaged yet, with their state then.
         self._kept: dict[torch.nn.Parameter, tuple[int, int]] = {}
-        self._averages: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        # Averages, by index.
+        self._averages: dict[int, tuple[int, int]] = {}
         # Whether averages were changed between the last pass and its step, and whether the last average came within a step.
         self._was_changed = self._was_late = False
         self._number = next(_numbers)
@@ -204,17 +207,18 @@ class GradientReducer:
         # Python's collector does not see what torch's hooks refer to, so they do not keep this object.
         this = weakref.ref(self)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(_is_ready, this, index))
+            parameter.register_post_accumulate_grad_hook(functools.partial(GradientReducer._ready, this, index))
             for index, parameter in enumerate(self._parameters)
         ]
         self._hooks += [
-            one.register_post_accumulate_grad_hook(functools.partial(_is_ready, this, None)) for one in self._sparse
+            one.register_post_accumulate_grad_hook(functools.partial(GradientReducer._sparse_ready, this))
+            for one in self._sparse
         ]
         self._end = weakref.finalize(self, _end, self._tuning, self._hooks, self._backend, self._groups)
         self._end.atexit = False
         self._keep()
         _hook_optimizers()
-        _alive.add(self)
+        _alive[self._number] = self
 
     def _keep(self) -> None:
         """Let the parameters keep this object alive; Python collects both together."""
@@ -245,7 +249,7 @@ class GradientReducer:
             What ``backward`` raises.
         """
         steps = self._stepped.values()
-        if self._synchronises() and self._lacks_average(self._made in steps or not self._made, self._reduced):
+        if self._synchronises() and self._lacks_average(self._passes in steps or not self._passes, self._reduced):
             self._average_rest()
 
     def stats(self) -> dict[str, Any]:
@@ -297,7 +301,7 @@ class GradientReducer:
     def close(self) -> None:
         """Remove the hooks from the model and leave the groups. `destroy_process_group` does the latter, too. DDP then reduces
         its own buckets, each in one all-reduce."""
-        _alive.discard(self)
+        _alive.pop(self._number, None)
         for parameter in self._reduced:
             kept = parameter.__dict__.get(_KEPT, set())
             kept.discard(self)
@@ -308,24 +312,33 @@ class GradientReducer:
 
     # ------------------------------------------------------------------ one backward pass
 
-    def _ready(self, index: int, parameter: torch.nn.Parameter) -> None:
-        if not self._synchronises():
-            self._keeps_back(parameter)
+    @staticmethod
+    def _ready(this: weakref.ref[GradientReducer], index: int, parameter: torch.nn.Parameter) -> None:
+        """The hook of a parameter. It runs for every gradient of every step, so what holds for a pass is found out once."""
+        self = this()
+        if self is None:
             return
-        self._take_part()
+        submitted = self._pass
+        if submitted is None or _task() != self._task:
+            if not self._synchronises():
+                self._keeps_back(parameter)
+                return
+            submitted = self._take_part()
         gradient = parameter.grad
         assert gradient is not None, "autograd has just accumulated it"
-        if gradient.layout is not torch.strided:
-            raise ConfigError(
-                f"the gradient of {self._names[index]} is {gradient.layout}. Sparse gradients are reduced where the model is "
-                "given as a module and they come from its nn.Embedding or nn.EmbeddingBag with sparse=True; make others dense"
-            )
-        self._submit(index, gradient)
-        if self._pass is not None and self._pass[index] is gradient:
+        if self._slow:
+            self._slow.gradient()
+        handed = submitted[index] = self._slots.submit(self._reducer, index, gradient)
+        if handed is gradient:
             self._versions[index] = gradient._version
 
-    def _sparse_ready(self, parameter: torch.nn.Parameter) -> None:
-        # Sparse gradients are reduced at the end of the pass, in the parameters' order: autograd's may differ between ranks.
+    @staticmethod
+    def _sparse_ready(this: weakref.ref[GradientReducer], parameter: torch.nn.Parameter) -> None:
+        """The hook of a parameter whose gradients are sparse. They are reduced at the end of the pass, in the parameters' order:
+        autograd's may differ between ranks."""
+        self = this()
+        if self is None:
+            return
         if self._synchronises():
             self._take_part()
         else:
@@ -336,17 +349,19 @@ class GradientReducer:
         assert parameter.grad is not None, "autograd has just accumulated it"
         self._kept[parameter] = _state(parameter.grad)
 
-    def _take_part(self) -> None:
-        """A gradient of a pass is ready: make sure that the pass gets its end."""
-        self._made += 1
-        task = torch._C._current_graph_task_id()
+    def _take_part(self) -> dict[int, torch.Tensor]:
+        """A gradient of a pass is ready: make sure that the pass gets its end. Returns what the pass has submitted."""
+        task = _task()
         if self._pass is None or task != self._task:
             # Each pass needs a callback of its own, which autograd calls at its end on the thread that called backward(), or
             # drops if the pass raises. Nested passes (reentrant checkpoints) end one by one; averaging what is averaged
             # already changes nothing.
             self._task = task
+            self._passes += 1
             self._begin()
             passes.at_end(self._finish, self._abandon)
+        assert self._pass is not None
+        return self._pass
 
     def _synchronises(self) -> bool:
         """Whether passes that begin now are averaged."""
@@ -360,26 +375,35 @@ class GradientReducer:
             if self._tuning is not None:
                 self._tuning.begin()
             self._pass, self._versions = {}, {}
+            self._absent.clear()
 
-    def _submit(self, index: int, gradient: torch.Tensor, absent: bool = False) -> None:
+    def _submit_rest(self, has_any: bool = True) -> None:
+        """Submit what the pass has not reached. What an earlier pass left under no_sync counts: it is this pass's gradient.
+
+        Args:
+            has_any: whether this rank has gradients at all; if not, all are absent.
+        """
         assert self._pass is not None
-        if self._slow and not absent:
-            self._slow.gradient()
-        self._pass[index] = self._slots.submit(self._reducer, index, gradient, absent)
+        if len(self._pass) == len(self._parameters):
+            return
+        for index, parameter in enumerate(self._parameters):
+            if index in self._pass:
+                continue
+            gradient = parameter.grad if has_any else None
+            if gradient is None:
+                self._absent.add(index)
+                gradient = self._slots.zeros(index)
+            elif self._slow:
+                self._slow.gradient()
+            self._pass[index] = self._slots.submit(self._reducer, index, gradient, index in self._absent)
 
     def _finish(self) -> None:
         if self._pass is None:
             return  # a nested pass has done it
         self._check_left_out(self._frozen)
-        for index, parameter in enumerate(self._parameters):
-            if index in self._pass:
-                self._check_unchanged(index, parameter)
-                continue
-            # What an earlier pass left under no_sync counts; it is this pass's gradient.
-            if parameter.grad is None:
-                self._submit(index, self._slots.zeros(index), absent=True)
-            else:
-                self._submit(index, parameter.grad)
+        for index in self._pass:
+            self._check_unchanged(index, self._parameters[index])
+        self._submit_rest()
         try:
             self._reducer.flush().wait()
             averages = self._reduce_sparse()
@@ -463,11 +487,12 @@ class GradientReducer:
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step. If it steps parameters of this reducer outside of no_sync, average what is not averaged
         yet."""
-        if optimizer not in self._stepped and not any(one in self._reduced for one in _parameters(optimizer)):
+        stepped = self._stepped.get(optimizer)
+        if stepped is None and not any(one in self._reduced for one in _parameters(optimizer)):
             return
         if self._synchronises():
             self._check_left_out(one for one in _parameters(optimizer) if one not in self._reduced)
-            if self._lacks_average(self._stepped.get(optimizer, 0) == self._made, _parameters(optimizer)):
+            if self._lacks_average((stepped or 0) == self._passes, _parameters(optimizer)):
                 if _is_scaled():
                     raise ConfigError(
                         f"rank {self._buckets.rank}: GradScaler.step() makes a step whose gradients are not averaged, and has "
@@ -483,7 +508,7 @@ class GradientReducer:
                     "because no backward pass outside no_sync reached a parameter, and this script changes averages before it "
                     f"steps (by clip_grad_norm_, for one): other ranks did. {_CALL_AVERAGE}"
                 )
-        self._stepped[optimizer] = self._made
+        self._stepped[optimizer] = self._passes
 
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
         """Parameters that require a gradient and are not to be averaged."""
@@ -497,7 +522,7 @@ class GradientReducer:
             return
         module = None if self._module is None else self._module()
         names = {one: name for name, one in module.named_parameters()} if module is not None else {}
-        elsewhere = set().union(*(one._reduced for one in _alive))
+        elsewhere = set().union(*(one._reduced for one in list(_alive.values())))
         for one in found:
             if one not in elsewhere and (one in names or any(one is other for other in self._frozen)):
                 raise ConfigError(
@@ -539,34 +564,40 @@ class GradientReducer:
         self._begin()
         try:
             if all(one.grad is None for one in self._kept):
-                for index in range(len(self._parameters)):
-                    self._submit(index, self._slots.zeros(index), absent=True)
+                self._submit_rest(has_any=False)
             self._finish()
         except BaseException:
             self._abandon()
             raise
         # For other optimizers over these parameters, which step at the same time.
-        self._made += 1
+        self._passes += 1
         return not all(self._reducer.was_absent(index) for index in range(len(self._parameters)))
 
     def _has_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer's averages are no longer what was delivered. The first stands for all: clipping changes all, and
         looking at 500 takes 0.3 ms."""
-        one = next((one for one in _parameters(optimizer) if one in self._averages), None)
-        return one is not None and (one.grad is None or _state(one.grad) != self._averages[one])
+        for one in _parameters(optimizer):
+            state = self._averages.get(self._index.get(one, -1))
+            if state is not None:
+                return one.grad is None or _state(one.grad) != state
+        return False
 
     def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
         """Put the averages, which are in these tensors, into the parameters' gradients."""
-        self._averages.clear()
+        averages = self._averages
+        averages.clear()
+        absent = {index for index in self._absent if self._reducer.was_absent(index)}
         for index, gradient in gradients.items():
-            parameter = self._parameters[index]
-            if self._reducer.was_absent(index):
+            if index in absent:
                 continue  # No rank has one of this pass: what an earlier one left stays.
-            if parameter.grad is None:
-                parameter.grad = gradient
-            elif parameter.grad.data_ptr() != gradient.data_ptr():
-                parameter.grad.copy_(gradient)
-            self._averages[parameter] = _state(parameter.grad)
+            parameter = self._parameters[index]
+            place = parameter.grad
+            if place is not gradient:
+                if place is None:
+                    parameter.grad = place = gradient
+                elif place.data_ptr() != gradient.data_ptr():
+                    place.copy_(gradient)
+            averages[index] = place.data_ptr(), place._version
 
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Rank 0's values for all. All are checked before the first is sent."""
@@ -598,17 +629,6 @@ class _Kept(set[GradientReducer]):
         return _Kept()
 
 
-def _is_ready(this: weakref.ref[GradientReducer], index: int | None, parameter: torch.nn.Parameter) -> None:
-    """The hook of a parameter; ``index`` is None where its gradients are sparse."""
-    reducer = this()
-    if reducer is None:
-        return
-    if index is None:
-        reducer._sparse_ready(parameter)
-    else:
-        reducer._ready(index, parameter)
-
-
 def _end(tuned: tuning.Tuning | None, hooks: list[Any], own: Any, groups: list[groups.Membership]) -> None:
     """Close a reducer: called by `close`, and when it is collected."""
     if tuned is not None:
@@ -627,7 +647,10 @@ def _hook_optimizers() -> None:
         has_closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
         is_in_pass = torch._C._current_graph_task_id() != -1
         # In the order in which they were made, which is the same on all ranks: each may wait for the other ranks.
-        for reducer in sorted(_alive, key=lambda one: one._number):
+        for alive in _alive.valuerefs():
+            reducer = alive()
+            if reducer is None:
+                continue
             if is_in_pass:
                 reducer._check_in_pass(optimizer)
             elif not has_closure:  # a closure makes passes of its own
@@ -658,7 +681,9 @@ _CALL_AVERAGE = (
     "(docs/guide/gradients.md)."
 )
 _KEPT = "_penstock_reducers"
-_alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+_task = torch._C._current_graph_task_id
+# By their numbers, in the order in which they were made.
+_alive: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 

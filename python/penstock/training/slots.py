@@ -48,21 +48,28 @@ class Slots:
             penstock.errors.PenstockError: the reducer has failed, or other ranks have dropped the step.
         """
         # In the order of the cheapest: this runs for every gradient of every step.
-        dtype, shape, strides, lies, nbytes, itemsize = self._slots[index]
+        dtype, shape, strides, lies, is_contiguous, nbytes, itemsize = self._slots[index]
         if (
             gradient.dtype is not dtype
             or not gradient.is_cpu
             or gradient.shape != shape
-            or gradient.layout is not torch.strided
+            or gradient.layout is not _STRIDED
         ):
             raise self._changed(index, gradient)
-        if gradient.is_neg() or (gradient.stride() != strides and layout(gradient) != lies):
+        if gradient.is_neg() or (
+            not (is_contiguous and gradient.is_contiguous())
+            and gradient.stride() != strides
+            and layout(gradient) != lies
+        ):
             with torch.no_grad():
                 gradient = torch.empty_strided(shape, strides, dtype=dtype).copy_(gradient)
         keep = gradient.untyped_storage()
         if keep.nbytes() < nbytes + gradient.storage_offset() * itemsize:
             raise ConfigError(f"the gradient of {self._names[index]} has lost its memory: its storage was resized")
-        reducer.submit(index, gradient.data_ptr(), nbytes, absent=absent, keep=keep)
+        if absent:
+            reducer.submit(index, gradient.data_ptr(), nbytes, absent=True, keep=keep)
+        else:
+            reducer.submit(index, gradient.data_ptr(), nbytes, keep=keep)
         return gradient
 
     def zeros(self, index: int) -> torch.Tensor:
@@ -73,7 +80,10 @@ class Slots:
     def _changed(self, index: int, gradient: torch.Tensor) -> ConfigError:
         dtype, shape, *_ = self._slots[index]
         if gradient.layout is not torch.strided:
-            what = f"is {gradient.layout}: sparse gradients are not supported; make them dense"
+            what = (
+                f"is {gradient.layout}. Sparse gradients are reduced where the model is given as a module and they come from its "
+                "nn.Embedding or nn.EmbeddingBag with sparse=True; make others dense"
+            )
         else:
             what = (
                 f"has shape {tuple(gradient.shape)} and dtype {gradient.dtype} on {gradient.device}, not {tuple(shape)} and "
@@ -83,17 +93,22 @@ class Slots:
         return ConfigError(f"the gradient of {self._names[index]} {what}. Nothing was sent.")
 
 
+_STRIDED = torch.strided
+
+
 def _checksum(shape: torch.Size, lies: Layout) -> int:
     return zlib.crc32(repr((tuple(shape), lies)).encode())
 
 
 def _slot(
     parameter: torch.Tensor,
-) -> tuple[torch.dtype, torch.Size, tuple[int, ...], Layout, int, int]:
-    """A parameter's slot: dtype, shape, strides, layout, bytes, and bytes of an element of its gradients."""
+) -> tuple[torch.dtype, torch.Size, tuple[int, ...], Layout, bool, int, int]:
+    """A parameter's slot: dtype, shape, strides, layout, whether that is a contiguous tensor's, bytes, and bytes of an element of
+    its gradients."""
     lies = layout(parameter)
     strides = parameter.stride()
     if lies is None:
         contiguous = torch.empty(parameter.shape, device="meta")
         strides, lies = contiguous.stride(), layout(contiguous) or ()
-    return parameter.dtype, parameter.shape, strides, lies, parameter.nbytes, parameter.itemsize
+    is_contiguous = len(lies) < 2
+    return parameter.dtype, parameter.shape, strides, lies, is_contiguous, parameter.nbytes, parameter.itemsize
