@@ -5,9 +5,9 @@ The oracle is arithmetic in this process's own passes: the average of what each 
 
 from __future__ import annotations
 
-import datetime
 import contextlib
 import copy
+import datetime
 import gc
 import io
 import itertools

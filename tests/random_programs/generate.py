@@ -488,7 +488,7 @@ def _spoil(rng: random.Random, program: Program, avoid: Collection[str], *, spli
         other = "barrier" if spec["call"] == "all_reduce" else "all_reduce"
         steps[at] = [
             *steps[at],
-            {"call": other, "reduce": "SUM", "dtype": "float32", "counts": [11], "layouts": ["flat"]},
+            {"call": other, "reduce": "SUM", "dtype": "float32", "dtypes": None, "counts": [11], "layouts": ["flat"]},
         ]
     elif kind == "missing":
         program["steps"][rank] = [step for step in steps if step[0] == "pause" or step[1] != name]

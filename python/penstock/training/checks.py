@@ -72,13 +72,15 @@ def _gather_of(group: Any) -> Gather:
 
 
 def check_same_tensors(named: Sequence[tuple[str, torch.Tensor]], group: Any = None) -> None:
-    """Raise `penstock.errors.Mismatch` on all ranks of a group if their lists of tensors differ in number, dtypes, shapes, or in which
-    of them require gradients. Without it, a rank with fewer tensors goes on while others wait in the broadcast of the last.
+    """Raise `penstock.errors.Mismatch` on all ranks of a group if their lists of tensors differ in number, dtypes, shapes, or in
+    which of them require gradients. Without it, a rank with fewer tensors goes on while others wait in the broadcast of the last.
 
     Blocking: until all ranks have called it.
     Cost: 16 bytes a rank; where lists differ, 8 bytes a tensor and rank more.
     """
-    kinds = [f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}{' trained' * one.requires_grad}" for _, one in named]
+    kinds = [
+        f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}{' trained' * one.requires_grad}" for _, one in named
+    ]
     gather = _gather_of(group)
     mine = [len(kinds), zlib.crc32("\n".join(kinds).encode())]
     lists_W2 = gather(torch.tensor(mine, dtype=torch.int64)).view(-1, 2).tolist()
@@ -92,8 +94,9 @@ def check_same_tensors(named: Sequence[tuple[str, torch.Tensor]], group: Any = N
     here = f"{named[at][0] or 'without a name'}, {kinds[at]}" if at < len(kinds) else "missing"
     raise Mismatch(
         f"ranks have different models: of the parameters and buffers, number {at + 1} is another on rank(s) "
-        f"{', '.join(map(str, ranks))} of the group than on rank 0. On this rank, {dist.get_rank(group)}, it is {here}. Numbers of "
-        f"tensors, by rank: {', '.join(str(count) for count, _ in lists_W2)}. Nothing was sent. The group is still usable."
+        f"{', '.join(map(str, ranks))} of the group than on rank 0. On this rank, {dist.get_rank(group)}, it is {here}. "
+        f"Numbers of tensors, by rank: {', '.join(str(count) for count, _ in lists_W2)}. Nothing was sent. "
+        "The group is still usable."
     )
 
 

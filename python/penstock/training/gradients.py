@@ -73,8 +73,8 @@ class GradientReducer:
         penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, or of a
             dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is unexpectedly sparse (below); or
             the model was unfrozen, or grew, after this object was made (also in an optimizer's step).
-        penstock.errors.Mismatch: ranks have different parameters; nothing was sent, and the group lives. In ``backward``: the pass
-            of another rank raised in the middle; all ranks have dropped the step, and the group lives.
+        penstock.errors.Mismatch: ranks have different parameters; nothing was sent, and the group lives. In ``backward``: the
+            pass of another rank raised in the middle; all ranks have dropped the step, and the group lives.
 
     A pass that raises is withdrawn: set its gradients to zero, and the next pass works. docs/guide/gradients.md says what other
     ranks see of it. A pass that reaches no parameter at all has no hook to run in; it takes part when an optimizer over
