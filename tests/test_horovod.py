@@ -392,6 +392,15 @@ def test_a_killed_rank_fails_the_others() -> None:
             assert failed_s - killed_s < 10
 
 
+def test_what_a_death_has_failed_is_let_go() -> None:
+    """See the program."""
+    with ranks.Ranks(programs.lets_go_after_a_death, count=2) as job:
+        job.await_note("running", deadline_s=30)
+        job.signal(1, signal.SIGKILL)
+        (outcome,) = job.outcomes(timeout_s=30, of=[0], grace_s=None)
+        assert outcome.ok and outcome.value == [], outcome
+
+
 @pytest.mark.parametrize("in_a_step", [False, True])
 def test_a_rank_that_leaves_fails_what_waits_for_it(in_a_step: bool) -> None:
     """Soon, and with Horovod's words."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pathlib
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ranks
 
@@ -733,6 +735,38 @@ def waits_for_death() -> str:
         with_error(hvd.HorovodInternalError, "", lambda: hvd.allreduce(torch.ones(1)))
         hvd.shutdown()
         return str(error)
+
+
+def lets_go_after_a_death() -> list[str]:
+    """Operations that a death has failed, one of them synchronized: `shutdown` lets their tensors go, and the group."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    kept = []
+
+    def life() -> None:
+        handles = []
+        for number in range(6):
+            value = torch.ones(1000 + number)
+            kept.append(StorageWeakRef(value.untyped_storage()))
+            # Only rank 0 submits the last ones, so that they never begin.
+            if number < 2 or hvd.rank() == 0:
+                handles.append(hvd.allreduce_async(value, name=f"of {number}"))
+        for handle in handles[:2]:
+            hvd.synchronize(handle)
+        ranks.note("running")
+        if hvd.rank() == 1:
+            time.sleep(60)  # until it is killed
+        with_error(hvd.HorovodInternalError, "", lambda: hvd.synchronize(handles[2]))
+
+    try:
+        life()
+    finally:
+        hvd.shutdown()
+    gc.collect()
+    alive = [f"tensor {number}" for number, one in enumerate(kept) if not one.expired()]
+    held = [type(one).__name__ for one in gc.get_objects()]
+    return [*alive, *(name for name in held if name == "PenstockBackend")]
 
 
 def leaves_early(in_a_step: bool) -> str:
