@@ -575,8 +575,9 @@ def _is_fit(kind: str, program: Program, spec: dict[str, Any], avoid: Collection
     if size < 2 or call in ("new_group", "destroy_group") or f"wrong {kind} of {call}" in avoid:
         return False
     if kind == "timeout":
-        # Other groups have torch's time-out of half an hour.
-        return spec["group"] == "world" and bool(_needed(program, spec))
+        # monitored_barrier gets torch's half an hour, whatever the group's time-out is.
+        is_groups = spec["group"] == "world" and call != "monitored_barrier"
+        return is_groups and bool(_needed(program, spec))
     if kind in ("leave", "kill", "stop"):
         return call not in FRONTS
     if kind == "splits":

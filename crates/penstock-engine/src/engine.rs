@@ -328,7 +328,12 @@ impl Group {
 
     /// Fails all operations of the group, on all ranks.
     pub fn abort(&self, reason: &str) {
-        self.fail(Failure::fatal(FailureKind::Closed, format!("aborted: {reason}.")));
+        self.abort_as(FailureKind::Closed, reason);
+    }
+
+    /// [`Group::abort`] for a failure of this kind elsewhere.
+    pub fn abort_as(&self, kind: FailureKind, reason: &str) {
+        self.fail(Failure::fatal(kind, format!("aborted: {reason}.")));
     }
 
     /// Fails the group on all ranks because its caller waits no longer, for [`Engine::join`] or for an operation. The failure

@@ -4,7 +4,7 @@ use crate::{callbacks, error, setup_error};
 use penstock_engine::fingerprint::{Fingerprint, Layout, Name, Order};
 use penstock_engine::plan::{Algorithm, Collective, Splits, UnknownAlgorithm};
 use penstock_engine::{ANY_SOURCE, Call, Config, Contact, GroupSpec, Ptracer};
-use penstock_types::{DType, Generation, GroupId, Priority, ReduceOp};
+use penstock_types::{DType, FailureKind, Generation, GroupId, Priority, ReduceOp};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -298,9 +298,12 @@ impl Group {
         self.0.expire(Duration::try_from_secs_f64(waited_s).unwrap_or_default());
     }
 
-    /// Fails all operations of the group on all ranks.
-    fn abort(&self, reason: &str) {
-        self.0.abort(reason);
+    /// Fails all operations of the group on all ranks, with the exception of this name in `penstock.errors`; `Closed` where there
+    /// is none.
+    #[pyo3(signature = (reason, kind=None))]
+    fn abort(&self, reason: &str, kind: Option<&str>) {
+        let named = FailureKind::ALL.into_iter().find(|one| Some(one.name()) == kind);
+        self.0.abort_as(named.unwrap_or(FailureKind::Closed), reason);
     }
 }
 

@@ -24,6 +24,18 @@ pub enum FailureKind {
 }
 
 impl FailureKind {
+    /// All kinds.
+    pub const ALL: [FailureKind; 8] = [
+        FailureKind::Mismatch,
+        FailureKind::PeerLost,
+        FailureKind::Timeout,
+        FailureKind::Refused,
+        FailureKind::Config,
+        FailureKind::Closed,
+        FailureKind::Bug,
+        FailureKind::NotFinite,
+    ];
+
     /// The word that logs and Python's exception names use.
     #[must_use]
     pub fn name(self) -> &'static str {

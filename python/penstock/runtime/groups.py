@@ -155,7 +155,8 @@ def join(
         _tell_failure(store, rank, world, error, linger=error is not watch.failure)
         if group is not None:
             # Other groups may keep the engine running: this group must end, and its members must not wait for it.
-            group.abort(f"rank {rank} could not join: {error or type(error).__name__}".rstrip("."))
+            what = f"rank {rank} could not join: {error or type(error).__name__}".rstrip(".")
+            group.abort(what, type(error).__name__)
             group.leave()
         if engine is not None:
             engine.release()

@@ -323,11 +323,8 @@ impl Peer {
 
 impl Report {
     fn decode(header: &Header, payload: &[u8]) -> Report {
-        use FailureKind::*;
-        let kind = [Mismatch, PeerLost, Timeout, Refused, Config, Closed, Bug, NotFinite]
-            .into_iter()
-            .find(|kind| *kind as u32 == header.key.message)
-            .unwrap_or(Bug);
+        let kind = FailureKind::ALL.into_iter().find(|kind| *kind as u32 == header.key.message);
+        let kind = kind.unwrap_or(FailureKind::Bug);
         let message = String::from_utf8_lossy(payload).into_owned();
         Report { kind, message, is_passed_on: header.offset != 0, finished: header.total }
     }
