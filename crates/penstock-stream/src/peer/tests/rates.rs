@@ -1,6 +1,7 @@
 //! How much of the streams' rates messages get, and what the last bytes wait for. Virtual time: the figures are exact.
 
-use super::world::{Action, Message, Op, Seed, StreamSpec, World};
+use super::network::StreamSpec;
+use super::world::{Action, Message, Op, Seed, World};
 use crate::frame::MIN_FRAME_BYTES;
 use crate::peer::take_over::PATIENCE_SHARED;
 use crate::peer::*;
