@@ -33,12 +33,15 @@ MAY_USE = {
     "penstock-stream": {"types"},
     "penstock-aggregation": {"types", "kernels"},
     "penstock-core": {"types", "stream", "plan"},
-    "penstock-sim": {"types", "stream", "plan", "aggregation", "core"},
+    "penstock-sim": {"types", "plan", "aggregation", "core"},
     "penstock-net": {"types", "stream"},
     "penstock-engine": {"types", "kernels", "stream", "plan", "core", "aggregation", "net"},
     "penstock-node": {"types", "kernels", "stream", "aggregation", "net"},
     "penstock-py": {"types", "plan", "aggregation", "sim", "engine", "node"},
 }
+
+# Which crates of this workspace its tests may use besides: the virtual network.
+TESTS_MAY_USE = {"penstock-stream": {"sim"}}
 
 # Crates that decide and do nothing.
 PURE = ["penstock-stream", "penstock-plan", "penstock-aggregation", "penstock-core", "penstock-sim"]
@@ -48,18 +51,29 @@ IMPURE = re.compile(r"^(tokio|async-std|smol|mio|polling|rustix|nix|socket2|io-u
 
 
 def test_crates_lean_only_on_those_below(root: pathlib.Path) -> None:
-    """No crate depends, even in its tests, on one that ARCHITECTURE.md puts above it; a new crate needs an entry."""
+    """No crate depends on one that ARCHITECTURE.md puts above it, nor do its tests, but on the virtual network; a new crate needs
+    an entry."""
     metadata = json.loads(cargo(root, "metadata", "--no-deps", "--format-version=1", "--locked"))
-    uses = {
-        package["name"]: {
-            dependency["name"].removeprefix("penstock-")
-            for dependency in package["dependencies"]
-            if dependency["name"].startswith("penstock-")
-        }
-        for package in metadata["packages"]
-    }
-    assert set(uses) <= set(MAY_USE), "a crate that this test does not know"
-    assert not {f"{name} -> {other}" for name, used in uses.items() for other in used - MAY_USE[name]}
+    assert {package["name"] for package in metadata["packages"]} <= set(MAY_USE), "a crate that this test does not know"
+    wrong = set()
+    for package in metadata["packages"]:
+        name = package["name"]
+        for dependency in package["dependencies"]:
+            allowed = MAY_USE[name] | (TESTS_MAY_USE.get(name, set()) if dependency["kind"] == "dev" else set())
+            other = dependency["name"].removeprefix("penstock-")
+            if other != dependency["name"] and other not in allowed:
+                wrong.add(f"{name} -> {other}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("crate", sorted(TESTS_MAY_USE))
+def test_what_tests_use_besides_does_not_use_the_crate(root: pathlib.Path, crate: str) -> None:
+    """Unit tests are a copy of their crate; a second copy, which another crate brings, has types that do not fit."""
+    for other in TESTS_MAY_USE[crate]:
+        tree = cargo(
+            root, "tree", "-p", f"penstock-{other}", "-e", "normal", "--prefix", "none", "--format", "{p}", "--locked"
+        )
+        assert crate not in {line.split()[0] for line in tree.splitlines() if line}
 
 
 @pytest.mark.parametrize("crate", ["penstock-types", *PURE])

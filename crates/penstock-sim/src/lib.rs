@@ -7,8 +7,8 @@
 //! What runs are the shipped state machines. Only time, the network and the drivers are simulated. Nothing here has a socket,
 //! a clock or a thread, so a seed is the same run on every machine.
 //!
-//! Tests of other crates use [`network`] as well. It knows none of their types: a payload is a parameter. So a crate that has
-//! this one as a dev-dependency never meets two copies of its own types.
+//! Unit tests of other crates use [`network`] as well. It knows none of their types: a payload is a parameter. This crate must not
+//! depend on those crates, but in its own tests: they would meet a second copy of their types.
 
 pub mod agenda;
 pub mod aggregation;

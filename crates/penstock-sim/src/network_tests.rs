@@ -259,8 +259,8 @@ fn a_full_queue_drops() {
     assert_eq!((network.counts().arrived, network.counts().dropped), (3, 1));
 }
 
-/// Flows on a fair link have equal shares of what slower flows leave, as in the fluid model of the tests of `penstock-stream`:
-/// 10 + 100 + 100 bytes a second over 110. Without `fair` the flow that sends more gets more.
+/// Flows on a fair link have equal shares of what slower flows leave: 10 + 100 + 100 bytes a second over 110. Without `fair` the
+/// flow that sends more gets more.
 #[test]
 fn fair_shares() {
     let run = |fair: bool| {

@@ -1,7 +1,8 @@
 //! A network of hosts that exists in this process only: connections with rates, delays, losses and partitions.
 //!
 //! It plays the operating system for the event loops ([`penstock_net::system`]). Nothing here knows the protocol: bytes go in
-//! at one end of a connection and come out at the other, in pieces of any size, or are lost with the connection.
+//! at one end of a connection and come out at the other, in pieces of any size, or are lost with the connection. Why it is not
+//! the network of `penstock-sim`: `docs/design/random-programs.md`, "Under virtual time".
 
 use fastrand::Rng;
 use penstock_net::system::{Connection, Host, Trouble};

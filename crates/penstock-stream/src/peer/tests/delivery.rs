@@ -1,6 +1,7 @@
 //! Every message arrives once, whole and right, whatever the streams do.
 
-use super::world::{Action, Message, Op, Seed, StreamSpec, World};
+use super::network::StreamSpec;
+use super::world::{Action, Message, Op, Seed, World};
 use crate::frame::Direction;
 use crate::peer::take_over::MAX_COPIES;
 use crate::peer::*;
@@ -31,7 +32,7 @@ fn scenario(seed: u64) -> World {
         unacked_limit_bytes: 1 << rng.random_range(16..23),
         ..PeerConfig::default()
     };
-    let capacity = if rng.random() { 1e6 } else { rng.random_range(50.0..1000.0) };
+    let capacity = if rng.random() { f64::INFINITY } else { rng.random_range(50.0..1000.0) };
     let next = rng.random();
     let mut world = World::new(next, nodes, &config, &streams, capacity);
     if world.rng.random() {

@@ -1,6 +1,7 @@
 //! Keep-alive: what a peer finds out about peers and streams that are silent, and when.
 
-use super::world::{Action, Message, Op, Seed, StreamSpec, World};
+use super::network::StreamSpec;
+use super::world::{Action, Message, Op, Seed, World};
 use crate::frame::{Header, Kind};
 use crate::peer::*;
 use penstock_types::Priority;
@@ -269,7 +270,7 @@ fn leaving_overtakes_nothing() {
         };
         let streams: Vec<_> = (0..world.rng.random_range(2..6)).map(|_| spec(&mut world.rng)).collect();
         let next = world.rng.random();
-        let mut world = World::new(next, 2, &PeerConfig::default(), &streams, 1e6);
+        let mut world = World::new(next, 2, &PeerConfig::default(), &streams, f64::INFINITY);
         let (group, priority) = (GroupId(1), Priority(0));
         let count = world.rng.random_range(1..30);
         for seq in 0..count {

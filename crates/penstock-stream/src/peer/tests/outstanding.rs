@@ -1,6 +1,7 @@
 //! However many references and grants are outstanding between two nodes, all messages arrive, and neither side remembers more than a bound.
 
-use super::world::{Action, Message, Op, Seed, StreamSpec, World};
+use super::network::StreamSpec;
+use super::world::{Action, Message, Op, Seed, World};
 use crate::frame::Direction;
 use crate::peer::receive::MAX_REMEMBERED;
 use crate::peer::*;
@@ -17,7 +18,7 @@ const QUICK: StreamSpec = StreamSpec { mbit_per_s: 40_000.0, delay: 20_000, buff
 /// `count` messages from node 0 to node 1, of operations under several tags and collectives. One side posts all of them at once, the
 /// other one a second later, in another order where tags allow that.
 fn run_ahead(seed: u64, config: &PeerConfig, count: u64, bytes: u64, first: usize) -> World {
-    let mut world = World::new(seed, 2, config, &[QUICK], 1e6);
+    let mut world = World::new(seed, 2, config, &[QUICK], f64::INFINITY);
     world.bytes = false;
     let mut ids = Vec::new();
     for number in 0..count {

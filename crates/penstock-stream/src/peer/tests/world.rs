@@ -4,7 +4,7 @@
 //! times, grants when it posts, holds eager messages until then, tells what it consumed, reads references, retires. It
 //! checks what the machine promises back, on every frame that leaves and on every frame that arrives.
 
-use super::network::{Link, Pipe};
+use super::network::{News, StreamSpec, Streams, Way};
 use crate::frame::{FLAG_PAYLOAD_SUM, FrameError, Header, Kind, Reference};
 use crate::peer::*;
 use penstock_types::Priority;
@@ -13,14 +13,6 @@ use rand_xorshift::XorShiftRng;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
-
-/// What a test says about one stream; both directions are alike.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct StreamSpec {
-    pub(super) mbit_per_s: f64,
-    pub(super) delay: u64,
-    pub(super) buffer_bytes: u64,
-}
 
 /// An operation that some nodes issue.
 #[derive(Clone, Debug)]
@@ -109,7 +101,6 @@ struct Reading {
 pub(super) struct Pair {
     pub(super) nodes: [usize; 2],
     pub(super) peers: [Peer; 2],
-    links: [Link<Piece>; 2],
     pub(super) up: Vec<[bool; 2]>,
     reading: Vec<[Option<Reading>; 2]>,
     /// Grants that have arrived, as the network saw them: (side, operation, first, one past the last).
@@ -129,7 +120,7 @@ struct Local {
     to_receive: usize,
 }
 
-/// What a node knows of an incoming message, or the sender of an outgoing one.
+/// What the receiver of a message knows of it, and its sender.
 #[derive(Clone, Debug, Default)]
 struct Got {
     ranges: Vec<(u64, u64)>,
@@ -138,19 +129,21 @@ struct Got {
     held: Option<Header>,
     announced: bool,
     referenced: bool,
+    /// The machine said that it was sent: its bytes may have changed.
+    sent: bool,
 }
 
 pub(super) struct World {
     pub(super) now: Time,
     pub(super) rng: XorShiftRng,
     pub(super) pairs: Vec<Pair>,
+    network: Streams<Piece>,
     pub(super) ops: Vec<Op>,
     /// By key and, since two point-to-point operations in opposite directions may share one, by sender.
     index: HashMap<(OpKey, usize), usize>,
     locals: Vec<Vec<Local>>,
-    got: HashMap<(usize, usize), Got>,
-    /// Messages whose bytes may have changed: the machine said that they were sent.
-    sent: HashSet<(usize, usize)>,
+    /// By operation and message.
+    got: Vec<Vec<Got>>,
     scheduled: BTreeMap<(Time, u64), Action>,
     schedule_count: u64,
     /// Eager bytes held, by node and sender.
@@ -196,13 +189,9 @@ impl World {
         let mut pairs = Vec::new();
         for a in 0..nodes {
             for b in a + 1..nodes {
-                let pipes: Vec<_> =
-                    streams.iter().map(|s| Pipe::new(s.mbit_per_s * 1e6 / 8.0, s.delay, s.buffer_bytes)).collect();
-                let link = || Link::new(capacity_mbit * 1e6 / 8.0, pipes.clone());
                 let mut pair = Pair {
                     nodes: [a, b],
                     peers: [0, 1].map(|_| Peer::new(config.clone(), Time(0))),
-                    links: [link(), link()],
                     up: vec![[true; 2]; streams.len()],
                     reading: streams.iter().map(|_| [None, None]).collect(),
                     granted: HashSet::new(),
@@ -220,12 +209,12 @@ impl World {
             now: Time(0),
             // The seeds of the tests are small numbers; a few rounds spread them.
             rng: XorShiftRng::seed_from_u64(seed),
+            network: Streams::new(pairs.len(), streams, capacity_mbit),
             pairs,
             ops: Vec::new(),
             index: HashMap::new(),
             locals: vec![Vec::new(); nodes],
-            got: HashMap::new(),
-            sent: HashSet::new(),
+            got: Vec::new(),
             scheduled: BTreeMap::new(),
             schedule_count: 0,
             held: HashMap::new(),
@@ -273,6 +262,7 @@ impl World {
                 ..Local::default()
             });
         }
+        self.got.push(vec![Got::default(); op.messages.len()]);
         self.ops.push(op);
         id
     }
@@ -339,13 +329,9 @@ impl World {
     }
 
     fn next(&mut self) -> Time {
-        let mut next = self.scheduled.first_key_value().map_or(Time(u64::MAX), |((at, _), _)| *at);
-        for pair in &mut self.pairs {
-            for side in 0..2 {
-                next = next.min(pair.links[side].next()).min(pair.deadlines[side]);
-            }
-        }
-        next.max(self.now)
+        let scheduled = self.scheduled.first_key_value().map_or(Time(u64::MAX), |((at, _), _)| *at);
+        let deadlines = self.pairs.iter().flat_map(|pair| pair.deadlines);
+        deadlines.fold(scheduled.min(self.network.next()), Time::min).max(self.now)
     }
 
     fn step(&mut self) {
@@ -356,16 +342,11 @@ impl World {
             let (_, action) = self.scheduled.pop_first().expect("looked at");
             self.act(action);
         }
-        for pair in 0..self.pairs.len() {
-            for side in 0..2 {
-                if self.pairs[pair].links[side].next() > now {
-                    continue;
-                }
-                self.pairs[pair].links[side].advance(now);
-                self.pairs[pair].touched[side] |= self.pairs[pair].links[side].has_news();
-                while let Some((stream, piece)) = self.pairs[pair].links[side].arrived(now) {
-                    self.arrive(pair, 1 - side, stream, piece);
-                }
+        self.network.advance(now);
+        while let Some(news) = self.network.news() {
+            match news {
+                News::Arrived(Way { pair, side, stream }, piece) => self.arrive(pair, 1 - side, stream, piece),
+                News::Room(Way { pair, side, .. }) => self.pairs[pair].touched[side] = true,
             }
         }
         // As an event loop does: read first, then look at the clock.
@@ -401,24 +382,23 @@ impl World {
     fn pull(&mut self, pair: usize, side: usize) {
         let bytes = self.bytes;
         let now = self.now;
-        let Pair { peers, links, up, granted, turn, nodes, .. } = &mut self.pairs[pair];
-        let (peer, link) = (&mut peers[side], &mut links[side]);
+        let Pair { peers, up, granted, turn, nodes, .. } = &mut self.pairs[pair];
+        let peer = &mut peers[side];
         *turn += 1;
         let count = up.len();
         let mut left: Vec<usize> = (0..count).map(|at| (at + *turn) % count).filter(|s| up[*s][side]).collect();
         while !left.is_empty() {
             left.retain(|&stream| {
-                if !link.pipes[stream].has_room() {
+                let way = Way { pair, side, stream };
+                if !self.network.has_room(way, now) {
                     return false;
                 }
                 self.polls += 1;
-                let before = peer.streams[&(stream as StreamId)].unacked_bytes;
-                let window =
-                    peer.streams[&(stream as StreamId)].window(peer.config.unacked_limit_bytes, peer.share_a_link());
                 let Some(frame) = peer.poll_frame(stream as StreamId, now) else { return false };
                 let header = frame.header;
                 self.frames += 1;
-                let in_flight = &peer.streams[&(stream as StreamId)].in_flight;
+                let sender = &peer.streams[&(stream as StreamId)];
+                let in_flight = &sender.in_flight;
                 if header.kind.is_counted() && in_flight.len() < 32 {
                     let newest = in_flight.back().expect("just sent").frame;
                     assert_eq!(in_flight.iter().filter(|f| f.frame == newest).count(), 1, "twice on one stream");
@@ -429,6 +409,8 @@ impl World {
                         let repeated = self.pulled.iter().any(|(k, o, ..)| (*k, *o) == (header.key, header.offset));
                         self.pulled.push((header.key, header.offset, stream, repeated));
                     }
+                    let window = sender.window(peer.config.unacked_limit_bytes, peer.share_a_link());
+                    let before = sender.unacked_bytes - Header::BYTES as u64 - u64::from(header.length);
                     assert!(before < window && window <= peer.config.unacked_limit_bytes, "beyond the window");
                     let is_granted = granted.contains(&(side, OpKey::of(&header.key), header.key.message));
                     let eager = header.flags & FLAG_EAGER != 0;
@@ -441,14 +423,14 @@ impl World {
                 };
                 let payload = if bytes && header.flags & FLAG_PAYLOAD_SUM != 0 {
                     let ends = (nodes[side], nodes[1 - side]);
-                    resolve(&source, &self.ops, &self.index, &self.locals, &self.sent, ends)
+                    resolve(&source, &self.ops, &self.index, &self.locals, &self.got, ends)
                 } else {
                     Vec::new()
                 };
                 let head = seal(header, &payload);
-                link.push(stream, Header::BYTES as u64, Piece::Head(head), now);
+                self.network.push(way, Header::BYTES as u64, Piece::Head(head), now);
                 if header.length > 0 {
-                    link.push(stream, u64::from(header.length), Piece::Body(source), now);
+                    self.network.push(way, u64::from(header.length), Piece::Body(source), now);
                 }
                 true
             });
@@ -497,7 +479,7 @@ impl World {
             }
             Piece::Body(source) => {
                 if self.bytes || !matches!(source, Source::Memory(..)) {
-                    resolve(&source, &self.ops, &self.index, &self.locals, &self.sent, (other, node))
+                    resolve(&source, &self.ops, &self.index, &self.locals, &self.got, (other, node))
                 } else {
                     Vec::new()
                 }
@@ -566,7 +548,7 @@ impl World {
                     let held = self.held.entry((node, other)).or_default();
                     *held += header.total;
                     self.most_held = self.most_held.max(*held);
-                    let got = self.got.entry((op, message)).or_default();
+                    let got = &mut self.got[op][message];
                     assert!(got.held.replace(*header).is_none(), "held twice");
                     return;
                 }
@@ -574,7 +556,7 @@ impl World {
             }
             Kind::Reference => {
                 let (op, message) = self.find(other, node, &header.key);
-                let got = self.got.entry((op, message)).or_default();
+                let got = &mut self.got[op][message];
                 assert!(!std::mem::replace(&mut got.referenced, true), "read twice");
                 if self.locals[node][op].posted {
                     self.read_reference(op, message);
@@ -582,7 +564,7 @@ impl World {
             }
             Kind::Announce => {
                 let (op, message) = self.find(other, node, &header.key);
-                self.got.entry((op, message)).or_default().announced = true;
+                self.got[op][message].announced = true;
                 if self.locals[node][op].posted {
                     self.grant(op, message);
                 }
@@ -596,7 +578,7 @@ impl World {
         if header.flags & FLAG_EAGER != 0 {
             self.peer(node, other).consumed(header.total);
         }
-        let got = self.got.entry((op, message)).or_default();
+        let got = &mut self.got[op][message];
         assert!(!got.whole, "a frame after the last");
         got.ranges.push((header.offset, header.offset + u64::from(header.length)));
         got.bytes += u64::from(header.length);
@@ -608,7 +590,7 @@ impl World {
     }
 
     fn received(&mut self, op: usize, message: usize) {
-        self.got.entry((op, message)).or_default().whole = true;
+        self.got[op][message].whole = true;
         let key = self.key(op, message);
         self.arrivals.push((self.now, key));
         let node = self.ops[op].messages[message].to;
@@ -619,7 +601,7 @@ impl World {
     /// The reader copies from the sender's memory: it must still be what it was.
     fn read_reference(&mut self, op: usize, message: usize) {
         let spec = self.ops[op].messages[message];
-        assert!(!self.sent.contains(&(op, message)) && self.locals[spec.from][op].posted);
+        assert!(!self.got[op][message].sent && self.locals[spec.from][op].posted);
         self.received(op, message);
         let later = if self.slow_grants > 0 { self.rng.random_range(0..self.slow_grants) } else { 0 };
         self.schedule(self.now.plus(later), Action::Done { op, message });
@@ -647,7 +629,7 @@ impl World {
                     let later = if self.slow_grants > 0 { self.rng.random_range(0..self.slow_grants) } else { 0 };
                     self.schedule(self.now.plus(later), Action::Grant { op, message });
                 }
-                let got = self.got.get(&(op, message)).cloned().unwrap_or_default();
+                let got = self.got[op][message].clone();
                 if got.announced {
                     self.grant(op, message);
                 }
@@ -712,9 +694,10 @@ impl World {
         match &event {
             Event::Sent(key) => {
                 let (op, message) = self.find(node, other, key);
-                assert!(self.got.get(&(op, message)).is_some_and(|got| got.whole), "{key:?} is not there yet");
+                let got = &mut self.got[op][message];
+                assert!(got.whole, "{key:?} is not there yet");
                 assert!(!self.ops[op].messages[message].copied, "nobody waits for a copied message");
-                assert!(self.sent.insert((op, message)), "sent twice");
+                assert!(!std::mem::replace(&mut got.sent, true), "sent twice");
                 self.locals[node][op].to_be_sent -= 1;
                 self.retire_if_done(node, op);
                 return;
@@ -759,21 +742,18 @@ impl World {
                 self.down(pair, stream, side);
                 // What this side had written may still arrive, or not.
                 if self.rng.random() {
-                    self.pairs[pair].links[side].change(stream, now, Pipe::clear);
+                    self.network.clear(Way { pair, side, stream });
                 }
                 self.schedule(now.plus(skew), Action::CloseOther { pair, stream, side: 1 - side, after });
             }
             Action::CloseOther { pair, stream, side, after } => {
                 self.down(pair, stream, side);
-                for side in 0..2 {
-                    self.pairs[pair].links[side].change(stream, now, Pipe::clear);
-                }
+                (0..2).for_each(|side| self.network.clear(Way { pair, side, stream }));
                 if after > 0 {
                     let at = now.plus(after);
                     // The acceptor's first frames follow its WELCOME through the same pipe.
-                    let delay = self.pairs[pair].links[side].pipes[stream].delay;
                     self.schedule(at, Action::Open { pair, stream, side });
-                    self.schedule(at.plus(delay), Action::Open { pair, stream, side: 1 - side });
+                    self.schedule(at.plus(self.network.delay(stream)), Action::Open { pair, stream, side: 1 - side });
                 }
             }
             Action::Open { pair, stream, side } => {
@@ -783,15 +763,15 @@ impl World {
                 touched[side] = true;
             }
             Action::Rate { pair, stream, mbit_per_s } => {
-                for link in &mut self.pairs[pair].links {
-                    link.change(stream, now, |pipe| pipe.rate_bytes_per_s = mbit_per_s * 1e6 / 8.0);
+                for side in 0..2 {
+                    self.network.set_rate(Way { pair, side, stream }, mbit_per_s, now);
                 }
             }
         }
     }
 
     fn down(&mut self, pair: usize, stream: usize, side: usize) {
-        let Pair { peers, up, touched, links, reading, .. } = &mut self.pairs[pair];
+        let Pair { peers, up, touched, reading, .. } = &mut self.pairs[pair];
         let stats = peers[side].streams[&(stream as StreamId)].stats;
         self.losses += 1;
         self.lost_frames += stats.sent_frames;
@@ -800,7 +780,7 @@ impl World {
         up[stream][side] = false;
         touched[side] = true;
         reading[stream][side] = None;
-        links[1 - side].change(stream, self.now, Pipe::clear);
+        self.network.clear(Way { pair, side: 1 - side, stream });
     }
 
     /// All that was sent has arrived and all operations are over: a machine holds nothing but running totals, and the
@@ -861,7 +841,7 @@ fn resolve(
     ops: &[Op],
     index: &HashMap<(OpKey, usize), usize>,
     locals: &[Vec<Local>],
-    sent: &HashSet<(usize, usize)>,
+    got: &[Vec<Got>],
     (from, to): (usize, usize),
 ) -> Vec<u8> {
     match source {
@@ -870,7 +850,7 @@ fn resolve(
             let op = index[&(OpKey::of(key), from)];
             let message = ops[op].messages.iter().position(|m| (m.from, m.to, m.number) == (from, to, key.message));
             let mut bytes = vec![0xee; *length as usize];
-            if !sent.contains(&(op, message.expect("known"))) && !locals[from][op].retired {
+            if !got[op][message.expect("known")].sent && !locals[from][op].retired {
                 pattern(from, key, *offset, &mut bytes);
             }
             bytes
