@@ -11,6 +11,8 @@
 mod aggregated;
 mod buffers;
 mod engine;
+mod group;
+mod handle;
 mod pages;
 mod pieces;
 mod recorder;
@@ -23,7 +25,9 @@ mod ticket;
 mod virtual_time;
 
 pub use aggregated::{ClientSpec, ClientStats, NodeSpec, ServerSpec, ServerStats, Sockets, Wire};
-pub use engine::{Config, Engine, Group, check_fork};
+pub use engine::{Config, Engine};
+pub use group::Group;
+pub use handle::check_fork;
 pub use penstock_core::unbound::ANY_SOURCE;
 pub use penstock_kernels::simd_level;
 pub use penstock_net::{Contact, Process, Ptracer, fds, interface, log_writer, memory};
