@@ -118,7 +118,7 @@ impl Engine {
     #[must_use]
     pub fn join(&self, spec: GroupSpec) -> (Group, Ticket) {
         let ticket = Ticket::default();
-        let group = Group::new(spec.id, self.handle.clone());
+        let group = Group::new(spec.id, &spec.name, self.handle.clone());
         self.handle.command(Command::Join(spec, ticket.promise()), &ticket);
         (group, ticket)
     }

@@ -7,7 +7,7 @@ use penstock_sim::random::Random;
 use penstock_stream::frame::Channel;
 use penstock_stream::peer::{Body, Event, OpStatus, Outgoing, Payload, Peer, PeerConfig, StreamId, seal};
 use penstock_stream::{Header, MessageKey, Reference, fingerprint::Fingerprint};
-use penstock_types::{GroupId, MILLISECOND, OpSeq, Priority, SECOND, Time};
+use penstock_types::{ChannelId, GroupId, MILLISECOND, OpSeq, Priority, SECOND, Time};
 use std::collections::{BTreeSet, HashMap};
 
 /// A frame as it travels: a type of this test's own, of which the network knows nothing.
@@ -170,7 +170,12 @@ fn peers_lose_streams() {
         let lengths: Vec<u64> = (0..12).map(|_| 100_000 + random.below(2_000_000)).collect();
         let total: u64 = lengths.iter().sum();
         let mut world = World::new(seed, lengths.clone());
-        let key = |message: u32| MessageKey { group: GroupId(1), channel: Channel::Collective, op: OpSeq(0), message };
+        let key = |message: u32| MessageKey {
+            group: GroupId(1),
+            channel: Channel::Collective(ChannelId::MAIN),
+            op: OpSeq(0),
+            message,
+        };
         for (message, len) in (0..).zip(&lengths) {
             let place = Reference { address: 0, epoch: 0, region: 0 };
             let body = Body::Memory { place, len: *len };

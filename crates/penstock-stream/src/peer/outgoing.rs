@@ -4,7 +4,7 @@ use super::StreamId;
 use crate::fingerprint::Fingerprint;
 use crate::frame::{Header, MAX_FRAME_BYTES, MIN_FRAME_BYTES, MessageKey, Reference};
 use crate::stream::FRAME_GRAIN;
-use penstock_types::Priority;
+use penstock_types::{Priority, Scope};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -59,8 +59,8 @@ pub(super) struct Control {
     pub(super) payload: Option<Arc<[u8]>>,
     /// The frame has its serial number.
     pub(super) has_left: bool,
-    /// The frame is counted in [`Peer::leaving`].
-    pub(super) holds_left: bool,
+    /// The farewell in [`Peer::leaving`] that counts the frame.
+    pub(super) holds_left: Option<Scope>,
     pub(super) copies: Copies,
 }
 
@@ -83,8 +83,8 @@ pub(super) struct Message {
     pub(super) acked_bytes: u64,
     /// The message's group was forgotten: no event is reported for it.
     pub(super) is_forgotten: bool,
-    /// The message is counted in [`Peer::leaving`].
-    pub(super) holds_left: bool,
+    /// The farewell in [`Peer::leaving`] that counts the message.
+    pub(super) holds_left: Option<Scope>,
 }
 
 /// How a message is sent.
