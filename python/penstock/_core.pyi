@@ -198,7 +198,6 @@ def aggregate(
     payload_bytes: int,
     min_bytes: int,
     servers: Sequence[tuple[str, int, tuple[str, int] | None, int, int, bytes | None, int, int]],
-    alarm: Group,
-    fallback: Group,
-) -> None: ...
+    timeout_s: float,
+) -> Ticket: ...
 def aggregated_stats(group: Group) -> dict[str, Any] | None: ...

@@ -1,6 +1,6 @@
 //! A group, and its channels, as callers see them.
 
-use crate::aggregated::{Client, ClientSpec, ClientStats, Sockets};
+use crate::aggregated::{Channels, Client, ClientSpec, ClientStats, Sockets};
 use crate::handle::{Handle, check_fork};
 use crate::runtime::{Call, Command};
 use crate::ticket::Ticket;
@@ -37,11 +37,16 @@ impl Group {
     /// channel is closed with [`Group::leave`], or with the group.
     #[must_use]
     pub fn channel(&self, name: &str, timeout: Duration) -> (Group, Ticket) {
+        self.open(name, false, timeout)
+    }
+
+    /// [`Group::channel`]. A vigil fails as soon as any rank closes it or leaves, also if no operation runs there.
+    pub(crate) fn open(&self, name: &str, is_vigil: bool, timeout: Duration) -> (Group, Ticket) {
         let name: Arc<str> = format!("{}/{name}", self.name).into();
         let channel = ChannelId(self.opened.fetch_add(1, Ordering::Relaxed) + 1);
         let (scope, ticket) = (Scope { channel, ..self.scope }, Ticket::default());
         let timeout = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
-        let open = Open { channel, name: name.clone(), is_vigil: false, timeout };
+        let open = Open { channel, name: name.clone(), is_vigil, timeout };
         self.handle.command(Command::Open(scope.group, open, ticket.promise()), &ticket);
         (Group { scope, name, client: Arc::default(), ..self.clone() }, ticket)
     }
@@ -72,19 +77,24 @@ impl Group {
     }
 
     /// From now on, large sums and averages of floats go through aggregators and servers, in an order of their own. All ranks
-    /// of the group call this once, between the same two operations, with the parameters on which they have agreed.
+    /// of the group call this once, between the same two operations, with the parameters on which they have agreed. It opens two
+    /// channels; the ticket completes when all ranks have opened them.
     ///
     /// # Errors
     /// `Config`: this process has no descriptors or threads left.
     ///
     /// # Panics
     /// If the group is aggregated already.
-    pub fn aggregate(&self, sockets: Sockets, spec: ClientSpec) -> Result<(), Failure> {
+    pub fn aggregate(&self, sockets: Sockets, spec: ClientSpec, timeout: Duration) -> Result<Ticket, Failure> {
         check_fork()?;
+        let (alarm, _) = self.open("alarm", true, timeout);
+        let (fallback, opened) = self.open("fallback", false, timeout);
         let alone = Group { client: Arc::default(), ..self.clone() };
-        let client = Client::start_thread(alone, sockets, spec, self.handle.recorder().clone())?;
+        let channels = Channels { group: alone, alarm: alarm.clone(), fallback: fallback.clone() };
+        let client = Client::start_thread(channels, sockets, spec, self.handle.recorder().clone());
+        let client = client.inspect_err(|_| [alarm, fallback].iter().for_each(Group::leave))?;
         assert!(self.client.set(client).is_ok(), "a group is aggregated once");
-        Ok(())
+        Ok(opened)
     }
 
     /// Counters of the aggregated operations; `None` without aggregation.
