@@ -30,6 +30,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import penstock
 import ranks
 from backends import ALL, Backend
 from penstock.errors import Config as ConfigError
@@ -1077,7 +1078,7 @@ def _let_go(hooked: str) -> None:
     for one, mean in ((model, 0.5), (copied, float(rank)), (loaded, float(rank))):
         one(torch.full((1, 2), float(rank))).sum().backward()
         assert next(one.parameters()).grad.eq(mean).all()
-    assert len(own._siblings) == 2
+    assert len(own._channels) == 2 and penstock.stats()["held"]["channels"] == 2
     again = GradientReducer(loaded)
     again.close()
     torch.save(loaded, io.BytesIO())
@@ -1085,7 +1086,7 @@ def _let_go(hooked: str) -> None:
     del model, one
     gc.collect()
     assert here() is None and weight() is None
-    assert own._siblings == []
+    assert own._channels == []
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
 
@@ -1096,14 +1097,18 @@ def _in_a_failed_group() -> list[tuple[str, str]]:
 
     def made() -> None:
         try:
-            own.sibling("made")
+            own.channel("made")
         except PenstockError as error:
             raised.append((type(error).__name__, str(error)))
 
-    if rank == 0:  # when both others wait
-        turn = f"penstock/sibling/made/penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.3/1"
-        own._member.keys.wait([f"{turn}/{one}" for one in (1, 2)], timedelta(seconds=60))
+    store = own._member.keys
+    if rank == 0:  # when both others open it, and one waits
+        store.wait(["1", "2"], timedelta(seconds=60))
+        while not penstock.stats()["held"]["early_messages"]:
+            time.sleep(0.001)
         own._member.group.abort("nobody needs it")
+    else:
+        store.set(str(rank), "opens")
     made()
     made()
     own.shutdown()

@@ -52,7 +52,7 @@ def describe(records: Sequence[dict[str, Any]], last: int = 8) -> str:
         for peer in each["peers"]:
             if peer["lost"]:
                 lines.append(f"  lost: {peer['lost']}")
-        operations = [one for one in each["operations"] if not _is_watch(one)]
+        operations = each["operations"]
         shown = [one for one in operations if one["ended_s_ago"] is None]
         shown += [one for one in operations[max(0, len(operations) - last) :] if one["ended_s_ago"] is not None]
         for one in sorted(shown, key=lambda one: -one["issued_s_ago"]):
@@ -104,11 +104,6 @@ def _differences(records: Sequence[dict[str, Any]]) -> list[str]:
 def _order(one: dict[str, Any]) -> str:
     """What counts the operation. What goes through servers has an order of its own."""
     return f"{one['group']}, through servers" if one["algorithm"] == "aggregated" else str(one["group"])
-
-
-def _is_watch(one: dict[str, Any]) -> bool:
-    """A message that never comes: its end says that a rank has left (docs/design/aggregated.md)."""
-    return str(one["group"]).endswith("/aggregated/alarm") and not _is_collective(one)
 
 
 def _is_collective(one: dict[str, Any]) -> bool:

@@ -137,8 +137,8 @@ class GradientReducer:
         checks.check_same_tensors([(names.get(one, ""), one) for one in tensors], group)
         if broadcast:
             self._broadcast(tensors)
-        self._rounds = self._backend.sibling("rounds")
-        self._buckets = self._backend.sibling("buckets", aggregate=True)
+        self._rounds = self._backend.channel("rounds")
+        self._buckets = self._backend.channel("buckets", aggregate=True)
         asked = config.read().check
         process.requests.take()
         self._names = [names.get(one, f"parameter {index}") for index, one in enumerate(self._parameters)]
@@ -170,15 +170,15 @@ class GradientReducer:
             algorithm=agreed["algorithm"] or tuning.AUTO,
             compression=next(name for name, dtype in tuning.WIRES.items() if dtype == wire_name),
         )
-        self._groups = [self._rounds, self._buckets]
+        self._channels = [self._rounds, self._buckets]
         self._tuning: tuning.Tuning | None = None
         if "options" in agreed or "setting" in agreed:
-            self._groups.append(self._backend.sibling("tuning"))
+            self._channels.append(self._backend.channel("tuning"))
             self._tuning = tuning.Tuning(
                 agreed,
                 self._reducer,
                 self._buckets,
-                self._groups[-1],
+                self._channels[-1],
                 group,
                 default=self._setting,
                 model=model if isinstance(model, torch.nn.Module) else self._parameters,
@@ -214,7 +214,7 @@ class GradientReducer:
             one.register_post_accumulate_grad_hook(functools.partial(GradientReducer._sparse_ready, this))
             for one in self._sparse
         ]
-        self._end = weakref.finalize(self, _end, self._tuning, self._hooks, self._backend, self._groups)
+        self._end = weakref.finalize(self, _end, self._tuning, self._hooks, self._backend, self._channels)
         self._end.atexit = False
         self._keep()
         _hook_optimizers()
@@ -299,7 +299,7 @@ class GradientReducer:
             self._tuning.exclude_pause()
 
     def close(self) -> None:
-        """Remove the hooks from the model and leave the groups. `destroy_process_group` does the latter, too. DDP then reduces
+        """Remove the hooks from the model and close the channels. `destroy_process_group` does the latter, too. DDP then reduces
         its own buckets, each in one all-reduce."""
         _alive.pop(self._number, None)
         for parameter in self._reduced:
@@ -629,13 +629,13 @@ class _Kept(set[GradientReducer]):
         return _Kept()
 
 
-def _end(tuned: tuning.Tuning | None, hooks: list[Any], own: Any, groups: list[groups.Membership]) -> None:
+def _end(tuned: tuning.Tuning | None, hooks: list[Any], own: Any, channels: list[groups.Membership]) -> None:
     """Close a reducer: called by `close`, and when it is collected."""
     if tuned is not None:
         tuned.close()
     for hook in hooks:
         hook.remove()
-    own.forget_siblings(groups)
+    own.close_channels(channels)
 
 
 @functools.cache

@@ -448,7 +448,7 @@ impl<'a> Rank<'a> {
             }
             Step::Leave(group) => {
                 if self.user.joins.contains_key(&group) && self.user.left.insert(group) {
-                    self.post(network, Command::Leave(id(group)), &Ticket::default());
+                    self.post(network, Command::Leave(id(group).into(), false), &Ticket::default());
                 }
             }
         }
@@ -468,7 +468,7 @@ impl<'a> Rank<'a> {
         }
         let mut issued = Issued { ticket: Ticket::default(), at: now, input, output, is_over: false };
         let command = Command::Start(
-            id(given.group),
+            id(given.group).into(),
             Call {
                 collective: part.collective,
                 fingerprint: part.fingerprint,
@@ -546,7 +546,7 @@ impl<'a> Rank<'a> {
                     *has_expired = true;
                     let waited = now.since(*since);
                     if let Some(engine) = &self.engine {
-                        engine.shared.post(Command::Expire(id(*group), waited), &Ticket::default());
+                        engine.shared.post(Command::Expire(id(*group).into(), waited), &Ticket::default());
                         network.wake(self.rank);
                     }
                 }

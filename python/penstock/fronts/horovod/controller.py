@@ -77,7 +77,7 @@ class Controller:
         self.size = self.group.size
         self._settings = settings
         self._timeline = timeline
-        self._member = self.group.backend.sibling("rounds")
+        self._member = self.group.backend.channel("rounds")
         self._negotiation = Negotiation(self.rank, self.size, ranks)
         self._wake = threading.Condition()
         self._entries: dict[bytes, Entry] = {}
@@ -185,7 +185,7 @@ class Controller:
             flight.settle(max(0.0, until_s - time.monotonic()))
         self._fail(HorovodInternalError(SHUT_DOWN))
         together = self._stopped == list(range(self.size))
-        self.group.backend.forget_siblings([self._member])
+        self.group.backend.close_channels([self._member])
         return together
 
     # ------------------------------------------------------------------ the thread
