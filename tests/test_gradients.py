@@ -248,9 +248,9 @@ def test_other_models() -> None:
 
 @pytest.mark.parametrize("hooked", ["plain", "parameters", "ddp"])
 def test_as_many_elements_in_another_shape(hooked: str) -> None:
-    """A layer of 2 x 6 on one rank and of 3 x 4 on the other, without a bias: a mismatch in the first pass, on both ranks."""
+    """A layer of 2 x 6 on one rank and of 3 x 4 on the other, without a bias: a mismatch at once, on both ranks."""
     for text in ranks.run(_reshaped, count=2, args=(hooked,)):
-        assert "different gradients, in another order, shape or memory format" in text, text
+        assert "different models" in text, text
 
 
 def test_same_shapes_in_another_order() -> None:
@@ -1177,16 +1177,12 @@ def _differ() -> dict[str, str]:
 def _reshaped(hooked: str) -> str:
     dist.init_process_group("penstock", timeout=timedelta(seconds=20))
     model: nn.Module = nn.Linear(4, 3, bias=False) if dist.get_rank() else nn.Linear(6, 2, bias=False)
-    data = torch.ones(1, 4 if dist.get_rank() else 6)
-    if hooked == "ddp":
-        # DDP would compare the shapes itself.
-        model = DistributedDataParallel(model, init_sync=False)
-        reducer: GradientReducer = ddp_hook(model)
-    else:
-        reducer = GradientReducer(model if hooked == "plain" else model.parameters(), broadcast=False)
-    with pytest.raises((Mismatch, RuntimeError)) as caught:
-        model(data).sum().backward()
-    assert reducer.stats()["buckets"] == 0
+    with pytest.raises(Mismatch) as caught:
+        if hooked == "ddp":
+            # DDP would compare the shapes itself.
+            ddp_hook(DistributedDataParallel(model, init_sync=False))
+        else:
+            GradientReducer(model if hooked == "plain" else model.parameters(), broadcast=False)
     return str(caught.value)
 
 

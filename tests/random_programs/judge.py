@@ -71,6 +71,8 @@ def _judge_wrong(program: dict[str, Any], wrong: dict[str, Any], reports: dict[i
     allowed, limit_s, must = _ALLOWED[wrong["kind"]]
     if wrong["kind"] == "missing" and _blocks_unseen(program, wrong):
         allowed, limit_s = (*allowed, "Timeout"), max(limit_s, program["timeout_s"] + _SLACK_S)
+    if wrong["kind"] == "root" and _is_last(program, wrong):
+        must = ""
     found = []
     errors: list[tuple[int, dict[str, Any]]] = []
     for rank, report in reports.items():
@@ -206,6 +208,18 @@ def _blocks_unseen(program: dict[str, Any], wrong: dict[str, Any]) -> bool:
         if step[0] in ("call", "wait"):
             return True
     return False
+
+
+def _is_last(program: dict[str, Any], wrong: dict[str, Any]) -> bool:
+    """Whether no rank makes an operation of the group after this one. Two ranks that take themselves for the root only send, and
+    have ended when the other's message comes."""
+    group = program["calls"][wrong["call"]]["group"]
+    for steps in program["steps"]:
+        made = [step[1] for step in steps if step[0] in ("issue", "call")]
+        later = made[made.index(wrong["call"]) + 1 :] if wrong["call"] in made else []
+        if any(program["calls"][name].get("group") == group for name in later):
+            return False
+    return True
 
 
 # Calls that issue no collective of the group that they are made in: messages, and what works in groups of its own.

@@ -57,14 +57,12 @@ class Operations(Life):
         Args:
             tensor: gives the dtype and the size that ranks must agree on, and how they lie in memory if ``lies`` does not.
         """
-        # The storages and not the tensors: `tensor.data = ...` would free memory that the engine uses. In a batch it would also
-        # replace the memory that was checked by another, so the addresses are those of now.
+        # The storages and not the tensors: `tensor.data = ...` would free memory that the engine uses.
         keep = []
         for one in (input, output):
             if one is not None:
                 check_place(collective, one)
                 keep.append(check_memory(collective, one))
-        addresses = (_address(input), _address(output))
         if input is not None and output is not None and input.device != output.device:
             raise refusal(
                 f"{collective}: the tensors are on {input.device} and {output.device}; they must be on one device"
@@ -77,6 +75,9 @@ class Operations(Life):
             and not self._is_in_place(collective, input, output)
         ):
             input = input.detach().clone()
+            keep[0] = input.untyped_storage()
+        # In a batch, `tensor.data = ...` would replace the memory that was checked by another: the addresses are those of now.
+        addresses = (_address(input), _address(output))
         dtype, count, lying = "byte", 0, 0
         if tensor is not None:
             count = tensor.numel()
