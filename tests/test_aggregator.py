@@ -351,7 +351,7 @@ def test_a_cluster_file_has_the_address(role: str, host: str, listens: str, tmp_
     ("arguments", "reason"),
     [
         ("aggregator --host one", "--host names a host of a cluster file: give --cluster too"),
-        ("aggregator --cluster FILE", "name this one with --host"),
+        ("aggregator --cluster FILE", "say with --host"),
         ("aggregator --cluster FILE --host one --listen ::1", "leave out one of them"),
         ("aggregator --cluster FILE --host tow", "hosts: there is no host tow: "),
         ("aggregator --cluster FILE --host two", "host two has b, c: give one there, or say --listen"),

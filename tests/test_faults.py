@@ -1664,3 +1664,25 @@ def _await_lines(
         if line.startswith(beginning):
             found.append((source, line))
     return found
+
+
+def test_an_abort_has_the_kind_of_its_reason() -> None:
+    """A group that is aborted for a Mismatch fails with one; where the reason is no error of Penstock's, with Closed."""
+    assert ranks.run(_aborts, count=2) == [["Mismatch", "Timeout", "Closed", "Closed"]] * 2
+
+
+def _aborts() -> list[str]:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=20))
+    kinds = []
+    for kind in ("Mismatch", "Timeout", "ValueError", None):
+        group = dist.new_group()
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True) if dist.get_rank() else None
+        dist.barrier()
+        member = group._get_backend(torch.device("cpu"))._member
+        if dist.get_rank() == 0:
+            member.group.abort("a test wants it", kind)
+            work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        with pytest.raises(errors.PenstockError, match="aborted: a test wants it") as caught:
+            work.wait()
+        kinds.append(type(caught.value).__name__)
+    return kinds

@@ -37,6 +37,7 @@ from penstock.errors import Config as ConfigError
 from penstock.errors import Mismatch, NotFinite, PenstockError
 from penstock.torch import GradientReducer, backend, ddp_hook
 from penstock.training.slots import Slots
+from raising import calls_back, half_way
 
 MEDIA = [backend for backend in ALL.values() if backend.name == "penstock"]
 
@@ -479,18 +480,6 @@ def _accumulate() -> None:
     dist.destroy_process_group()
 
 
-class _Raises(torch.autograd.Function):
-    """Passes on what it gets, and raises on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor) -> torch.Tensor:
-        return data.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("half-way")
-
-
 def _early_and_nested() -> None:
     dist.init_process_group("penstock")
     scale = dist.get_rank() + 1.0  # 1 and 2
@@ -498,7 +487,7 @@ def _early_and_nested() -> None:
     # The last layer's gradient is a bucket: it is agreed on and reduced although the pass does not come to its end.
     GradientReducer([*first.parameters(), *last.parameters()], bucket_bytes=1)
     with pytest.raises(ArithmeticError, match="half-way"):
-        last(_Raises.apply(first(torch.ones(1, 3)))).sum().backward()
+        last(calls_back(first(torch.ones(1, 3)), half_way)).sum().backward()
     for nested in (False, True):
         for parameter in (first.weight, last.weight):
             parameter.grad = None
@@ -510,21 +499,6 @@ def _early_and_nested() -> None:
         torch.testing.assert_close(first.weight.grad, want)
         torch.testing.assert_close(last.weight.grad, 1.5 * first.weight.detach().sum(1, keepdim=True).t())
     dist.destroy_process_group()
-
-
-class _RaisesIf(torch.autograd.Function):
-    """Passes on what it gets, and raises on the way back, if told so."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, before: Any) -> torch.Tensor:
-        ctx.before = before
-        return data.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.before is not None:
-            ctx.before()
-        return gradient, None
 
 
 def _raising() -> None:
@@ -556,10 +530,10 @@ def _raising_in_buckets_of(bucket_bytes: int) -> None:
 
         buckets = reducer.stats()["buckets"]
         value = (scale * torch.ones(1, 4)).requires_grad_()
-        value = _RaisesIf.apply(value, fail if raises_after == len(layers) else None)
+        value = calls_back(value, fail if raises_after == len(layers) else None)
         for index, layer in enumerate(layers):
             layer.weight.grad = None
-            value = _RaisesIf.apply(layer(value), fail if raises_after == len(layers) - 1 - index else None)
+            value = calls_back(layer(value), fail if raises_after == len(layers) - 1 - index else None)
         value.sum().backward()
         return [layer.weight.grad for layer in layers if layer.weight.grad is not None]
 
@@ -614,7 +588,7 @@ def _raising_last(has_sparse: bool) -> tuple[list[float], int]:
         optimizer.zero_grad()
         data = bag(torch.tensor([[step, 5 + rank]]))
         output = layers(
-            _RaisesIf.apply(data if has_sparse else data.detach().requires_grad_(), fail if rank == step == 1 else None)
+            calls_back(data if has_sparse else data.detach().requires_grad_(), fail if rank == step == 1 else None)
         )
         if step == 1:
             with pytest.raises(ArithmeticError if rank == 1 else Mismatch) as caught:

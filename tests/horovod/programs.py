@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import random
+import signal
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ranks
+from raising import calls_back, half_way
 
 
 def permuted_order() -> list[float]:
@@ -756,7 +758,7 @@ def lets_go_after_a_death() -> list[str]:
             hvd.synchronize(handle)
         ranks.note("running")
         if hvd.rank() == 1:
-            time.sleep(60)  # until it is killed
+            signal.pause()  # until it is killed
         with_error(hvd.HorovodInternalError, "", lambda: hvd.synchronize(handles[2]))
 
     try:
@@ -910,21 +912,6 @@ def not_finite() -> list[str]:
     raise AssertionError("it went through")
 
 
-class _RaisesIf(torch.autograd.Function):
-    """Passes on what it gets, and raises on the way back, if told so."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, raises: bool) -> torch.Tensor:
-        ctx.raises = raises
-        return data.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.raises:
-            raise ArithmeticError("half-way")
-        return gradient, None
-
-
 def passes_that_raise() -> list[float]:
     """A pass that raises on all ranks is skipped, and training goes on; a tied weight, also where it is listed twice, is one;
     a gradient of another dtype is refused by its name."""
@@ -942,7 +929,9 @@ def passes_that_raise() -> list[float]:
     alone = [one.detach().clone().requires_grad_() for one in parameters]
 
     def loss(weights: list[torch.Tensor], scale: float, raises: bool) -> torch.Tensor:
-        inner = _RaisesIf.apply(torch.nn.functional.linear(torch.full((1, 3), scale), weights[0]), raises)
+        inner = calls_back(
+            torch.nn.functional.linear(torch.full((1, 3), scale), weights[0]), half_way if raises else None
+        )
         return torch.nn.functional.linear(torch.nn.functional.linear(inner, weights[0]), *weights[1:]).sum()
 
     with warnings.catch_warnings():

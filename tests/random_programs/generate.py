@@ -575,9 +575,8 @@ def _is_fit(kind: str, program: Program, spec: dict[str, Any], avoid: Collection
     if size < 2 or call in ("new_group", "destroy_group") or f"wrong {kind} of {call}" in avoid:
         return False
     if kind == "timeout":
-        # monitored_barrier gets torch's half an hour, whatever the group's time-out is.
-        is_groups = spec["group"] == "world" and call != "monitored_barrier"
-        return is_groups and bool(_needed(program, spec))
+        # Groups of split_group have torch's half an hour, and monitored_barrier gets that in every group.
+        return spec["group"] == "world" and call != "monitored_barrier" and bool(_needed(program, spec))
     if kind in ("leave", "kill", "stop"):
         return call not in FRONTS
     if kind == "splits":

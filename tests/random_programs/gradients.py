@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from raising import calls_back, half_way
 from random_programs import model, tensors
 
 Spec = dict[str, Any]
@@ -212,17 +213,7 @@ def _check(pending: Any, module: Module, step: int, results: list[Any]) -> None:
 
 def _raise(parameters: list[torch.nn.Parameter]) -> None:
     """A backward pass that raises, after some of its gradients."""
-
-    class Raises(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            raise ZeroDivisionError
-
     terms = [one.sum() for one in parameters[1:]]
-    with contextlib.suppress(ZeroDivisionError):
-        (Raises.apply(parameters[0]).sum() + sum(terms)).backward()
+    with contextlib.suppress(ArithmeticError):
+        (calls_back(parameters[0], half_way).sum() + sum(terms)).backward()
         raise AssertionError("the pass has not raised")

@@ -67,7 +67,11 @@ def _call(program: dict[str, Any], rank: int, name: str, spec: Spec, *, later: b
     members = program["groups"][spec["group"]]
     group = f'groups["{spec["group"]}"]'
     if spec["call"] == "new_group":
-        made = f"dist.split_group(split_ranks=[{members}])" if spec.get("split") else f"dist.new_group({members})"
+        made = (
+            f"dist.split_group(split_ranks=[{members}])"
+            if spec.get("split")
+            else f"dist.new_group({members}, timeout=datetime.timedelta(seconds=TIMEOUT_S))"
+        )
         yield f"{group} = {made}"
         return
     if spec["call"] == "destroy_group":

@@ -5,7 +5,8 @@
   slow       one `Pass` a rank and step            ──all-gather──> `straggler`        ──> a warning, stats()["slow"]
 ```
 Both decide in pure functions over what all ranks have gathered, so all ranks decide alike. (The check for NaN is in the engine,
-since it must come before gradients are summed.)
+since it must come before gradients are summed.) One check needs no asking: do ranks have the same parameters at all
+(`check_same_tensors`), before a reducer sends any.
 """
 
 from __future__ import annotations
@@ -30,7 +31,16 @@ from penstock.errors import Closed, Diverged, Mismatch
 from penstock.runtime import process
 from penstock.torch.gather import Gather
 
-__all__ = ["Pass", "SlowCheck", "Verdict", "check_alike", "compare", "first_difference", "straggler"]
+__all__ = [
+    "Pass",
+    "SlowCheck",
+    "Verdict",
+    "check_alike",
+    "check_same_tensors",
+    "compare",
+    "first_difference",
+    "straggler",
+]
 
 log = logging.getLogger("penstock")
 

@@ -75,8 +75,9 @@ pub(super) struct Controls {
     pub(super) frames: HashMap<u64, Control>,
     /// Of these, those that no stream has in flight.
     pub(super) queue: VecDeque<u64>,
+    /// The number of the next one in `frames`.
     pub(super) next: u64,
-    /// How many were sent.
+    /// How many were sent: a frame gets its serial number when it first leaves.
     pub(super) sent: u64,
     /// Which of the peer's have arrived.
     pub(super) taken: Ranges,

@@ -284,6 +284,7 @@ class Controller:
         """From here on nothing works; the first reason is kept."""
         with self._wake:
             if self._failure is None:
+                log.debug("a process set has failed", exc_info=error)
                 # The frames that it came through keep the group, and the engine, as long as somebody keeps the error.
                 told: BaseException | None = error if isinstance(error, RuntimeError) else None
                 while told is not None:

@@ -96,7 +96,7 @@ def _listen_of_cluster(role: str, given: dict[str, Any]) -> str:
 
     path, host = given["cluster"], given["host"]
     if host is None:
-        raise click.UsageError(f"--cluster {path} describes several hosts: name this one with --host")
+        raise click.UsageError(f"--cluster {path}: say with --host which of its hosts this is")
     if given["listen"] is not None:
         raise click.UsageError(f"--cluster {path} has the address, and so has --listen: leave out one of them")
     try:
