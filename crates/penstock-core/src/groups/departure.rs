@@ -173,17 +173,23 @@ impl<B> Group<B> {
     /// Why a rank that is gone does not do its part of an operation.
     pub(super) fn departure<K>(&self, common: &Common<K>, rank: u32, peer: PeerId, op: OpId) -> Failure {
         let farewell = |channel| self.channels.get(&channel)?.farewells.gone.get(&peer).copied();
-        let Some((collectives, _)) = farewell(op.channel).or_else(|| farewell(ChannelId::MAIN)) else {
+        let of_channel = farewell(op.channel);
+        if of_channel.or_else(|| farewell(ChannelId::MAIN)).is_none() {
             let reason = common.directory.peer(peer).lost.as_deref().unwrap_or("a rank is gone");
             return Failure::fatal(FailureKind::PeerLost, format!("{reason}."));
-        };
+        }
         let who = &self.who[rank as usize];
         let (what, how) = match self.has_only_closed(common, peer, op.channel) {
             true => (format!("closed {}", self.label(op.channel)), "closed it"),
             false => ("left the group".to_owned(), "destroyed the group"),
         };
-        let issued = collectives.saturating_sub(OPENING_OPS);
-        let left = format!("{who} has {what} (its script has ended, or has {how}) after {issued} collectives");
+        let left = format!("{who} has {what} (its script has ended, or has {how})");
+        let Some((collectives, _)) = of_channel else {
+            // A rank that leaves closes what it has opened first.
+            let message = format!("{left} and had not opened {}.", self.label(op.channel));
+            return Failure::fatal(FailureKind::PeerLost, message);
+        };
+        let left = format!("{left} after {} collectives", collectives.saturating_sub(OPENING_OPS));
         if op.sequence == Sequence::Collectives && op.seq < collectives {
             // What a rank sends in an operation comes before its farewell.
             let message = format!("{left}, and its #{} was another operation, or PENSTOCK_* settings differ.", op.seq);

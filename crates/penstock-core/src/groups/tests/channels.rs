@@ -270,6 +270,42 @@ fn a_channel_that_one_rank_opens_late_or_never() {
     });
 }
 
+/// A rank leaves the group, after any number of collectives there, and never opens a channel that the others open: they hear at once
+/// that it has left and had not opened it, whatever its numbers in the main channel are.
+#[test]
+fn a_channel_that_a_rank_which_has_left_never_opened() {
+    seeded(60, |seed, rng| {
+        let count = rng.usize(2..5);
+        let mut world = World::new(seed, &hosts(rng, count));
+        let (gone, calls) = (rng.usize(0..count), rng.usize(0..4));
+        for rank in 0..count {
+            for call in 0..calls {
+                world.plan(rank, rng.u64(0..5 * MILLISECOND), Step::Issue(call, all_reduce(400)));
+            }
+        }
+        let ended = |world: &World| world.ranks.iter().all(|rank| rank.host.ended.len() == calls);
+        assert!(world.run(ended, world.now.plus(SECOND)), "seed {seed}");
+        for rank in 0..count {
+            let step = if rank == gone { Step::Leave } else { Step::Open(OPENING, open(1, "c")) };
+            world.plan(rank, rng.u64(0..20 * MILLISECOND), step);
+        }
+        let ends = |world: &World| (0..count).all(|rank| rank == gone || world.ranks[rank].ended(OPENING).is_some());
+        assert!(world.run(ends, world.now.plus(SECOND)), "seed {seed}: somebody waits for a rank that has left");
+        let failures = failures(&world);
+        assert_eq!(failures.len(), count - 1, "seed {seed}: {failures:?}");
+        let says = ["has left the group", "had not opened channel phantoms/c"];
+        for (rank, call, failure) in failures {
+            assert!(
+                call == OPENING
+                    && failure.kind == FailureKind::PeerLost
+                    && failure.message.contains(&format!("rank {gone}"))
+                    && says.iter().all(|text| failure.message.contains(text)),
+                "seed {seed}, rank {rank}: {failure}"
+            );
+        }
+    });
+}
+
 /// A vigil is told of a rank that closes it, that leaves, or that ends it with a reason, although nothing runs there, and nothing else
 /// fails for it.
 #[test]
