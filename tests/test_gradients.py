@@ -167,7 +167,8 @@ def test_parameters_that_ddp_ignores() -> None:
     ranks.run(_ignored, count=2)
 
 
-def test_lazy_negatives() -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_lazy_negatives(count: int) -> None:
     """A gradient whose memory holds the opposite of its values is copied, and what is handed over has the values."""
     submitted = []
 
@@ -175,11 +176,12 @@ def test_lazy_negatives() -> None:
         def submit(self, _: int, address: int, *__: Any, **___: Any) -> None:
             submitted.append(address)
 
-    values = torch.arange(3.0)
-    slots = Slots([torch.zeros(3)], ["weight"])
-    found = slots.submit(Reducer(), 0, torch._neg_view(values))  # type: ignore[arg-type]
-    assert submitted == [found.data_ptr()] and found.data_ptr() != values.data_ptr()
-    assert not found.is_neg() and found.tolist() == [0.0, -1.0, -2.0]
+    gradient = torch.complex(torch.ones(count), torch.arange(1.0, count + 1)).conj().imag
+    assert gradient.is_neg()
+    slots = Slots([torch.zeros(count)], ["weight"])
+    found, address = slots.submit(Reducer(), 0, gradient)  # type: ignore[arg-type]
+    assert submitted == [address] == [found.data_ptr()] and address != gradient.data_ptr()
+    assert not found.is_neg() and found.tolist() == [-1.0, -2.0, -3.0][:count]
 
 
 def test_gradients_on_a_device() -> None:

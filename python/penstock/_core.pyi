@@ -132,6 +132,11 @@ class Reducer:
     def stats(self) -> dict[str, Any]: ...
 
 @final
+class TensorCheck:
+    def __new__(cls, example: Any) -> TensorCheck: ...
+    def address(self, tensor: Any) -> int | None: ...
+
+@final
 class Daemon:
     def __new__(
         cls,
