@@ -1,16 +1,19 @@
 //! Random programs on the shipped event loop and engine, under virtual time: see `docs/design/random-programs.md`.
 
+mod generate;
 mod judge;
 mod model;
 mod network;
 mod program;
+mod rank;
 mod shrink;
 mod world;
 
+use generate::generate;
 use network::Paths;
 use penstock_plan::Algorithm;
 use penstock_types::{DType, FailureKind, MILLISECOND, ReduceOp, SECOND};
-use program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What, Wrong, generate};
+use program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What, Wrong};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
