@@ -2,10 +2,11 @@
 //!
 //! A right program cannot block for ever. Its calls stand in windows; every rank issues all calls of a window, in any order
 //! that each pair of ranks may have, before it waits for one of them, or takes the calls in the same order as all others and
-//! waits for each. The windows, joins and leaves come in the same order on all ranks.
+//! waits for each. The windows, joins and leaves come in the same order on all ranks. Channels are opened by calls, in the order that all
+//! ranks have, and closed as groups are left.
 
 use super::network::{Death, Paths};
-use super::program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What, Wrong, sequence};
+use super::program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What, Wrong};
 use fastrand::Rng;
 use penstock_plan::{Algorithm, Collective};
 use penstock_types::{DType, MILLISECOND, ReduceOp, SECOND};
@@ -36,14 +37,17 @@ pub(super) fn generate(seed: u64) -> Program {
         eager_credit_bytes: 1 << 20,
     };
     let more = Rng::with_seed(seed ^ 0xa11);
-    let mut draw = Draw { rng, more, live: Vec::new(), unwaited: vec![Vec::new(); ranks], budget: 1_500_000 };
+    let has_channels = Rng::with_seed(seed ^ WITH_CHANNELS).bool();
+    let mut draw =
+        Draw { rng, more, has_channels, live: Vec::new(), unwaited: vec![Vec::new(); ranks], budget: 1_500_000 };
     draw.join(&mut program, (0..ranks).collect());
     for _ in 0..draw.rng.usize(1..=4) {
         draw.phase(&mut program);
     }
-    let last = std::mem::take(&mut draw.live);
-    for group in &last {
-        draw.leave(&mut program, *group);
+    let last = draw.live.clone();
+    let groups: Vec<usize> = last.iter().copied().filter(|group| program.home(*group) == *group).collect();
+    for group in groups {
+        draw.leave(&mut program, group);
     }
     match draw.rng.u8(..100) {
         0..=29 => program.fault = Some(draw.fault(&program)),
@@ -59,7 +63,8 @@ struct Draw {
     rng: Rng,
     /// Draws of their own: seeds that are known by number mean nearly the same without them.
     more: Rng,
-    /// Groups that were joined and not left.
+    has_channels: bool,
+    /// Groups that were joined and not left, and their open channels.
     live: Vec<usize>,
     /// By rank: calls that were issued and not waited for.
     unwaited: Vec<Vec<usize>>,
@@ -74,17 +79,50 @@ impl Draw {
             self.pause(program, *rank);
             program.steps[*rank].push(Step::Join(group));
         }
-        let algorithms = Algorithm::of(Collective::AllReduce);
-        let algorithm = (self.rng.u8(..4) == 0).then(|| algorithms[self.rng.usize(..algorithms.len())]);
-        program.groups.push(ProgramGroup { members, algorithm });
+        let algorithm = self.algorithm();
+        program.groups.push(ProgramGroup::new(members, algorithm));
         self.live.push(group);
     }
 
+    /// Opens channels of a group, so that it has three at most.
+    fn open(&mut self, program: &mut Program) {
+        let groups: Vec<usize> =
+            self.live.iter().copied().filter(|group| program.groups[*group].channel_of.is_none()).collect();
+        let group = groups[self.rng.usize(..groups.len())];
+        let open = self.live.iter().filter(|channel| program.groups[**channel].channel_of == Some(group)).count();
+        for _ in open..self.rng.usize(0..=3) {
+            let channel = program.groups.len();
+            let members = program.groups[group].members.clone();
+            let (algorithm, is_vigil) = (self.algorithm(), self.rng.u8(..6) == 0);
+            program.groups.push(ProgramGroup { members, algorithm, channel_of: Some(group), is_vigil });
+            self.live.push(channel);
+            let timeout = SECOND * self.rng.u64(12..=20);
+            let (dtype, op) = (DType::U8, ReduceOp::Sum);
+            program.calls.push(ProgramCall {
+                group: channel,
+                what: What::Open,
+                dtype,
+                op,
+                elements: 0,
+                priority: 0,
+                timeout,
+            });
+        }
+    }
+
+    fn algorithm(&mut self) -> Option<Algorithm> {
+        let algorithms = Algorithm::of(Collective::AllReduce);
+        (self.rng.u8(..4) == 0).then(|| algorithms[self.rng.usize(..algorithms.len())])
+    }
+
+    /// Leaves a group, of which ranks may close channels first; or closes a channel.
     fn leave(&mut self, program: &mut Program, group: usize) {
+        let is_channel = |channel: &usize| program.groups[*channel].channel_of == Some(group);
+        let channels: Vec<usize> = self.live.extract_if(.., |channel| is_channel(channel)).collect();
         for rank in program.groups[group].members.clone() {
             let mut waits: Vec<usize> = Vec::new();
             self.unwaited[rank].retain(|call| {
-                let stays = program.calls[*call].group != group;
+                let stays = program.calls[*call].group != group && !channels.contains(&program.calls[*call].group);
                 if !stays {
                     waits.push(*call);
                 }
@@ -92,13 +130,20 @@ impl Draw {
             });
             self.rng.shuffle(&mut waits);
             program.steps[rank].extend(waits.into_iter().map(Step::Wait));
+            for channel in &channels {
+                if self.rng.bool() {
+                    self.pause(program, rank);
+                    program.steps[rank].push(Step::Leave(*channel));
+                }
+            }
             self.pause(program, rank);
             program.steps[rank].push(Step::Leave(group));
         }
     }
 
     fn phase(&mut self, program: &mut Program) {
-        if self.rng.u8(..2) == 0 && program.groups.len() < 6 {
+        let groups = program.groups.iter().filter(|group| group.channel_of.is_none()).count();
+        if self.rng.u8(..2) == 0 && groups < 6 {
             let mut members: Vec<usize> = (0..program.ranks).collect();
             self.rng.shuffle(&mut members);
             members.truncate(self.rng.usize(2.min(program.ranks)..=program.ranks));
@@ -107,8 +152,12 @@ impl Draw {
         for _ in 0..self.rng.usize(1..=3) {
             self.window(program);
         }
-        if self.rng.u8(..4) == 0 && self.live.len() > 1 {
-            let group = self.live.swap_remove(self.rng.usize(..self.live.len()));
+        // One group stays.
+        let is_channel = |group: &usize| program.groups[*group].channel_of.is_some();
+        let groups = self.live.iter().filter(|group| !is_channel(group)).count();
+        let may_go: Vec<usize> = (0..self.live.len()).filter(|at| groups > 1 || is_channel(&self.live[*at])).collect();
+        if self.rng.u8(..4) == 0 && !may_go.is_empty() {
+            let group = self.live.swap_remove(may_go[self.rng.usize(..may_go.len())]);
             self.leave(program, group);
         }
     }
@@ -116,6 +165,9 @@ impl Draw {
     /// Some calls; see the module's documentation.
     fn window(&mut self, program: &mut Program) {
         let first = program.calls.len();
+        if self.has_channels && (first == 0 || self.rng.bool()) {
+            self.open(program);
+        }
         for _ in 0..[1, 2, 4, 7][self.rng.usize(..4)] {
             let call = self.call(program);
             program.calls.push(call);
@@ -134,10 +186,7 @@ impl Draw {
             let mut held = Vec::new();
             while !own.is_empty() {
                 // The first call of any sequence may come next.
-                let is_first = |at: &usize| {
-                    let same = |other: &usize| sequence(&program.calls[*other]) == sequence(&program.calls[own[*at]]);
-                    !own[..*at].iter().any(same)
-                };
+                let is_first = |at: &usize| !own[..*at].iter().any(|other| program.are_ordered(*other, own[*at]));
                 let first: Vec<usize> = (0..own.len()).filter(is_first).collect();
                 let call = own.remove(first[self.rng.usize(..first.len())]);
                 self.pause(program, rank);
@@ -166,6 +215,7 @@ impl Draw {
         let group = self.live[self.rng.usize(..self.live.len())];
         let world = program.groups[group].members.len();
         let root = self.rng.usize(..world);
+        let is_channel = program.groups[group].channel_of.is_some();
         let what = match self.rng.u8(..20) {
             0..=4 => What::AllReduce,
             5 => What::ReduceScatter,
@@ -177,6 +227,7 @@ impl Draw {
             12 => What::AllToAll { has_splits: false },
             13 => What::AllToAll { has_splits: true },
             14 => What::Barrier,
+            15.. if is_channel => What::AllReduce,
             _ => {
                 let to = (root + self.rng.usize(1..world)) % world;
                 let tag = self.rng.u32(..3);
@@ -293,9 +344,15 @@ impl Draw {
     }
 
     fn wrong(&mut self, program: &Program) -> Option<Wrong> {
-        let call = self.rng.usize(..program.calls.len());
+        let mut call = self.rng.usize(..program.calls.len());
         let rank = self.rng.usize(..program.ranks);
+        let openings: Vec<usize> =
+            (0..program.calls.len()).filter(|call| program.calls[*call].what == What::Open).collect();
+        if !openings.is_empty() && self.rng.u8(..4) == 0 {
+            call = openings[self.rng.usize(..openings.len())];
+        }
         let given = &program.calls[call];
+        let is_opening = given.what == What::Open;
         if !program.takes_part(call, rank) {
             return None;
         }
@@ -305,21 +362,20 @@ impl Draw {
             What::Broadcast { .. } | What::Reduce { .. } | What::Gather { .. } | What::Scatter { .. }
         );
         let has_parts = matches!(given.what, What::AllToAll { has_splits: true });
+        let has_size = !matches!(given.what, What::Barrier | What::Open);
         let how = match self.rng.u8(..7) {
-            0 if given.what != What::Barrier && !has_parts => How::Size,
-            1 if given.what != What::Barrier
-                && (!reduces || given.op.takes(DType::I32) && given.op.takes(DType::F32)) =>
-            {
-                How::DType
-            }
+            _ if program.groups[given.group].channel_of.is_some() && !is_opening && self.rng.u8(..4) == 0 => How::Close,
+            0 if has_size && !has_parts => How::Size,
+            1 if has_size && (!reduces || given.op.takes(DType::I32) && given.op.takes(DType::F32)) => How::DType,
             2 if reduces && given.dtype != DType::Bool => How::Op,
             3 if has_root => How::Root,
             4 => {
                 let is_other = |with: &usize| {
                     *with != call
-                        && sequence(&program.calls[*with]) == sequence(given)
+                        && program.are_ordered(*with, call)
+                        && (program.calls[*with].what == What::Open) == is_opening
                         && program.takes_part(*with, rank)
-                        && program.part(*with, rank).fingerprint != program.part(call, rank).fingerprint
+                        && (is_opening || program.part(*with, rank).fingerprint != program.part(call, rank).fingerprint)
                 };
                 let with = (call + 1..program.calls.len()).find(is_other)?;
                 How::Order { with }
@@ -346,3 +402,5 @@ const OPS: [ReduceOp; 10] = [
 ];
 /// The engine's limit for messages that leave without a grant.
 const EAGER: u64 = 32 * 1024;
+/// Decides which seeds have channels. The seeds in `FAILED` that found something before there were channels have none.
+const WITH_CHANNELS: u64 = 0x10e;

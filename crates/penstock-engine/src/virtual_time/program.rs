@@ -37,6 +37,9 @@ pub(super) struct Program {
 pub(super) struct ProgramGroup {
     pub(super) members: Vec<usize>,
     pub(super) algorithm: Option<Algorithm>,
+    /// It is a channel of this group, with the same members. Its first call opens it, and [`Step::Leave`] closes it.
+    pub(super) channel_of: Option<usize>,
+    pub(super) is_vigil: bool,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -73,6 +76,8 @@ pub(super) enum What {
         has_splits: bool,
     },
     Barrier,
+    /// Opens the channel that the call is in.
+    Open,
     /// Received from any source, or from the rank that sends it. A receive from any source has a tag that only one rank sends under.
     Message {
         from: usize,
@@ -153,6 +158,8 @@ pub(super) enum How {
     Skip,
     /// Ends before the call.
     Leave,
+    /// Closes the channel before the call.
+    Close,
     /// Makes the call when the others have given up; if it holds the call, its buffers are ready only then.
     Late,
 }
@@ -172,10 +179,28 @@ pub(super) struct Part {
     pub(super) output: usize,
 }
 
+impl ProgramGroup {
+    pub(super) fn new(members: Vec<usize>, algorithm: Option<Algorithm>) -> ProgramGroup {
+        ProgramGroup { members, algorithm, channel_of: None, is_vigil: false }
+    }
+}
+
 impl Program {
     /// Ranks that have failed have no time: what they tell the others may be lost.
     pub(super) fn ends_at_once(&self) -> bool {
         !self.goes_on && self.seed & 1 == 1
+    }
+
+    /// The group that a group or channel stands or falls with.
+    pub(super) fn home(&self, group: usize) -> usize {
+        self.groups[group].channel_of.unwrap_or(group)
+    }
+
+    /// Whether ranks make two calls in the same order.
+    pub(super) fn are_ordered(&self, one: usize, other: usize) -> bool {
+        let (one, other) = (&self.calls[one], &self.calls[other]);
+        let both_open = one.what == What::Open && other.what == What::Open;
+        sequence(one) == sequence(other) || both_open && self.home(one.group) == self.home(other.group)
     }
 
     /// Whether a rank takes part in a call.
@@ -211,7 +236,7 @@ impl Program {
                     }
                     _ => unreachable!("it has no root"),
                 },
-                How::Order { .. } | How::Skip | How::Leave | How::Late => {}
+                How::Order { .. } | How::Skip | How::Leave | How::Close | How::Late => {}
             }
         }
         let place = self.place(call, rank).expect("it takes part");
@@ -252,6 +277,7 @@ fn part(given: &ProgramCall, call: usize, world: usize, place: usize) -> Part {
             (Collective::AllToAll, Name::AllToAll, 0, input, output)
         }
         What::Barrier => (Collective::Barrier, Name::Barrier, 0, 0, 0),
+        What::Open => (Collective::Barrier, Name::Open, 0, 0, 0),
         What::Message { from, to, tag, any_source } => {
             tag_of = tag;
             if from == place {
@@ -308,8 +334,10 @@ impl fmt::Display for Program {
         if let Some(wrong) = wrong {
             writeln!(f, "  wrong: {wrong:?}")?;
         }
-        for (number, ProgramGroup { members, algorithm }) in self.groups.iter().enumerate() {
-            writeln!(f, "  group {number}: {members:?} {}", algorithm.map_or("", Algorithm::name))?;
+        for (number, ProgramGroup { members, algorithm, channel_of, is_vigil }) in self.groups.iter().enumerate() {
+            let kind = if *is_vigil { ", a vigil" } else { "" };
+            let of = channel_of.map_or(String::new(), |group| format!(", channel of group {group}{kind}"));
+            writeln!(f, "  group {number}: {members:?} {}{of}", algorithm.map_or("", Algorithm::name))?;
         }
         for (number, call) in self.calls.iter().enumerate() {
             let ProgramCall { group, what, dtype, op, elements, priority, timeout } = call;

@@ -2,17 +2,18 @@
 
 use super::model;
 use super::network::{Network, address};
-use super::program::{Fault, How, Program, Step};
+use super::program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What};
 use crate::engine::{Config, settings};
 use crate::recorder::Recorder;
 use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
 use crate::stats::Held;
 use crate::ticket::Ticket;
 use fastrand::Rng;
+use penstock_core::groups::Open;
 use penstock_net::memory::MemoryEpoch;
 use penstock_net::{Contact, Driver, Process, Ptracer, Run};
 use penstock_plan::{Collective, Thresholds};
-use penstock_types::{FailureKind, Generation, GroupId, MILLISECOND, Priority, SECOND, Time};
+use penstock_types::{ChannelId, FailureKind, Generation, GroupId, MILLISECOND, Priority, SECOND, Scope, Time};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -44,13 +45,16 @@ pub(super) struct User {
     pub(super) joins: BTreeMap<usize, (Ticket, Time, bool)>,
     pub(super) calls: BTreeMap<usize, Issued>,
     /// Groups that have failed, as far as it has seen.
-    failed: BTreeSet<usize>,
-    pub(super) left: BTreeSet<usize>,
+    pub(super) failed: BTreeSet<usize>,
+    /// When it left groups and closed channels.
+    pub(super) left: BTreeMap<usize, Time>,
+    /// Channels that it has opened, also those that it has closed since.
+    pub(super) opened: BTreeMap<usize, Opened>,
     /// Calls that have timed out.
     pub(super) timed_out: Vec<usize>,
     pub(super) state: State,
     /// When it told the engine to end.
-    stopped_at: Option<Time>,
+    pub(super) stopped_at: Option<Time>,
     /// It has seen a failure.
     has_failed: bool,
     /// It has waited until the others have given up.
@@ -68,6 +72,15 @@ pub(super) enum State {
     Follows,
     Through,
     Stopping,
+}
+
+/// A channel that a rank has opened.
+pub(super) struct Opened {
+    pub(super) at: Time,
+    scope: Scope,
+    /// Of a vigil: completes when the channel ends.
+    pub(super) watch: Option<Ticket>,
+    pub(super) told_at: Option<Time>,
 }
 
 pub(super) struct Issued {
@@ -130,7 +143,8 @@ impl<'a> Rank<'a> {
             joins: BTreeMap::new(),
             calls: BTreeMap::new(),
             failed: BTreeSet::new(),
-            left: BTreeSet::new(),
+            left: BTreeMap::new(),
+            opened: BTreeMap::new(),
             timed_out: Vec::new(),
             state: State::Follows,
             stopped_at: None,
@@ -173,14 +187,15 @@ impl<'a> Rank<'a> {
             if let Some(waits_for) = self.user.waits_for {
                 let Some(result) = self.user.ticket(waits_for).and_then(Ticket::result) else { return };
                 self.user.waits_for = None;
-                if result.is_err() {
-                    self.user.has_failed = true;
+                if let Err(failure) = result {
                     let group = match waits_for {
                         WaitsFor::Join(group) => group,
                         WaitsFor::Call(call) => self.program.calls[call].group,
                     };
-                    self.user.failed.insert(group);
-                    if !self.program.goes_on {
+                    self.user.failed.insert(if failure.group_lives { group } else { self.program.home(group) });
+                    let is_told = failure.group_lives && self.program.groups[group].is_vigil;
+                    self.user.has_failed |= !is_told;
+                    if !is_told && !self.program.goes_on {
                         self.user.give_up();
                     }
                 }
@@ -215,23 +230,36 @@ impl<'a> Rank<'a> {
                 self.user.waits_for = Some(WaitsFor::Join(group));
             }
             Step::Issue(call) | Step::Hold(call) => {
-                if self.user.failed.contains(&self.program.calls[call].group) || is_meant(call, How::Skip) {
+                let ProgramCall { group, what, .. } = self.program.calls[call];
+                // Without a channel there is nothing to call.
+                let is_open = !self.user.left.contains_key(&group)
+                    && (self.program.groups[group].channel_of.is_none()
+                        || what == What::Open
+                        || self.user.opened.contains_key(&group));
+                if self.has_failed(group) || !is_open || is_meant(call, How::Skip) {
                     return false;
+                }
+                if is_meant(call, How::Close) {
+                    return self.step(Step::Leave(group), network, now);
                 }
                 if is_meant(call, How::Leave) {
                     self.user.give_up();
                     return false;
                 }
-                self.issue(call, matches!(step, Step::Hold(_)), network, now);
+                match what {
+                    What::Open => self.open(call, network, now),
+                    _ => self.issue(call, matches!(step, Step::Hold(_)), network, now),
+                }
             }
             Step::Release(call) => {
                 if let Some(issued) = self.user.calls.get(&call) {
-                    let (group, ticket) = (id(self.program.calls[call].group), issued.ticket.clone());
+                    let home = self.program.home(self.program.calls[call].group);
+                    let (group, ticket) = (id(home), issued.ticket.clone());
                     self.post(network, Command::Release(group, ticket.clone()), &ticket);
                 }
             }
             Step::Wait(call) => {
-                if self.user.calls.contains_key(&call) && !self.user.failed.contains(&self.program.calls[call].group) {
+                if self.user.calls.contains_key(&call) && !self.has_failed(self.program.calls[call].group) {
                     self.user.waits_for = Some(WaitsFor::Call(call));
                 }
             }
@@ -240,19 +268,59 @@ impl<'a> Rank<'a> {
                 return true;
             }
             Step::Leave(group) => {
-                if self.user.joins.contains_key(&group) && self.user.left.insert(group) {
-                    self.post(network, Command::Leave(id(group).into(), false), &Ticket::default());
+                let is_in = self.user.joins.contains_key(&group) || self.user.opened.contains_key(&group);
+                if is_in && !self.user.left.contains_key(&group) {
+                    self.user.left.insert(group, now);
+                    let home = self.program.home(group);
+                    let leaves_group = home != group && self.user.steps.front() == Some(&Step::Leave(home));
+                    self.post(network, Command::Leave(self.scope(group), leaves_group), &Ticket::default());
                 }
             }
         }
         false
     }
 
+    /// Whether it has seen that a group or channel has failed.
+    fn has_failed(&self, group: usize) -> bool {
+        self.user.failed.contains(&group) || self.user.failed.contains(&self.program.home(group))
+    }
+
+    fn scope(&self, group: usize) -> Scope {
+        self.user.opened.get(&group).map_or_else(|| id(group).into(), |opened| opened.scope)
+    }
+
+    /// Opens a channel under the next number that this rank has in the group.
+    fn open(&mut self, call: usize, network: &Network, now: Time) {
+        let ProgramCall { group, timeout, .. } = self.program.calls[call];
+        let ProgramGroup { algorithm, is_vigil, .. } = self.program.groups[group];
+        let home = self.program.home(group);
+        let earlier = self.user.opened.keys().filter(|other| self.program.home(**other) == home).count();
+        let channel = ChannelId(earlier as u32 + 1);
+        let scope = Scope { group: id(home), channel };
+        let issued =
+            Issued { ticket: Ticket::default(), at: now, input: Vec::new(), output: guarded(0), is_over: false };
+        let open = Open { channel, name: format!("group {home}/channel {group}").into(), is_vigil, timeout };
+        self.post(network, Command::Open(id(home), open, issued.ticket.promise()), &issued.ticket);
+        if algorithm.is_some() {
+            self.post(
+                network,
+                Command::Retune(scope, algorithm, usize::from(self.program.streams)),
+                &Ticket::default(),
+            );
+        }
+        let watch = is_vigil.then(Ticket::default);
+        if let Some(watch) = &watch {
+            self.post(network, Command::Watch(scope, watch.promise()), watch);
+        }
+        self.user.opened.insert(group, Opened { at: now, scope, watch, told_at: None });
+        self.user.calls.insert(call, issued);
+    }
+
     fn issue(&mut self, call: usize, hold: bool, network: &Network, now: Time) {
         let part = self.program.part(call, self.rank);
         let place = self.program.place(call, self.rank).expect("it takes part");
         let given = &self.program.calls[call];
-        let mut output = vec![GUARD; part.output + 2 * GUARD_BYTES];
+        let mut output = guarded(part.output);
         let input = model::contribution(self.program, call, place, part.input);
         if matches!(part.collective, Collective::AllReduce | Collective::Broadcast { .. } | Collective::Reduce { .. }) {
             // In place.
@@ -261,7 +329,7 @@ impl<'a> Rank<'a> {
         }
         let mut issued = Issued { ticket: Ticket::default(), at: now, input, output, is_over: false };
         let command = Command::Start(
-            id(given.group).into(),
+            self.scope(given.group),
             Call {
                 collective: part.collective,
                 fingerprint: part.fingerprint,
@@ -331,6 +399,11 @@ impl<'a> Rank<'a> {
                     issued.input.fill(SCRIBBLE);
                     issued.output.fill(SCRIBBLE);
                 }
+            }
+        }
+        for opened in self.user.opened.values_mut() {
+            if opened.watch.as_ref().is_some_and(|watch| watch.result().is_some()) {
+                opened.told_at.get_or_insert(now);
             }
         }
         for (group, (ticket, since, has_expired)) in &mut self.user.joins {
@@ -405,9 +478,25 @@ impl User {
         }
     }
 
+    /// The groups that it is in.
+    pub(super) fn groups(&self) -> usize {
+        self.joins.keys().filter(|group| !self.left.contains_key(group)).count()
+    }
+
+    /// The channels that it has opened and not closed.
+    pub(super) fn channels(&self, program: &Program) -> usize {
+        self.opened.keys().filter(|channel| self.left_at(program, **channel).is_none()).count()
+    }
+
+    /// When it closed a channel, or left its group.
+    pub(super) fn left_at(&self, program: &Program, channel: usize) -> Option<Time> {
+        [channel, program.home(channel)].iter().filter_map(|group| self.left.get(group)).min().copied()
+    }
+
     /// Leaves all groups.
     fn give_up(&mut self) {
-        self.steps = self.joins.keys().filter(|group| !self.left.contains(group)).map(|g| Step::Leave(*g)).collect();
+        self.steps =
+            self.joins.keys().filter(|group| !self.left.contains_key(group)).map(|g| Step::Leave(*g)).collect();
         self.has_failed = true;
     }
 }
@@ -436,6 +525,11 @@ impl Issued {
         }
         complaints
     }
+}
+
+/// Room for an output, with a guard on both sides.
+fn guarded(bytes: usize) -> Vec<u8> {
+    vec![GUARD; bytes + 2 * GUARD_BYTES]
 }
 
 fn contact(rank: usize) -> Contact {

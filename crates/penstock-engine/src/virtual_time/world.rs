@@ -2,7 +2,7 @@
 
 use super::network::{Death, Network};
 use super::program::{Fault, Program};
-use super::rank::{Engine, GO_ON_WITHIN, Rank, State};
+use super::rank::{Engine, GO_ON_WITHIN, Opened, Rank, State};
 use crate::stats::Held;
 use fastrand::Rng;
 use penstock_types::{Failure, FailureKind, MILLISECOND, SECOND, Time};
@@ -120,11 +120,42 @@ impl<'a> World<'a> {
                 self.complaints.push(format!("late: calls {calls:?} on rank {} have timed out", rank.rank));
             }
         }
+        self.check_vigils();
         for rank in &self.ranks {
             if rank.engine.is_some() && self.complaints.is_empty() {
                 let waits: Vec<usize> = rank.user.calls.iter().filter(|(_, i)| !i.is_over).map(|(c, _)| *c).collect();
                 let steps = rank.user.steps.len();
                 self.complaints.push(format!("hang: rank {} has {steps} steps left, calls {waits:?}", rank.rank));
+            }
+        }
+    }
+
+    /// Each rank hears soon that another has closed a vigil, and only then.
+    fn check_vigils(&mut self) {
+        let vigils = (0..self.program.groups.len()).filter(|group| self.program.groups[*group].is_vigil);
+        for vigil in vigils.filter(|_| self.program.fault.is_none()) {
+            let never = Time(u64::MAX / 2);
+            let left = |rank: &Rank<'_>| {
+                let ends = [rank.user.left_at(self.program, vigil), rank.user.stopped_at];
+                ends.into_iter().flatten().min().unwrap_or(never)
+            };
+            for member in &self.program.groups[vigil].members {
+                let rank = &self.ranks[*member];
+                let Some(Opened { at, watch: Some(watch), told_at, .. }) = rank.user.opened.get(&vigil) else {
+                    continue;
+                };
+                let others = self.program.groups[vigil].members.iter().filter(|other| *other != member);
+                let first = others.map(|other| left(&self.ranks[*other])).min().unwrap_or(never);
+                let ends_itself = ["the channel was closed.", "the group was destroyed.", "the engine has stopped"];
+                let complaint = match watch.result() {
+                    Some(Err(failure)) if failure.kind == FailureKind::PeerLost && failure.group_lives => {
+                        told_at.is_none_or(|told| told < first).then(|| format!("of what has not happened: {failure}"))
+                    }
+                    Some(Err(failure)) if !ends_itself.contains(&&*failure.message) => None,
+                    _ => (left(rank) > first.max(*at).plus(TOLD_WITHIN)).then(|| "nothing".to_owned()),
+                };
+                self.complaints
+                    .extend(complaint.map(|what| format!("vigil: rank {member} is told in {vigil}: {what}")));
             }
         }
     }
@@ -202,8 +233,18 @@ impl<'a> World<'a> {
             }
             if is_whole && !may_lose {
                 let held = rank.held(&self.network);
-                let groups = (rank.user.joins.len() - rank.user.left.len()) as u64;
-                if held != (Held { groups, closed_ranges: held.closed_ranges, jobs: held.jobs, ..Held::default() })
+                let groups = rank.user.groups() as u64;
+                // A group that has failed opens no channel.
+                let has_failed = rank.user.failed.iter().any(|group| self.program.home(*group) == *group);
+                let channels = if has_failed { held.channels } else { rank.user.channels(self.program) as u64 };
+                if held
+                    != (Held {
+                        groups,
+                        channels,
+                        closed_ranges: held.closed_ranges,
+                        jobs: held.jobs,
+                        ..Held::default()
+                    })
                     || held.jobs as usize > self.program.ranks
                 {
                     self.complaints.push(format!("held: by rank {} at the end: {held:?}", rank.rank));
@@ -221,3 +262,5 @@ const LONGEST: Time = Time(600 * SECOND);
 const MOST_ROUNDS: u64 = 200_000;
 /// Credit comes back with the next heartbeat, at the latest.
 const SETTLES_WITHIN: u64 = 3 * SECOND;
+/// Without faults, what a rank says is heard a few delays later.
+const TOLD_WITHIN: u64 = SECOND;
