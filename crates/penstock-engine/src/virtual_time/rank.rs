@@ -15,6 +15,7 @@ use penstock_net::{Contact, Driver, Process, Ptracer, Run};
 use penstock_plan::{Collective, Thresholds};
 use penstock_types::{ChannelId, FailureKind, Generation, GroupId, MILLISECOND, Priority, SECOND, Scope, Time};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -43,6 +44,8 @@ pub(super) struct User {
     pub(super) at: Option<Time>,
     waits_for: Option<WaitsFor>,
     pub(super) joins: BTreeMap<usize, (Ticket, Time, bool)>,
+    /// When joins ended.
+    joined: BTreeMap<usize, Time>,
     pub(super) calls: BTreeMap<usize, Issued>,
     /// Groups that have failed, as far as it has seen.
     pub(super) failed: BTreeSet<usize>,
@@ -141,6 +144,7 @@ impl<'a> Rank<'a> {
             at: Some(Time(0)),
             waits_for: None,
             joins: BTreeMap::new(),
+            joined: BTreeMap::new(),
             calls: BTreeMap::new(),
             failed: BTreeSet::new(),
             left: BTreeMap::new(),
@@ -187,6 +191,9 @@ impl<'a> Rank<'a> {
             if let Some(waits_for) = self.user.waits_for {
                 let Some(result) = self.user.ticket(waits_for).and_then(Ticket::result) else { return };
                 self.user.waits_for = None;
+                if let WaitsFor::Join(group) = waits_for {
+                    self.user.joined.insert(group, now);
+                }
                 if let Err(failure) = result {
                     let group = match waits_for {
                         WaitsFor::Join(group) => group,
@@ -478,6 +485,15 @@ impl User {
         }
     }
 
+    /// Whether a join waited until its engine gave up its first attempts to connect to a rank that was never there. It cannot know
+    /// that the rank has died, and others may wait for the join as long.
+    pub(super) fn was_connecting(&self, program: &Program, dead: usize) -> bool {
+        let has_it = |group: &usize| program.groups[*group].members.contains(&dead);
+        let first = self.joins.iter().filter(|(group, _)| has_it(group)).map(|(_, (_, since, _))| *since).min();
+        let mut ended = self.joined.iter().filter(|(group, _)| has_it(group));
+        first.is_some_and(|first| ended.any(|(_, at)| CONNECTS_WITHIN.contains(&at.since(first))))
+    }
+
     /// The groups that it is in.
     pub(super) fn groups(&self) -> usize {
         self.joins.keys().filter(|group| !self.left.contains_key(group)).count()
@@ -565,6 +581,8 @@ fn spec(program: &Program, group: usize, rank: usize) -> GroupSpec {
 pub(super) const GO_ON_WITHIN: u64 = 300 * MILLISECOND;
 /// Longer than any operation's time-out.
 const LATE: u64 = 25 * SECOND;
+/// How long an engine tries to connect to a host that refuses: 40 attempts, at most 320 ms apart, of a round trip each.
+const CONNECTS_WITHIN: Range<u64> = 11 * SECOND..14 * SECOND;
 /// What a user allows a join.
 const JOINS_WITHIN: u64 = 20 * SECOND;
 /// The engine looks for operations that are late a few times a second; with this, a tick and what ends in its course.

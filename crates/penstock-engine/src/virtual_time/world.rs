@@ -114,7 +114,14 @@ impl<'a> World<'a> {
         // A rank that is gone is missed long before a time-out, unless others wait for a join that waits for it.
         let is_lost = matches!(self.program.fault, Some((_, Fault::Kill { .. } | Fault::Part { .. })));
         let has_expired = self.ranks.iter().flat_map(|rank| rank.user.joins.values()).any(|(.., expired)| *expired);
-        for rank in self.ranks.iter().filter(|_| is_lost && !has_expired && self.program.wrong.is_none()) {
+        let was_connecting = match self.program.fault {
+            Some((_, Fault::Kill { rank, .. })) => {
+                self.ranks.iter().any(|other| other.user.was_connecting(self.program, rank))
+            }
+            _ => false,
+        };
+        let may_wait = has_expired || was_connecting || self.program.wrong.is_some();
+        for rank in self.ranks.iter().filter(|_| is_lost && !may_wait) {
             if !rank.user.timed_out.is_empty() {
                 let calls = &rank.user.timed_out;
                 self.complaints.push(format!("late: calls {calls:?} on rank {} have timed out", rank.rank));
