@@ -339,6 +339,19 @@ impl Draw {
                 program.fault = Some(self.fault(program));
                 program.strikes_at_end = true;
             }
+            30..=39 => {
+                let is_in_channel = |call: &usize| {
+                    let ProgramCall { group, what, .. } = program.calls[*call];
+                    program.groups[group].channel_of.is_some() && what != What::Open
+                };
+                let calls: Vec<usize> = (0..program.calls.len()).filter(is_in_channel).collect();
+                if !calls.is_empty() {
+                    let call = calls[self.rng.usize(..calls.len())];
+                    let members = &program.groups[program.calls[call].group].members;
+                    program.wrong =
+                        Some(Wrong { rank: members[self.rng.usize(..members.len())], call, how: How::Close });
+                }
+            }
             _ => {}
         }
     }
