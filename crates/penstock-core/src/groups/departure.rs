@@ -140,7 +140,7 @@ impl<B> Group<B> {
                 }
                 Awaited::Unsent => false,
             };
-            (!comes).then(|| (self.has_only_closed(common, peer, op.channel), self.departure(common, rank, peer, op)))
+            (!comes).then(|| (self.has_only_closed(peer, op.channel), self.departure(common, rank, peer, op)))
         });
         match (failure, op.sequence) {
             // Earlier collectives may still end.
@@ -162,12 +162,11 @@ impl<B> Group<B> {
         has_left(&self.channels, peer, channel) || common.directory.peer(peer).lost.is_some()
     }
 
-    /// Whether a member has closed a channel, and is in the group still.
-    fn has_only_closed<K>(&self, common: &Common<K>, peer: PeerId, channel: ChannelId) -> bool {
+    /// Whether a member has closed a channel for itself, and not in order to leave the group. Whether it has left since does not
+    /// matter: what needs it in the channel ends in the same way, whenever it is issued.
+    fn has_only_closed(&self, peer: PeerId, channel: ChannelId) -> bool {
         let farewell = self.channels.get(&channel).and_then(|known| known.farewells.gone.get(&peer));
-        channel != ChannelId::MAIN
-            && farewell.is_some_and(|(_, leaves_group)| !leaves_group)
-            && !self.is_gone(common, peer, ChannelId::MAIN)
+        channel != ChannelId::MAIN && farewell.is_some_and(|(_, leaves_group)| !leaves_group)
     }
 
     /// Why a rank that is gone does not do its part of an operation.
@@ -179,7 +178,7 @@ impl<B> Group<B> {
             return Failure::fatal(FailureKind::PeerLost, format!("{reason}."));
         }
         let who = &self.who[rank as usize];
-        let (what, how) = match self.has_only_closed(common, peer, op.channel) {
+        let (what, how) = match self.has_only_closed(peer, op.channel) {
             true => (format!("closed {}", self.label(op.channel)), "closed it"),
             false => ("left the group".to_owned(), "destroyed the group"),
         };

@@ -145,6 +145,29 @@ fn what_a_rank_did_before_it_closed_counts() {
     });
 }
 
+/// A rank closes a channel, and leaves the group some time later: what needs it in the channel fails the channel alone, whether it
+/// is issued before the rank has left or after that.
+#[test]
+fn a_channel_that_a_rank_has_closed_before_it_left() {
+    seeded(60, |seed, rng| {
+        let count = rng.usize(2..5);
+        let mut world = opened(seed, &hosts(rng, count), 1, rng);
+        let closer = rng.usize(0..count);
+        world.plan(closer, 0, Step::Close(channel(1)));
+        world.plan(closer, rng.u64(0..100 * MILLISECOND), Step::Leave);
+        for rank in (0..count).filter(|rank| *rank != closer) {
+            world.plan(rank, rng.u64(0..200 * MILLISECOND), Step::IssueIn(channel(1), 0, all_reduce(400)));
+        }
+        let ends = |world: &World| (0..count).all(|rank| rank == closer || world.ranks[rank].ended(0).is_some());
+        assert!(world.run(ends, world.now.plus(SECOND)), "seed {seed}: somebody waits for a rank that has closed");
+        for (rank, _, failure) in failures(&world) {
+            let says = format!("rank {closer} has closed channel phantoms/c1");
+            assert!(failure.group_lives && failure.message.contains(&says), "seed {seed}, rank {rank}: {failure}");
+        }
+        assert_eq!(failures(&world).len(), count - 1, "seed {seed}");
+    });
+}
+
 /// A rank closes a channel, or leaves the group, while its operations run in the channel: these fail on all ranks for that reason;
 /// what has ended on the rank still ends elsewhere; a group that was not left goes on.
 #[test]
