@@ -392,6 +392,15 @@ def test_a_killed_rank_fails_the_others() -> None:
             assert failed_s - killed_s < 10
 
 
+def test_a_death_fails_all_that_was_agreed_on() -> None:
+    """Also operations that come after the one that could not start: a script that waited for them would hang."""
+    env = {"HOROVOD_CYCLE_TIME": "300"}  # so long that one round has all three
+    with ranks.Ranks(programs.dies_before_it_starts, count=2, env=env) as job:
+        (outcome,) = job.outcomes(timeout_s=40, of=[0], grace_s=None)
+    assert outcome.ok, outcome
+    assert len(outcome.value) == 3 and all("rank 1" in text for text in outcome.value), outcome
+
+
 def test_what_a_death_has_failed_is_let_go() -> None:
     """See the program."""
     with ranks.Ranks(programs.lets_go_after_a_death, count=2) as job:

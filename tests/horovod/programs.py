@@ -771,6 +771,39 @@ def lets_go_after_a_death() -> list[str]:
     return [*alive, *(name for name in held if name == "PenstockBackend")]
 
 
+def dies_before_it_starts() -> list[str]:
+    """Three operations are agreed on in one round. Rank 1 dies when the first of them starts: all three fail on rank 0."""
+    import penstock.horovod.torch as hvd
+    from penstock.fronts.horovod import job, operations
+
+    hvd.init()
+    store = job.current().controller(0, "a test").group.backend._member.store
+    begin = operations._START[operations.Kind.ALLTOALL]
+
+    def begin_or_die(*given: Any) -> Any:
+        if hvd.rank() == 0:
+            store.set("rank 0 begins", "")
+            return begin(*given)
+        # Rank 0 has left the round behind, which would fail otherwise.
+        store.wait(["rank 0 begins"], timedelta(seconds=30))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    operations._START[operations.Kind.ALLTOALL] = begin_or_die
+    handles = [
+        hvd.alltoall_async(torch.ones(2), name="first"),
+        hvd.allreduce_async(torch.ones(3), name="second"),
+        hvd.allgather_async(torch.ones(1), name="third"),
+    ]
+    told = []
+    for handle in handles:
+        try:
+            hvd.synchronize(handle)
+        except hvd.HorovodInternalError as error:
+            told.append(str(error))
+    hvd.shutdown()
+    return told
+
+
 def leaves_early(in_a_step: bool) -> str:
     """A rank that shuts down fails the operations, and the steps, in which others wait for it."""
     import penstock.horovod.torch as hvd
