@@ -6,6 +6,7 @@ ElasticSampler deals out, and tells what it did, so that every story can be comp
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -465,6 +466,66 @@ def test_restore_goes_back_to_the_last_commit() -> None:
     state.sampler.position -= BATCH
     state.commit()
     assert _digest(state) == before
+
+
+def test_a_state_refuses_what_it_would_not_keep() -> None:
+    """An attribute that is not among its things, an object in a value's place, a parameter: each would be lost, or come back as
+    something else, in the next change of membership. What was refused has changed nothing."""
+    model = torch.nn.Linear(1, 1)
+    state = elastic.State(model=model, best=0.0, ema=None)
+    with pytest.raises(errors.Config, match=r"state.loss would not be kept: give loss=... to State"):
+        state.loss = 1.0
+    with pytest.raises(errors.Config, match=r"state.ema began as a plain value, and a Linear has a state_dict"):
+        state.ema = torch.nn.Linear(1, 1)
+    with pytest.raises(errors.Config, match=r"state.best holds a parameter"):
+        state.best = [torch.zeros(1), {"theta": torch.nn.Parameter(torch.zeros(1))}]
+    with pytest.raises(errors.Config, match=r"state.theta holds a parameter"):
+        elastic.State(theta=model.weight)
+    with pytest.raises(errors.Config, match=r"state.model has a state_dict.*a float has none"):
+        state.model = 1.0
+    assert state.best == 0.0 and state.ema is None and state.model is model
+    # A result of the forward pass is no parameter.
+    state.best, state._mine = model(torch.ones(1)).sum(), 1
+    state.commit()
+
+
+def test_an_object_may_take_another_ones_place() -> None:
+    """A commit keeps the object that is there now, not the first one."""
+    state = elastic.State(model=torch.nn.Linear(1, 1))
+    state.model = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(state.model.weight, 5.0)
+    state.commit()
+    torch.nn.init.constant_(state.model.weight, 6.0)
+    state.restore()
+    assert state.model.weight.item() == 5.0
+
+
+def test_values_keep_their_classes() -> None:
+    """A defaultdict is one after `restore`, and on a rank that got it: after a death its next new key raised KeyError."""
+    state = elastic.State(
+        losses=collections.defaultdict(list), seen=collections.Counter(a=1), model=torch.nn.Linear(1, 1)
+    )
+    state.losses["a"].append(torch.ones(1))
+    state.commit()
+    state.losses["b"].append(torch.ones(1))
+    state.seen["b"] += 1
+    state.restore()
+    state.losses["c"].append(1)
+    state.seen["c"] += 1
+    assert dict(state.losses) == {"a": [torch.ones(1)], "c": [1]} and state.seen == {"a": 1, "c": 1}
+    # torch keeps the versions of modules there, by which it reads states of older ones.
+    assert state.snapshot()["objects"]["model"]._metadata == state.model.state_dict()._metadata
+    assert ranks.run(_share_a_defaultdict, count=2) == [[0], [0]]
+
+
+def _share_a_defaultdict() -> list[int]:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=20))
+    state = elastic.State(losses=collections.defaultdict(list))
+    state.share(0)
+    state.losses["new"].append(0)
+    dist.barrier()
+    dist.destroy_process_group()
+    return state.losses["new"]
 
 
 # ------------------------------------------------------------------------------------------------------- pure parts

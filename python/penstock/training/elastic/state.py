@@ -31,6 +31,9 @@ class State:
             named ``sampler``), and plain values (numbers, texts, lists of them), which may be assigned to later. The model
             is the bare module: wrap it in DistributedDataParallel inside ``train``, anew in every generation.
 
+    Raises `penstock.errors.Config` for what would not survive: an attribute that is not among ``things`` (names that begin with
+    an underscore are yours), a parameter as a value, and an object in the place of a value.
+
     Memory: two more copies of all tensors, the last commit and the one that is being written. `commit` costs one copy of them
     in memory, and `run` a broadcast of them a rebuild.
     """
@@ -39,11 +42,13 @@ class State:
         taken = [name for name in things if name.startswith("_") or hasattr(type(self), name)]
         if taken:
             raise ConfigError(f"State uses the name(s) {', '.join(taken)} itself; choose others")
-        self.step = step
         self._objects = {name: thing for name, thing in things.items() if hasattr(thing, "load_state_dict")}
         self._values = [name for name in things if name not in self._objects]
+        self.step = step
         self._after_commit: Callable[[], None] | None = None
         self._seed = torch.initial_seed()
+        for name in self._values:
+            self._check_value(name, things[name])
         self.__dict__.update(things)
         self._saved: Any = None
         self._spare: Any = None
@@ -52,6 +57,32 @@ class State:
     def __getattr__(self, name: str) -> Any:
         # Called only for missing attributes: the error lists those that exist, and mypy learns that attributes are the user's.
         raise AttributeError(f"this State has no {name!r}, only step, {', '.join([*self._objects, *self._values])}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What is not copied would be lost in the next change of membership, without a word.
+        if name in self.__dict__.get("_objects", ()):
+            if not hasattr(value, "load_state_dict"):
+                raise ConfigError(
+                    f"state.{name} has a state_dict, and so must have what takes its place: {_kind(value)} has none"
+                )
+            self._objects[name] = value
+        elif not name.startswith("_") and name != "step":
+            if name not in self._values:
+                raise ConfigError(
+                    f"state.{name} would not be kept: give {name}=... to State(...), or call it _{name} if it need not survive"
+                )
+            self._check_value(name, value)
+        super().__setattr__(name, value)
+
+    @staticmethod
+    def _check_value(name: str, value: Any) -> None:
+        """Raise for a value that would come back as something else than it was."""
+        if hasattr(value, "load_state_dict"):
+            raise ConfigError(
+                f"state.{name} began as a plain value, and {_kind(value)} has a state_dict, which would be copied whole, away "
+                "from what it refers to: make it before the State, and give it to State(...)"
+            )
+        _mapped(value, lambda tensor: _refuse_parameter(name, tensor))
 
     def commit(self) -> None:
         """One step is done: count it, advance the sampler, and keep everything as it is now. To be called after
@@ -165,12 +196,24 @@ def _made(place: _Place, into: list[torch.Tensor]) -> torch.Tensor:
     return into[-1]
 
 
+def _refuse_parameter(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_leaf and tensor.requires_grad:
+        raise ConfigError(
+            f"state.{name} holds a parameter: what comes back in its place would be another tensor, which no optimizer steps. "
+            "Keep it in a module (torch.nn.ParameterList, for one)"
+        )
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
 def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
     """The tree with every tensor (or placeholder) replaced by ``function`` of it, from left to right."""
     if isinstance(tree, (torch.Tensor, _Place)):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: _mapped(value, function) for key, value in tree.items()}
+        return _like(tree, {key: _mapped(value, function) for key, value in tree.items()})
     if type(tree) in (list, tuple):
         return type(tree)(_mapped(value, function) for value in tree)
     return tree
@@ -185,11 +228,22 @@ def _copied(tree: Any, into: Any) -> Any:
         return tensor.clone(memory_format=torch.contiguous_format)
     if isinstance(tree, dict):
         old = into if isinstance(into, dict) else {}
-        return {key: _copied(value, old.get(key)) for key, value in tree.items()}
+        return _like(tree, {key: _copied(value, old.get(key)) for key, value in tree.items()})
     if type(tree) in (list, tuple):
         olds = into if type(into) is type(tree) and len(into) == len(tree) else [None] * len(tree)
         return type(tree)(_copied(value, old) for value, old in zip(tree, olds, strict=True))
     return copy.deepcopy(tree)
+
+
+def _like(tree: dict[Any, Any], content: dict[Any, Any]) -> dict[Any, Any]:
+    """The content as a dict of the tree's class, with what an object of that class has besides: the factory of a defaultdict, the
+    versions that a module's state_dict carries as ``_metadata``."""
+    if type(tree) is dict:
+        return content
+    made = copy.copy(tree)
+    for key, value in content.items():
+        made[key] = value
+    return made
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
