@@ -528,6 +528,56 @@ def _share_a_defaultdict() -> list[int]:
     return state.losses["new"]
 
 
+def test_workers_of_another_make_are_refused() -> None:
+    """A worker with other things in its State, or whose sampler cuts other steps, raises; it would lose what it does not know, or
+    train on samples that others have. The other one goes on."""
+    for make, text in (
+        ("more values", "only this worker lr"),
+        ("fewer objects", "only it has sampler"),
+        ("batches", "batch_size=8 in"),
+        ("order", "shuffle=True"),
+    ):
+        with ranks.Ranks(_share_with_another_make, count=2, args=(make,)) as job:
+            first, second = job.outcomes(timeout_s=60, grace_s=None)
+        assert first.ok, str(first)
+        assert second.raised is not None and second.raised.is_a("penstock.errors.Config"), str(second)
+        assert text in second.raised.text
+
+
+def _share_with_another_make(make: str) -> None:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=20))
+    things: dict[str, Any] = {"model": torch.nn.Linear(1, 1), "sampler": elastic.ElasticSampler(SAMPLES, BATCH)}
+    if dist.get_rank() == 1 and make == "more values":
+        things["lr"] = 0.1
+    elif dist.get_rank() == 1 and make == "fewer objects":
+        del things["sampler"]
+    elif dist.get_rank() == 1:
+        things["sampler"] = elastic.ElasticSampler(
+            SAMPLES, 8 if make == "batches" else BATCH, shuffle=make == "batches"
+        )
+    state = elastic.State(**things)
+    try:
+        state.share(0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_checkpoint_of_an_earlier_script_is_loaded(tmp_path: pathlib.Path) -> None:
+    """A value that it lacks stays as it is, on all ranks; one that the script has no longer is left out."""
+    assert ranks.run(_load_an_earlier_one, count=2, args=(str(tmp_path),)) == [(7, 1.5, 0), (7, 1.5, 0)]
+
+
+def _load_an_earlier_one(folder: str) -> tuple[int, float, int]:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=20))
+    checkpoints = elastic.Checkpoints(folder)
+    checkpoints.save(elastic.State(step=7, total=1.5, gone=1))
+    state = elastic.State(total=0.0, new=dist.get_rank())
+    assert checkpoints.load(state)
+    dist.barrier()
+    dist.destroy_process_group()
+    return state.step, state.total, state.new
+
+
 # ------------------------------------------------------------------------------------------------------- pure parts
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import Config as ConfigError
+from penstock.training.elastic.sampler import ElasticSampler
 
 __all__ = ["MembershipChanged", "State"]
 
@@ -126,8 +127,12 @@ class State:
         rank's state changes only when everything has arrived: an error leaves the last commit as it was.
 
         Afterwards torch's random numbers follow from the donor's seed, the step and the rank: they differ between ranks.
+
+        Raises:
+            penstock.errors.Config: this rank's State is made of other things than the donor's, or its sampler shares out
+                batches otherwise.
         """
-        self._replace(_broadcast(self._saved if dist.get_rank() == donor else None, donor))
+        self._replace(_broadcast(self._saved if dist.get_rank() == donor else None, donor), self._check_donor)
         torch.manual_seed((self._seed + self.step * _STEPS + dist.get_rank()) % (1 << 63))
 
     def snapshot(self) -> Any:
@@ -137,12 +142,34 @@ class State:
     def adopt(self, tree: Any) -> None:
         """Copy a snapshot, of this rank or another, into the last commit, and restore it. If it does not fit, this raises what
         ``load_state_dict`` raised, and everything is as in the last commit."""
-        self._replace(_copied(tree, None))
+        taken = _copied(tree, None)
+        # A checkpoint of an earlier script may lack a value, which then stays as it is, or have one more.
+        own = self._saved["values"]
+        taken["values"] = {name: taken["values"].get(name, own[name]) for name in self._values}
+        taken["objects"] = {name: thing for name, thing in taken["objects"].items() if name in self._objects}
+        self._replace(taken)
 
-    def _replace(self, tree: Any) -> None:
+    def _check_donor(self, tree: Any) -> None:
+        """Raise if this rank would go on otherwise than the donor of the tree."""
+        for what, own, theirs in (
+            ("objects", set(self._objects), set(tree["objects"])),
+            ("values", set(self._values), set(tree["values"])),
+        ):
+            if own != theirs:
+                raise ConfigError(
+                    f"the state that arrived has other {what} than this worker's: only it has {_names(theirs - own)}, only this "
+                    f"worker {_names(own - theirs)}. All workers must make their State of the same things"
+                )
+        sampler = self._objects.get("sampler")
+        if isinstance(sampler, ElasticSampler):
+            sampler.check_alike(tree["objects"]["sampler"])
+
+    def _replace(self, tree: Any, check: Callable[[Any], None] | None = None) -> None:
         """Restore this tree, which becomes the last commit; or the last commit, if the tree does not fit."""
         before, self._saved = self._saved, tree
         try:
+            if check is not None:
+                check(tree)
             self.restore()
             self._seed = tree["seed"]
         except BaseException:
@@ -202,6 +229,10 @@ def _refuse_parameter(name: str, tensor: torch.Tensor) -> None:
             f"state.{name} holds a parameter: what comes back in its place would be another tensor, which no optimizer steps. "
             "Keep it in a module (torch.nn.ParameterList, for one)"
         )
+
+
+def _names(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
 
 
 def _kind(value: Any) -> str:
