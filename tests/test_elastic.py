@@ -122,6 +122,28 @@ def test_too_few_ranks_wait_and_then_say_what_to_do(store: str) -> None:
                 assert part in outcome.raised.text
 
 
+def test_the_state_of_a_checkpoint_is_the_jobs() -> None:
+    """Whoever has loaded one gives it to all, also if it is not the oldest member: training began anew at step 0 otherwise."""
+    assert ranks.run(_begin_with_a_checkpoint, count=2) == [(500, 1.5), (500, 1.5)]
+    reports = [Report(1, -1), Report(2, -1, begins=500), Report(3, -1, begins=7)]
+    chosen, _ = decide(reports, (), 0, 0, Rules(min_ranks=1, max_ranks=2))
+    assert [one.member for one in chosen] == [2, 3], "not in reserve either"
+
+
+def _begin_with_a_checkpoint() -> tuple[int, float]:
+    store, state = _store(), elastic.State(total=0.0)
+    if os.environ["RANK"] == "1":
+        state.step, state.total = 499, 1.5
+        state.commit()
+        store.wait(["penstock/elastic/default/1/slot/1"])
+    elastic.run(lambda _: None, state, store=store, **FAST, min_ranks=2, max_ranks=2)
+    return state.step, state.total
+
+
+def _store() -> Any:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
 def test_the_store_dies() -> None:
     """Training goes on without its store. The next death then ends the job, with an error that says why and what to do."""
     with contextlib.ExitStack() as stack:
@@ -1082,12 +1104,10 @@ def _meet_after_a_failure() -> float:
 
 
 def _silence_allowed() -> float:
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-
     def train(state: elastic.State) -> float:
         return state._after_commit.__self__.lobby.rules.silent_s
 
-    return elastic.run(train, elastic.State(), store=store, window_s=0.1)
+    return elastic.run(train, elastic.State(), store=_store(), window_s=0.1)
 
 
 def _lose_a_rank_after_a_time_out() -> bool:

@@ -49,7 +49,8 @@ def run(
     Args:
         train: everything that uses the group (DistributedDataParallel, a `GradientReducer`, subgroups) must be made in it, and it
             must close a reducer. Collectives belong before the step's commit.
-        state: made of the same objects on all workers. A newcomer's values are overwritten.
+        state: made of the same objects on all workers. A newcomer's values are overwritten. Before the job's first commit all get
+            the state with the most steps: only some workers need to have loaded a checkpoint.
         min_ranks, max_ranks: fewer ranks wait for others; more workers wait in reserve.
         store: a torch store that outlives the workers; by default the one at PENSTOCK_ELASTIC_STORE=host:port
             (``python -m penstock.elastic.store``).
@@ -86,7 +87,9 @@ def run(
     job = job or settings.elastic_job
     worker = _Worker(train, state, timeout, timedelta(seconds=rebuild_timeout_s), check_every)
     try:
-        worker.lobby = Lobby(connect(settings.elastic_store) if store is None else store, job, rules)
+        worker.lobby = Lobby(
+            connect(settings.elastic_store) if store is None else store, job, rules, state.snapshot()["step"]
+        )
         worker.lobby.report(-1)
         while not worker.live_one_generation():
             # Objects that use the old group, with their hooks on parameters, must be collected before the next group is made.

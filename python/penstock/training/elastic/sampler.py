@@ -115,8 +115,8 @@ class ElasticSampler(Sampler[list[int]]):
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
 
     def check_alike(self, state: dict[str, Any]) -> None:
-        """Raise if another rank's sampler, whose ``state_dict`` this is, cuts other steps: each rank would train on samples that the
-        other one takes for its own."""
+        """Raise if another rank's sampler, whose ``state_dict`` this is, cuts other steps: a rank would train on samples that
+        another takes for its own."""
         theirs = state.get("batch_size")
         if theirs != self.batch_size:
             raise ConfigError(
