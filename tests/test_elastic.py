@@ -140,6 +140,58 @@ def _begin_with_a_checkpoint() -> tuple[int, float]:
     return state.step, state.total
 
 
+def test_what_no_rebuild_cures_is_raised() -> None:
+    """``train`` raises the same in each generation, with the same members, and no step is done: that ends, with the reason."""
+    ended = ranks.run(_closed_again_and_again, count=2)
+    assert [text for text, _ in ended] == ["the reducer is closed"] * 2
+    assert max(times for _, times in ended) == loop._FUTILE
+
+
+def _closed_again_and_again() -> tuple[str, int]:
+    times = itertools.count(1)
+
+    def train(_: elastic.State) -> None:
+        if next(times) > 2 * loop._FUTILE:
+            return
+        dist.barrier()
+        raise errors.Closed("the reducer is closed")
+
+    try:
+        elastic.run(train, elastic.State(), store=_store(), **{**FAST, "window_s": 0.5}, min_ranks=2, max_ranks=2)
+    except errors.Closed as error:
+        return str(error), next(times) - 1
+    return "nothing was raised", next(times) - 1
+
+
+def test_errors_of_train_that_look_like_the_store() -> None:
+    """A store of the script's own that does not answer, and a group that ``train`` or the script itself has made or destroyed."""
+    [(own_store, destroyed, made)] = ranks.run(_errors_of_train, count=1)
+    assert "127.0.0.1, 1)" in own_store and "elastic job" not in own_store
+    assert "train() has destroyed the default process group" in destroyed
+    assert "there is a default process group already" in made
+
+
+def _errors_of_train() -> list[str]:
+    store = _store()
+
+    def asks(_: elastic.State) -> None:
+        dist.TCPStore("127.0.0.1", 1, None, False, datetime.timedelta(seconds=0.2))
+
+    def destroys(_: elastic.State) -> None:
+        dist.destroy_process_group()
+
+    texts = []
+    for train in (asks, destroys, lambda _: None):
+        if len(texts) == 2:
+            dist.init_process_group("penstock")
+        with pytest.raises((dist.DistError, errors.Config)) as caught:
+            elastic.run(train, elastic.State(), store=store, job=f"job {len(texts)}", window_s=0.1)
+        texts.append(str(caught.value))
+    assert dist.is_initialized(), "the group is the script's"
+    dist.destroy_process_group()
+    return texts
+
+
 def _store() -> Any:
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 

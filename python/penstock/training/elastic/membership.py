@@ -192,6 +192,14 @@ class Lobby:
         """The last generation that this worker knows of."""
         return self._last.generation
 
+    def answers(self) -> bool:
+        """Whether the store does."""
+        try:
+            self.store.check(["members"])
+        except dist.DistError:
+            return False
+        return True
+
     def group_store(self) -> Any:
         """The store for the process group of this generation alone."""
         return dist.PrefixStore(f"{self.generation}/group", self._kept)
