@@ -26,6 +26,7 @@ import ranks
 from penstock.fronts.horovod import launch, negotiation, operations
 from penstock.fronts.horovod.controller import Settings, stall_message
 from penstock.fronts.horovod.negotiation import Kind, Negotiation, Op, Request
+from penstock.fronts.horovod.timeline import Timeline
 from penstock.fronts.horovod.torch.elastic import sampler
 from penstock.tools.convert.core import convert
 
@@ -375,6 +376,19 @@ def test_started_by_mpirun() -> None:
 def test_timeline(tmp_path: pathlib.Path) -> None:
     """See the program."""
     ranks.run(programs.timeline, count=2, args=(str(tmp_path / "timeline.json"),))
+
+
+@pytest.mark.parametrize("events", [1, 10_000])
+def test_a_full_disk_ends_the_timeline_alone(events: int, caplog: pytest.LogCaptureFixture) -> None:
+    """In its middle, or when what is in memory is written at its end: with one warning, and the job goes on."""
+    timeline = Timeline()
+    timeline.start("/dev/full", mark_cycles=True)
+    for number in range(events):
+        timeline.negotiating(f"allreduce.{number}", "ALLREDUCE")
+        timeline.cycle()
+    timeline.stop()
+    (warning,) = caplog.messages
+    assert "its file /dev/full is incomplete: No space left" in warning
 
 
 # ------------------------------------------------------------------------------------------------ faults
