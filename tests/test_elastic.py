@@ -23,6 +23,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -346,6 +347,34 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: pathlib.Path, caplog: pyt
     assert checkpoints.load(other)
     assert other.step == 3 and _digest(other) == third
     assert caplog.text.count("do not fit its name") == 2
+
+
+def test_checkpoints_that_cannot_be_read_are_no_fresh_start(tmp_path: pathlib.Path) -> None:
+    """A folder that cannot be listed, a file in its place, and checkpoints that are all damaged raise: training began anew."""
+    checkpoints, state = elastic.Checkpoints(tmp_path / "all"), _state(seed=1)
+    checkpoints.save(_committed(state))
+    assert ranks.run(_load_where_nothing_may_be_listed, count=1) == ["PermissionError"]
+    (path,) = checkpoints.folder.iterdir()
+    path.write_bytes(b"damaged")
+    with pytest.raises(errors.Config, match=r"holds 1 checkpoint\(s\), and none can be read"):
+        checkpoints.load(state)
+    with pytest.raises(NotADirectoryError):
+        elastic.Checkpoints(path).load(state)
+
+
+def _load_where_nothing_may_be_listed() -> str:
+    """The name of the error."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o311)
+        if os.geteuid() == 0:  # which may list everything
+            os.seteuid(65534)
+        try:
+            elastic.Checkpoints(folder).load(_state(seed=2))
+        except OSError as error:
+            return type(error).__name__
+        finally:
+            os.seteuid(os.getuid())
+    return "none"
 
 
 def test_a_fresh_run_in_an_old_folder_keeps_its_own_checkpoints(tmp_path: pathlib.Path) -> None:

@@ -135,8 +135,8 @@ class Flight:
 def start(
     agreed: Sequence[Agreed], entries: Sequence[Entry | None], group: Group, threshold_bytes: int
 ) -> list[Flight]:
-    """Start what a round has agreed on; ``entries`` are this rank's, None where it has joined. Where one cannot be started, all that
-    has not started fails: nobody else knows of these entries any more."""
+    """Start what a round has agreed on; ``entries`` are this rank's, None where it has joined. Where one cannot be started, all
+    that has not started fails: nobody else knows of these entries any more."""
     flights = []
     for bucket in fuse([one.request for one in agreed], threshold_bytes):
         own = [entries[index] for index in bucket]
