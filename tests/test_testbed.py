@@ -635,8 +635,8 @@ def test_a_testbed_whose_keeper_was_killed_is_not_up() -> None:
 
 
 def test_a_testbed_that_is_coming_up_is_not_forgotten(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who lists testbeds while one writes its file does not take that one for dead and remove the file: its keeper, and the hosts,
-    would stay, and no command would know of them."""
+    """Who lists testbeds while one writes its file does not take that one for dead and remove the file: keeper and hosts would
+    stay, and no command would know of them."""
     monkeypatch.setattr(kept, "STATE_DIRECTORY", tmp_path)
     state = {"keeper": os.getpid(), "started": system.start_time(os.getpid())}
     found = []
@@ -661,6 +661,8 @@ def test_a_rank_that_fails_decides_the_exit_code() -> None:
     """The command exits as the rank did, or with 128 + signal, and names the rank."""
     program = "import os, sys; sys.exit(9 if os.environ['RANK'] == '1' else 0)"
     assert "rank 1 was the first to fail: exit code 9" in invoke("run", "-n", "2", "--", *python(program), code=9)
+    # A real-time signal has no name.
+    assert "killed by signal 40" in invoke("run", "-n", "2", "--", "sh", "-c", "kill -40 $$", code=128 + 40)
     program = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
     assert "killed by SIGKILL" in invoke("run", "-n", "2", "--", *python(program), code=137)
 
