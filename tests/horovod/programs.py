@@ -1131,6 +1131,17 @@ def sum_of_ranks(first: int, second: int) -> int:
     return first + second + int(hvd.allreduce(torch.tensor(hvd.rank()), op=hvd.Sum)) + 100 * hvd.rank()
 
 
+def rank_one_is_done(how: str) -> None:
+    """Rank 0 waits for it."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    if hvd.rank() == 0:
+        hvd.allreduce(torch.ones(1))
+    elif how == "exits":
+        sys.exit(0)
+
+
 def rank_one_fails() -> None:
     """Rank 0 waits for it."""
     import penstock.horovod.torch as hvd
