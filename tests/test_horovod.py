@@ -185,6 +185,10 @@ def test_settings_are_horovods() -> None:
     }
     assert Settings.read(environ) == Settings(5, 0.002, 7.0, 9.0)
     assert Settings.read({**environ, "HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_warning_s == 0
+    for name in environ:
+        for text in ("64MB", "-1", "nan", "inf", "1e99", ""):
+            with pytest.raises(ValueError, match=f"^{name}='{text}' must be a number, 0 or more$"):
+                Settings.read({**environ, name: text})
 
 
 def test_the_stall_message_names_missing_ranks_by_operation() -> None:
@@ -634,6 +638,16 @@ def test_horovod_run_gives_results_by_rank(tmp_path: pathlib.Path) -> None:
             "this is 0\n",
             "this is 1\n",
         ]
+
+
+@pytest.mark.parametrize("how", ["returns", "exits"])
+def test_horovod_run_ends_with_a_rank_that_is_done_early(how: str) -> None:
+    """A rank whose function has returned, or has called sys.exit(), has shut Horovod down: who waits for it hears that. torch
+    keeps its process until all have returned, so that they waited for each other."""
+    import penstock.horovod as horovod
+
+    with pytest.raises(RuntimeError, match="rank 1 has shut Horovod down"):
+        horovod.run(programs.rank_one_is_done, (how,), num_proc=2)
 
 
 def test_horovod_run_says_what_failed() -> None:
