@@ -21,6 +21,7 @@ import random
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,7 @@ import ranks
 from penstock import elastic, errors
 from penstock.runtime import process
 from penstock.training.elastic import loop, membership
+from penstock.training.elastic import store as kept_store
 from penstock.training.elastic.membership import Lobby, Report, Roster, Rules, decide
 from penstock.training.elastic.sampler import cut
 
@@ -195,6 +197,27 @@ def _errors_of_train() -> list[str]:
 
 def _store() -> Any:
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "why"),
+    [("127.0.0.1", None, "in use"), ("192.0.2.1", 0, "assign"), ("127.0.0.1", 99999, "0-65535"), ("no such", 0, "")],
+)
+def test_a_store_that_cannot_listen_says_so(
+    host: str, port: int | None, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a line: its port is taken, or its address is no one of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if port is None else port
+        monkeypatch.setattr(sys, "argv", ["store", f"--host={host}", f"--port={port}"])
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            with pytest.raises(SystemExit):
+                kept_store.main()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    error = capsys.readouterr().err
+    assert f"cannot listen on {host}, port {port}: " in error and why in error
 
 
 def test_the_store_dies() -> None:
