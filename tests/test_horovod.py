@@ -456,6 +456,11 @@ def test_elastic_restores_and_goes_on(count: int) -> None:
     alike(ranks.run(programs.elastic, count=count))
 
 
+def test_elastic_keeps_objects() -> None:
+    """See the program."""
+    alike(ranks.run(programs.elastic_objects, count=2))
+
+
 @pytest.mark.alone
 def test_a_shutdown_waits_for_all_process_sets_at_once() -> None:
     """A rank that leaves alone waits a second for the others to leave as well: one for all of its seven process sets."""

@@ -916,6 +916,44 @@ def elastic() -> list[Any]:
     return [log, model.weight.flatten().tolist()]
 
 
+def elastic_objects() -> list[Any]:
+    """Objects that change in place, and a schedule, go back to the last commit with the rest. Nothing goes back for news of hosts."""
+    import penstock.horovod.torch as hvd
+    from penstock.horovod.common.elastic import notification_manager
+
+    hvd.init()
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    state = hvd.elastic.TorchState(model, optimizer, schedule=schedule, done=[], batch=0)
+    resets, called = [], []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        called.append((state.batch, list(state.done)))
+        while state.batch < 4:
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            state.schedule.step()
+            state.done.append(state.batch)
+            state.batch += 1
+            if state.batch == 2:
+                state.commit()
+            if state.batch == 3 and not resets:
+                hvd.allreduce(torch.ones(1 + hvd.rank()), name="fails")
+            if state.batch == 3 and len(resets) == 1:
+                notification_manager.handle_hosts_updated()
+                state.check_host_updates()
+
+    train(state)
+    assert called == [(0, []), (2, [0, 1]), (3, [0, 1, 2])], called
+    assert state.done == [0, 1, 2, 3] and state.schedule is schedule
+    assert schedule.last_epoch == 4 and optimizer.param_groups[0]["lr"] == 1 / 16
+    return [called, model.weight.flatten().tolist()]
+
+
 def not_finite() -> list[str]:
     """A gradient that is not finite ends elastic.run on all ranks, which would meet it again; idle settings are told."""
     import penstock.horovod.torch as hvd
