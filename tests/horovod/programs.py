@@ -917,7 +917,7 @@ def elastic() -> list[Any]:
 
 
 def elastic_objects() -> list[Any]:
-    """Objects that change in place, and a schedule, go back to the last commit with the rest. Nothing goes back for news of hosts."""
+    """Objects that change in place, and a schedule, go back to the last commit. Nothing goes back for news of hosts."""
     import penstock.horovod.torch as hvd
     from penstock.horovod.common.elastic import notification_manager
 
