@@ -125,6 +125,30 @@ def test_too_few_ranks_wait_and_then_say_what_to_do(store: str) -> None:
                 assert part in outcome.raised.text
 
 
+def test_a_worker_that_has_waited_in_reserve_says_so() -> None:
+    """The job is full and trains: the error says that nothing is wrong, before it says what to do if all members are gone."""
+    first, reserve = ranks.run(_wait_in_reserve, count=2)
+    assert first == "done"
+    assert "If they train, all is well: the job is full (max_ranks=1), and this worker was in reserve" in reserve
+
+
+def _wait_in_reserve() -> str:
+    store = _store()
+    if os.environ["RANK"] == "1":
+        store.wait(["penstock/elastic/default/committed"])
+
+    def train(state: elastic.State) -> None:
+        state.commit()
+        store.wait(["reserve has waited"], datetime.timedelta(seconds=60))
+
+    try:
+        elastic.run(train, elastic.State(), store=store, **{**FAST, "wait_s": 1.0}, max_ranks=1)
+    except elastic.StateLost as error:
+        store.set("reserve has waited", "")
+        return str(error)
+    return "done"
+
+
 def test_the_state_of_a_checkpoint_is_the_jobs() -> None:
     """Whoever has loaded one gives it to all, also if it is not the oldest member: training began anew at step 0 otherwise."""
     assert ranks.run(_begin_with_a_checkpoint, count=2) == [(500, 1.5), (500, 1.5)]

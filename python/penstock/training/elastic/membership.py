@@ -401,6 +401,11 @@ class Lobby:
                 f"{what} Start more workers with the same PENSTOCK_ELASTIC_STORE, or lower min_ranks. This worker has "
                 + ("no state yet." if self._step < 0 else f"committed {self._step} step(s); state.restore() has them.")
             )
+        if self.rules.max_ranks is not None and len(self._last.members) >= self.rules.max_ranks:
+            what += (
+                f" If they train, all is well: the job is full (max_ranks={self.rules.max_ranks}), and this worker was in "
+                "reserve; start it again to wait on."
+            )
         return StateLost(
             f"{what} If they are still alive, see why they do not come to a step's end; if not, start the job again from a "
             "checkpoint, under another name (PENSTOCK_ELASTIC_JOB) or with a new store."
