@@ -7,7 +7,6 @@ time.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 from collections.abc import Sequence
@@ -123,12 +122,17 @@ def command(folder: Path, last: int, generation: int | None) -> None:
     """
     records = []
     for path in sorted(folder.glob("rank-*.json")):
-        with contextlib.suppress(ValueError):
+        why = "is no flight record"
+        try:
             each = json.loads(path.read_text())
             if isinstance(each, dict) and each.get("format") == FORMAT:
                 records.append(each)
                 continue
-        click.echo(f"{path} is no flight record; it is left out", err=True)
+        except ValueError:
+            pass
+        except OSError as error:
+            why = f"cannot be read ({error.strerror})"
+        click.echo(f"{path} {why}; it is left out", err=True)
     if not records:
         raise click.ClickException(f"there is no flight record (rank-N.json) in {folder}")
     lives = sorted({each["generation"] for each in records})
