@@ -1098,7 +1098,14 @@ def test_run_leaves_no_rank_behind(tmp_path: pathlib.Path, number: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT_THAT_WAITS)
     command = [sys.executable, "-m", "penstock", "run", "--nproc", "2", str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+    ignored = signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # this test may run under nohup, which `penstock run` would inherit
+    try:
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+    with run:
         assert run.stdout is not None
         told = (line for line in iter(run.stdout.readline, "") if line.startswith("rank"))
         handles = [os.pidfd_open(int(line.split()[1])) for line in itertools.islice(told, 2)]
