@@ -14,6 +14,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import datetime
 import itertools
 import math
 import os
@@ -34,6 +35,8 @@ import torch.distributed as dist
 import penstock
 import ranks
 from penstock.errors import PenstockError
+from penstock.runtime import groups
+from penstock.runtime.store import Keys
 from penstock.torch import backend as penstock_backend
 from penstock.torch import life
 
@@ -264,7 +267,8 @@ class _Soak:
             dist.all_reduce(torch.ones(10), group=group)
 
     def _bare_group(self, sizes: list[int]) -> None:
-        member = penstock_backend.of().sibling("soak")
+        keys = Keys("soak", penstock_backend.of()._member.keys)
+        member = groups.join(keys, self._rank, range(self._world), datetime.timedelta(seconds=60), "soak")
         other = (self._rank + 1) % self._world
         for number, size in enumerate(sizes):
             tensor = torch.ones(size)
@@ -279,7 +283,7 @@ class _Soak:
                 sent.wait()
             else:
                 member.group.start("all_reduce", **kind, **at, op="sum").wait()
-        penstock_backend.of().forget_siblings([member])
+        member.leave()
 
 
 def _agree(wish: bool) -> bool:

@@ -271,10 +271,10 @@ def _collected_by_its_own_thread() -> list[str]:
     if dist.get_rank() == 1:
         del model
         gc.collect()
-        assert own._siblings == []
+        assert own._channels == []
         dist.destroy_process_group()
         return []
-    (thread,) = [one.aggregation._jobs._thread for one in own._siblings if one.aggregation is not None]
+    (thread,) = [one.aggregation._jobs._thread for one in own._channels if one.aggregation is not None]
     raised, request = [], jobs._request
 
     def collecting(*args: Any) -> Any:
@@ -287,8 +287,8 @@ def _collected_by_its_own_thread() -> list[str]:
     jobs._request = collecting
     del model
     until = time.monotonic() + 30
-    while own._siblings or thread.is_alive():
-        assert time.monotonic() < until, own._siblings
+    while own._channels or thread.is_alive():
+        assert time.monotonic() < until, own._channels
         time.sleep(0.01)
     dist.destroy_process_group()
     return raised
@@ -543,6 +543,39 @@ def test_the_reducer_goes_through_the_servers(tmp_path: pathlib.Path) -> None:
     for (losses, stats), expected in zip(found, plain, strict=True):
         np.testing.assert_allclose(losses, expected, rtol=1e-4)
         assert stats["0/buckets"]["operations"] >= 10
+
+
+def _count_groups() -> tuple[int, list[str]]:
+    dist.init_process_group("penstock")
+    model = torch.nn.Linear(100, 100)
+    reducer = GradientReducer(model, tune=True)
+    for _ in range(3):
+        model(torch.ones(1, 100)).sum().backward()
+    stats = penstock.stats()
+    (group,) = stats["groups"]
+    reducer.close()
+    (closed,) = penstock.stats()["groups"]
+    names = [channel["name"] for channel in closed["channels"]]
+    assert names == ["0/alarm", "0/fallback"], names
+    dist.destroy_process_group()
+    return stats["held"]["groups"], sorted(channel["name"] for channel in group["channels"])
+
+
+def test_a_reducer_opens_no_group(tmp_path: pathlib.Path) -> None:
+    """A reducer with a deployment and a tuner runs in channels of the one group that there is (it had seven more groups)."""
+    with Daemon("server") as server:
+        env = _deployment(tmp_path, f"- address: {server.address}")
+        for groups, channels in ranks.run(_count_groups, count=2, env=env):
+            assert groups == 1
+            assert channels == [
+                "0/alarm",
+                "0/buckets",
+                "0/buckets/alarm",
+                "0/buckets/fallback",
+                "0/fallback",
+                "0/rounds",
+                "0/tuning",
+            ]
 
 
 # ------------------------------------------------------------------------------------------------ ranks that go wrong

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import http.server
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -315,6 +317,23 @@ def test_what_cannot_be_is_said(arguments: list[str], reason: str) -> None:
     result = click.testing.CliRunner().invoke(cli.main, arguments)
     assert result.exit_code != 0
     assert reason in result.output, result.output
+
+
+def test_what_top_finds_may_be_another_service() -> None:
+    """Something that answers with JSON, and is no daemon of Penstock, is named as such."""
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n[]")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        result = click.testing.CliRunner().invoke(cli.main, ["aggregator", "top", address, "--once"])
+        server.shutdown()
+    assert result.exit_code == 1 and f"what answers at {address} is no aggregator" in result.output, result.output
 
 
 CLUSTER = """

@@ -7,8 +7,13 @@ half runs whole scripts of the corpus (corpus.py) on one rank as they are and on
 from __future__ import annotations
 
 import collections
+import itertools
+import os
 import pathlib
 import re
+import select
+import signal
+import subprocess
 import sys
 import types
 from typing import Any
@@ -1085,6 +1090,46 @@ def test_run_trains_and_shows_where_it_fails(tmp_path: pathlib.Path) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1", "2"]
     assert f'File "{script}", line 19' in done.stderr and "ValueError: on purpose" in done.stderr
     assert (tmp_path / "model.pt").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
+def test_run_leaves_no_rank_behind(tmp_path: pathlib.Path, number: int) -> None:
+    """Whatever ends ``penstock run`` alone, torchrun and its ranks end, too."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT_THAT_WAITS)
+    command = [sys.executable, "-m", "penstock", "run", "--nproc", "2", str(script)]
+    ignored = signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # this test may run under nohup, which `penstock run` would inherit
+    try:
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+    with run:
+        assert run.stdout is not None
+        told = (line for line in iter(run.stdout.readline, "") if line.startswith("rank"))
+        handles = [os.pidfd_open(int(line.split()[1])) for line in itertools.islice(told, 2)]
+        assert len(handles) == 2
+        run.send_signal(number)
+        run.wait(30)
+        for handle in handles:
+            assert select.select([handle], [], [], 30)[0], "a rank is left"
+            os.close(handle)
+
+
+SCRIPT_THAT_WAITS = """
+import os, time, torch
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.zeros(64, 1))
+for x, y in torch.utils.data.DataLoader(data, batch_size=32):
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+os.write(1, b"rank %d\\n" % os.getpid())
+time.sleep(1000)
+"""
 
 
 def test_run_refuses_as_convert_does(tmp_path: pathlib.Path) -> None:

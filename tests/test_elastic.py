@@ -6,6 +6,7 @@ ElasticSampler deals out, and tells what it did, so that every story can be comp
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -20,8 +21,10 @@ import random
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +42,7 @@ import ranks
 from penstock import elastic, errors
 from penstock.runtime import process
 from penstock.training.elastic import loop, membership
+from penstock.training.elastic import store as kept_store
 from penstock.training.elastic.membership import Lobby, Report, Roster, Rules, decide
 from penstock.training.elastic.sampler import cut
 
@@ -119,6 +123,125 @@ def test_too_few_ranks_wait_and_then_say_what_to_do(store: str) -> None:
                 "committed 5 step",
             ):
                 assert part in outcome.raised.text
+
+
+def test_a_worker_that_has_waited_in_reserve_says_so() -> None:
+    """The job is full and trains: the error says that nothing is wrong, before it says what to do if all members are gone."""
+    first, reserve = ranks.run(_wait_in_reserve, count=2)
+    assert first == "done"
+    assert "If they train, all is well: the job is full (max_ranks=1), and this worker was in reserve" in reserve
+
+
+def _wait_in_reserve() -> str:
+    store = _store()
+    if os.environ["RANK"] == "1":
+        store.wait(["penstock/elastic/default/committed"])
+
+    def train(state: elastic.State) -> None:
+        state.commit()
+        store.wait(["reserve has waited"], datetime.timedelta(seconds=60))
+
+    try:
+        elastic.run(train, elastic.State(), store=store, **{**FAST, "wait_s": 1.0}, max_ranks=1)
+    except elastic.StateLost as error:
+        store.set("reserve has waited", "")
+        return str(error)
+    return "done"
+
+
+def test_the_state_of_a_checkpoint_is_the_jobs() -> None:
+    """Whoever has loaded one gives it to all, also if it is not the oldest member: training began anew at step 0 otherwise."""
+    assert ranks.run(_begin_with_a_checkpoint, count=2) == [(500, 1.5), (500, 1.5)]
+    reports = [Report(1, -1), Report(2, -1, begins=500), Report(3, -1, begins=7)]
+    chosen, _ = decide(reports, (), 0, 0, Rules(min_ranks=1, max_ranks=2))
+    assert [one.member for one in chosen] == [2, 3], "not in reserve either"
+
+
+def _begin_with_a_checkpoint() -> tuple[int, float]:
+    store, state = _store(), elastic.State(total=0.0)
+    if os.environ["RANK"] == "1":
+        state.step, state.total = 499, 1.5
+        state.commit()
+        store.wait(["penstock/elastic/default/1/slot/1"])
+    elastic.run(lambda _: None, state, store=store, **FAST, min_ranks=2, max_ranks=2)
+    return state.step, state.total
+
+
+def test_what_no_rebuild_cures_is_raised() -> None:
+    """``train`` raises the same in each generation, with the same members, and no step is done: that ends, with the reason."""
+    ended = ranks.run(_closed_again_and_again, count=2)
+    assert [text for text, _ in ended] == ["the reducer is closed"] * 2
+    assert max(times for _, times in ended) == loop._FUTILE
+
+
+def _closed_again_and_again() -> tuple[str, int]:
+    times = itertools.count(1)
+
+    def train(_: elastic.State) -> None:
+        if next(times) > 2 * loop._FUTILE:
+            return
+        dist.barrier()
+        raise errors.Closed("the reducer is closed")
+
+    try:
+        elastic.run(train, elastic.State(), store=_store(), **{**FAST, "window_s": 0.5}, min_ranks=2, max_ranks=2)
+    except errors.Closed as error:
+        return str(error), next(times) - 1
+    return "nothing was raised", next(times) - 1
+
+
+def test_errors_of_train_that_look_like_the_store() -> None:
+    """A store of the script's own that does not answer, and a group that ``train`` or the script itself has made or destroyed."""
+    [(own_store, destroyed, made)] = ranks.run(_errors_of_train, count=1)
+    assert "127.0.0.1, 1)" in own_store and "elastic job" not in own_store
+    assert "train() has destroyed the default process group" in destroyed
+    assert "there is a default process group already" in made
+
+
+def _errors_of_train() -> list[str]:
+    store = _store()
+
+    def asks(_: elastic.State) -> None:
+        dist.TCPStore("127.0.0.1", 1, None, False, datetime.timedelta(seconds=0.2))
+
+    def destroys(_: elastic.State) -> None:
+        dist.destroy_process_group()
+
+    texts = []
+    for train in (asks, destroys, lambda _: None):
+        if len(texts) == 2:
+            dist.init_process_group("penstock")
+        with pytest.raises((dist.DistError, errors.Config)) as caught:
+            elastic.run(train, elastic.State(), store=store, job=f"job {len(texts)}", window_s=0.1)
+        texts.append(str(caught.value))
+    assert dist.is_initialized(), "the group is the script's"
+    dist.destroy_process_group()
+    return texts
+
+
+def _store() -> Any:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "why"),
+    [("127.0.0.1", None, "in use"), ("192.0.2.1", 0, "assign"), ("127.0.0.1", 99999, "0-65535"), ("no such", 0, "")],
+)
+def test_a_store_that_cannot_listen_says_so(
+    host: str, port: int | None, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a line: its port is taken, or its address is no one of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if port is None else port
+        monkeypatch.setattr(sys, "argv", ["store", f"--host={host}", f"--port={port}"])
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            with pytest.raises(SystemExit):
+                kept_store.main()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    error = capsys.readouterr().err
+    assert f"cannot listen on {host}, port {port}: " in error and why in error
 
 
 def test_the_store_dies() -> None:
@@ -271,6 +394,34 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: pathlib.Path, caplog: pyt
     assert checkpoints.load(other)
     assert other.step == 3 and _digest(other) == third
     assert caplog.text.count("do not fit its name") == 2
+
+
+def test_checkpoints_that_cannot_be_read_are_no_fresh_start(tmp_path: pathlib.Path) -> None:
+    """A folder that cannot be listed, a file in its place, and checkpoints that are all damaged raise: training began anew."""
+    checkpoints, state = elastic.Checkpoints(tmp_path / "all"), _state(seed=1)
+    checkpoints.save(_committed(state))
+    assert ranks.run(_load_where_nothing_may_be_listed, count=1) == ["PermissionError"]
+    (path,) = checkpoints.folder.iterdir()
+    path.write_bytes(b"damaged")
+    with pytest.raises(errors.Config, match=r"holds 1 checkpoint\(s\), and none can be read"):
+        checkpoints.load(state)
+    with pytest.raises(NotADirectoryError):
+        elastic.Checkpoints(path).load(state)
+
+
+def _load_where_nothing_may_be_listed() -> str:
+    """The name of the error."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o311)
+        if os.geteuid() == 0:  # which may list everything
+            os.seteuid(65534)
+        try:
+            elastic.Checkpoints(folder).load(_state(seed=2))
+        except OSError as error:
+            return type(error).__name__
+        finally:
+            os.seteuid(os.getuid())
+    return "none"
 
 
 def test_a_fresh_run_in_an_old_folder_keeps_its_own_checkpoints(tmp_path: pathlib.Path) -> None:
@@ -465,6 +616,116 @@ def test_restore_goes_back_to_the_last_commit() -> None:
     state.sampler.position -= BATCH
     state.commit()
     assert _digest(state) == before
+
+
+def test_a_state_refuses_what_it_would_not_keep() -> None:
+    """An attribute that is not among its things, an object in a value's place, a parameter: each would be lost, or come back as
+    something else, in the next change of membership. What was refused has changed nothing."""
+    model = torch.nn.Linear(1, 1)
+    state = elastic.State(model=model, best=0.0, ema=None)
+    with pytest.raises(errors.Config, match=r"state.loss would not be kept: give loss=... to State"):
+        state.loss = 1.0
+    with pytest.raises(errors.Config, match=r"state.ema began as a plain value, and a Linear has a state_dict"):
+        state.ema = torch.nn.Linear(1, 1)
+    with pytest.raises(errors.Config, match=r"state.best holds a parameter"):
+        state.best = [torch.zeros(1), {"theta": torch.nn.Parameter(torch.zeros(1))}]
+    with pytest.raises(errors.Config, match=r"state.theta holds a parameter"):
+        elastic.State(theta=model.weight)
+    with pytest.raises(errors.Config, match=r"state.model has a state_dict.*a float has none"):
+        state.model = 1.0
+    assert state.best == 0.0 and state.ema is None and state.model is model
+    # A result of the forward pass is no parameter.
+    state.best, state._mine = model(torch.ones(1)).sum(), 1
+    state.commit()
+
+
+def test_an_object_may_take_another_ones_place() -> None:
+    """A commit keeps the object that is there now, not the first one."""
+    state = elastic.State(model=torch.nn.Linear(1, 1))
+    state.model = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(state.model.weight, 5.0)
+    state.commit()
+    torch.nn.init.constant_(state.model.weight, 6.0)
+    state.restore()
+    assert state.model.weight.item() == 5.0
+
+
+def test_values_keep_their_classes() -> None:
+    """A defaultdict is one after `restore`, and on a rank that got it: after a death its next new key raised KeyError."""
+    state = elastic.State(
+        losses=collections.defaultdict(list), seen=collections.Counter(a=1), model=torch.nn.Linear(1, 1)
+    )
+    state.losses["a"].append(torch.ones(1))
+    state.commit()
+    state.losses["b"].append(torch.ones(1))
+    state.seen["b"] += 1
+    state.restore()
+    state.losses["c"].append(1)
+    state.seen["c"] += 1
+    assert dict(state.losses) == {"a": [torch.ones(1)], "c": [1]} and state.seen == {"a": 1, "c": 1}
+    # torch keeps the versions of modules there, by which it reads states of older ones.
+    assert state.snapshot()["objects"]["model"]._metadata == state.model.state_dict()._metadata
+    assert ranks.run(_share_a_defaultdict, count=2) == [[0], [0]]
+
+
+def _share_a_defaultdict() -> list[int]:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=20))
+    state = elastic.State(losses=collections.defaultdict(list))
+    state.share(0)
+    state.losses["new"].append(0)
+    dist.barrier()
+    dist.destroy_process_group()
+    return state.losses["new"]
+
+
+def test_workers_of_another_make_are_refused() -> None:
+    """A worker with other things in its State, or whose sampler cuts other steps, raises; it would lose what it does not know, or
+    train on samples that others have. The other one goes on."""
+    for make, text in (
+        ("more values", "only this worker lr"),
+        ("fewer objects", "only it has sampler"),
+        ("batches", "batch_size=8 in"),
+        ("order", "shuffle=True"),
+    ):
+        with ranks.Ranks(_share_with_another_make, count=2, args=(make,)) as job:
+            first, second = job.outcomes(timeout_s=60, grace_s=None)
+        assert first.ok, str(first)
+        assert second.raised is not None and second.raised.is_a("penstock.errors.Config"), str(second)
+        assert text in second.raised.text
+
+
+def _share_with_another_make(make: str) -> None:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=20))
+    things: dict[str, Any] = {"model": torch.nn.Linear(1, 1), "sampler": elastic.ElasticSampler(SAMPLES, BATCH)}
+    if dist.get_rank() == 1 and make == "more values":
+        things["lr"] = 0.1
+    elif dist.get_rank() == 1 and make == "fewer objects":
+        del things["sampler"]
+    elif dist.get_rank() == 1:
+        things["sampler"] = elastic.ElasticSampler(
+            SAMPLES, 8 if make == "batches" else BATCH, shuffle=make == "batches"
+        )
+    state = elastic.State(**things)
+    try:
+        state.share(0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_checkpoint_of_an_earlier_script_is_loaded(tmp_path: pathlib.Path) -> None:
+    """A value that it lacks stays as it is, on all ranks; one that the script has no longer is left out."""
+    assert ranks.run(_load_an_earlier_one, count=2, args=(str(tmp_path),)) == [(7, 1.5, 0), (7, 1.5, 0)]
+
+
+def _load_an_earlier_one(folder: str) -> tuple[int, float, int]:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=20))
+    checkpoints = elastic.Checkpoints(folder)
+    checkpoints.save(elastic.State(step=7, total=1.5, gone=1))
+    state = elastic.State(total=0.0, new=dist.get_rank())
+    assert checkpoints.load(state)
+    dist.barrier()
+    dist.destroy_process_group()
+    return state.step, state.total, state.new
 
 
 # ------------------------------------------------------------------------------------------------------- pure parts
@@ -971,12 +1232,10 @@ def _meet_after_a_failure() -> float:
 
 
 def _silence_allowed() -> float:
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-
     def train(state: elastic.State) -> float:
         return state._after_commit.__self__.lobby.rules.silent_s
 
-    return elastic.run(train, elastic.State(), store=store, window_s=0.1)
+    return elastic.run(train, elastic.State(), store=_store(), window_s=0.1)
 
 
 def _lose_a_rank_after_a_time_out() -> bool:

@@ -203,7 +203,7 @@ def test_ranks_that_do_not_start_are_named() -> None:
 
 
 def test_wait_for_the_first_sparse_all_reduce_gives_up() -> None:
-    """The first sparse all-reduce of a group joins another group first, and a rank does not come: a wait with a time-out of its
+    """The first sparse all-reduce of a group opens a channel first, and a rank does not come: a wait with a time-out of its
     own ends then, as any other, and the group fails on all ranks. It waited for the group's time-out."""
     for kind in ranks.run(_give_up_on_sparse, count=2):
         assert kind in ("Timeout", "Refused", "Closed")

@@ -140,6 +140,12 @@ def test_nothing_to_read(tmp_path: pathlib.Path) -> None:
     (tmp_path / "rank-0.json").write_text("[]")
     shown = _flight(tmp_path)
     assert shown.returncode == 1 and "rank-0.json is no flight record" in shown.stderr
+    (tmp_path / "rank-1.json").mkdir()
+    (tmp_path / "rank-2.json").symlink_to("gone")
+    shown = _flight(tmp_path)
+    assert shown.returncode == 1 and "Traceback" not in shown.stderr
+    assert "rank-1.json cannot be read (Is a directory)" in shown.stderr
+    assert "rank-2.json cannot be read (No such file or directory)" in shown.stderr
 
 
 def test_how_far_ranks_have_come() -> None:
@@ -271,7 +277,7 @@ def test_the_example(how: str, tmp_path: pathlib.Path) -> None:
     assert told in done.stderr, done.stderr
     shown = _flight(tmp_path).stdout
     # Whether rank 0 has begun its next round when it hears of the failure is chance: what it did before is there.
-    assert "rank 0 on " in shown and "group 0/rounds has failed: " in shown, shown
+    assert "rank 0 on " in shown and "group 0 has failed: " in shown, shown
     assert "0/rounds #2 all_reduce(band, 19 x uint8) (exchange): done" in shown, shown
 
 

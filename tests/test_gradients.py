@@ -30,6 +30,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import penstock
 import ranks
 from backends import ALL, Backend
 from penstock.errors import Config as ConfigError
@@ -166,7 +167,8 @@ def test_parameters_that_ddp_ignores() -> None:
     ranks.run(_ignored, count=2)
 
 
-def test_lazy_negatives() -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_lazy_negatives(count: int) -> None:
     """A gradient whose memory holds the opposite of its values is copied, and what is handed over has the values."""
     submitted = []
 
@@ -174,11 +176,12 @@ def test_lazy_negatives() -> None:
         def submit(self, _: int, address: int, *__: Any, **___: Any) -> None:
             submitted.append(address)
 
-    values = torch.arange(3.0)
-    slots = Slots([torch.zeros(3)], ["weight"])
-    found = slots.submit(Reducer(), 0, torch._neg_view(values))  # type: ignore[arg-type]
-    assert submitted == [found.data_ptr()] and found.data_ptr() != values.data_ptr()
-    assert not found.is_neg() and found.tolist() == [0.0, -1.0, -2.0]
+    gradient = torch.complex(torch.ones(count), torch.arange(1.0, count + 1)).conj().imag
+    assert gradient.is_neg()
+    slots = Slots([torch.zeros(count)], ["weight"])
+    found, address = slots.submit(Reducer(), 0, gradient)  # type: ignore[arg-type]
+    assert submitted == [address] == [found.data_ptr()] and address != gradient.data_ptr()
+    assert not found.is_neg() and found.tolist() == [-1.0, -2.0, -3.0][:count]
 
 
 def test_gradients_on_a_device() -> None:
@@ -1051,7 +1054,7 @@ def _let_go(hooked: str) -> None:
     for one, mean in ((model, 0.5), (copied, float(rank)), (loaded, float(rank))):
         one(torch.full((1, 2), float(rank))).sum().backward()
         assert next(one.parameters()).grad.eq(mean).all()
-    assert len(own._siblings) == 2
+    assert len(own._channels) == 2 and penstock.stats()["held"]["channels"] == 2
     again = GradientReducer(loaded)
     again.close()
     torch.save(loaded, io.BytesIO())
@@ -1059,7 +1062,7 @@ def _let_go(hooked: str) -> None:
     del model, one
     gc.collect()
     assert here() is None and weight() is None
-    assert own._siblings == []
+    assert own._channels == []
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
 
@@ -1070,14 +1073,18 @@ def _in_a_failed_group() -> list[tuple[str, str]]:
 
     def made() -> None:
         try:
-            own.sibling("made")
+            own.channel("made")
         except PenstockError as error:
             raised.append((type(error).__name__, str(error)))
 
-    if rank == 0:  # when both others wait
-        turn = f"penstock/sibling/made/penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.3/1"
-        own._member.keys.wait([f"{turn}/{one}" for one in (1, 2)], timedelta(seconds=60))
+    store = own._member.keys
+    if rank == 0:  # when both others open it, and one waits
+        store.wait(["1", "2"], timedelta(seconds=60))
+        while not penstock.stats()["held"]["early_messages"]:
+            time.sleep(0.001)
         own._member.group.abort("nobody needs it")
+    else:
+        store.set(str(rank), "opens")
     made()
     made()
     own.shutdown()

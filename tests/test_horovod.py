@@ -26,6 +26,7 @@ import ranks
 from penstock.fronts.horovod import launch, negotiation, operations
 from penstock.fronts.horovod.controller import Settings, stall_message
 from penstock.fronts.horovod.negotiation import Kind, Negotiation, Op, Request
+from penstock.fronts.horovod.timeline import Timeline
 from penstock.fronts.horovod.torch.elastic import sampler
 from penstock.tools.convert.core import convert
 
@@ -184,6 +185,10 @@ def test_settings_are_horovods() -> None:
     }
     assert Settings.read(environ) == Settings(5, 0.002, 7.0, 9.0)
     assert Settings.read({**environ, "HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_warning_s == 0
+    for name in environ:
+        for text in ("64MB", "-1", "nan", "inf", "1e99", ""):
+            with pytest.raises(ValueError, match=f"^{name}='{text}' must be a number, 0 or more$"):
+                Settings.read({**environ, name: text})
 
 
 def test_the_stall_message_names_missing_ranks_by_operation() -> None:
@@ -377,6 +382,19 @@ def test_timeline(tmp_path: pathlib.Path) -> None:
     ranks.run(programs.timeline, count=2, args=(str(tmp_path / "timeline.json"),))
 
 
+@pytest.mark.parametrize("events", [1, 10_000])
+def test_a_full_disk_ends_the_timeline_alone(events: int, caplog: pytest.LogCaptureFixture) -> None:
+    """In its middle, or when what is in memory is written at its end: with one warning, and the job goes on."""
+    timeline = Timeline()
+    timeline.start("/dev/full", mark_cycles=True)
+    for number in range(events):
+        timeline.negotiating(f"allreduce.{number}", "ALLREDUCE")
+        timeline.cycle()
+    timeline.stop()
+    (warning,) = caplog.messages
+    assert "its file /dev/full is incomplete: No space left" in warning
+
+
 # ------------------------------------------------------------------------------------------------ faults
 
 
@@ -390,6 +408,15 @@ def test_a_killed_rank_fails_the_others() -> None:
             assert outcome.ok, outcome
             (failed_s,) = job.await_note("failed", deadline_s=1, of=[rank])
             assert failed_s - killed_s < 10
+
+
+def test_a_death_fails_all_that_was_agreed_on() -> None:
+    """Also operations that come after the one that could not start: a script that waited for them would hang."""
+    env = {"HOROVOD_CYCLE_TIME": "300"}  # so long that one round has all three
+    with ranks.Ranks(programs.dies_before_it_starts, count=2, env=env) as job:
+        (outcome,) = job.outcomes(timeout_s=40, of=[0], grace_s=None)
+    assert outcome.ok, outcome
+    assert len(outcome.value) == 3 and all("rank 1" in text for text in outcome.value), outcome
 
 
 def test_what_a_death_has_failed_is_let_go() -> None:
@@ -427,6 +454,11 @@ def test_stalls_are_reported_and_ended() -> None:
 def test_elastic_restores_and_goes_on(count: int) -> None:
     """The way of the program: from the start, from the commit, from where it was."""
     alike(ranks.run(programs.elastic, count=count))
+
+
+def test_elastic_keeps_objects() -> None:
+    """See the program."""
+    alike(ranks.run(programs.elastic_objects, count=2))
 
 
 @pytest.mark.alone
@@ -611,6 +643,16 @@ def test_horovod_run_gives_results_by_rank(tmp_path: pathlib.Path) -> None:
             "this is 0\n",
             "this is 1\n",
         ]
+
+
+@pytest.mark.parametrize("how", ["returns", "exits"])
+def test_horovod_run_ends_with_a_rank_that_is_done_early(how: str) -> None:
+    """A rank whose function has returned, or has called sys.exit(), has shut Horovod down: who waits for it hears that. torch
+    keeps its process until all have returned, so that they waited for each other."""
+    import penstock.horovod as horovod
+
+    with pytest.raises(RuntimeError, match="rank 1 has shut Horovod down"):
+        horovod.run(programs.rank_one_is_done, (how,), num_proc=2)
 
 
 def test_horovod_run_says_what_failed() -> None:

@@ -154,6 +154,13 @@ def test_model_agrees_with_gloo(pools: dict[str, Pool]) -> None:
         assert not pools["tcp"].run(program, backend="gloo"), f"seed {seed} on gloo"
 
 
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_faults_can_be_planted(name: str) -> None:
+    """What they replace is there; otherwise the ranks would die, and any program would find that."""
+    with mutants.planted(name):
+        pass
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_found(name: str) -> None:
     """The tester fails where it must: a fault planted in the ranks is found by one of the first programs."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
 import ranks
 import soak
 from penstock.runtime import groups
+from penstock.runtime.store import Keys
 from penstock.torch import backend
 
 
@@ -67,8 +70,9 @@ def _come_again() -> tuple[int, int]:
     counts = []
     for times in (1, 5):
         for _ in range(times):
-            member = backend.of().sibling("again")
-            backend.of().forget_siblings([member])
+            contact = Keys("again", backend.of()._member.keys)
+            member = groups.join(contact, dist.get_rank(), (0, 1), timedelta(seconds=60), "again")
+            member.leave()
         # The last of the two to join takes back what it has published before it comes here.
         dist.barrier()
         counts.append(store.num_keys())

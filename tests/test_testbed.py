@@ -6,6 +6,7 @@ Nothing here asserts a speed: rates are read from the kernel's configuration, an
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from click.testing import CliRunner
@@ -633,10 +634,35 @@ def test_a_testbed_whose_keeper_was_killed_is_not_up() -> None:
     assert not kept.state_path(name).exists()
 
 
+def test_a_testbed_that_is_coming_up_is_not_forgotten(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who lists testbeds while one writes its file does not take that one for dead and remove the file: keeper and hosts would
+    stay, and no command would know of them."""
+    monkeypatch.setattr(kept, "STATE_DIRECTORY", tmp_path)
+    state = {"keeper": os.getpid(), "started": system.start_time(os.getpid())}
+    found = []
+    reader = threading.Thread(target=lambda: found.append(kept.read_states()))
+    write = json.dump
+
+    def write_late(*given: Any) -> None:
+        reader.start()
+        reader.join(0.5)  # it waits for the end of the writing
+        write(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dump", write_late)
+        kept.write_state("new", state)
+    reader.join(30)
+    assert found == [{"new": state}] and kept.read_states() == {"new": state}
+    with pytest.raises(FileExistsError):
+        kept.write_state("new", state)
+
+
 def test_a_rank_that_fails_decides_the_exit_code() -> None:
     """The command exits as the rank did, or with 128 + signal, and names the rank."""
     program = "import os, sys; sys.exit(9 if os.environ['RANK'] == '1' else 0)"
     assert "rank 1 was the first to fail: exit code 9" in invoke("run", "-n", "2", "--", *python(program), code=9)
+    # A real-time signal has no name.
+    assert "killed by signal 40" in invoke("run", "-n", "2", "--", "sh", "-c", "kill -40 $$", code=128 + 40)
     program = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
     assert "killed by SIGKILL" in invoke("run", "-n", "2", "--", *python(program), code=137)
 

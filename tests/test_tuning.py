@@ -260,9 +260,16 @@ def _pinned(argument: Any) -> tuple[list[Setting], int]:
         _step(model, step)
         _check(model, copy, step, rtol=0.05, atol=1e-3)
         settings.append(reducer.setting)
-    (tuned,) = [group for group in penstock.stats()["groups"] if group["name"].endswith("/tuning")]
+    tuned = _channel("tuning")
     dist.destroy_process_group()
     return settings, tuned["issued"]
+
+
+def _channel(name: str) -> dict[str, Any]:
+    """The counters of a channel of the default group."""
+    (group,) = penstock.stats()["groups"]
+    (channel,) = [channel for channel in group["channels"] if channel["name"] == f"{group['name']}/{name}"]
+    return dict(channel)
 
 
 def _in_flight() -> None:
@@ -289,8 +296,7 @@ def _in_flight() -> None:
     _step(model, 1)
     _check(model, copy, 1, rtol=0.05, atol=1e-3)
     assert reducer.setting == wanted and reducer.stats()["buckets"] - buckets >= 8
-    (group,) = [group for group in penstock.stats()["groups"] if group["name"].endswith("/buckets")]
-    assert "ring" in group["algorithm"], group
+    assert "ring" in _channel("buckets")["algorithm"], _channel("buckets")
     dist.destroy_process_group()
 
 
@@ -402,8 +408,7 @@ def _pauses() -> None:
     _step(model, step)
 
     def exchanges() -> int:
-        (group,) = [group for group in penstock.stats()["groups"] if group["name"].endswith("/tuning")]
-        return int(group["issued"])
+        return int(_channel("tuning")["issued"])
 
     before = exchanges()
     for _ in range(10):

@@ -771,6 +771,39 @@ def lets_go_after_a_death() -> list[str]:
     return [*alive, *(name for name in held if name == "PenstockBackend")]
 
 
+def dies_before_it_starts() -> list[str]:
+    """Three operations are agreed on in one round. Rank 1 dies when the first of them starts: all three fail on rank 0."""
+    import penstock.horovod.torch as hvd
+    from penstock.fronts.horovod import job, operations
+
+    hvd.init()
+    store = job.current().controller(0, "a test").group.backend._member.store
+    begin = operations._START[operations.Kind.ALLTOALL]
+
+    def begin_or_die(*given: Any) -> Any:
+        if hvd.rank() == 0:
+            store.set("rank 0 begins", "")
+            return begin(*given)
+        # Rank 0 has left the round behind, which would fail otherwise.
+        store.wait(["rank 0 begins"], timedelta(seconds=30))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    operations._START[operations.Kind.ALLTOALL] = begin_or_die
+    handles = [
+        hvd.alltoall_async(torch.ones(2), name="first"),
+        hvd.allreduce_async(torch.ones(3), name="second"),
+        hvd.allgather_async(torch.ones(1), name="third"),
+    ]
+    told = []
+    for handle in handles:
+        try:
+            hvd.synchronize(handle)
+        except hvd.HorovodInternalError as error:
+            told.append(str(error))
+    hvd.shutdown()
+    return told
+
+
 def leaves_early(in_a_step: bool) -> str:
     """A rank that shuts down fails the operations, and the steps, in which others wait for it."""
     import penstock.horovod.torch as hvd
@@ -881,6 +914,44 @@ def elastic() -> list[Any]:
     assert [one[:2] for one in log] == [("called", 0), ("called", 2), ("called", 5)], log
     assert resets == [hvd.size()] * 2
     return [log, model.weight.flatten().tolist()]
+
+
+def elastic_objects() -> list[Any]:
+    """Objects that change in place, and a schedule, go back to the last commit. Nothing goes back for news of hosts."""
+    import penstock.horovod.torch as hvd
+    from penstock.horovod.common.elastic import notification_manager
+
+    hvd.init()
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    state = hvd.elastic.TorchState(model, optimizer, schedule=schedule, done=[], batch=0)
+    resets, called = [], []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        called.append((state.batch, list(state.done)))
+        while state.batch < 4:
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            state.schedule.step()
+            state.done.append(state.batch)
+            state.batch += 1
+            if state.batch == 2:
+                state.commit()
+            if state.batch == 3 and not resets:
+                hvd.allreduce(torch.ones(1 + hvd.rank()), name="fails")
+            if state.batch == 3 and len(resets) == 1:
+                notification_manager.handle_hosts_updated()
+                state.check_host_updates()
+
+    train(state)
+    assert called == [(0, []), (2, [0, 1]), (3, [0, 1, 2])], called
+    assert state.done == [0, 1, 2, 3] and state.schedule is schedule
+    assert schedule.last_epoch == 4 and optimizer.param_groups[0]["lr"] == 1 / 16
+    return [called, model.weight.flatten().tolist()]
 
 
 def not_finite() -> list[str]:
@@ -1096,6 +1167,17 @@ def sum_of_ranks(first: int, second: int) -> int:
     hvd.init()
     print(f"this is {hvd.rank()}")
     return first + second + int(hvd.allreduce(torch.tensor(hvd.rank()), op=hvd.Sum)) + 100 * hvd.rank()
+
+
+def rank_one_is_done(how: str) -> None:
+    """Rank 0 waits for it."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    if hvd.rank() == 0:
+        hvd.allreduce(torch.ones(1))
+    elif how == "exits":
+        sys.exit(0)
 
 
 def rank_one_fails() -> None:

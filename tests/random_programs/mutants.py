@@ -276,17 +276,16 @@ def _descriptor_lost(stack: contextlib.ExitStack) -> None:
 
 
 def _gradient_not_delivered(stack: contextlib.ExitStack) -> None:
-    from penstock.training import gradients
+    from penstock.training import slots
 
     def replace(true: Any) -> Any:
-        def submit(self: Any, index: int, gradient: Any, absent: bool = False) -> None:
-            true(self, index, gradient.clone() if index == 1 and gradient.numel() > 1 else gradient, absent)
-            if index == 1:
-                self._pass[index] = gradient
+        def submit(self: Any, reducer: Any, index: int, gradient: Any, absent: bool = False) -> Any:
+            given = gradient.clone() if index == 1 and gradient.numel() > 1 else gradient
+            return gradient, true(self, reducer, index, given, absent)[1]
 
         return submit
 
-    _patch(stack, gradients.GradientReducer, "_submit", replace)
+    _patch(stack, slots.Slots, "submit", replace)
 
 
 def _error_names_nobody(stack: contextlib.ExitStack) -> None:

@@ -3,7 +3,7 @@
 use penstock_stream::MessageKey;
 use penstock_stream::fingerprint::Fingerprint;
 use penstock_stream::frame::Channel;
-use penstock_types::{GroupId, OpSeq, PeerId};
+use penstock_types::{GroupId, OpSeq, PeerId, Scope};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Messages that came early, with what the caller keeps of each (`P`: its bytes, say), and what peers believe operations to be
@@ -170,11 +170,12 @@ impl<P> Early<P> {
         messages.chain(self.claims.keys().map(|(group, ..)| *group)).collect()
     }
 
-    /// Drops what came for a group. Returns the peers whose credit is free again, and how many bytes of it.
+    /// Drops what came for a group, or for a channel of one. Returns the peers whose credit is free again, and how many bytes of it.
     #[must_use]
-    pub fn forget_group(&mut self, group: GroupId) -> Vec<(PeerId, u64)> {
-        self.claims.retain(|(id, ..), _| *id != group);
-        self.forget(|_, id| id == group)
+    pub fn forget_all(&mut self, scope: impl Into<Scope>) -> Vec<(PeerId, u64)> {
+        let scope = scope.into();
+        self.claims.retain(|(group, channel, _), _| !scope.covers(*group, channel.id()));
+        self.forget(|_, key| key.is_in(scope))
     }
 
     /// Drops what a peer gave for some groups. Returns the credit that is free again.
@@ -184,7 +185,7 @@ impl<P> Early<P> {
             claims.retain(|(from, _)| *from != peer || !is_meant(*group));
             !claims.is_empty()
         });
-        self.forget(|from, group| from == peer && is_meant(group))
+        self.forget(|from, key| from == peer && is_meant(key.group))
     }
 
     /// Forgets what was said of operations of other groups than these, if it is much: who waits says it again.
@@ -194,10 +195,10 @@ impl<P> Early<P> {
         }
     }
 
-    fn forget(&mut self, is_meant: impl Fn(PeerId, GroupId) -> bool) -> Vec<(PeerId, u64)> {
+    fn forget(&mut self, is_meant: impl Fn(PeerId, &MessageKey) -> bool) -> Vec<(PeerId, u64)> {
         let mut credit = Vec::new();
         self.messages.retain(|(key, peer), waiting| {
-            let goes = is_meant(*peer, key.group);
+            let goes = is_meant(*peer, key);
             if goes && let Some(total) = waiting.content.credit() {
                 credit.push((*peer, total));
             }
@@ -215,7 +216,7 @@ mod tests {
     use super::*;
     use penstock_stream::fingerprint::Name;
     use penstock_stream::frame::Direction;
-    use penstock_types::DType;
+    use penstock_types::{ChannelId, DType};
 
     #[derive(Clone, Copy, Debug, PartialEq)]
     enum What {
@@ -231,8 +232,8 @@ mod tests {
     }
 
     impl Model {
-        fn forget(&mut self, goes: impl Fn(PeerId, GroupId) -> bool) -> Vec<(PeerId, u64)> {
-            let gone = self.all.extract_if(.., |(peer, key, ..)| goes(*peer, key.group));
+        fn forget(&mut self, goes: impl Fn(PeerId, &MessageKey) -> bool) -> Vec<(PeerId, u64)> {
+            let gone = self.all.extract_if(.., |(peer, key, ..)| goes(*peer, key));
             gone.filter_map(|(peer, _, _, what)| match what {
                 What::Message { credit, .. } => Some((peer, credit?)),
                 What::Claim => None,
@@ -265,7 +266,7 @@ mod tests {
                 let key = MessageKey {
                     group: GroupId(rng.u64(0..3)),
                     channel: match rng.u32(0..3) {
-                        0 => Channel::Collective,
+                        0 => Channel::Collective(ChannelId(rng.u32(0..3))),
                         tag => Channel::PointToPoint { direction: Direction::between(0, 1), tag },
                     },
                     op: OpSeq(rng.u64(0..3)),
@@ -322,12 +323,13 @@ mod tests {
                         model.all.retain(|one| one.3 != What::Claim || !meant(&one));
                     }
                     10 => {
-                        let gone = early.forget_group(key.group);
-                        assert_eq!(sorted(gone), sorted(model.forget(|_, group| group == key.group)));
+                        let scope = Scope { group: key.group, channel: ChannelId(rng.u32(0..3)) };
+                        let gone = early.forget_all(scope);
+                        assert_eq!(sorted(gone), sorted(model.forget(|_, known| known.is_in(scope))));
                     }
                     _ => {
                         let gone = early.forget_peer(peer, |group| group.0 <= key.group.0);
-                        let known = model.forget(|from, group| from == peer && group.0 <= key.group.0);
+                        let known = model.forget(|from, known| from == peer && known.group.0 <= key.group.0);
                         assert_eq!(sorted(gone), sorted(known));
                     }
                 }

@@ -4,31 +4,33 @@ use crate::tags::Tags;
 use penstock_stream::MessageKey;
 use penstock_stream::fingerprint::Fingerprint;
 use penstock_stream::frame::{Channel, Direction};
-use penstock_types::{GroupId, OpSeq};
+use penstock_types::{ChannelId, GroupId, OpSeq};
 use std::collections::{HashMap, VecDeque};
 
 /// Names an operation within its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OpId {
+    /// The group's channel that it belongs to.
+    pub channel: ChannelId,
     /// What it is counted with.
     pub sequence: Sequence,
     /// Its place in that sequence, from 0 on.
     pub seq: u64,
 }
 
-/// Operations of a group that are counted together: what [`Channel`] is between two ranks, as one of them sees it.
+/// Operations of a channel that are counted together: what [`Channel`] is between two ranks, as one of them sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Sequence {
     /// Operations of all ranks.
     Collectives,
-    /// Messages to a rank under a tag.
+    /// Messages to a rank under a tag, in a group's main channel.
     Sends {
         /// The rank.
         to: u32,
         /// The tag.
         tag: u32,
     },
-    /// Messages of a rank under a tag.
+    /// Messages of a rank under a tag, in a group's main channel.
     Receives {
         /// The rank.
         from: u32,
@@ -48,21 +50,21 @@ impl Sequence {
 impl OpId {
     /// The collective of this number.
     #[must_use]
-    pub fn collective(seq: u64) -> OpId {
-        OpId { sequence: Sequence::Collectives, seq }
+    pub fn collective(channel: ChannelId, seq: u64) -> OpId {
+        OpId { channel, sequence: Sequence::Collectives, seq }
     }
 
     /// The operation, as rank `rank` of the group calls it, that a key names between it and rank `other`.
     #[must_use]
     pub fn of(key: &MessageKey, rank: u32, other: u32) -> OpId {
         let sequence = match key.channel {
-            Channel::Collective => Sequence::Collectives,
+            Channel::Collective(_) => Sequence::Collectives,
             Channel::PointToPoint { direction, tag } if direction == Direction::between(rank, other) => {
                 Sequence::Sends { to: other, tag }
             }
             Channel::PointToPoint { tag, .. } => Sequence::Receives { from: other, tag },
         };
-        OpId { sequence, seq: key.op.0 }
+        OpId { channel: key.channel.id(), sequence, seq: key.op.0 }
     }
 
     /// Its message of this number, as frames between rank `rank`, which is this one, and the other of a point-to-point operation
@@ -70,7 +72,7 @@ impl OpId {
     #[must_use]
     pub fn key(self, group: GroupId, rank: u32, message: u32) -> MessageKey {
         let channel = match self.sequence {
-            Sequence::Collectives => Channel::Collective,
+            Sequence::Collectives => Channel::Collective(self.channel),
             Sequence::Sends { to, tag } => Channel::PointToPoint { direction: Direction::between(rank, to), tag },
             Sequence::Receives { from, tag } => {
                 Channel::PointToPoint { direction: Direction::between(from, rank), tag }
@@ -89,7 +91,7 @@ impl OpId {
     }
 }
 
-/// How many operations a rank has issued in a group.
+/// How many operations a rank has issued in a channel.
 #[derive(Debug, Default)]
 pub struct Issued {
     /// Collectives.
@@ -110,21 +112,20 @@ impl Issued {
         }
     }
 
-    /// Gives the next operation its name.
-    pub fn next(&mut self, sequence: Sequence) -> OpId {
-        let seq = match sequence {
+    /// Gives the next operation its number.
+    pub fn next(&mut self, sequence: Sequence) -> u64 {
+        match sequence {
             Sequence::Collectives => {
                 self.collectives += 1;
                 self.collectives - 1
             }
             Sequence::Sends { to, tag } => self.sends.entry(to).or_default().add(tag),
             Sequence::Receives { from, tag } => self.receives.entry(from).or_default().add(tag),
-        };
-        OpId { sequence, seq }
+        }
     }
 }
 
-/// What the last operations were that have ended on this rank: a peer may still be in one of them, and believe it to be
+/// What the last operations of a channel were that have ended on this rank: a peer may still be in one of them, and believe it to be
 /// another.
 #[derive(Debug, Default)]
 pub struct Ended(VecDeque<(OpId, Fingerprint)>);
@@ -151,7 +152,7 @@ impl Ended {
     }
 }
 
-/// Operations of a group that have ended and can still be compared. Whoever waits in vain asks within a second, and the first
+/// Operations of a channel that have ended and can still be compared. Whoever waits in vain asks within a second, and the first
 /// frame of a larger operation comes sooner; only a rank that needs nothing of the other meanwhile (it sends short messages to
-/// third ones) ends more than this in a second, and then the other learns by its time-out. 40 KiB a group, at most.
+/// third ones) ends more than this in a second, and then the other learns by its time-out. 48 KiB a channel, at most.
 const MAX_ENDED: usize = 1024;

@@ -1,23 +1,24 @@
 //! The engine's interface for callers.
 
-use crate::aggregated::{Client, ClientSpec, ClientStats, Sockets};
+use crate::group::Group;
+use crate::handle::Handle;
 use crate::recorder::Recorder;
-use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
+use crate::runtime::{Command, GroupSpec, Runtime, Shared};
 use crate::stats::Stats;
 use crate::ticket::Ticket;
 use penstock_net::memory::{MemoryEpoch, Region};
-use penstock_net::{Contact, Driver, Listen, Process, Ptracer, Settings, Wake, fds, log_writer};
-use penstock_plan::{Algorithm, Thresholds};
+use penstock_net::{Contact, Driver, Listen, Process, Ptracer, Settings, fds, log_writer};
+use penstock_plan::Thresholds;
 use penstock_stream::handshake::NodeKey;
 use penstock_stream::peer::PeerConfig;
-use penstock_types::{Failure, FailureKind, Generation, GroupId};
+use penstock_types::{Failure, FailureKind, Generation};
 use std::any::Any;
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, mpsc};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -62,13 +63,6 @@ pub struct Engine {
     next_region: AtomicU64,
 }
 
-#[derive(Debug)]
-struct Handle {
-    shared: Arc<Shared>,
-    wake: Arc<Wake>,
-    recorder: Recorder,
-}
-
 impl Engine {
     /// Opens the listeners and starts the thread.
     ///
@@ -105,7 +99,7 @@ impl Engine {
             })
             .map_err(|error| Failure::of_call(FailureKind::Config, format!("cannot start a thread: {error}.")))?;
         Ok(Engine {
-            handle: Arc::new(Handle { shared, wake, recorder }),
+            handle: Arc::new(Handle::new(shared, wake, recorder)),
             contact,
             thread: Mutex::new(Some(thread)),
             is_stopping: AtomicBool::new(false),
@@ -124,7 +118,7 @@ impl Engine {
     #[must_use]
     pub fn join(&self, spec: GroupSpec) -> (Group, Ticket) {
         let ticket = Ticket::default();
-        let group = Group { id: spec.id, handle: self.handle.clone(), client: Arc::default() };
+        let group = Group::new(spec.id, &spec.name, self.handle.clone());
         self.handle.command(Command::Join(spec, ticket.promise()), &ticket);
         (group, ticket)
     }
@@ -199,7 +193,7 @@ impl Engine {
         }
         // It catches its panics.
         let _ = thread.join();
-        self.handle.recorder.flush(RECORD_WITHIN);
+        self.handle.recorder().flush(RECORD_WITHIN);
         // The process may be about to end without its handlers of `exit`, as forked workers do.
         log_writer::flush();
     }
@@ -208,146 +202,6 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         self.stop();
-    }
-}
-
-/// A set of ranks that run collectives together.
-#[derive(Clone, Debug)]
-pub struct Group {
-    id: GroupId,
-    handle: Arc<Handle>,
-    /// The client that takes the group's large all-reduces, if they go through aggregators and servers.
-    client: Arc<OnceLock<Client>>,
-}
-
-impl Group {
-    /// Starts an operation.
-    ///
-    /// # Safety
-    /// The buffers of `call` must be valid for the lengths that [`penstock_plan::Request`] gives them. Until the ticket
-    /// completes, nothing else may read the output, or write either.
-    #[must_use]
-    pub unsafe fn start(&self, call: Call) -> Ticket {
-        let ticket = Ticket::default();
-        // SAFETY: the caller's promise.
-        unsafe { self.start_as(call, ticket.clone()) };
-        ticket
-    }
-
-    /// [`Group::start`] with a ticket that may have callbacks. They all run on the engine's thread, in the order in which
-    /// operations end there, except for an operation that could not be started at all.
-    ///
-    /// # Safety
-    /// As for [`Group::start`].
-    pub(crate) unsafe fn start_as(&self, call: Call, ticket: Ticket) {
-        match self.client.get().filter(|client| client.takes(&call)) {
-            Some(client) => client.start(call, ticket),
-            None => self.handle.command(Command::Start(self.id, call, ticket.promise()), &ticket),
-        }
-    }
-
-    /// From now on, large sums and averages of floats go through aggregators and servers, in an order of their own. All ranks
-    /// of the group call this once, between the same two operations, with the parameters on which they have agreed.
-    ///
-    /// # Errors
-    /// `Config`: this process has no descriptors or threads left.
-    ///
-    /// # Panics
-    /// If the group is aggregated already.
-    pub fn aggregate(&self, sockets: Sockets, spec: ClientSpec) -> Result<(), Failure> {
-        check_fork()?;
-        let client = Client::start_thread(self.alone(), sockets, spec, self.handle.recorder.clone())?;
-        assert!(self.client.set(client).is_ok(), "a group is aggregated once");
-        Ok(())
-    }
-
-    /// Counters of the aggregated operations; `None` without aggregation.
-    #[must_use]
-    pub fn aggregated_stats(&self) -> Option<ClientStats> {
-        self.client.get().map(Client::stats)
-    }
-
-    /// The group without its client.
-    fn alone(&self) -> Group {
-        Group { id: self.id, handle: self.handle.clone(), client: Arc::default() }
-    }
-
-    /// Completes the ticket when the group fails, with its failure, or is left.
-    pub(crate) fn watch(&self, ticket: Ticket) {
-        self.handle.command(Command::Watch(self.id, ticket.promise()), &ticket);
-    }
-
-    /// The buffers of an operation that was started with [`Call::hold`] are ready.
-    pub fn release(&self, ticket: &Ticket) {
-        if let Some(client) = self.client.get() {
-            client.release(ticket);
-        }
-        self.handle.command(Command::Release(self.id, ticket.clone()), ticket);
-    }
-
-    /// From the next operation on, all-reduces use this algorithm where it fits (`None`: the planner's choice), and this
-    /// process sends to the group's other ranks on this many streams, if as many are open. All ranks must change the algorithm
-    /// between the same two operations. The number of streams is each sender's own choice, and counts for other groups with
-    /// these ranks too.
-    pub fn retune(&self, algorithm: Option<Algorithm>, streams: usize) {
-        if let Some(client) = self.client.get() {
-            client.retune(algorithm);
-        }
-        self.handle.command(Command::Retune(self.id, algorithm, streams), &Ticket::default());
-    }
-
-    /// The host of each rank, as found when the group was joined; blocks for one turn of the engine's loop.
-    ///
-    /// # Errors
-    /// `Closed`: the engine has stopped.
-    pub fn hosts(&self) -> Result<Vec<u32>, Failure> {
-        self.handle.ask(|reply| Command::Hosts(self.id, reply))
-    }
-
-    /// Checks whether these ranks of the group can still be reached, for callers that wait outside of the engine. It is an
-    /// error if one is lost; with `farewells`, also if one has left the job; with `whole`, also if the group has failed.
-    /// Blocks for one turn of the engine's loop.
-    ///
-    /// # Errors
-    /// The group's failure; `PeerLost`; `Closed`: the group was left, or the engine has stopped.
-    pub fn check(&self, whole: bool, farewells: bool, ranks: Vec<u32>) -> Result<(), Failure> {
-        let failure = self.handle.ask(|reply| Command::Check { group: self.id, whole, farewells, ranks, reply })?;
-        failure.map_or(Ok(()), Err)
-    }
-
-    /// Leaves the group; operations that still run fail.
-    pub fn leave(&self) {
-        if let Some(client) = self.client.get() {
-            if let Some(failure) = client.left() {
-                self.fail(failure);
-            }
-            client.stop();
-        }
-        self.handle.command(Command::Leave(self.id), &Ticket::default());
-    }
-
-    /// Fails all operations of the group, on all ranks.
-    pub fn abort(&self, reason: &str) {
-        self.abort_as(FailureKind::Closed, reason);
-    }
-
-    /// [`Group::abort`] for a failure of this kind elsewhere.
-    pub fn abort_as(&self, kind: FailureKind, reason: &str) {
-        self.fail(Failure::fatal(kind, format!("aborted: {reason}.")));
-    }
-
-    /// Fails the group on all ranks because its caller waits no longer, for [`Engine::join`] or for an operation. The failure
-    /// of a join names the missing ranks.
-    pub fn expire(&self, waited: Duration) {
-        if let Some(failure) = self.client.get().and_then(|client| client.expired(waited)) {
-            return self.fail(failure);
-        }
-        self.handle.command(Command::Expire(self.id, waited.as_nanos() as u64), &Ticket::default());
-    }
-
-    /// Fails the group on all ranks with this failure.
-    pub(crate) fn fail(&self, failure: Failure) {
-        self.handle.command(Command::Abort(self.id, failure), &Ticket::default());
     }
 }
 
@@ -370,21 +224,6 @@ pub(crate) fn settings(config: &Config, node: NodeKey) -> Settings {
         },
         socket_buffer_bytes: config.socket_buffer_bytes,
     }
-}
-
-/// Fails in a process that was forked from one with an engine.
-///
-/// # Errors
-/// `Closed`.
-pub fn check_fork() -> Result<(), Failure> {
-    if !fds::forked() {
-        return Ok(());
-    }
-    Err(Failure::fatal(
-        FailureKind::Closed,
-        "this process was forked from one that uses Penstock, and the engine stays with the parent. Start a process that \
-         communicates with spawn or exec, and call init_process_group in it.",
-    ))
 }
 
 /// Runs the engine's thread. When it ends, for whatever reason, all waits on it end, and later calls fail at once.
@@ -424,38 +263,16 @@ fn panic_text(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no reason was given")
 }
 
-impl Handle {
-    /// Posts a command. If that is not possible, `ticket` gets the reason.
-    fn command(&self, command: Command, ticket: &Ticket) {
-        if let Err(failure) = check_fork() {
-            ticket.complete(Err(failure));
-        } else if self.shared.post(command, ticket) {
-            self.wake.wake();
-        }
-    }
-
-    fn ask<T>(&self, question: impl FnOnce(mpsc::Sender<T>) -> Command) -> Result<T, Failure> {
-        let (reply, answer) = mpsc::channel();
-        let ticket = Ticket::default();
-        self.command(question(reply), &ticket);
-        // The sender is dropped with the command, also when the engine's thread ends.
-        answer.recv().map_err(|_| {
-            let refused = ticket.result().and_then(Result::err).or_else(|| self.shared.closed());
-            refused.unwrap_or_else(|| Failure::fatal(FailureKind::Bug, "the engine's thread has panicked."))
-        })
-    }
-}
-
 /// How long the end of an engine waits until the flight record is written.
 const RECORD_WITHIN: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Gradient, Reducer, ReducerSpec};
+    use crate::{Call, Gradient, Reducer, ReducerSpec};
     use penstock_plan::Collective;
     use penstock_stream::fingerprint::{Fingerprint, Name};
-    use penstock_types::{DType, Priority, ReduceOp};
+    use penstock_types::{DType, GroupId, Priority, ReduceOp};
 
     /// A panic of the engine's thread, on its own or while it handles a frame, is an error of kind bug for everything that is
     /// open and for everything that comes later, at once; the other rank is told the reason. Both ways to the other rank.

@@ -2,7 +2,8 @@
 //!
 //! [`Engine`] is one thread with an event loop; [`Group`] is a set of ranks that run collectives together. A call
 //! returns a [`Ticket`] at once; any number of operations may be in flight. The order of calls on a group is the
-//! contract between its ranks, as in MPI: the n-th collective on one rank meets the n-th on every other.
+//! contract between its ranks, as in MPI: the n-th collective on one rank meets the n-th on every other. [`Group::channel`] opens
+//! another order among the same ranks.
 //!
 //! Why one thread? The protocol's machine must see frames of a peer in order, reductions run at memory speed, and on the
 //! machines that matter one core moves more than the network does. A second thread would help where a host's link is faster
@@ -11,6 +12,8 @@
 mod aggregated;
 mod buffers;
 mod engine;
+mod group;
+mod handle;
 mod pages;
 mod pieces;
 mod recorder;
@@ -23,7 +26,9 @@ mod ticket;
 mod virtual_time;
 
 pub use aggregated::{ClientSpec, ClientStats, NodeSpec, ServerSpec, ServerStats, Sockets, Wire};
-pub use engine::{Config, Engine, Group, check_fork};
+pub use engine::{Config, Engine};
+pub use group::Group;
+pub use handle::check_fork;
 pub use penstock_core::unbound::ANY_SOURCE;
 pub use penstock_kernels::simd_level;
 pub use penstock_net::{Contact, Process, Ptracer, fds, interface, log_writer, memory};
@@ -31,5 +36,5 @@ pub use penstock_plan as plan;
 pub use penstock_stream::{crc32c, fingerprint};
 pub use reducer::{Gradient, Reducer, ReducerSpec, ReducerStats, Way};
 pub use runtime::{Call, GroupSpec};
-pub use stats::{GroupStats, Held, PeerStats, Stats};
+pub use stats::{ChannelStats, GroupStats, Held, PeerStats, Stats};
 pub use ticket::Ticket;

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// The record of one operation.
 #[derive(Clone, Debug)]
 pub(crate) struct Record {
-    /// The group's name.
+    /// The name of its group or channel.
     pub(crate) group: Arc<str>,
     /// Its number in its channel: for collectives, from 1 on. `None` for a receive that has no message yet.
     pub(crate) seq: Option<u64>,
@@ -102,9 +102,9 @@ impl Recorder {
         });
     }
 
-    /// All running operations of a group have failed.
-    pub(crate) fn failed(&self, group: &str, now: Instant) {
-        for record in self.log().records.iter_mut().filter(|record| *record.group == *group) {
+    /// All running operations of these channels have failed.
+    pub(crate) fn failed(&self, channels: &[Arc<str>], now: Instant) {
+        for record in self.log().records.iter_mut().filter(|record| channels.contains(&record.group)) {
             record.ended.get_or_insert((now, false));
         }
     }
@@ -137,7 +137,12 @@ impl Recorder {
                 "waits_for": record.waits_for,
             })
         };
-        let groups = stats.groups.iter().map(|group| json!({ "name": group.name, "failed": group.failed }));
+        // A channel that has failed by itself stands beside its group.
+        let groups = stats.groups.iter().flat_map(|group| {
+            let channels = group.channels.iter().filter(|channel| channel.failed.is_some());
+            let channels = channels.map(|channel| json!({ "name": channel.name, "failed": channel.failed }));
+            std::iter::once(json!({ "name": group.name, "failed": group.failed })).chain(channels)
+        });
         let peers = stats.peers.iter().map(|peer| {
             json!({ "rank": peer.rank, "host": peer.host, "address": peer.address, "medium": peer.medium, "lost": peer.lost })
         });
@@ -261,7 +266,7 @@ mod tests {
         recorder.waits_for(entries[1000], "nobody".into());
         recorder.ended(entries[1000], at(5002), true);
         recorder.waits_for(entries[1002], "rank 7".into());
-        recorder.failed("f", at(5003));
+        recorder.failed(&["f".into()], at(5003));
         recorder.ended(entries[1002], at(5004), false);
         let record: Value = serde_json::from_str(&recorder.describe(&Stats::default(), at(6000))).expect("JSON");
         let records = record["operations"].as_array().expect("a list");

@@ -5,7 +5,7 @@
 //!   flush() ───> the same for what is left; its ticket completes when all of it is reduced
 //! ```
 //!
-//! The rounds go through a group of their own and the buckets through another, so that neither depends on the order of the
+//! The rounds go through a channel of their own and the buckets through another, so that neither depends on the order of the
 //! user's own operations. A round ends on the engine's thread, which starts its buckets at once: neither Python's lock nor the
 //! threads that compute delay them.
 //!
@@ -41,13 +41,13 @@ pub struct Gradient {
 /// A reducer's parameters, the same on all ranks.
 #[derive(Debug)]
 pub struct ReducerSpec {
-    /// The group for rounds. Nothing else uses it.
+    /// The channel for rounds. Nothing else uses it.
     pub rounds: Group,
-    /// The group for buckets. Nothing else uses it.
+    /// The channel for buckets. Nothing else uses it.
     pub buckets: Group,
-    /// This rank in both groups.
+    /// This rank in the group.
     pub rank: u32,
-    /// The number of ranks in both groups.
+    /// The number of ranks in the group.
     pub world: u32,
     /// The gradients, by index.
     pub gradients: Vec<Gradient>,

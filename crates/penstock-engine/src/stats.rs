@@ -24,6 +24,9 @@ pub struct Stats {
 pub struct Held {
     /// Groups that were joined and not left, including failed ones.
     pub groups: u64,
+    /// Channels of these groups beside the main ones: those that are open here, and those that other ranks have closed and this one
+    /// has not opened.
+    pub channels: u64,
     /// Operations that have not ended.
     pub operations: u64,
     /// Fingerprints that peers sent for operations that this rank has not issued.
@@ -57,13 +60,30 @@ pub struct GroupStats {
     pub rank: u32,
     /// Its size.
     pub world: u32,
+    /// Collectives issued so far in its main channel.
+    pub issued: u64,
+    /// Operations running in its main channel.
+    pub active: u64,
+    /// The algorithm of the last operation there, and why it was chosen.
+    pub algorithm: String,
+    /// Why it failed, if it has.
+    pub failed: Option<String>,
+    /// Its other channels that are open here.
+    pub channels: Vec<ChannelStats>,
+}
+
+/// Counters of a channel of a group.
+#[derive(Clone, Debug)]
+pub struct ChannelStats {
+    /// Its name, with the group's.
+    pub name: String,
     /// Collectives issued so far.
     pub issued: u64,
     /// Operations running.
     pub active: u64,
     /// The algorithm of the last operation, and why it was chosen.
     pub algorithm: String,
-    /// Why it failed, if it has.
+    /// Why it failed although its group lives, if it has.
     pub failed: Option<String>,
 }
 

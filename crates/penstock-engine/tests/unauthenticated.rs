@@ -5,9 +5,11 @@ use penstock_engine::plan::Collective;
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
 use penstock_stream::frame::{Channel, Direction, Kind, VERSION_MAJOR, VERSION_MINOR};
 use penstock_stream::handshake::{Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
-use penstock_stream::peer::{Body, Farewell, OpStatus, Outgoing, Payload, Peer, PeerConfig, Report, seal, verify};
+use penstock_stream::peer::{
+    Body, Counts, Farewell, OpStatus, Outgoing, Payload, Peer, PeerConfig, Report, seal, verify,
+};
 use penstock_stream::{Header, MessageKey};
-use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, OpSeq, Priority, ReduceOp, Time};
+use penstock_types::{ChannelId, DType, Failure, FailureKind, Generation, GroupId, OpSeq, Priority, ReduceOp, Time};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
@@ -369,7 +371,7 @@ fn what_was_announced_goes_with_its_rank() {
         let ticket = unsafe { group.start(reduce) };
         engine.stats().expect("it runs");
         let child = &mut children[announces - 1];
-        let key = MessageKey { group: JOB, channel: Channel::Collective, op: OpSeq(1), message: 0 };
+        let key = MessageKey { group: JOB, channel: Channel::Collective(ChannelId::MAIN), op: OpSeq(1), message: 0 };
         let body = Body::Owned([1, 0, 0, 0].into());
         child.machine.send(Outgoing { key, priority: Priority(0), fingerprint, coflow: 0, body });
         child.machine.bye();
@@ -395,7 +397,12 @@ fn messages_that_the_end_of_their_group_has_overtaken() {
         match fails {
             true => peer.machine.report(
                 OTHER,
-                &Report { kind: FailureKind::Closed, message: "a test".into(), is_passed_on: false, finished: 0 },
+                &Report {
+                    kind: FailureKind::Closed,
+                    message: "a test".into(),
+                    is_passed_on: false,
+                    finished: Counts::default(),
+                },
             ),
             false => peer.machine.left(OTHER, Farewell::default()),
         }

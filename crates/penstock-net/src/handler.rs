@@ -3,9 +3,9 @@
 use crate::contact::Contact;
 use crate::fds::Fd;
 use penstock_stream::handshake::Hello;
-use penstock_stream::peer::{Event, OpStatus, Peer, PeerConfig};
+use penstock_stream::peer::{Counts, Event, OpStatus, Peer, PeerConfig};
 use penstock_stream::{FrameError, Header, MessageKey};
-use penstock_types::{Generation, GroupId, PeerId, Time};
+use penstock_types::{Generation, GroupId, PeerId, Scope, Time};
 use std::collections::VecDeque;
 
 /// Where `len` bytes at `offset` of an outgoing message to a peer lie, as [`Handler::source`] said it until the group failed.
@@ -17,7 +17,7 @@ pub trait Handler {
     /// What is known of the operation of an incoming message.
     fn status(&self, peer: PeerId, key: &MessageKey) -> OpStatus;
     /// Where the payload of an incoming data frame belongs, if it may be read there directly. The place must stay valid
-    /// until the frame is handled or the group is dropped ([`Peers::drop_group`]).
+    /// until the frame is handled or its group or channel is dropped ([`Peers::drop_all`]).
     ///
     /// # Errors
     /// A frame that cannot belong to the operation.
@@ -107,7 +107,7 @@ pub struct Peers {
 
 pub(crate) enum Order {
     Connect(PeerId, GroupId, Vec<u8>),
-    DropGroup(GroupId, Source),
+    Drop(Scope, Source),
     Then(Box<dyn FnOnce() + Send>),
 }
 
@@ -154,18 +154,18 @@ impl Peers {
         self.orders.push_back(Order::Connect(peer, job, secret));
     }
 
-    /// Lets go of all memory of a group's operations, at once after the current frame. Frames that are being written are
-    /// copied from `source`, which is dropped then. What was sent for the first `finished` collectives, which have ended, goes on.
+    /// Lets go of all memory of the operations of a group, or of a channel, at once after the current frame. Frames that are being
+    /// written are copied from `source`, which is dropped then. What was sent for the collectives that are `finished` goes on.
     ///
     /// What waits for that to have happened is given to [`Peers::after_drop`].
-    pub fn drop_group(&mut self, group: GroupId, finished: u64, source: Source) {
+    pub fn drop_all(&mut self, scope: Scope, finished: &Counts, source: Source) {
         for machine in &mut self.machines {
-            machine.forget_group(group, finished);
+            machine.forget(scope, finished);
         }
-        self.orders.push_back(Order::DropGroup(group, source));
+        self.orders.push_back(Order::Drop(scope, source));
     }
 
-    /// Runs `act` after the groups dropped so far have been let go of: no buffer of theirs is touched any more.
+    /// Runs `act` after the groups and channels dropped so far have been let go of: no buffer of theirs is touched any more.
     pub fn after_drop(&mut self, act: Box<dyn FnOnce() + Send>) {
         self.orders.push_back(Order::Then(act));
     }

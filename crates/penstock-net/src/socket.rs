@@ -7,7 +7,7 @@ use penstock_stream::frame::MAX_FRAME_BYTES;
 use penstock_stream::handshake::{Acceptor, Connector};
 use penstock_stream::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
 use penstock_stream::{FrameError, Header, Kind, MessageKey};
-use penstock_types::{GroupId, PeerId, Time};
+use penstock_types::{PeerId, Scope, Time};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
@@ -99,17 +99,17 @@ impl Socket {
         self.writing.is_empty()
     }
 
-    /// Releases the memory of a failed group's operations.
+    /// Releases the memory of the operations of a group or channel that has failed.
     ///
     /// A frame that is being read into this memory is discarded from here on. A frame that is being written continues from a
     /// copy, since the receiver counts the frames of a stream and must get each one whole. A receiver that does not know of
     /// the failure yet may use the frame: its bytes are what they would be without the failure, since the end of the operation
     /// has not been reported yet and the memory was not reused. *Why not cut the stream?* It may be the only one between two
     /// processes, and their other groups would fail with it. At most one batch is copied.
-    pub(crate) fn drop_group(&mut self, group: GroupId, source: &Source) {
-        self.reader.revoke(|header| header.key.group == group);
+    pub(crate) fn drop_all(&mut self, scope: Scope, source: &Source) {
+        self.reader.revoke(|header| header.key.is_in(scope));
         let Some(peer) = self.peer else { return };
-        for frame in self.writing.iter_mut().filter(|frame| frame.key.group == group) {
+        for frame in self.writing.iter_mut().filter(|frame| frame.key.is_in(scope)) {
             frame.copy(peer, source);
         }
     }

@@ -1,6 +1,6 @@
 //! The engine's aggregation, as Python sees it.
 
-use crate::engine::Group;
+use crate::engine::{Group, Ticket};
 use crate::error;
 use penstock_engine::{ClientSpec, NodeSpec, ServerSpec, Sockets, Wire};
 use pyo3::exceptions::PyValueError;
@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::net::SocketAddr;
 use std::sync::Mutex;
+use std::time::Duration;
 
 /// UDP sockets, one a server. They are bound first, so that servers can be told where to send results.
 #[pyclass(frozen, module = "penstock._core")]
@@ -39,9 +40,9 @@ type Server = (String, u32, Option<(String, u16)>, u32, u16, Option<[u8; 16]>, u
 /// From now on, sums and averages in `group` of at least `min_bytes` bytes of floats go through `servers`, each (address,
 /// weight, (aggregator, its shards) or None, job, epoch, key or None, window, first SeqNum). `format`: "int32", "padded" (the
 /// same for switches: packets of one length), "int16" or "float32". `sockets` are in the order of the servers and belong to
-/// this group from now on; `alarm` and `fallback` are groups of the same ranks that nothing else uses.
+/// this group from now on. The ticket completes when all ranks have called this.
 #[pyfunction]
-#[pyo3(signature = (group, sockets, *, rank, world, name, format, payload_bytes, min_bytes, servers, alarm, fallback))]
+#[pyo3(signature = (group, sockets, *, rank, world, name, format, payload_bytes, min_bytes, servers, timeout_s))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn aggregate(
     py: Python<'_>,
@@ -54,9 +55,8 @@ pub(crate) fn aggregate(
     payload_bytes: usize,
     min_bytes: u64,
     servers: Vec<Server>,
-    alarm: &Group,
-    fallback: &Group,
-) -> PyResult<()> {
+    timeout_s: f64,
+) -> PyResult<Ticket> {
     let wire = match format {
         "int32" => Wire::Int32,
         "padded" => Wire::Padded,
@@ -82,9 +82,9 @@ pub(crate) fn aggregate(
         .collect::<PyResult<Vec<_>>>()?;
     let taken = sockets.sockets.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
     let taken = taken.ok_or_else(|| PyValueError::new_err("these sockets are another group's already"))?;
-    let (alarm, fallback) = (alarm.0.clone(), fallback.0.clone());
-    let spec = ClientSpec { rank, world, name, wire, payload_bytes, min_bytes, servers, alarm, fallback };
-    py.detach(|| group.0.aggregate(taken, spec)).map_err(|failure| error(py, &failure))
+    let spec = ClientSpec { rank, world, name, wire, payload_bytes, min_bytes, servers };
+    let timeout = Duration::try_from_secs_f64(timeout_s).unwrap_or(Duration::MAX);
+    py.detach(|| group.0.aggregate(taken, spec, timeout)).map(Ticket).map_err(|failure| error(py, &failure))
 }
 
 /// Counters of a group's aggregation, as nested dicts and lists; None without a call of `aggregate`.

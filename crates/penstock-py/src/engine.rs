@@ -105,6 +105,7 @@ impl Engine {
         out.set_item("memory_bytes", stats.memory_bytes)?;
         let held = PyDict::new(py);
         held.set_item("groups", stats.held.groups)?;
+        held.set_item("channels", stats.held.channels)?;
         held.set_item("operations", stats.held.operations)?;
         held.set_item("claims", stats.held.claims)?;
         held.set_item("closed_ranges", stats.held.closed_ranges)?;
@@ -128,6 +129,17 @@ impl Engine {
             entry.set_item("active", group.active)?;
             entry.set_item("algorithm", group.algorithm)?;
             entry.set_item("failed", group.failed)?;
+            let mut channels = Vec::new();
+            for channel in group.channels {
+                let entry = PyDict::new(py);
+                entry.set_item("name", channel.name)?;
+                entry.set_item("issued", channel.issued)?;
+                entry.set_item("active", channel.active)?;
+                entry.set_item("algorithm", channel.algorithm)?;
+                entry.set_item("failed", channel.failed)?;
+                channels.push(entry);
+            }
+            entry.set_item("channels", channels)?;
             groups.push(entry);
         }
         out.set_item("groups", groups)?;
@@ -205,7 +217,7 @@ impl Engine {
     }
 }
 
-/// A set of ranks that run collectives together.
+/// A channel of a set of ranks that run collectives together.
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct Group(pub(crate) penstock_engine::Group);
 
@@ -287,9 +299,20 @@ impl Group {
         py.detach(|| self.0.check(whole, farewells, ranks)).map_err(|failure| error(py, &failure))
     }
 
-    /// Leaves the group; operations that still run fail.
-    fn leave(&self) {
-        self.0.leave();
+    /// Opens another channel of the same ranks: its collectives have an order of their own. All ranks open the channels of a group in
+    /// the same order, under the same names. The ticket completes when all have opened it; a rank that has not within `timeout_s`
+    /// fails the group.
+    #[pyo3(signature = (name, *, timeout_s))]
+    fn channel(&self, name: &str, timeout_s: f64) -> (Group, Ticket) {
+        let (channel, ticket) = self.0.channel(name, Duration::try_from_secs_f64(timeout_s).unwrap_or(Duration::MAX));
+        (Group(channel), Ticket(ticket))
+    }
+
+    /// Leaves the group, which closes its channels, or closes this channel; operations that still run there fail.
+    /// `leaves_group`: the channel's group is left next.
+    #[pyo3(signature = (*, leaves_group=false))]
+    fn leave(&self, leaves_group: bool) {
+        self.0.close(leaves_group);
     }
 
     /// Fails the group on all ranks, as after a time-out of `waited_s` seconds of a join or an operation.
@@ -298,8 +321,8 @@ impl Group {
         self.0.expire(Duration::try_from_secs_f64(waited_s).unwrap_or_default());
     }
 
-    /// Fails all operations of the group on all ranks, with the exception of this name in `penstock.errors`; `Closed` where there
-    /// is none.
+    /// Fails all operations of the group, or of this channel if it is not the group's own, on all ranks, with the exception of this
+    /// name in `penstock.errors`; `Closed` where there is none.
     #[pyo3(signature = (reason, kind=None))]
     fn abort(&self, reason: &str, kind: Option<&str>) {
         let named = FailureKind::ALL.into_iter().find(|one| Some(one.name()) == kind);

@@ -11,6 +11,7 @@ mod engine;
 mod plan;
 mod reducer;
 mod simulate;
+mod tensors;
 
 use penstock_types::Failure;
 use pyo3::prelude::*;
@@ -35,6 +36,9 @@ mod _core {
 
     #[pymodule_export]
     use super::simulate::simulate_aggregation;
+
+    #[pymodule_export]
+    use super::tensors::TensorCheck;
 
     #[pymodule_export]
     use super::{check_fork, choose_interfaces, crc32c, init_logging, simd_level};

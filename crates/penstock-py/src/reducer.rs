@@ -13,7 +13,7 @@ pub(crate) struct Reducer(penstock_engine::Reducer);
 
 #[pymethods]
 impl Reducer {
-    /// `rounds` and `buckets` are groups of the same `world` ranks that nothing else uses; `gradients` are (name, elements,
+    /// `rounds` and `buckets` are channels of the same `world` ranks that nothing else uses; `gradients` are (name, elements,
     /// dtype, number of their layout), by index, the same on all ranks. `op`: "sum" or "avg". `wire`: None, "float16" or
     /// "bfloat16"; `error_feedback` needs one of the last two.
     #[new]

@@ -249,6 +249,10 @@ impl Fingerprint {
     #[must_use]
     pub fn describe(self) -> String {
         let name = NAMES.get((self.what >> 60) as usize).copied().unwrap_or("unknown operation");
+        if name == Name::Open.text() {
+            // Its elements are a checksum of the channel's name.
+            return name.to_owned();
+        }
         let reduce = (self.what >> 56 & 0xf) as usize;
         let dtype = (self.what >> 50 & 0x3f) as u8;
         let dtype =
@@ -282,6 +286,8 @@ pub enum Name {
     AllToAll,
     Barrier,
     PointToPoint,
+    /// The first operation of a channel; the elements are a checksum of its name.
+    Open,
 }
 
 impl Name {
@@ -293,7 +299,7 @@ impl Name {
 }
 
 /// Names by their number.
-const NAMES: [&str; 10] = [
+const NAMES: [&str; 11] = [
     "all_reduce",
     "reduce_scatter",
     "all_gather",
@@ -304,6 +310,7 @@ const NAMES: [&str; 10] = [
     "all_to_all",
     "barrier",
     "send/recv",
+    "open_channel",
 ];
 const REDUCTIONS: [&str; 9] = ["sum", "avg", "premul_sum", "product", "min", "max", "band", "bor", "bxor"];
 const ROOT_BITS: u32 = 14;

@@ -15,9 +15,9 @@
 //! ```
 //! All numbers are little-endian. `length` bytes of payload follow.
 //!
-//! `cl.` (class), `dir` (direction) and `tag` are the frame's [`Channel`]: class 0 is a group's collectives, with
-//! direction and tag 0; class 1 is point-to-point messages, in direction 0 from the lower to the higher of two ranks, in
-//! direction 1 back. Other classes are refused.
+//! `cl.` (class), `dir` (direction) and `tag` are the frame's [`Channel`]: class 0 is the collectives of a group, with
+//! direction 0 and the number of their channel ([`ChannelId`]) as the tag; class 1 is point-to-point messages, in direction 0
+//! from the lower to the higher of two ranks, in direction 1 back. Other classes are refused.
 //!
 //! `order` and `sizes` belong to the fingerprint: the memory layout of the tensor ([`crate::fingerprint::Layout`]).
 //! `coflow` names the messages that are of use only together, such as those of one backward pass. It is carried, and
@@ -28,14 +28,18 @@
 //! `ack` and `credit` belong to the stream and to the pair of nodes, not to the frame they ride on: every frame in one
 //! direction tells how many frames of the other direction have been taken.
 
+mod ending;
+
+pub use ending::{Counts, Farewell};
+
 use crate::fingerprint::{Fingerprint, Layout, Order};
-use penstock_types::{Generation, GroupId, OpSeq, Priority};
+use penstock_types::{ChannelId, Generation, GroupId, OpSeq, Priority, Scope};
 
 /// Operations that are counted together: the `op`-th of a channel on one rank meets the `op`-th on the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Channel {
-    /// A group's collectives.
-    Collective,
+    /// Collectives of a group, in the order of one of its channels.
+    Collective(ChannelId),
     /// Messages from one rank to another under one tag. The direction is part of the name: what rank 0 sends to rank 1
     /// and what rank 1 sends to rank 0 under the same tag have nothing to do with each other.
     PointToPoint {
@@ -68,14 +72,23 @@ impl Channel {
     /// Class, direction and tag, as frames carry them.
     fn encode(self) -> (u8, u8, u32) {
         match self {
-            Channel::Collective => (0, 0, 0),
+            Channel::Collective(number) => (0, 0, number.0),
             Channel::PointToPoint { direction, tag } => (1, direction as u8, tag),
+        }
+    }
+
+    /// The group's channel that it belongs to.
+    #[must_use]
+    pub fn id(self) -> ChannelId {
+        match self {
+            Channel::Collective(number) => number,
+            Channel::PointToPoint { .. } => ChannelId::MAIN,
         }
     }
 
     fn decode(class: u8, direction: u8, tag: u32) -> Result<Channel, FrameError> {
         match (class, direction, tag) {
-            (0, 0, 0) => Ok(Channel::Collective),
+            (0, 0, tag) => Ok(Channel::Collective(ChannelId(tag))),
             (1, 0, tag) => Ok(Channel::PointToPoint { direction: Direction::Up, tag }),
             (1, 1, tag) => Ok(Channel::PointToPoint { direction: Direction::Down, tag }),
             _ => Err(FrameError::Channel { class, direction, tag }),
@@ -97,6 +110,12 @@ pub struct MessageKey {
 }
 
 impl MessageKey {
+    /// Whether it belongs to a channel, or to any channel of a group.
+    #[must_use]
+    pub fn is_in(&self, scope: Scope) -> bool {
+        scope.covers(self.group, self.channel.id())
+    }
+
     /// Whether it is the first message of a send.
     pub(crate) fn begins_a_send(&self) -> bool {
         matches!(self.channel, Channel::PointToPoint { .. }) && self.message == 0
@@ -128,8 +147,9 @@ pub enum Kind {
     Probe = 8,
     /// Answer to a `Probe`: `offset` operations have been issued in the channel so far.
     ProbeReply = 9,
-    /// The group has failed; the payload says why ([`crate::peer::Report`]). Its first `total` collectives still count. `offset` is 1
-    /// where the sender passes on what another rank has told it.
+    /// The group has failed, or, where the channel is not the main one, the channel has; the payload says why
+    /// ([`crate::peer::Report`]). `total`: for how many channels it also says which of their first collectives still count.
+    /// `offset` is 1 where the sender passes on what another rank has told it.
     Report = 10,
     /// The sender leaves in good order: the receiver has taken all its messages. The receiver acknowledges this frame after
     /// its own frames have been acknowledged.
@@ -139,8 +159,9 @@ pub enum Kind {
     Share = 12,
     /// The sender will send no more references to the memory that was shared under the number in `offset`.
     Unshare = 13,
-    /// The sender has left the group: it waits for nothing there and starts nothing. All that it sent in the group came before
-    /// this frame, except messages without a grant. The payload says what it did there ([`Farewell`]).
+    /// The sender has closed the channel, or left the group where that is its main one: it waits for nothing there and starts
+    /// nothing. All that it sent there came before this frame, except messages without a grant. The payload says what it did there
+    /// ([`Farewell`]); `offset` is 1 where the sender leaves the group.
     Left = 14,
 }
 
@@ -178,7 +199,7 @@ impl Kind {
         match self {
             Kind::Data => MAX_FRAME_BYTES,
             Kind::Reference => Reference::BYTES as u32,
-            Kind::Report => MAX_REPORT_BYTES,
+            Kind::Report => MAX_REPORT_BYTES + Counts::MAX_BYTES,
             Kind::Left => Farewell::MAX_BYTES,
             _ => 0,
         }
@@ -374,56 +395,6 @@ impl Reference {
     }
 }
 
-/// What a rank did in a group that it has left, for the ranks that are still in it. They compare it with what they did
-/// themselves; the rank that left answers no probes any more.
-///
-/// ```text
-///   collectives (8) | place (8), what (8), order (2), sizes (4) of an operation | of the next one | ...
-/// ```
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Farewell {
-    /// How many collectives the rank has issued in the group.
-    pub collectives: u64,
-    /// Its last collectives, at most [`Farewell::MOST`]. Some may be missing.
-    pub last: Vec<(OpSeq, Fingerprint)>,
-}
-
-impl Farewell {
-    /// Few enough to send to every rank at the end of every group. A rank that still waits for one that has left is seldom far
-    /// behind, since most collectives end with frames from all ranks.
-    pub const MOST: usize = 100;
-    const RECORD_BYTES: usize = 22;
-    /// The longest payload of a `Left` frame.
-    pub(crate) const MAX_BYTES: u32 = (8 + Farewell::MOST * Farewell::RECORD_BYTES) as u32;
-
-    pub(crate) fn encode(&self) -> Vec<u8> {
-        debug_assert!(self.last.len() <= Farewell::MOST, "as its documentation says");
-        let mut out = self.collectives.to_le_bytes().to_vec();
-        for (op, fingerprint) in &self.last {
-            out.extend(op.0.to_le_bytes());
-            out.extend(fingerprint.what.to_le_bytes());
-            out.extend(fingerprint.layout.order.0.to_le_bytes());
-            out.extend(fingerprint.layout.sizes.to_le_bytes());
-        }
-        out
-    }
-
-    pub(crate) fn decode(payload: &[u8]) -> Result<Farewell, FrameError> {
-        let wrong = FrameError::Length { kind: Kind::Left, length: payload.len() as u32 };
-        let Some((collectives, records)) = payload.split_first_chunk() else { return Err(wrong) };
-        if records.len() % Farewell::RECORD_BYTES != 0 {
-            return Err(wrong);
-        }
-        let u64_of = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("8 bytes"));
-        let last = records.chunks_exact(Farewell::RECORD_BYTES).map(|record| {
-            let order = Order(u16::from_le_bytes(record[16..18].try_into().expect("2 bytes")));
-            let sizes = u32::from_le_bytes(record[18..22].try_into().expect("4 bytes"));
-            (OpSeq(u64_of(&record[..8])), Fingerprint { what: u64_of(&record[8..16]), layout: Layout { order, sizes } })
-        });
-        Ok(Farewell { collectives: u64::from_le_bytes(*collectives), last: last.collect() })
-    }
-}
-
 /// Why bytes are not a frame. The stream that carried them cannot be trusted any further.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameError {
@@ -494,7 +465,7 @@ impl std::error::Error for FrameError {}
 /// First bytes of every frame.
 pub const FRAME_MAGIC: [u8; 4] = *b"PSTK";
 /// Peers must have the same major version.
-pub const VERSION_MAJOR: u8 = 4;
+pub const VERSION_MAJOR: u8 = 5;
 /// Newer minors only add feature bits.
 pub const VERSION_MINOR: u8 = 0;
 /// The payload is covered by `payload_sum`.
@@ -561,7 +532,7 @@ mod tests {
             frame[80..84].fill(0);
             let sum = crc32c::crc32c(&frame);
             frame[80..84].copy_from_slice(&sum.to_le_bytes());
-            let known = (class == 0 && direction == 0 && tag == 0) || (class == 1 && direction < 2);
+            let known = (class == 0 && direction == 0) || (class == 1 && direction < 2);
             match Header::decode(&frame) {
                 Ok(decoded) => {
                     assert!(known && decoded.encode() == frame, "{class} {direction} {tag}");
@@ -573,7 +544,7 @@ mod tests {
                 }
             }
         }
-        assert_eq!(seen.len(), 1 + 2 * 3);
+        assert_eq!(seen.len(), 3 + 2 * 3);
     }
 
     /// No single flipped bit goes unnoticed.

@@ -36,7 +36,7 @@ pub use self::operation::{Arrival, OpStatus};
 pub use self::outgoing::{Body, Outgoing};
 pub use self::pull::{Outbound, Payload, seal};
 pub use self::receive::{Finish, verify};
-pub use crate::frame::Farewell;
+pub use crate::frame::{Counts, Farewell};
 
 use self::credit::Credit;
 use self::operation::{Op, OpKey, Remembered};
@@ -45,7 +45,7 @@ use self::time::Hearing;
 use crate::fingerprint::Fingerprint;
 use crate::frame::{Channel, MAX_FRAME_BYTES, MessageKey};
 use crate::stream::{Stream, StreamStats};
-use penstock_types::{FailureKind, Generation, GroupId, MILLISECOND, OpSeq, SECOND, Time};
+use penstock_types::{ChannelId, FailureKind, Generation, GroupId, MILLISECOND, OpSeq, SECOND, Scope, Time};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// Names a stream of a peer.
@@ -109,10 +109,10 @@ pub enum Event {
     /// The peer sends in an operation that has ended here; the fingerprint is the peer's view of it. Often a duplicate of a
     /// frame that was taken.
     Late(MessageKey, Fingerprint),
-    /// The group has failed at the peer, or the peer forwards another rank's report.
-    Report(GroupId, Report),
-    /// The peer has left the group.
-    Left(GroupId, Farewell),
+    /// The group, or a channel of it, has failed at the peer, or the peer forwards another rank's report.
+    Report(Scope, Report),
+    /// The peer has left the group, or closed a channel of it.
+    Left(Scope, Farewell),
     /// The peer leaves the job in good order.
     Bye,
     /// This stream is silent although the peer is not: close it.
@@ -121,7 +121,7 @@ pub enum Event {
     Silent,
 }
 
-/// Why a group failed, as told to its other members.
+/// Why a group or a channel failed, as told to the group's other members.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     /// The failure's kind.
@@ -130,9 +130,8 @@ pub struct Report {
     pub message: String,
     /// Another rank has told the reporter; the message names that rank.
     pub is_passed_on: bool,
-    /// How many of the group's collectives still count: the reporter has ended them, and still delivers its part of them to
-    /// the peer.
-    pub finished: u64,
+    /// The collectives that still count.
+    pub finished: Counts,
 }
 
 /// One end of a pair of nodes. See the module's documentation.
@@ -335,7 +334,8 @@ impl Peer {
     }
 }
 
-const NO_MESSAGE: MessageKey = MessageKey { group: GroupId(0), channel: Channel::Collective, op: OpSeq(0), message: 0 };
+const NO_MESSAGE: MessageKey =
+    MessageKey { group: GroupId(0), channel: Channel::Collective(ChannelId::MAIN), op: OpSeq(0), message: 0 };
 /// The message travels on eager credit.
 pub const FLAG_EAGER: u16 = 2;
 /// The sender of the frame has found that the streams share a link.

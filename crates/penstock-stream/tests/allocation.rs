@@ -7,7 +7,7 @@ use penstock_stream::fingerprint::Fingerprint;
 use penstock_stream::frame::Channel;
 use penstock_stream::peer::{Body, OpStatus, Outgoing, Peer, PeerConfig};
 use penstock_stream::{Header, Kind, MessageKey};
-use penstock_types::{GroupId, MILLISECOND, OpSeq, Priority, Time};
+use penstock_types::{ChannelId, GroupId, MILLISECOND, OpSeq, Priority, Time};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
@@ -48,7 +48,12 @@ fn idle_polls_do_not_allocate() {
 
     let mut peer = Peer::new(PeerConfig::default(), Time(0));
     (0..8).for_each(|stream| peer.stream_up(stream, Time(0)));
-    let key = |message| MessageKey { group: GroupId(1), channel: Channel::Collective, op: OpSeq(0), message };
+    let key = |message| MessageKey {
+        group: GroupId(1),
+        channel: Channel::Collective(ChannelId::MAIN),
+        op: OpSeq(0),
+        message,
+    };
     for message in 0..4000 {
         let body = Body::Memory { place: Reference { address: 0, epoch: 0, region: 0 }, len: 1000 };
         peer.send(Outgoing {

@@ -42,6 +42,44 @@ pub type PeerId = u32;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GroupId(pub u64);
 
+/// An order of collectives in a group; [`ChannelId::MAIN`] is the group's own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ChannelId(pub u32);
+
+impl ChannelId {
+    /// The channel that each group has: the collectives of its users, and the messages between two ranks.
+    pub const MAIN: ChannelId = ChannelId(0);
+}
+
+/// What a rank leaves, or reports as failed: a channel of a group, or the group, which its main channel stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Scope {
+    /// The group.
+    pub group: GroupId,
+    /// The channel.
+    pub channel: ChannelId,
+}
+
+impl Scope {
+    /// Whether it is the whole group.
+    #[must_use]
+    pub fn is_group(self) -> bool {
+        self.channel == ChannelId::MAIN
+    }
+
+    /// Whether a channel of a group is in it.
+    #[must_use]
+    pub fn covers(self, group: GroupId, channel: ChannelId) -> bool {
+        self.group == group && (self.is_group() || self.channel == channel)
+    }
+}
+
+impl From<GroupId> for Scope {
+    fn from(group: GroupId) -> Scope {
+        Scope { group, channel: ChannelId::MAIN }
+    }
+}
+
 /// Counts how often a job was rebuilt. Frames of another generation are refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Generation(pub u32);

@@ -53,16 +53,13 @@ class Member(Protocol):
     @property
     def name(self) -> str: ...
     def part_of_store(self, prefix: str) -> Any: ...
-    def sibling(self, name: str, timeout: timedelta) -> Member: ...
-    def leave(self) -> None: ...
 
 
 class Aggregation:
-    """What an aggregated group has besides its membership: two more groups, and on rank 0 the jobs."""
+    """What an aggregated channel has besides its membership: on rank 0 the jobs."""
 
-    def __init__(self, group: _core.Group, siblings: list[Member], jobs: _Jobs | None) -> None:
+    def __init__(self, group: _core.Group, jobs: _Jobs | None) -> None:
         self._group = group
-        self._siblings = siblings
         self._jobs = jobs
 
     def stats(self) -> dict[str, Any]:
@@ -70,9 +67,7 @@ class Aggregation:
         return _core.aggregated_stats(self._group) or {}
 
     def close(self) -> None:
-        """Leave the two groups and close the jobs. Call it after the group was left."""
-        for sibling in self._siblings:
-            sibling.leave()
+        """Close the jobs. Call it after the group was left, or the channel closed."""
         self.close_jobs()
 
     def close_jobs(self) -> None:
@@ -121,7 +116,6 @@ def attach(
         own = {"error": f"rank {member.rank}: {error}"}
     store.set(f"rank/{member.rank}", json.dumps(own))
     jobs = None
-    siblings: list[Member] = []
     try:
         if member.rank == 0:
             keys = [f"rank/{rank}" for rank in range(member.world)]
@@ -142,10 +136,7 @@ def attach(
         if "error" in outcome:
             raise ConfigError(f"group {member.name} cannot be aggregated: {outcome['error']}")
         assert sockets is not None, "rank 0 has seen no error"
-        for purpose in ("aggregated/alarm", "aggregated/fallback"):
-            siblings.append(member.sibling(purpose, timeout))
-        alarm, fallback = siblings
-        _core.aggregate(
+        opened = _core.aggregate(
             member.group,
             sockets,
             rank=member.rank,
@@ -155,12 +146,10 @@ def attach(
             payload_bytes=outcome["payload_bytes"],
             min_bytes=agreed.min_bytes,
             servers=[_as_server(agreed, i, one, member.rank) for i, one in enumerate(outcome["servers"])],
-            alarm=alarm.group,
-            fallback=fallback.group,
+            timeout_s=max(0.0, until - time.monotonic()),
         )
+        opened.wait()
     except BaseException:
-        for sibling in siblings:
-            sibling.leave()
         if jobs is not None:
             jobs.close()
         raise
@@ -175,7 +164,7 @@ def attach(
             outcome["payload_bytes"],
             "" if agreed.key else ", without a key",
         )
-    return Aggregation(member.group, siblings, jobs)
+    return Aggregation(member.group, jobs)
 
 
 def _as_server(agreed: deployment.Deployment, index: int, opened: dict[str, Any], rank: int) -> tuple[Any, ...]:

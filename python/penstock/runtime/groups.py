@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import json
 import logging
 import secrets
@@ -26,16 +27,17 @@ from penstock.errors import Timeout as TimeoutError_
 from penstock.runtime import config, process
 from penstock.runtime.store import Keys, StoreError, is_served_here, keep_alive
 
-__all__ = ["Membership", "join"]
+__all__ = ["Membership", "Opening", "join"]
 
 log = logging.getLogger("penstock")
 
 
 @dataclass
 class Membership:
-    """This process's part in one group."""
+    """This process's part in one group, or in one channel of it."""
 
     group: _core.Group
+    """The channel in which operations are started; the main one stands for the group."""
     rank: int
     world: int
     name: str
@@ -49,45 +51,79 @@ class Membership:
     """The contact of each member, by its rank in the job."""
     aggregation: jobs.Aggregation | None = None
     """The servers and aggregators for its large all-reduces; None: these go among the ranks."""
+    deployment: tuple[str, str] | None = None
+    """The text and the name of the deployment that the group uses."""
     last: _core.Ticket | None = None
     """An operation that all ranks start and for which possibly no caller waits."""
+    is_channel: bool = False
+    """It is not the group's main channel."""
 
-    def leave(self) -> None:
-        """Leave the group; the engine stops with the last one. Blocks until peers have taken what is left."""
+    def leave(self, *, leaves_group: bool = False) -> None:
+        """Leave the group; the engine stops with the last one. Blocks until peers have taken what is left. A channel is closed;
+        ``leaves_group``: its group is left next."""
         if self.last is not None:
             # If the group were left while it runs, the group would fail on slower ranks.
             with contextlib.suppress(PenstockError):
                 self.last.wait(_LAST_S)
-        self.group.leave()
+        self.group.leave(leaves_group=leaves_group)
         self.engine.aggregations.pop(self.name, None)
         try:
             if self.aggregation is not None:
                 self.aggregation.close()
         finally:
-            self.engine.release()
+            if not self.is_channel:
+                self.engine.release()
 
     def part_of_store(self, prefix: str) -> Keys:
         """The keys below ``prefix`` of the group's store, which outlives this membership."""
         return Keys(prefix, self.store)
 
-    def sibling(
-        self, name: str, timeout: timedelta, *, aggregate: bool = False, check: Callable[[], None] | None = None
-    ) -> Membership:
-        """Join another group of the same ranks, over the same streams: its operations have an order of their own. All
-        ranks call it, with the same name. With ``aggregate`` its all-reduces go through servers if this group's do. ``check`` is
-        as for `join`."""
-        # Below the keys of this life: after a failure, ranks may differ in how many siblings they had begun.
-        store = Keys(f"penstock/sibling/{name}", self.keys)
-        aggregate = aggregate and self.aggregation is not None
-        full = f"{self.name}/{name}"
+    def open(self, name: str, timeout: timedelta) -> Opening:
+        """Begin to open a channel: its operations have an order of their own. All ranks open the channels of a group in the same
+        order, under the same names. Does not block."""
+        channel, ticket = self.group.channel(name, timeout_s=timeout.total_seconds())
+        # Below the keys of this life: a store may outlive a group of the same name.
+        store = Keys(f"penstock/channel/{name}", self.keys)
+        member = dataclasses.replace(
+            self, group=channel, name=f"{self.name}/{name}", store=store, aggregation=None, last=None, is_channel=True
+        )
+        return Opening(member, ticket, timeout)
 
-        def look() -> None:
-            self.group.check(range(len(self.job_ranks)), whole=True)
-            if check is not None:
-                check()
+    def channel(self, name: str, timeout: timedelta, *, aggregate: bool = False) -> Membership:
+        """`open` a channel, and wait until all ranks have. With ``aggregate`` its all-reduces go through servers if this
+        group's do."""
+        return self.open(name, timeout).wait(aggregate=aggregate and self.aggregation is not None)
 
-        look()
-        return join(store, self.rank, self.job_ranks, timeout, full, aggregate=aggregate, check=look)
+    def attach(self, timeout: timedelta, settings: config.Settings) -> None:
+        """Send large all-reduces through the deployment's servers. All ranks call it together."""
+        assert self.deployment is not None, "the caller has looked"
+        text, source = self.deployment
+        with _store_errors(self.name, self.rank):
+            self.aggregation = jobs.attach(self, text, source, settings.job_secret(), timeout, self.engine.interfaces)
+        self.engine.aggregations[self.name] = self.aggregation
+
+
+@dataclass
+class Opening:
+    """A channel that this rank has opened and others possibly have not."""
+
+    member: Membership
+    ticket: _core.Ticket
+    timeout: timedelta
+
+    def wait(self, *, aggregate: bool = False, check: Callable[[], None] | None = None) -> Membership:
+        """Block until all ranks have opened it. Calls ``check`` meanwhile, at least every `_SLICE_S`. If this raises, the channel
+        is closed here."""
+        try:
+            while not self.ticket.wait(_SLICE_S):
+                if check is not None:
+                    check()
+            if aggregate:
+                self.member.attach(self.timeout, config.read())
+        except BaseException:
+            self.member.leave()
+            raise
+        return self.member
 
 
 def join(
@@ -162,20 +198,16 @@ def join(
             engine.release()
         raise
     contacts = dict(zip(job_ranks, members, strict=True))
-    membership = Membership(group, rank, world, name, engine, own, store, tuple(job_ranks), contacts)
+    used = None if agreed["deployment"] is None else (agreed["deployment"][0], agreed["deployment"][1])
+    membership = Membership(group, rank, world, name, engine, own, store, tuple(job_ranks), contacts, deployment=used)
     if rank == 0:
         _announce(membership, settings, agreed, members)
-    if agreed["deployment"] is not None:
+    if used is not None:
         try:
-            text, source = agreed["deployment"]
-            with _store_errors(name, rank):
-                membership.aggregation = jobs.attach(
-                    membership, text, source, settings.job_secret(), timeout, engine.interfaces
-                )
+            membership.attach(timeout, settings)
         except BaseException:
             membership.leave()
             raise
-        engine.aggregations[name] = membership.aggregation
     return membership
 
 

@@ -7,7 +7,6 @@ time.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 from collections.abc import Sequence
@@ -52,7 +51,7 @@ def describe(records: Sequence[dict[str, Any]], last: int = 8) -> str:
         for peer in each["peers"]:
             if peer["lost"]:
                 lines.append(f"  lost: {peer['lost']}")
-        operations = [one for one in each["operations"] if not _is_watch(one)]
+        operations = each["operations"]
         shown = [one for one in operations if one["ended_s_ago"] is None]
         shown += [one for one in operations[max(0, len(operations) - last) :] if one["ended_s_ago"] is not None]
         for one in sorted(shown, key=lambda one: -one["issued_s_ago"]):
@@ -106,11 +105,6 @@ def _order(one: dict[str, Any]) -> str:
     return f"{one['group']}, through servers" if one["algorithm"] == "aggregated" else str(one["group"])
 
 
-def _is_watch(one: dict[str, Any]) -> bool:
-    """A message that never comes: its end says that a rank has left (docs/design/aggregated.md)."""
-    return str(one["group"]).endswith("/aggregated/alarm") and not _is_collective(one)
-
-
 def _is_collective(one: dict[str, Any]) -> bool:
     return not one["operation"].startswith("send/recv")
 
@@ -128,12 +122,17 @@ def command(folder: Path, last: int, generation: int | None) -> None:
     """
     records = []
     for path in sorted(folder.glob("rank-*.json")):
-        with contextlib.suppress(ValueError):
+        why = "is no flight record"
+        try:
             each = json.loads(path.read_text())
             if isinstance(each, dict) and each.get("format") == FORMAT:
                 records.append(each)
                 continue
-        click.echo(f"{path} is no flight record; it is left out", err=True)
+        except ValueError:
+            pass
+        except OSError as error:
+            why = f"cannot be read ({error.strerror})"
+        click.echo(f"{path} {why}; it is left out", err=True)
     if not records:
         raise click.ClickException(f"there is no flight record (rank-N.json) in {folder}")
     lives = sorted({each["generation"] for each in records})

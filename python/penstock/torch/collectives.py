@@ -98,7 +98,7 @@ class Collectives(Operations):
         if op not in ("sum", "avg"):
             raise refusal(f"all_reduce of sparse tensors knows SUM and AVG, not {op.upper()}; make them dense first")
         if self._sparse is None:
-            self._sparse = SparseReductions(lambda check: self.sibling("sparse", check=check), self._fail)
+            self._sparse = SparseReductions(self.open_channel("sparse"), self.keep_channel, self._fail)
         reductions, tickets = self._sparse, []
         timeout = opts.timeout if is_set(opts.timeout) else self._timeout
 

@@ -1,4 +1,4 @@
-"""What lasts as long as a group: its membership, time-out, siblings, and how it ends.
+"""What lasts as long as a group: its membership, time-out, channels, and how it ends.
 
 A group lives from the call that makes it to `Life.shutdown` or `Life.abort`. `alive` holds the backends of the groups that
 live.
@@ -6,7 +6,7 @@ live.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +34,7 @@ class Life:
         self._monitored = 0
         self._coalesced: Batch | None = None
         self._sides: dict[torch.device, Side] = {}
-        self._siblings: list[groups.Membership] = []
+        self._channels: list[groups.Membership] = []
         self._sparse: SparseReductions | None = None
         self._options = c10d.Backend.Options("penstock", timeout) if hasattr(c10d.Backend, "Options") else None
         alive.add(self)
@@ -45,7 +45,7 @@ class Life:
             alive.discard(self)
             if self._sparse is not None:
                 self._sparse.close()
-            self.forget_siblings(list(self._siblings))
+            self.close_channels(list(self._channels), leaves_group=True)
             self._member.leave()
             while self._sides:
                 self._sides.popitem()[1].close()
@@ -56,24 +56,29 @@ class Life:
             self._member.group.abort(f"rank {self._member.rank} called abort()")
             self.shutdown()
 
-    def sibling(
-        self, name: str, *, aggregate: bool = False, check: Callable[[], None] | None = None
-    ) -> groups.Membership:
-        """Join another group of the same ranks, for operations that have an order of their own. Blocks until all ranks have
-        called it, with the same name; it is left with this group at the latest. With ``aggregate`` its all-reduces go through
-        servers if this group's do; ``check`` is as for `groups.join`."""
-        sibling = self._member.sibling(name, self._timeout, aggregate=aggregate, check=check)
-        self._siblings.append(sibling)
-        if self not in alive:  # shut down meanwhile, by another thread
-            self.forget_siblings([sibling])
-        return sibling
+    def channel(self, name: str, *, aggregate: bool = False) -> groups.Membership:
+        """Open a channel of this group, for operations that have an order of their own. Blocks until all ranks have opened it.
+        All do so in the same order, under the same names. It is closed with this group at the latest. With ``aggregate`` its
+        all-reduces go through servers if this group's do."""
+        return self.keep_channel(self._member.channel(name, self._timeout, aggregate=aggregate))
 
-    def forget_siblings(self, siblings: Iterable[groups.Membership]) -> None:
-        """Leave sibling groups, unless they were left already."""
-        for sibling in siblings:
-            if sibling in self._siblings:
-                self._siblings.remove(sibling)
-                sibling.leave()
+    def open_channel(self, name: str) -> groups.Opening:
+        """Begin to open a channel, without waiting for the other ranks; `keep_channel` follows."""
+        return self._member.open(name, self._timeout)
+
+    def keep_channel(self, channel: groups.Membership) -> groups.Membership:
+        """The channel is closed with this group at the latest."""
+        self._channels.append(channel)
+        if self not in alive:  # shut down meanwhile, by another thread
+            self.close_channels([channel])
+        return channel
+
+    def close_channels(self, channels: Iterable[groups.Membership], *, leaves_group: bool = False) -> None:
+        """Close channels, unless they were closed already."""
+        for channel in channels:
+            if channel in self._channels:
+                self._channels.remove(channel)
+                channel.leave(leaves_group=leaves_group)
 
     @property
     def timeout_s(self) -> float:

@@ -2,7 +2,7 @@
 
 Sizes differ between ranks, so an all-reduce takes three all-gathers: of shapes and counts, of indices, of values. The caller's
 thread cannot issue them, since it must not wait; issued by another thread they would have no place in the group's order. So a
-group's sparse all-reduces run one after the other on a thread of their own, in a sibling group.
+group's sparse all-reduces run one after the other on a thread of their own, in a channel of the group.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import copy
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from penstock import _core
 from penstock.errors import Closed, Mismatch
-from penstock.errors import Timeout as TimeoutError_
+from penstock.runtime.groups import Membership, Opening
 from penstock.torch.gather import Gather, gatherer
 
 __all__ = ["SparseReductions", "SparseTicket", "add_up"]
@@ -27,18 +26,19 @@ class SparseReductions:
     """One group's all-reduces of sparse tensors.
 
     Args:
-        join: joins the sibling group (`penstock.runtime.groups.Membership`), on this object's thread. All ranks do so with
-            their first sparse all-reduce. It calls its argument while it waits, and raises what that raises.
+        opening: the channel (`penstock.runtime.groups.Opening`). All ranks open it with their first sparse all-reduce, on the
+            thread that starts that: so it has its place among the group's channels.
+        keep: called with the open channel (`penstock.runtime.groups.Membership`), whose owner closes it.
         fail: called with the error of an all-reduce that failed, unless its group lives.
     """
 
-    def __init__(self, join: Callable[[Callable[[], None]], Any], fail: Callable[[BaseException], object]) -> None:
-        self._join = join
+    def __init__(
+        self, opening: Opening, keep: Callable[[Membership], object], fail: Callable[[BaseException], object]
+    ) -> None:
+        self._opening, self._keep = opening, keep
         self._fail = fail
         self._queue: queue.SimpleQueue[tuple[SparseTicket, torch.Tensor, bool, float] | None] = queue.SimpleQueue()
-        self._member: Any = None
-        self._expired_s: float | None = None
-        """The seconds after which a caller waited no longer."""
+        self._member: Membership | None = None
         self._closed = False
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name="penstock-sparse", daemon=True).start()
@@ -55,13 +55,11 @@ class SparseReductions:
         return ticket
 
     def expire(self, waited_s: float) -> None:
-        """Fail running all-reduces, and the join: a caller has waited for this many seconds, and waits no longer."""
-        self._expired_s = waited_s
-        if self._member is not None:
-            self._member.group.expire(waited_s)
+        """Fail running all-reduces, and the opening: a caller has waited for this many seconds, and waits no longer."""
+        self._opening.member.group.expire(waited_s)
 
     def close(self) -> None:
-        """End the thread. Waiting all-reduces fail. Does not block; the owner of the sibling group leaves it."""
+        """End the thread. Waiting all-reduces fail. Does not block; the owner of the channel closes it."""
         with self._lock:
             self._closed = True
             self._queue.put(None)
@@ -76,8 +74,8 @@ class SparseReductions:
                 if self._closed:
                     raise _destroyed()
                 if self._member is None:
-                    self._member = self._join(self._check)
-                    self._check()
+                    self._member = self._opening.wait()
+                    self._keep(self._member)
                 gather = gatherer(self._member, timeout_s)
                 ticket.end(add_up(tensor, gather, average=average))
             except BaseException as error:
@@ -85,13 +83,6 @@ class SparseReductions:
                 if failure is None and not getattr(error, "group_lives", False):
                     failure = error
                     self._fail(error)
-
-    def _check(self) -> None:
-        if self._expired_s is not None:
-            raise TimeoutError_(
-                f"Timed out after {self._expired_s:g} s: not all ranks have come to the group's first all_reduce of a sparse "
-                "tensor. Raise the time-out of wait() if that is expected. The group is unusable: destroy it and build a new one."
-            )
 
 
 class SparseTicket:

@@ -19,7 +19,7 @@ import os
 import statistics
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from penstock.torch.gather import Gather
 
 __all__ = [
     "Pass",
+    "PassChecks",
     "SlowCheck",
     "Verdict",
     "check_alike",
@@ -126,6 +127,30 @@ def compare(gather: Gather, rows: Sequence[tuple[str, torch.Tensor, torch.Tensor
         with contextlib.suppress(Closed):  # a group of another backend
             process.engine().core.write_record()  # the engine sees no failure
         raise error
+
+
+class PassChecks:
+    """What PENSTOCK_CHECK asks of every pass of a reducer.
+
+    Args:
+        asked: the checks' names.
+        gather: nothing else may need its channel between passes.
+        rank: this rank in the group.
+        job_ranks: the ranks in the job of the group's ranks.
+    """
+
+    def __init__(self, asked: Collection[str], gather: Gather, rank: int, job_ranks: Sequence[int]) -> None:
+        self._gather = gather
+        self.is_compared = "mismatch" in asked
+        self.slow = SlowCheck(gather, rank, job_ranks) if "slow" in asked else None
+
+    def compare(self, rows: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], step: int) -> None:
+        """Raise `penstock.errors.Diverged` on all ranks if those hold other bits in some (name, parameter, average)."""
+        compare(self._gather, rows, f"in step {step} (PENSTOCK_CHECK=mismatch)")
+
+    def stats(self) -> dict[str, Any]:
+        """``slow``, where that was asked for."""
+        return {"slow": self.slow.stats()} if self.slow else {}
 
 
 def first_difference(table_WPK: Sequence[Sequence[Sequence[int]]], names: Sequence[str]) -> str | None:

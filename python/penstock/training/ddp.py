@@ -19,6 +19,7 @@ from penstock import renamed
 from penstock.errors import Config as ConfigError
 from penstock.training import tuning
 from penstock.training.gradients import GradientReducer
+from penstock.training.passes import BackwardPass
 
 __all__ = ["ddp_hook"]
 
@@ -61,16 +62,14 @@ def ddp_hook(
 class _DDPReducer(GradientReducer):
     """Fills DDP's buckets with gradients that are reduced already."""
 
+    _averages_sparse = False  # DDP hands them over in buckets of their own
+
     def __init__(self, model: torch.nn.parallel.DistributedDataParallel, **options: Any) -> None:
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise ConfigError(f"ddp_hook takes a DistributedDataParallel model, not {type(model).__name__}")
         self._model = weakref.ref(model)
         self._check_passes()
         super().__init__(model, model.process_group, broadcast=False, **options)
-        # DDP hands them over in buckets of their own.
-        for hook in self._hooks[len(self._parameters) :]:
-            hook.remove()
-        self._sparse = self._sparse_names = []
         self._full: list[tuple[dist.GradBucket, torch.futures.Future[torch.Tensor]]] = []
 
     def _keep(self) -> None:
@@ -85,8 +84,7 @@ class _DDPReducer(GradientReducer):
 
     def ddp_bucket_is_full(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP waits for the future after `_finish`, which was queued before."""
-        is_closed = not self._hooks  # DDP keeps its own
-        if is_closed or bucket.buffer().is_sparse:
+        if not self._end.alive or bucket.buffer().is_sparse:
             work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=self._group, async_op=True)
             return work.get_future().then(lambda done: done.value()[0])
         self._check_passes()
@@ -96,7 +94,7 @@ class _DDPReducer(GradientReducer):
 
     def _keeps_back(self, parameter: torch.nn.Parameter) -> None:
         # A step on these is this rank's own, as it is under DDP without the hook.
-        self._passes += 1
+        self._steps.passes += 1
 
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
         # DDP ignores names; what is ignored is each rank's own.
@@ -106,17 +104,17 @@ class _DDPReducer(GradientReducer):
     def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Nothing: DDP leaves such gradients to each rank."""
 
-    def _check_unchanged(self, index: int, parameter: torch.nn.Parameter) -> None:
+    def _check_unchanged(self, current: BackwardPass) -> None:
         """Nothing: DDP moves gradients into its buckets, and writes to those."""
 
     def _synchronises(self) -> bool:
         model = self._model()
         return model is not None and bool(model.require_backward_grad_sync)
 
-    def _begin(self) -> None:
+    def _begin(self) -> BackwardPass:
         if self._pass is None:
             self._check_passes()
-        super()._begin()
+        return super()._begin()
 
     def _check_passes(self) -> None:
         """Refuse what makes DDP hand over its buckets outside of the backward pass: it would wait for ever."""
@@ -136,16 +134,16 @@ class _DDPReducer(GradientReducer):
         self._full = []
         super()._abandon()
 
-    def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
+    def _deliver(self, current: BackwardPass) -> None:
         full, self._full = self._full, []
-        self._averages.clear()
+        current.states.clear()
         if not full:
-            super()._deliver(gradients)
+            super()._deliver(current)
         for bucket, future in full:
             for parameter, place in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 # DDP has moved a gradient that was not in its bucket there after our hook: the copy was made while it
                 # was being reduced, and is replaced.
-                gradient = gradients[self._index[parameter]]
+                gradient = current.handed[self._trained.index[parameter]]
                 if gradient.data_ptr() != place.data_ptr():
                     place.copy_(gradient)
             future.set_result(bucket.buffer())

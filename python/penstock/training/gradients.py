@@ -33,7 +33,10 @@ from penstock.torch import backend
 from penstock.torch.gather import gatherer
 from penstock.torch.layout import layout
 from penstock.training import checks, passes, tuning
+from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
+from penstock.training.steps import Stepper, Steps, state
+from penstock.training.trained import Trained
 from penstock.training.tune import Setting, Tuner
 
 __all__ = ["GradientReducer"]
@@ -92,6 +95,8 @@ class GradientReducer:
     where they lie.
     """
 
+    _averages_sparse = True
+
     def __init__(
         self,
         model: torch.nn.Module | Iterable[torch.nn.Parameter],
@@ -103,56 +108,30 @@ class GradientReducer:
         broadcast: bool = True,
         tune: tuning.Tune = None,
     ) -> None:
-        parameters = list(dict.fromkeys(model.parameters() if isinstance(model, torch.nn.Module) else model))
-        names: dict[torch.Tensor, str] = {}
-        if isinstance(model, torch.nn.Module):
-            names = {one: name for name, one in model.named_parameters()}
-        # Autograd makes gradients from the last layer to the first, nearly.
-        sparse = _sparse_weights(model) if isinstance(model, torch.nn.Module) else set()
-        ignored = self._ignored(model)
-        trained = [one for one in reversed(parameters) if one.requires_grad and one not in ignored]
-        self._parameters = [parameter for parameter in trained if parameter not in sparse]
-        self._sparse = [parameter for parameter in trained if parameter in sparse]
-        if not trained:
-            raise ConfigError("there is no parameter that requires a gradient")
-        for parameter in trained:
-            if parameter.device.type != "cpu":
-                raise ConfigError(
-                    f"a parameter lies on {parameter.device}; gradients are reduced on the CPU only. Use "
-                    'DistributedDataParallel over init_process_group("penstock"), which stages CUDA tensors.'
-                )
-        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
-        self._reduced = {*self._parameters, *self._sparse}
-        self._frozen = [one for one in parameters if not one.requires_grad]
-        self._module = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
+        self._trained = trained = Trained(model, self._ignored(model), with_sparse=self._averages_sparse)
         if bucket_bytes <= 0:
             raise ConfigError(f"bucket_bytes must be positive, not {bucket_bytes}")
         self._group = group
         self._backend = backend.of(group)
         agreed = tuning.agree(tune, group)
-        tensors: list[torch.Tensor] = [one for one in parameters if one not in ignored]
+        tensors: list[tuple[str, torch.Tensor]] = list(trained.listed)
         if broadcast and isinstance(model, torch.nn.Module):
-            tensors += model.buffers()
-            names.update((buffer, name) for name, buffer in model.named_buffers())
-        checks.check_same_tensors([(names.get(one, ""), one) for one in tensors], group)
+            tensors += model.named_buffers()
+        checks.check_same_tensors(tensors, group)
         if broadcast:
-            self._broadcast(tensors)
-        self._rounds = self._backend.sibling("rounds")
-        self._buckets = self._backend.sibling("buckets", aggregate=True)
+            self._broadcast(tensor for _, tensor in tensors)
+        rounds = self._backend.channel("rounds")
+        self._buckets = self._backend.channel("buckets", aggregate=True)
         asked = config.read().check
         process.requests.take()
-        self._names = [names.get(one, f"parameter {index}") for index, one in enumerate(self._parameters)]
-        self._sparse_names = [names[one] for one in self._sparse]
-        self._slots = Slots(self._parameters, self._names)
-        self._gather = gatherer(self._buckets, self._backend.timeout_s)
-        self._is_compared = "mismatch" in asked
-        self._slow: checks.SlowCheck | None = None
-        if "slow" in asked:
-            everybody = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-            self._slow = checks.SlowCheck(self._gather, self._buckets.rank, everybody)
+        self._slots = Slots(trained.dense, trained.names)
+        everybody = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        self._checks = checks.PassChecks(
+            asked, gatherer(self._buckets, self._backend.timeout_s), self._buckets.rank, everybody
+        )
         wire_name = None if wire is None else str(wire).removeprefix("torch.")
         self._reducer = _core.Reducer(
-            rounds=self._rounds.group,
+            rounds=rounds.group,
             buckets=self._buckets.group,
             rank=self._buckets.rank,
             world=self._buckets.world,
@@ -170,51 +149,38 @@ class GradientReducer:
             algorithm=agreed["algorithm"] or tuning.AUTO,
             compression=next(name for name, dtype in tuning.WIRES.items() if dtype == wire_name),
         )
-        self._groups = [self._rounds, self._buckets]
+        channels = [rounds, self._buckets]
         self._tuning: tuning.Tuning | None = None
         if "options" in agreed or "setting" in agreed:
-            self._groups.append(self._backend.sibling("tuning"))
+            channels.append(self._backend.channel("tuning"))
             self._tuning = tuning.Tuning(
                 agreed,
                 self._reducer,
                 self._buckets,
-                self._groups[-1],
+                channels[-1],
                 group,
                 default=self._setting,
-                model=model if isinstance(model, torch.nn.Module) else self._parameters,
+                model=model if isinstance(model, torch.nn.Module) else trained.dense,
                 timeout_s=self._backend.timeout_s,
             )
         self._enabled = True
-        # What this pass has handed over, by index; and of which version it was then, where it is the gradient itself.
-        self._pass: dict[int, torch.Tensor] | None = None
-        self._versions: dict[int, int] = {}
-        self._task = -1
-        # Of the pass: the gradients that this rank does not have.
-        self._absent: set[int] = set()
+        self._pass: BackwardPass | None = None
         # Completes when the operations of a pass that raised have ended.
         self._withdrawn: _core.Ticket | None = None
         self._has_warned = False
-        # How many passes have made gradients that are to be averaged.
-        self._passes = 0
-        # Gradients that passes under no_sync have made and that are not averaged yet, with their state then.
-        self._kept: dict[torch.nn.Parameter, tuple[int, int]] = {}
-        # Averages, by index.
-        self._averages: dict[int, tuple[int, int]] = {}
-        # Whether averages were changed between the last pass and its step, and whether the last average came within a step.
-        self._was_changed = self._was_late = False
+        self._steps = Steps()
         self._number = next(_numbers)
-        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # Python's collector does not see what torch's hooks refer to, so they do not keep this object.
         this = weakref.ref(self)
-        self._hooks = [
+        hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(GradientReducer._ready, this, index))
-            for index, parameter in enumerate(self._parameters)
+            for index, parameter in enumerate(trained.dense)
         ]
-        self._hooks += [
+        hooks += [
             one.register_post_accumulate_grad_hook(functools.partial(GradientReducer._sparse_ready, this))
-            for one in self._sparse
+            for one in trained.sparse
         ]
-        self._end = weakref.finalize(self, _end, self._tuning, self._hooks, self._backend, self._groups)
+        self._end = weakref.finalize(self, _end, self._tuning, hooks, self._backend, channels)
         self._end.atexit = False
         self._keep()
         _hook_optimizers()
@@ -222,7 +188,7 @@ class GradientReducer:
 
     def _keep(self) -> None:
         """Let the parameters keep this object alive; Python collects both together."""
-        for parameter in self._reduced:
+        for parameter in self._trained.all:
             if not isinstance(parameter.__dict__.get(_KEPT), _Kept):
                 parameter.__dict__[_KEPT] = _Kept()
             parameter.__dict__[_KEPT].add(self)
@@ -248,8 +214,7 @@ class GradientReducer:
             penstock.errors.Config: what passes under `no_sync` have left was changed since; nothing was sent.
             What ``backward`` raises.
         """
-        steps = self._stepped.values()
-        if self._synchronises() and self._lacks_average(self._passes in steps or not self._passes, self._reduced):
+        if self._synchronises() and self._lacks_average(self._steps.is_stepped(), self._trained.all):
             self._average_rest()
 
     def stats(self) -> dict[str, Any]:
@@ -257,7 +222,7 @@ class GradientReducer:
         mostly waiting for the slowest rank), ``buckets``, and the bytes of gradients that were reduced where they lie
         (``in_place_bytes``) or copied into buckets (``copied_bytes``). With PENSTOCK_CHECK=slow also ``slow``: what each rank
         did in the last steps, and who keeps the others waiting (`penstock.training.checks.SlowCheck.stats`)."""
-        return self._reducer.stats() | ({"slow": self._slow.stats()} if self._slow else {})
+        return self._reducer.stats() | self._checks.stats()
 
     @property
     def setting(self) -> Setting:
@@ -299,16 +264,15 @@ class GradientReducer:
             self._tuning.exclude_pause()
 
     def close(self) -> None:
-        """Remove the hooks from the model and leave the groups. `destroy_process_group` does the latter, too. DDP then reduces
+        """Remove the hooks from the model and close the channels. `destroy_process_group` does the latter, too. DDP then reduces
         its own buckets, each in one all-reduce."""
         _alive.pop(self._number, None)
-        for parameter in self._reduced:
+        for parameter in self._trained.all:
             kept = parameter.__dict__.get(_KEPT, set())
             kept.discard(self)
             if not kept:
                 parameter.__dict__.pop(_KEPT, None)
         self._end()
-        self._hooks = []
 
     # ------------------------------------------------------------------ one backward pass
 
@@ -318,19 +282,20 @@ class GradientReducer:
         self = this()
         if self is None:
             return
-        submitted = self._pass
-        if submitted is None or _task() != self._task:
+        current = self._pass
+        if current is None or _task() != current.task:
             if not self._synchronises():
                 self._keeps_back(parameter)
                 return
-            submitted = self._take_part()
+            current = self._take_part()
         gradient = parameter.grad
         assert gradient is not None, "autograd has just accumulated it"
-        if self._slow:
-            self._slow.gradient()
-        handed = submitted[index] = self._slots.submit(self._reducer, index, gradient)
+        if self._checks.slow:
+            self._checks.slow.gradient()
+        handed, address = self._slots.submit(self._reducer, index, gradient)
+        current.handed[index] = handed
         if handed is gradient:
-            self._versions[index] = gradient._version
+            current.states[index] = address, gradient._version
 
     @staticmethod
     def _sparse_ready(this: weakref.ref[GradientReducer], parameter: torch.nn.Parameter) -> None:
@@ -346,19 +311,17 @@ class GradientReducer:
 
     def _keeps_back(self, parameter: torch.nn.Parameter) -> None:
         """A gradient was made under no_sync. The next pass outside averages it, or the next step outside."""
-        assert parameter.grad is not None, "autograd has just accumulated it"
-        self._kept[parameter] = _state(parameter.grad)
+        self._steps.keep(parameter)
 
-    def _take_part(self) -> dict[int, torch.Tensor]:
-        """A gradient of a pass is ready: make sure that the pass gets its end. Returns what the pass has submitted."""
+    def _take_part(self) -> BackwardPass:
+        """A gradient of a pass is ready: make sure that the pass gets its end."""
         task = _task()
-        if self._pass is None or task != self._task:
+        if self._pass is None or task != self._pass.task:
             # Each pass needs a callback of its own, which autograd calls at its end on the thread that called backward(), or
             # drops if the pass raises. Nested passes (reentrant checkpoints) end one by one; averaging what is averaged
             # already changes nothing.
-            self._task = task
-            self._passes += 1
-            self._begin()
+            self._steps.passes += 1
+            self._begin().task = task
             passes.at_end(self._finish, self._abandon)
         assert self._pass is not None
         return self._pass
@@ -367,15 +330,15 @@ class GradientReducer:
         """Whether passes that begin now are averaged."""
         return self._enabled
 
-    def _begin(self) -> None:
+    def _begin(self) -> BackwardPass:
         withdrawn, self._withdrawn = self._withdrawn, None
         if withdrawn is not None:
             withdrawn.wait()
         if self._pass is None:
             if self._tuning is not None:
                 self._tuning.begin()
-            self._pass, self._versions = {}, {}
-            self._absent.clear()
+            self._pass = BackwardPass()
+        return self._pass
 
     def _submit_rest(self, has_any: bool = True) -> None:
         """Submit what the pass has not reached. What an earlier pass left under no_sync counts: it is this pass's gradient.
@@ -384,54 +347,56 @@ class GradientReducer:
             has_any: whether this rank has gradients at all; if not, all are absent.
         """
         assert self._pass is not None
-        if len(self._pass) == len(self._parameters):
+        handed, absent = self._pass.handed, self._pass.absent
+        if len(handed) == len(self._trained.dense):
             return
-        for index, parameter in enumerate(self._parameters):
-            if index in self._pass:
+        for index, parameter in enumerate(self._trained.dense):
+            if index in handed:
                 continue
             gradient = parameter.grad if has_any else None
             if gradient is None:
-                self._absent.add(index)
+                absent.add(index)
                 gradient = self._slots.zeros(index)
-            elif self._slow:
-                self._slow.gradient()
-            self._pass[index] = self._slots.submit(self._reducer, index, gradient, index in self._absent)
+            elif self._checks.slow:
+                self._checks.slow.gradient()
+            handed[index], _ = self._slots.submit(self._reducer, index, gradient, index in absent)
 
     def _finish(self) -> None:
-        if self._pass is None:
+        current = self._pass
+        if current is None:
             return  # a nested pass has done it
-        self._check_left_out(self._frozen)
-        for index in self._pass:
-            self._check_unchanged(index, self._parameters[index])
+        self._check_left_out(self._trained.frozen)
+        self._check_unchanged(current)
         self._submit_rest()
         try:
             self._reducer.flush().wait()
             averages = self._reduce_sparse()
         finally:
-            gradients, self._pass = self._pass, None
-        self._kept.clear()
-        if self._slow:
-            self._slow.passed(self._reducer.stats()["round_s"])
-        self._deliver(gradients)
-        if self._is_compared:
-            rows = zip(self._names, self._parameters, (gradients[at] for at in range(len(self._names))), strict=True)
-            when = f"in step {self._reducer.stats()['steps']} (PENSTOCK_CHECK=mismatch)"
-            checks.compare(self._gather, [*list(rows)[::-1], *averages], when)
+            self._pass = None
+        self._steps.kept.clear()
+        if self._checks.slow:
+            self._checks.slow.passed(self._reducer.stats()["round_s"])
+        self._deliver(current)
+        if self._checks.is_compared:
+            trained = self._trained
+            rows = zip(
+                trained.names, trained.dense, (current.handed[at] for at in range(len(trained.names))), strict=True
+            )
+            self._checks.compare([*list(rows)[::-1], *averages], self._reducer.stats()["steps"])
         if self._tuning is not None:
             self._tuning.end()
 
-    def _check_unchanged(self, index: int, parameter: torch.nn.Parameter) -> None:
+    def _check_unchanged(self, current: BackwardPass) -> None:
         """Raise if a gradient was changed while it was being averaged: what then comes out is right on no rank."""
-        assert self._pass is not None
-        if index not in self._versions:
-            return
-        submitted = self._pass[index]
-        if submitted._version != self._versions[index] or parameter.grad is not submitted:
-            raise ConfigError(
-                f"rank {self._buckets.rank}: the gradient of {self._names[index]} was changed in the backward pass after it was "
-                "complete, while it was being averaged: by a hook, for one. Register hooks that change gradients before the "
-                "reducer is made, or change gradients after backward()"
-            )
+        parameters, handed = self._trained.dense, current.handed
+        for index, (_, version) in current.states.items():
+            gradient = handed[index]
+            if gradient._version != version or parameters[index].grad is not gradient:
+                raise ConfigError(
+                    f"rank {self._buckets.rank}: the gradient of {self._trained.names[index]} was changed in the backward pass "
+                    "after it was complete, while it was being averaged: by a hook, for one. Register hooks that change "
+                    "gradients before the reducer is made, or change gradients after backward()"
+                )
 
     def _reduce_sparse(self) -> list[tuple[str, torch.nn.Parameter, torch.Tensor]]:
         """Average the sparse gradients. All ranks have come to the end of the pass.
@@ -439,7 +404,7 @@ class GradientReducer:
         Returns: the values of each average, with its parameter and name.
         """
         started = []
-        for name, parameter in zip(self._sparse_names, self._sparse, strict=True):
+        for name, parameter in zip(self._trained.sparse_names, self._trained.sparse, strict=True):
             gradient = parameter.grad
             if gradient is None:  # not used here, but perhaps elsewhere
                 mean = torch.sparse_coo_tensor(
@@ -461,7 +426,7 @@ class GradientReducer:
         """The pass has raised: drop its step. Does not block, since the exception is on its way to the script."""
         if self._pass is None:
             return
-        submitted, self._pass = self._pass, None
+        submitted, self._pass = self._pass.handed, None
         self._withdrawn = self._reducer.withdraw()
         if not self._has_warned:
             self._has_warned = True
@@ -471,44 +436,51 @@ class GradientReducer:
                 "ranks see.)",
                 self._buckets.rank,
                 len(submitted),
-                len(self._parameters),
+                len(self._trained.dense),
             )
 
     def _check_in_pass(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer steps in the middle of a pass (in a hook) by gradients that are being averaged."""
-        submitted = self._pass or {}
+        submitted = self._pass.handed if self._pass is not None else {}
         for one in _parameters(optimizer) if submitted else ():
-            if self._index.get(one) in submitted:
+            index = self._trained.index.get(one)
+            if index in submitted:
                 raise ConfigError(
-                    f"rank {self._buckets.rank}: an optimizer steps {self._names[self._index[one]]} within the backward pass, "
+                    f"rank {self._buckets.rank}: an optimizer steps {self._trained.names[index]} within the backward pass, "
                     "when its gradient is not averaged yet. Step after backward()"
                 )
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step. If it steps parameters of this reducer outside of no_sync, average what is not averaged
         yet."""
-        stepped = self._stepped.get(optimizer)
-        if stepped is None and not any(one in self._reduced for one in _parameters(optimizer)):
-            return
+        steps, trained = self._steps, self._trained
+        stepper = steps.steppers.get(optimizer)
+        if stepper is None:
+            if not any(one in trained.all for one in _parameters(optimizer)):
+                return
+            stepper = steps.steppers[optimizer] = Stepper()
         if self._synchronises():
-            self._check_left_out(one for one in _parameters(optimizer) if one not in self._reduced)
-            if self._lacks_average((stepped or 0) == self._passes, _parameters(optimizer)):
+            for group in optimizer.param_groups:
+                if not trained.ids.issuperset(map(id, group["params"])):
+                    self._check_left_out(one for one in group["params"] if one not in trained.all)
+            are_delivered = steps.are_delivered(_parameters(optimizer), trained.index)
+            if self._lacks_average(stepper.passes == steps.passes, _parameters(optimizer), bool(are_delivered)):
                 if _is_scaled():
                     raise ConfigError(
                         f"rank {self._buckets.rank}: GradScaler.step() makes a step whose gradients are not averaged, and has "
                         f"unscaled and checked this rank's own: other ranks may skip the step. {_CALL_AVERAGE}"
                     )
-                is_late = self._was_late = self._average_rest()
+                is_late = steps.was_late = self._average_rest()
             else:
-                is_late, self._was_late = self._was_late, False
-                self._was_changed = self._has_changed(optimizer)
-            if is_late and self._was_changed:
+                is_late, steps.was_late = steps.was_late, False
+                steps.was_changed = are_delivered is False
+            if is_late and steps.was_changed:
                 raise ConfigError(
                     f"rank {self._buckets.rank}: gradients were averaged within optimizer.step() in this step or the one before, "
                     "because no backward pass outside no_sync reached a parameter, and this script changes averages before it "
                     f"steps (by clip_grad_norm_, for one): other ranks did. {_CALL_AVERAGE}"
                 )
-        self._stepped[optimizer] = self._passes
+        stepper.passes = steps.passes
 
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
         """Parameters that require a gradient and are not to be averaged."""
@@ -520,28 +492,30 @@ class GradientReducer:
         found = [one for one in parameters if one.requires_grad and one.grad is not None]
         if not found:
             return
-        module = None if self._module is None else self._module()
-        names = {one: name for name, one in module.named_parameters()} if module is not None else {}
-        elsewhere = set().union(*(one._reduced for one in list(_alive.values())))
-        for one in found:
-            if one not in elsewhere and (one in names or any(one is other for other in self._frozen)):
-                raise ConfigError(
-                    f"rank {self._buckets.rank}: the gradient of {names.get(one, 'a parameter')} is not averaged: the parameter "
-                    "required no gradient, or was no part of the model, when the reducer was made. After a model is unfrozen or "
-                    "grows, close() its reducer and make another one, on all ranks"
-                )
+        elsewhere = set().union(*(one._trained.all for one in list(_alive.values())))
+        name = self._trained.name_of_part(one for one in found if one not in elsewhere)
+        if name is not None:
+            raise ConfigError(
+                f"rank {self._buckets.rank}: the gradient of {name} is not averaged: the parameter "
+                "required no gradient, or was no part of the model, when the reducer was made. After a model is unfrozen or "
+                "grows, close() its reducer and make another one, on all ranks"
+            )
 
-    def _lacks_average(self, has_stepped: bool, parameters: Iterable[torch.nn.Parameter]) -> bool:
+    def _lacks_average(
+        self, has_stepped: bool, parameters: Iterable[torch.nn.Parameter], are_delivered: bool = False
+    ) -> bool:
         """Whether gradients must be averaged before these parameters are stepped.
 
         Args:
             has_stepped: no pass was averaged since the last step: this step's passes have reached no parameter, though other
                 ranks' may have, and wait for this rank.
+            are_delivered: there are averages.
         """
-        if has_stepped or (self._kept and any(one in self._kept for one in parameters)):
+        kept = self._steps.kept
+        if has_stepped or (kept and any(one in kept for one in parameters)):
             return True
         # Also where a step was left out: its averages were dropped, and no pass has made others.
-        return all(one.grad is None for one in self._reduced)
+        return not are_delivered and all(one.grad is None for one in self._trained.all)
 
     def _average_rest(self) -> bool:
         """Average what passes under no_sync have left, or nothing if they have left none.
@@ -551,53 +525,42 @@ class GradientReducer:
         Raises:
             penstock.errors.Config: what they have left was changed since; nothing was sent.
         """
-        for parameter, state in self._kept.items():
-            gradient = parameter.grad
-            # zero_grad() has dropped this gradient.
-            if gradient is not None and _state(gradient) != state and gradient.count_nonzero():
-                index = self._index.get(parameter)
-                name = "a sparse weight" if index is None else self._names[index]
-                raise ConfigError(
-                    f"rank {self._buckets.rank}: the gradient of {name} was changed (by clip_grad_norm_, for "
-                    f"one) after a pass under no_sync had made it and before it was averaged. {_CALL_AVERAGE}"
-                )
+        changed = self._steps.changed_since_kept()
+        if changed is not None:
+            index = self._trained.index.get(changed)
+            name = "a sparse weight" if index is None else self._trained.names[index]
+            raise ConfigError(
+                f"rank {self._buckets.rank}: the gradient of {name} was changed (by clip_grad_norm_, for "
+                f"one) after a pass under no_sync had made it and before it was averaged. {_CALL_AVERAGE}"
+            )
         self._begin()
         try:
-            if all(one.grad is None for one in self._kept):
+            if all(one.grad is None for one in self._steps.kept):
                 self._submit_rest(has_any=False)
             self._finish()
         except BaseException:
             self._abandon()
             raise
         # For other optimizers over these parameters, which step at the same time.
-        self._passes += 1
-        return not all(self._reducer.was_absent(index) for index in range(len(self._parameters)))
+        self._steps.passes += 1
+        return not all(self._reducer.was_absent(index) for index in range(len(self._trained.dense)))
 
-    def _has_changed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer's averages are no longer what was delivered. The first stands for all: clipping changes all, and
-        looking at 500 takes 0.3 ms."""
-        for one in _parameters(optimizer):
-            state = self._averages.get(self._index.get(one, -1))
-            if state is not None:
-                return one.grad is None or _state(one.grad) != state
-        return False
-
-    def _deliver(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Put the averages, which are in these tensors, into the parameters' gradients."""
-        averages = self._averages
-        averages.clear()
-        absent = {index for index in self._absent if self._reducer.was_absent(index)}
-        for index, gradient in gradients.items():
-            if index in absent:
-                continue  # No rank has one of this pass: what an earlier one left stays.
-            parameter = self._parameters[index]
+    def _deliver(self, current: BackwardPass) -> None:
+        """Put the averages, which are in the tensors that were handed over, into the parameters' gradients."""
+        averages = self._steps.averages = current.states  # these gradients were averaged where they are
+        if len(averages) == len(current.handed):
+            return
+        for index, gradient in current.handed.items():
+            if index in averages or (index in current.absent and self._reducer.was_absent(index)):
+                continue  # Where no rank has one of this pass, what an earlier one left stays.
+            parameter = self._trained.dense[index]
             place = parameter.grad
             if place is not gradient:
                 if place is None:
                     parameter.grad = place = gradient
                 elif place.data_ptr() != gradient.data_ptr():
                     place.copy_(gradient)
-            averages[index] = place.data_ptr(), place._version
+            averages[index] = state(place)
 
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Rank 0's values for all. All are checked before the first is sent."""
@@ -629,13 +592,13 @@ class _Kept(set[GradientReducer]):
         return _Kept()
 
 
-def _end(tuned: tuning.Tuning | None, hooks: list[Any], own: Any, groups: list[groups.Membership]) -> None:
+def _end(tuned: tuning.Tuning | None, hooks: list[Any], own: Any, channels: list[groups.Membership]) -> None:
     """Close a reducer: called by `close`, and when it is collected."""
     if tuned is not None:
         tuned.close()
     for hook in hooks:
         hook.remove()
-    own.forget_siblings(groups)
+    own.close_channels(channels)
 
 
 @functools.cache
@@ -663,11 +626,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
     return (one for group in optimizer.param_groups for one in group["params"])
 
 
-def _state(gradient: torch.Tensor) -> tuple[int, int]:
-    """A value that changes when a gradient is replaced, or changed in place."""
-    return (gradient.data_ptr() if gradient.layout is torch.strided else 0), gradient._version
-
-
 def _is_scaled() -> bool:
     """Whether a GradScaler makes the step that is about to begin. (It unscales gradients without a change of their version.)"""
     frame = sys._getframe()
@@ -685,9 +643,3 @@ _task = torch._C._current_graph_task_id
 # By their numbers, in the order in which they were made.
 _alive: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-
-
-def _sparse_weights(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """The parameters whose gradients are sparse, as DistributedDataParallel finds them."""
-    embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag))
-    return {parameter for one in embeddings if one.sparse for parameter in one.parameters(recurse=False)}

@@ -1,4 +1,4 @@
-"""Callbacks for the end of a backward pass, whether it raised or not."""
+"""A backward pass, and callbacks for its end, whether it raised or not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,23 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["at_end"]
+__all__ = ["BackwardPass", "at_end"]
+
+
+class BackwardPass:
+    """What one backward pass has handed over to the engine, by a gradient's index."""
+
+    __slots__ = ("absent", "handed", "states", "task")
+
+    def __init__(self) -> None:
+        self.task = -1
+        """Autograd's number of the pass, or of the innermost nested one."""
+        self.handed: dict[int, torch.Tensor] = {}
+        """The tensors that are averaged in place: gradients, or copies of those that lie otherwise."""
+        self.states: dict[int, tuple[int, int]] = {}
+        """Of gradients that autograd has completed in this pass and that are averaged where they are: address, version."""
+        self.absent: set[int] = set()
+        """The gradients that this rank does not have."""
 
 
 def at_end(ended: Callable[[], None], raised: Callable[[], None]) -> None:

@@ -30,52 +30,73 @@ class Slots:
     def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         self._names = names
         self._slots = [_slot(one) for one in parameters]
+        self._quick = [
+            (_core.TensorCheck(torch.empty_strided(shape, strides, dtype=dtype)), one.nbytes, one.itemsize)
+            for one, (dtype, shape, strides, _) in zip(parameters, self._slots, strict=True)
+        ]
 
     def described(self) -> list[tuple[str, int, str, int]]:
         """The gradients for `_core.Reducer`, which compares them between ranks: name, elements, dtype, and a checksum of shape
         and layout."""
         return [
             (name, shape.numel(), str(dtype).removeprefix("torch."), _checksum(shape, lies))
-            for name, (dtype, shape, _, lies, *_) in zip(self._names, self._slots, strict=True)
+            for name, (dtype, shape, _, lies) in zip(self._names, self._slots, strict=True)
         ]
 
-    def submit(self, reducer: _core.Reducer, index: int, gradient: torch.Tensor, absent: bool = False) -> torch.Tensor:
-        """Hand a gradient over, which is reduced in place; returns it, or the copy that is reduced instead, where it has another
-        layout than its slot.
+    def submit(
+        self, reducer: _core.Reducer, index: int, gradient: torch.Tensor, absent: bool = False
+    ) -> tuple[torch.Tensor, int]:
+        """Hand a gradient over, which is reduced in place.
+
+        Returns: the gradient, or the copy that is reduced instead, where it has another layout than its slot; and its address.
 
         Raises:
             penstock.errors.Config: it is not what the reducer was made for; it shares memory with another one. Nothing was sent.
             penstock.errors.PenstockError: the reducer has failed, or other ranks have dropped the step.
         """
-        # In the order of the cheapest: this runs for every gradient of every step.
-        dtype, shape, strides, lies, is_contiguous, nbytes, itemsize = self._slots[index]
+        # This runs for every gradient of every step.
+        check, nbytes, itemsize = self._quick[index]
+        address = check.address(gradient)
+        if address is None:
+            gradient = self._fitting(index, gradient)
+            address = gradient.data_ptr()
+        keep = gradient.untyped_storage()
+        if keep.nbytes() != nbytes:
+            if keep.nbytes() < nbytes + gradient.storage_offset() * itemsize:
+                raise ConfigError(f"the gradient of {self._names[index]} has lost its memory: its storage was resized")
+            # Lazily negated tensors are views of half of a complex one.
+            if gradient.is_neg():
+                gradient = self._copy(index, gradient)
+                address, keep = gradient.data_ptr(), gradient.untyped_storage()
+        if absent:
+            reducer.submit(index, address, nbytes, absent=True, keep=keep)
+        else:
+            reducer.submit(index, address, nbytes, keep=keep)
+        return gradient, address
+
+    def zeros(self, index: int) -> torch.Tensor:
+        """Zeros in place of a gradient that this rank does not have."""
+        dtype, shape, strides, _ = self._slots[index]
+        return torch.empty_strided(shape, strides, dtype=dtype).zero_()
+
+    def _fitting(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient that is not exactly as its slot, or a copy that is."""
+        dtype, shape, _, lies = self._slots[index]
         if (
             gradient.dtype is not dtype
             or not gradient.is_cpu
             or gradient.shape != shape
-            or gradient.layout is not _STRIDED
+            or gradient.layout is not torch.strided
         ):
             raise self._changed(index, gradient)
-        if gradient.is_neg() or (
-            not (is_contiguous and gradient.is_contiguous())
-            and gradient.stride() != strides
-            and layout(gradient) != lies
-        ):
-            with torch.no_grad():
-                gradient = torch.empty_strided(shape, strides, dtype=dtype).copy_(gradient)
-        keep = gradient.untyped_storage()
-        if keep.nbytes() < nbytes + gradient.storage_offset() * itemsize:
-            raise ConfigError(f"the gradient of {self._names[index]} has lost its memory: its storage was resized")
-        if absent:
-            reducer.submit(index, gradient.data_ptr(), nbytes, absent=True, keep=keep)
-        else:
-            reducer.submit(index, gradient.data_ptr(), nbytes, keep=keep)
+        if gradient.is_neg() or layout(gradient) != lies:
+            return self._copy(index, gradient)
         return gradient
 
-    def zeros(self, index: int) -> torch.Tensor:
-        """Zeros in place of a gradient that this rank does not have."""
-        dtype, shape, strides, *_ = self._slots[index]
-        return torch.empty_strided(shape, strides, dtype=dtype).zero_()
+    def _copy(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        dtype, shape, strides, _ = self._slots[index]
+        with torch.no_grad():
+            return torch.empty_strided(shape, strides, dtype=dtype).copy_(gradient)
 
     def _changed(self, index: int, gradient: torch.Tensor) -> ConfigError:
         dtype, shape, *_ = self._slots[index]
@@ -93,22 +114,15 @@ class Slots:
         return ConfigError(f"the gradient of {self._names[index]} {what}. Nothing was sent.")
 
 
-_STRIDED = torch.strided
-
-
 def _checksum(shape: torch.Size, lies: Layout) -> int:
     return zlib.crc32(repr((tuple(shape), lies)).encode())
 
 
-def _slot(
-    parameter: torch.Tensor,
-) -> tuple[torch.dtype, torch.Size, tuple[int, ...], Layout, bool, int, int]:
-    """A parameter's slot: dtype, shape, strides, layout, whether that is a contiguous tensor's, bytes, and bytes of an element of
-    its gradients."""
+def _slot(parameter: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], Layout]:
+    """A parameter's slot: dtype, shape, strides and layout of its gradients."""
     lies = layout(parameter)
     strides = parameter.stride()
     if lies is None:
         contiguous = torch.empty(parameter.shape, device="meta")
         strides, lies = contiguous.stride(), layout(contiguous) or ()
-    is_contiguous = len(lies) < 2
-    return parameter.dtype, parameter.shape, strides, lies, is_contiguous, parameter.nbytes, parameter.itemsize
+    return parameter.dtype, parameter.shape, strides, lies

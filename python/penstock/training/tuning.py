@@ -124,8 +124,8 @@ class Tuning:
     Args:
         agreed: what `agree` gave, with ``options`` or a ``setting``.
         core: the reducer. It is idle.
-        buckets: its group of buckets.
-        member: a group of its own, for the exchanges.
+        buckets: its channel of buckets.
+        member: a channel of its own, for the exchanges.
         group: the process group of the same ranks.
         default: what is in force now.
         model: a module, or the parameters.

@@ -1,12 +1,13 @@
 //! What takes too long.
 
-use super::group::{Group, JOIN_OPS, Joining};
+use super::channel::OPENING_OPS;
+use super::group::{Group, Joining};
 use super::host::Host;
 use super::issue::awaited_of;
 use super::{Common, Groups, PROBE};
 use crate::early::Early;
 use crate::name::{OpId, Sequence};
-use penstock_types::{Failure, FailureKind, GroupId, MILLISECOND, PeerId, SECOND, Time};
+use penstock_types::{ChannelId, Failure, FailureKind, GroupId, MILLISECOND, PeerId, SECOND, Scope, Time};
 
 impl<B, K> Groups<B, K> {
     /// Checks for operations that are late. Returns when to check again.
@@ -15,7 +16,7 @@ impl<B, K> Groups<B, K> {
         self.common.early.bound_claims(|group| self.groups.contains_key(&group));
         let due = self.common.pending_failures.extract_if(.., |(by, ..)| *by <= now).collect::<Vec<_>>();
         for (_, id, failure) in due {
-            self.fail(host, id, failure, true);
+            self.fail(host, id.into(), failure, true);
         }
         self.probe_for_silent(host, now);
         for group in self.groups.values_mut() {
@@ -25,10 +26,13 @@ impl<B, K> Groups<B, K> {
         ends.fold(now.plus(250 * MILLISECOND), Time::min).max(now.plus(MILLISECOND))
     }
 
-    /// A caller has waited for so long, and gives up: the group fails, unless its operations have ended meanwhile.
-    pub fn expire<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, id: GroupId, waited: u64) {
+    /// A caller has waited for so long for a channel, or a join, and gives up: the group fails, unless the channel's operations have
+    /// ended meanwhile.
+    pub fn expire<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, scope: Scope, waited: u64) {
+        let Scope { group: id, channel } = scope;
         // An operation that ended while its caller gave up has succeeded.
-        let Some(group) = self.groups.get_mut(&id).filter(|group| group.is_busy()) else { return };
+        let is_busy = |group: &&mut Group<B>| group.operations_in(channel) > 0 || group.joining.is_some();
+        let Some(group) = self.groups.get_mut(&id).filter(is_busy) else { return };
         let timeout = |message| Failure::fatal(FailureKind::Timeout, message);
         match group.joining {
             // A rank that lacks a member knows more, and should report first.
@@ -38,12 +42,12 @@ impl<B, K> Groups<B, K> {
             }
             Some(Joining::Connects) => {
                 let failure = timeout(group.unconnected(&self.common, host, waited));
-                group.fail(&mut self.common, host, failure, true);
+                group.fail(&mut self.common, host, ChannelId::MAIN, failure, true);
             }
             None => {
                 let (rank, waited) = (group.members.rank(), seconds(waited));
                 let failure = timeout(format!("Timed out after {waited}: rank {rank} has given up waiting."));
-                group.fail(&mut self.common, host, failure, true);
+                group.fail(&mut self.common, host, ChannelId::MAIN, failure, true);
             }
         }
     }
@@ -78,15 +82,26 @@ impl<B, K> Groups<B, K> {
 impl<B> Group<B> {
     /// Fails the group if one of its operations has taken too long.
     fn fail_late<H: Host<Body = B>>(&mut self, common: &mut Common<H::Kept>, host: &mut H, now: Time) {
-        let late = self.ops.iter().find(|(_, active)| now.since(active.started) > active.timeout).map(|(op, _)| *op);
+        let late = self.ops.iter().filter(|(_, active)| now.since(active.started) > active.timeout);
+        // The first one says most: later ones may wait for ranks that wait for others in it.
+        let late = late.map(|(op, active)| (active.started, *op)).min().map(|(_, op)| op);
         if let Some(op) = late {
             let failure = self.late(&common.early, op);
-            return self.fail(common, host, failure, true);
+            // A rank that waits for one that has not opened the channel knows more, and should report first.
+            let awaited = self.ops[&op].operation.awaited();
+            let has_opened = |rank: &u32| self.ops[&op].issued.get(rank).is_some_and(|count| *count > 0);
+            if op.channel != ChannelId::MAIN && op.seq == 0 && awaited.iter().all(has_opened) {
+                if common.pending_failures.iter().all(|(_, group, _)| *group != self.id) {
+                    common.pending_failures.push((now.plus(SECOND), self.id, failure));
+                }
+                return;
+            }
+            return self.fail(common, host, ChannelId::MAIN, failure, true);
         }
         let unanswered = self.unbound.iter().find(|posted| now.since(posted.since) > posted.call.timeout);
         let unanswered = unanswered.map(|posted| timed_out(posted.call.timeout, awaited_of(&posted.call), ""));
         if let Some(failure) = unanswered {
-            return self.fail(common, host, failure, true);
+            return self.fail(common, host, ChannelId::MAIN, failure, true);
         }
         if let Some(waiting) = self.held.values().find(|waiting| now.since(waiting.since) > waiting.call.timeout) {
             let message = format!(
@@ -94,7 +109,7 @@ impl<B> Group<B> {
                  Raise the time-out (timeout= of init_process_group) if that is expected.",
                 seconds(waiting.call.timeout),
             );
-            self.fail(common, host, Failure::fatal(FailureKind::Timeout, message), true);
+            self.fail(common, host, ChannelId::MAIN, Failure::fatal(FailureKind::Timeout, message), true);
         }
     }
 
@@ -113,8 +128,11 @@ impl<B> Group<B> {
             let who = &self.who[rank as usize];
             match active.issued.get(&rank) {
                 Some(&count) => {
-                    let joining = if op.sequence == Sequence::Collectives { JOIN_OPS } else { 0 };
-                    format!("{who}, which has issued {} operations so far", count.saturating_sub(joining))
+                    let opening = if op.sequence == Sequence::Collectives { OPENING_OPS } else { 0 };
+                    if op.channel != ChannelId::MAIN && count == 0 {
+                        return format!("{who}, which has not opened {}", self.label(op.channel));
+                    }
+                    format!("{who}, which has issued {} operations so far", count.saturating_sub(opening))
                 }
                 None => who.to_string(),
             }
@@ -141,7 +159,7 @@ impl<B> Group<B> {
             .filter_map(|key| {
                 let (_, op) = self.members.operation(peer, &key)?;
                 match op.sequence {
-                    Sequence::Receives { tag, .. } if op.seq >= self.issued.count(op.sequence) => Some((tag, op.seq)),
+                    Sequence::Receives { tag, .. } if op.seq >= self.issued(op) => Some((tag, op.seq)),
                     _ => None,
                 }
             })

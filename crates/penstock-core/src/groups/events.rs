@@ -7,8 +7,8 @@ use super::{Common, Groups, PROBE};
 use crate::name::OpId;
 use penstock_stream::MessageKey;
 use penstock_stream::fingerprint::Fingerprint;
-use penstock_stream::peer::{Event, OpStatus, Report};
-use penstock_types::{Failure, FailureKind, GroupId, PeerId};
+use penstock_stream::peer::{Counts, Event, OpStatus, Report};
+use penstock_types::{Failure, FailureKind, GroupId, PeerId, Scope};
 
 impl<B, K> Groups<B, K> {
     /// A stream of a peer is up. `local`: the peer is on this host. `job`: the job with which it has connected.
@@ -32,7 +32,7 @@ impl<B, K> Groups<B, K> {
     /// All connections to a peer are about to be closed, for a reason that the peer does not know.
     pub fn cut_off<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, peer: PeerId, reason: &str) {
         let message = format!("{} was cut off: {reason}.", self.common.directory.peer(peer).who);
-        let report = report_of(&Failure::fatal(FailureKind::PeerLost, message), 0);
+        let report = report_of(&Failure::fatal(FailureKind::PeerLost, message), Counts::default());
         for id in self.groups_of(peer) {
             if self.groups[&id].failed.is_none() {
                 host.machine(peer).report(id, &report);
@@ -47,7 +47,7 @@ impl<B, K> Groups<B, K> {
         for id in self.groups_of(peer) {
             // A process that ends fails only its running operations.
             if !self.stopping || self.groups[&id].is_busy() {
-                self.fail(host, id, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
+                self.fail(host, id.into(), Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
             }
         }
     }
@@ -66,7 +66,7 @@ impl<B, K> Groups<B, K> {
     pub fn refused<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, peer: PeerId, reason: &str) {
         self.common.directory.peer_mut(peer).lost = Some(reason.to_owned());
         for id in self.groups_of(peer) {
-            self.fail(host, id, Failure::fatal(FailureKind::Refused, format!("{reason}.")), false);
+            self.fail(host, id.into(), Failure::fatal(FailureKind::Refused, format!("{reason}.")), false);
         }
     }
 
@@ -97,10 +97,12 @@ impl<B, K> Groups<B, K> {
                     group.0.answered(group.1, host, (from, op), &key, count);
                 }
             }
-            Event::Report(id, report) => self.reported(host, peer, id, report),
-            Event::Left(id, farewell) => match self.groups.get_mut(&id) {
-                Some(group) => group.has_left(&mut self.common, host, peer, farewell),
-                None => self.common.has_done_with(host, peer, id),
+            Event::Report(scope, report) => self.reported(host, peer, scope, report),
+            Event::Left(scope, farewell) => match self.groups.get_mut(&scope.group) {
+                Some(group) => group.has_left(&mut self.common, host, peer, scope.channel, farewell),
+                None if scope.is_group() => self.common.has_done_with(host, peer, scope.group),
+                // No rank has channels before all have joined, so this one has left the group.
+                None => {}
             },
             Event::Bye | Event::Stalled(_) | Event::Silent => {}
         }
@@ -120,7 +122,11 @@ impl<B, K> Groups<B, K> {
             return self.common.early.claim(peer, key, theirs);
         }
         let Some(((group, common), other, op)) = self.operation_of(peer, key) else { return };
-        if group.failed.is_none() {
+        let known = group.channels.get(&op.channel);
+        if group.is_closed(op.channel) {
+            return;
+        }
+        if group.failed.is_none() && known.is_none_or(|known| known.failed.is_none()) {
             match group.fingerprint(op, other) {
                 Some(ours) if ours != theirs => return group.mismatch(common, host, op, peer, theirs),
                 Some(_) => {}
@@ -131,18 +137,26 @@ impl<B, K> Groups<B, K> {
         // Also answers a probe that doubts a reference: the peer knows from a report, which was sent before, if that confirms
         // nothing.
         if asks {
-            host.machine(peer).answer_probe(*key, group.issued.count(op.sequence));
+            host.machine(peer).answer_probe(*key, group.issued(op));
         }
     }
 
-    /// A peer tells why a group has failed there.
-    fn reported<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, peer: PeerId, id: GroupId, report: Report) {
+    /// A peer tells why a group, or a channel, has failed there.
+    fn reported<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, peer: PeerId, scope: Scope, report: Report) {
+        let Scope { group: id, channel } = scope;
         let who = &self.common.directory.peer(peer).who;
         // The first reporter is named, and not those that pass it on.
         let message = if report.is_passed_on { report.message } else { format!("{who} reports: {}", report.message) };
         let failure = Failure { is_reported: true, ..Failure::fatal(report.kind, message) };
         if let Some(group) = self.groups.get_mut(&id) {
-            return group.end_after(&mut self.common, host, report.finished, failure);
+            let is_told = scope.is_group() || group.known(&mut self.common, host, peer, channel).is_some();
+            if is_told && group.members.rank_of(peer).is_some() {
+                group.end_after(&mut self.common, host, channel, report.finished, failure);
+            }
+            return;
+        }
+        if !scope.is_group() {
+            return;
         }
         self.common.has_done_with(host, peer, id);
         if !self.common.unjoined.is_closed(id) {

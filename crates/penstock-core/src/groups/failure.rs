@@ -1,13 +1,14 @@
-//! How a group fails: once, for one reason, which all of its ranks are told.
+//! How a group or a channel fails: once, for one reason, which all ranks of the group are told.
 
-use super::group::{Call, Group};
+use super::group::{Call, Ending, Group};
 use super::host::{Failed, Host};
 use super::{Common, Groups};
 use crate::name::OpId;
 use crate::operation::Misfit;
 use penstock_stream::fingerprint::Fingerprint;
-use penstock_stream::peer::Report;
-use penstock_types::{Failure, FailureKind, GroupId, PeerId, SECOND};
+use penstock_stream::peer::{Counts, Report};
+use penstock_types::{ChannelId, Failure, FailureKind, PeerId, SECOND, Scope};
+use std::collections::BTreeMap;
 
 impl<B> Group<B> {
     /// A message does not fit the plan although the fingerprints agree.
@@ -36,7 +37,7 @@ impl<B> Group<B> {
                 return;
             }
         };
-        self.fail(common, host, Failure::fatal(FailureKind::Mismatch, message), true);
+        self.fail(common, host, ChannelId::MAIN, Failure::fatal(FailureKind::Mismatch, message), true);
     }
 
     /// A peer believes an operation to be another than it is here.
@@ -51,61 +52,103 @@ impl<B> Group<B> {
         let rank = self.rank_of(peer);
         let ours = self.fingerprint(op, rank).expect("it was compared");
         let message = self.difference(op, (self.members.rank(), ours), (rank, theirs));
-        self.fail(common, host, Failure::fatal(FailureKind::Mismatch, message), true);
+        self.fail(common, host, ChannelId::MAIN, Failure::fatal(FailureKind::Mismatch, message), true);
     }
 
-    /// Ends the group when its first `ends` collectives have ended here: later ones can never end.
+    /// Ends a channel, or the group where it is the main one, when the collectives that still count have ended here: later ones can
+    /// never end.
     pub(super) fn end_after<H: Host<Body = B>>(
         &mut self,
         common: &mut Common<H::Kept>,
         host: &mut H,
-        ends: u64,
+        channel: ChannelId,
+        counts: Counts,
         failure: Failure,
     ) {
-        if self.first_running().is_none_or(|first| first >= ends) {
-            return self.fail(common, host, failure, true);
+        if self.have_ended(&counts) {
+            return self.fail(common, host, channel, failure, true);
         }
-        if self.ends_after.as_ref().is_none_or(|(before, _)| ends < *before) {
-            self.ends_after = Some((ends, failure));
+        let Some(ending) = self.endings.iter_mut().find(|ending| ending.channel == channel) else {
+            return self.endings.push(Ending { channel, counts, failure });
+        };
+        let lower = |(id, count): (&ChannelId, &u64)| (*id, (*count).min(counts.of(*id)));
+        let lowest: BTreeMap<ChannelId, u64> = ending.counts.0.iter().map(lower).collect();
+        if lowest != ending.counts.0 {
+            (ending.counts, ending.failure) = (Counts(lowest), failure);
+            self.end_what_is_over(common, host);
         }
     }
 
-    /// Ends the group: all its operations fail, nothing touches their buffers any more, and the other ranks are told.
+    /// Fails the group, or channels, where all collectives that still count have ended.
+    pub(super) fn end_what_is_over<H: Host<Body = B>>(&mut self, common: &mut Common<H::Kept>, host: &mut H) {
+        while let Some(at) = self.endings.iter().position(|ending| self.have_ended(&ending.counts)) {
+            let Ending { channel, failure, .. } = self.endings.swap_remove(at);
+            self.fail(common, host, channel, failure, true);
+        }
+    }
+
+    /// Whether no collective runs here that still counts.
+    fn have_ended(&self, counts: &Counts) -> bool {
+        counts.0.iter().all(|(channel, count)| self.first_running(*channel).is_none_or(|first| first >= *count))
+    }
+
+    /// Ends a channel, or the group where it is the main one: all operations there fail, nothing touches their buffers any more,
+    /// and the other ranks are told.
     pub(super) fn fail<H: Host<Body = B>>(
         &mut self,
         common: &mut Common<H::Kept>,
         host: &mut H,
+        channel: ChannelId,
         failure: Failure,
         tell: bool,
     ) {
+        let scope = Scope { group: self.id, channel };
+        let failure = Failure { group_lives: !scope.is_group(), ..failure };
         if self.failed.is_some() {
             return;
         }
-        let failure = Failure { group_lives: false, ..failure };
-        self.failed = Some(failure.clone());
+        if scope.is_group() {
+            self.failed = Some(failure.clone());
+        } else {
+            let Some(known) = self.channels.get_mut(&channel).filter(|known| known.failed.is_none()) else { return };
+            known.failed = Some(failure.clone());
+        }
         // A rank that closes a group must not fail collectives that have ended here and in which other ranks still are.
-        let finished = if failure.kind == FailureKind::Closed { self.finished() } else { 0 };
-        common.forget_early(host, self.id);
-        self.joining = None;
+        let finished = if failure.kind == FailureKind::Closed { self.finished(scope) } else { Counts::default() };
+        common.forget_early(host, scope);
+        self.endings.retain(|ending| !scope.covers(self.id, ending.channel));
+        let is_in = |op: &OpId| scope.covers(self.id, op.channel);
         let named = |call: &Call, op: &OpId| format!("{} #{}", call.fingerprint.describe(), op.seq);
-        let held = self.held.drain().map(|(op, waiting)| (named(&waiting.call, &op), waiting.body));
-        let unbound = self.unbound.drain().map(|posted| (unnamed(&posted.call), posted.body));
+        let label = |channel: ChannelId| self.label(channel);
+        let labels: BTreeMap<ChannelId, String> = self.channels.keys().map(|id| (*id, label(*id))).collect();
+        let names = self.channels.iter().filter(|(id, _)| scope.covers(self.id, **id));
+        let names = names.map(|(_, known)| known.name().clone()).collect();
+        let held: Vec<_> = self.held.extract_if(|op, _| is_in(op)).collect();
+        let held = held.into_iter().map(|(op, waiting)| (named(&waiting.call, &op), op.channel, waiting.body));
+        let mut waiting: Vec<_> = held.collect();
+        if scope.is_group() {
+            self.joining = None;
+            let unbound = self.unbound.drain();
+            waiting.extend(unbound.map(|posted| (unnamed(&posted.call), ChannelId::MAIN, posted.body)));
+        }
+        let running = self.ops.extract_if(|op, _| is_in(op)).collect();
         // The buffers are let go of before anybody hears of the failure: frames that are being read are discarded, half written
         // ones copied. Peers that read this process's memory at the moment will find that they cannot trust the bytes.
         host.failed(Failed {
-            group: self.id,
-            name: self.name.clone(),
+            scope,
+            names,
+            labels,
             failure: failure.clone(),
-            finished,
+            finished: finished.clone(),
             own: self.who[self.members.rank() as usize].clone(),
             members: self.members.clone(),
-            waiting: held.chain(unbound).collect(),
-            running: std::mem::take(&mut self.ops),
+            waiting,
+            running,
         });
         if tell {
             let report = report_of(&failure, finished);
             for peer in self.members.peers().filter(|peer| common.directory.peer(*peer).is_reachable()) {
-                host.machine(peer).report(self.id, &report);
+                host.machine(peer).report(scope, &report);
             }
         }
     }
@@ -123,25 +166,25 @@ impl<B, K> Groups<B, K> {
         );
         let failure = Failure::fatal(FailureKind::Mismatch, message);
         if let Some(group) = self.groups.get_mut(&id) {
-            return group.fail(&mut self.common, host, failure, true);
+            return group.fail(&mut self.common, host, ChannelId::MAIN, failure, true);
         }
-        host.machine(peer).report(id, &report_of(&failure, 0));
+        host.machine(peer).report(id, &report_of(&failure, Counts::default()));
         self.common.unjoined.reported.remember(id, failure);
-        self.common.forget_early(host, id);
+        self.common.forget_early(host, id.into());
     }
 }
 
 impl<K> Common<K> {
-    /// Drops early messages of a group whose operations will never be posted. Their senders get the credit back.
-    pub(super) fn forget_early<H: Host<Kept = K>>(&mut self, host: &mut H, id: GroupId) {
-        for (peer, total) in self.early.forget_group(id) {
+    /// Drops early messages of a group or channel whose operations will never be posted. Their senders get the credit back.
+    pub(super) fn forget_early<H: Host<Kept = K>>(&mut self, host: &mut H, scope: Scope) {
+        for (peer, total) in self.early.forget_all(scope) {
             host.machine(peer).consumed(total);
         }
     }
 }
 
 /// What peers are told of a failure.
-pub(super) fn report_of(failure: &Failure, finished: u64) -> Report {
+pub(super) fn report_of(failure: &Failure, finished: Counts) -> Report {
     Report { kind: failure.kind, message: failure.message.clone(), is_passed_on: failure.is_reported, finished }
 }
 

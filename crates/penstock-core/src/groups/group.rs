@@ -1,13 +1,16 @@
 //! A group of ranks, as one of them sees it, and its operations.
 
+use super::channel::Channel;
 use crate::members::Members;
-use crate::name::{Ended, Issued, OpId, Sequence};
+use crate::name::{OpId, Sequence};
 use crate::operation::Operation;
 use crate::unbound::{ANY_SOURCE, Unbound};
 use penstock_plan::{Algorithm, Collective, Request, Splits, Steps, Topology};
 use penstock_stream::fingerprint::Fingerprint;
-use penstock_types::{DType, Failure, GroupId, OpSeq, PeerId, Priority, ReduceOp, Time};
-use std::collections::HashMap;
+use penstock_stream::peer::Counts;
+use penstock_stream::ranges::Ranges;
+use penstock_types::{ChannelId, DType, Failure, GroupId, PeerId, Priority, ReduceOp, Scope, Time};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 /// A group, with the host's part (`B`) of each of its operations.
@@ -19,10 +22,12 @@ pub struct Group<B> {
     /// How messages call each rank.
     pub(super) who: Vec<Arc<str>>,
     pub(super) topology: Topology,
-    /// The algorithm of all-reduces; `None`: the planner's choice.
+    /// The algorithm of all-reduces that channels begin with; `None`: the planner's choice.
     pub(super) algorithm: Option<Algorithm>,
-    pub(super) issued: Issued,
-    pub(super) ended: Ended,
+    /// By number, the main one always.
+    pub(super) channels: BTreeMap<ChannelId, Channel>,
+    /// The numbers of channels that were opened here and closed again.
+    pub(super) closed: Ranges,
     pub(super) ops: HashMap<OpId, Active<B>>,
     /// Operations that have their place in the order but not their buffers.
     pub(super) held: HashMap<OpId, Waiting<B>>,
@@ -31,12 +36,16 @@ pub struct Group<B> {
     /// `None`: the join has ended.
     pub(super) joining: Option<Joining>,
     pub(super) failed: Option<Failure>,
-    /// A member has ended the group after this many collectives, or has left without issuing more: the group fails when these
-    /// collectives have ended here too. If several have, the lowest number counts.
-    pub(super) ends_after: Option<(u64, Failure)>,
-    pub(super) farewells: Farewells,
-    /// Which algorithm the last operation took, and why.
-    pub(super) last_algorithm: String,
+    pub(super) endings: Vec<Ending>,
+}
+
+/// A member has ended the group or a channel, or has left without issuing more: the group or channel fails when the collectives that
+/// still count have ended here too. If several have, the lower numbers count.
+#[derive(Debug)]
+pub(super) struct Ending {
+    pub(super) channel: ChannelId,
+    pub(super) counts: Counts,
+    pub(super) failure: Failure,
 }
 
 /// How far a join has come.
@@ -46,15 +55,6 @@ pub(super) enum Joining {
     Connects,
     /// All are connected: the group's first operation gathers which ranks share a host.
     Gathers,
-}
-
-/// What is known of members that have left.
-#[derive(Debug, Default)]
-pub(super) struct Farewells {
-    /// How many collectives they had issued.
-    pub(super) gone: HashMap<PeerId, u64>,
-    /// What collectives were, as the first of them has reported.
-    pub(super) told: HashMap<OpSeq, (PeerId, Fingerprint)>,
 }
 
 /// What a caller asks for.
@@ -165,19 +165,13 @@ impl<B> Group<B> {
         self.failed.as_ref()
     }
 
-    /// How many collectives its users have issued.
+    /// How many collectives its users have issued in its main channel.
     #[must_use]
     pub fn collectives(&self) -> u64 {
-        self.issued.collectives.saturating_sub(JOIN_OPS)
+        self.main().collectives()
     }
 
-    /// Which algorithm its last operation took, and why.
-    #[must_use]
-    pub fn last_algorithm(&self) -> &str {
-        &self.last_algorithm
-    }
-
-    /// The bodies of its running operations.
+    /// The bodies of its running operations, in all channels.
     pub fn running(&self) -> impl Iterator<Item = &B> {
         self.ops.values().map(|active| &active.body)
     }
@@ -214,13 +208,20 @@ impl<B> Group<B> {
 
     /// The difference between an operation's fingerprints on two ranks, as a sentence.
     pub(super) fn difference(&self, op: OpId, one: (u32, Fingerprint), other: (u32, Fingerprint)) -> String {
-        let name = &self.name;
+        let label = self.label(op.channel);
         let [first, second] = [one, other].map(|(rank, _)| &*self.who[rank as usize]);
         match Fingerprint::difference_of_pair(one.1, other.1, first, second, one.0 < other.0) {
-            Some(difference) => format!("in all_to_all #{} of group {name}, {difference}", op.seq),
+            Some(difference) => format!("in all_to_all #{} of {label}, {difference}", op.seq),
+            None if op.channel != ChannelId::MAIN && op.seq == 0 => format!(
+                "{first} and {second} have opened channel {} of group {} under different names, and one of them calls it {}. All ranks \
+                 must open the channels of a group in the same order.",
+                op.channel.0,
+                self.name,
+                self.channels.get(&op.channel).map_or("so", |known| known.name()),
+            ),
             None => {
                 let difference = Fingerprint::difference(one.1, first, other.1, second);
-                format!("operation #{} of group {name} is {difference}", op.seq)
+                format!("operation #{} of {label} is {difference}", op.seq)
             }
         }
     }
@@ -228,32 +229,20 @@ impl<B> Group<B> {
     /// The fingerprint of an operation of this rank, running or ended, to be compared with another rank's.
     pub(super) fn fingerprint(&self, op: OpId, other: u32) -> Option<Fingerprint> {
         let running = self.ops.get(&op).map(|active| active.fingerprint(self.members.rank(), other));
-        running.or_else(|| self.ended.fingerprint(op))
+        running.or_else(|| self.channels.get(&op.channel)?.ended.fingerprint(op))
     }
 
     /// Whether an operation has begun and ended here. A held operation has not begun.
     pub(super) fn is_over(&self, op: OpId) -> bool {
-        op.seq < self.issued.count(op.sequence) && !self.ops.contains_key(&op) && !self.held.contains_key(&op)
+        op.seq < self.issued(op) && !self.ops.contains_key(&op) && !self.held.contains_key(&op)
     }
 
-    /// The number of the first collective that was issued and has not ended.
-    pub(super) fn first_running(&self) -> Option<u64> {
-        let running = self.ops.keys().chain(self.held.keys());
-        running.filter(|op| op.sequence == Sequence::Collectives).map(|op| op.seq).min()
-    }
-
-    /// Whether an operation can only fail when the group ends, since it is not among the collectives that can still end.
+    /// Whether an operation can only fail when its group or channel ends, since it is not among the collectives that can still end.
     /// Messages never are: they may lie in memory that their sender's user has back.
     pub(super) fn is_void(&self, op: OpId) -> bool {
-        let is_after = |(ends, _): &(u64, Failure)| op.sequence != Sequence::Collectives || op.seq >= *ends;
-        self.ends_after.as_ref().is_some_and(is_after)
-    }
-
-    /// How many collectives have ended here before the first one that has not.
-    pub(super) fn finished(&self) -> u64 {
-        self.first_running().unwrap_or(self.issued.collectives)
+        self.endings.iter().any(|ending| {
+            Scope { group: self.id, channel: ending.channel }.covers(self.id, op.channel)
+                && (op.sequence != Sequence::Collectives || op.seq >= ending.counts.of(op.channel))
+        })
     }
 }
-
-/// How many operations a group issues for itself before its users' first: those are numbered from 1 on.
-pub(super) const JOIN_OPS: u64 = 1;

@@ -6,10 +6,10 @@ use crate::name::OpId;
 use crate::operation::{Instance, Place, Verdict};
 use penstock_plan::{Algorithm, Request, Steps};
 use penstock_stream::frame::Reference;
-use penstock_stream::peer::Peer;
+use penstock_stream::peer::{Counts, Peer};
 use penstock_stream::{FrameError, Header, MessageKey};
-use penstock_types::{Failure, GroupId, PeerId, Time};
-use std::collections::HashMap;
+use penstock_types::{ChannelId, Failure, GroupId, PeerId, Scope, Time};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 /// Carries out what [`super::Groups`] decides: in memory and on sockets in the engine, with nothing at all in tests.
@@ -75,18 +75,18 @@ pub trait Host {
     fn refused(&mut self, body: Self::Body, failure: Failure);
     /// A join has ended well.
     fn joined(&mut self, group: GroupId);
-    /// A group has failed. The host lets go of all buffers before it tells anybody. Frames that are being written are copied from
+    /// A group, or a channel of one, has failed. The host lets go of all buffers before it tells anybody. Frames that are being written are copied from
     /// [`Sources::find`].
     fn failed(&mut self, failed: Failed<Self::Body>);
-    /// The rank has left a group.
-    fn left(&mut self, group: GroupId);
+    /// The rank has left a group, or closed a channel.
+    fn left(&mut self, scope: Scope);
 }
 
 /// An operation that was issued.
 #[derive(Debug)]
 pub struct Issue<'a> {
-    /// Its group's name.
-    pub group: &'a Arc<str>,
+    /// Its channel's name, with the group's.
+    pub channel: &'a Arc<str>,
     /// Its number. `None`: a receive that has no message yet.
     pub seq: Option<u64>,
     /// What the caller asks for.
@@ -110,35 +110,37 @@ pub struct Beginning<'a> {
     pub is_read: bool,
 }
 
-/// A group that has failed, with all its operations.
+/// A group or a channel that has failed, with all its operations.
 #[derive(Debug)]
 pub struct Failed<B> {
-    /// The group.
-    pub group: GroupId,
-    /// Its name.
-    pub name: Arc<str>,
+    /// What has failed.
+    pub scope: Scope,
+    /// The names of its channels.
+    pub names: Vec<Arc<str>>,
     /// Why.
     pub failure: Failure,
-    /// How many of its collectives other ranks may still need: what was sent for them goes on.
-    pub finished: u64,
+    /// The collectives that other ranks may still need: what was sent for them goes on.
+    pub finished: Counts,
+    /// How messages call each channel.
+    pub(super) labels: BTreeMap<ChannelId, String>,
     /// This rank, for messages.
     pub(super) own: Arc<str>,
     pub(super) members: Members,
     pub(super) running: HashMap<OpId, Active<B>>,
     /// With their names.
-    pub(super) waiting: Vec<(String, B)>,
+    pub(super) waiting: Vec<(String, ChannelId, B)>,
 }
 
 impl<B> Failed<B> {
     /// All operations that had not ended, each with the failure that its caller gets.
     pub fn operations(&self) -> impl Iterator<Item = (&B, Failure)> {
         let running = self.running.iter();
-        let running =
-            running.map(|(op, active)| (format!("{} #{}", active.fingerprint.describe(), op.seq), &active.body));
-        let waiting = self.waiting.iter().map(|(what, body)| (what.clone(), body));
-        running.chain(waiting).map(|(what, body)| {
-            let Failed { name, own, failure, .. } = self;
-            let message = format!("{what} of group {name} on {own} failed: {}", failure.message);
+        let running = running
+            .map(|(op, active)| (format!("{} #{}", active.fingerprint.describe(), op.seq), op.channel, &active.body));
+        let waiting = self.waiting.iter().map(|(what, channel, body)| (what.clone(), *channel, body));
+        running.chain(waiting).map(|(what, channel, body)| {
+            let Failed { labels, own, failure, .. } = self;
+            let message = format!("{what} of {} on {own} failed: {}", labels[&channel], failure.message);
             (body, Failure { message, ..failure.clone() })
         })
     }
@@ -149,7 +151,7 @@ impl<B> Failed<B> {
     }
 }
 
-/// Where the bytes of a failed group's messages lie, until the host has let go of them.
+/// Where the bytes of the messages of a group or channel that has failed lie, until the host has let go of them.
 #[derive(Debug)]
 pub struct Sources<B> {
     members: Members,

@@ -8,14 +8,14 @@ use crate::name::{OpId, Sequence};
 use crate::operation::Operation;
 use crate::unbound::ANY_SOURCE;
 use penstock_plan::{Algorithm, Collective, Medium, Request, Thresholds, choose, segment_bytes};
-use penstock_types::{Failure, FailureKind, GroupId, OpSeq, Time};
+use penstock_types::{ChannelId, Failure, FailureKind, GroupId, OpSeq, Scope, Time};
 use std::collections::HashMap;
 
 impl<B, K> Groups<B, K> {
-    /// A caller starts an operation.
-    pub fn start<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, id: GroupId, call: Call, body: B) {
-        match self.groups.get_mut(&id) {
-            Some(group) => group.start(&mut self.common, host, call, body),
+    /// A caller starts an operation in a channel of a group.
+    pub fn start<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, channel: Scope, call: Call, body: B) {
+        match self.groups.get_mut(&channel.group) {
+            Some(group) => group.start(&mut self.common, host, channel.channel, call, body),
             None => host.refused(body, Failure::fatal(FailureKind::Closed, "the group was destroyed.")),
         }
     }
@@ -35,11 +35,23 @@ impl<B, K> Groups<B, K> {
 }
 
 impl<B> Group<B> {
-    pub(super) fn start<H: Host<Body = B>>(&mut self, common: &mut Common<H::Kept>, host: &mut H, call: Call, body: B) {
-        if let Some(failure) = &self.failed {
+    pub(super) fn start<H: Host<Body = B>>(
+        &mut self,
+        common: &mut Common<H::Kept>,
+        host: &mut H,
+        channel: ChannelId,
+        call: Call,
+        body: B,
+    ) {
+        let known = self.channels.get(&channel).filter(|known| known.is_open);
+        if let Some(failure) = self.failed.as_ref().or_else(|| known?.failed.as_ref()) {
             return host.refused(body, failure.clone());
         }
-        if let Err(failure) = check_call(&call, self.members.world()) {
+        if known.is_none() {
+            let message = format!("channel {} of group {} was closed.", channel.0, self.name);
+            return host.refused(body, Failure::of_call(FailureKind::Closed, message));
+        }
+        if let Err(failure) = check_call(&call, channel, self.members.world()) {
             return host.refused(body, failure);
         }
         // A join's own operation has no time-out.
@@ -51,7 +63,7 @@ impl<B> Group<B> {
             Collective::Recv { from } if from == ANY_SOURCE || self.unbound.has(call.tag) => {
                 self.post(common, host, call, body);
             }
-            _ => self.place_in_order(common, host, call, body, since),
+            _ => self.place_in_order(common, host, channel, call, body, since),
         }
     }
 
@@ -61,14 +73,14 @@ impl<B> Group<B> {
         let (tag, waits_for) = (call.tag, Some(awaited_of(&call)));
         host.issued(
             &mut body,
-            &Issue { group: &self.name, seq: None, call: &call, algorithm: Algorithm::Direct, waits_for },
+            &Issue { channel: self.main().name(), seq: None, call: &call, algorithm: Algorithm::Direct, waits_for },
         );
         self.unbound.push(tag, Posted { call, body, since: host.now() });
         self.bind(common, host, tag);
         // If it still waits, it is the last one. Earlier ones were checked when they came.
         let reason = self.unbound.last(tag).and_then(|posted| self.senders_are_gone(common, posted));
         if let Some(reason) = reason {
-            self.fail(common, host, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
+            self.fail(common, host, ChannelId::MAIN, Failure::fatal(FailureKind::PeerLost, format!("{reason}.")), true);
         }
     }
 
@@ -81,7 +93,7 @@ impl<B> Group<B> {
             let Posted { mut call, mut body, since } = self.unbound.pop(tag).expect("just seen");
             call.collective = Collective::Recv { from };
             host.bound(&mut body, from);
-            self.place_in_order(common, host, call, body, since);
+            self.place_in_order(common, host, ChannelId::MAIN, call, body, since);
         }
     }
 
@@ -89,7 +101,7 @@ impl<B> Group<B> {
     fn first_sender<K>(&self, tag: u32, early: &Early<K>) -> Option<u32> {
         let arrived = |(from, peer)| {
             let sequence = Sequence::Receives { from, tag };
-            let next = OpId { sequence, seq: self.issued.count(sequence) };
+            let next = OpId { channel: ChannelId::MAIN, sequence, seq: self.main().issued.count(sequence) };
             // An operation's first message comes or is announced before its others.
             Some((early.arrival(peer, next.key(self.id, self.members.rank(), 0))?, from))
         };
@@ -101,6 +113,7 @@ impl<B> Group<B> {
         &mut self,
         common: &mut Common<H::Kept>,
         host: &mut H,
+        channel: ChannelId,
         call: Call,
         mut body: B,
         since: Time,
@@ -118,7 +131,7 @@ impl<B> Group<B> {
         };
         let (mut algorithm, mut reason) = choose(&request, &common.thresholds);
         if call.collective == Collective::AllReduce
-            && let Some(wanted) = self.algorithm
+            && let Some(wanted) = self.channels[&channel].algorithm
             && wanted != algorithm
             && fits(wanted, call.bytes, medium, &common.thresholds)
         {
@@ -132,13 +145,15 @@ impl<B> Group<B> {
                 return host.refused(body, Failure::of_call(FailureKind::Config, message));
             }
         };
-        self.last_algorithm = reason;
-        let op = self.issued.next(match call.collective {
+        let known = self.channels.get_mut(&channel).expect("it is open");
+        known.last_algorithm = reason;
+        let sequence = match call.collective {
             Collective::Send { to } => Sequence::Sends { to, tag: call.tag },
             Collective::Recv { from } => Sequence::Receives { from, tag: call.tag },
             _ => Sequence::Collectives,
-        });
-        let issue = Issue { group: &self.name, seq: Some(op.seq), call: &call, algorithm, waits_for: None };
+        };
+        let op = OpId { channel, sequence, seq: known.issued.next(sequence) };
+        let issue = Issue { channel: known.name(), seq: Some(op.seq), call: &call, algorithm, waits_for: None };
         host.issued(&mut body, &issue);
         let hold = call.hold;
         let waiting = Waiting { call, request, steps, body, since };
@@ -194,7 +209,12 @@ impl<B> Group<B> {
         let with = op.other().and_then(|rank| members.peer(rank));
         let concerns = |peer| with.is_none_or(|only| only == peer);
         let beliefs = common.early.beliefs(&op.key(self.id, members.rank(), 0), concerns);
-        let told = self.farewells.told.get(&OpSeq(op.seq)).filter(|_| op.sequence == Sequence::Collectives).copied();
+        let told = self.channels[&op.channel]
+            .farewells
+            .told
+            .get(&OpSeq(op.seq))
+            .filter(|_| op.sequence == Sequence::Collectives)
+            .copied();
         let odd = beliefs.into_iter().chain(told).find(|(peer, theirs)| {
             let other = members.rank_of(*peer);
             other.is_some_and(|other| active.fingerprint(members.rank(), other) != *theirs)
@@ -219,7 +239,12 @@ pub(super) fn awaited_of(call: &Call) -> &'static str {
     }
 }
 
-fn check_call(call: &Call, world: u32) -> Result<(), Failure> {
+fn check_call(call: &Call, channel: ChannelId, world: u32) -> Result<(), Failure> {
+    let is_message = matches!(call.collective, Collective::Send { .. } | Collective::Recv { .. });
+    if is_message && channel != ChannelId::MAIN {
+        let message = "messages between two ranks have tags, and go through the group itself, not through a channel. Nothing was sent.";
+        return Err(Failure::of_call(FailureKind::Config, message));
+    }
     if call.collective == (Collective::Recv { from: ANY_SOURCE }) && world == 1 {
         let message = "a receive from any source in a group of one rank has no rank to receive from. Nothing was sent.";
         return Err(Failure::of_call(FailureKind::Config, message));

@@ -1,19 +1,20 @@
 //! How a group begins: who is in it, who may connect, which ranks share a host.
 
+use super::channel::Channel;
 use super::deadlines::seconds;
 use super::directory::Admission;
-use super::group::{Call, Farewells, Group, Joining};
+use super::group::{Call, Group, Joining};
 use super::host::Host;
 use super::{Common, Groups};
 use crate::digest::digest;
 use crate::members::Members;
-use crate::name::{Ended, Issued};
 use crate::unbound::Unbound;
 use penstock_plan::{Algorithm, Collective, Topology};
 use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_stream::handshake::{Hello, NodeKey};
-use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, PeerId, Priority, ReduceOp};
-use std::collections::HashMap;
+use penstock_stream::ranges::Ranges;
+use penstock_types::{ChannelId, DType, Failure, FailureKind, Generation, GroupId, PeerId, Priority, ReduceOp};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 /// A group to join.
@@ -56,27 +57,27 @@ impl<B, K> Groups<B, K> {
         common.unjoined.overtaken.forget_group(id);
         let group = Group {
             id,
+            channels: BTreeMap::from([(ChannelId::MAIN, Channel::new(name.clone(), algorithm))]),
+            closed: Ranges::default(),
             name,
             topology: Topology::separate_hosts(members.len() as u32),
             members: Members::new(members),
             who,
             algorithm,
-            issued: Issued::default(),
-            ended: Ended::default(),
             ops: HashMap::new(),
             held: HashMap::new(),
             unbound: Unbound::default(),
             joining: Some(Joining::Connects),
             failed: None,
-            ends_after: None,
-            farewells: Farewells::default(),
-            last_algorithm: String::new(),
+            endings: Vec::new(),
         };
         self.groups.insert(id, group);
         let group = self.groups.get_mut(&id).expect("just inserted");
         match (common.unjoined.reported.take(id), refused) {
-            (Some(failure), _) => group.fail(common, host, failure, true),
-            (None, Some(reason)) => group.fail(common, host, Failure::fatal(FailureKind::PeerLost, reason), true),
+            (Some(failure), _) => group.fail(common, host, ChannelId::MAIN, failure, true),
+            (None, Some(reason)) => {
+                group.fail(common, host, ChannelId::MAIN, Failure::fatal(FailureKind::PeerLost, reason), true);
+            }
             (None, None) => group.check_linked(common, host),
         }
     }
@@ -119,7 +120,7 @@ impl<B> Group<B> {
             timeout: u64::MAX,
         };
         let body = host.gather(own, world);
-        self.start(common, host, call, body);
+        self.start(common, host, ChannelId::MAIN, call, body);
     }
 
     /// Why a join has not ended: the ranks to which there is no connection.

@@ -4,8 +4,11 @@
 //! the engine in memory and on sockets, tests with phantoms that have no bytes. Frames leave through the peers' machines
 //! ([`penstock_stream::peer::Peer`]), which the host owns.
 //!
+//! A group's operations are issued in channels ([`Channel`]), each of which is an order of its own.
+//!
 //! A call looks its group up once and goes on as a method of [`Group`], beside what all groups share.
 
+mod channel;
 mod deadlines;
 mod departure;
 mod directory;
@@ -19,6 +22,7 @@ mod progress;
 #[cfg(test)]
 mod tests;
 
+pub use channel::{Channel, Open};
 pub use directory::Admission;
 pub use group::{Call, Group};
 pub use host::{Beginning, Failed, Host, Issue, Sources};
@@ -34,7 +38,7 @@ use penstock_stream::handshake::NodeKey;
 use penstock_stream::peer::OpStatus;
 use penstock_stream::ranges::Ranges;
 use penstock_stream::{Header, MessageKey};
-use penstock_types::{Failure, FailureKind, GroupId, MILLISECOND, PeerId, Priority, SECOND, Time};
+use penstock_types::{ChannelId, Failure, FailureKind, GroupId, MILLISECOND, PeerId, Priority, SECOND, Scope, Time};
 use std::collections::{BTreeSet, HashMap};
 
 /// All groups that this process is in.
@@ -129,7 +133,9 @@ impl<B, K> Groups<B, K> {
         if group.ops.contains_key(&op) {
             return OpStatus::Active;
         }
-        if group.is_over(op) { OpStatus::Retired } else { OpStatus::Early }
+        let has_failed = group.channels.get(&op.channel).is_some_and(|known| known.failed.is_some());
+        let is_over = has_failed || group.is_closed(op.channel) || group.is_over(op);
+        if is_over { OpStatus::Retired } else { OpStatus::Early }
     }
 
     /// Where the payload of an incoming data frame belongs, if it may be read there directly.
@@ -161,23 +167,24 @@ impl<B, K> Groups<B, K> {
         !self.common.work.is_empty()
     }
 
-    /// Fails a group, if it has not failed.
-    pub fn fail<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, id: GroupId, failure: Failure, tell: bool) {
-        if let Some(group) = self.groups.get_mut(&id) {
-            group.fail(&mut self.common, host, failure, tell);
+    /// Fails a group or a channel, if it has not failed.
+    pub fn fail<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, scope: Scope, failure: Failure, tell: bool) {
+        if let Some(group) = self.groups.get_mut(&scope.group) {
+            group.fail(&mut self.common, host, scope.channel, failure, tell);
         }
     }
 
-    /// Sets the all-reduce algorithm of a group from its next operation on, and the streams to use to each of its ranks.
+    /// Sets the all-reduce algorithm of a channel from its next operation on, and the streams to use to each rank of the group.
     pub fn retune<H: Host<Body = B, Kept = K>>(
         &mut self,
         host: &mut H,
-        id: GroupId,
+        channel: Scope,
         algorithm: Option<Algorithm>,
         streams: usize,
     ) {
-        let Some(group) = self.groups.get_mut(&id) else { return };
-        group.algorithm = algorithm;
+        let Some(group) = self.groups.get_mut(&channel.group) else { return };
+        let Some(known) = group.channels.get_mut(&channel.channel) else { return };
+        known.algorithm = algorithm;
         for peer in group.members.peers() {
             host.machine(peer).use_streams(streams);
         }
@@ -227,7 +234,7 @@ impl<B, K> Groups<B, K> {
         self.stopping = true;
         self.patience = LEAST_PATIENCE;
         for group in self.groups.values_mut() {
-            group.fail(&mut self.common, host, failure.clone(), true);
+            group.fail(&mut self.common, host, ChannelId::MAIN, failure.clone(), true);
         }
     }
 
@@ -240,7 +247,7 @@ impl<B, K> Groups<B, K> {
                     "rank {} has ended while messages of its were not taken (destroy_process_group was not called).",
                     group.members.rank()
                 );
-                group.fail(&mut self.common, host, Failure::fatal(FailureKind::Closed, message), true);
+                group.fail(&mut self.common, host, ChannelId::MAIN, Failure::fatal(FailureKind::Closed, message), true);
             }
         }
     }

@@ -1,5 +1,6 @@
 //! How operations go on: with what comes, and with what is sent.
 
+use super::departure::has_left;
 use super::group::{Active, Group, Joining};
 use super::host::Host;
 use super::{Common, Groups};
@@ -10,7 +11,7 @@ use penstock_plan::Topology;
 use penstock_stream::frame::{Channel, Kind};
 use penstock_stream::peer::{Body, FLAG_EAGER, OpStatus, Outgoing};
 use penstock_stream::{FrameError, Header, MessageKey};
-use penstock_types::{Failure, PeerId};
+use penstock_types::{ChannelId, PeerId};
 
 impl<B, K> Groups<B, K> {
     /// A whole, checked, new frame of `len` bytes, which the host has at hand. `placed`: its payload lies already where
@@ -181,7 +182,7 @@ impl<B> Group<B> {
             let peer = effect.rank().map(|rank| (rank, self.members.peer(rank).expect("plans name other ranks")));
             needs_the_gone |= effect.awaits()
                 && peer.is_some_and(|(_, peer)| {
-                    self.farewells.gone.contains_key(&peer) || common.directory.peer(peer).lost.is_some()
+                    has_left(&self.channels, peer, op.channel) || common.directory.peer(peer).lost.is_some()
                 });
             acting.carry_out(common, host, self.members.rank(), peer, effect, &mut effects);
         }
@@ -206,7 +207,8 @@ impl<B> Group<B> {
         let active = self.ops.remove(&op).expect("it has just run");
         // One that heard from every rank before it ended, as an all-to-all with splits does, was compared with all of them.
         if active.splits.is_none() {
-            self.ended.remember(op, active.fingerprint);
+            let known = self.channels.get_mut(&op.channel).expect("operations run in open channels");
+            known.ended.remember(op, active.fingerprint);
         }
         let MessageKey { channel, op: seq, .. } = op.key(self.id, self.members.rank(), 0);
         let with = op.other();
@@ -214,7 +216,7 @@ impl<B> Group<B> {
             host.machine(peer).retire(self.id, channel, seq);
         }
         common.finished += 1;
-        if self.joining == Some(Joining::Gathers) && op == OpId::collective(0) {
+        if self.joining == Some(Joining::Gathers) && op == OpId::collective(ChannelId::MAIN, 0) {
             self.joining = None;
             let keys = host.gathered(&active.body);
             let first = |key| keys.iter().position(|other| other == key).expect("it is one of them") as u32;
@@ -224,9 +226,8 @@ impl<B> Group<B> {
         } else {
             host.done(active.body);
         }
-        let is_over = |(ends, _): &(u64, Failure)| self.first_running().is_none_or(|first| first >= *ends);
-        if let Some((_, failure)) = self.ends_after.clone().filter(is_over) {
-            self.fail(common, host, failure, true);
+        if !self.endings.is_empty() {
+            self.end_what_is_over(common, host);
         }
     }
 }

@@ -1,6 +1,8 @@
 //! Phantom ranks: the shipped core and the shipped machines of peers, with no bytes, no sockets and no engine, under a virtual
 //! clock. What a run does follows from its seed.
 
+mod channels;
+
 use super::*;
 use crate::operation::{Instance, Verdict};
 use fastrand::Rng;
@@ -19,6 +21,12 @@ struct Phantom {
     /// `None`: a join's.
     call: Option<usize>,
     references: HashMap<Instance, Vec<u32>>,
+}
+
+impl Phantom {
+    fn of(call: usize) -> Phantom {
+        Phantom { call: Some(call), ..Phantom::default() }
+    }
 }
 
 /// What is kept of a message: its length, or that it is a reference.
@@ -116,16 +124,18 @@ impl Host for PhantomHost {
         self.joined = Some(Ok(()));
     }
     fn failed(&mut self, failed: Failed<Phantom>) {
-        self.joined.get_or_insert(Err(failed.failure.clone()));
+        if failed.scope.is_group() {
+            self.joined.get_or_insert(Err(failed.failure.clone()));
+        }
         for machine in &mut self.peers {
-            machine.forget_group(failed.group, failed.finished);
+            machine.forget(failed.scope, &failed.finished);
         }
         let ended: Vec<_> = failed.operations().map(|(body, failure)| (body.call, failure)).collect();
         for (call, failure) in ended {
             self.end(call, Err(failure));
         }
     }
-    fn left(&mut self, _: GroupId) {}
+    fn left(&mut self, _: Scope) {}
 }
 
 /// A frame on its way.
@@ -148,6 +158,11 @@ struct Rank {
 #[derive(Clone, Debug)]
 enum Step {
     Issue(usize, Call),
+    /// In a channel.
+    IssueIn(ChannelId, usize, Call),
+    Open(usize, Open),
+    Close(ChannelId),
+    Fail(ChannelId, Failure),
     Leave,
     Die,
 }
@@ -334,8 +349,14 @@ impl Rank {
             let Rank { groups, host, .. } = self;
             match step {
                 Step::Issue(call, what) => {
-                    groups.start(host, GROUP, what, Phantom { call: Some(call), ..Phantom::default() });
+                    groups.start(host, GROUP.into(), what, Phantom::of(call));
                 }
+                Step::IssueIn(channel, call, what) => {
+                    groups.start(host, Scope { group: GROUP, channel }, what, Phantom::of(call));
+                }
+                Step::Open(call, open) => groups.open(host, GROUP, open, Phantom::of(call)),
+                Step::Close(channel) => groups.close(host, Scope { group: GROUP, channel }, false),
+                Step::Fail(channel, failure) => groups.fail(host, Scope { group: GROUP, channel }, failure, true),
                 Step::Leave => groups.leave(host, GROUP),
                 Step::Die => self.is_dead = true,
             }

@@ -3,16 +3,16 @@
 mod fallback;
 
 use super::shares::Shares;
-use super::{ClientSpec, ClientStats, NodeSpec, ServerSpec, ServerStats, Shared};
+use super::{Channels, ClientSpec, ClientStats, NodeSpec, ServerSpec, ServerStats, Shared};
 use crate::recorder::{Entry, Record, Recorder};
 use crate::runtime::Call;
 use crate::{Group, Ticket};
 use penstock_aggregation::client::{Core, CoreConfig, Job, Lack, PARENT, SERVER, Trouble, Wire};
 use penstock_aggregation::{Key, Link, Receipt, Serial, Timing, WorkerConfig};
 use penstock_net::datagrams::Datagrams;
-use penstock_plan::{Algorithm, Collective};
-use penstock_stream::fingerprint::{Fingerprint, Name};
-use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp, SECOND, Time};
+use penstock_plan::Algorithm;
+use penstock_stream::fingerprint::Fingerprint;
+use penstock_types::{Failure, FailureKind, Priority, SECOND, Time};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -28,12 +28,12 @@ pub(super) enum Command {
     Release(Ticket),
     /// The group has failed.
     Failed(Failure),
-    /// The alarm group has failed: a server is lost ([`SERVER_LOST`]), or a rank has left.
+    /// The alarm has ended: a server is lost ([`SERVER_LOST`]), or a rank has left.
     Alarm(Failure),
     Stop,
 }
 
-/// The failure kind by which the alarm group reports that a server is lost. Nothing else in that group has a time-out.
+/// The failure kind by which the alarm reports that a server is lost. Nothing else ends that channel alone with a time-out.
 const SERVER_LOST: FailureKind = FailureKind::Timeout;
 /// Batches that are read from one socket before the next one has its turn.
 const BATCHES: usize = 4;
@@ -45,6 +45,8 @@ const PUBLISH_EVERY: u64 = SECOND / 10;
 pub(super) struct Driver {
     shared: Arc<Shared>,
     group: Group,
+    alarm: Group,
+    fallback: Group,
     spec: ClientSpec,
     recorder: Recorder,
     sockets: Vec<Datagrams>,
@@ -96,7 +98,7 @@ struct Running {
 impl Driver {
     pub(super) fn new(
         shared: Arc<Shared>,
-        group: Group,
+        channels: Channels,
         sockets: Vec<Datagrams>,
         spec: ClientSpec,
         recorder: Recorder,
@@ -142,7 +144,9 @@ impl Driver {
             troubles: Troubles::default(),
             payload: vec![0; spec.payload_bytes],
             shared,
-            group,
+            group: channels.group,
+            alarm: channels.alarm,
+            fallback: channels.fallback,
             spec,
             recorder,
             sockets,
@@ -174,42 +178,19 @@ impl Driver {
     /// Subscribes to the end of the group, to ranks that leave, and to servers that other ranks have lost.
     fn listen(&self) {
         let watch = Ticket::default();
-        let (shared, fallback) = (self.shared.clone(), self.spec.fallback.clone());
+        let (shared, fallback) = (self.shared.clone(), self.fallback.clone());
         watch.on_done(move |result| {
             let failure = result.clone().expect_err("a watch ends with a failure");
-            // Waits on the fallback group end with it.
-            fallback.fail(failure.clone());
+            // Waits on the fallback end with it.
+            fallback.end(failure.clone());
             shared.post(Command::Failed(failure), None);
         });
         self.group.watch(watch);
-        // Receives of messages that never come: each of them fails when its rank leaves.
-        for from in (0..self.spec.world).filter(|rank| *rank != self.spec.rank) {
-            let mut never = Box::new(0u64);
-            let call = Call {
-                collective: Collective::Recv { from },
-                fingerprint: Fingerprint::new(Name::PointToPoint, None, DType::I64, None, 1),
-                dtype: DType::I64,
-                op: ReduceOp::Sum,
-                bytes: size_of::<u64>() as u64,
-                splits: None,
-                input: std::ptr::null(),
-                output: std::ptr::from_mut(&mut *never).cast(),
-                tag: 0,
-                coflow: 0,
-                priority: Priority(0),
-                hold: false,
-                timeout: u64::MAX,
-                keep: Some(never),
-            };
-            let (ticket, shared) = (Ticket::default(), self.shared.clone());
-            ticket.on_done(move |result| {
-                if let Err(failure) = result {
-                    shared.post(Command::Alarm(failure.clone()), None);
-                }
-            });
-            // SAFETY: `keep` is the buffer.
-            unsafe { self.spec.alarm.start_as(call, ticket) };
-        }
+        let (alarmed, shared) = (Ticket::default(), self.shared.clone());
+        alarmed.on_done(move |result| {
+            shared.post(Command::Alarm(result.clone().expect_err("a watch ends with a failure")), None);
+        });
+        self.alarm.watch(alarmed);
     }
 
     /// One round of all work. Returns the reason if a server is lost.
@@ -498,7 +479,7 @@ impl Driver {
             self.spec.servers[server].address,
             Timing::default().server_dead_after as f64 / SECOND as f64
         );
-        self.spec.alarm.fail(Failure::fatal(SERVER_LOST, reason.clone()));
+        self.alarm.end(Failure::fatal(SERVER_LOST, reason.clone()));
         Some(reason)
     }
 
@@ -571,7 +552,6 @@ impl Driver {
 
     /// Fails all operations.
     fn fail(&mut self, failure: Failure) {
-        let failure = Failure { group_lives: false, ..failure };
         self.troubles.failed.get_or_insert(failure.clone());
         let (rank, name) = (self.spec.rank, self.spec.name.clone());
         for (i, running) in std::mem::take(&mut self.running).into_iter().enumerate() {
@@ -609,8 +589,8 @@ impl Drop for Driver {
             }
         }
         self.fail(failure);
-        self.spec.alarm.leave();
-        self.spec.fallback.leave();
+        self.alarm.leave();
+        self.fallback.leave();
     }
 }
 

@@ -72,11 +72,18 @@ pub struct ClientSpec {
     pub min_bytes: u64,
     /// The servers, in the order of the sockets.
     pub servers: Vec<ServerSpec>,
-    /// A group of the same ranks that nothing else uses. A rank that finds a server dead aborts it, so that all ranks know at
-    /// once.
-    pub alarm: Group,
-    /// Another such group: it carries operations after a server has died.
-    pub fallback: Group,
+}
+
+/// The channels of a client's group.
+#[derive(Debug)]
+pub(crate) struct Channels {
+    /// The one whose all-reduces the client takes, without the client.
+    pub(crate) group: Group,
+    /// A vigil: a rank that finds a server dead ends it with that reason, so that all ranks know at once, and it ends when a rank
+    /// leaves.
+    pub(crate) alarm: Group,
+    /// Carries operations after a server has died.
+    pub(crate) fallback: Group,
 }
 
 /// A node to which packets are sent.
@@ -205,9 +212,9 @@ struct Mailbox {
 }
 
 impl Client {
-    /// Starts the thread. `group` is the group without its client.
+    /// Starts the thread.
     pub(crate) fn start_thread(
-        group: Group,
+        channels: Channels,
         sockets: Sockets,
         spec: ClientSpec,
         recorder: Recorder,
@@ -227,7 +234,7 @@ impl Client {
             min_bytes: spec.min_bytes,
             bypassed: AtomicBool::new(false),
         };
-        let driver = Driver::new(shared, group, sockets.0, spec, recorder);
+        let driver = Driver::new(shared, channels, sockets.0, spec, recorder);
         std::thread::Builder::new().name("penstock-udp".into()).spawn(move || driver.run()).map_err(config)?;
         Ok(client)
     }

@@ -5,12 +5,12 @@ use super::host::Body;
 use super::local::PeerMemory;
 use crate::stats::Stats;
 use crate::ticket::{Promise, Ticket};
-use penstock_core::groups::{self, Group, Join};
+use penstock_core::groups::{self, Join, Open};
 use penstock_net::memory::Region;
 use penstock_net::{Contact, Peers};
 use penstock_plan::{Algorithm, Collective, Splits};
 use penstock_stream::fingerprint::Fingerprint;
-use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
+use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp, Scope};
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::time::Instant;
@@ -47,7 +47,11 @@ impl Shared {
         let unread = std::mem::take(&mut mailbox.commands);
         drop(mailbox);
         for command in unread {
-            if let Command::Join(_, promise) | Command::Start(_, _, promise) | Command::Watch(_, promise) = command {
+            if let Command::Join(_, promise)
+            | Command::Open(_, _, promise)
+            | Command::Start(_, _, promise)
+            | Command::Watch(_, promise) = command
+            {
                 promise.complete(Err(failure.clone()));
             }
         }
@@ -71,11 +75,14 @@ impl Shared {
 #[derive(Debug)]
 pub(crate) enum Command {
     Join(GroupSpec, Promise),
-    Start(GroupId, Call, Promise),
+    /// Opens a channel of a group.
+    Open(GroupId, Open, Promise),
+    Start(Scope, Call, Promise),
     Release(GroupId, Ticket),
-    Leave(GroupId),
-    /// Sets the all-reduce algorithm of a group from its next operation on, and the streams to use to each of its ranks.
-    Retune(GroupId, Option<Algorithm>, usize),
+    /// Leaves a group, or closes a channel; `true`: the group is left next.
+    Leave(Scope, bool),
+    /// Sets the all-reduce algorithm of a channel from its next operation on, and the streams to use to each rank of the group.
+    Retune(Scope, Option<Algorithm>, usize),
     Hosts(GroupId, mpsc::Sender<Vec<u32>>),
     /// Checks whether one of these ranks is lost, and optionally more.
     Check {
@@ -87,10 +94,10 @@ pub(crate) enum Command {
         ranks: Vec<u32>,
         reply: mpsc::Sender<Option<Failure>>,
     },
-    Abort(GroupId, Failure),
-    Expire(GroupId, u64),
-    /// Completes a ticket when the group fails, or is left.
-    Watch(GroupId, Promise),
+    Abort(Scope, Failure),
+    Expire(Scope, u64),
+    /// Completes a ticket when the group or channel fails, or is left.
+    Watch(Scope, Promise),
     Share(u64, Region),
     Unshare(u64),
     Stats(mpsc::Sender<Stats>),
@@ -173,16 +180,22 @@ impl Runtime {
     pub(super) fn obey(&mut self, peers: &mut Peers, command: Command) {
         match command {
             Command::Join(spec, ticket) => self.join(peers, spec, ticket),
-            Command::Start(id, call, ticket) => {
+            Command::Open(id, open, ticket) => {
+                let body = Body::new(ticket, std::ptr::null(), std::ptr::null_mut(), None);
+                self.act(peers, |groups, hands| groups.open(hands, id, open, body));
+            }
+            Command::Start(channel, call, ticket) => {
                 let (call, body) = call.split(ticket);
-                self.act(peers, |groups, hands| groups.start(hands, id, call, body));
+                self.act(peers, |groups, hands| groups.start(hands, channel, call, body));
             }
             Command::Release(id, ticket) => {
                 self.act(peers, |groups, hands| groups.release(hands, id, |body| body.ticket.is_of(&ticket)));
             }
-            Command::Leave(id) => self.act(peers, |groups, hands| groups.leave(hands, id)),
-            Command::Retune(id, algorithm, streams) => {
-                self.act(peers, |groups, hands| groups.retune(hands, id, algorithm, streams));
+            Command::Leave(scope, leaves_group) => {
+                self.act(peers, |groups, hands| groups.close(hands, scope, leaves_group));
+            }
+            Command::Retune(channel, algorithm, streams) => {
+                self.act(peers, |groups, hands| groups.retune(hands, channel, algorithm, streams));
             }
             Command::Hosts(id, reply) => {
                 let hosts = self.groups.get(id).map(|group| group.topology().hosts().to_vec());
@@ -191,13 +204,15 @@ impl Runtime {
             Command::Check { group, whole, farewells, ranks, reply } => {
                 drop(reply.send(self.groups.check(group, whole, farewells, &ranks)));
             }
-            Command::Watch(id, ticket) => match self.groups.get(id).map(Group::failure) {
-                Some(Some(failure)) => ticket.complete(Err(failure.clone())),
-                Some(None) => self.local.watches.entry(id).or_default().push(ticket),
-                None => ticket.complete(Err(Failure::fatal(FailureKind::Closed, "the group was destroyed."))),
-            },
-            Command::Abort(id, failure) => self.act(peers, |groups, hands| groups.fail(hands, id, failure, true)),
-            Command::Expire(id, waited) => self.act(peers, |groups, hands| groups.expire(hands, id, waited)),
+            Command::Watch(scope, ticket) => {
+                match self.groups.get(scope.group).map(|group| group.end_of(scope.channel)) {
+                    Some(Some(failure)) => ticket.complete(Err(failure)),
+                    Some(None) => self.local.watches.entry(scope).or_default().push(ticket),
+                    None => ticket.complete(Err(Failure::fatal(FailureKind::Closed, "the group was destroyed."))),
+                }
+            }
+            Command::Abort(scope, failure) => self.act(peers, |groups, hands| groups.fail(hands, scope, failure, true)),
+            Command::Expire(scope, waited) => self.act(peers, |groups, hands| groups.expire(hands, scope, waited)),
             Command::Share(number, region) => self.local.add_region(number, region),
             Command::Unshare(number) => self.local.remove_region(peers, number),
             Command::Stats(reply) => drop(reply.send(self.stats(peers))),

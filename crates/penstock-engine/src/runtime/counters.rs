@@ -4,10 +4,10 @@ use super::Runtime;
 use super::host::Body;
 use super::local::PeerMemory;
 use crate::buffers::Kept;
-use crate::stats::{GroupStats, Held, PeerStats, Stats};
+use crate::stats::{ChannelStats, GroupStats, Held, PeerStats, Stats};
 use penstock_net::Peers;
 use penstock_stream::peer::Peer;
-use penstock_types::PeerId;
+use penstock_types::{ChannelId, PeerId};
 
 impl Runtime {
     pub(super) fn held(&self, peers: &Peers) -> Held {
@@ -16,6 +16,7 @@ impl Runtime {
         let early = self.groups.early();
         Held {
             groups: self.groups.iter().count() as u64,
+            channels: self.groups.iter().map(|group| group.known_channels() as u64 - 1).sum(),
             operations: self.groups.iter().map(|group| group.operations() as u64).sum(),
             claims: early.claims() as u64,
             closed_ranges: self.groups.closed_ranges() as u64,
@@ -43,12 +44,23 @@ impl Runtime {
                 .groups
                 .iter()
                 .map(|group| GroupStats {
+                    channels: group
+                        .channels()
+                        .filter(|(id, _)| *id != ChannelId::MAIN)
+                        .map(|(id, channel)| ChannelStats {
+                            name: channel.name().to_string(),
+                            issued: channel.collectives(),
+                            active: group.operations_in(id) as u64,
+                            algorithm: channel.last_algorithm().to_owned(),
+                            failed: channel.failure().map(ToString::to_string),
+                        })
+                        .collect(),
                     name: group.name().to_string(),
                     rank: group.members().rank(),
                     world: group.members().world(),
                     issued: group.collectives(),
-                    active: (group.running().count() + group.unbound()) as u64,
-                    algorithm: group.last_algorithm().to_owned(),
+                    active: group.operations_in(ChannelId::MAIN) as u64,
+                    algorithm: group.main().last_algorithm().to_owned(),
                     failed: group.failure().map(ToString::to_string),
                 })
                 .collect(),

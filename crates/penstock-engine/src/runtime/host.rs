@@ -11,7 +11,7 @@ use penstock_net::Peers;
 use penstock_stream::frame::{Kind, Reference};
 use penstock_stream::peer::Peer;
 use penstock_stream::{FrameError, Header};
-use penstock_types::{Failure, FailureKind, GroupId, PeerId, Time};
+use penstock_types::{Failure, FailureKind, GroupId, PeerId, Scope, Time};
 use std::any::Any;
 use std::sync::Arc;
 use std::time::Instant;
@@ -104,7 +104,7 @@ impl Host for Hands<'_> {
             return self.local.recorder.numbered(recorded, seq);
         }
         body.recorded = Some(self.local.recorder.issued(Record {
-            group: issue.group.clone(),
+            group: issue.channel.clone(),
             seq: issue.seq,
             what: issue.call.fingerprint,
             bytes: issue.call.bytes,
@@ -205,17 +205,19 @@ impl Host for Hands<'_> {
     }
 
     fn failed(&mut self, failed: Failed<Body>) {
-        self.local.recorder.failed(&failed.name, Instant::now());
+        self.local.recorder.failed(&failed.names, Instant::now());
         let operations = failed.operations().map(|(body, failure)| (body.ticket.clone(), failure));
-        let (group, finished, failure) = (failed.group, failed.finished, failed.failure.clone());
-        let watches = self.local.watches.remove(&group).into_iter().flatten();
-        let whole = watches.chain(self.local.joins.remove(&group)).map(|ticket| (ticket, failure.clone()));
+        let (scope, finished, failure) = (failed.scope, failed.finished.clone(), failed.failure.clone());
+        let watches =
+            self.local.watches.extract_if(|of, _| scope.covers(of.group, of.channel)).flat_map(|(_, all)| all);
+        let join = if scope.is_group() { self.local.joins.remove(&scope.group) } else { None };
+        let whole = watches.chain(join).map(|ticket| (ticket, failure.clone()));
         let tickets: Vec<(Promise, Failure)> = whole.chain(operations).collect();
         // The loop releases the buffers before it does anything else. The operations keep the buffers alive until then.
         let sources = failed.into_sources();
-        self.peers.drop_group(
-            group,
-            finished,
+        self.peers.drop_all(
+            scope,
+            &finished,
             Box::new(move |peer, key, offset, len| {
                 let (body, place) = sources.find(peer, key, offset, len)?;
                 Some(body.address(place).cast_const())
@@ -228,9 +230,12 @@ impl Host for Hands<'_> {
         }
     }
 
-    fn left(&mut self, group: GroupId) {
-        for watch in self.local.watches.remove(&group).into_iter().flatten() {
-            watch.complete(Err(Failure::fatal(FailureKind::Closed, "the group was destroyed.")));
+    fn left(&mut self, scope: Scope) {
+        let left: Vec<_> = self.local.watches.extract_if(|of, _| scope.covers(of.group, of.channel)).collect();
+        for (of, watches) in left {
+            let what = if of.is_group() { "the group was destroyed." } else { "the channel was closed." };
+            let failure = Failure { group_lives: !scope.is_group(), ..Failure::fatal(FailureKind::Closed, what) };
+            watches.into_iter().for_each(|watch| watch.complete(Err(failure.clone())));
         }
     }
 }

@@ -8,7 +8,7 @@ use penstock_net::memory::{Mapping, MemoryEpoch, Region, Remote};
 use penstock_net::{Contact, Peers};
 use penstock_stream::frame::Reference;
 use penstock_stream::{FrameError, Header};
-use penstock_types::{GroupId, PeerId};
+use penstock_types::{GroupId, PeerId, Scope};
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -22,8 +22,8 @@ pub(super) struct Local {
     pub(super) recorder: Recorder,
     /// Callers who wait for the end of a join.
     pub(super) joins: HashMap<GroupId, Promise>,
-    /// Tickets that end with their group.
-    pub(super) watches: HashMap<GroupId, Vec<Promise>>,
+    /// Tickets that end with their group or channel.
+    pub(super) watches: HashMap<Scope, Vec<Promise>>,
     /// A group has failed, and the record of that is not written yet.
     pub(super) has_failed: bool,
 }

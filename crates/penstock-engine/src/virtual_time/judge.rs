@@ -1,6 +1,6 @@
 //! What may go wrong in a program, and what may not.
 
-use super::program::{Fault, How, Program, sequence};
+use super::program::{Fault, How, Program, What, sequence};
 use penstock_types::{Failure, FailureKind, SECOND};
 
 /// Which failures a program may meet.
@@ -35,6 +35,10 @@ impl Program {
             Some(wrong) => Tolerance {
                 kinds: match wrong.how {
                     How::Size | How::DType | How::Op | How::Root if self.goes_on && !self.ends_early => &[Mismatch],
+                    // Only the channel ends.
+                    How::Close if self.goes_on && !self.ends_early => &[Closed, PeerLost],
+                    // No operations of two ranks differ.
+                    How::Leave | How::Close | How::Late => &[Closed, PeerLost, Timeout],
                     // Ranks that end meanwhile are missed by others, also in joins.
                     _ => &[Mismatch, Closed, PeerLost, Timeout],
                 },
@@ -47,11 +51,16 @@ impl Program {
     /// program wants.
     pub(super) fn is_undefined(&self, call: usize, rank: usize) -> bool {
         let Some(wrong) = self.wrong else { return false };
+        let [given, met] = [call, wrong.call].map(|call| &self.calls[call]);
         match wrong.how {
             How::Size | How::DType | How::Op | How::Root => (rank, call) == (wrong.rank, wrong.call),
-            How::Order { .. } | How::Leave | How::Late => false,
+            // What the rank opens later has the numbers of other channels. Their calls may look alike.
+            How::Order { .. } | How::Skip if met.what == What::Open => {
+                self.groups[given.group].channel_of == Some(self.home(met.group))
+            }
+            How::Order { .. } | How::Leave | How::Close | How::Late => false,
             // Later calls may meet others that look alike.
-            How::Skip => call >= wrong.call && sequence(&self.calls[call]) == sequence(&self.calls[wrong.call]),
+            How::Skip => call >= wrong.call && sequence(given) == sequence(met),
         }
     }
 }
@@ -59,11 +68,18 @@ impl Program {
 impl Tolerance {
     /// What is wrong with a failure of a call, or a join, of a group.
     pub(super) fn refuses(&self, program: &Program, group: usize, rank: usize, failure: &Failure) -> Option<String> {
+        // A vigil says that a rank has closed it.
+        if program.groups[group].is_vigil && failure.group_lives && failure.kind == FailureKind::PeerLost {
+            return None;
+        }
+        let home = |group| program.home(group);
         // Ranks that go on in other groups find them as they were.
         let is_concerned = match (program.wrong, program.fault) {
-            (Some(wrong), _) => {
-                program.calls[wrong.call].group == group || matches!(wrong.how, How::Skip | How::Leave | How::Late)
-            }
+            (Some(wrong), _) => match wrong.how {
+                How::Skip | How::Leave | How::Late => true,
+                How::Close => program.calls[wrong.call].group == group && failure.group_lives,
+                _ => home(program.calls[wrong.call].group) == home(group),
+            },
             // A join may wait for a rank that waits for the one that is gone.
             (None, Some((_, Fault::Kill { rank, .. }))) => {
                 failure.kind == FailureKind::Timeout || program.groups[group].members.contains(&rank)
@@ -73,7 +89,8 @@ impl Tolerance {
         // Two ranks make different operations, and every rank of the group hears how they differ, also from ranks that have left, but
         // not from one that ends without waiting for what goes ahead on a slow connection.
         let must_differ = program.wrong.filter(|_| !program.ends_at_once()).is_some_and(|wrong| {
-            program.calls[wrong.call].group == group && !matches!(wrong.how, How::Skip | How::Leave | How::Late)
+            home(program.calls[wrong.call].group) == home(group)
+                && !matches!(wrong.how, How::Skip | How::Leave | How::Close | How::Late)
         });
         let is_named = !must_differ || matches!(failure.kind, FailureKind::Mismatch | FailureKind::Closed);
         if self.kinds.contains(&failure.kind) && is_named && (is_concerned || !program.goes_on) {

@@ -1,16 +1,19 @@
 //! Random programs on the shipped event loop and engine, under virtual time: see `docs/design/random-programs.md`.
 
+mod generate;
 mod judge;
 mod model;
 mod network;
 mod program;
+mod rank;
 mod shrink;
 mod world;
 
+use generate::generate;
 use network::Paths;
 use penstock_plan::Algorithm;
 use penstock_types::{DType, FailureKind, MILLISECOND, ReduceOp, SECOND};
-use program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What, Wrong, generate};
+use program::{Fault, How, Program, ProgramCall, ProgramGroup, Step, What, Wrong};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -55,6 +58,12 @@ fn programs_of_a_seed() {
     let some = |holds: fn(&Program) -> bool| programs.iter().filter(|program| holds(program)).count();
     assert!(some(|program| program.fault.is_some()) > 60 && some(|program| program.wrong.is_some()) > 10);
     assert!(some(Program::is_right) > 180 && some(|program| program.groups.len() > 2) > 60);
+    let channels = |program: &Program| program.groups.iter().any(|group| group.channel_of.is_some());
+    assert!(some(channels) > 100 && some(|program| program.groups.iter().any(|group| group.is_vigil)) > 30);
+    let of_channel = |program: &Program| {
+        program.wrong.is_some_and(|wrong| program.groups[program.calls[wrong.call].group].channel_of.is_some())
+    };
+    assert!(some(of_channel) > 10);
     let large = |program: &Program| program.calls.iter().any(|call| call.elements * call.dtype.size() as u64 > 200_000);
     assert!(some(large) > 30);
 }
@@ -178,7 +187,7 @@ fn a_join_with_a_rank_that_has_died_fails_at_once() {
     };
     let steps = vec![vec![Step::Join(0), Step::Pause(4 * SECOND)], survives(1), survives(2)];
     let mut program = scripted(What::Barrier, 1, 2_000, steps);
-    let group = |members: &[usize]| ProgramGroup { members: members.to_vec(), algorithm: None };
+    let group = |members: &[usize]| ProgramGroup::new(members.to_vec(), None);
     program.groups = vec![group(&[0, 1, 2]), group(&[1, 2]), group(&[0, 1])];
     program.calls.iter_mut().for_each(|call| (call.group, call.timeout) = (1, 5 * SECOND));
     program.goes_on = true;
@@ -204,7 +213,7 @@ fn scripted(what: What, elements: u64, delay_us: u64, steps: Vec<Vec<Step>>) -> 
         streams: 2,
         checksum: false,
         paths: Paths { delay_us, bytes_per_us: 100, buffer_bytes: 65_536 },
-        groups: vec![ProgramGroup { members: (0..ranks).collect(), algorithm: Some(Algorithm::Exchange) }],
+        groups: vec![ProgramGroup::new((0..ranks).collect(), Some(Algorithm::Exchange))],
         calls: vec![call; 3],
         steps,
         fault: None,
@@ -249,11 +258,12 @@ const MOST_FAILURES: usize = 10;
 const SHRINK_TRIALS: u32 = 400;
 /// Seeds whose programs have found something, and what. A seed means another program when the generator changes: then the
 /// programs that still matter get new seeds.
-const FAILED: [(u64, &str); 6] = [
+const FAILED: [(u64, &str); 7] = [
     (166, "the loop did not sleep while a hand-shake waited for a process that was stopped"),
     (627, "the same, for a host that had gone dark"),
     (538_572, "a rank left whose acknowledgements were lost with a stream: the other's operation failed"),
     (200_742, "a rank left while acknowledgements waited behind copies on a full stream: the other's operation failed"),
     (1740, "a rank that was stopped, and lost, refused the next join as that of an unknown job"),
     (5546, "a rank whose hand-shake stalled, so that it was lost, came back and was refused as that of an unknown job"),
+    (4_007_944, "what needed a rank in a channel that it had closed failed the group, if the rank had left since"),
 ];

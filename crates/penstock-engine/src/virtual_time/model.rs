@@ -69,7 +69,7 @@ pub(super) fn result(program: &Program, call: usize, place: usize) -> Option<Vec
             (0..world).flat_map(from).collect()
         }
         What::Message { from, to, .. } if to == place => whole(from, one),
-        What::Message { .. } | What::Barrier | What::Gather { .. } => return None,
+        What::Message { .. } | What::Barrier | What::Open | What::Gather { .. } => return None,
     })
 }
 

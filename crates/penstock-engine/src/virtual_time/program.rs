@@ -1,15 +1,11 @@
 //! Random programs: what every rank does, and what goes wrong meanwhile.
-//!
-//! A right program cannot block for ever. Its calls stand in windows; every rank issues all calls of a window, in any order
-//! that each pair of ranks may have, before it waits for one of them, or takes the calls in the same order as all others and
-//! waits for each. The windows, joins and leaves come in the same order on all ranks.
 
 use super::network::{Death, Paths};
 use fastrand::Rng;
 use penstock_core::unbound::ANY_SOURCE;
 use penstock_plan::{Algorithm, Collective, Splits};
 use penstock_stream::fingerprint::{Fingerprint, Name};
-use penstock_types::{DType, MILLISECOND, ReduceOp, SECOND};
+use penstock_types::{DType, ReduceOp, SECOND};
 use std::fmt;
 
 /// What some ranks do, from their start to their end.
@@ -41,6 +37,9 @@ pub(super) struct Program {
 pub(super) struct ProgramGroup {
     pub(super) members: Vec<usize>,
     pub(super) algorithm: Option<Algorithm>,
+    /// It is a channel of this group, with the same members. Its first call opens it, and [`Step::Leave`] closes it.
+    pub(super) channel_of: Option<usize>,
+    pub(super) is_vigil: bool,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -77,6 +76,8 @@ pub(super) enum What {
         has_splits: bool,
     },
     Barrier,
+    /// Opens the channel that the call is in.
+    Open,
     /// Received from any source, or from the rank that sends it. A receive from any source has a tag that only one rank sends under.
     Message {
         from: usize,
@@ -157,6 +158,8 @@ pub(super) enum How {
     Skip,
     /// Ends before the call.
     Leave,
+    /// Closes the channel before the call.
+    Close,
     /// Makes the call when the others have given up; if it holds the call, its buffers are ready only then.
     Late,
 }
@@ -176,10 +179,28 @@ pub(super) struct Part {
     pub(super) output: usize,
 }
 
+impl ProgramGroup {
+    pub(super) fn new(members: Vec<usize>, algorithm: Option<Algorithm>) -> ProgramGroup {
+        ProgramGroup { members, algorithm, channel_of: None, is_vigil: false }
+    }
+}
+
 impl Program {
     /// Ranks that have failed have no time: what they tell the others may be lost.
     pub(super) fn ends_at_once(&self) -> bool {
         !self.goes_on && self.seed & 1 == 1
+    }
+
+    /// The group that a group or channel stands or falls with.
+    pub(super) fn home(&self, group: usize) -> usize {
+        self.groups[group].channel_of.unwrap_or(group)
+    }
+
+    /// Whether ranks make two calls in the same order.
+    pub(super) fn are_ordered(&self, one: usize, other: usize) -> bool {
+        let (one, other) = (&self.calls[one], &self.calls[other]);
+        let both_open = one.what == What::Open && other.what == What::Open;
+        sequence(one) == sequence(other) || both_open && self.home(one.group) == self.home(other.group)
     }
 
     /// Whether a rank takes part in a call.
@@ -215,7 +236,7 @@ impl Program {
                     }
                     _ => unreachable!("it has no root"),
                 },
-                How::Order { .. } | How::Skip | How::Leave | How::Late => {}
+                How::Order { .. } | How::Skip | How::Leave | How::Close | How::Late => {}
             }
         }
         let place = self.place(call, rank).expect("it takes part");
@@ -256,6 +277,7 @@ fn part(given: &ProgramCall, call: usize, world: usize, place: usize) -> Part {
             (Collective::AllToAll, Name::AllToAll, 0, input, output)
         }
         What::Barrier => (Collective::Barrier, Name::Barrier, 0, 0, 0),
+        What::Open => (Collective::Barrier, Name::Open, 0, 0, 0),
         What::Message { from, to, tag, any_source } => {
             tag_of = tag;
             if from == place {
@@ -289,330 +311,6 @@ pub(super) fn unequal(call: usize, from: usize, to: usize, most: u64) -> u64 {
     if rng.u8(..4) == 0 { 0 } else { rng.u64(0..=most) }
 }
 
-// ---------------------------------------------------------------------- generating
-
-/// The program of a seed.
-pub(super) fn generate(seed: u64) -> Program {
-    let mut rng = Rng::with_seed(seed);
-    let ranks = [2, 2, 3, 3, 4][rng.usize(..5)];
-    let paths = Paths {
-        delay_us: [5, 50, 200, 2000, 20_000][rng.usize(..5)],
-        bytes_per_us: [20, 100, 1000, 4000][rng.usize(..4)],
-        buffer_bytes: [4096, 65_536, 262_144, 1 << 20][rng.usize(..4)],
-    };
-    let mut program = Program {
-        seed,
-        ranks,
-        streams: [1, 1, 2, 3][rng.usize(..4)],
-        checksum: rng.u8(..4) == 0,
-        paths,
-        groups: Vec::new(),
-        calls: Vec::new(),
-        steps: vec![Vec::new(); ranks],
-        fault: None,
-        strikes_at_end: false,
-        wrong: None,
-        goes_on: rng.bool(),
-        ends_early: rng.u8(..3) == 0,
-        eager_credit_bytes: 1 << 20,
-    };
-    let more = Rng::with_seed(seed ^ 0xa11);
-    let mut draw = Draw { rng, more, live: Vec::new(), unwaited: vec![Vec::new(); ranks], budget: 1_500_000 };
-    draw.join(&mut program, (0..ranks).collect());
-    for _ in 0..draw.rng.usize(1..=4) {
-        draw.phase(&mut program);
-    }
-    let last = std::mem::take(&mut draw.live);
-    for group in &last {
-        draw.leave(&mut program, *group);
-    }
-    match draw.rng.u8(..100) {
-        0..=29 => program.fault = Some(draw.fault(&program)),
-        30..=44 => program.wrong = draw.wrong(&program),
-        _ => {}
-    }
-    draw.rng = Rng::with_seed(seed ^ 0x6d6f_7265);
-    draw.vary(&mut program, &last);
-    program
-}
-
-struct Draw {
-    rng: Rng,
-    /// Draws of their own: seeds that are known by number mean nearly the same without them.
-    more: Rng,
-    /// Groups that were joined and not left.
-    live: Vec<usize>,
-    /// By rank: calls that were issued and not waited for.
-    unwaited: Vec<Vec<usize>>,
-    /// Bytes of tensors that are left for this program.
-    budget: u64,
-}
-
-impl Draw {
-    fn join(&mut self, program: &mut Program, members: Vec<usize>) {
-        let group = program.groups.len();
-        for rank in &members {
-            self.pause(program, *rank);
-            program.steps[*rank].push(Step::Join(group));
-        }
-        let algorithms = Algorithm::of(Collective::AllReduce);
-        let algorithm = (self.rng.u8(..4) == 0).then(|| algorithms[self.rng.usize(..algorithms.len())]);
-        program.groups.push(ProgramGroup { members, algorithm });
-        self.live.push(group);
-    }
-
-    fn leave(&mut self, program: &mut Program, group: usize) {
-        for rank in program.groups[group].members.clone() {
-            let mut waits: Vec<usize> = Vec::new();
-            self.unwaited[rank].retain(|call| {
-                let stays = program.calls[*call].group != group;
-                if !stays {
-                    waits.push(*call);
-                }
-                stays
-            });
-            self.rng.shuffle(&mut waits);
-            program.steps[rank].extend(waits.into_iter().map(Step::Wait));
-            self.pause(program, rank);
-            program.steps[rank].push(Step::Leave(group));
-        }
-    }
-
-    fn phase(&mut self, program: &mut Program) {
-        if self.rng.u8(..2) == 0 && program.groups.len() < 6 {
-            let mut members: Vec<usize> = (0..program.ranks).collect();
-            self.rng.shuffle(&mut members);
-            members.truncate(self.rng.usize(2.min(program.ranks)..=program.ranks));
-            self.join(program, members);
-        }
-        for _ in 0..self.rng.usize(1..=3) {
-            self.window(program);
-        }
-        if self.rng.u8(..4) == 0 && self.live.len() > 1 {
-            let group = self.live.swap_remove(self.rng.usize(..self.live.len()));
-            self.leave(program, group);
-        }
-    }
-
-    /// Some calls; see the module's documentation.
-    fn window(&mut self, program: &mut Program) {
-        let first = program.calls.len();
-        for _ in 0..[1, 2, 4, 7][self.rng.usize(..4)] {
-            let call = self.call(program);
-            program.calls.push(call);
-        }
-        let calls = first..program.calls.len();
-        let in_turn = self.rng.u8(..3) == 0;
-        for rank in 0..program.ranks {
-            let mut own: Vec<usize> = calls.clone().filter(|call| program.takes_part(*call, rank)).collect();
-            if in_turn {
-                for call in own {
-                    self.pause(program, rank);
-                    program.steps[rank].extend([Step::Issue(call), Step::Wait(call)]);
-                }
-                continue;
-            }
-            let mut held = Vec::new();
-            while !own.is_empty() {
-                // The first call of any sequence may come next.
-                let is_first = |at: &usize| {
-                    let same = |other: &usize| sequence(&program.calls[*other]) == sequence(&program.calls[own[*at]]);
-                    !own[..*at].iter().any(same)
-                };
-                let first: Vec<usize> = (0..own.len()).filter(is_first).collect();
-                let call = own.remove(first[self.rng.usize(..first.len())]);
-                self.pause(program, rank);
-                if self.rng.u8(..10) == 0 {
-                    program.steps[rank].push(Step::Hold(call));
-                    held.push(call);
-                } else {
-                    program.steps[rank].push(Step::Issue(call));
-                }
-                self.unwaited[rank].push(call);
-            }
-            self.rng.shuffle(&mut held);
-            for call in held {
-                self.pause(program, rank);
-                program.steps[rank].push(Step::Release(call));
-            }
-            let mut waits = std::mem::take(&mut self.unwaited[rank]);
-            self.rng.shuffle(&mut waits);
-            let later = if self.rng.bool() { 0 } else { self.rng.usize(..=waits.len()) };
-            self.unwaited[rank] = waits.split_off(waits.len() - later);
-            program.steps[rank].extend(waits.into_iter().map(Step::Wait));
-        }
-    }
-
-    fn call(&mut self, program: &Program) -> ProgramCall {
-        let group = self.live[self.rng.usize(..self.live.len())];
-        let world = program.groups[group].members.len();
-        let root = self.rng.usize(..world);
-        let what = match self.rng.u8(..20) {
-            0..=4 => What::AllReduce,
-            5 => What::ReduceScatter,
-            6 => What::AllGather,
-            7..=8 => What::Broadcast { root },
-            9 => What::Reduce { root },
-            10 => What::Gather { root },
-            11 => What::Scatter { root },
-            12 => What::AllToAll { has_splits: false },
-            13 => What::AllToAll { has_splits: true },
-            14 => What::Barrier,
-            _ => {
-                let to = (root + self.rng.usize(1..world)) % world;
-                let tag = self.rng.u32(..3);
-                // A tag a sender: only it can match, so what a receive from any source gets is known.
-                let (tag, any_source) = match self.more.u8(..5) {
-                    0 => (10 + root as u32, true),
-                    1 => (10 + root as u32, false),
-                    _ => (tag, false),
-                };
-                What::Message { from: root, to, tag, any_source }
-            }
-        };
-        let reduces = matches!(what, What::AllReduce | What::ReduceScatter | What::Reduce { .. });
-        let (dtype, op) = loop {
-            let dtype = DType::ALL[self.rng.usize(..DType::ALL.len())];
-            let op = if reduces { OPS[self.rng.usize(..OPS.len())] } else { ReduceOp::Sum };
-            // A third of a small number has no exact float.
-            let is_exact = op != ReduceOp::Avg || !dtype.is_float() || world.is_power_of_two();
-            if !reduces || op.takes(dtype) && is_exact {
-                break (dtype, op);
-            }
-        };
-        let elements = self.elements(dtype.size() as u64, world as u64);
-        let timeout = SECOND * self.rng.u64(12..=20);
-        ProgramCall { group, what, dtype, op, elements, priority: self.rng.i32(-2..=2), timeout }
-    }
-
-    fn elements(&mut self, size: u64, world: u64) -> u64 {
-        let near = |rng: &mut Rng, bytes: u64| (bytes / size + rng.u64(0..3)).saturating_sub(1);
-        let elements = match self.rng.u8(..20) {
-            0 => 0,
-            1..=2 => 1,
-            3..=9 => self.rng.u64(2..=300),
-            10..=13 => self.rng.u64(300..=3000),
-            14 => near(&mut self.rng, EAGER),
-            15 => near(&mut self.rng, EAGER * world),
-            16 => near(&mut self.rng, EAGER / 2),
-            17 => near(&mut self.rng, 65_536),
-            _ => self.rng.u64(10_000..=400_000) / size,
-        };
-        let bytes = elements * size * world;
-        if bytes > self.budget {
-            return self.rng.u64(0..=64);
-        }
-        self.budget -= bytes;
-        elements
-    }
-
-    fn pause(&mut self, program: &mut Program, rank: usize) {
-        let time = match self.rng.u8(..100) {
-            0..=9 => self.rng.u64(1000..100_000),
-            10..=17 => self.rng.u64(100_000..30 * MILLISECOND),
-            18 => self.rng.u64(100 * MILLISECOND..2500 * MILLISECOND),
-            _ => return,
-        };
-        program.steps[rank].push(Step::Pause(time));
-    }
-
-    fn fault(&mut self, program: &Program) -> (u64, Fault) {
-        let rng = &mut self.rng;
-        let rank = rng.usize(..program.ranks);
-        let ranks = [rank, (rank + rng.usize(1..program.ranks)) % program.ranks];
-        let which = rng.usize(..8);
-        // Most programs take some milliseconds to some seconds.
-        let at = match rng.u8(..3) {
-            0 => rng.u64(0..MILLISECOND),
-            1 => rng.u64(0..50 * MILLISECOND),
-            _ => rng.u64(0..SECOND),
-        };
-        let fault = match rng.u8(..12) {
-            0..=4 => Fault::Lose { ranks, which, skew: rng.u64(0..300 * MILLISECOND), times: rng.u32(1..4) },
-            5..=6 => Fault::Stall { ranks, which, time: rng.u64(MILLISECOND..10 * SECOND) },
-            7 => Fault::Part { ranks, time: rng.u64(MILLISECOND..3 * SECOND) },
-            8 => Fault::Part { ranks, time: if rng.bool() { u64::MAX / 2 } else { rng.u64(SECOND..10 * SECOND) } },
-            9 => Fault::Stop { rank, time: rng.u64(MILLISECOND..3 * SECOND) },
-            10 => Fault::Stop { rank, time: rng.u64(SECOND..20 * SECOND) },
-            _ => {
-                let death = [Death::Closes, Death::Resets, Death::Silent][rng.usize(..3)];
-                Fault::Kill { rank, death }
-            }
-        };
-        (at, fault)
-    }
-
-    /// Draws of their own: seeds that are known by number mean nearly the same without them. `last` are the groups that are left
-    /// at the end.
-    fn vary(&mut self, program: &mut Program, last: &[usize]) {
-        if self.rng.u8(..4) == 0 {
-            // From the least on, which one message of the longest takes.
-            program.eager_credit_bytes = EAGER + 128 + self.rng.u64(0..EAGER);
-        }
-        if !program.ends_early && self.rng.u8(..5) == 0 {
-            let stays = |step: &Step| matches!(step, Step::Leave(group) if last.contains(group));
-            program.steps.iter_mut().for_each(|steps| steps.retain(|step| !stays(step)));
-        }
-        if program.fault.is_some() || program.wrong.is_some() {
-            return;
-        }
-        match self.rng.u8(..100) {
-            0..=4 => {
-                let time = self.rng.u64(SECOND..8 * SECOND);
-                program.fault = Some((self.rng.u64(0..SECOND), Fault::StopAll { time }));
-            }
-            5..=9 => {
-                let (rank, call) = (self.rng.usize(..program.ranks), self.rng.usize(..program.calls.len()));
-                program.wrong = program.takes_part(call, rank).then_some(Wrong { rank, call, how: How::Late });
-            }
-            10..=29 => {
-                program.fault = Some(self.fault(program));
-                program.strikes_at_end = true;
-            }
-            _ => {}
-        }
-    }
-
-    fn wrong(&mut self, program: &Program) -> Option<Wrong> {
-        let call = self.rng.usize(..program.calls.len());
-        let rank = self.rng.usize(..program.ranks);
-        let given = &program.calls[call];
-        if !program.takes_part(call, rank) {
-            return None;
-        }
-        let reduces = matches!(given.what, What::AllReduce | What::ReduceScatter | What::Reduce { .. });
-        let has_root = matches!(
-            given.what,
-            What::Broadcast { .. } | What::Reduce { .. } | What::Gather { .. } | What::Scatter { .. }
-        );
-        let has_parts = matches!(given.what, What::AllToAll { has_splits: true });
-        let how = match self.rng.u8(..7) {
-            0 if given.what != What::Barrier && !has_parts => How::Size,
-            1 if given.what != What::Barrier
-                && (!reduces || given.op.takes(DType::I32) && given.op.takes(DType::F32)) =>
-            {
-                How::DType
-            }
-            2 if reduces && given.dtype != DType::Bool => How::Op,
-            3 if has_root => How::Root,
-            4 => {
-                let is_other = |with: &usize| {
-                    *with != call
-                        && sequence(&program.calls[*with]) == sequence(given)
-                        && program.takes_part(*with, rank)
-                        && program.part(*with, rank).fingerprint != program.part(call, rank).fingerprint
-                };
-                let with = (call + 1..program.calls.len()).find(is_other)?;
-                How::Order { with }
-            }
-            5 => How::Skip,
-            6 => How::Leave,
-            _ => return None,
-        };
-        Some(Wrong { rank, call, how })
-    }
-}
-
 /// Calls that meet in the order in which they are issued.
 pub(super) fn sequence(call: &ProgramCall) -> (usize, Option<(usize, usize, u32)>) {
     match call.what {
@@ -636,8 +334,10 @@ impl fmt::Display for Program {
         if let Some(wrong) = wrong {
             writeln!(f, "  wrong: {wrong:?}")?;
         }
-        for (number, ProgramGroup { members, algorithm }) in self.groups.iter().enumerate() {
-            writeln!(f, "  group {number}: {members:?} {}", algorithm.map_or("", Algorithm::name))?;
+        for (number, ProgramGroup { members, algorithm, channel_of, is_vigil }) in self.groups.iter().enumerate() {
+            let kind = if *is_vigil { ", a vigil" } else { "" };
+            let of = channel_of.map_or(String::new(), |group| format!(", channel of group {group}{kind}"));
+            writeln!(f, "  group {number}: {members:?} {}{of}", algorithm.map_or("", Algorithm::name))?;
         }
         for (number, call) in self.calls.iter().enumerate() {
             let ProgramCall { group, what, dtype, op, elements, priority, timeout } = call;
@@ -656,18 +356,3 @@ impl fmt::Display for Program {
         Ok(())
     }
 }
-
-const OPS: [ReduceOp; 10] = [
-    ReduceOp::Sum,
-    ReduceOp::Avg,
-    ReduceOp::PremulSum(0.5),
-    ReduceOp::PremulSum(2.0),
-    ReduceOp::Product,
-    ReduceOp::Min,
-    ReduceOp::Max,
-    ReduceOp::BitAnd,
-    ReduceOp::BitOr,
-    ReduceOp::BitXor,
-];
-/// The engine's limit for messages that leave without a grant.
-const EAGER: u64 = 32 * 1024;

@@ -35,7 +35,7 @@ fn candidates(program: &Program) -> Vec<Program> {
         }
     }
     for group in 1..program.groups.len() {
-        let is_empty = !calls.iter().any(|call| program.calls[*call].group == group);
+        let is_empty = !calls.iter().any(|call| program.home(program.calls[*call].group) == group);
         let is_joined = program.steps.iter().flatten().any(|step| *step == Step::Join(group));
         if is_empty && is_joined {
             all.push(without(program, |step| matches!(step, Step::Join(g) | Step::Leave(g) if *g == group)));

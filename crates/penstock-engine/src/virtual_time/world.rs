@@ -1,21 +1,12 @@
-//! Ranks with the shipped event loop and engine, on the virtual network, each with a user who follows a program.
+//! Ranks of a program on the virtual network, and the faults that meet them.
 
-use super::model;
-use super::network::{Death, Network, address};
-use super::program::{Fault, How, Program, Step};
-use crate::engine::{Config, settings};
-use crate::recorder::Recorder;
-use crate::runtime::{Call, Command, GroupSpec, Runtime, Shared};
+use super::network::{Death, Network};
+use super::program::{Fault, Program};
+use super::rank::{Engine, GO_ON_WITHIN, Opened, Rank, State};
 use crate::stats::Held;
-use crate::ticket::Ticket;
 use fastrand::Rng;
-use penstock_net::memory::MemoryEpoch;
-use penstock_net::{Contact, Driver, Process, Ptracer, Run};
-use penstock_plan::{Collective, Thresholds};
-use penstock_types::{Failure, FailureKind, Generation, GroupId, MILLISECOND, Priority, SECOND, Time};
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use penstock_types::{Failure, FailureKind, MILLISECOND, SECOND, Time};
+use std::collections::VecDeque;
 
 /// Runs a program; returns what was not as it must be, at most a few, each beginning with its kind.
 pub(super) fn run(program: &Program) -> Vec<String> {
@@ -53,69 +44,6 @@ struct World<'a> {
     /// All users are through; what the engines hold is looked at then.
     settled_at: Option<Time>,
     complaints: Vec<String>,
-}
-
-struct Rank<'a> {
-    program: &'a Program,
-    rank: usize,
-    /// `None`: its loop has ended, or it was killed.
-    engine: Option<Engine>,
-    is_killed: bool,
-    /// The processor, or who has stopped the process, has it until then.
-    busy_until: Time,
-    user: User,
-}
-
-struct Engine {
-    driver: Driver,
-    runtime: Runtime,
-    shared: Arc<Shared>,
-    run: Run,
-}
-
-/// Follows a rank's steps, as a script does.
-struct User {
-    steps: VecDeque<Step>,
-    /// When it goes on; `None`: it waits for its engine.
-    at: Option<Time>,
-    waits_for: Option<WaitsFor>,
-    joins: BTreeMap<usize, (Ticket, Time, bool)>,
-    calls: BTreeMap<usize, Issued>,
-    /// Groups that have failed, as far as it has seen.
-    failed: BTreeSet<usize>,
-    left: BTreeSet<usize>,
-    /// Calls that have timed out.
-    timed_out: Vec<usize>,
-    state: State,
-    /// When it told the engine to end.
-    stopped_at: Option<Time>,
-    /// It has seen a failure.
-    has_failed: bool,
-    /// It has waited until the others have given up.
-    was_late: bool,
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum WaitsFor {
-    Join(usize),
-    Call(usize),
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum State {
-    Follows,
-    Through,
-    Stopping,
-}
-
-struct Issued {
-    ticket: Ticket,
-    at: Time,
-    input: Vec<u8>,
-    /// With a guard on both sides.
-    output: Vec<u8>,
-    /// Ended, and looked at.
-    is_over: bool,
 }
 
 impl<'a> World<'a> {
@@ -186,17 +114,55 @@ impl<'a> World<'a> {
         // A rank that is gone is missed long before a time-out, unless others wait for a join that waits for it.
         let is_lost = matches!(self.program.fault, Some((_, Fault::Kill { .. } | Fault::Part { .. })));
         let has_expired = self.ranks.iter().flat_map(|rank| rank.user.joins.values()).any(|(.., expired)| *expired);
-        for rank in self.ranks.iter().filter(|_| is_lost && !has_expired && self.program.wrong.is_none()) {
+        let was_connecting = match self.program.fault {
+            Some((_, Fault::Kill { rank, .. })) => {
+                self.ranks.iter().any(|other| other.user.was_connecting(self.program, rank))
+            }
+            _ => false,
+        };
+        let may_wait = has_expired || was_connecting || self.program.wrong.is_some();
+        for rank in self.ranks.iter().filter(|_| is_lost && !may_wait) {
             if !rank.user.timed_out.is_empty() {
                 let calls = &rank.user.timed_out;
                 self.complaints.push(format!("late: calls {calls:?} on rank {} have timed out", rank.rank));
             }
         }
+        self.check_vigils();
         for rank in &self.ranks {
             if rank.engine.is_some() && self.complaints.is_empty() {
                 let waits: Vec<usize> = rank.user.calls.iter().filter(|(_, i)| !i.is_over).map(|(c, _)| *c).collect();
                 let steps = rank.user.steps.len();
                 self.complaints.push(format!("hang: rank {} has {steps} steps left, calls {waits:?}", rank.rank));
+            }
+        }
+    }
+
+    /// Each rank hears soon that another has closed a vigil, and only then.
+    fn check_vigils(&mut self) {
+        let vigils = (0..self.program.groups.len()).filter(|group| self.program.groups[*group].is_vigil);
+        for vigil in vigils.filter(|_| self.program.fault.is_none()) {
+            let never = Time(u64::MAX / 2);
+            let left = |rank: &Rank<'_>| {
+                let ends = [rank.user.left_at(self.program, vigil), rank.user.stopped_at];
+                ends.into_iter().flatten().min().unwrap_or(never)
+            };
+            for member in &self.program.groups[vigil].members {
+                let rank = &self.ranks[*member];
+                let Some(Opened { at, watch: Some(watch), told_at, .. }) = rank.user.opened.get(&vigil) else {
+                    continue;
+                };
+                let others = self.program.groups[vigil].members.iter().filter(|other| *other != member);
+                let first = others.map(|other| left(&self.ranks[*other])).min().unwrap_or(never);
+                let ends_itself = ["the channel was closed.", "the group was destroyed.", "the engine has stopped"];
+                let complaint = match watch.result() {
+                    Some(Err(failure)) if failure.kind == FailureKind::PeerLost && failure.group_lives => {
+                        told_at.is_none_or(|told| told < first).then(|| format!("of what has not happened: {failure}"))
+                    }
+                    Some(Err(failure)) if !ends_itself.contains(&&*failure.message) => None,
+                    _ => (left(rank) > first.max(*at).plus(TOLD_WITHIN)).then(|| "nothing".to_owned()),
+                };
+                self.complaints
+                    .extend(complaint.map(|what| format!("vigil: rank {member} is told in {vigil}: {what}")));
             }
         }
     }
@@ -274,8 +240,18 @@ impl<'a> World<'a> {
             }
             if is_whole && !may_lose {
                 let held = rank.held(&self.network);
-                let groups = (rank.user.joins.len() - rank.user.left.len()) as u64;
-                if held != (Held { groups, closed_ranges: held.closed_ranges, jobs: held.jobs, ..Held::default() })
+                let groups = rank.user.groups() as u64;
+                // A group that has failed opens no channel.
+                let has_failed = rank.user.failed.iter().any(|group| self.program.home(*group) == *group);
+                let channels = if has_failed { held.channels } else { rank.user.channels(self.program) as u64 };
+                if held
+                    != (Held {
+                        groups,
+                        channels,
+                        closed_ranges: held.closed_ranges,
+                        jobs: held.jobs,
+                        ..Held::default()
+                    })
                     || held.jobs as usize > self.program.ranks
                 {
                     self.complaints.push(format!("held: by rank {} at the end: {held:?}", rank.rank));
@@ -287,409 +263,11 @@ impl<'a> World<'a> {
     }
 }
 
-impl<'a> Rank<'a> {
-    fn new(program: &'a Program, rank: usize, network: &Network) -> Rank<'a> {
-        let config = Config {
-            rank: rank as u32,
-            host: format!("host-{rank}"),
-            generation: Generation(1),
-            addresses: Vec::new(),
-            ports: 0..=0,
-            streams: program.streams,
-            shared_memory: false,
-            ptracer: Ptracer::default(),
-            checksum: program.checksum,
-            dead_after: Duration::from_secs(4),
-            socket_buffer_bytes: 0,
-            flight_recorder: None,
-        };
-        let node = contact(rank).node;
-        let shared = Arc::new(Shared::default());
-        let recorder = Recorder::new(config.rank, 1, config.host.clone(), None);
-        let memory_epoch = Arc::new(MemoryEpoch::new(node));
-        let mut settings = settings(&config, node);
-        settings.peer.eager_credit_bytes = program.eager_credit_bytes;
-        let engine = Engine {
-            driver: Driver::played(network.host(rank), settings).expect("a descriptor"),
-            runtime: Runtime::new(shared.clone(), node, memory_epoch, Thresholds::default(), recorder),
-            shared,
-            run: Run::default(),
-        };
-        let exchanged = |call: usize| match program.wrong {
-            Some(wrong) if wrong.rank == rank => match wrong.how {
-                How::Order { with } if call == with => wrong.call,
-                How::Order { with } if call == wrong.call => with,
-                _ => call,
-            },
-            _ => call,
-        };
-        let steps = program.steps[rank].iter().map(|step| match *step {
-            Step::Issue(call) => Step::Issue(exchanged(call)),
-            Step::Hold(call) => Step::Hold(exchanged(call)),
-            Step::Release(call) => Step::Release(exchanged(call)),
-            Step::Wait(call) => Step::Wait(exchanged(call)),
-            step => step,
-        });
-        let user = User {
-            steps: steps.collect(),
-            at: Some(Time(0)),
-            waits_for: None,
-            joins: BTreeMap::new(),
-            calls: BTreeMap::new(),
-            failed: BTreeSet::new(),
-            left: BTreeSet::new(),
-            timed_out: Vec::new(),
-            state: State::Follows,
-            stopped_at: None,
-            has_failed: false,
-            was_late: false,
-        };
-        Rank { program, rank, engine: Some(engine), is_killed: false, busy_until: Time(0), user }
-    }
-
-    /// When it has something to do.
-    fn next(&self, network: &Network) -> Time {
-        if self.engine.is_none() {
-            return Time(u64::MAX);
-        }
-        let user = self.user.at.unwrap_or(Time(u64::MAX));
-        let join = match self.user.waits_for {
-            Some(WaitsFor::Join(group)) => match &self.user.joins[&group] {
-                (ticket, since, false) if ticket.result().is_none() => since.plus(JOINS_WITHIN),
-                _ => Time(u64::MAX),
-            },
-            _ => Time(u64::MAX),
-        };
-        network.next(self.rank).min(user).min(join).max(self.busy_until)
-    }
-
-    fn post(&self, network: &Network, command: Command, ticket: &Ticket) {
-        if let Some(engine) = &self.engine {
-            engine.shared.post(command, ticket);
-            network.wake(self.rank);
-        }
-    }
-
-    /// Takes the user's steps until it has to wait.
-    fn act(&mut self, network: &Network, now: Time) {
-        self.user.at = None;
-        if self.user.state != State::Follows {
-            return self.stop(network, now);
-        }
-        loop {
-            if let Some(waits_for) = self.user.waits_for {
-                let Some(result) = self.user.ticket(waits_for).and_then(Ticket::result) else { return };
-                self.user.waits_for = None;
-                if result.is_err() {
-                    self.user.has_failed = true;
-                    let group = match waits_for {
-                        WaitsFor::Join(group) => group,
-                        WaitsFor::Call(call) => self.program.calls[call].group,
-                    };
-                    self.user.failed.insert(group);
-                    if !self.program.goes_on {
-                        self.user.give_up();
-                    }
-                }
-            }
-            let Some(step) = self.user.steps.pop_front() else { break };
-            if self.step(step, network, now) {
-                return;
-            }
-        }
-        self.user.state = State::Through;
-        if self.program.ends_early || self.user.has_failed && !self.program.goes_on {
-            self.stop(network, now);
-        }
-    }
-
-    /// True: the user is busy for a while.
-    fn step(&mut self, step: Step, network: &Network, now: Time) -> bool {
-        let is_meant = |call: usize, how: How| {
-            self.program.wrong.is_some_and(|wrong| (wrong.rank, wrong.call, wrong.how) == (self.rank, call, how))
-        };
-        match step {
-            Step::Issue(call) | Step::Release(call) if is_meant(call, How::Late) && !self.user.was_late => {
-                self.user.was_late = true;
-                self.user.steps.push_front(step);
-                self.user.at = Some(now.plus(LATE));
-                return true;
-            }
-            Step::Join(group) => {
-                let ticket = Ticket::default();
-                self.post(network, Command::Join(spec(self.program, group, self.rank), ticket.promise()), &ticket);
-                self.user.joins.insert(group, (ticket, now, false));
-                self.user.waits_for = Some(WaitsFor::Join(group));
-            }
-            Step::Issue(call) | Step::Hold(call) => {
-                if self.user.failed.contains(&self.program.calls[call].group) || is_meant(call, How::Skip) {
-                    return false;
-                }
-                if is_meant(call, How::Leave) {
-                    self.user.give_up();
-                    return false;
-                }
-                self.issue(call, matches!(step, Step::Hold(_)), network, now);
-            }
-            Step::Release(call) => {
-                if let Some(issued) = self.user.calls.get(&call) {
-                    let (group, ticket) = (id(self.program.calls[call].group), issued.ticket.clone());
-                    self.post(network, Command::Release(group, ticket.clone()), &ticket);
-                }
-            }
-            Step::Wait(call) => {
-                if self.user.calls.contains_key(&call) && !self.user.failed.contains(&self.program.calls[call].group) {
-                    self.user.waits_for = Some(WaitsFor::Call(call));
-                }
-            }
-            Step::Pause(time) => {
-                self.user.at = Some(now.plus(time));
-                return true;
-            }
-            Step::Leave(group) => {
-                if self.user.joins.contains_key(&group) && self.user.left.insert(group) {
-                    self.post(network, Command::Leave(id(group)), &Ticket::default());
-                }
-            }
-        }
-        false
-    }
-
-    fn issue(&mut self, call: usize, hold: bool, network: &Network, now: Time) {
-        let part = self.program.part(call, self.rank);
-        let place = self.program.place(call, self.rank).expect("it takes part");
-        let given = &self.program.calls[call];
-        let mut output = vec![GUARD; part.output + 2 * GUARD_BYTES];
-        let input = model::contribution(self.program, call, place, part.input);
-        if matches!(part.collective, Collective::AllReduce | Collective::Broadcast { .. } | Collective::Reduce { .. }) {
-            // In place.
-            let own = model::contribution(self.program, call, place, part.output);
-            output[GUARD_BYTES..][..part.output].copy_from_slice(&own);
-        }
-        let mut issued = Issued { ticket: Ticket::default(), at: now, input, output, is_over: false };
-        let command = Command::Start(
-            id(given.group),
-            Call {
-                collective: part.collective,
-                fingerprint: part.fingerprint,
-                dtype: part.dtype,
-                op: part.op,
-                bytes: part.bytes,
-                splits: part.splits,
-                input: issued.input.as_ptr(),
-                output: issued.output[GUARD_BYTES..].as_mut_ptr(),
-                tag: part.tag,
-                coflow: 0,
-                priority: Priority(given.priority),
-                hold,
-                timeout: given.timeout,
-                keep: None,
-            },
-            issued.ticket.promise(),
-        );
-        self.post(network, command, &issued.ticket);
-        self.user.calls.insert(call, issued);
-    }
-
-    fn stop(&mut self, network: &Network, now: Time) {
-        self.user.state = State::Stopping;
-        self.user.stopped_at = Some(now);
-        let wait = !self.user.has_failed || !self.program.ends_at_once();
-        self.post(network, Command::Stop { wait }, &Ticket::default());
-    }
-
-    fn held(&mut self, network: &Network) -> Held {
-        let (sender, receiver) = mpsc::channel();
-        self.post(network, Command::Stats(sender), &Ticket::default());
-        let engine = self.engine.as_mut().expect("it runs");
-        engine.driver.turn(&mut engine.runtime, &mut engine.run);
-        receiver.try_recv().expect("a turn reads commands").held
-    }
-
-    /// Looks at what has ended since the last look.
-    fn look(&mut self, network: &Network, now: Time, rng: &mut Rng) -> Vec<String> {
-        let mut complaints = Vec::new();
-        let tolerance = self.program.tolerance();
-        let away = self.away();
-        for (call, issued) in &mut self.user.calls {
-            if issued.is_over {
-                continue;
-            }
-            let timeout = self.program.calls[*call].timeout;
-            let group = self.program.calls[*call].group;
-            match issued.ticket.result() {
-                None if now.since(issued.at) > timeout + LATE_AT_MOST + away => {
-                    complaints.push(format!("late: call {call} on rank {} has not ended in time", self.rank));
-                    issued.is_over = true;
-                }
-                None => {}
-                Some(result) => {
-                    issued.is_over = true;
-                    match result {
-                        Ok(()) => complaints.extend(issued.check(self.program, *call, self.rank)),
-                        Err(failure) => {
-                            complaints.extend(tolerance.refuses(self.program, group, self.rank, &failure));
-                            if failure.kind == FailureKind::Timeout {
-                                self.user.timed_out.push(*call);
-                            }
-                        }
-                    }
-                    // The buffers are the user's again.
-                    issued.input.fill(SCRIBBLE);
-                    issued.output.fill(SCRIBBLE);
-                }
-            }
-        }
-        for (group, (ticket, since, has_expired)) in &mut self.user.joins {
-            match ticket.result() {
-                None if !*has_expired && now.since(*since) >= JOINS_WITHIN => {
-                    *has_expired = true;
-                    let waited = now.since(*since);
-                    if let Some(engine) = &self.engine {
-                        engine.shared.post(Command::Expire(id(*group), waited), &Ticket::default());
-                        network.wake(self.rank);
-                    }
-                }
-                None if now.since(*since) > JOINS_WITHIN + LATE_AT_MOST + SECOND + away => {
-                    complaints.push(format!("late: the join of group {group} on rank {} has not ended", self.rank));
-                }
-                Some(Err(failure)) if !self.user.failed.contains(group) => {
-                    complaints.extend(tolerance.refuses(self.program, *group, self.rank, &failure));
-                }
-                _ => {}
-            }
-        }
-        let is_over = |waits_for| self.user.ticket(waits_for).is_some_and(|ticket| ticket.result().is_some());
-        if self.user.at.is_none() && self.user.state == State::Follows && self.user.waits_for.is_none_or(is_over) {
-            self.user.at = Some(now.plus(rng.u64(1_000..20_000)));
-        }
-        complaints
-    }
-
-    /// How long a fault stops it, at most.
-    fn away(&self) -> u64 {
-        match self.program.fault {
-            Some((_, Fault::Stop { rank, time })) if rank == self.rank => time,
-            Some((_, Fault::StopAll { time })) => time + GO_ON_WITHIN,
-            _ => 0,
-        }
-    }
-
-    /// The loop has ended.
-    fn ended(&self, now: Time) -> Vec<String> {
-        let mut complaints = Vec::new();
-        let stopped_at = self.user.stopped_at.unwrap_or(now);
-        let longest = self.program.calls.iter().map(|call| call.timeout).max().unwrap_or(0);
-        let patience = if self.program.is_right() && self.program.fault.is_none() {
-            STOPS_WITHIN
-        } else {
-            longest.max(STOPS_WITHIN) + LATE_AT_MOST
-        };
-        if now.since(stopped_at) > patience + self.away() {
-            complaints.push(format!(
-                "late: the end of rank {} took {:.3} s",
-                self.rank,
-                now.since(stopped_at) as f64 / 1e9
-            ));
-        }
-        for (call, issued) in &self.user.calls {
-            if issued.ticket.result().is_none() {
-                complaints.push(format!("hang: call {call} on rank {} has no end", self.rank));
-            }
-            if issued.is_over && issued.input.iter().chain(&issued.output).any(|byte| *byte != SCRIBBLE) {
-                complaints.push(format!("written: a buffer of call {call} on rank {}, after its end", self.rank));
-            }
-        }
-        complaints
-    }
-}
-
-impl User {
-    fn ticket(&self, waits_for: WaitsFor) -> Option<&Ticket> {
-        match waits_for {
-            WaitsFor::Join(group) => self.joins.get(&group).map(|(ticket, ..)| ticket),
-            WaitsFor::Call(call) => self.calls.get(&call).map(|issued| &issued.ticket),
-        }
-    }
-
-    /// Leaves all groups.
-    fn give_up(&mut self) {
-        self.steps = self.joins.keys().filter(|group| !self.left.contains(group)).map(|g| Step::Leave(*g)).collect();
-        self.has_failed = true;
-    }
-}
-
-impl Issued {
-    /// What is wrong with the buffers of an operation that has succeeded.
-    fn check(&self, program: &Program, call: usize, rank: usize) -> Vec<String> {
-        let mut complaints = Vec::new();
-        let place = program.place(call, rank).expect("it took part");
-        if program.is_undefined(call, rank) {
-            return complaints;
-        }
-        if self.input != model::contribution(program, call, place, self.input.len()) {
-            complaints.push(format!("input: of call {call} on rank {rank} was written"));
-        }
-        let (before, rest) = self.output.split_at(GUARD_BYTES);
-        let (output, after) = rest.split_at(rest.len() - GUARD_BYTES);
-        if before.iter().chain(after).any(|byte| *byte != GUARD) {
-            complaints.push(format!("guard: beside the output of call {call} on rank {rank} was written"));
-        }
-        if let Some(expected) = model::result(program, call, place)
-            && output != expected
-        {
-            let at = output.iter().zip(&expected).position(|(got, expected)| got != expected);
-            complaints.push(format!("wrong: call {call} on rank {rank}, from byte {at:?} of {}", expected.len()));
-        }
-        complaints
-    }
-}
-
-fn contact(rank: usize) -> Contact {
-    Contact {
-        node: [rank as u8 + 1; 16],
-        rank: rank as u32,
-        host: format!("host-{rank}"),
-        tcp: vec![address(rank)],
-        memory_epoch: 0,
-        process: Process::default(),
-    }
-}
-
-fn id(group: usize) -> GroupId {
-    GroupId(1000 + group as u64)
-}
-
-fn spec(program: &Program, group: usize, rank: usize) -> GroupSpec {
-    let given = &program.groups[group];
-    let own = given.members.iter().position(|member| *member == rank).expect("members join");
-    GroupSpec {
-        id: id(group),
-        generation: Generation(1),
-        rank: own as u32,
-        members: given.members.iter().map(|member| contact(*member)).collect(),
-        secret: b"secret".to_vec(),
-        algorithm: given.algorithm,
-        name: format!("group {group}"),
-    }
-}
-
 /// No program takes longer than this, whatever happens in it.
 const LONGEST: Time = Time(600 * SECOND);
 /// Nor more turns of its loops.
 const MOST_ROUNDS: u64 = 200_000;
-/// Ranks that were stopped together go on one after the other.
-const GO_ON_WITHIN: u64 = 300 * MILLISECOND;
-/// Longer than any operation's time-out.
-const LATE: u64 = 25 * SECOND;
-/// What a user allows a join.
-const JOINS_WITHIN: u64 = 20 * SECOND;
-/// The engine looks for operations that are late a few times a second; with this, a tick and what ends in its course.
-const LATE_AT_MOST: u64 = 1500 * MILLISECOND;
 /// Credit comes back with the next heartbeat, at the latest.
 const SETTLES_WITHIN: u64 = 3 * SECOND;
-/// Nobody waits longer for an answer to a good-bye; with the last delays.
-const STOPS_WITHIN: u64 = 2200 * MILLISECOND;
-const GUARD: u8 = 0xa5;
-const GUARD_BYTES: usize = 64;
-const SCRIBBLE: u8 = 0xee;
+/// Without faults, what a rank says is heard a few delays later.
+const TOLD_WITHIN: u64 = SECOND;

@@ -101,9 +101,9 @@ impl Driver {
         while let Some(order) = self.peers.orders.pop_front() {
             match order {
                 Order::Connect(peer, job, secret) => self.connect(handler, peer, job, secret, 0, now),
-                Order::DropGroup(group, source) => {
+                Order::Drop(scope, source) => {
                     for socket in self.sockets.values_mut().chain(current.as_deref_mut()) {
-                        socket.drop_group(group, &source);
+                        socket.drop_all(scope, &source);
                     }
                 }
                 Order::Then(act) => act(),

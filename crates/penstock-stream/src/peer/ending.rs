@@ -4,26 +4,44 @@ use super::credit::eager_cost;
 use super::operation::OpKey;
 use super::outgoing::{Control, Way};
 use super::{NO_MESSAGE, Peer};
-use crate::frame::{Channel, Farewell, Header, Kind, MessageKey};
-use penstock_types::{GroupId, OpSeq};
+use crate::frame::{Channel, Counts, Farewell, Header, Kind, MessageKey};
+use penstock_types::{GroupId, OpSeq, Scope};
+use std::collections::BTreeMap;
 
 impl Peer {
-    /// Tells the peer that this side has left a group, and what it did there. The frame leaves once the peer has taken all
-    /// that it can take; messages that wait for a grant do not hold it back.
-    pub fn left(&mut self, group: GroupId, farewell: Farewell) {
-        let mut ahead = 0;
-        for (_, issue) in self.outbox.by_key.range(first_key(group)..).take_while(|(key, _)| key.group == group) {
+    /// Tells the peer that this side has left a group, or closed a channel of it, and what it did there. The frame leaves once the
+    /// peer has taken all that it can take; messages that wait for a grant do not hold it back. A group's farewell comes after
+    /// those of its channels.
+    pub fn left(&mut self, scope: impl Into<Scope>, farewell: Farewell) {
+        let scope = scope.into();
+        // Each farewell of a channel that has not left holds that of the group back, and then its frame does.
+        let channels = self.controls.leaving.keys().filter(|one| one.group == scope.group && !one.is_group());
+        let mut ahead = if scope.is_group() { channels.count() } else { 0 };
+        let is_free = |held: Option<Scope>| held.is_none_or(|by| by == scope);
+        for (_, issue) in keys_of(&self.outbox.by_key, scope) {
             let message = self.outbox.messages.get_mut(issue).expect("named by its key");
-            message.holds_left = message.is_under_way(&self.outbox.ready, *issue);
-            ahead += usize::from(message.holds_left);
+            if !is_free(message.holds_left) {
+                continue;
+            }
+            message.holds_left = message.is_under_way(&self.outbox.ready, *issue).then_some(scope);
+            ahead += usize::from(message.holds_left.is_some());
         }
-        for control in self.controls.frames.values_mut().filter(|control| control.header.key.group == group) {
-            control.holds_left = true;
+        let controls = self.controls.frames.values_mut().filter(|control| control.header.key.is_in(scope));
+        for control in controls.filter(|control| is_free(control.holds_left)) {
+            control.holds_left = Some(scope);
             ahead += 1;
         }
         match ahead {
-            0 => self.say_left(group, &farewell),
-            _ => drop(self.controls.leaving.insert(group, (ahead, farewell))),
+            0 => drop(self.say_left(scope, &farewell)),
+            _ => {
+                let is_new = self.controls.leaving.insert(scope, (ahead, farewell)).is_none();
+                if is_new
+                    && !scope.is_group()
+                    && let Some((ahead, _)) = self.controls.leaving.get_mut(&Scope::from(scope.group))
+                {
+                    *ahead += 1;
+                }
+            }
         }
     }
 
@@ -70,27 +88,23 @@ impl Peer {
         }
     }
 
-    /// [`Peer::retire`] for all operations of a group that was left. Messages on their way to the peer go on.
-    pub fn retire_group(&mut self, group: GroupId) {
-        for (_, op) in self.ops.extract_if(|key, _| key.group == group) {
+    /// [`Peer::retire`] for all operations of a group that was left, or of a channel that was closed. Messages on their way to the
+    /// peer go on.
+    pub fn retire_all(&mut self, scope: impl Into<Scope>) {
+        let scope = scope.into();
+        for (_, op) in self.ops.extract_if(|key, _| scope.covers(key.group, key.channel.id())) {
             self.remembered -= op.remembered();
         }
     }
 
-    /// Forgets a group that has failed. Messages that were not taken are dropped, except eager ones that have left: their
-    /// credit returns only when they arrive. Messages of the first `finished` collectives go on: those have ended here, and
-    /// the peer may still be in them.
-    pub fn forget_group(&mut self, group: GroupId, finished: u64) {
-        self.retire_group(group);
-        let counts = |key: &MessageKey| key.channel == Channel::Collective && key.op.0 < finished;
-        let issues: Vec<u64> = self
-            .outbox
-            .by_key
-            .range(first_key(group)..)
-            .take_while(|(key, _)| key.group == group)
-            .filter(|(key, _)| !counts(key))
-            .map(|(_, issue)| *issue)
-            .collect();
+    /// Forgets a group, or a channel of one, that has failed. Messages that were not taken are dropped, except eager ones that have
+    /// left: their credit returns only when they arrive. Messages of collectives that are `finished` go on: those have ended here,
+    /// and the peer may still be in them.
+    pub fn forget(&mut self, scope: impl Into<Scope>, finished: &Counts) {
+        let scope = scope.into();
+        self.retire_all(scope);
+        let dropped = keys_of(&self.outbox.by_key, scope).filter(|(key, _)| !finished.include(key));
+        let issues: Vec<u64> = dropped.map(|(_, issue)| *issue).collect();
         for issue in issues {
             let message = self.outbox.messages.get_mut(&issue).expect("just found");
             match message.way {
@@ -106,11 +120,11 @@ impl Peer {
         // A control frame that has left has its serial number. The peer waits for no gap in these, but counts them.
         let dropped = self.controls.frames.extract_if(|_, control| {
             let Header { kind, key, .. } = control.header;
-            let is_dropped = key.group == group && !control.has_left && !counts(&key);
+            let is_dropped = key.is_in(scope) && !control.has_left && !finished.include(&key);
             is_dropped && !matches!(kind, Kind::Report | Kind::Left | Kind::Bye)
         });
-        let held_left = dropped.filter(|(_, control)| control.holds_left).count();
-        (0..held_left).for_each(|_| self.no_longer_holds_left(group));
+        let held_left: Vec<Scope> = dropped.filter_map(|(_, control)| control.holds_left).collect();
+        held_left.into_iter().for_each(|scope| self.no_longer_holds_left(scope));
         self.controls.queue.retain(|id| self.controls.frames.contains_key(id));
     }
 
@@ -119,8 +133,8 @@ impl Peer {
             self.outbox.by_key.remove(&message.key);
             self.outbox.unasked -= usize::from(matches!(message.way, Way::Reference { is_unasked: true }));
             self.outbox.ready.remove(&(message.priority, issue));
-            if message.holds_left {
-                self.no_longer_holds_left(message.key.group);
+            if let Some(scope) = message.holds_left {
+                self.no_longer_holds_left(scope);
             }
         }
         if self.withholds_ack && !self.has_frames_out() {
@@ -131,13 +145,18 @@ impl Peer {
         }
     }
 
-    /// A message or control frame that held back the `Left` frame of its group was taken, or forgotten.
-    pub(super) fn no_longer_holds_left(&mut self, group: GroupId) {
-        let Some((ahead, _)) = self.controls.leaving.get_mut(&group) else { return };
+    /// A message or control frame that held back a `Left` frame was taken, or forgotten.
+    pub(super) fn no_longer_holds_left(&mut self, scope: Scope) {
+        let Some((ahead, _)) = self.controls.leaving.get_mut(&scope) else { return };
         *ahead -= 1;
         if *ahead == 0 {
-            let (_, farewell) = self.controls.leaving.remove(&group).expect("just seen");
-            self.say_left(group, &farewell);
+            let (_, farewell) = self.controls.leaving.remove(&scope).expect("just seen");
+            let control = self.say_left(scope, &farewell);
+            // The farewell of the channel held back that of its group; now its frame does.
+            let group = Scope::from(scope.group);
+            if !scope.is_group() && self.controls.leaving.contains_key(&group) {
+                self.controls.frames.get_mut(&control).expect("just queued").holds_left = Some(group);
+            }
         }
     }
 
@@ -147,15 +166,25 @@ impl Peer {
         self.outbox.messages.values().any(|message| !message.frames.is_empty())
     }
 
-    fn say_left(&mut self, group: GroupId, farewell: &Farewell) {
+    /// Queues a farewell. Returns its control frame's number.
+    fn say_left(&mut self, scope: Scope, farewell: &Farewell) -> u64 {
         let payload = farewell.encode();
-        let mut header = Header::new(Kind::Left, first_key(group));
+        let mut header = Header::new(Kind::Left, first_key(scope));
         header.length = payload.len() as u32;
+        header.offset = u64::from(farewell.leaves_group);
+        let id = self.controls.next;
         self.control(header, Some(&payload));
+        id
     }
 }
 
-/// The smallest key of a group.
-fn first_key(group: GroupId) -> MessageKey {
-    MessageKey { group, ..NO_MESSAGE }
+/// The outgoing messages of a group, or of a channel.
+fn keys_of(by_key: &BTreeMap<MessageKey, u64>, scope: Scope) -> impl Iterator<Item = (&MessageKey, &u64)> {
+    let of_group = by_key.range(first_key(scope)..).take_while(move |(key, _)| key.group == scope.group);
+    of_group.filter(move |(key, _)| key.is_in(scope))
+}
+
+/// The smallest key of a group, or of a channel.
+pub(super) fn first_key(scope: Scope) -> MessageKey {
+    MessageKey { group: scope.group, channel: Channel::Collective(scope.channel), ..NO_MESSAGE }
 }

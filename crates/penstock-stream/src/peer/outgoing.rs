@@ -5,7 +5,7 @@ use crate::fingerprint::Fingerprint;
 use crate::frame::{Farewell, Header, MAX_FRAME_BYTES, MIN_FRAME_BYTES, MessageKey, Reference};
 use crate::ranges::Ranges;
 use crate::stream::FRAME_GRAIN;
-use penstock_types::{GroupId, Priority};
+use penstock_types::{Priority, Scope};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
@@ -81,9 +81,9 @@ pub(super) struct Controls {
     pub(super) sent: u64,
     /// Which of the peer's have arrived.
     pub(super) taken: Ranges,
-    /// Groups that this side has left and whose `Left` frame is not sent yet: how many messages and control frames the peer must
-    /// acknowledge first, and the farewell.
-    pub(super) leaving: BTreeMap<GroupId, (usize, Farewell)>,
+    /// Groups that this side has left, and channels that it has closed, whose `Left` frame is not sent yet: how many messages and
+    /// control frames the peer must acknowledge first, and the farewell.
+    pub(super) leaving: BTreeMap<Scope, (usize, Farewell)>,
 }
 
 /// A control frame.
@@ -93,8 +93,8 @@ pub(super) struct Control {
     pub(super) payload: Option<Arc<[u8]>>,
     /// The frame has its serial number.
     pub(super) has_left: bool,
-    /// The frame is counted in [`Controls::leaving`].
-    pub(super) holds_left: bool,
+    /// The farewell in [`Controls::leaving`] that counts the frame.
+    pub(super) holds_left: Option<Scope>,
     pub(super) copies: Copies,
 }
 
@@ -117,8 +117,8 @@ pub(super) struct Message {
     pub(super) acked_bytes: u64,
     /// The message's group was forgotten: no event is reported for it.
     pub(super) is_forgotten: bool,
-    /// The message is counted in [`Controls::leaving`].
-    pub(super) holds_left: bool,
+    /// The farewell in [`Controls::leaving`] that counts the message.
+    pub(super) holds_left: Option<Scope>,
 }
 
 /// How a message is sent.

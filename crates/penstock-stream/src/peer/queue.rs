@@ -1,11 +1,12 @@
 //! What this side wants the peer to get: messages and control frames, queued until a stream has room for them.
 
+use super::ending::first_key;
 use super::operation::{OpKey, granted_span};
 use super::outgoing::{Body, Control, Copies, Message, Outgoing, Way};
 use super::{NO_MESSAGE, Peer, Report};
 use crate::fingerprint::Fingerprint;
-use crate::frame::{Channel, Header, Kind, MAX_REPORT_BYTES, MessageKey, Reference};
-use penstock_types::{GroupId, OpSeq};
+use crate::frame::{Header, Kind, MAX_REPORT_BYTES, MessageKey, Reference};
+use penstock_types::Scope;
 use std::sync::Arc;
 
 impl Peer {
@@ -34,7 +35,7 @@ impl Peer {
             again: Vec::new(),
             acked_bytes: 0,
             is_forgotten: false,
-            holds_left: false,
+            holds_left: None,
         };
         let place = self.reference_of(&message);
         let is_granted = self.use_grant(&key);
@@ -134,19 +135,21 @@ impl Peer {
         self.control(header, None);
     }
 
-    /// Tells the peer that a group has failed. Goes ahead of everything that is not yet written.
-    pub fn report(&mut self, group: GroupId, report: &Report) {
-        let key = MessageKey { group, channel: Channel::Collective, op: OpSeq(0), message: report.kind as u32 };
+    /// Tells the peer that a group, or a channel of one, has failed. Goes ahead of everything that is not yet written.
+    pub fn report(&mut self, scope: impl Into<Scope>, report: &Report) {
+        let key = MessageKey { message: report.kind as u32, ..first_key(scope.into()) };
         let mut text = report.message.as_str();
         while text.len() > MAX_REPORT_BYTES as usize {
             let last = text.char_indices().next_back().map_or(0, |(at, _)| at);
             text = &text[..last];
         }
+        let mut payload = report.finished.encode();
+        payload.extend(text.as_bytes());
         let mut header = Header::new(Kind::Report, key);
-        header.length = text.len() as u32;
+        header.length = payload.len() as u32;
         header.offset = u64::from(report.is_passed_on);
-        header.total = report.finished;
-        self.control(header, Some(text.as_bytes()));
+        header.total = report.finished.0.len() as u64;
+        self.control(header, Some(&payload));
         if let Some(id) = self.controls.queue.pop_back() {
             self.controls.queue.push_front(id);
         }
@@ -181,7 +184,7 @@ impl Peer {
                 header,
                 payload: payload.map(Arc::from),
                 has_left: false,
-                holds_left: false,
+                holds_left: None,
                 copies: Copies::default(),
             },
         );

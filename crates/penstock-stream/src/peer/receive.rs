@@ -5,9 +5,9 @@ use super::operation::{Arrival, Incoming, OpKey, OpStatus, granted_span, span};
 use super::outgoing::{Body, FrameId, Way};
 use super::take_over::{PATIENCE_LOST, PATIENCE_MOST, PATIENCE_WON};
 use super::{Event, FLAG_EAGER, FLAG_SHARED, Peer, Report, StreamId};
-use crate::frame::{FLAG_PAYLOAD_SUM, Farewell, FrameError, Header, Kind, MessageKey};
+use crate::frame::{Counts, FLAG_PAYLOAD_SUM, Farewell, FrameError, Header, Kind, MessageKey};
 use crate::ranges::Ranges;
-use penstock_types::{FailureKind, Time};
+use penstock_types::{FailureKind, Scope, Time};
 
 /// What the engine does with a complete frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -124,8 +124,8 @@ impl Peer {
             Kind::Announce => finish.apply = !self.is_late(header, status),
             Kind::Probe => self.events.push_back(Event::Probe(header.key, header.fingerprint)),
             Kind::ProbeReply => self.events.push_back(Event::Issued(header.key, header.offset)),
-            Kind::Report => self.events.push_back(Event::Report(header.key.group, Report::decode(header, payload))),
-            Kind::Left => self.events.push_back(Event::Left(header.key.group, Farewell::decode(payload)?)),
+            Kind::Report => self.events.push_back(Event::Report(scope_of(header), Report::decode(header, payload)?)),
+            Kind::Left => self.events.push_back(Event::Left(scope_of(header), Farewell::decode(header, payload)?)),
             Kind::Bye => self.events.push_back(Event::Bye),
             Kind::Heartbeat | Kind::Ack | Kind::HeartbeatReply | Kind::Share | Kind::Unshare => {}
         }
@@ -296,8 +296,8 @@ impl Peer {
             FrameId::Data { issue, index } => (issue, index),
             FrameId::Control(id) => {
                 let Some(control) = self.controls.frames.remove(&id) else { return false };
-                if control.holds_left {
-                    self.no_longer_holds_left(control.header.key.group);
+                if let Some(scope) = control.holds_left {
+                    self.no_longer_holds_left(scope);
                 }
                 return true;
             }
@@ -322,12 +322,22 @@ impl Peer {
 }
 
 impl Report {
-    fn decode(header: &Header, payload: &[u8]) -> Report {
+    fn decode(header: &Header, payload: &[u8]) -> Result<Report, FrameError> {
+        let records = usize::try_from(header.total).ok().and_then(|count| count.checked_mul(Counts::RECORD_BYTES));
+        let split = records.filter(|_| header.total <= Counts::MOST_CHANNELS as u64);
+        let Some((records, text)) = split.and_then(|at| payload.split_at_checked(at)) else {
+            return Err(FrameError::Length { kind: Kind::Report, length: payload.len() as u32 });
+        };
         let kind = FailureKind::ALL.into_iter().find(|kind| *kind as u32 == header.key.message);
         let kind = kind.unwrap_or(FailureKind::Bug);
-        let message = String::from_utf8_lossy(payload).into_owned();
-        Report { kind, message, is_passed_on: header.offset != 0, finished: header.total }
+        let message = String::from_utf8_lossy(text).into_owned();
+        Ok(Report { kind, message, is_passed_on: header.offset != 0, finished: Counts::decode(records) })
     }
+}
+
+/// What a `Report` or `Left` frame is about.
+fn scope_of(header: &Header) -> Scope {
+    Scope { group: header.key.group, channel: header.key.channel.id() }
 }
 
 /// Bound on what a defective peer makes us hold: references that were not asked for, and gaps between its control frames. Four times

@@ -165,25 +165,13 @@ class Buckets:
             here = Entry(f"optimizer.{self.number}", Request(Kind.BARRIER))
             controller.submit([here])
             here.result.wait()
-        siblings: list[Any] = []
-        failures: list[BaseException] = []
-
-        def meet() -> None:
-            try:
-                siblings.extend(own.sibling(f"{what}{self.number}") for what in ("readiness", "buckets"))
-            except BaseException as error:
-                failures.append(error)
-
-        # A rank that waits in a store does not notice that another has died.
-        meeting = threading.Thread(target=meet, name="penstock-buckets", daemon=True)
-        meeting.start()
+        channels: list[Any] = []
         with controller.watching() as check:
-            while meeting.is_alive():
-                check()
-                meeting.join(_LOOK_S)
-        if failures:
-            raise failures[0]
-        rounds, buckets = siblings
+            # Also the ranks that wait for this one in the controller's rounds notice that another has died.
+            for what in ("readiness", "buckets"):
+                opening = own.open_channel(f"{what}{self.number}")
+                channels.append(own.keep_channel(opening.wait(check=check)))
+        rounds, buckets = channels
         self._slots = Slots(
             [*self._parameters, torch.zeros(1, dtype=torch.float32)], [*self._names, "the mark of a step"]
         )
@@ -202,11 +190,11 @@ class Buckets:
         ).wait()
         if not bool((digests.view(-1, len(digest)) == digest).all()):
             # By their names, then; the stall inspector says which are missing.
-            own.forget_siblings(siblings)
+            own.close_channels(channels)
             return None
         self._abort = rounds.group.abort
         running.tell_at_end(rounds.group.abort)
-        weakref.finalize(self, own.forget_siblings, siblings).atexit = False
+        weakref.finalize(self, own.close_channels, channels).atexit = False
         process.requests.take()
         return _core.Reducer(
             rounds=rounds.group,
@@ -232,7 +220,7 @@ class Buckets:
         withdrawn, self._withdrawn = self._withdrawn, None
         if withdrawn is not None:
             withdrawn.wait()
-        submitted = self._slots.submit(self._reducer, index, gradient, absent)
+        submitted, _ = self._slots.submit(self._reducer, index, gradient, absent)
         self._done.add(index)
         return submitted
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,15 +47,33 @@ class Settings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Settings:
-        warning_s = float(environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", "60"))
+        """Raises: ValueError, which names the variable."""
+
+        def seconds(name: str, default: float, unit_s: float = 1.0) -> float:
+            return _number(environ, name, float, default) * unit_s
+
+        warning_s = seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0)
         if environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
             warning_s = 0.0
         return cls(
-            fusion_threshold_bytes=int(environ.get("HOROVOD_FUSION_THRESHOLD", str(64 << 20))),
-            cycle_time_s=float(environ.get("HOROVOD_CYCLE_TIME", "0")) / 1000,
+            fusion_threshold_bytes=_number(environ, "HOROVOD_FUSION_THRESHOLD", int, 64 << 20),
+            cycle_time_s=seconds("HOROVOD_CYCLE_TIME", 0.0, 1e-3),
             stall_warning_s=warning_s,
-            stall_shutdown_s=float(environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")),
+            stall_shutdown_s=seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0),
         )
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], Number], default: Number) -> Number:
+    try:
+        value = kind(environ.get(name, str(default)))
+        if 0 <= value <= (1 << 62 if kind is int else _LONGEST):
+            return value
+    except ValueError:
+        pass
+    raise ValueError(f"{name}={environ[name]!r} must be a number, 0 or more") from None
 
 
 class Controller:
@@ -77,7 +95,7 @@ class Controller:
         self.size = self.group.size
         self._settings = settings
         self._timeline = timeline
-        self._member = self.group.backend.sibling("rounds")
+        self._member = self.group.backend.channel("rounds")
         self._negotiation = Negotiation(self.rank, self.size, ranks)
         self._wake = threading.Condition()
         self._entries: dict[bytes, Entry] = {}
@@ -185,7 +203,7 @@ class Controller:
             flight.settle(max(0.0, until_s - time.monotonic()))
         self._fail(HorovodInternalError(SHUT_DOWN))
         together = self._stopped == list(range(self.size))
-        self.group.backend.forget_siblings([self._member])
+        self.group.backend.close_channels([self._member])
         return together
 
     # ------------------------------------------------------------------ the thread
@@ -367,6 +385,8 @@ DUPLICATE_NAME = (
 NEVER_S = 365.0 * 24 * 3600
 # From a round trip on one host to what a person would not notice (a guess between latency and idle processor time).
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
+# Seconds or milliseconds: more than Python's locks take would end the thread.
+_LONGEST = 1e9
 # How often a waiting thread looks for stalls.
 _LOOK_S = 1.0
 # As many as Horovod names of one rank.

@@ -135,26 +135,27 @@ class Flight:
 def start(
     agreed: Sequence[Agreed], entries: Sequence[Entry | None], group: Group, threshold_bytes: int
 ) -> list[Flight]:
-    """Start what a round has agreed on; ``entries`` are this rank's, None where it has joined."""
+    """Start what a round has agreed on; ``entries`` are this rank's, None where it has joined. Where one cannot be started, all
+    that has not started fails: nobody else knows of these entries any more."""
     flights = []
-    for bucket in fuse([one.request for one in agreed], threshold_bytes):
-        own = [entries[index] for index in bucket]
-        try:
+    try:
+        for bucket in fuse([one.request for one in agreed], threshold_bytes):
+            own = [entries[index] for index in bucket]
             for entry in own:
                 if entry is not None and entry.ready is not None:
                     torch.cuda.current_stream(entry.ready[0]).wait_event(entry.ready[1])
             with torch.no_grad():
                 flight = _START[agreed[bucket[0]].request.kind]([agreed[index] for index in bucket], own, group)
-        except BaseException as error:
             for entry in own:
                 if entry is not None:
-                    entry.result.failed(error)
-            raise
-        for entry in own:
+                    entry.result.started(flight)
+            if flight is not None:
+                flights.append(flight)
+    except BaseException as error:
+        for entry in entries:
             if entry is not None:
-                entry.result.started(flight)
-        if flight is not None:
-            flights.append(flight)
+                entry.result.failed(error)
+        raise
     return flights
 
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from penstock.fronts.horovod import job
 from penstock.fronts.horovod.common.exceptions import HorovodInternalError
 
 __all__ = ["run"]
@@ -166,6 +167,9 @@ def _on_rank(call: bytes, folder: str | None, causes: str) -> bytes:
             file.write(f"{rank}\n{type(error).__name__}: {error}")
         os.replace(f"{path}.part", path)
         raise
+    finally:
+        # torch keeps this process until all functions have returned. One that waits for this rank must learn that it is done.
+        job.shutdown()
 
 
 def _dumps(value: Any) -> bytes:

@@ -7,11 +7,14 @@ for it.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from typing import Any, Protocol, TextIO
 
 __all__ = ["Timeline"]
+
+log = logging.getLogger("penstock")
 
 
 class Ends(Protocol):
@@ -21,7 +24,10 @@ class Ends(Protocol):
 
 
 class Timeline:
-    """Writes events while it is on; any thread may call it. Only rank 0 of a job turns it on."""
+    """Writes events while it is on; any thread may call it. Only rank 0 of a job turns it on.
+
+    A file that cannot be written any more (a full disk) ends the timeline with a warning, and not the job.
+    """
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
@@ -39,18 +45,14 @@ class Timeline:
             self._mark_cycles = mark_cycles
             self._began_s = time.monotonic()
             wall_us = int(time.time() * 1e6)
-            self._file.write("[\n")
-            self._write(
-                {"name": "start_time", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": wall_us}}
-            )
+            start = {"name": "start_time", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": wall_us}}
+            self._write("[\n" + _line(start))
 
     def stop(self) -> None:
         """Finish the file, if there is one: it is valid JSON from here on."""
         with self._lock:
-            file, self._file = self._file, None
-            if file is not None:
-                file.write("{}]\n")
-                file.close()
+            self._write("{}]\n")
+            self._end()
 
     def negotiating(self, name: str, kind: str) -> None:
         self._event(name, "B", f"NEGOTIATE_{kind}")
@@ -71,12 +73,33 @@ class Timeline:
         with self._lock:
             if self._file is None:
                 return
+            text = ""
             if row not in self._rows:
                 self._rows[row] = len(self._rows) + 1
-                self._write({"name": "process_name", "ph": "M", "pid": self._rows[row], "args": {"name": row}})
+                text = _line({"name": "process_name", "ph": "M", "pid": self._rows[row], "args": {"name": row}})
             now_us = (time.monotonic() - self._began_s) * 1e6
-            self._write({"name": what, "ph": phase, "ts": round(now_us), "pid": self._rows[row]})
+            self._write(text + _line({"name": what, "ph": phase, "ts": round(now_us), "pid": self._rows[row]}))
 
-    def _write(self, event: dict[str, Any]) -> None:
-        assert self._file is not None, "the caller holds the lock and has looked"
-        self._file.write(json.dumps(event) + ",\n")
+    def _write(self, text: str) -> None:
+        """The caller holds the lock."""
+        if self._file is not None:
+            try:
+                self._file.write(text)
+            except OSError as error:
+                self._end(error)
+
+    def _end(self, why: OSError | None = None) -> None:
+        """Close the file. The caller holds the lock."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            file.close()  # this writes what is still in memory
+        except OSError as error:
+            why = why or error
+        if why is not None:
+            log.warning("the timeline ends here, and its file %s is incomplete: %s", file.name, why.strerror)
+
+
+def _line(event: dict[str, Any]) -> str:
+    return json.dumps(event) + ",\n"

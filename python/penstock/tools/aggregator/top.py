@@ -56,6 +56,8 @@ def fetch(address: str) -> dict[str, Any]:
             raise click.ClickException(
                 f"no aggregator answers at {address}: {reason}. Start it with: penstock aggregator --listen {address}"
             ) from None
+    if not all(isinstance(one, dict) for one in told.values()) or "penstock" not in told["about"]:
+        raise click.ClickException(f"what answers at {address} is no aggregator or server of Penstock")
     return {**told, "time": time.monotonic()}
 
 

@@ -80,7 +80,7 @@ class ToldReducer(GradientReducer):
             )
 
         parts = self._slots.described()
-        batches = cut([one.nbytes for one in self._parameters], bucket_bytes)
+        batches = cut([one.nbytes for one in self._trained.dense], bucket_bytes)
         self._reducer = cast(Any, _Batches([[parts[index] for index in batch] for batch in batches], make))
 
 

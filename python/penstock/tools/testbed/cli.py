@@ -401,7 +401,11 @@ def _table_of_links(bed: Testbed, crossed: list[LinkTraffic]) -> Table:
 
 
 def _describe_code(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    # Real-time signals have no names.
+    named = -code in {*signal.Signals}
+    return f"killed by {signal.Signals(-code).name if named else f'signal {-code}'}"
 
 
 def _interrupt(*_: object) -> NoReturn:

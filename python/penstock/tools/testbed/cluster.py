@@ -122,7 +122,6 @@ class Testbed(Bed):
         the testbed alone.
         """
         assert self.name is not None and self._keeper is not None and self._keeper.stdin is not None
-        path = kept.state_path(self.name)
         state = {
             "keeper": self._keeper.pid,
             "started": system.start_time(self._keeper.pid),
@@ -130,10 +129,7 @@ class Testbed(Bed):
             "offloads": self.topology.offloads_asked,
             "namespaces": self._namespaces,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept.read_states()  # drops what a dead keeper left behind
-        with open(path, "x") as opened:
-            json.dump(state, opened)
+        path = kept.write_state(self.name, state)
         self._keeper.stdin.write(f"detach {path}\n".encode())
         self._keeper.stdin.flush()
         self._stack.pop_all()

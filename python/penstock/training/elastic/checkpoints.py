@@ -92,7 +92,9 @@ class Checkpoints:
         Returns: whether there was one. Without one all ranks have rank 0's state as it is.
 
         Raises:
-            penstock.errors.Config: the newest complete one holds values that cannot be loaded (see `save`).
+            penstock.errors.Config: the newest complete one holds values that cannot be loaded (see `save`), or there are
+                checkpoints and none of them can be read.
+            OSError: the folder cannot be read.
             What ``load_state_dict`` raises on rank 0, where the checkpoint is of another model; penstock.errors.Config on the
             others. The state is as last committed.
         """
@@ -118,7 +120,8 @@ class Checkpoints:
         return found
 
     def _newest(self) -> Any:
-        for (_, step), path in self._found():
+        found = self._found()
+        for (_, step), path in found:
             try:
                 if not path.stem.endswith(_digest(path)):
                     log.warning("checkpoint %s is damaged (its bytes do not fit its name); trying the one before", path)
@@ -132,12 +135,22 @@ class Checkpoints:
                 continue
             log.info("going on from checkpoint %s, after step %d", path, step)
             return tree
+        if found:
+            # Training would begin anew.
+            raise ConfigError(
+                f"the folder {self.folder} holds {len(found)} checkpoint(s), and none can be read (the log says why): mend them, "
+                "or use another folder to begin anew"
+            )
         return None
 
     def _found(self) -> list[tuple[tuple[int, int], Path]]:
         """The checkpoints of the folder, as ((run, step), path), the newest first."""
-        paths = self.folder.glob("step-*.pt") if self.folder.is_dir() else []
-        named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
+        try:
+            # Not by `glob`, which finds nothing in a folder that cannot be read.
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            names = []
+        named = [(match, self.folder / name) for name in names if (match := _NAME.fullmatch(name))]
         return sorted((((int(match[2] or 0), int(match[1])), path) for match, path in named), reverse=True)
 
 

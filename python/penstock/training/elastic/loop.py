@@ -49,7 +49,8 @@ def run(
     Args:
         train: everything that uses the group (DistributedDataParallel, a `GradientReducer`, subgroups) must be made in it, and it
             must close a reducer. Collectives belong before the step's commit.
-        state: made of the same objects on all workers. A newcomer's values are overwritten.
+        state: made of the same objects on all workers. A newcomer's values are overwritten. Before the job's first commit all get
+            the state with the most steps: only some workers need to have loaded a checkpoint.
         min_ranks, max_ranks: fewer ranks wait for others; more workers wait in reserve.
         store: a torch store that outlives the workers; by default the one at PENSTOCK_ELASTIC_STORE=host:port
             (``python -m penstock.elastic.store``).
@@ -79,6 +80,11 @@ def run(
     """
     if check_every < 1:
         raise ConfigError(f"check_every must be 1 or more, not {check_every}")
+    if dist.is_initialized():
+        raise ConfigError(
+            "there is a default process group already, and run() makes one for each generation: call destroy_process_group() "
+            "first, or leave init_process_group() out"
+        )
     settings = config.read()
     silent_s = max(Rules.silent_s, settings.peer_timeout + 1)
     rules = Rules(min_ranks, max_ranks, window_s, wait_s, silent_s)
@@ -86,7 +92,9 @@ def run(
     job = job or settings.elastic_job
     worker = _Worker(train, state, timeout, timedelta(seconds=rebuild_timeout_s), check_every)
     try:
-        worker.lobby = Lobby(connect(settings.elastic_store) if store is None else store, job, rules)
+        worker.lobby = Lobby(
+            connect(settings.elastic_store) if store is None else store, job, rules, state.snapshot()["step"]
+        )
         worker.lobby.report(-1)
         while not worker.live_one_generation():
             # Objects that use the old group, with their hooks on parameters, must be collected before the next group is made.
@@ -95,6 +103,8 @@ def run(
         if not worker.done:
             log.warning("%s; this worker came too late to do anything", end)
     except (LeftBehind, TooFew, dist.DistError) as error:
+        if error is worker.failure and worker.lobby.answers():
+            raise
         if worker.done and not isinstance(error, LeftBehind):
             log.warning(
                 "job %r: %s This worker's training had come to its end before, and run() returns its result; the others of "
@@ -135,7 +145,11 @@ class _Worker:
         self.result: Any = None
         self.done = False
         self.has_state = False
+        self.failure: Exception | None = None
+        """What ``train`` raised by itself."""
         self._failures = 0
+        self._futile: tuple[tuple[int, ...], int] = (), 0
+        """The members of the last generation that ended without a commit, and how often it was those one after the other."""
         self._commits = 0
         self._store_failed = False
         # Ends this generation's heartbeats.
@@ -157,6 +171,11 @@ class _Worker:
                     # After this barrier ``train`` has returned on all ranks: a rank that fails from here on has missed nothing.
                     self.done = True
                     self.state._after_commit = None
+                    if not dist.is_initialized():
+                        raise ConfigError(
+                            "train() has destroyed the default process group, in which run() then asks whether all ranks are "
+                            "done: leave destroy_process_group() to run()"
+                        )
                     dist.barrier()
                     self.lobby.finish(self.state.step)
                     _destroy()
@@ -170,6 +189,9 @@ class _Worker:
             if not isinstance(error, (PeerLost, Closed)) and not (
                 isinstance(error, RuntimeError) and _has_lost_a_rank()
             ):
+                self.failure = error
+                raise
+            if self._is_futile(roster):
                 raise
             reasons = "; ".join(lost.values()) or str(error)
             log.warning("generation %d ends in step %d: %s", roster.generation, self.state.step + 1, reasons)
@@ -177,6 +199,14 @@ class _Worker:
         self.lobby.report(self.committed, lost)
         _destroy()
         return False
+
+    def _is_futile(self, roster: Roster) -> bool:
+        """Whether the same members have come together again and again, and have not done a step: then nobody is lost, and what
+        ``train`` raises comes from the script or from the network between them."""
+        members, times = self._futile
+        times = 0 if self._commits else times + 1 if members == roster.members else 1
+        self._futile = roster.members, times
+        return times >= _FUTILE
 
     @property
     def committed(self) -> int:
@@ -300,3 +330,5 @@ def _destroy() -> None:
 # refused (another secret, an address that cannot be reached) must not keep the others from training.
 _FAILURES = 5
 _FAILURES_OF_NEWCOMERS = 2
+# A network that is cut for a moment costs a generation or two.
+_FUTILE = 5

@@ -6,7 +6,7 @@
   committed             how many steps the job has committed, as far as a member has written it down: in its first commit of a
                         generation, at every look for newcomers, and in every report. Missing: no member has committed yet
   G/slots               how many have reported for generation G
-  G/slot/S              one report: {"member", "step", "lost", "host"}
+  G/slot/S              one report: {"member", "step", "begins", "lost", "host"}
   G/beat/S              counts up as long as the one who reported waits
   G/roster              set once (compare and set): {"members", "step", "donor"}, or {"finished": step}
   G/heartbeat/M         counts up until member M of generation G makes its first commit or reports; only if the job has committed
@@ -25,6 +25,7 @@ distinguish members that have all died from members in a long first step. After 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -94,6 +95,8 @@ class Report:
     """Members that it knows to be lost."""
     pulse: str = "alive"
     """``alive``, ``dead``, or ``unsure``: it has not been watched for long enough."""
+    begins: int = 0
+    """Steps that it had committed when it came, from a checkpoint, for instance. They count as long as nobody has a state."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class Roster:
     members: tuple[int, ...]
     """By rank: the oldest member is rank 0."""
     step: int
-    """The donor's committed steps; -1: no worker has a state yet, and rank 0's initial state counts."""
+    """The donor's committed steps; -1: no worker has a state yet, and the donor's initial state counts. It is the one that begins
+    at the latest step, where some have loaded a checkpoint."""
     donor: int
     """The rank whose state all ranks get."""
 
@@ -150,20 +154,30 @@ def decide(
     full = rules.max_ranks is not None and len(alive) >= rules.max_ranks
     if not previous and not full and waited_s < rules.window_s:
         return [], "more may come"
-    # Workers with the state come first, then former members, then newcomers by waiting time.
-    alive.sort(key=lambda one: (one.step < 0, one.member not in previous, one.member))
+    # Workers with the state come first, then former members, then newcomers by waiting time; but where nobody has a state, those
+    # that begin at a later step go before all others: their checkpoint is the job's state.
+    anew = all(one.step < 0 for one in alive)
+    alive.sort(key=lambda one: (one.step < 0, -one.begins * anew, one.member not in previous, one.member))
     chosen = sorted(alive[: rules.max_ranks], key=lambda one: one.member)
     return chosen, "everybody is here" if not missing else f"member(s) {_numbers(missing)} did not come in time"
 
 
 class Lobby:
-    """This worker's part in the agreement. All methods block on the store, briefly unless they say otherwise."""
+    """This worker's part in the agreement. All methods block on the store, briefly unless they say otherwise.
 
-    def __init__(self, store: Any, job: str, rules: Rules) -> None:
+    Args:
+        store: a torch store that outlives the workers.
+        job: tells jobs on one store apart.
+        rules: the same on all workers.
+        begins: steps that this worker's state has committed as it comes.
+    """
+
+    def __init__(self, store: Any, job: str, rules: Rules, begins: int = 0) -> None:
         self._kept = dist.PrefixStore(f"penstock/elastic/{job}", store)
         self.store = _Answering(self._kept)
         self.job = job
         self.rules = rules
+        self._begins = begins
         self.member = self.store.add("members", 1)
         self._last = self._find_last()
         self._slot = 0
@@ -177,6 +191,14 @@ class Lobby:
     def generation(self) -> int:
         """The last generation that this worker knows of."""
         return self._last.generation
+
+    def answers(self) -> bool:
+        """Whether the store does."""
+        try:
+            self.store.check(["members"])
+        except dist.DistError:
+            return False
+        return True
 
     def group_store(self) -> Any:
         """The store for the process group of this generation alone."""
@@ -194,6 +216,7 @@ class Lobby:
         content = {
             "member": self.member,
             "step": step,
+            "begins": self._begins,
             "lost": [self._last.members[rank] for rank in lost_ranks if rank < len(self._last.members)],
             "host": f"{socket.gethostname()} (process {os.getpid()})",
         }
@@ -355,8 +378,8 @@ class Lobby:
         return Roster(generation, tuple(content["members"]), content["step"], content["donor"])
 
     def _close(self, generation: int, chosen: list[Report], why: str) -> None:
-        best = max(one.step for one in chosen)
-        donor = next(rank for rank, one in enumerate(chosen) if one.step == best)
+        donor = max(range(len(chosen)), key=lambda rank: _progress(chosen[rank]))
+        best = chosen[donor].step
         members = [one.member for one in chosen]
         content = {"members": members, "step": best, "donor": donor}
         self.store.compare_set(f"{generation}/roster", "", json.dumps(content))
@@ -377,6 +400,11 @@ class Lobby:
             return TooFew(
                 f"{what} Start more workers with the same PENSTOCK_ELASTIC_STORE, or lower min_ranks. This worker has "
                 + ("no state yet." if self._step < 0 else f"committed {self._step} step(s); state.restore() has them.")
+            )
+        if self.rules.max_ranks is not None and len(self._last.members) >= self.rules.max_ranks:
+            what += (
+                f" If they train, all is well: the job is full (max_ranks={self.rules.max_ranks}), and this worker was in "
+                "reserve; start it again to wait on."
             )
         return StateLost(
             f"{what} If they are still alive, see why they do not come to a step's end; if not, start the job again from a "
@@ -445,16 +473,16 @@ class _Watch:
         for slot, beat in beats.items():
             if slot not in self._reports and store.check([f"{generation}/slot/{slot}"]):
                 content = json.loads(store.get(f"{generation}/slot/{slot}"))
-                self._reports[slot] = Report(content["member"], content["step"], tuple(content["lost"]))
+                self._reports[slot] = Report(
+                    content["member"], content["step"], tuple(content["lost"]), begins=content["begins"]
+                )
                 if self._first_s is None and (not self._previous or content["member"] in self._previous):
                     self._first_s = now_s
             if beat != self._beats.get(slot):
                 self._moves[slot] = self._moves.get(slot, -1) + 1
                 self._moved_s[slot] = now_s
         self._beats = beats
-        return [
-            Report(one.member, one.step, one.lost, self._pulse(slot, one, now_s)) for slot, one in self._reports.items()
-        ]
+        return [dataclasses.replace(one, pulse=self._pulse(slot, one, now_s)) for slot, one in self._reports.items()]
 
     def waited_s(self, now_s: float) -> float:
         return 0.0 if self._first_s is None else now_s - self._first_s
@@ -474,6 +502,11 @@ class _Watch:
             return "dead"
         # A member of the last generation was alive a moment ago; a newcomer may have died since it reported.
         return "alive" if self._moves[slot] or report.member in self._previous else "unsure"
+
+
+def _progress(one: Report) -> tuple[int, int]:
+    """Orders reports: the first with the most is the donor."""
+    return one.step, one.begins if one.step < 0 else 0
 
 
 def connect(given: str) -> Any:

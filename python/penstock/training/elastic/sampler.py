@@ -91,16 +91,38 @@ class ElasticSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step begins, for checkpoints and newcomers."""
-        return {"epoch": self.epoch, "position": self.position, "length": self.length, "seed": self.seed}
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "length": self.length,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
+        """Continue from what `state_dict` gave. The batch size is this sampler's, which may be another."""
         if state["length"] != self.length:
             raise ConfigError(
                 f"the state is of a data set with {state['length']} samples, and this one has {self.length}: a position "
                 "in one means nothing in the other"
             )
+        if state.get("shuffle", self.shuffle) != self.shuffle:
+            raise ConfigError(
+                f"the state is of a sampler with shuffle={state['shuffle']}, and this one has shuffle={self.shuffle}: a position "
+                "in one order means nothing in the other"
+            )
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
+
+    def check_alike(self, state: dict[str, Any]) -> None:
+        """Raise if another rank's sampler, whose ``state_dict`` this is, cuts other steps: a rank would train on samples that
+        another takes for its own."""
+        theirs = state.get("batch_size")
+        if theirs != self.batch_size:
+            raise ConfigError(
+                f"batch_size={self.batch_size} in this worker's ElasticSampler, and {theirs} in that of the worker whose state "
+                "arrived: all workers must have the same"
+            )
 
     def _order(self) -> torch.Tensor:
         if not self.shuffle:

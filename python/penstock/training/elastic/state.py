@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import Config as ConfigError
+from penstock.training.elastic.sampler import ElasticSampler
 
 __all__ = ["MembershipChanged", "State"]
 
@@ -31,6 +32,9 @@ class State:
             named ``sampler``), and plain values (numbers, texts, lists of them), which may be assigned to later. The model
             is the bare module: wrap it in DistributedDataParallel inside ``train``, anew in every generation.
 
+    Raises `penstock.errors.Config` for what would not survive: an attribute that is not among ``things`` (names that begin with
+    an underscore are yours), a parameter as a value, and an object in the place of a value.
+
     Memory: two more copies of all tensors, the last commit and the one that is being written. `commit` costs one copy of them
     in memory, and `run` a broadcast of them a rebuild.
     """
@@ -39,11 +43,13 @@ class State:
         taken = [name for name in things if name.startswith("_") or hasattr(type(self), name)]
         if taken:
             raise ConfigError(f"State uses the name(s) {', '.join(taken)} itself; choose others")
-        self.step = step
         self._objects = {name: thing for name, thing in things.items() if hasattr(thing, "load_state_dict")}
         self._values = [name for name in things if name not in self._objects]
+        self.step = step
         self._after_commit: Callable[[], None] | None = None
         self._seed = torch.initial_seed()
+        for name in self._values:
+            self._check_value(name, things[name])
         self.__dict__.update(things)
         self._saved: Any = None
         self._spare: Any = None
@@ -52,6 +58,32 @@ class State:
     def __getattr__(self, name: str) -> Any:
         # Called only for missing attributes: the error lists those that exist, and mypy learns that attributes are the user's.
         raise AttributeError(f"this State has no {name!r}, only step, {', '.join([*self._objects, *self._values])}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What is not copied would be lost in the next change of membership, without a word.
+        if name in self.__dict__.get("_objects", ()):
+            if not hasattr(value, "load_state_dict"):
+                raise ConfigError(
+                    f"state.{name} has a state_dict, and so must have what takes its place: {_kind(value)} has none"
+                )
+            self._objects[name] = value
+        elif not name.startswith("_") and name != "step":
+            if name not in self._values:
+                raise ConfigError(
+                    f"state.{name} would not be kept: give {name}=... to State(...), or call it _{name} if it need not survive"
+                )
+            self._check_value(name, value)
+        super().__setattr__(name, value)
+
+    @staticmethod
+    def _check_value(name: str, value: Any) -> None:
+        """Raise for a value that would come back as something else than it was."""
+        if hasattr(value, "load_state_dict"):
+            raise ConfigError(
+                f"state.{name} began as a plain value, and {_kind(value)} has a state_dict, which would be copied whole, away "
+                "from what it refers to: make it before the State, and give it to State(...)"
+            )
+        _mapped(value, lambda tensor: _refuse_parameter(name, tensor))
 
     def commit(self) -> None:
         """One step is done: count it, advance the sampler, and keep everything as it is now. To be called after
@@ -95,8 +127,12 @@ class State:
         rank's state changes only when everything has arrived: an error leaves the last commit as it was.
 
         Afterwards torch's random numbers follow from the donor's seed, the step and the rank: they differ between ranks.
+
+        Raises:
+            penstock.errors.Config: this rank's State is made of other things than the donor's, or its sampler shares out
+                batches otherwise.
         """
-        self._replace(_broadcast(self._saved if dist.get_rank() == donor else None, donor))
+        self._replace(_broadcast(self._saved if dist.get_rank() == donor else None, donor), self._check_donor)
         torch.manual_seed((self._seed + self.step * _STEPS + dist.get_rank()) % (1 << 63))
 
     def snapshot(self) -> Any:
@@ -106,12 +142,34 @@ class State:
     def adopt(self, tree: Any) -> None:
         """Copy a snapshot, of this rank or another, into the last commit, and restore it. If it does not fit, this raises what
         ``load_state_dict`` raised, and everything is as in the last commit."""
-        self._replace(_copied(tree, None))
+        taken = _copied(tree, None)
+        # A checkpoint of an earlier script may lack a value, which then stays as it is, or have one more.
+        own = self._saved["values"]
+        taken["values"] = {name: taken["values"].get(name, own[name]) for name in self._values}
+        taken["objects"] = {name: thing for name, thing in taken["objects"].items() if name in self._objects}
+        self._replace(taken)
 
-    def _replace(self, tree: Any) -> None:
+    def _check_donor(self, tree: Any) -> None:
+        """Raise if this rank would go on otherwise than the donor of the tree."""
+        for what, own, theirs in (
+            ("objects", set(self._objects), set(tree["objects"])),
+            ("values", set(self._values), set(tree["values"])),
+        ):
+            if own != theirs:
+                raise ConfigError(
+                    f"the state that arrived has other {what} than this worker's: only it has {_names(theirs - own)}, only this "
+                    f"worker {_names(own - theirs)}. All workers must make their State of the same things"
+                )
+        sampler = self._objects.get("sampler")
+        if isinstance(sampler, ElasticSampler):
+            sampler.check_alike(tree["objects"]["sampler"])
+
+    def _replace(self, tree: Any, check: Callable[[Any], None] | None = None) -> None:
         """Restore this tree, which becomes the last commit; or the last commit, if the tree does not fit."""
         before, self._saved = self._saved, tree
         try:
+            if check is not None:
+                check(tree)
             self.restore()
             self._seed = tree["seed"]
         except BaseException:
@@ -165,12 +223,28 @@ def _made(place: _Place, into: list[torch.Tensor]) -> torch.Tensor:
     return into[-1]
 
 
+def _refuse_parameter(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_leaf and tensor.requires_grad:
+        raise ConfigError(
+            f"state.{name} holds a parameter: what comes back in its place would be another tensor, which no optimizer steps. "
+            "Keep it in a module (torch.nn.ParameterList, for one)"
+        )
+
+
+def _names(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
 def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
     """The tree with every tensor (or placeholder) replaced by ``function`` of it, from left to right."""
     if isinstance(tree, (torch.Tensor, _Place)):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: _mapped(value, function) for key, value in tree.items()}
+        return _like(tree, {key: _mapped(value, function) for key, value in tree.items()})
     if type(tree) in (list, tuple):
         return type(tree)(_mapped(value, function) for value in tree)
     return tree
@@ -185,11 +259,22 @@ def _copied(tree: Any, into: Any) -> Any:
         return tensor.clone(memory_format=torch.contiguous_format)
     if isinstance(tree, dict):
         old = into if isinstance(into, dict) else {}
-        return {key: _copied(value, old.get(key)) for key, value in tree.items()}
+        return _like(tree, {key: _copied(value, old.get(key)) for key, value in tree.items()})
     if type(tree) in (list, tuple):
         olds = into if type(into) is type(tree) and len(into) == len(tree) else [None] * len(tree)
         return type(tree)(_copied(value, old) for value, old in zip(tree, olds, strict=True))
     return copy.deepcopy(tree)
+
+
+def _like(tree: dict[Any, Any], content: dict[Any, Any]) -> dict[Any, Any]:
+    """The content as a dict of the tree's class, with what an object of that class has besides: the factory of a defaultdict, the
+    versions that a module's state_dict carries as ``_metadata``."""
+    if type(tree) is dict:
+        return content
+    made = copy.copy(tree)
+    for key, value in content.items():
+        made[key] = value
+    return made
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -40,7 +40,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29400, help="0 lets the kernel choose")
     arguments = parser.parse_args()
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
-    store = serve(arguments.host, arguments.port)
+    try:
+        store = serve(arguments.host, arguments.port)
+    except (OSError, OverflowError) as error:
+        parser.error(f"cannot listen on {arguments.host}, port {arguments.port}: {error}")
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     print(f"PENSTOCK_ELASTIC_STORE={host}:{store.port}", flush=True)
     signal.sigwait(_ENDS)

@@ -88,7 +88,7 @@ impl Driver {
         false
     }
 
-    /// One all-reduce among the ranks, on the fallback group. Blocks.
+    /// One all-reduce among the ranks, on the fallback channel. Blocks.
     fn all_reduce(&self, op: ReduceOp, dtype: DType, bytes: &mut [u8], timeout: u64) -> Result<(), Failure> {
         let job = Job {
             dtype,
@@ -101,13 +101,13 @@ impl Driver {
             timeout,
         };
         let ticket = Ticket::default();
-        // SAFETY: `bytes` is borrowed until the ticket completes. That is at the latest when the fallback group fails, which
+        // SAFETY: `bytes` is borrowed until the ticket completes. That is at the latest when the fallback channel fails, which
         // it does together with the client's own (`listen`).
-        unsafe { self.spec.fallback.start_as(plain(&job, Priority(0), None), ticket.clone()) };
+        unsafe { self.fallback.start_as(plain(&job, Priority(0), None), ticket.clone()) };
         ticket.wait(None).expect("without a time-out it waits for the end")
     }
 
-    /// From here on operations are only passed on to the fallback group, in their order.
+    /// From here on operations are only passed on to the fallback channel, in their order.
     pub(super) fn forward(&mut self) {
         loop {
             while self.running.front().is_some_and(|running| running.job.ready) {
@@ -120,7 +120,7 @@ impl Driver {
                 }
                 self.shared.stats().fallback_operations += 1;
                 // SAFETY: `keep` is what the tensor lives by.
-                unsafe { self.spec.fallback.start_as(plain(&job, priority, keep), ticket) };
+                unsafe { self.fallback.start_as(plain(&job, priority, keep), ticket) };
             }
             if self.stopped {
                 return;

@@ -77,7 +77,13 @@ fn add_collectives(world: &mut World, nodes: usize, eager_bytes: u64) {
             }
         }
         let priority = Priority(world.rng.random_range(-2..3));
-        let op = world.add(Op { group: GroupId(1), channel: Channel::Collective, seq: OpSeq(seq), priority, messages });
+        let op = world.add(Op {
+            group: GroupId(1),
+            channel: Channel::Collective(ChannelId::MAIN),
+            seq: OpSeq(seq),
+            priority,
+            messages,
+        });
         for (node, clock) in clocks.iter_mut().enumerate() {
             *clock = clock.plus(world.rng.random_range(0..pace));
             world.schedule(*clock, Action::Post { node, op });

@@ -214,7 +214,7 @@ fn operations_survive_a_stall() {
         let (group, seq) = (GroupId(1), OpSeq(0));
         let op = world.add(Op {
             group,
-            channel: Channel::Collective,
+            channel: Channel::Collective(ChannelId::MAIN),
             seq,
             priority: Priority(0),
             messages: messages.to_vec(),
@@ -276,7 +276,8 @@ fn leaving_overtakes_nothing() {
         for seq in 0..count {
             let len = world.rng.random_range(0..20_000);
             let messages = vec![Message { from: 0, to: 1, number: 0, len, copied: true }];
-            let op = world.add(Op { group, channel: Channel::Collective, seq: OpSeq(seq), priority, messages });
+            let channel = Channel::Collective(ChannelId(world.rng.random_range(0..3)));
+            let op = world.add(Op { group, channel, seq: OpSeq(seq), priority, messages });
             (0..2).for_each(|node| world.schedule(Time(0), Action::Post { node, op }));
         }
         for _ in 0..world.rng.random_range(0..4) {
@@ -290,11 +291,23 @@ fn leaving_overtakes_nothing() {
         world.run(SECOND, |world| world.finished.iter().filter(|(_, node, _)| *node == 0).count() as u64 == count);
         let unacknowledged = world.peer(0, 1).unacknowledged();
         overtakers += u64::from(unacknowledged > 0);
-        world.peer(0, 1).left(group, Farewell::default());
-        world.peer(0, 1).retire_group(group);
-        world.run(60 * SECOND, |world| {
-            world.log.iter().any(|(_, node, event)| (*node, event) == (1, &Event::Left(group, Farewell::default())))
-        });
+        let scopes = [2, 1, 0].map(|number| Scope { group, channel: ChannelId(number) });
+        for scope in scopes {
+            world.peer(0, 1).left(scope, Farewell::default());
+            world.peer(0, 1).retire_all(scope);
+        }
+        let left = |world: &World| {
+            let left = world.log.iter().filter_map(|(_, node, event)| match event {
+                Event::Left(scope, _) if *node == 1 => Some(*scope),
+                _ => None,
+            });
+            left.collect::<Vec<Scope>>()
+        };
+        world.run(60 * SECOND, |world| left(world).contains(&group.into()));
+        let mut told = left(&world);
+        assert_eq!(told.pop(), Some(group.into()), "the group's farewell comes after those of its channels");
+        told.sort_unstable();
+        assert_eq!(told, [scopes[1], scopes[0]]);
         assert_eq!(world.arrivals.len() as u64, count, "it has left before its messages came");
         world.finish(60 * SECOND);
         // Nobody waits for the acknowledgement of that word.

@@ -23,7 +23,7 @@ fn run_ahead(seed: u64, config: &PeerConfig, count: u64, bytes: u64, first: usiz
     let mut ids = Vec::new();
     for number in 0..count {
         let (channel, seq) = match number % 4 {
-            0 => (Channel::Collective, number / 4),
+            0 => (Channel::Collective(ChannelId::MAIN), number / 4),
             tag => (Channel::PointToPoint { direction: Direction::Up, tag: tag as u32 }, number / 4),
         };
         let messages = vec![Message { from: 0, to: 1, number: 0, len: bytes, copied: false }];

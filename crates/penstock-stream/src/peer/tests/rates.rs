@@ -31,8 +31,13 @@ fn post(world: &mut World, len: u64, both_ways: bool, priority: i32) -> usize {
         .map(|&(from, to)| Message { from, to, number: 0, len, copied: len <= PeerConfig::default().eager_bytes })
         .collect();
     let seq = OpSeq(world.ops.len() as u64);
-    let op =
-        world.add(Op { group: GroupId(1), channel: Channel::Collective, seq, priority: Priority(priority), messages });
+    let op = world.add(Op {
+        group: GroupId(1),
+        channel: Channel::Collective(ChannelId::MAIN),
+        seq,
+        priority: Priority(priority),
+        messages,
+    });
     for node in 0..2 {
         world.schedule(world.now, Action::Post { node, op });
     }

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 const NOW: Time = Time(1_000_000);
 
 fn key(message: u32) -> MessageKey {
-    MessageKey { group: GroupId(7), channel: Channel::Collective, op: OpSeq(3), message }
+    MessageKey { group: GroupId(7), channel: Channel::Collective(ChannelId::MAIN), op: OpSeq(3), message }
 }
 
 fn peer(config: PeerConfig) -> Peer {
@@ -268,7 +268,7 @@ fn what_is_remembered_is_bounded() {
         whole(&mut peer, &grant(op), OpStatus::Early).expect("room");
     }
     assert!(!peer.has_dropped_grants);
-    peer.retire(GroupId(7), Channel::Collective, OpSeq(17));
+    peer.retire(GroupId(7), Channel::Collective(ChannelId::MAIN), OpSeq(17));
     whole(&mut peer, &grant(most as u64), OpStatus::Early).expect("room again");
     assert!(!peer.has_dropped_grants);
     let events = std::iter::from_fn(|| peer.poll_event()).count();
@@ -285,7 +285,7 @@ fn what_is_remembered_is_bounded() {
     for number in 0..MAX_REMEMBERED as u64 {
         whole(&mut peer, &reference(number), OpStatus::Early).expect("room");
     }
-    peer.retire(GroupId(8), Channel::Collective, OpSeq(17));
+    peer.retire(GroupId(8), Channel::Collective(ChannelId::MAIN), OpSeq(17));
     peer.done(reference(18).key);
     (0..2).for_each(|_| peer.done(reference(19).key));
     for number in 0..3 {
@@ -295,7 +295,7 @@ fn what_is_remembered_is_bounded() {
     peer.grant(reference(1 << 20).key, 1, Fingerprint::default());
     whole(&mut peer, &reference(1 << 20), OpStatus::Active).expect("asked for");
     out_of_turn(whole(&mut peer, &reference(1 << 21), OpStatus::Early), "more references");
-    (7..9).for_each(|group| peer.forget_group(GroupId(group), 0));
+    (7..9).for_each(|group| peer.forget(GroupId(group), &Counts::default()));
     assert_eq!((peer.remembered, peer.ops.len()), (Remembered::default(), 0));
 }
 
@@ -326,8 +326,8 @@ enum Call {
     Done(MessageKey),
     Probe(MessageKey),
     Retire(MessageKey),
-    Forget(u64),
-    Left(u64),
+    Forget(Scope, u64),
+    Left(Scope),
     Up(u32),
     Down(u32),
     Poll(u32),
@@ -348,12 +348,16 @@ fn number() -> impl Strategy<Value = u64> {
 
 fn any_key() -> impl Strategy<Value = MessageKey> {
     let channel = prop_oneof![
-        Just(Channel::Collective),
+        (0u32..3).prop_map(|number| Channel::Collective(ChannelId(number))),
         Just(Channel::PointToPoint { direction: Direction::Up, tag: 0 }),
         Just(Channel::PointToPoint { direction: Direction::Down, tag: 0 }),
     ];
     (0u64..2, channel, 0u64..3, prop_oneof![0u32..4, Just(u32::MAX), any::<u32>()])
         .prop_map(|(group, channel, op, message)| MessageKey { group: GroupId(group), channel, op: OpSeq(op), message })
+}
+
+fn scope() -> impl Strategy<Value = Scope> {
+    (0u64..2, 0u32..3).prop_map(|(group, number)| Scope { group: GroupId(group), channel: ChannelId(number) })
 }
 
 fn status() -> impl Strategy<Value = OpStatus> {
@@ -408,8 +412,8 @@ fn call() -> impl Strategy<Value = Call> {
         1 => any_key().prop_map(Call::Done),
         1 => any_key().prop_map(Call::Probe),
         1 => any_key().prop_map(Call::Retire),
-        1 => (0u64..2).prop_map(Call::Forget),
-        1 => (0u64..2).prop_map(Call::Left),
+        1 => (scope(), 0u64..3).prop_map(|(scope, count)| Call::Forget(scope, count)),
+        1 => scope().prop_map(Call::Left),
         1 => (0u32..3).prop_map(Call::Up),
         1 => (0u32..3).prop_map(Call::Down),
         6 => (0u32..3).prop_map(Call::Poll),
@@ -458,8 +462,12 @@ proptest! {
                 Call::Done(key) => peer.done(key),
                 Call::Probe(key) => peer.probe(key, Fingerprint::default()),
                 Call::Retire(key) => peer.retire(key.group, key.channel, key.op),
-                Call::Forget(group) => peer.forget_group(GroupId(group), 0),
-                Call::Left(group) => peer.left(GroupId(group), Farewell::default()),
+                Call::Forget(scope, count) => {
+                    let finished = Counts((0..2).map(|number| (ChannelId(number), count)).collect());
+                    peer.forget(scope, &finished);
+                    prop_assert!(peer.ops.keys().all(|key| !scope.covers(key.group, key.channel.id())));
+                }
+                Call::Left(scope) => peer.left(scope, Farewell::default()),
                 Call::Up(stream) => peer.stream_up(stream, now),
                 Call::Down(stream) => peer.stream_down(stream),
                 Call::Poll(stream) => {
@@ -489,10 +497,15 @@ proptest! {
             let unasked = peer.outbox.messages.values().filter(is_out).count();
             prop_assert!(unasked == peer.outbox.unasked && unasked <= config.most_unasked);
             prop_assert_eq!(peer.outbox.by_key.len(), peer.outbox.messages.len());
-            for group in (0..2).map(GroupId) {
-                let messages = peer.outbox.messages.values().filter(|one| one.holds_left && one.key.group == group).count();
-                let controls = peer.controls.frames.values().filter(|one| one.holds_left && one.header.key.group == group);
-                prop_assert_eq!(peer.controls.leaving.get(&group).map_or(0, |(ahead, _)| *ahead), messages + controls.count());
+            for scope in (0..6).map(|at| Scope { group: GroupId(at / 3), channel: ChannelId(at as u32 % 3) }) {
+                let messages = peer.outbox.messages.values().filter(|one| one.holds_left == Some(scope)).count();
+                let controls = peer.controls.frames.values().filter(|one| one.holds_left == Some(scope)).count();
+                let channels = peer.controls.leaving.keys().filter(|one| scope.is_group() && one.group == scope.group && **one != scope).count();
+                let Some((ahead, _)) = peer.controls.leaving.get(&scope) else {
+                    prop_assert_eq!(messages + controls, 0);
+                    continue;
+                };
+                prop_assert!(*ahead > 0 && (messages + controls..=messages + controls + channels).contains(ahead));
             }
             for (_, issue) in &peer.outbox.ready {
                 prop_assert!(peer.outbox.messages[issue].has_frames());
@@ -500,7 +513,7 @@ proptest! {
             while peer.poll_event().is_some() {}
         }
         for group in 0..2 {
-            peer.forget_group(GroupId(group), 0);
+            peer.forget(GroupId(group), &Counts::default());
         }
         prop_assert!(peer.ops.is_empty() && peer.remembered == Remembered::default());
         let only_eager = peer.outbox.messages.values().all(|message| matches!(message.way, Way::Eager { .. }));

@@ -8,7 +8,7 @@ use penstock_types::Priority;
 const NOW: Time = Time(1_000_000);
 
 fn key(message: u32) -> MessageKey {
-    MessageKey { group: GroupId(7), channel: Channel::Collective, op: OpSeq(3), message }
+    MessageKey { group: GroupId(7), channel: Channel::Collective(ChannelId::MAIN), op: OpSeq(3), message }
 }
 
 /// A stream comes up, and is not asked how long its way is.
@@ -28,7 +28,7 @@ fn pair(config: &PeerConfig, streams: u32) -> [Peer; 2] {
 
 /// What a rank tells that leaves a group.
 fn farewell() -> Farewell {
-    Farewell { collectives: 4, last: vec![(OpSeq(3), FIVE)] }
+    Farewell { collectives: 4, last: vec![(OpSeq(3), FIVE)], leaves_group: true }
 }
 
 fn memory(peer: &mut Peer, message: u32, len: u64) {
@@ -166,7 +166,7 @@ fn nothing_is_used_after_its_operation() {
     granted(&mut a, &mut b, 60_000);
     let frame = a.poll_frame(0, NOW).expect("granted");
     assert_eq!(b.handle_header(0, &frame.header, OpStatus::Active, NOW), Ok(Arrival::Take));
-    b.retire(key(0).group, Channel::Collective, key(0).op);
+    b.retire(key(0).group, Channel::Collective(ChannelId::MAIN), key(0).op);
     assert!(!finish(&mut b, 0, &frame, OpStatus::Retired).apply);
     let (arrival, finish) = take(&mut b, 0, &frame, OpStatus::Retired);
     assert_eq!((arrival, finish.apply), (Arrival::Discard, false));
@@ -301,14 +301,14 @@ fn a_failed_group_leaves_nothing_behind() {
     assert!(take(&mut b, 0, &eager[0], OpStatus::Early).1.apply);
     memory(&mut a, 2, 50_000);
 
-    b.forget_group(GroupId(7), 0);
+    b.forget(GroupId(7), &Counts::default());
     b.consumed(2000);
     take(&mut b, 0, &eager[2], OpStatus::Retired);
     a.report(
         GroupId(7),
-        &Report { kind: FailureKind::Timeout, message: "why".into(), is_passed_on: false, finished: 0 },
+        &Report { kind: FailureKind::Timeout, message: "why".into(), is_passed_on: false, finished: Counts::default() },
     );
-    a.forget_group(GroupId(7), 0);
+    a.forget(GroupId(7), &Counts::default());
     a.stream_down(1);
     b.stream_down(1);
     events(&mut a);
@@ -325,7 +325,7 @@ fn a_failed_group_leaves_nothing_behind() {
     drain(&mut b, &mut a, 0);
     assert_eq!(events(&mut a), [Event::Sent(other)]);
     for peer in [&mut a, &mut b] {
-        peer.retire(GroupId(8), Channel::Collective, OpSeq(3));
+        peer.retire(GroupId(8), Channel::Collective(ChannelId::MAIN), OpSeq(3));
         assert!(peer.is_quiet());
         assert!(peer.ops.is_empty() && peer.outbox.by_key.is_empty() && peer.outbox.ready.is_empty());
         assert!(peer.remembered == Remembered::default() && peer.controls.taken.count() <= 1);
@@ -347,14 +347,14 @@ fn a_group_that_was_left() {
     events(&mut a);
     assert_eq!((a.remembered(), a.unacknowledged()), (1, 1));
     a.left(GroupId(7), farewell());
-    a.retire_group(GroupId(7));
+    a.retire_all(GroupId(7));
     assert_eq!((a.remembered(), a.unacknowledged(), a.undelivered().count()), (0, 1, 1));
-    a.forget_group(GroupId(7), 0);
+    a.forget(GroupId(7), &Counts::default());
     assert_eq!((a.unacknowledged(), a.undelivered().count()), (0, 0));
     assert!(a.may_say_bye(), "a good-bye need not wait for it");
     assert!(!a.is_quiet(), "the end waits until the peer can compare");
     drain(&mut a, &mut b, 0);
-    assert_eq!(events(&mut b), [Event::Left(GroupId(7), farewell())]);
+    assert_eq!(events(&mut b), [Event::Left(GroupId(7).into(), farewell())]);
     drain(&mut b, &mut a, 0);
     assert!(a.is_quiet());
 }
@@ -364,8 +364,11 @@ fn a_group_that_was_left() {
 fn farewells_arrive() {
     for (count, collectives) in [(0, 0), (1, 1), (3, u64::MAX), (Farewell::MOST, 1 << 40)] {
         let fingerprint = |at: u64| Fingerprint { what: u64::MAX - at, layout: Layout::from_number(at) };
-        let told =
-            Farewell { collectives, last: (0..count as u64).map(|at| (OpSeq(at << 32), fingerprint(at))).collect() };
+        let told = Farewell {
+            collectives,
+            last: (0..count as u64).map(|at| (OpSeq(at << 32), fingerprint(at))).collect(),
+            leaves_group: count % 2 == 1,
+        };
         let [mut a, mut b] = pair(&PeerConfig::default(), 1);
         a.left(GroupId(7), told.clone());
         let frame = a.poll_frame(0, NOW).expect("nothing is ahead of it");
@@ -378,7 +381,7 @@ fn farewells_arrive() {
             assert_eq!(refused, Err(FrameError::Length { kind: Kind::Left, length: shorter as u32 }));
         }
         take(&mut b, 0, &frame, OpStatus::Early);
-        assert_eq!(events(&mut b), [Event::Left(GroupId(7), told)]);
+        assert_eq!(events(&mut b), [Event::Left(GroupId(7).into(), told)]);
     }
     let mut longer = Header::new(Kind::Left, key(0));
     longer.length = Farewell::MAX_BYTES + 1;
@@ -424,7 +427,7 @@ fn a_peer_that_is_gone() {
     a.left(GroupId(7), farewell());
     a.report(
         GroupId(7),
-        &Report { kind: FailureKind::Closed, message: String::new(), is_passed_on: false, finished: 0 },
+        &Report { kind: FailureKind::Closed, message: String::new(), is_passed_on: false, finished: Counts::default() },
     );
     assert_eq!((a.remembered(), a.unacknowledged(), a.credit_in_use()), (0, 0, 0));
     assert!(a.is_quiet() && a.controls.frames.is_empty() && a.poll_event().is_none() && !a.has_credit(0));
@@ -441,7 +444,7 @@ fn two_sides_that_leave_do_not_wait_for_each_other() {
         copied(peer, 0, 100);
         copied(peer, 1, 100);
         peer.left(GroupId(7), farewell());
-        peer.retire_group(GroupId(7));
+        peer.retire_all(GroupId(7));
     }
     for turn in 0..8 {
         let [a, b] = &mut peers;
@@ -453,8 +456,11 @@ fn two_sides_that_leave_do_not_wait_for_each_other() {
         }
     }
     for peer in &mut peers {
-        assert_eq!(events(peer).iter().filter(|event| **event == Event::Left(GroupId(7), farewell())).count(), 1);
-        peer.forget_group(GroupId(7), 0);
+        assert_eq!(
+            events(peer).iter().filter(|event| **event == Event::Left(GroupId(7).into(), farewell())).count(),
+            1
+        );
+        peer.forget(GroupId(7), &Counts::default());
         assert!(peer.is_quiet() && peer.controls.frames.is_empty() && peer.controls.leaving.is_empty());
     }
 }
@@ -472,7 +478,7 @@ fn a_good_bye_waits_for_lost_acknowledgements() {
     b.poll_frame(0, NOW).expect("an acknowledgement");
     assert!(!b.owes_acks());
     a.stream_down(0);
-    b.retire_group(GroupId(7));
+    b.retire_all(GroupId(7));
     b.bye();
     drain(&mut b, &mut a, 1);
     assert_eq!(events(&mut a), [Event::Granted(key(0), FIVE), Event::Bye]);
@@ -534,7 +540,7 @@ fn leaving_is_told_after_what_leaves_unasked() {
         assert_eq!(events(&mut b), []);
         drain(&mut b, &mut a, 0);
         drain(&mut a, &mut b, 1);
-        assert_eq!(events(&mut b), [Event::Left(GroupId(7), farewell())]);
+        assert_eq!(events(&mut b), [Event::Left(GroupId(7).into(), farewell())]);
         assert!(a.controls.leaving.is_empty());
     }
 }
@@ -545,7 +551,7 @@ fn a_copied_message_outlives_its_operation() {
     let config = PeerConfig { eager_credit_bytes: 0, ..PeerConfig::default() };
     let [mut a, mut b] = pair(&config, 1);
     copied(&mut a, 4, 100);
-    a.retire(GroupId(7), Channel::Collective, OpSeq(3));
+    a.retire(GroupId(7), Channel::Collective(ChannelId::MAIN), OpSeq(3));
     drain(&mut a, &mut b, 0);
     drain(&mut b, &mut a, 0);
     assert!(!a.is_quiet(), "it waits for its grant");
@@ -569,16 +575,27 @@ fn reports_overtake() {
     while a.poll_frame(0, NOW).is_some() {}
     (0..5).for_each(|op| a.done(key(op)));
     assert!(a.poll_frame(0, NOW).is_none(), "the window is full");
-    let report = Report { kind: FailureKind::Mismatch, message: "ä".repeat(3000), is_passed_on: true, finished: 3 };
-    a.report(GroupId(7), &report);
+    let counts = Counts([(ChannelId(0), 3), (ChannelId(9), u64::MAX)].into());
+    let report =
+        Report { kind: FailureKind::Mismatch, message: "ä".repeat(3000), is_passed_on: true, finished: counts };
+    let scope = Scope { group: GroupId(7), channel: ChannelId(9) };
+    a.report(scope, &report);
     let frame = a.poll_frame(0, NOW).expect("at once");
     assert_eq!(frame.header.kind, Kind::Report);
-    assert!(frame.header.length <= MAX_REPORT_BYTES && frame.header.length > MAX_REPORT_BYTES - 2);
+    let text = frame.header.length - 2 * Counts::RECORD_BYTES as u32;
+    assert!(text <= MAX_REPORT_BYTES && text > MAX_REPORT_BYTES - 2);
     assert!(Header::decode(&frame.header.encode()).is_ok());
     take(&mut b, 0, &frame, OpStatus::Active);
-    let [Event::Report(GroupId(7), got)] = &events(&mut b)[..] else { panic!("no report") };
+    let [Event::Report(about, got)] = &events(&mut b)[..] else { panic!("no report") };
+    assert_eq!(*about, scope);
     assert_eq!((got.kind, got.message.as_str()), (FailureKind::Mismatch, &report.message[..2048]));
-    assert!(got.is_passed_on && got.finished == 3);
+    assert!(got.is_passed_on && got.finished == report.finished);
+    // More records than the payload holds, and more than a group has channels.
+    for records in [3, 200, Counts::MOST_CHANNELS as u64 + 1, u64::MAX] {
+        let header = Header { total: records, length: 2048, ..frame.header };
+        let refused = pair(&PeerConfig::default(), 1)[1].handle_frame(0, &header, &[0; 24], OpStatus::Early);
+        assert!(matches!(refused, Err(FrameError::Length { kind: Kind::Report, .. })), "{records}: {refused:?}");
+    }
 }
 
 /// Credit that was returned on a stream that is lost is returned again on another, although nobody says anything else.
@@ -655,7 +672,7 @@ fn many_messages_at_once() {
     for message in 0..MANY {
         b.grant(key(message.wrapping_mul(7919) % MANY), 1, FIVE);
     }
-    a.forget_group(GroupId(6), 0);
+    a.forget(GroupId(6), &Counts::default());
     let (mut arrived, mut sent) = (0, 0);
     for stream in (0..4).cycle() {
         drain(&mut b, &mut a, stream);
@@ -667,8 +684,8 @@ fn many_messages_at_once() {
         }
     }
     assert_eq!(arrived, MANY as usize);
-    a.retire(GroupId(7), Channel::Collective, OpSeq(3));
-    b.retire(GroupId(7), Channel::Collective, OpSeq(3));
+    a.retire(GroupId(7), Channel::Collective(ChannelId::MAIN), OpSeq(3));
+    b.retire(GroupId(7), Channel::Collective(ChannelId::MAIN), OpSeq(3));
     assert!(a.is_quiet() && a.ops.is_empty() && b.ops.is_empty() && b.remembered == Remembered::default());
 }
 

@@ -247,7 +247,7 @@ impl World {
         let id = self.ops.len();
         let key = OpKey { group: op.group, channel: op.channel, op: op.seq };
         let senders: Vec<usize> = match op.channel {
-            Channel::Collective => (0..self.locals.len()).collect(),
+            Channel::Collective(_) => (0..self.locals.len()).collect(),
             Channel::PointToPoint { .. } => vec![op.messages[0].from],
         };
         for from in senders {
@@ -869,7 +869,7 @@ pub(super) fn pattern(from: usize, key: &MessageKey, offset: u64, out: &mut [u8]
     // A prime that is no multiple of any frame's length.
     const TABLE_BYTES: usize = 65_521;
     let channel = match key.channel {
-        Channel::Collective => 0,
+        Channel::Collective(number) => u64::from(number.0) << 34,
         Channel::PointToPoint { direction, tag } => 1 + 2 * u64::from(tag) + direction as u64,
     };
     let name = [key.group.0, channel, key.op.0, u64::from(key.message), from as u64];

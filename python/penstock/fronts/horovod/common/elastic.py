@@ -7,6 +7,7 @@ called again. When hosts have changed (`notification_manager`), the same happens
 
 from __future__ import annotations
 
+import copy
 import functools
 import queue
 import threading
@@ -138,23 +139,29 @@ class ObjectState(State):
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
-        self._saved_state = kwargs
-        self._set_attrs()
+        self._names = list(kwargs)
+        self._set_attrs(kwargs)
+        self._saved_state = copy.deepcopy(kwargs)
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
 
     def save(self) -> None:
-        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
+        # Copies: an object that changes in place, such as a list, must come back as it was.
+        self._saved_state = copy.deepcopy(self._attrs())
 
     def restore(self) -> None:
-        self._set_attrs()
+        self._set_attrs(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
-        if self._saved_state:
-            self._saved_state = self._bcast_object(self._saved_state)
-            self._set_attrs()
+        if self._names:
+            # What they are now, as models are synchronised: news about hosts do not go back to the last commit.
+            self._set_attrs(self._bcast_object(self._attrs()))
+            self._saved_state = copy.deepcopy(self._attrs())
 
-    def _set_attrs(self) -> None:
-        for name, value in self._saved_state.items():
+    def _attrs(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def _set_attrs(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
             setattr(self, name, value)
 
 

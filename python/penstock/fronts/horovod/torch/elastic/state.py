@@ -29,7 +29,8 @@ class TorchState(ObjectState):
     Args:
         model: a module, if there is one.
         optimizer: an optimizer, distributed or not, if there is one.
-        kwargs: more of either, samplers, and anything that can be pickled.
+        kwargs: more of either, samplers, learning rate schedules and whatever else has a ``state_dict``, and anything that can
+            be copied and pickled.
     """
 
     def __init__(
@@ -119,10 +120,10 @@ class OptimizerStateHandler(_CopyOfStateDict):
 
 
 class SamplerStateHandler(_CopyOfStateDict):
-    """How far an `ElasticSampler` has come."""
+    """How far an `ElasticSampler`, a learning rate schedule or a gradient scaler has come."""
 
     def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="sampler"))
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), name=type(self.value).__name__))
         self.save()
 
 
@@ -141,7 +142,8 @@ def _handler(value: Any) -> StateHandler | None:
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)
-    return None
+    # A copy of the object itself would refer to copies of what it drives: a schedule to an optimizer that steps nothing.
+    return SamplerStateHandler(value) if hasattr(value, "load_state_dict") and hasattr(value, "state_dict") else None
 
 
 _registry: list[tuple[type, type[StateHandler]]] = [

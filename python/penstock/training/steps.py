@@ -1,0 +1,74 @@
+"""What optimizers step by: averages, and gradients that are not averaged yet."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+
+import torch
+
+__all__ = ["State", "Stepper", "Steps", "state"]
+
+State = tuple[int, int]
+"""A value that changes when a gradient is replaced, or changed in place."""
+
+
+def state(gradient: torch.Tensor) -> State:
+    return (gradient.data_ptr() if gradient.layout is torch.strided else 0), gradient._version
+
+
+class Stepper:
+    """An optimizer that steps by averages."""
+
+    __slots__ = ("passes",)
+
+    def __init__(self) -> None:
+        self.passes = 0
+        """How many passes there had been at its last step."""
+
+
+class Steps:
+    """The passes of a reducer, the averages that they have left, and the optimizers that have stepped by these."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        """How many passes have made gradients that are to be averaged."""
+        self.kept: dict[torch.nn.Parameter, State] = {}
+        """Gradients that passes under no_sync have made and that are not averaged yet."""
+        self.averages: dict[int, State] = {}
+        """Averages, by index, as they were delivered."""
+        self.was_changed = False
+        """Averages were changed between the last pass and its step."""
+        self.was_late = False
+        """The last average came within a step."""
+        self.steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stepper] = weakref.WeakKeyDictionary()
+        """The optimizers that have stepped by these averages."""
+
+    def keep(self, parameter: torch.nn.Parameter) -> None:
+        """A pass has made a gradient that is not averaged now."""
+        assert parameter.grad is not None, "autograd has just accumulated it"
+        self.kept[parameter] = state(parameter.grad)
+
+    def is_stepped(self) -> bool:
+        """Whether there was no pass since some optimizer's last step."""
+        return not self.passes or any(one.passes == self.passes for one in self.steppers.values())
+
+    def changed_since_kept(self) -> torch.nn.Parameter | None:
+        """The first parameter whose kept gradient was changed since. zero_grad() is no change."""
+        for parameter, kept in self.kept.items():
+            gradient = parameter.grad
+            if gradient is not None and state(gradient) != kept and gradient.count_nonzero():
+                return parameter
+        return None
+
+    def are_delivered(
+        self, parameters: Iterable[torch.nn.Parameter], index: Mapping[torch.nn.Parameter, int]
+    ) -> bool | None:
+        """Whether the averages of parameters are what was delivered; None if none was. The first stands for all: clipping changes
+        all, and looking at 500 takes 0.3 ms."""
+        averages = self.averages
+        for one in parameters:
+            delivered = averages.get(index.get(one, -1))
+            if delivered is not None:
+                return one.grad is not None and state(one.grad) == delivered
+        return None
