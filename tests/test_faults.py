@@ -27,7 +27,7 @@ import threading
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -518,11 +518,12 @@ def test_wrong_setting_on_one_rank() -> None:
 
 @pytest.mark.parametrize("setting", ["PENSTOCK_INTERFACE", "PENSTOCK_DEPLOYMENT", "PENSTOCK_ALGORITHM"])
 def test_wrong_setting_on_a_rank_0_that_holds_the_store(setting: str) -> None:
-    """Ranks started by hand: the store ends with rank 0, and yet the others hear what is wrong with rank 0's settings."""
+    """Ranks started by hand: the store ends with rank 0, and yet the others hear what is wrong with rank 0's settings, although
+    they come half a second later."""
     with _occupied_port() as port:
         pass
     by_hand = {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(port)}
-    with ranks.Ranks(_start_and_reduce, count=3, env=by_hand, env_of_rank={0: {setting: "nosuch0"}}) as job:
+    with ranks.Ranks(_start_late, count=3, env=by_hand, env_of_rank={0: {setting: "nosuch0"}}) as job:
         outcomes = job.outcomes(timeout_s=60, grace_s=20)
     assert outcomes[0].raised is not None and outcomes[0].raised.is_a("penstock.errors.Config"), str(outcomes[0])
     for outcome in outcomes[1:]:
@@ -783,6 +784,19 @@ def _start_and_reduce(timeout_s: float = 30.0) -> float:
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     return tensor[999].item()
+
+
+def _start_late() -> float:
+    """Ranks other than 0 connect to torch's store at once, and read it late."""
+    true_join = groups.join
+
+    def join(*args: Any, **kwargs: Any) -> Any:
+        if os.environ["RANK"] != "0":
+            time.sleep(0.5)
+        return true_join(*args, **kwargs)
+
+    groups.join = join
+    return _start_and_reduce()
 
 
 def _mend_secret() -> float:
