@@ -210,6 +210,93 @@ def test_python_locks_pin_everything_but_torch(root: pathlib.Path) -> None:
         assert {pin for pin in pins[lock] if pin.split("==")[0] in shared} <= pins["lock.txt"], lock
 
 
+# ------------------------------------------------------------------------------------------------- the size of types
+
+MOST_FIELDS = 16
+
+
+def test_large_types_say_why(root: pathlib.Path) -> None:
+    """A type of more than 16 fields says in its documentation why it is not several, and a smaller one does not."""
+    found = [
+        (f"{path.relative_to(root)}: {name}", fields, text)
+        for path in _sources(root)
+        for name, fields, text in _types(path)
+    ]
+    assert len(found) > 500, "the types are not found"
+    reason = f"More than {MOST_FIELDS} fields: "
+    assert not [f"{name} has {fields}" for name, fields, text in found if fields > MOST_FIELDS and reason not in text]
+    assert not [f"{name} has {fields}" for name, fields, text in found if fields <= MOST_FIELDS and reason in text]
+
+
+RUST_TYPE = """
+/// Why.
+#[derive(Debug)]
+pub(crate) struct A<'a> {
+    /// b: c
+    pub b: &'a C,
+    d: [E; 2],
+}
+"""
+PYTHON_TYPE = """
+class A:
+    '''Why.'''
+    b: int
+    def f(self):
+        self.b, [self.d] = 1, [2]
+        self.b.e = other.g = 3
+        with x as self.h:
+            self.d += 1
+"""
+
+
+@pytest.mark.parametrize(("name", "source", "count"), [("a.rs", RUST_TYPE, 2), ("a.py", PYTHON_TYPE, 3)])
+def test_fields_are_counted(tmp_path: pathlib.Path, name: str, source: str, count: int) -> None:
+    """In Rust, and in Python wherever a method sets them, each once."""
+    (tmp_path / name).write_text(source)
+    assert [(each, fields, text.strip("/ \n")) for each, fields, text in _types(tmp_path / name)] == [
+        ("A", count, "Why.")
+    ]
+
+
+def _sources(root: pathlib.Path) -> list[pathlib.Path]:
+    """The sources of crates and package, without unit tests."""
+    rust = [
+        path
+        for path in root.glob("crates/*/src/**/*.rs")
+        if "tests" not in re.split(r"[/_.]", str(path.relative_to(root)))
+    ]
+    return [*rust, *(root / "python").rglob("*.py")]
+
+
+def _types(path: pathlib.Path) -> list[tuple[str, int, str]]:
+    """The name, the number of fields and the documentation of each type in a file."""
+    if path.suffix == ".py":
+        classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+        return [(node.name, len(_fields(node)), ast.get_docstring(node) or "") for node in classes]
+    found = []
+    struct = r"(?m)((?:^ *(?:///|#\[).*\n)*)^( *)(?:pub(?:\(\w+\))? )?struct (\w+)[^;{(]*\{\n((?:\2 .*\n|\n)*)"
+    for text, indent, name, body in re.findall(struct, path.read_text()):
+        found.append(
+            (name, len(re.findall(rf"(?m)^{indent}    (?:pub(?:\(\w+\))? )?\w+: ", body)), text.split("#[")[0])
+        )
+    return found
+
+
+def _fields(node: ast.ClassDef) -> set[str]:
+    """What a class declares, and what its methods set of ``self``."""
+    declared = {
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    return declared | {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
+
+
 # ------------------------------------------------------------------------------------------------- the command line
 
 

@@ -10,7 +10,7 @@ mod neighbour;
 mod timers;
 
 use self::connect::first_port;
-use self::listen::{bind_local, bind_tcp};
+use self::listen::Listeners;
 use crate::contact::Contact;
 use crate::fds::Fd;
 use crate::handler::{Handler, Peers};
@@ -99,8 +99,7 @@ pub struct Driver {
     settings: Settings,
     system: System,
     wake: Arc<Wake>,
-    tcp: Vec<(Fd, SocketAddr)>,
-    local: Option<Fd>,
+    listeners: Listeners,
     sockets: HashMap<u64, Socket>,
     next_token: u64,
     peers: Peers,
@@ -108,11 +107,6 @@ pub struct Driver {
     /// Sockets that may have more to read, although the kernel reports them only once.
     again: Vec<u64>,
     junk: Box<[u8]>,
-    /// Incoming connections that are not authenticated yet. The process's own attempts do not count: they are as many as the
-    /// job needs.
-    unauthenticated: usize,
-    /// When to accept again, after a shortage of descriptors or memory.
-    accept_at: Option<Time>,
     /// When a shortage was logged last.
     complained: Option<Time>,
     next_timers: Time,
@@ -169,28 +163,11 @@ impl Driver {
         let mut driver = Driver::on(System::kernel()?, settings)?;
         driver.system.add(&driver.wake.event, WAKE).map_err(|e| format!("epoll_ctl failed: {e}"))?;
         for address in &listen.addresses {
-            let (socket, address) = bind_tcp(*address, listen.ports.clone())?;
-            let token = FIRST_LISTENER + driver.tcp.len() as u64;
-            driver
-                .system
-                .add(&socket, token)
-                .map_err(|e| format!("cannot watch the listening socket on {address}: {e}"))?;
-            driver.tcp.push((Fd::new(socket.into()), address));
+            driver.listeners.open_tcp(&driver.system, *address, listen.ports.clone())?;
         }
         if driver.settings.shared_memory {
-            match bind_local(&driver.settings.node) {
-                Ok(socket) => {
-                    driver
-                        .system
-                        .add(&socket, LOCAL_LISTENER)
-                        .map_err(|e| format!("cannot watch the local listening socket: {e}"))?;
-                    driver.local = Some(Fd::new(socket));
-                }
-                Err(error) => {
-                    log::warn!("penstock: no abstract UNIX socket ({error}): peers on this host are reached over TCP");
-                    driver.settings.shared_memory = false;
-                }
-            }
+            driver.listeners.open_local(&driver.system, &driver.settings.node)?;
+            driver.settings.shared_memory = driver.listens_locally();
         }
         Ok(driver)
     }
@@ -211,8 +188,7 @@ impl Driver {
         Ok(Driver {
             system,
             wake,
-            tcp: Vec::new(),
-            local: None,
+            listeners: Listeners::default(),
             sockets: HashMap::new(),
             next_token: FIRST_SOCKET,
             peers: Peers {
@@ -228,8 +204,6 @@ impl Driver {
             links: Vec::new(),
             again: Vec::new(),
             junk: vec![0; 64 * 1024].into_boxed_slice(),
-            unauthenticated: 0,
-            accept_at: None,
             complained: None,
             next_timers: Time(0),
             next_tick: Time(0),
@@ -242,13 +216,13 @@ impl Driver {
     /// The addresses on which it listens.
     #[must_use]
     pub fn addresses(&self) -> Vec<SocketAddr> {
-        self.tcp.iter().map(|(_, address)| *address).collect()
+        self.listeners.addresses().collect()
     }
 
     /// Whether peers on this host can reach it without TCP.
     #[must_use]
     pub fn listens_locally(&self) -> bool {
-        self.local.is_some()
+        self.listeners.has_local()
     }
 
     /// A handle by which other threads wake the loop.
@@ -347,7 +321,7 @@ impl Driver {
             (true, false) => until.since(now),
         };
         // Room for all that is ready, so that no socket waits while others are read again and again.
-        let room = self.sockets.len() + self.tcp.len() + 2;
+        let room = self.sockets.len() + self.listeners.len() + 1;
         if let Err(error) = self.system.wait(events, room, nanos, FIRST_LISTENER)
             && error != rustix::io::Errno::INTR
         {
@@ -359,6 +333,11 @@ impl Driver {
 
     fn now(&self) -> Time {
         self.system.now()
+    }
+
+    /// Handles the timers at this time at the latest.
+    fn schedule_timers(&mut self, at: Time) {
+        self.next_timers = self.next_timers.min(at);
     }
 
     // ------------------------------------------------------------------ events

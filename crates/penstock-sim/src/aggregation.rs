@@ -53,6 +53,8 @@ pub enum Fault {
 }
 
 /// A complete description of a run.
+///
+/// More than 16 fields: each is one parameter of `penstock simulate`, and the seed draws each by itself.
 #[derive(Clone, Debug)]
 pub struct Scenario {
     /// Decides everything that the other fields leave open.
@@ -124,6 +126,8 @@ pub struct Outcome {
 }
 
 /// Fields of a scenario that a caller fixes; the seed draws the others.
+///
+/// More than 16 fields: it has those of [`Scenario`].
 #[derive(Clone, Debug, Default)]
 pub struct Fixed {
     /// [`Scenario::jobs`], 1 to 16.

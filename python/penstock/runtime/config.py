@@ -41,7 +41,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings' values, parsed. One field a setting, in lower case without the prefix."""
+    """The settings' values, parsed.
+
+    More than 16 fields: one a setting, in lower case without the prefix.
+    """
 
     interface: str
     port_range: tuple[int, int]

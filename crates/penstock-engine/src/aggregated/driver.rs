@@ -4,9 +4,9 @@ mod fallback;
 
 use super::shares::Shares;
 use super::{Channels, ClientSpec, ClientStats, NodeSpec, ServerSpec, ServerStats, Shared};
+use crate::Ticket;
 use crate::recorder::{Entry, Record, Recorder};
 use crate::runtime::Call;
-use crate::{Group, Ticket};
 use penstock_aggregation::client::{Core, CoreConfig, Job, Lack, PARENT, SERVER, Trouble, Wire};
 use penstock_aggregation::{Key, Link, Receipt, Serial, Timing, WorkerConfig};
 use penstock_net::datagrams::Datagrams;
@@ -44,9 +44,7 @@ const PUBLISH_EVERY: u64 = SECOND / 10;
 
 pub(super) struct Driver {
     shared: Arc<Shared>,
-    group: Group,
-    alarm: Group,
-    fallback: Group,
+    channels: Channels,
     spec: ClientSpec,
     recorder: Recorder,
     sockets: Vec<Datagrams>,
@@ -144,9 +142,7 @@ impl Driver {
             troubles: Troubles::default(),
             payload: vec![0; spec.payload_bytes],
             shared,
-            group: channels.group,
-            alarm: channels.alarm,
-            fallback: channels.fallback,
+            channels,
             spec,
             recorder,
             sockets,
@@ -178,19 +174,19 @@ impl Driver {
     /// Subscribes to the end of the group, to ranks that leave, and to servers that other ranks have lost.
     fn listen(&self) {
         let watch = Ticket::default();
-        let (shared, fallback) = (self.shared.clone(), self.fallback.clone());
+        let (shared, fallback) = (self.shared.clone(), self.channels.fallback.clone());
         watch.on_done(move |result| {
             let failure = result.clone().expect_err("a watch ends with a failure");
             // Waits on the fallback end with it.
             fallback.end(failure.clone());
             shared.post(Command::Failed(failure), None);
         });
-        self.group.watch(watch);
+        self.channels.group.watch(watch);
         let (alarmed, shared) = (Ticket::default(), self.shared.clone());
         alarmed.on_done(move |result| {
             shared.post(Command::Alarm(result.clone().expect_err("a watch ends with a failure")), None);
         });
-        self.alarm.watch(alarmed);
+        self.channels.alarm.watch(alarmed);
     }
 
     /// One round of all work. Returns the reason if a server is lost.
@@ -327,7 +323,7 @@ impl Driver {
             None => {}
             Some(Trouble::Mismatch { op, theirs }) => {
                 let ours = &self.running[(op - self.first) as usize].fingerprint;
-                self.group.fail(Failure::fatal(
+                self.channels.group.fail(Failure::fatal(
                     FailureKind::Mismatch,
                     format!(
                         "aggregated operation #{} of group {} is {}",
@@ -344,7 +340,8 @@ impl Driver {
                 self.wait_for_failure();
             }
             Some(Trouble::Result(what)) => {
-                self.group
+                self.channels
+                    .group
                     .fail(Failure::fatal(FailureKind::Bug, format!("{what}. No server of Penstock's sends that.")));
                 self.wait_for_failure();
             }
@@ -391,7 +388,7 @@ impl Driver {
         }
         if !self.core.is_idle() {
             let failure = self.troubles.departed.clone().expect("seen above");
-            self.group.fail(Failure { kind: FailureKind::PeerLost, ..failure });
+            self.channels.group.fail(Failure { kind: FailureKind::PeerLost, ..failure });
             self.wait_for_failure();
         }
     }
@@ -459,7 +456,7 @@ impl Driver {
                 )
             };
             self.publish();
-            self.group.fail(Failure::fatal(FailureKind::Timeout, message));
+            self.channels.group.fail(Failure::fatal(FailureKind::Timeout, message));
             self.wait_for_failure();
         }
     }
@@ -479,7 +476,7 @@ impl Driver {
             self.spec.servers[server].address,
             Timing::default().server_dead_after as f64 / SECOND as f64
         );
-        self.alarm.end(Failure::fatal(SERVER_LOST, reason.clone()));
+        self.channels.alarm.end(Failure::fatal(SERVER_LOST, reason.clone()));
         Some(reason)
     }
 
@@ -537,7 +534,7 @@ impl Driver {
             Duration::from_nanos(nanos.min(SECOND))
         });
         if let Err(error) = self.shared.waker.wait(&sockets, timeout) {
-            self.group.fail(Failure::fatal(FailureKind::Bug, format!("cannot wait for packets: {error}.")));
+            self.channels.group.fail(Failure::fatal(FailureKind::Bug, format!("cannot wait for packets: {error}.")));
             self.stopped = true;
         }
     }
@@ -573,7 +570,7 @@ impl Drop for Driver {
     fn drop(&mut self) {
         let failure = if std::thread::panicking() {
             let failure = Failure::fatal(FailureKind::Bug, "the thread for aggregation has panicked.");
-            self.group.fail(failure.clone());
+            self.channels.group.fail(failure.clone());
             failure
         } else {
             Failure::fatal(FailureKind::Closed, "the group was destroyed.")
@@ -589,8 +586,8 @@ impl Drop for Driver {
             }
         }
         self.fail(failure);
-        self.alarm.leave();
-        self.fallback.leave();
+        self.channels.alarm.leave();
+        self.channels.fallback.leave();
     }
 }
 

@@ -1,7 +1,7 @@
 //! Connections that others open, until they are authenticated; and what to do where descriptors or memory are short.
 
 use super::listen::tune;
-use super::{Driver, FEATURES, FIRST_LISTENER, HANDSHAKE_WITHIN, LOCAL_LISTENER, random};
+use super::{Driver, FEATURES, HANDSHAKE_WITHIN, random};
 use crate::descriptors::{After, after_accept};
 use crate::fds::Fd;
 use crate::handler::Handler;
@@ -44,7 +44,7 @@ impl Driver {
     ) -> Option<OwnedFd> {
         let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
         loop {
-            let listener = listener.map(|at| &self.tcp[at].0).or(self.local.as_ref())?;
+            let listener = self.listeners.socket(listener)?;
             let error = match rustix::net::accept_with(listener, flags) {
                 Ok(fd) => return Some(fd),
                 Err(error) => io::Error::from(error),
@@ -55,23 +55,12 @@ impl Driver {
                 // A silent connection gives its descriptor up for the new one.
                 After::Later if self.evict_unauthenticated(handler, now) => {}
                 After::Later => {
-                    // The kernel would report the waiting connection at once, again and again.
-                    self.watch_listeners(epoll::EventFlags::empty());
                     let at = now.plus(ACCEPT_AGAIN);
-                    self.accept_at = Some(at);
-                    self.next_timers = self.next_timers.min(at);
+                    self.listeners.pause(&self.system, at);
+                    self.schedule_timers(at);
                     self.complain(&format!("cannot accept connections ({error})"), now);
                     return None;
                 }
-            }
-        }
-    }
-
-    pub(super) fn watch_listeners(&self, flags: epoll::EventFlags) {
-        let tcp = (FIRST_LISTENER..).zip(self.tcp.iter().map(|(listener, _)| listener));
-        for (token, listener) in tcp.chain(self.local.iter().map(|listener| (LOCAL_LISTENER, listener))) {
-            if let Err(error) = self.system.modify(listener, token, flags) {
-                log::error!("penstock: epoll_ctl failed: {error}");
             }
         }
     }
@@ -88,7 +77,7 @@ impl Driver {
     }
 
     pub(super) fn accepted<H: Handler>(&mut self, handler: &mut H, wire: Wire, local: bool, remote: String, now: Time) {
-        if self.unauthenticated >= MAX_UNAUTHENTICATED && !self.evict_unauthenticated(handler, now) {
+        if self.listeners.unauthenticated >= MAX_UNAUTHENTICATED && !self.evict_unauthenticated(handler, now) {
             log::warn!("penstock: {MAX_UNAUTHENTICATED} hand-shakes are going on; {remote} is turned away");
             return;
         }
@@ -97,8 +86,8 @@ impl Driver {
         let token = self.token();
         match self.system.watch(&socket.wire, token, epoll::EventFlags::IN, true) {
             Ok(()) => {
-                self.unauthenticated += 1;
-                self.next_timers = self.next_timers.min(now.plus(SECOND));
+                self.listeners.unauthenticated += 1;
+                self.schedule_timers(now.plus(SECOND));
                 self.sockets.insert(token, socket);
             }
             Err(error) => self.complain(&format!("cannot watch a connection from {} ({error})", socket.remote), now),

@@ -83,7 +83,7 @@ impl Driver {
                 link.unread += 1;
                 let at = now.plus(UNREAD_AGAIN);
                 link.retries.push((FROM_THE_START, at, attempt));
-                self.next_timers = self.next_timers.min(at);
+                self.schedule_timers(at);
                 return true;
             }
             read => self.can_read(read, &self.links[peer as usize].contact),
@@ -122,7 +122,7 @@ impl Driver {
         };
         // The stream's local address: the interfaces take turns, among those of the remote's family.
         let own: Vec<IpAddr> =
-            self.tcp.iter().map(|(_, a)| a.ip()).filter(|ip| ip.is_ipv4() == remote.is_ipv4()).collect();
+            self.listeners.addresses().map(|a| a.ip()).filter(|ip| ip.is_ipv4() == remote.is_ipv4()).collect();
         let from = (!own.is_empty()).then(|| own[stream as usize % own.len()]);
         let buffer_bytes = self.settings.socket_buffer_bytes as usize;
         let port = match attempt {
@@ -186,7 +186,7 @@ impl Driver {
         self.peers.troubles[peer as usize] = Some(reason.to_owned());
         let at = now.plus(ACCEPT_AGAIN);
         self.links[peer as usize].retries.push((stream, at, attempt));
-        self.next_timers = self.next_timers.min(at);
+        self.schedule_timers(at);
     }
 
     /// Schedules another attempt for a stream, or gives up. `is_refused`: nothing listens there.
@@ -222,7 +222,7 @@ impl Driver {
         }
         let delay = (RETRY_FIRST << attempt.min(5)).min(SECOND);
         link.retries.push((stream, now.plus(delay), attempt));
-        self.next_timers = Time(self.next_timers.0.min(now.plus(delay).0));
+        self.schedule_timers(now.plus(delay));
     }
 
     pub(super) fn connector(&self, peer: PeerId, stream: StreamId, features: u32) -> Connector {
@@ -249,7 +249,7 @@ impl Driver {
         socket.watches_write = true;
         match self.system.watch(&socket.wire, token, epoll::EventFlags::IN | epoll::EventFlags::OUT, true) {
             Ok(()) => {
-                self.next_timers = self.next_timers.min(now.plus(SECOND));
+                self.schedule_timers(now.plus(SECOND));
                 self.links[peer as usize].sockets.push(token);
                 self.sockets.insert(token, socket);
             }

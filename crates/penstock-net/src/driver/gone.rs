@@ -20,7 +20,7 @@ impl Driver {
         now: Time,
     ) {
         if matches!(socket.stage, Stage::Acceptor(_)) {
-            self.unauthenticated -= 1;
+            self.listeners.unauthenticated -= 1;
         }
         let Some(peer) = socket.peer else {
             // A member that connects before this process has read who is in its job is told to try again. That needs no line
@@ -68,7 +68,7 @@ impl Driver {
         let link = &mut self.links[peer as usize];
         if none_up && link.was_up && link.down_since.is_none() {
             link.down_since = Some(now);
-            self.next_timers = Time(self.next_timers.0.min(now.plus(RECONNECT_WITHIN).0));
+            self.schedule_timers(now.plus(RECONNECT_WITHIN));
         }
         let attempt = if was_up { 0 } else { attempt };
         // A local connection that was told to wait chooses its medium again at the next attempt.

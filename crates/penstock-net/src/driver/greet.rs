@@ -114,7 +114,7 @@ impl Driver {
         if let Some((hello, features)) = ended {
             let job = hello.as_ref().map(|hello| hello.job);
             if let Some(hello) = hello {
-                self.unauthenticated -= 1;
+                self.listeners.unauthenticated -= 1;
                 socket.stream = u32::from(hello.stream);
                 let peer = socket.peer.expect("decided");
                 // A stream that comes back before its old connection is known to be gone replaces that one.
@@ -201,7 +201,7 @@ impl Driver {
         self.watch_write(token, socket, false);
         let pid = socket.wire.descriptor().filter(|_| socket.local).and_then(process_at).unwrap_or(0);
         handler.linked(&mut self.peers, peer, socket.local, pid, job);
-        self.next_timers = Time(self.next_timers.0.min(now.plus(100 * MILLISECOND).0));
+        self.schedule_timers(now.plus(100 * MILLISECOND));
         if socket.reader.has_buffered() {
             self.again.push(token);
         }

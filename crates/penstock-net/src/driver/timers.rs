@@ -7,7 +7,6 @@ use crate::handler::{Handler, Order};
 use crate::socket::Socket;
 use penstock_stream::peer::StreamId;
 use penstock_types::{MILLISECOND, PeerId, SECOND, Time};
-use rustix::event::epoll;
 
 impl Driver {
     pub(super) fn handle_timers<H: Handler>(&mut self, handler: &mut H, now: Time) {
@@ -21,7 +20,7 @@ impl Driver {
             if self.links[peer as usize].was_up {
                 self.peers.machine(peer).handle_timeout(now);
                 self.handle_peer_events(handler, peer, now);
-                next = Time(next.0.min(self.peers.look(peer).poll_timeout(now).0));
+                next = next.min(self.peers.look(peer).poll_timeout(now));
             }
             let due: Vec<(StreamId, u32)> = {
                 let link = &mut self.links[peer as usize];
@@ -40,7 +39,7 @@ impl Driver {
             }
             let link = &self.links[peer as usize];
             for (_, at, _) in &link.retries {
-                next = Time(next.0.min(at.0));
+                next = next.min(*at);
             }
             if let Some(since) = link.down_since
                 && now.since(since) > RECONNECT_WITHIN
@@ -48,11 +47,7 @@ impl Driver {
                 self.lose(handler, peer, "closed all its connections: the process has probably died", false, now);
             }
         }
-        if self.accept_at.is_some_and(|at| at <= now) {
-            self.accept_at = None;
-            self.watch_listeners(epoll::EventFlags::IN);
-        }
-        next = self.accept_at.map_or(next, |at| next.min(at));
+        next = self.listeners.resume(&self.system, now).map_or(next, |at| next.min(at));
         let late: Vec<u64> =
             self.sockets.iter().filter(|(_, s)| !s.is_up() && now > s.deadline).map(|(token, _)| *token).collect();
         for token in late {
@@ -60,10 +55,10 @@ impl Driver {
             self.closed(handler, token, socket, "no answer to the hand-shake", now);
         }
         if self.sockets.values().any(|socket| !socket.is_up()) {
-            next = Time(next.0.min(now.plus(100 * MILLISECOND).0));
+            next = next.min(now.plus(100 * MILLISECOND));
         }
         // Deliberately coarse: nothing here needs better than a few milliseconds.
-        self.next_timers = Time(next.0.max(now.plus(MILLISECOND).0));
+        self.next_timers = next.max(now.plus(MILLISECOND));
     }
 
     /// Makes links for peers that the engine has added.

@@ -29,6 +29,15 @@ pub(super) struct Driver {
     posted: u32,
 }
 
+/// An aggregator's machines, and its state outside of them.
+struct AggregatorNode {
+    shards: Vec<Aggregator>,
+    /// Until when packets to it are lost.
+    down_until: Time,
+    /// The epoch that it should have open, by job.
+    opened: Vec<u16>,
+}
+
 /// What happens at a time of its own. Packets are the network's affair.
 enum Timer {
     Wake {
@@ -61,25 +70,18 @@ pub(super) struct World<'a> {
     timers: Agenda<Timer>,
     /// By node: the link from its socket.
     sockets: Vec<LinkId>,
-    /// Shards of each.
-    aggregators: Vec<Vec<Aggregator>>,
-    /// Until when packets to an aggregator are lost.
-    down_until: Vec<Time>,
-    /// What each aggregator should have open, by job.
-    opened: Vec<Vec<u16>>,
+    aggregators: Vec<AggregatorNode>,
     pub(super) epochs: Vec<Vec<Epoch>>,
     servers: Vec<Server>,
     server_epochs: Vec<u16>,
     pub(super) drivers: Vec<Vec<Option<Driver>>>,
-    /// Workers that live and do not have everything, and which these are.
-    unfinished: usize,
-    is_unfinished: Vec<Vec<bool>>,
+    /// By job: workers that live and do not have everything, a bit for each.
+    unfinished: Vec<u64>,
     /// By node: when it is woken, if it is to be.
     wakes: Vec<Option<Time>>,
     faults: VecDeque<(u64, Fault)>,
-    packets: u64,
-    arrived: u64,
-    results: u64,
+    /// The counts so far; [`World::outcome`] adds the rest.
+    outcome: Outcome,
     trace: VecDeque<String>,
 }
 
@@ -96,14 +98,17 @@ impl<'a> World<'a> {
         let mut faults = scenario.faults.clone();
         faults.sort_by_key(|(at, _)| *at);
         let mut world = World {
-            aggregators: vec![scenario.aggregator(); scenario.aggregators()],
-            down_until: vec![Time(0); scenario.aggregators()],
-            opened: vec![vec![0; scenario.jobs]; scenario.aggregators()],
+            aggregators: (0..scenario.aggregators())
+                .map(|_| AggregatorNode {
+                    shards: scenario.aggregator(),
+                    down_until: Time(0),
+                    opened: vec![0; scenario.jobs],
+                })
+                .collect(),
             servers: (0..scenario.jobs).map(|job| scenario.server(Time(0), job, &epochs[job][0])).collect(),
             server_epochs: vec![0; scenario.jobs],
             drivers: (0..scenario.jobs).map(|_| (0..scenario.workers).map(|_| None).collect()).collect(),
-            unfinished: 0,
-            is_unfinished: vec![vec![false; scenario.workers]; scenario.jobs],
+            unfinished: vec![0; scenario.jobs],
             epochs,
             scenario,
             random,
@@ -113,9 +118,7 @@ impl<'a> World<'a> {
             sockets,
             wakes: vec![None; nodes],
             faults: faults.into(),
-            packets: 0,
-            arrived: 0,
-            results: 0,
+            outcome: Outcome::default(),
             trace: VecDeque::new(),
         };
         for job in 0..scenario.jobs {
@@ -130,12 +133,13 @@ impl<'a> World<'a> {
             self.drain_server(job);
             (0..self.scenario.workers).for_each(|worker| self.drain_worker(job, worker));
         }
-        while self.unfinished > 0 {
+        while self.unfinished.iter().any(|workers| *workers != 0) {
             let Some(at) = self.timers.next_at().into_iter().chain(self.network.poll_timeout()).min() else {
                 return Err("nothing is left to happen".into());
             };
             if at > Time(LIMIT) {
-                return Err(format!("stuck: {} results after {} s of virtual time", self.results, LIMIT / SECOND));
+                let results = self.outcome.results;
+                return Err(format!("stuck: {results} results after {} s of virtual time", LIMIT / SECOND));
             }
             self.now = at;
             self.network.handle_timeout(at);
@@ -150,10 +154,9 @@ impl<'a> World<'a> {
     }
 
     pub(super) fn outcome(self, failure: Option<String>) -> Outcome {
-        let World { packets, arrived, results, now, trace, network, .. } = self;
-        let counts = network.counts();
+        let counts = self.network.counts();
         let (lost, dropped) = (counts.lost, counts.dropped);
-        Outcome { failure, packets, lost, dropped, arrived, results, time: now.0, trace: trace.into() }
+        Outcome { failure, lost, dropped, time: self.now.0, trace: self.trace.into(), ..self.outcome }
     }
 
     /// Whether a worker lives and does not have everything. An operation ends when a worker knows that all workers have all
@@ -164,8 +167,8 @@ impl<'a> World<'a> {
             let end = driver.start.plus(self.scenario.blocks);
             driver.epoch != newest.number || [driver.machine.received(), driver.machine.everywhere()] != [end; 2]
         });
-        let before = std::mem::replace(&mut self.is_unfinished[job][worker], is_unfinished);
-        self.unfinished = self.unfinished + usize::from(is_unfinished) - usize::from(before);
+        let others = self.unfinished[job] & !(1 << worker);
+        self.unfinished[job] = others | u64::from(is_unfinished) << worker;
     }
 
     fn on_timer(&mut self, timer: Timer) {
@@ -207,7 +210,7 @@ impl<'a> World<'a> {
             }
             Timer::Back { aggregator } => {
                 for job in 0..self.scenario.jobs {
-                    let epoch = usize::from(self.opened[aggregator][job]);
+                    let epoch = usize::from(self.aggregators[aggregator].opened[job]);
                     self.open_epoch(aggregator, job, epoch);
                 }
             }
@@ -217,8 +220,8 @@ impl<'a> World<'a> {
     fn on_network(&mut self, event: Event<Datagram>) -> Result<(), String> {
         match event {
             Event::Arrived(packet) => {
-                self.arrived += 1;
-                while self.faults.front().is_some_and(|(at, _)| *at < self.arrived) {
+                self.outcome.arrived += 1;
+                while self.faults.front().is_some_and(|(at, _)| *at < self.outcome.arrived) {
                     let (_, fault) = self.faults.pop_front().expect("looked at");
                     self.note(|| format!("{fault:?}"));
                     self.fail(fault);
@@ -248,17 +251,17 @@ impl<'a> World<'a> {
         match self.scenario.place(to) {
             None => {
                 let number = to.0 as usize;
-                if self.now < self.down_until[number] {
+                let node = &mut self.aggregators[number];
+                if self.now < node.down_until {
                     return Ok(());
                 }
-                let sent: Vec<(Link, Vec<u8>)> =
-                    match self.aggregators[number][shard as usize].handle_packet(from, &bytes) {
-                        Ok(Action::Send { to, header, payload }) => {
-                            to.iter().map(|to| (*to, [&header[..], payload].concat())).collect()
-                        }
-                        Ok(Action::Relay { to }) => to.iter().map(|to| (*to, bytes.clone())).collect(),
-                        Ok(Action::Nothing) | Err(_) => Vec::new(),
-                    };
+                let sent: Vec<(Link, Vec<u8>)> = match node.shards[shard as usize].handle_packet(from, &bytes) {
+                    Ok(Action::Send { to, header, payload }) => {
+                        to.iter().map(|to| (*to, [&header[..], payload].concat())).collect()
+                    }
+                    Ok(Action::Relay { to }) => to.iter().map(|to| (*to, bytes.clone())).collect(),
+                    Ok(Action::Nothing) | Err(_) => Vec::new(),
+                };
                 sent.into_iter().for_each(|(next, bytes)| self.send(next, to, bytes));
             }
             Some((job, None)) => {
@@ -285,7 +288,7 @@ impl<'a> World<'a> {
                             epoch.number
                         ));
                     }
-                    self.results += 1;
+                    self.outcome.results += 1;
                 }
                 self.drain_worker(job, worker);
             }
@@ -296,7 +299,7 @@ impl<'a> World<'a> {
     fn fail(&mut self, fault: Fault) {
         match fault {
             Fault::Restart { aggregator, down } if aggregator < self.aggregators.len() => {
-                self.aggregators[aggregator] = self.scenario.aggregator();
+                self.aggregators[aggregator].shards = self.scenario.aggregator();
                 let back = self.now.plus(down);
                 self.take_down(aggregator, back);
                 self.timers.add(back, Timer::Back { aggregator });
@@ -337,20 +340,20 @@ impl<'a> World<'a> {
     }
 
     fn take_down(&mut self, aggregator: usize, until: Time) {
-        let down_until = &mut self.down_until[aggregator];
+        let down_until = &mut self.aggregators[aggregator].down_until;
         *down_until = until.max(*down_until);
         self.network.take_down(NodeId(aggregator as u32), *down_until);
     }
 
     fn open_aggregator(&mut self, aggregator: usize, job: usize) {
         let newest = self.epochs[job].len() - 1;
-        self.opened[aggregator][job] = newest as u16;
+        self.aggregators[aggregator].opened[job] = newest as u16;
         self.open_epoch(aggregator, job, newest);
     }
 
     fn open_epoch(&mut self, aggregator: usize, job: usize, epoch: usize) {
         let config = self.scenario.job(aggregator, job, &self.epochs[job][epoch]);
-        for shard in &mut self.aggregators[aggregator] {
+        for shard in &mut self.aggregators[aggregator].shards {
             match &config {
                 Some(config) => shard.open(config.clone()).expect("there is room"),
                 None => shard.close(job as u32),
@@ -460,7 +463,7 @@ impl<'a> World<'a> {
     }
 
     fn send(&mut self, to: Link, from: Link, bytes: Vec<u8>) {
-        self.packets += 1;
+        self.outcome.packets += 1;
         self.note(|| described(NodeId(from.0), NodeId(to.0), &bytes));
         let shard = match decode(&bytes) {
             Ok(packet) if self.scenario.place(to).is_none() => packet.header.seq.0 % self.scenario.shards,

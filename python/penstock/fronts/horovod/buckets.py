@@ -177,7 +177,7 @@ class Buckets:
         )
         described = repr((self._slots.described(), self._average, self._wire)).encode()
         digest = torch.frombuffer(bytearray(hashlib.blake2b(described, digest_size=16).digest()), dtype=torch.uint8)
-        digests = torch.zeros(len(digest) * controller.size, dtype=torch.uint8)
+        digests = torch.zeros(len(digest) * controller.group.size, dtype=torch.uint8)
         rounds.group.start(
             "all_gather",
             dtype="uint8",
@@ -200,7 +200,7 @@ class Buckets:
             rounds=rounds.group,
             buckets=buckets.group,
             rank=rounds.rank,
-            world=controller.size,
+            world=controller.group.size,
             gradients=self._slots.described(),
             op="avg" if self._average else "sum",
             bucket_bytes=_BUCKET_BYTES,

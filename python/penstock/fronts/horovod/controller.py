@@ -8,6 +8,7 @@ thread looks again after a pause that grows to 5 ms.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -91,26 +92,19 @@ class Controller:
     def __init__(self, group: Any, ranks: Sequence[int], settings: Settings, timeline: Timeline) -> None:
         self.group = Group(group)
         self.ranks = list(ranks)
-        self.rank = self.group.rank
-        self.size = self.group.size
         self._settings = settings
         self._timeline = timeline
         self._member = self.group.backend.channel("rounds")
-        self._negotiation = Negotiation(self.rank, self.size, ranks)
+        self._negotiation = Negotiation(self.group.rank, self.group.size, ranks)
         self._wake = threading.Condition()
         self._entries: dict[bytes, Entry] = {}
-        self._joined: Result | None = None
-        self._last_joined = -1
+        self._join = _Join()
         self._failure: BaseException | None = None
         self._flights: list[Flight] = []
         self._unnamed: dict[str, int] = {}
         self._stopped: list[int] = []
-        self._rounds = 0
         self._warned_s = 0.0
-        self._block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
-        self._blocks = torch.zeros(BLOCK_BYTES * self.size, dtype=torch.uint8)
-        # The same memory, without a new tensor or array in each round.
-        self._said, self._heard = memoryview(self._block.numpy()), memoryview(self._blocks.numpy())
+        self._buffers = _Buffers(self.group.size)
         self._thread = threading.Thread(target=self._run, name="penstock-horovod", daemon=True)
         self._thread.start()
 
@@ -148,16 +142,16 @@ class Controller:
         """This rank has no more data. The result comes when all ranks have said so; then `last_joined` is right."""
         with self._wake:
             self._check()
-            if self._joined is None:
-                self._joined = Result()
+            if self._join.pending is None:
+                self._join.pending = Result()
                 self._negotiation.join()
                 self._wake.notify()
-            return self._joined
+            return self._join.pending
 
     @property
     def last_joined(self) -> int:
         """The rank that joined last, when all had joined."""
-        return self._last_joined
+        return self._join.last_rank
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Callable[[], None]]:
@@ -196,13 +190,13 @@ class Controller:
         self._thread.join(max(0.0, together_until_s - time.monotonic()))
         if self._thread.is_alive():
             # The other ranks are busy elsewhere, or gone. Rounds that have ended here end on them too.
-            self._member.group.abort(f"rank {self.ranks[self.rank]} has shut Horovod down")
+            self._member.group.abort(f"rank {self.ranks[self.group.rank]} has shut Horovod down")
             self._thread.join()
         # Slower ranks may not have begun what these reduce. A rank that is lost fails them.
         for flight in self._flights:
             flight.settle(max(0.0, until_s - time.monotonic()))
         self._fail(HorovodInternalError(SHUT_DOWN))
-        together = self._stopped == list(range(self.size))
+        together = self._stopped == list(range(self.group.size))
         self.group.backend.close_channels([self._member])
         return together
 
@@ -211,9 +205,9 @@ class Controller:
     def _run(self) -> None:
         try:
             pause_s = 0.0
-            while True:
+            for number in itertools.count(1):
                 block = self._next_block(pause_s)
-                outcome = self._round(block)
+                outcome = self._round(number, block)
                 self._execute(outcome)
                 if outcome.stopped:
                     self._stopped = outcome.stopped
@@ -240,24 +234,13 @@ class Controller:
                 self._wake.wait_for(lambda: self._negotiation.full, self._settings.cycle_time_s)
             return self._negotiation.block()
 
-    def _round(self, block: bytes) -> Round:
-        self._rounds += 1
+    def _round(self, number: int, block: bytes) -> Round:
         self._timeline.cycle()
-        self._said[:] = block
-        ticket = self._member.group.start(
-            "all_gather",
-            dtype="uint8",
-            elements=self._blocks.numel(),
-            bytes=self._blocks.numel(),
-            input=self._block.data_ptr(),
-            output=self._blocks.data_ptr(),
-            timeout_s=NEVER_S,
-            keep=(self._block, self._blocks),
-        )
+        ticket = self._buffers.gather(self._member.group, block)
         while not ticket.wait(_LOOK_S):
-            self._check_stall(self._rounds)
+            self._check_stall(number)
         with self._wake:
-            return self._negotiation.handle_round(self._heard.tobytes())
+            return self._negotiation.handle_round(self._buffers.gathered())
 
     def _execute(self, outcome: Round) -> None:
         with self._wake:
@@ -287,8 +270,7 @@ class Controller:
                     self._timeline.started(entry.name, entry.request.kind.name, entry.result)
         if outcome.last_joined is not None:
             with self._wake:
-                joined, self._joined = self._joined, None
-                self._last_joined = outcome.last_joined
+                joined, self._join = self._join.pending, _Join(last_rank=outcome.last_joined)
                 # With uneven data, ranks have issued different numbers of operations; from here on they count alike again.
                 self._unnamed.clear()
             assert joined is not None, "all ranks have joined, so this one has"
@@ -311,7 +293,7 @@ class Controller:
                 self._failure = error
             error = self._failure
             entries, self._entries = list(self._entries.values()), {}
-            joined, self._joined = self._joined, None
+            joined, self._join.pending = self._join.pending, None
         for result in [entry.result for entry in entries] + ([joined] if joined else []):
             result.failed(error)
 
@@ -329,10 +311,10 @@ class Controller:
         ends = 0 < warning_s <= self._settings.stall_shutdown_s < now_s - oldest_s
         if now_s - self._warned_s > warning_s or ends:
             self._warned_s = now_s
-            have = {name: set(known.get(name, ())) | {self.rank} for name in late}
+            have = {name: set(known.get(name, ())) | {self.group.rank} for name in late}
             if stuck_round is not None:
                 self._ask_others(stuck_round, have)
-            if have and self.rank == min(set().union(*have.values())):
+            if have and self.group.rank == min(set().union(*have.values())):
                 log.warning("%s", stall_message(have, self.ranks, warning_s, ends))
         if ends:
             self._member.group.abort("an operation has waited for other ranks for too long")
@@ -343,15 +325,53 @@ class Controller:
         for: a rank without an entry is missing."""
         try:
             store = self._member.part_of_store(f"stall/{stuck_round}")
-            store.set(str(self.rank), json.dumps(sorted(have)))
+            store.set(str(self.group.rank), json.dumps(sorted(have)))
             # The other ranks check their operations at other times.
             time.sleep(_LOOK_S)
-            for rank in range(self.size):
-                if rank != self.rank and store.check([str(rank)]):
+            for rank in range(self.group.size):
+                if rank != self.group.rank and store.check([str(rank)]):
                     for name in json.loads(store.get(str(rank))):
                         have.setdefault(name, set()).add(rank)
         except (RuntimeError, ValueError) as trouble:
             log.debug("cannot ask the other ranks what they wait for: %s", trouble)
+
+
+@dataclass
+class _Join:
+    """Where ranks stand that have no more data."""
+
+    pending: Result | None = None
+    """Completes when all ranks have joined; None while this rank has not."""
+    last_rank: int = -1
+    """The rank that joined last, when all had joined; -1 before."""
+
+
+class _Buffers:
+    """The memory of a round: this rank's block, and the blocks of all ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self._block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
+        self._blocks = torch.zeros(BLOCK_BYTES * ranks, dtype=torch.uint8)
+        # The same memory, without a new tensor or array in each round.
+        self._block_view, self._blocks_view = memoryview(self._block.numpy()), memoryview(self._blocks.numpy())
+
+    def gather(self, channel: Any, block: bytes) -> Any:
+        """Start to send this rank's block to all ranks and to collect theirs. Returns the ticket."""
+        self._block_view[:] = block
+        return channel.start(
+            "all_gather",
+            dtype="uint8",
+            elements=self._blocks.numel(),
+            bytes=self._blocks.numel(),
+            input=self._block.data_ptr(),
+            output=self._blocks.data_ptr(),
+            timeout_s=NEVER_S,
+            keep=(self._block, self._blocks),
+        )
+
+    def gathered(self) -> bytes:
+        """The blocks of all ranks, once the ticket has completed."""
+        return self._blocks_view.tobytes()
 
 
 def stall_message(have: Mapping[str, set[int]], ranks: Sequence[int], warning_s: float, ends: bool) -> str:

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,45 @@ from penstock.fronts.horovod.controller import Controller, Settings
 from penstock.fronts.horovod.timeline import Timeline
 
 __all__ = ["NOT_INITIALIZED", "Job", "current", "init", "is_initialized", "shutdown"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A rank's place on the hosts of its job, in Horovod's words."""
+
+    local_rank: int
+    """Its index among the ranks on its host."""
+    local_size: int
+    cross_rank: int
+    """Its index among the ranks that have its local rank, one a host."""
+    cross_size: int
+    homogeneous: bool
+    """Whether all hosts have equally many ranks."""
+
+    @classmethod
+    def of(cls, rank: int, places: Sequence[tuple[str, int | None]]) -> Topology:
+        """The place of ``rank``, from the host of every rank and its local rank, if its launcher says one."""
+        hosts: dict[str, list[int]] = {}
+        for each, (host, _) in enumerate(places):
+            hosts.setdefault(host, []).append(each)
+
+        def local(rank: int) -> int:
+            # A launcher's local ranks count only if all have one, each another on its host: devices are chosen by them.
+            host, said = places[rank]
+            there = hosts[host]
+            said_there = {places[each][1] for each in there}
+            is_complete = None not in said_there and len(said_there) == len(there)
+            return said if said is not None and is_complete else there.index(rank)
+
+        own_host, local_rank = places[rank][0], local(rank)
+        with_same = [host for host, there in hosts.items() if any(local(each) == local_rank for each in there)]
+        return cls(
+            local_rank=local_rank,
+            local_size=len(hosts[own_host]),
+            cross_rank=with_same.index(own_host),
+            cross_size=len(with_same),
+            homogeneous=len({len(there) for there in hosts.values()}) == 1,
+        )
 
 
 class Job:
@@ -70,7 +110,7 @@ class Job:
         # Where only some of torch's ranks take part, the others make no groups.
         self._alone = self.size < dist.get_world_size()
         self.add(list(range(self.size)))
-        self._find_hosts(where)
+        self.topology = self._find_topology(where)
         path = os.environ.get("HOROVOD_TIMELINE", "")
         self.dynamic_timeline = path != ""
         if path not in ("", "DYNAMIC") and self.rank == 0:
@@ -137,30 +177,12 @@ class Job:
 
     # ------------------------------------------------------------------ hosts
 
-    def _find_hosts(self, where: launch.Place) -> None:
-        """Which ranks share a host, from what the launcher says of each, and its host's name where it says nothing."""
+    def _find_topology(self, where: launch.Place) -> Topology:
+        """Exchange what the launcher says of each rank, and its host's name where the launcher does not name the host."""
         own = (where.node if where.node is not None else socket.gethostname(), where.local_rank)
         theirs: list[Any] = [None] * self.size
         dist.all_gather_object(theirs, own, group=self.controller(0, "init").group.process_group)
-        hosts: dict[str, list[int]] = {}
-        for rank, (node, _) in enumerate(theirs):
-            hosts.setdefault(node, []).append(rank)
-        neighbours = hosts[own[0]]
-        said = [local for _, local in theirs]
-
-        def local(rank: int) -> int:
-            # A launcher's local ranks count only if all have one, each another on its host: devices are chosen by them.
-            there = hosts[theirs[rank][0]]
-            if all(said[other] is not None for other in there) and len({said[other] for other in there}) == len(there):
-                return int(said[rank])
-            return there.index(rank)
-
-        self.local_rank = local(self.rank)
-        self.local_size = len(neighbours)
-        with_same = [node for node, there in hosts.items() if any(local(rank) == self.local_rank for rank in there)]
-        self.cross_rank = with_same.index(own[0])
-        self.cross_size = len(with_same)
-        self.homogeneous = len({len(there) for there in hosts.values()}) == 1
+        return Topology.of(self.rank, theirs)
 
     # ------------------------------------------------------------------ the end
 

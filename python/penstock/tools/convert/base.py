@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import libcst as cst
@@ -63,6 +63,20 @@ class Refused(Exception):
         self.line = line
 
 
+@dataclass
+class Wrapping:
+    """Which models get a wrapper, and where."""
+
+    places: list[Place] = field(default_factory=list)
+    """The places whose models are wrapped."""
+    reached: set[Place] = field(default_factory=set)
+    """These places, and those that get one of their models."""
+    statements: dict[Place, cst.CSTNode] = field(default_factory=dict)
+    """By place: the statement after which its model is wrapped."""
+    averaged_optimizers: set[cst.Call] = field(default_factory=set)
+    """The calls that make the optimizers whose gradients are averaged without a wrapper."""
+
+
 class Rules:
     """The base of rules: queries of the script, and findings. The rules are in the classes that derive from this one."""
 
@@ -78,10 +92,7 @@ class Rules:
         self.imports: set[str] = set()
         taken = {node.value for node in module.nodes if isinstance(node, cst.Name)}
         self.names = {name: free_name(name, taken) for name in helpers.every_name()}
-        self.places: list[Place] = []  # those whose models are wrapped
-        self.wrapped: set[Place] = set()  # and those that get one of them
-        self.covered: set[cst.Call] = set()  # what makes the optimizers whose gradients are averaged without a wrapper
-        self.wrapped_at: dict[Place, cst.CSTNode] = {}
+        self.wrapping = Wrapping()
         self.hoisted: list[cst.BaseExpression] = []
         self.sharded: list[cst.Call] = []
         self.shared: set[cst.Call] = set()  # the loaders whose batches are shared out among the ranks
@@ -105,11 +116,11 @@ class Rules:
         if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
             return node.func.attr.value in WRAPPER_RETURNS and self.is_wrapped(node.func.value)
         place = self.module.place(node)
-        return place is not None and place in self.wrapped and not self._before_wrap(node, place)
+        return place is not None and place in self.wrapping.reached and not self._before_wrap(node, place)
 
     def _before_wrap(self, node: cst.CSTNode, place: Place) -> bool:
         """Whether `node` stands in a statement that runs before what is in `place` is wrapped."""
-        statement = self.wrapped_at.get(place)
+        statement = self.wrapping.statements.get(place)
         block = self.module.parent(statement) if statement is not None else None
         body = list(getattr(block, "body", []))
         for above in (node, *self.module.ancestors(node)):

@@ -31,8 +31,8 @@ class ModelRules(LoaderRules):
         flows = Flows(self.module)
         self.flows = {call: flows.into(loss_of(self.module, call)) for call in self.training.backwards}
         forwards = self._forwards()
-        self.places = list(dict.fromkeys(place for places in forwards.values() for place in places))
-        self.wrapped = places_reached(self.module, self.places)
+        self.wrapping.places = list(dict.fromkeys(place for places in forwards.values() for place in places))
+        self.wrapping.reached = places_reached(self.module, self.wrapping.places)
         unfit = self._unfit(forwards)
         optimizers = {call: parameter_owners(self.module, call) for call in self.training.optimizers}
         optimizers |= self._made_elsewhere()
@@ -43,8 +43,12 @@ class ModelRules(LoaderRules):
             for call, owners in optimizers.items():
                 known = owners is not None and all(self.module.origins(owner) for owner in owners)
                 if not known or any(each in unfit or each not in forwards for each in models[call]):
-                    grown = grown or call not in self.covered or any(each not in unfit for each in models[call])
-                    self.covered.add(call)
+                    grown = (
+                        grown
+                        or call not in self.wrapping.averaged_optimizers
+                        or any(each not in unfit for each in models[call])
+                    )
+                    self.wrapping.averaged_optimizers.add(call)
                     for origin in models[call]:
                         unfit.setdefault(origin, SHARES if origin in forwards else UNSEEN)
             bare = {
@@ -53,10 +57,10 @@ class ModelRules(LoaderRules):
             for origin, places in forwards.items():
                 if origin not in unfit and bare & set(places):
                     unfit[origin], grown = SHARES, True
-        self.places = [place for place in self.places if place not in bare]
-        self.wrapped = places_reached(self.module, self.places)
+        self.wrapping.places = [place for place in self.wrapping.places if place not in bare]
+        self.wrapping.reached = places_reached(self.module, self.wrapping.places)
         self._refuse_uncovered(unfit, forwards, models, flows)
-        for call in sorted(self.covered, key=self.module.line):
+        for call in sorted(self.wrapping.averaged_optimizers, key=self.module.line):
             reasons = [unfit[each] for each in models[call] if unfit[each] != SHARES]
             self._average(call, reasons[0] if reasons else SHARES if optimizers[call] else ANYTHING)
 
@@ -251,7 +255,7 @@ class ModelRules(LoaderRules):
         flows: Flows,
     ) -> None:
         """Loaders that are shared out and gradients that are not would be worse than no conversion."""
-        for call in self.covered:
+        for call in self.wrapping.averaged_optimizers:
             if self._in_batch_loop(call) and parameter_owners(self.module, call) is None:
                 message = (
                     f"`{self.module.code(call)}` is made anew for a batch: whether its parameters belong to the batch of one "
@@ -261,11 +265,11 @@ class ModelRules(LoaderRules):
         if not models and not self.training.reads:
             message = "no optimizer is made here, so whether what it gets is covered is not known: convert the file that makes it"
             raise Refused("model", self.module.line(self.training.backwards[0]), message)
-        averaged: set[cst.CSTNode] = {each for call in self.covered for each in models[call]}
-        averaged |= {each for call in self.covered for each in flows.into(call).calls}
+        averaged: set[cst.CSTNode] = {each for call in self.wrapping.averaged_optimizers for each in models[call]}
+        averaged |= {each for call in self.wrapping.averaged_optimizers for each in flows.into(call).calls}
         for read in self.training.reads:
             self._refuse_read(read, unfit, {each for each in forwards if each not in unfit} | averaged)
-        if not self.covered and not self.places:
+        if not self.wrapping.averaged_optimizers and not self.wrapping.places:
             message = (
                 "the model that is trained here cannot be wrapped: no statement was found that makes a module whose "
                 "parameters an optimizer gets; give it a name of its own where it is made"
@@ -287,14 +291,14 @@ class ModelRules(LoaderRules):
 
     def wrap_models(self) -> None:
         """Each model that can be wrapped goes into DistributedDataParallel, after the last statement that prepares it."""
-        for place in self.places:
+        for place in self.wrapping.places:
             statement = self._last_preparation(place)
             assert statement is not None, "it has one, or it would not be among `places`"
             text = self._text(place, statement)
             self.imports.add("from torch.nn.parallel import DistributedDataParallel")
             options = self._wrapper_options(place, text)
             self.edits.after[statement].append(f"{text} = DistributedDataParallel({text}{options})\n")
-            self.wrapped_at[place] = statement
+            self.wrapping.statements[place] = statement
             self.tell(statement, "model", f"`{text}` is wrapped in DistributedDataParallel after this statement")
         self._drop_data_parallel()
 
@@ -357,7 +361,7 @@ class ModelRules(LoaderRules):
         for node in self.module.descendants(made):
             if isinstance(node, cst.Call) and isinstance(node.func, cst.Name | cst.Attribute):
                 inner = self.module.place(node.func)
-                if inner is not None and inner in self.wrapped:
+                if inner is not None and inner in self.wrapping.reached:
                     return False
         return True
 

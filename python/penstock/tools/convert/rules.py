@@ -208,7 +208,11 @@ class Conversion(OutputRules):
                     each
                     for each in self.module.descendants(node, into_functions=False)
                     if isinstance(each, cst.Call)
-                    and (self.module.callee(each) is not None or each in self.sharded or each in self.covered)
+                    and (
+                        self.module.callee(each) is not None
+                        or each in self.sharded
+                        or each in self.wrapping.averaged_optimizers
+                    )
                 ]
                 if touched or calls:
                     return None

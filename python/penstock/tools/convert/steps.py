@@ -220,7 +220,7 @@ class StepRules(MetricRules):
             last = self.module.code(condition.test)
         else:
             last = self._last_of_range(loop)
-        models = [place for place in self.places if self._forward_place(body[start : end + 1], place)]
+        models = [place for place in self.wrapping.places if self._forward_place(body[start : end + 1], place)]
         if last is None or len(models) != 1:
             return
         forward = self._forward_text(body[start : end + 1], models[0])

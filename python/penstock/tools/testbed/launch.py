@@ -105,10 +105,10 @@ def run(
         raise ValueError(f"ranks={ranks}: give at least 1")
     before = bed.counters(), bed.flows(), _processor_ticks(), bed.links()
     started = time.monotonic()
-    the_run = _Run(bed, ranks, list(range(bed.hosts)) if on is None else list(on), on_line)
+    the_run = _Run(bed, ranks, list(range(bed.hosts)) if on is None else list(on), on_line, grace_s)
     try:
         the_run.start(list(command), dict(env or {}), launcher)
-        the_run.wait(timeout_s, grace_s)
+        the_run.wait(timeout_s)
     finally:
         the_run.end()
     wall_s = time.monotonic() - started
@@ -138,7 +138,12 @@ class _Run:
     """One run. All that happens arrives through one selector: output, ends of processes, and the clock."""
 
     def __init__(
-        self, bed: Bed, ranks: int, nodes: list[int | str], on_line: Callable[[int, str], None] | None
+        self,
+        bed: Bed,
+        ranks: int,
+        nodes: list[int | str],
+        on_line: Callable[[int, str], None] | None,
+        grace_s: float,
     ) -> None:
         self.codes: dict[int, int] = {}  # of ranks, in the order in which they ended
         self.other_codes: list[int] = []  # of torchruns
@@ -154,11 +159,8 @@ class _Run:
         self._streams: dict[int, tuple[int, bytearray]] = {}  # by descriptor: rank or -1 - host, part of a line
         self._ends: list[int] = []  # ends of pipes that others write to, held open so that they can be opened again
         self._reports = -1  # the pipe on which `rank` and `forks` report ends
-        self._grace_s = 0.0
         self._poll = select.poll()
-        self._deadline = float("inf")
-        self._next_signal = signal.SIGTERM
-        self._interrupted = False
+        self._termination = _Termination(grace_s)
 
     def start(self, command: list[str], env: dict[str, str], launcher: str) -> None:
         bed, ranks = self._bed, self._ranks
@@ -258,34 +260,34 @@ class _Run:
         self._streams[read_end] = who, bytearray()
         self._poll.register(read_end, select.POLLIN)
 
-    def wait(self, timeout_s: float | None, grace_s: float) -> None:
-        self._grace_s = grace_s
+    def wait(self, timeout_s: float | None) -> None:
         end = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         next_look = time.monotonic()
+        interrupted = False
         while self._alive:
             try:
                 now = time.monotonic()
                 if now >= end:
                     raise TimeoutError(self._describe_timeout(timeout_s))
-                if now >= self._deadline:
-                    self._signal(self._next_signal)
-                    self._next_signal, self._deadline = signal.SIGKILL, now + KILL_AFTER_S
+                if now >= self._termination.deadline:
+                    self._signal(self._termination.next_signal)
+                    self._termination.signalled()
                 if now >= next_look:
                     self._note_connections()
                     next_look = now + LOOK_EVERY_S
-                wait_s = min(end, self._deadline, next_look) - time.monotonic()
+                wait_s = min(end, self._termination.deadline, next_look) - time.monotonic()
                 for descriptor, _ in self._poll.poll(max(0, wait_s * 1000)):
                     if descriptor in self._streams:
                         self._read(descriptor)
                     else:
                         self._reap(descriptor)
             except KeyboardInterrupt:
-                if self._interrupted:
+                if interrupted:
                     raise  # a second Ctrl-C: do not wait for anybody
-                self._interrupted = True
+                interrupted = True
                 self._signal(signal.SIGINT)
-                self._next_signal, self._deadline = signal.SIGKILL, time.monotonic() + KILL_AFTER_S
-        if self._interrupted:
+                self._termination.signalled()
+        if interrupted:
             raise KeyboardInterrupt
 
     def end(self) -> None:
@@ -313,8 +315,8 @@ class _Run:
             self.codes.setdefault(who, code)
         else:
             self.other_codes.append(code)
-        if code != 0 and self._deadline == float("inf"):
-            self._deadline = time.monotonic() + self._grace_s
+        if code != 0:
+            self._termination.rank_failed()
 
     def _read(self, descriptor: int) -> None:
         """Take what a pipe holds, and pass on its whole lines."""
@@ -368,6 +370,23 @@ class _Run:
             last = "".join(self.outputs[each])[-400:].rstrip()
             tails.append(f"rank {each} still ran; the end of its output:\n{last or '(none)'}")
         return "\n".join([f"the run did not end within {timeout_s:g} s", *tails])
+
+
+class _Termination:
+    """When the processes that are left get the next signal, and which: they are given time, then SIGTERM, then SIGKILL."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.deadline = float("inf")
+        self.next_signal = signal.SIGTERM
+        self._grace_s = grace_s
+
+    def rank_failed(self) -> None:
+        """The first failure, of a rank or of its launcher, begins the time in which the others may end by themselves."""
+        if self.deadline == float("inf"):
+            self.deadline = time.monotonic() + self._grace_s
+
+    def signalled(self) -> None:
+        self.next_signal, self.deadline = signal.SIGKILL, time.monotonic() + KILL_AFTER_S
 
 
 def _free_port(address: str) -> int:

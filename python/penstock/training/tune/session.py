@@ -108,9 +108,6 @@ class Session:
             for index, name in enumerate(() if nothing else options.searchers)
         }
         self._bandit = AucBandit(options.searchers, c=options.c, window=options.window)
-        self._short = options.budget < SHORT_BUDGET
-        # That a remembered setting is faster than the default was shown elsewhere; a short session has no steps to show it again.
-        self._trusts_start = self._short and start != space.default
         self._fixed = [("start", start)]
         if space.default != start and not self._short:
             self._fixed.append(("default", space.default))
@@ -180,6 +177,16 @@ class Session:
     @property
     def _left(self) -> int:
         return self.options.budget - len(self.costs)
+
+    @property
+    def _short(self) -> bool:
+        return self.options.budget < SHORT_BUDGET
+
+    @property
+    def _trusts_start(self) -> bool:
+        """Whether the start needs not show that it is faster than the default. That a remembered setting is faster was shown
+        elsewhere, and a short session has no steps to show it again."""
+        return self._short and self.start != self.space.default
 
     @property
     def _reserve(self) -> int:

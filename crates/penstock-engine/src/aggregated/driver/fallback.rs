@@ -82,7 +82,7 @@ impl Driver {
 
     fn give_up(&mut self, failure: Failure) -> bool {
         let message = format!("a server was lost, and going on without it failed: {}", failure.message);
-        self.group.fail(Failure { message, ..failure });
+        self.channels.group.fail(Failure { message, ..failure });
         self.wait_for_failure();
         self.forward();
         false
@@ -103,7 +103,7 @@ impl Driver {
         let ticket = Ticket::default();
         // SAFETY: `bytes` is borrowed until the ticket completes. That is at the latest when the fallback channel fails, which
         // it does together with the client's own (`listen`).
-        unsafe { self.fallback.start_as(plain(&job, Priority(0), None), ticket.clone()) };
+        unsafe { self.channels.fallback.start_as(plain(&job, Priority(0), None), ticket.clone()) };
         ticket.wait(None).expect("without a time-out it waits for the end")
     }
 
@@ -120,7 +120,7 @@ impl Driver {
                 }
                 self.shared.stats().fallback_operations += 1;
                 // SAFETY: `keep` is what the tensor lives by.
-                unsafe { self.fallback.start_as(plain(&job, priority, keep), ticket) };
+                unsafe { self.channels.fallback.start_as(plain(&job, priority, keep), ticket) };
             }
             if self.stopped {
                 return;

@@ -93,27 +93,27 @@ def size() -> int:
 
 def local_rank() -> int:
     """This process's number on its host."""
-    return job.current().local_rank
+    return job.current().topology.local_rank
 
 
 def local_size() -> int:
     """The number of the job's processes on this host."""
-    return job.current().local_size
+    return job.current().topology.local_size
 
 
 def cross_rank() -> int:
     """This host's number among those that have a process of this local rank."""
-    return job.current().cross_rank
+    return job.current().topology.cross_rank
 
 
 def cross_size() -> int:
     """The number of hosts that have a process of this local rank."""
-    return job.current().cross_size
+    return job.current().topology.cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether all hosts run equally many processes."""
-    return job.current().homogeneous
+    return job.current().topology.homogeneous
 
 
 def mpi_threads_supported() -> bool:

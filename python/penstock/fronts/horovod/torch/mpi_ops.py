@@ -323,12 +323,12 @@ def alltoall_async(
     rows = tensor.shape[0] if tensor.dim() else 0
     counts = given.tolist()
     if not counts:
-        if rows % controller.size:
+        if rows % controller.group.size:
             raise ValueError(
                 "splits not provided, but first dimension of tensor is not an even multiple of the number of workers."
             )
-        counts = [rows // controller.size] * controller.size
-    if len(counts) != controller.size:
+        counts = [rows // controller.group.size] * controller.group.size
+    if len(counts) != controller.group.size:
         raise ValueError("Number of entries in splits does not equal number of workers.")
     if sum(counts) > rows:
         raise ValueError("Sum of splits entries is greater than the first dimension of tensor.")
