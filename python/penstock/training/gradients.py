@@ -18,7 +18,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock import _core, renamed
 from penstock.errors import Config as ConfigError
-from penstock.runtime import config, groups, process
+from penstock.runtime import config, process
 from penstock.torch import backend
 from penstock.torch.gather import gatherer
 from penstock.torch.layout import layout
@@ -120,12 +120,37 @@ class GradientReducer:
         checks.check_same_tensors(tensors, group)
         if broadcast:
             self._broadcast(tensor for _, tensor in tensors)
-        rounds = self._backend.channel("rounds")
-        self._buckets = self._backend.channel("buckets", aggregate=True)
+        with contextlib.ExitStack() as ends:
+            self._build(model, ends, agreed, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback)
+            self._end = weakref.finalize(self, ends.pop_all().close)
+        self._end.atexit = False
+        self._keep()
+        _hook_optimizers()
+        _alive[self._number] = self
+
+    def _build(
+        self,
+        model: torch.nn.Module | Iterable[torch.nn.Parameter],
+        ends: contextlib.ExitStack,
+        agreed: Mapping[str, Any],
+        *,
+        bucket_bytes: int,
+        wire: torch.dtype | None,
+        error_feedback: bool,
+    ) -> None:
+        """Open the channels and register the hooks. What undoes that goes to ``ends``, which refers to no part of this object."""
+        trained = self._trained
+        names = ["rounds", "buckets", *(["tuning"] if "options" in agreed or "setting" in agreed else [])]
+        channels = []
+        # One after the other: ranks wait for each other here, so what may fail on one of them comes before or after.
+        for name in names:
+            channels.append(self._backend.channel(name, aggregate=name == "buckets"))
+            ends.callback(self._backend.close_channels, channels[-1:])
+        rounds, self._buckets = channels[:2]
         asked = config.read().check
         process.requests.take()
         self._slots = Slots(trained.dense, trained.names)
-        everybody = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        everybody = dist.get_process_group_ranks(dist.group.WORLD if self._group is None else self._group)
         self._checks = checks.PassChecks(
             asked, gatherer(self._buckets, self._backend.timeout_s), self._buckets.rank, everybody
         )
@@ -149,20 +174,19 @@ class GradientReducer:
             algorithm=agreed["algorithm"] or tuning.AUTO,
             compression=next(name for name, dtype in tuning.WIRES.items() if dtype == wire_name),
         )
-        channels = [rounds, self._buckets]
         self._tuning: tuning.Tuning | None = None
-        if "options" in agreed or "setting" in agreed:
-            channels.append(self._backend.channel("tuning"))
+        if len(channels) > 2:
             self._tuning = tuning.Tuning(
                 agreed,
                 self._reducer,
                 self._buckets,
-                channels[-1],
-                group,
+                channels[2],
+                self._group,
                 default=self._setting,
                 model=model if isinstance(model, torch.nn.Module) else trained.dense,
                 timeout_s=self._backend.timeout_s,
             )
+            ends.callback(self._tuning.close)
         self._enabled = True
         self._pass: BackwardPass | None = None
         # Completes when the operations of a pass that raised have ended.
@@ -172,19 +196,12 @@ class GradientReducer:
         self._number = next(_numbers)
         # Python's collector does not see what torch's hooks refer to, so they do not keep this object.
         this = weakref.ref(self)
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(GradientReducer._ready, this, index))
-            for index, parameter in enumerate(trained.dense)
-        ]
-        hooks += [
-            one.register_post_accumulate_grad_hook(functools.partial(GradientReducer._sparse_ready, this))
-            for one in trained.sparse
-        ]
-        self._end = weakref.finalize(self, _end, self._tuning, hooks, self._backend, channels)
-        self._end.atexit = False
-        self._keep()
-        _hook_optimizers()
-        _alive[self._number] = self
+        for index, parameter in enumerate(trained.dense):
+            ready = functools.partial(GradientReducer._ready, this, index)
+            ends.callback(parameter.register_post_accumulate_grad_hook(ready).remove)
+        for parameter in trained.sparse:
+            sparse_ready = functools.partial(GradientReducer._sparse_ready, this)
+            ends.callback(parameter.register_post_accumulate_grad_hook(sparse_ready).remove)
 
     def _keep(self) -> None:
         """Let the parameters keep this object alive; Python collects both together."""
@@ -590,15 +607,6 @@ class _Kept(set[GradientReducer]):
 
     def __deepcopy__(self, memo: Any) -> _Kept:
         return _Kept()
-
-
-def _end(tuned: tuning.Tuning | None, hooks: list[Any], own: Any, channels: list[groups.Membership]) -> None:
-    """Close a reducer: called by `close`, and when it is collected."""
-    if tuned is not None:
-        tuned.close()
-    for hook in hooks:
-        hook.remove()
-    own.close_channels(channels)
 
 
 @functools.cache
