@@ -1,7 +1,8 @@
-"""Proves how reducers of gradients begin and end: with an error, they leave nothing behind."""
+"""Proves how reducers of gradients begin and end: an error leaves nothing behind, and two of them share no parameter."""
 
 from __future__ import annotations
 
+import gc
 import time
 from datetime import timedelta
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 from penstock.errors import Config as ConfigError
 from penstock.errors import PeerLost
-from penstock.torch import GradientReducer, backend
+from penstock.torch import GradientReducer, backend, ddp_hook
 
 
 def test_a_constructor_that_raises_on_one_rank() -> None:
@@ -25,6 +27,12 @@ def test_a_constructor_that_raises_on_one_rank() -> None:
 def test_a_constructor_that_raises_again_and_again() -> None:
     """Its channels and hooks do not pile up."""
     ranks.run(_raises_often, count=2)
+
+
+def test_two_reducers_of_one_parameter() -> None:
+    """Both would average the same memory at the same time, with wrong sums: the second is refused until the first is closed, or
+    collected. So is a reducer beside DDP's own averages."""
+    ranks.run(_two_reducers, count=2)
 
 
 def _raises_on_one() -> float:
@@ -57,5 +65,38 @@ def _raises_often() -> None:
         errors.append(error)
     GradientReducer(model)
     model(torch.full((1, 3), 1.0 + dist.get_rank())).sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.eq(1.5).all()
+    dist.destroy_process_group()
+
+
+def _two_reducers() -> None:
+    dist.init_process_group("penstock")
+    scale = 1.0 + dist.get_rank()
+    weights = nn.ParameterList([torch.ones(1500, 1500) for _ in range(3)])
+    first = GradientReducer(weights)
+    with pytest.raises(ConfigError, match="is averaged by another reducer"):
+        GradientReducer([weights[2]])
+    first.close()
+    GradientReducer(weights)
+    for _ in range(5):
+        weights.zero_grad()
+        torch.stack([(scale * one).sum() for one in weights]).sum().backward()
+        assert all(one.grad is not None and one.grad.eq(1.5).all() for one in weights)
+
+    model = nn.Linear(3, 3)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    with pytest.raises(ConfigError, match="ddp_hook"):
+        GradientReducer(wrapped)
+    ddp_hook(wrapped)
+    with pytest.raises(ConfigError, match="averaged by another reducer"):
+        ddp_hook(wrapped)
+    # Nobody refers to it any more, but Python's collector has not found it yet.
+    circle = [wrapped]
+    circle.append(circle)  # type: ignore[arg-type]
+    gc.disable()
+    del circle, wrapped
+    wrapped = DistributedDataParallel(model)
+    ddp_hook(wrapped)
+    wrapped(torch.full((1, 3), scale)).sum().backward()
     assert model.weight.grad is not None and model.weight.grad.eq(1.5).all()
     dist.destroy_process_group()

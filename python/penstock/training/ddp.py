@@ -20,6 +20,7 @@ from penstock.errors import Config as ConfigError
 from penstock.training import tuning
 from penstock.training.gradients import GradientReducer
 from penstock.training.passes import BackwardPass
+from penstock.training.trained import Trained
 
 __all__ = ["ddp_hook"]
 
@@ -95,6 +96,9 @@ class _DDPReducer(GradientReducer):
     def _keeps_back(self, parameter: torch.nn.Parameter) -> None:
         # A step on these is this rank's own, as it is under DDP without the hook.
         self._steps.passes += 1
+
+    def _check_sole(self, model: Any, trained: Trained) -> None:
+        self._check_other_reducers(trained)
 
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
         # DDP ignores names; what is ignored is each rank's own.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import logging
 import sys
@@ -73,9 +74,10 @@ class GradientReducer:
             are.
 
     Raises:
-        penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, or of a
-            dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is unexpectedly sparse (below); or
-            the model was unfrozen, or grew, after this object was made (also in an optimizer's step).
+        penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, of a dtype
+            that cannot be averaged, or of another reducer that was not closed; ``tune`` makes no sense. In ``backward``: a
+            gradient is unexpectedly sparse (below); or the model was unfrozen, or grew, after this object was made (also in an
+            optimizer's step).
         penstock.errors.Mismatch: ranks have different parameters; nothing was sent, and the group lives. In ``backward``: the
             pass of another rank raised in the middle; all ranks have dropped the step, and the group lives.
 
@@ -111,6 +113,7 @@ class GradientReducer:
         self._trained = trained = Trained(model, self._ignored(model), with_sparse=self._averages_sparse)
         if bucket_bytes <= 0:
             raise ConfigError(f"bucket_bytes must be positive, not {bucket_bytes}")
+        self._check_sole(model, trained)
         self._group = group
         self._backend = backend.of(group)
         agreed = tuning.agree(tune, group)
@@ -503,6 +506,23 @@ class GradientReducer:
         """Parameters that require a gradient and are not to be averaged."""
         return set()
 
+    def _check_sole(self, model: Any, trained: Trained) -> None:
+        """Raise if something else averages these gradients: both would do so at the same time, in the same memory."""
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise ConfigError("a DistributedDataParallel model averages its gradients itself: call ddp_hook(model)")
+        self._check_other_reducers(trained)
+
+    @staticmethod
+    def _check_other_reducers(trained: Trained) -> None:
+        if _averaged(trained) is not None:
+            gc.collect()  # a reducer that nobody refers to any more, though Python has not noticed
+        name = _averaged(trained)
+        if name is not None:
+            raise ConfigError(
+                f"the gradient of {name} is averaged by another reducer, which was not closed: call its close() before another "
+                "one is made, on all ranks"
+            )
+
     def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew, and
         each rank would step it by a gradient of its own."""
@@ -628,6 +648,13 @@ def _hook_optimizers() -> None:
                 reducer._before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
+
+
+def _averaged(trained: Trained) -> str | None:
+    """The name of a parameter that some reducer averages already."""
+    taken = set().union(*(other._trained.all for other in list(_alive.values())))
+    names = zip(trained.dense + trained.sparse, trained.names + trained.sparse_names, strict=True)
+    return next((name for one, name in names if one in taken), None)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
