@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ranks
 from penstock.errors import Config as ConfigError
@@ -99,4 +105,67 @@ def _two_reducers() -> None:
     ddp_hook(wrapped)
     wrapped(torch.full((1, 3), scale)).sum().backward()
     assert model.weight.grad is not None and model.weight.grad.eq(1.5).all()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["shrunk", "negated", "wrapper"])
+def test_gradients_without_plain_memory(kind: str) -> None:
+    """A gradient whose storage ends before it, that is a lazy negative on one rank only, or that consists of other tensors: an
+    error or the average, and nothing outside of tensors is read or written."""
+    ranks.run(_no_plain_memory, count=2, args=(kind,))
+
+
+def test_parameters_that_wrap_other_tensors() -> None:
+    """Such as DTensors: refused before anything is sent. Their address is 0, and the process died."""
+    ranks.run(_wrapped, count=2)
+
+
+class _Replaced(torch.autograd.Function):
+    """Has the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        ctx.make = make
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return ctx.make(), None
+
+
+def _no_plain_memory(kind: str) -> None:
+    dist.init_process_group("penstock")
+    scale = 1.0 + dist.get_rank()
+    weight = nn.Parameter(torch.zeros(4))
+    GradientReducer([weight])
+
+    def shrunk() -> torch.Tensor:
+        whole = torch.full((8,), scale)
+        half = whole[4:]
+        whole.untyped_storage().resize_(16)
+        return half
+
+    def negated() -> torch.Tensor:
+        plain = torch.full((4,), scale)
+        return plain if scale == 1.0 else torch._neg_view(-plain)
+
+    def wrapper() -> torch.Tensor:
+        return TwoTensor(torch.full((4,), scale), torch.full((4,), scale))
+
+    make = {"shrunk": shrunk, "negated": negated, "wrapper": wrapper}[kind]
+    error = {"shrunk": "has lost its memory", "wrapper": "is a TwoTensor, which has no memory of its own"}.get(kind)
+    with contextlib.nullcontext() if error is None else pytest.raises(ConfigError, match=error):
+        _Replaced.apply(weight, make).backward()
+    if error is None:
+        assert weight.grad is not None and weight.grad.tolist() == [1.5] * 4
+
+
+def _wrapped() -> None:
+    dist.init_process_group("penstock")
+    weight = nn.Parameter(DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (2,)), [Replicate()]))
+    for broadcast in (True, False):
+        with pytest.raises(ConfigError, match="is a DTensor, which has no memory of its own"):
+            GradientReducer([weight], broadcast=broadcast)
+    with pytest.raises(ConfigError, match="all_reduce: the tensor is a DTensor"):
+        backend.of().allreduce([weight.detach()], dist.AllreduceOptions())
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Set
 import torch
 
 from penstock.errors import Config as ConfigError
+from penstock.torch.arguments import is_wrapper, no_memory
 
 __all__ = ["Trained"]
 
@@ -61,6 +62,8 @@ class Trained:
                     f"a parameter lies on {parameter.device}; gradients are reduced on the CPU only. Use "
                     'DistributedDataParallel over init_process_group("penstock"), which stages CUDA tensors.'
                 )
+            if is_wrapper(parameter):
+                raise ConfigError(f"a parameter {no_memory(parameter)}")
         self.dense = [one for one in trained if one not in sparse]
         self.names = [named.get(one, f"parameter {index}") for index, one in enumerate(self.dense)]
         self.index = {one: index for index, one in enumerate(self.dense)}
