@@ -271,10 +271,10 @@ def _collected_by_its_own_thread() -> list[str]:
     if dist.get_rank() == 1:
         del model
         gc.collect()
-        assert own._channels == []
+        assert not own._channels
         dist.destroy_process_group()
         return []
-    (thread,) = [one.aggregation._jobs._thread for one in own._channels if one.aggregation is not None]
+    (thread,) = [one.aggregation._jobs._thread for one in own._channels.values() if one.aggregation is not None]
     raised, request = [], jobs._request
 
     def collecting(*args: Any) -> Any:

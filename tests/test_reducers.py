@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ import ranks
 from penstock.errors import Config as ConfigError
 from penstock.errors import PeerLost
 from penstock.torch import GradientReducer, backend, ddp_hook
+from penstock.torch.life import Life
+from penstock.training.trained import Trained
 
 
 def test_a_constructor_that_raises_on_one_rank() -> None:
@@ -96,6 +99,13 @@ def _two_reducers() -> None:
     ddp_hook(wrapped)
     with pytest.raises(ConfigError, match="averaged by another reducer"):
         ddp_hook(wrapped)
+    # What the exception keeps averages nothing beside DDP.
+    once = DistributedDataParallel(nn.Linear(1500, 1500))
+    ddp_hook(once).close()
+    with pytest.raises(RuntimeError, match="only be called once") as kept:
+        ddp_hook(once)
+    assert not once.module.weight._post_accumulate_grad_hooks, kept
+
     # Nobody refers to it any more, but Python's collector has not found it yet.
     circle = [wrapped]
     circle.append(circle)  # type: ignore[arg-type]
@@ -106,6 +116,43 @@ def _two_reducers() -> None:
     wrapped(torch.full((1, 3), scale)).sum().backward()
     assert model.weight.grad is not None and model.weight.grad.eq(1.5).all()
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_dtypes_that_have_no_average(dtype: torch.dtype) -> None:
+    """They are refused before anything is sent, with the parameter's name."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(3).to(dtype))
+    with pytest.raises(ConfigError, match=r"weight is \w+, which cannot be averaged"):
+        Trained(model, set(), with_sparse=True)
+
+
+def test_channels_that_are_closed_while_they_are_closed() -> None:
+    """By Python's collector, which may find a reducer in the midst of the group's end: each is closed once, and the group is
+    left."""
+    life, left = Life(), []
+
+    class Channel:
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Channel.compared += 1
+            if Channel.compared == 2:
+                life.close_channels([other])  # type: ignore[list-item]
+            return self is other
+
+        __hash__ = None  # type: ignore[assignment]
+
+        def leave(self, *, leaves_group: bool = False) -> None:
+            left.append(id(self))
+
+    life._setup(SimpleNamespace(leave=lambda: left.append(0)), timedelta(seconds=1))  # type: ignore[arg-type]
+    channels: Any = [Channel(), Channel()]
+    for channel in channels:
+        life.keep_channel(channel)
+    life.close_channels(channels[1:])
+    life.shutdown()
+    assert left == [id(channels[1]), id(channels[0]), 0]
 
 
 @pytest.mark.parametrize("kind", ["shrunk", "negated", "wrapper"])

@@ -56,7 +56,11 @@ def ddp_hook(
         penstock.errors.Config: as `GradientReducer`; the model has ``static_graph``. In ``backward``: it is within ``join``.
     """
     reducer = _DDPReducer(model, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback, tune=tune)
-    model.register_comm_hook(reducer, _ddp_bucket_is_full)
+    try:
+        model.register_comm_hook(reducer, _ddp_bucket_is_full)
+    except BaseException:
+        reducer.close()
+        raise
     return reducer
 
 
