@@ -179,7 +179,7 @@ def test_lazy_negatives(count: int) -> None:
     gradient = torch.complex(torch.ones(count), torch.arange(1.0, count + 1)).conj().imag
     assert gradient.is_neg()
     slots = Slots([torch.zeros(count)], ["weight"])
-    found, address = slots.submit(Reducer(), 0, gradient)  # type: ignore[arg-type]
+    found, address, _ = slots.submit(Reducer(), 0, gradient)  # type: ignore[arg-type]
     assert submitted == [address] == [found.data_ptr()] and address != gradient.data_ptr()
     assert not found.is_neg() and found.tolist() == [-1.0, -2.0, -3.0][:count]
 

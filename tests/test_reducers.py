@@ -118,6 +118,11 @@ def _two_reducers() -> None:
     dist.destroy_process_group()
 
 
+def test_gradients_in_one_buffer() -> None:
+    """Views of one buffer have one version, which changes with each gradient that is added: no hook has changed those before."""
+    ranks.run(_in_one_buffer, count=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn], ids=str)
 def test_dtypes_that_have_no_average(dtype: torch.dtype) -> None:
     """They are refused before anything is sent, with the parameter's name."""
@@ -165,6 +170,27 @@ def test_gradients_without_plain_memory(kind: str) -> None:
 def test_parameters_that_wrap_other_tensors() -> None:
     """Such as DTensors: refused before anything is sent. Their address is 0, and the process died."""
     ranks.run(_wrapped, count=2)
+
+
+def _in_one_buffer() -> None:
+    dist.init_process_group("penstock")
+    scale = 1.0 + dist.get_rank()
+    weights = [nn.Parameter(torch.ones(5)) for _ in range(3)]
+    flat = torch.zeros(15)
+    for weight, place in zip(weights, flat.split(5), strict=True):
+        weight.grad = place
+    reducer = GradientReducer(weights)
+    optimizer = torch.optim.SGD(weights, 0.5)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        with reducer.no_sync() if step else contextlib.nullcontext():
+            torch.stack([scale * weight.sum() for weight in weights]).sum().backward()
+        if step == 1:
+            torch.stack([scale * weight.sum() for weight in weights]).sum().backward()
+        optimizer.step()  # averages what the last pass has left
+        assert flat.eq([1.5, 3.0, 1.5][step]).all(), flat
+    assert all(weight.eq(-2.0).all() for weight in weights)
+    dist.destroy_process_group()
 
 
 class _Replaced(torch.autograd.Function):

@@ -36,7 +36,7 @@ from penstock.torch.layout import layout
 from penstock.training import checks, passes, tuning
 from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
-from penstock.training.steps import Stepper, Steps, state
+from penstock.training.steps import SHARED, Stepper, Steps, state
 from penstock.training.trained import Trained
 from penstock.training.tune import Setting, Tuner
 
@@ -312,10 +312,10 @@ class GradientReducer:
         assert gradient is not None, "autograd has just accumulated it"
         if self._checks.slow:
             self._checks.slow.gradient()
-        handed, address = self._slots.submit(self._reducer, index, gradient)
+        handed, address, is_alone = self._slots.submit(self._reducer, index, gradient)
         current.handed[index] = handed
         if handed is gradient:
-            current.states[index] = address, gradient._version
+            current.states[index] = address, gradient._version if is_alone else SHARED
 
     @staticmethod
     def _sparse_ready(this: weakref.ref[GradientReducer], parameter: torch.nn.Parameter) -> None:
@@ -379,7 +379,7 @@ class GradientReducer:
                 gradient = self._slots.zeros(index)
             elif self._checks.slow:
                 self._checks.slow.gradient()
-            handed[index], _ = self._slots.submit(self._reducer, index, gradient, index in absent)
+            handed[index], *_ = self._slots.submit(self._reducer, index, gradient, index in absent)
 
     def _finish(self) -> None:
         current = self._pass
@@ -411,7 +411,7 @@ class GradientReducer:
         parameters, handed = self._trained.dense, current.handed
         for index, (_, version) in current.states.items():
             gradient = handed[index]
-            if gradient._version != version or parameters[index].grad is not gradient:
+            if (version != SHARED and gradient._version != version) or parameters[index].grad is not gradient:
                 raise ConfigError(
                     f"rank {self._buckets.rank}: the gradient of {self._trained.names[index]} was changed in the backward pass "
                     "after it was complete, while it was being averaged: by a hook, for one. Register hooks that change "
@@ -585,6 +585,9 @@ class GradientReducer:
     def _deliver(self, current: BackwardPass) -> None:
         """Put the averages, which are in the tensors that were handed over, into the parameters' gradients."""
         averages = self._steps.averages = current.states  # these gradients were averaged where they are
+        for index, (_, version) in averages.items():
+            if version == SHARED:
+                averages[index] = state(current.handed[index])
         if len(averages) == len(current.handed):
             return
         for index, gradient in current.handed.items():

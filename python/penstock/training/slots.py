@@ -46,10 +46,11 @@ class Slots:
 
     def submit(
         self, reducer: _core.Reducer, index: int, gradient: torch.Tensor, absent: bool = False
-    ) -> tuple[torch.Tensor, int]:
+    ) -> tuple[torch.Tensor, int, bool]:
         """Hand a gradient over, which is reduced in place.
 
-        Returns: the gradient, or the copy that is reduced instead, where it has another layout than its slot; and its address.
+        Returns: the gradient, or the copy that is reduced instead, where it has another layout than its slot; its address; and
+        whether it lies in memory of its own.
 
         Raises:
             penstock.errors.Config: it is not what the reducer was made for; it shares memory with another one. Nothing was sent.
@@ -62,13 +63,14 @@ class Slots:
             gradient = self._fitting(index, gradient)
             address = gradient.data_ptr()
         keep = gradient.untyped_storage()
-        if keep.nbytes() < nbytes + gradient.storage_offset() * itemsize:
+        size = keep.nbytes()
+        if size < nbytes + gradient.storage_offset() * itemsize:
             raise ConfigError(f"the gradient of {self._names[index]} has lost its memory: its storage was resized")
         if absent:
             reducer.submit(index, address, nbytes, absent=True, keep=keep)
         else:
             reducer.submit(index, address, nbytes, keep=keep)
-        return gradient, address
+        return gradient, address, size == nbytes
 
     def zeros(self, index: int) -> torch.Tensor:
         """Zeros in place of a gradient that this rank does not have."""
