@@ -118,6 +118,13 @@ def _two_reducers() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_optimizers_that_step_in_hooks_before_the_reducers(zeroes: bool) -> None:
+    """A hook that was there before the reducer steps by this rank's own gradient: an error, and no step. A step by averages, in
+    the midst of another pass, is one."""
+    ranks.run(_steps_in_hooks, count=2, args=(zeroes,))
+
+
 def test_gradients_in_one_buffer() -> None:
     """Views of one buffer have one version, which changes with each gradient that is added: no hook has changed those before."""
     ranks.run(_in_one_buffer, count=2)
@@ -170,6 +177,41 @@ def test_gradients_without_plain_memory(kind: str) -> None:
 def test_parameters_that_wrap_other_tensors() -> None:
     """Such as DTensors: refused before anything is sent. Their address is 0, and the process died."""
     ranks.run(_wrapped, count=2)
+
+
+def _steps_in_hooks(zeroes: bool) -> None:
+    dist.init_process_group("penstock")
+    scale = 1.0 + dist.get_rank()
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 0.5)
+
+    def step(_: torch.Tensor) -> None:
+        optimizer.step()
+        if zeroes:
+            optimizer.zero_grad()
+
+    hook = weight.register_post_accumulate_grad_hook(step)
+    reducer = GradientReducer([weight])
+    with pytest.raises(ConfigError, match="an optimizer steps parameter 0 within the backward pass"):
+        (scale * weight).sum().backward()
+    assert weight.eq(1.0).all()
+    with reducer.no_sync():
+        (scale * weight).sum().backward()
+    hook.remove()
+    optimizer.zero_grad()
+
+    other = nn.Parameter(torch.ones(1))
+
+    def trains(_: torch.Tensor) -> None:
+        weight.data.fill_(1.0)
+        with torch.enable_grad():
+            (scale * weight).sum().backward()
+        optimizer.step()
+
+    other.register_post_accumulate_grad_hook(trains)
+    other.sum().backward()
+    assert weight.eq(0.25).all()
+    dist.destroy_process_group()
 
 
 def _in_one_buffer() -> None:

@@ -109,6 +109,9 @@ class _DDPReducer(GradientReducer):
         names = model.parameters_to_ignore
         return {one for name, one in model.module.named_parameters(remove_duplicate=False) if name in names}
 
+    def _is_to_come(self, index: int, gradient: torch.Tensor | None) -> bool:
+        return False  # DDP delivers
+
     def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Nothing: DDP leaves such gradients to each rank."""
 

@@ -309,7 +309,11 @@ class GradientReducer:
                 return
             current = self._take_part()
         gradient = parameter.grad
-        assert gradient is not None, "autograd has just accumulated it"
+        if gradient is None:
+            name = self._trained.names[index]
+            raise ConfigError(
+                f"the gradient of {name} is gone: a hook that was registered before the reducer took it away"
+            )
         if self._checks.slow:
             self._checks.slow.gradient()
         handed, address, is_alone = self._slots.submit(self._reducer, index, gradient)
@@ -462,13 +466,21 @@ class GradientReducer:
     def _check_in_pass(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer steps in the middle of a pass (in a hook) by gradients that are being averaged."""
         submitted = self._pass.handed if self._pass is not None else {}
-        for one in _parameters(optimizer) if submitted else ():
+        for one in _parameters(optimizer):
             index = self._trained.index.get(one)
-            if index in submitted:
+            if index is not None and (index in submitted or self._is_to_come(index, one.grad)):
                 raise ConfigError(
                     f"rank {self._buckets.rank}: an optimizer steps {self._trained.names[index]} within the backward pass, "
                     "when its gradient is not averaged yet. Step after backward()"
                 )
+
+    def _is_to_come(self, index: int, gradient: torch.Tensor | None) -> bool:
+        """Whether a gradient is not what the last pass has delivered: a hook that was registered before this reducer's sees it
+        first."""
+        if gradient is None or not self._synchronises():
+            return False
+        delivered = self._steps.averages.get(index)
+        return delivered is None or delivered[0] != state(gradient)[0]
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step. If it steps parameters of this reducer outside of no_sync, average what is not averaged

@@ -54,8 +54,8 @@ class Steps:
 
     def keep(self, parameter: torch.nn.Parameter) -> None:
         """A pass has made a gradient that is not averaged now."""
-        assert parameter.grad is not None, "autograd has just accumulated it"
-        self.kept[parameter] = _own_state(parameter.grad)
+        if parameter.grad is not None:  # an earlier hook may have used it up
+            self.kept[parameter] = _own_state(parameter.grad)
 
     def is_stepped(self) -> bool:
         """Whether there was no pass since some optimizer's last step."""
