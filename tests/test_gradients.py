@@ -549,7 +549,8 @@ def _raising_in_buckets_of(bucket_bytes: int) -> None:
 
     # On all ranks, before and after something was reduced.
     for raises_after in (0, 1, 2, 3):
-        with pytest.raises(ArithmeticError):
+        # Another rank may have dropped the step before this one comes so far.
+        with pytest.raises((ArithmeticError, Mismatch)):
             run(raises_after)
         check()
     for raises_after in (1, 2, 3):
