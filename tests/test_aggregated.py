@@ -271,10 +271,10 @@ def _collected_by_its_own_thread() -> list[str]:
     if dist.get_rank() == 1:
         del model
         gc.collect()
-        assert own._channels == []
+        assert not own._channels
         dist.destroy_process_group()
         return []
-    (thread,) = [one.aggregation._jobs._thread for one in own._channels if one.aggregation is not None]
+    (thread,) = [one.aggregation._jobs._thread for one in own._channels.values() if one.aggregation is not None]
     raised, request = [], jobs._request
 
     def collecting(*args: Any) -> Any:
@@ -292,6 +292,34 @@ def _collected_by_its_own_thread() -> list[str]:
         time.sleep(0.01)
     dist.destroy_process_group()
     return raised
+
+
+def _two_reducers() -> list[dict[str, int]]:
+    """What `stats` counts with two reducers, and after the first was closed."""
+    dist.init_process_group("penstock")
+    models = [torch.nn.Linear(100, 100) for _ in range(2)]
+    reducers = [GradientReducer(model) for model in models]
+    counts = []
+    for reducer in reducers:
+        for model in models:
+            model(torch.full((1, 100), 1.0 + dist.get_rank())).sum().backward()
+        counts.append({name: one["operations"] for name, one in penstock.torch.stats()["aggregated"].items()})
+        reducer.close()
+    assert list(penstock.torch.stats()["aggregated"]) == ["0"]
+    dist.destroy_process_group()
+    return counts
+
+
+def test_the_statistics_of_two_reducers(tmp_path: pathlib.Path) -> None:
+    """Each has its own, under the name of its channel with a number, until it is closed. The second took the place of the first,
+    and the end of one removed the other's."""
+    with Daemon("server") as server:
+        tree = f"- address: {server.address}"
+        for first, second in ranks.run(_two_reducers, count=2, env=_deployment(tmp_path, tree)):
+            assert (
+                list(first) == ["0", "0/buckets", "0/buckets (2)"] and first["0/buckets"] == first["0/buckets (2)"] > 0
+            )
+            assert second == {"0": first["0"], "0/buckets": 2 * first["0/buckets"]}
 
 
 def test_a_reducer_that_the_thread_of_its_jobs_collects(tmp_path: pathlib.Path) -> None:

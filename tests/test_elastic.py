@@ -580,6 +580,19 @@ def _committed(state: elastic.State) -> elastic.State:
     return state
 
 
+def test_a_state_that_is_not_made_yet() -> None:
+    """What is asked of it or assigned before State.__init__ is an error that says so; it was endless recursion."""
+    assert copy.copy(_state(1)).total == 0.0
+
+    class Mine(elastic.State):
+        def __init__(self) -> None:
+            self.rate = 1.0
+            super().__init__(total=0)
+
+    with pytest.raises(errors.Config, match=r"state\.rate would not be kept"):
+        Mine()
+
+
 def test_adopt_takes_a_copy() -> None:
     """What was adopted stays the caller's: commits do not write into it, nor does the caller into the last commit."""
     donor, state = _state(1), _state(2)
@@ -726,6 +739,27 @@ def _load_an_earlier_one(folder: str) -> tuple[int, float, int]:
     dist.barrier()
     dist.destroy_process_group()
     return state.step, state.total, state.new
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_checkpoint_with_another_batch_size_is_loaded(is_old: bool, tmp_path: pathlib.Path) -> None:
+    """A job may go on with another batch size, and from a checkpoint of a release that wrote none: the workers are compared with
+    each other, and not with the checkpoint."""
+    state = elastic.State(sampler=elastic.ElasticSampler(SAMPLES, 2 * BATCH))
+    state.commit()
+    if is_old:
+        del state.snapshot()["objects"]["sampler"]["batch_size"], state.snapshot()["objects"]["sampler"]["shuffle"]
+    elastic.Checkpoints(tmp_path).save(state)
+    assert ranks.run(_load_with_own_batches, count=2, args=(str(tmp_path),)) == [(2 * BATCH, BATCH)] * 2
+
+
+def _load_with_own_batches(folder: str) -> tuple[int, int]:
+    dist.init_process_group("penstock", timeout=datetime.timedelta(seconds=20))
+    state = elastic.State(sampler=elastic.ElasticSampler(SAMPLES, BATCH))
+    assert elastic.Checkpoints(folder).load(state)
+    dist.barrier()
+    dist.destroy_process_group()
+    return state.sampler.position, state.sampler.batch_size
 
 
 # ------------------------------------------------------------------------------------------------------- pure parts

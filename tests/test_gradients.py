@@ -179,7 +179,7 @@ def test_lazy_negatives(count: int) -> None:
     gradient = torch.complex(torch.ones(count), torch.arange(1.0, count + 1)).conj().imag
     assert gradient.is_neg()
     slots = Slots([torch.zeros(count)], ["weight"])
-    found, address = slots.submit(Reducer(), 0, gradient)  # type: ignore[arg-type]
+    found, address, _ = slots.submit(Reducer(), 0, gradient)  # type: ignore[arg-type]
     assert submitted == [address] == [found.data_ptr()] and address != gradient.data_ptr()
     assert not found.is_neg() and found.tolist() == [-1.0, -2.0, -3.0][:count]
 
@@ -549,7 +549,8 @@ def _raising_in_buckets_of(bucket_bytes: int) -> None:
 
     # On all ranks, before and after something was reduced.
     for raises_after in (0, 1, 2, 3):
-        with pytest.raises(ArithmeticError):
+        # Another rank may have dropped the step before this one comes so far.
+        with pytest.raises((ArithmeticError, Mismatch)):
             run(raises_after)
         check()
     for raises_after in (1, 2, 3):
@@ -1062,7 +1063,7 @@ def _let_go(hooked: str) -> None:
     del model, one
     gc.collect()
     assert here() is None and weight() is None
-    assert own._channels == []
+    assert not own._channels
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
 

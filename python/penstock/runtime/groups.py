@@ -66,9 +66,9 @@ class Membership:
             with contextlib.suppress(PenstockError):
                 self.last.wait(_LAST_S)
         self.group.leave(leaves_group=leaves_group)
-        self.engine.aggregations.pop(self.name, None)
         try:
             if self.aggregation is not None:
+                self.engine.aggregations.pop(self.aggregation, None)
                 self.aggregation.close()
         finally:
             if not self.is_channel:
@@ -100,7 +100,7 @@ class Membership:
         text, source = self.deployment
         with _store_errors(self.name, self.rank):
             self.aggregation = jobs.attach(self, text, source, settings.job_secret(), timeout, self.engine.interfaces)
-        self.engine.aggregations[self.name] = self.aggregation
+        self.engine.aggregations[self.aggregation] = self.name
 
 
 @dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import logging
 import os
 import signal
@@ -32,7 +33,11 @@ def stats() -> dict[str, Any]:
     current = engine()
     found = current.core.stats()
     found["held"]["memberships"] = current._users
-    found["aggregated"] = {name: aggregation.stats() for name, aggregation in current.aggregations.items()}
+    found["aggregated"] = aggregated = {}
+    for aggregation, name in list(current.aggregations.items()):
+        # Channels of several reducers have the same name.
+        names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+        aggregated[next(one for one in names if one not in aggregated)] = aggregation.stats()
     return found
 
 
@@ -107,7 +112,8 @@ class Engine:
         _tell(self.core)
         if settings.flight_recorder:
             _write_on_signal()
-        self.aggregations: dict[str, jobs.Aggregation] = {}
+        self.aggregations: dict[jobs.Aggregation, str] = {}
+        """With the names of their groups or channels."""
         self._users = 0
 
     @classmethod
@@ -143,7 +149,7 @@ class Engine:
         if engine is not None:
             requests.tell()
             engine.core.stop(wait=not isinstance(getattr(sys, "last_value", None), KeyboardInterrupt))
-            for aggregation in engine.aggregations.values():
+            for aggregation in list(engine.aggregations):
                 aggregation.close_jobs()
 
     @classmethod

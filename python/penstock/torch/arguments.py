@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock import _core
 from penstock.errors import Config as ConfigError
@@ -23,7 +24,9 @@ __all__ = [
     "check_writable",
     "dense",
     "is_reduced",
+    "is_wrapper",
     "looks",
+    "no_memory",
     "reduction",
     "refusal",
 ]
@@ -52,6 +55,8 @@ def check_place(collective: str, tensor: torch.Tensor) -> None:
 
 def check_memory(collective: str, tensor: torch.Tensor) -> torch.UntypedStorage:
     """Check that the tensor's memory exists and holds its values directly. Returns the storage that owns it."""
+    if is_wrapper(tensor):
+        raise refusal(f"{collective}: the tensor {no_memory(tensor)}")
     storage = tensor.untyped_storage()
     if tensor.storage_offset() * tensor.itemsize + tensor.nbytes > storage.nbytes():
         raise refusal(
@@ -63,6 +68,19 @@ def check_memory(collective: str, tensor: torch.Tensor) -> torch.UntypedStorage:
             f"{collective}: the tensor is a lazy conjugate or negative; call .resolve_conj().resolve_neg() first"
         )
     return storage
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor consists of other tensors, and has no memory of its own."""
+    return type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
+
+
+def no_memory(tensor: torch.Tensor) -> str:
+    """What errors say of a tensor that consists of others."""
+    name = type(tensor).__name__
+    return (
+        f"is a {name}, which has no memory of its own; pass the tensors that it consists of (to_local() of a DTensor)"
+    )
 
 
 def check_writable(collective: str, outputs: Sequence[torch.Tensor]) -> None:
@@ -104,6 +122,7 @@ def reduction(reduce: Any, collective: str, tensor: torch.Tensor | None) -> tupl
     return name, factor
 
 
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 DTYPES = {
     getattr(torch, name): name
     for name in (

@@ -34,7 +34,8 @@ class Life:
         self._monitored = 0
         self._coalesced: Batch | None = None
         self._sides: dict[torch.device, Side] = {}
-        self._channels: list[groups.Membership] = []
+        # By their ids.
+        self._channels: dict[int, groups.Membership] = {}
         self._sparse: SparseReductions | None = None
         self._options = c10d.Backend.Options("penstock", timeout) if hasattr(c10d.Backend, "Options") else None
         alive.add(self)
@@ -45,7 +46,7 @@ class Life:
             alive.discard(self)
             if self._sparse is not None:
                 self._sparse.close()
-            self.close_channels(list(self._channels), leaves_group=True)
+            self.close_channels(list(self._channels.values()), leaves_group=True)
             self._member.leave()
             while self._sides:
                 self._sides.popitem()[1].close()
@@ -68,16 +69,16 @@ class Life:
 
     def keep_channel(self, channel: groups.Membership) -> groups.Membership:
         """The channel is closed with this group at the latest."""
-        self._channels.append(channel)
+        self._channels[id(channel)] = channel
         if self not in alive:  # shut down meanwhile, by another thread
             self.close_channels([channel])
         return channel
 
     def close_channels(self, channels: Iterable[groups.Membership], *, leaves_group: bool = False) -> None:
-        """Close channels, unless they were closed already."""
+        """Close channels, unless they were closed already. Python's collector may call this for a reducer at any moment, also
+        within another call of it."""
         for channel in channels:
-            if channel in self._channels:
-                self._channels.remove(channel)
+            if self._channels.pop(id(channel), None) is not None:
                 channel.leave(leaves_group=leaves_group)
 
     @property

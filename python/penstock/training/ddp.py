@@ -20,6 +20,7 @@ from penstock.errors import Config as ConfigError
 from penstock.training import tuning
 from penstock.training.gradients import GradientReducer
 from penstock.training.passes import BackwardPass
+from penstock.training.trained import Trained
 
 __all__ = ["ddp_hook"]
 
@@ -55,7 +56,11 @@ def ddp_hook(
         penstock.errors.Config: as `GradientReducer`; the model has ``static_graph``. In ``backward``: it is within ``join``.
     """
     reducer = _DDPReducer(model, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback, tune=tune)
-    model.register_comm_hook(reducer, _ddp_bucket_is_full)
+    try:
+        model.register_comm_hook(reducer, _ddp_bucket_is_full)
+    except BaseException:
+        reducer.close()
+        raise
     return reducer
 
 
@@ -96,10 +101,16 @@ class _DDPReducer(GradientReducer):
         # A step on these is this rank's own, as it is under DDP without the hook.
         self._steps.passes += 1
 
+    def _check_sole(self, model: Any, trained: Trained) -> None:
+        self._check_other_reducers(trained)
+
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
         # DDP ignores names; what is ignored is each rank's own.
         names = model.parameters_to_ignore
         return {one for name, one in model.module.named_parameters(remove_duplicate=False) if name in names}
+
+    def _is_to_come(self, index: int, gradient: torch.Tensor | None) -> bool:
+        return False  # DDP delivers
 
     def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Nothing: DDP leaves such gradients to each rank."""

@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,14 +29,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock import _core, renamed
 from penstock.errors import Config as ConfigError
-from penstock.runtime import config, groups, process
+from penstock.runtime import config, process
 from penstock.torch import backend
 from penstock.torch.gather import gatherer
 from penstock.torch.layout import layout
 from penstock.training import checks, passes, tuning
 from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
-from penstock.training.steps import Stepper, Steps, state
+from penstock.training.steps import SHARED, Stepper, Steps, state
 from penstock.training.trained import Trained
 from penstock.training.tune import Setting, Tuner
 
@@ -73,9 +74,10 @@ class GradientReducer:
             are.
 
     Raises:
-        penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, or of a
-            dtype that cannot be averaged; ``tune`` makes no sense. In ``backward``: a gradient is unexpectedly sparse (below); or
-            the model was unfrozen, or grew, after this object was made (also in an optimizer's step).
+        penstock.errors.Config: the group is not of the penstock backend; a parameter is on another device than CPU, of a dtype
+            that cannot be averaged, or of another reducer that was not closed; ``tune`` makes no sense. In ``backward``: a
+            gradient is unexpectedly sparse (below); or the model was unfrozen, or grew, after this object was made (also in an
+            optimizer's step).
         penstock.errors.Mismatch: ranks have different parameters; nothing was sent, and the group lives. In ``backward``: the
             pass of another rank raised in the middle; all ranks have dropped the step, and the group lives.
 
@@ -111,6 +113,7 @@ class GradientReducer:
         self._trained = trained = Trained(model, self._ignored(model), with_sparse=self._averages_sparse)
         if bucket_bytes <= 0:
             raise ConfigError(f"bucket_bytes must be positive, not {bucket_bytes}")
+        self._check_sole(model, trained)
         self._group = group
         self._backend = backend.of(group)
         agreed = tuning.agree(tune, group)
@@ -120,12 +123,37 @@ class GradientReducer:
         checks.check_same_tensors(tensors, group)
         if broadcast:
             self._broadcast(tensor for _, tensor in tensors)
-        rounds = self._backend.channel("rounds")
-        self._buckets = self._backend.channel("buckets", aggregate=True)
+        with contextlib.ExitStack() as ends:
+            self._build(model, ends, agreed, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback)
+            self._end = weakref.finalize(self, ends.pop_all().close)
+        self._end.atexit = False
+        self._keep()
+        _hook_optimizers()
+        _alive[self._number] = self
+
+    def _build(
+        self,
+        model: torch.nn.Module | Iterable[torch.nn.Parameter],
+        ends: contextlib.ExitStack,
+        agreed: Mapping[str, Any],
+        *,
+        bucket_bytes: int,
+        wire: torch.dtype | None,
+        error_feedback: bool,
+    ) -> None:
+        """Open the channels and register the hooks. What undoes that goes to ``ends``, which refers to no part of this object."""
+        trained = self._trained
+        names = ["rounds", "buckets", *(["tuning"] if "options" in agreed or "setting" in agreed else [])]
+        channels = []
+        # One after the other: ranks wait for each other here, so what may fail on one of them comes before or after.
+        for name in names:
+            channels.append(self._backend.channel(name, aggregate=name == "buckets"))
+            ends.callback(self._backend.close_channels, channels[-1:])
+        rounds, self._buckets = channels[:2]
         asked = config.read().check
         process.requests.take()
         self._slots = Slots(trained.dense, trained.names)
-        everybody = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        everybody = dist.get_process_group_ranks(dist.group.WORLD if self._group is None else self._group)
         self._checks = checks.PassChecks(
             asked, gatherer(self._buckets, self._backend.timeout_s), self._buckets.rank, everybody
         )
@@ -149,20 +177,19 @@ class GradientReducer:
             algorithm=agreed["algorithm"] or tuning.AUTO,
             compression=next(name for name, dtype in tuning.WIRES.items() if dtype == wire_name),
         )
-        channels = [rounds, self._buckets]
         self._tuning: tuning.Tuning | None = None
-        if "options" in agreed or "setting" in agreed:
-            channels.append(self._backend.channel("tuning"))
+        if len(channels) > 2:
             self._tuning = tuning.Tuning(
                 agreed,
                 self._reducer,
                 self._buckets,
-                channels[-1],
-                group,
+                channels[2],
+                self._group,
                 default=self._setting,
                 model=model if isinstance(model, torch.nn.Module) else trained.dense,
                 timeout_s=self._backend.timeout_s,
             )
+            ends.callback(self._tuning.close)
         self._enabled = True
         self._pass: BackwardPass | None = None
         # Completes when the operations of a pass that raised have ended.
@@ -172,19 +199,12 @@ class GradientReducer:
         self._number = next(_numbers)
         # Python's collector does not see what torch's hooks refer to, so they do not keep this object.
         this = weakref.ref(self)
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(GradientReducer._ready, this, index))
-            for index, parameter in enumerate(trained.dense)
-        ]
-        hooks += [
-            one.register_post_accumulate_grad_hook(functools.partial(GradientReducer._sparse_ready, this))
-            for one in trained.sparse
-        ]
-        self._end = weakref.finalize(self, _end, self._tuning, hooks, self._backend, channels)
-        self._end.atexit = False
-        self._keep()
-        _hook_optimizers()
-        _alive[self._number] = self
+        for index, parameter in enumerate(trained.dense):
+            ready = functools.partial(GradientReducer._ready, this, index)
+            ends.callback(parameter.register_post_accumulate_grad_hook(ready).remove)
+        for parameter in trained.sparse:
+            sparse_ready = functools.partial(GradientReducer._sparse_ready, this)
+            ends.callback(parameter.register_post_accumulate_grad_hook(sparse_ready).remove)
 
     def _keep(self) -> None:
         """Let the parameters keep this object alive; Python collects both together."""
@@ -289,13 +309,17 @@ class GradientReducer:
                 return
             current = self._take_part()
         gradient = parameter.grad
-        assert gradient is not None, "autograd has just accumulated it"
+        if gradient is None:
+            name = self._trained.names[index]
+            raise ConfigError(
+                f"the gradient of {name} is gone: a hook that was registered before the reducer took it away"
+            )
         if self._checks.slow:
             self._checks.slow.gradient()
-        handed, address = self._slots.submit(self._reducer, index, gradient)
+        handed, address, is_alone = self._slots.submit(self._reducer, index, gradient)
         current.handed[index] = handed
         if handed is gradient:
-            current.states[index] = address, gradient._version
+            current.states[index] = address, gradient._version if is_alone else SHARED
 
     @staticmethod
     def _sparse_ready(this: weakref.ref[GradientReducer], parameter: torch.nn.Parameter) -> None:
@@ -359,7 +383,7 @@ class GradientReducer:
                 gradient = self._slots.zeros(index)
             elif self._checks.slow:
                 self._checks.slow.gradient()
-            handed[index], _ = self._slots.submit(self._reducer, index, gradient, index in absent)
+            handed[index], *_ = self._slots.submit(self._reducer, index, gradient, index in absent)
 
     def _finish(self) -> None:
         current = self._pass
@@ -391,7 +415,7 @@ class GradientReducer:
         parameters, handed = self._trained.dense, current.handed
         for index, (_, version) in current.states.items():
             gradient = handed[index]
-            if gradient._version != version or parameters[index].grad is not gradient:
+            if (version != SHARED and gradient._version != version) or parameters[index].grad is not gradient:
                 raise ConfigError(
                     f"rank {self._buckets.rank}: the gradient of {self._trained.names[index]} was changed in the backward pass "
                     "after it was complete, while it was being averaged: by a hook, for one. Register hooks that change "
@@ -442,13 +466,21 @@ class GradientReducer:
     def _check_in_pass(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer steps in the middle of a pass (in a hook) by gradients that are being averaged."""
         submitted = self._pass.handed if self._pass is not None else {}
-        for one in _parameters(optimizer) if submitted else ():
+        for one in _parameters(optimizer):
             index = self._trained.index.get(one)
-            if index in submitted:
+            if index is not None and (index in submitted or self._is_to_come(index, one.grad)):
                 raise ConfigError(
                     f"rank {self._buckets.rank}: an optimizer steps {self._trained.names[index]} within the backward pass, "
                     "when its gradient is not averaged yet. Step after backward()"
                 )
+
+    def _is_to_come(self, index: int, gradient: torch.Tensor | None) -> bool:
+        """Whether a gradient is not what the last pass has delivered: a hook that was registered before this reducer's sees it
+        first."""
+        if gradient is None or not self._synchronises():
+            return False
+        delivered = self._steps.averages.get(index)
+        return delivered is None or delivered[0] != state(gradient)[0]
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step. If it steps parameters of this reducer outside of no_sync, average what is not averaged
@@ -485,6 +517,23 @@ class GradientReducer:
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
         """Parameters that require a gradient and are not to be averaged."""
         return set()
+
+    def _check_sole(self, model: Any, trained: Trained) -> None:
+        """Raise if something else averages these gradients: both would do so at the same time, in the same memory."""
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise ConfigError("a DistributedDataParallel model averages its gradients itself: call ddp_hook(model)")
+        self._check_other_reducers(trained)
+
+    @staticmethod
+    def _check_other_reducers(trained: Trained) -> None:
+        if _averaged(trained) is not None:
+            gc.collect()  # a reducer that nobody refers to any more, though Python has not noticed
+        name = _averaged(trained)
+        if name is not None:
+            raise ConfigError(
+                f"the gradient of {name} is averaged by another reducer, which was not closed: call its close() before another "
+                "one is made, on all ranks"
+            )
 
     def _check_left_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew, and
@@ -548,6 +597,9 @@ class GradientReducer:
     def _deliver(self, current: BackwardPass) -> None:
         """Put the averages, which are in the tensors that were handed over, into the parameters' gradients."""
         averages = self._steps.averages = current.states  # these gradients were averaged where they are
+        for index, (_, version) in averages.items():
+            if version == SHARED:
+                averages[index] = state(current.handed[index])
         if len(averages) == len(current.handed):
             return
         for index, gradient in current.handed.items():
@@ -592,15 +644,6 @@ class _Kept(set[GradientReducer]):
         return _Kept()
 
 
-def _end(tuned: tuning.Tuning | None, hooks: list[Any], own: Any, channels: list[groups.Membership]) -> None:
-    """Close a reducer: called by `close`, and when it is collected."""
-    if tuned is not None:
-        tuned.close()
-    for hook in hooks:
-        hook.remove()
-    own.close_channels(channels)
-
-
 @functools.cache
 def _hook_optimizers() -> None:
     """One hook for all optimizers and reducers: torch keeps it for ever, and offers no way to take it back while one steps."""
@@ -620,6 +663,13 @@ def _hook_optimizers() -> None:
                 reducer._before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
+
+
+def _averaged(trained: Trained) -> str | None:
+    """The name of a parameter that some reducer averages already."""
+    taken = set().union(*(other._trained.all for other in list(_alive.values())))
+    names = zip(trained.dense + trained.sparse, trained.names + trained.sparse_names, strict=True)
+    return next((name for one, name in names if one in taken), None)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:

@@ -14,6 +14,7 @@ import torch
 
 from penstock import _core
 from penstock.errors import Config as ConfigError
+from penstock.torch.arguments import is_wrapper, no_memory
 from penstock.torch.layout import Layout, layout
 
 __all__ = ["Slots"]
@@ -45,10 +46,11 @@ class Slots:
 
     def submit(
         self, reducer: _core.Reducer, index: int, gradient: torch.Tensor, absent: bool = False
-    ) -> tuple[torch.Tensor, int]:
+    ) -> tuple[torch.Tensor, int, bool]:
         """Hand a gradient over, which is reduced in place.
 
-        Returns: the gradient, or the copy that is reduced instead, where it has another layout than its slot; and its address.
+        Returns: the gradient, or the copy that is reduced instead, where it has another layout than its slot; its address; and
+        whether it lies in memory of its own.
 
         Raises:
             penstock.errors.Config: it is not what the reducer was made for; it shares memory with another one. Nothing was sent.
@@ -57,22 +59,18 @@ class Slots:
         # This runs for every gradient of every step.
         check, nbytes, itemsize = self._quick[index]
         address = check.address(gradient)
-        if address is None:
+        if address is None or gradient.is_neg():
             gradient = self._fitting(index, gradient)
             address = gradient.data_ptr()
         keep = gradient.untyped_storage()
-        if keep.nbytes() != nbytes:
-            if keep.nbytes() < nbytes + gradient.storage_offset() * itemsize:
-                raise ConfigError(f"the gradient of {self._names[index]} has lost its memory: its storage was resized")
-            # Lazily negated tensors are views of half of a complex one.
-            if gradient.is_neg():
-                gradient = self._copy(index, gradient)
-                address, keep = gradient.data_ptr(), gradient.untyped_storage()
+        size = keep.nbytes()
+        if size < nbytes + gradient.storage_offset() * itemsize:
+            raise ConfigError(f"the gradient of {self._names[index]} has lost its memory: its storage was resized")
         if absent:
             reducer.submit(index, address, nbytes, absent=True, keep=keep)
         else:
             reducer.submit(index, address, nbytes, keep=keep)
-        return gradient, address
+        return gradient, address, size == nbytes
 
     def zeros(self, index: int) -> torch.Tensor:
         """Zeros in place of a gradient that this rank does not have."""
@@ -81,7 +79,7 @@ class Slots:
 
     def _fitting(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient that is not exactly as its slot, or a copy that is."""
-        dtype, shape, _, lies = self._slots[index]
+        dtype, shape, strides, lies = self._slots[index]
         if (
             gradient.dtype is not dtype
             or not gradient.is_cpu
@@ -89,14 +87,12 @@ class Slots:
             or gradient.layout is not torch.strided
         ):
             raise self._changed(index, gradient)
+        if is_wrapper(gradient):
+            raise ConfigError(f"the gradient of {self._names[index]} {no_memory(gradient)}. Nothing was sent")
         if gradient.is_neg() or layout(gradient) != lies:
-            return self._copy(index, gradient)
+            with torch.no_grad():
+                return torch.empty_strided(shape, strides, dtype=dtype).copy_(gradient)
         return gradient
-
-    def _copy(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        dtype, shape, strides, _ = self._slots[index]
-        with torch.no_grad():
-            return torch.empty_strided(shape, strides, dtype=dtype).copy_(gradient)
 
     def _changed(self, index: int, gradient: torch.Tensor) -> ConfigError:
         dtype, shape, *_ = self._slots[index]

@@ -7,14 +7,22 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-__all__ = ["State", "Stepper", "Steps", "state"]
+__all__ = ["SHARED", "State", "Stepper", "Steps", "state"]
 
 State = tuple[int, int]
-"""A value that changes when a gradient is replaced, or changed in place."""
+"""A value that changes when a gradient is replaced, or changed in place: its address and version."""
+SHARED = -1
+"""In the place of a version, while a pass makes other gradients: views of one buffer have one version, which each one changes."""
 
 
 def state(gradient: torch.Tensor) -> State:
     return (gradient.data_ptr() if gradient.layout is torch.strided else 0), gradient._version
+
+
+def _own_state(gradient: torch.Tensor) -> State:
+    address, version = state(gradient)
+    is_shared = address and gradient.untyped_storage().nbytes() != gradient.nbytes
+    return address, SHARED if is_shared else version
 
 
 class Stepper:
@@ -46,8 +54,8 @@ class Steps:
 
     def keep(self, parameter: torch.nn.Parameter) -> None:
         """A pass has made a gradient that is not averaged now."""
-        assert parameter.grad is not None, "autograd has just accumulated it"
-        self.kept[parameter] = state(parameter.grad)
+        if parameter.grad is not None:  # an earlier hook may have used it up
+            self.kept[parameter] = _own_state(parameter.grad)
 
     def is_stepped(self) -> bool:
         """Whether there was no pass since some optimizer's last step."""
@@ -57,7 +65,7 @@ class Steps:
         """The first parameter whose kept gradient was changed since. zero_grad() is no change."""
         for parameter, kept in self.kept.items():
             gradient = parameter.grad
-            if gradient is not None and state(gradient) != kept and gradient.count_nonzero():
+            if gradient is not None and _own_state(gradient) != kept and gradient.count_nonzero():
                 return parameter
         return None
 

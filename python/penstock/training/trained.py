@@ -8,6 +8,7 @@ from collections.abc import Iterable, Set
 import torch
 
 from penstock.errors import Config as ConfigError
+from penstock.torch.arguments import DTYPES, is_reduced, is_wrapper, no_memory
 
 __all__ = ["Trained"]
 
@@ -22,7 +23,7 @@ class Trained:
         with_sparse: whether sparse gradients are averaged. Otherwise they are known and left alone.
 
     Raises:
-        penstock.errors.Config: there is none, or one is not on the CPU.
+        penstock.errors.Config: there is none, or one is not on the CPU, of other tensors, or of a dtype that cannot be averaged.
     """
 
     dense: list[torch.nn.Parameter]
@@ -61,8 +62,13 @@ class Trained:
                     f"a parameter lies on {parameter.device}; gradients are reduced on the CPU only. Use "
                     'DistributedDataParallel over init_process_group("penstock"), which stages CUDA tensors.'
                 )
+            if is_wrapper(parameter):
+                raise ConfigError(f"a parameter {no_memory(parameter)}")
         self.dense = [one for one in trained if one not in sparse]
         self.names = [named.get(one, f"parameter {index}") for index, one in enumerate(self.dense)]
+        for name, one in zip(self.names, self.dense, strict=True):
+            if one.dtype not in DTYPES or not is_reduced("avg", DTYPES[one.dtype]):
+                raise ConfigError(f"{name} is {str(one.dtype).removeprefix('torch.')}, which cannot be averaged")
         self.index = {one: index for index, one in enumerate(self.dense)}
         self.sparse = [one for one in trained if one in sparse and with_sparse]
         self.sparse_names = [named[one] for one in self.sparse]

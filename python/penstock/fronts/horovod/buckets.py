@@ -220,7 +220,7 @@ class Buckets:
         withdrawn, self._withdrawn = self._withdrawn, None
         if withdrawn is not None:
             withdrawn.wait()
-        submitted, _ = self._slots.submit(self._reducer, index, gradient, absent)
+        submitted, *_ = self._slots.submit(self._reducer, index, gradient, absent)
         self._done.add(index)
         return submitted
 

@@ -56,6 +56,8 @@ class State:
         self._save()
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for before __init__, by copy.copy for one
+            raise AttributeError(name)
         # Called only for missing attributes: the error lists those that exist, and mypy learns that attributes are the user's.
         raise AttributeError(f"this State has no {name!r}, only step, {', '.join([*self._objects, *self._values])}")
 
@@ -68,7 +70,7 @@ class State:
                 )
             self._objects[name] = value
         elif not name.startswith("_") and name != "step":
-            if name not in self._values:
+            if name not in self.__dict__.get("_values", ()):
                 raise ConfigError(
                     f"state.{name} would not be kept: give {name}=... to State(...), or call it _{name} if it need not survive"
                 )
@@ -148,6 +150,8 @@ class State:
         taken["values"] = {name: taken["values"].get(name, own[name]) for name in self._values}
         taken["objects"] = {name: thing for name, thing in taken["objects"].items() if name in self._objects}
         self._replace(taken)
+        # What the tree says and ``load_state_dict`` leaves as it is here, such as a sampler's batch size, is this state's own.
+        self._save()
 
     def _check_donor(self, tree: Any) -> None:
         """Raise if this rank would go on otherwise than the donor of the tree."""
