@@ -319,7 +319,11 @@ class GradientReducer:
         handed, address, is_alone = self._slots.submit(self._reducer, index, gradient)
         current.handed[index] = handed
         if handed is gradient:
-            current.states[index] = address, gradient._version if is_alone else SHARED
+            if is_alone:
+                current.states[index] = address, gradient._version
+            else:
+                current.states[index] = address, SHARED
+                current.shared.append(index)
 
     @staticmethod
     def _sparse_ready(this: weakref.ref[GradientReducer], parameter: torch.nn.Parameter) -> None:
@@ -597,9 +601,8 @@ class GradientReducer:
     def _deliver(self, current: BackwardPass) -> None:
         """Put the averages, which are in the tensors that were handed over, into the parameters' gradients."""
         averages = self._steps.averages = current.states  # these gradients were averaged where they are
-        for index, (_, version) in averages.items():
-            if version == SHARED:
-                averages[index] = state(current.handed[index])
+        for index in current.shared:
+            averages[index] = state(current.handed[index])
         if len(averages) == len(current.handed):
             return
         for index, gradient in current.handed.items():

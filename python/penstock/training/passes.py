@@ -12,7 +12,7 @@ __all__ = ["BackwardPass", "at_end"]
 class BackwardPass:
     """What one backward pass has handed over to the engine, by a gradient's index."""
 
-    __slots__ = ("absent", "handed", "states", "task")
+    __slots__ = ("absent", "handed", "shared", "states", "task")
 
     def __init__(self) -> None:
         self.task = -1
@@ -21,6 +21,8 @@ class BackwardPass:
         """The tensors that are averaged in place: gradients, or copies of those that lie otherwise."""
         self.states: dict[int, tuple[int, int]] = {}
         """Of gradients that autograd has completed in this pass and that are averaged where they are: address, version."""
+        self.shared: list[int] = []
+        """Those of them that share their memory with other tensors, and so have no version of their own."""
         self.absent: set[int] = set()
         """The gradients that this rank does not have."""
 
