@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 import forked
-from random_programs import faults, generate, judge, known, mutants, render, shrink
+from random_programs import engine_faults, faults, generate, judge, known, mutants, plant, render, run, shrink
 from random_programs.pool import FAULT_MEDIA, MEDIA, Pool
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 FAILED = [
     json.loads(line) for line in (pathlib.Path(generate.__file__).parent / "failed.jsonl").read_text().splitlines()
 ]
@@ -159,6 +160,61 @@ def test_faults_can_be_planted(name: str) -> None:
     """What they replace is there; otherwise the ranks would die, and any program would find that."""
     with mutants.planted(name):
         pass
+
+
+@pytest.mark.parametrize("name", engine_faults.FAULTS)
+def test_faults_of_the_crates_can_be_planted(name: str) -> None:
+    """The text that a fault replaces stands in its file exactly once, so that the table does not rot when the crates change."""
+    fault = engine_faults.FAULTS[name]
+    whole = (ROOT / "crates" / fault.file).read_text()
+    assert whole.count(fault.text) == 1, f"{name}: write its text in engine_faults.py as crates/{fault.file} has it now"
+    assert fault.replacement != fault.text
+
+
+def test_fault_whose_text_is_gone_is_not_planted(tmp_path: pathlib.Path) -> None:
+    """It is an error, and not a fault that no program finds; what was planted is gone afterwards."""
+    file = tmp_path / "crates" / "file.rs"
+    file.parent.mkdir()
+    fault = engine_faults.EngineFault("file.rs", "one", "two", "")
+    for text in ("", "one one"):
+        file.write_text(text)
+        with pytest.raises(plant.Defective, match="must stand there once"), plant.planted(tmp_path, fault):
+            pass
+    file.write_text("just one")
+    with plant.planted(tmp_path, fault):
+        assert file.read_text() == "just two"
+    assert file.read_text() == "just one"
+
+
+def test_what_the_virtual_tester_prints_is_understood() -> None:
+    """A complaint of the judge is a finding, a summary none, and anything else neither."""
+    program = ["running 1 test", "", "seed 17: 2 ranks, 1 streams", "  group 0: [0, 1]", "  rank 0: [Join(0)]", ""]
+    assert plant.read(iter([*program, "    wrong: call 1"]), 10) == plant.Found(8, "wrong: call 1")
+    assert plant.read(iter(["5000 programs with 80000 calls, 0 failed"]), 0) == plant.Found(5000, None)
+    assert plant.read(iter(program), 10) is None
+
+
+def test_errors_of_a_fault_itself_are_told_apart() -> None:
+    """A fault whose own code is wrong makes ranks die, which is no finding. Other errors, and those that faults mean, are."""
+
+    class Membership:
+        name = "group"
+
+    def own() -> Exception:
+        with pytest.raises(Exception) as caught:
+            mutants._wrong_root_of_broadcast("broadcast", {}, Membership())  # without a rank
+        return caught.value
+
+    assert mutants.is_own(own())
+    with pytest.raises(KeyError) as other:
+        raise KeyError("rank")
+    assert not mutants.is_own(other.value)
+    through = f"AttributeError: 'int' has no 'x'\n\nAt:\n  {mutants.__file__}(12): wait\n"
+    assert mutants.is_own(RuntimeError(through))
+    assert not mutants.is_own(RuntimeError(through.replace("AttributeError", "penstock.errors.Mismatch")))
+    report = {"complaints": [], "ends": [{"call": "0", "step": "call", **run._told(own())}], "digests": {}}
+    program = {"wrong": None, "calls": {}}
+    assert any(mutants.DEFECTIVE in text for text in judge.judge(program, {0: report}))
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -2,5 +2,5 @@
 
 `generate` makes a program from a seed, `model` says what it must give, `run` runs it on a rank, `pool` keeps ranks to run on,
 `judge` compares, `shrink` makes a failing program small, `render` writes it as a script of plain torch calls, `mutants` plants
-faults that must be found.
+faults that must be found; `engine_faults` lists those of the crates, which `plant` looks for with programs under virtual time.
 """

@@ -15,13 +15,17 @@ import time
 from typing import Any
 
 from penstock.testbed import Testbed, TestbedUnavailable
-from random_programs import faults, generate, judge, known, mutants, render, shrink
+from random_programs import engine_faults, faults, generate, judge, known, mutants, plant, render, shrink
 from random_programs.pool import FAULT_MEDIA, MEDIA, Pool
 
 
 def main(arguments: list[str]) -> int:
     """Returns 0 if no program failed (with --mutant: if one did)."""
     options = _parse(arguments)
+    if options.virtual and options.mutant:
+        names = list(engine_faults.FAULTS) if options.mutant == "all" else [options.mutant]
+        count = min(options.count, engine_faults.PROGRAMS)
+        return plant.hunt(names[options.share], root=_ROOT, seed=options.given, count=count, minutes=options.minutes)
     if options.virtual:
         return _virtual(options)
     folder = pathlib.Path(options.out or tempfile.mkdtemp(prefix="random-programs-")).absolute()
@@ -233,7 +237,7 @@ def _hunt(options: argparse.Namespace) -> int:
     for name in names[options.share]:
         medium = options.medium or mutants.MUTANTS[name].medium
         started_s = time.monotonic()
-        found = None
+        found, defects = None, list[str]()
         with Pool(medium, mutant=name) as pool:
             for number, seed in enumerate(range(options.seed, options.seed + options.count), 1):
                 if time.monotonic() - started_s > 60 * options.minutes:
@@ -241,8 +245,12 @@ def _hunt(options: argparse.Namespace) -> int:
                 complaints = pool.run(generate.generate(seed, medium=medium, avoid=known.AVOID, wrong=options.wrong))
                 if complaints:
                     found = number, seed, complaints[0]
+                    defects = [text for text in complaints if mutants.DEFECTIVE in text]
                     break
-        if found is None:
+        if found is not None and defects:
+            missed.append(name)
+            print(f"{name}: ERROR (program {found[0]}, seed {found[1]}, {medium}): {defects[0][:160]}", flush=True)
+        elif found is None:
             missed.append(name)
             print(f"{name}: NOT FOUND", flush=True)
         else:
@@ -294,10 +302,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--mutant",
         metavar="NAME",
-        help=f"plant a fault and look how soon it is found: all, {', '.join(mutants.MUTANTS)}",
+        help=f"plant a fault and look how soon it is found: all, {', '.join(mutants.MUTANTS)}; with --virtual, in the "
+        f"crates: all, {', '.join(engine_faults.FAULTS)}",
     )
     parser.add_argument("--out", metavar="DIR", help="where failing programs are written (default: a new folder)")
     options = parser.parse_args(arguments)
+    known_names = engine_faults.FAULTS if options.virtual else mutants.MUTANTS
+    if options.mutant not in (None, "all", *known_names):
+        parser.error(f"there is no fault {options.mutant}: all, {', '.join(known_names)}")
+    options.given = options.seed
     if options.seed is None:
         options.seed = int(time.time()) * 1000
     if options.replay and options.count == 1_000_000:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from random_programs import faults, horovod_sessions
+from random_programs import faults, horovod_sessions, mutants
 
 Report = dict[str, Any]
 
@@ -19,6 +19,8 @@ def judge(
     for rank, report in reports.items():
         if report is not None:
             found += [f"rank {rank}: {text}" for text in report["complaints"]]
+            failed = [end for end in report["ends"] if end.get("is_faults_own")]
+            found += [f"rank {rank}: {mutants.DEFECTIVE}{end['kinds'][0]}: {end['text']}" for end in failed]
     found += _same_bits(reports)
     found += _barriers(reports)
     wrong = program["wrong"]

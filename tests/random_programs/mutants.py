@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -31,6 +33,24 @@ def planted(name: str | None) -> Iterator[None]:
         if name is not None:
             MUTANTS[name].plant(stack)
         yield
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether an error is one of the fault's code, and not what the fault does to Penstock: it was raised in this file, and is
+    none of the kinds that faults raise on purpose."""
+    from penstock import errors
+
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = traceback.extract_tb(cause.__traceback__)
+        if frames and frames[-1].filename == __file__ and not isinstance(cause, errors.PenstockError):
+            return True
+        # One that has come through C++ has its innermost frame in its text.
+        through = re.match(r"(?:[\w.]*\.)?(\w+): .*\n\nAt:\n {2}" + re.escape(__file__) + r"\(", str(cause), re.DOTALL)
+        if through is not None and not hasattr(errors, through[1]):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _patch(stack: contextlib.ExitStack, owner: Any, name: str, replace: Callable[[Any], Any]) -> None:
@@ -319,6 +339,9 @@ def _error_of_wrong_kind(stack: contextlib.ExitStack) -> None:
 
     _patch(stack, Work, "wait", replace)
 
+
+# How a complaint begins that says that the fault's own code has failed.
+DEFECTIVE = "the fault itself failed: "
 
 MUTANTS = {
     "avg-without-division": Mutant(_on_start(_avg_without_division)),

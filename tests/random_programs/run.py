@@ -75,8 +75,9 @@ def run(
             if backend != "penstock":
                 # gloo fails to connect to a rank that has nothing to do and leaves.
                 dist.barrier()
-    except Exception:
-        rank_of.complain(f"the tester failed:\n{traceback.format_exc()}")
+    except Exception as error:
+        own = mutants.DEFECTIVE if mutants.is_own(error) else ""
+        rank_of.complain(f"{own}the tester failed:\n{traceback.format_exc()}")
     rank_of.end()
     if "fault" in program:
         rank_of.begin_anew()
@@ -656,6 +657,7 @@ def _told(error: Exception) -> dict[str, Any]:
         "text": str(error)[:1000],
         "lives": bool(getattr(error, "group_lives", False)),
         "at_s": time.monotonic(),
+        "is_faults_own": mutants.is_own(error),
     }
 
 

@@ -378,7 +378,8 @@ impl Draw {
         let has_size = !matches!(given.what, What::Barrier | What::Open);
         let how = match self.rng.u8(..7) {
             _ if program.groups[given.group].channel_of.is_some() && !is_opening && self.rng.u8(..4) == 0 => How::Close,
-            0 if has_size && !has_parts => How::Size,
+            0 if has_size => How::Size,
+            2 | 3 if has_parts => How::Size,
             1 if has_size && (!reduces || given.op.takes(DType::I32) && given.op.takes(DType::F32)) => How::DType,
             2 if reduces && given.dtype != DType::Bool => How::Op,
             3 if has_root => How::Root,

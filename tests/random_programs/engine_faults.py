@@ -1,0 +1,403 @@
+"""Faults to plant, one at a time, in the crates: each must be found by programs under virtual time, or these do not see its kind.
+
+``./dev fuzz --virtual --mutant NAME`` plants them in a copy of the tree (`plant`). Each is a text that stands once in its
+file, and what stands there instead. ``expected`` says why a fault is not found within 5,000 programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineFault:
+    """A fault of the crates."""
+
+    file: str
+    """Below ``crates``."""
+    text: str
+    replacement: str
+    what: str
+    """What it does."""
+    seed: int = 0
+    """The first seed to look for it with."""
+    expected: str = ""
+    """Why it is not found, if it is not."""
+
+
+# The parts of paths that most of them share.
+_GROUPS = "penstock-core/src/groups"
+_PEER = "penstock-stream/src/peer"
+
+FAULTS = {
+    # ------------------------------------------------------------------------------------ what ranks compare, and probes
+    "probe-answered-from-own-send": EngineFault(
+        f"{_GROUPS}/events.rs",
+        """            match group.fingerprint(op, other) {
+                Some(ours) if ours != theirs => return group.mismatch(common, host, op, peer, theirs),""",
+        """            let own = match op.sequence {
+                crate::name::Sequence::Receives { from, tag } => {
+                    OpId { sequence: crate::name::Sequence::Sends { to: from, tag }, ..op }
+                }
+                _ => op,
+            };
+            match group.fingerprint(own, other) {
+                Some(ours) if ours != theirs => return group.mismatch(common, host, own, peer, theirs),""",
+        "what a rank says of a message that it sends is compared with this rank's own send of that tag and number",
+    ),
+    "pairs-with-nothing-not-compared": EngineFault(
+        "penstock-plan/src/build/shards.rs",
+        """        if splits.is_some() && src.len == 0 {
+            draft.push(1, Action::Notify { to: peer, message: 0 }, []);
+        } else {
+            draft.send(peer, 0, src, []);
+        }
+    }
+    let (dst, src) = (place(draft, Buf::Output, draft.rank), place(draft, Buf::Input, draft.rank));
+    draft.copy(dst, src, []);
+    let mut others: Vec<u32> = draft.others().collect();
+    others.reverse();
+    for peer in others {
+        let dst = place(draft, Buf::Output, peer);
+        if splits.is_some() && dst.len == 0 {
+            draft.push(1, Action::Await { from: peer, message: 0 }, []);
+        } else {
+            draft.recv(peer, 0, dst, []);
+        }
+    }""",
+        """        draft.send(peer, 0, src, []);
+    }
+    let (dst, src) = (place(draft, Buf::Output, draft.rank), place(draft, Buf::Input, draft.rank));
+    draft.copy(dst, src, []);
+    let mut others: Vec<u32> = draft.others().collect();
+    others.reverse();
+    for peer in others {
+        let dst = place(draft, Buf::Output, peer);
+        draft.recv(peer, 0, dst, []);
+    }""",
+        "two ranks of an all-to-all, of which one expects nothing of the other, do not hear from each other",
+    ),
+    "dtype-not-compared": EngineFault(
+        "penstock-stream/src/fingerprint.rs",
+        "            | (dtype as u64 & 0x3f) << 50\n",
+        "",
+        "ranks may call one operation with different dtypes",
+    ),
+    "root-not-compared": EngineFault(
+        "penstock-stream/src/fingerprint.rs",
+        "            | root << 36\n",
+        "",
+        "ranks may call one operation with different roots",
+    ),
+    "early-beliefs-not-compared": EngineFault(
+        f"{_GROUPS}/issue.rs",
+        "let odd = beliefs.into_iter().chain(told).find(|(peer, theirs)| {",
+        "let odd = beliefs.into_iter().chain(told).filter(|_| false).find(|(peer, theirs)| {",
+        "what came before an operation began is not compared with it",
+        expected="the other rank compares what this one sends and asks",
+    ),
+    "probes-not-compared": EngineFault(
+        f"{_GROUPS}/events.rs",
+        "Some(ours) if ours != theirs => return group.mismatch(common, host, op, peer, theirs),",
+        "Some(ours) if false && ours != theirs => return group.mismatch(common, host, op, peer, theirs),",
+        "grants, probes and late frames of another operation are taken for those of this one",
+    ),
+    "ended-operations-forgotten": EngineFault(
+        f"{_GROUPS}/progress.rs",
+        "            known.ended.remember(op, active.fingerprint);\n",
+        "            let _ = known;\n",
+        "what has ended is not compared any more",
+    ),
+    "late-frames-not-compared": EngineFault(
+        f"{_PEER}/receive.rs",
+        "            self.events.push_back(Event::Late(header.key, header.fingerprint));\n",
+        "",
+        "a frame of an operation that has ended here is dropped without a look at what its sender takes it for",
+    ),
+    "farewells-not-compared": EngineFault(
+        f"{_GROUPS}/departure.rs",
+        "find(|(_, other)| *other != theirs)",
+        "find(|(_, other)| false && *other != theirs)",
+        "what a rank says it did before it left is not compared",
+    ),
+    "no-probes": EngineFault(
+        f"{_GROUPS}/deadlines.rs",
+        "        self.probe_for_silent(host, now);\n",
+        "",
+        "operations without progress do not ask",
+    ),
+    # ------------------------------------------------------------------------------------------------------- messages
+    "eager-messages-beyond-credit": EngineFault(
+        f"{_GROUPS}/progress.rs",
+        "let is_copied = is_short && machine.has_credit(len);",
+        "let is_copied = is_short;",
+        "a short message without credit counts as sent while its receiver does not know of it",
+    ),
+    "empty-messages-need-no-credit": EngineFault(
+        f"{_GROUPS}/progress.rs",
+        "let is_copied = is_short && machine.has_credit(len);",
+        "let is_copied = is_short && (len == 0 || machine.has_credit(len));",
+        "an empty message without credit counts as sent while its receiver does not know of it",
+        expected="hundreds of them would have to wait at once (`short_messages_wait_for_credit` has more)",
+    ),
+    "credit-not-given-back": EngineFault(
+        f"{_GROUPS}/progress.rs",
+        """                    if uses_credit {
+                        host.machine(peer).consumed(total);
+                    }
+                    let incoming""",
+        "                    let incoming",
+        "the credit of messages that came early is lost",
+    ),
+    "credit-not-repeated": EngineFault(
+        "penstock-stream/src/peer.rs",
+        "        self.credit.owes_update = true;\n",
+        "",
+        "the newest credit is not repeated when its stream was lost",
+        expected="every frame carries the credit",
+    ),
+    "resend-applied-twice": EngineFault(
+        f"{_PEER}/receive.rs",
+        "            message.done.insert(span(header));\n",
+        "",
+        "a frame that comes again is reduced again",
+    ),
+    "loser-of-a-race-not-revoked": EngineFault(
+        f"{_PEER}/receive.rs",
+        "revoke: arriving.on.filter(|first| *first != id)",
+        "revoke: None",
+        "a stream goes on writing a frame to its place that another stream has brought",
+    ),
+    "duplicate-acknowledgements-count": EngineFault(
+        f"{_PEER}/receive.rs",
+        "        if frame.acked {\n            return false;\n        }\n",
+        "",
+        "a frame that two streams brought counts twice, and the message as taken too early",
+    ),
+    "given-back-before-it-is-taken": EngineFault(
+        f"{_GROUPS}/progress.rs",
+        """                if is_copied {
+                    active.operation.on_sent""",
+        """                if is_copied || len > 0 {
+                    active.operation.on_sent""",
+        "the user has the memory of a long message back while it is sent",
+    ),
+    "frames-of-a-lost-stream-not-repeated": EngineFault(
+        "penstock-stream/src/peer.rs",
+        "                            message.again.push(index);\n",
+        "",
+        "data that a lost stream had is lost",
+    ),
+    "control-frames-of-a-lost-stream-not-repeated": EngineFault(
+        "penstock-stream/src/peer.rs",
+        "                        self.controls.queue.push_front(id);\n",
+        "                        let _ = id;\n",
+        "grants, farewells and the like that a lost stream had are lost",
+    ),
+    "report-of-a-lost-stream-not-repeated": EngineFault(
+        "penstock-stream/src/peer.rs",
+        "                        && control.copies.remove(stream)\n",
+        "                        && control.copies.remove(stream)\n"
+        "                        && control.header.kind != crate::frame::Kind::Report\n",
+        "a failure's report is not repeated when its stream was lost",
+        expected="all other ranks report as well",
+    ),
+    "control-frames-count-twice": EngineFault(
+        f"{_PEER}/receive.rs",
+        "let new = !self.controls.taken.covers(&one);",
+        "let new = true;",
+        "control frames that are repeated are used again",
+        expected="over TCP none does more the second time; references, for which it matters, are not drawn",
+    ),
+    "stalled-stream-not-closed": EngineFault(
+        f"{_PEER}/time.rs",
+        "                self.events.push_back(Event::Stalled(*id));\n",
+        "                let _ = id;\n",
+        "a stream that stalls is not closed",
+        expected="its frames are taken over by others",
+    ),
+    "own-absence-counts-as-silence": EngineFault(
+        f"{_PEER}/time.rs",
+        "            self.was_away(late, now);\n",
+        "",
+        "a process that was stopped loses its peers when it goes on",
+    ),
+    "kept-part-at-the-beginning": EngineFault(
+        "penstock-engine/src/buffers.rs",
+        "bytes[offset as usize..][..payload.len()]",
+        "bytes[..payload.len()]",
+        "parts of a message that is kept overwrite each other",
+    ),
+    # ------------------------------------------------------------------------------------------- failures and time-outs
+    "time-out-ignored": EngineFault(
+        f"{_GROUPS}/deadlines.rs",
+        "let late = self.ops.iter().filter(|(_, active)| now.since(active.started) > active.timeout);",
+        "let late = self.ops.iter().filter(|(_, active)| now.since(active.started) / 9 > active.timeout);",
+        "operations wait nine times too long",
+    ),
+    "time-out-of-held-ignored": EngineFault(
+        f"{_GROUPS}/deadlines.rs",
+        "now.since(waiting.since) > waiting.call.timeout",
+        "now.since(waiting.since) / 9 > waiting.call.timeout",
+        "operations whose tensors are not ready wait nine times too long",
+    ),
+    "failure-not-told": EngineFault(
+        f"{_GROUPS}/failure.rs",
+        "        if tell {\n",
+        "        if tell && false {\n",
+        "a rank whose group fails does not tell the others",
+    ),
+    "failure-passes-held-over": EngineFault(
+        f"{_GROUPS}/failure.rs",
+        "self.held.extract_if(|op, _| is_in(op)).collect()",
+        "self.held.extract_if(|op, _| is_in(op) && false).collect()",
+        "operations that are held do not fail with their group",
+    ),
+    "close-fails-what-has-ended-here": EngineFault(
+        f"{_GROUPS}/failure.rs",
+        "let finished = if failure.kind == FailureKind::Closed { self.finished(scope) } else { Counts::default() };",
+        "let finished = Counts::default();",
+        "a rank that leaves takes collectives away from others that it has ended",
+        expected="where a rank leaves, its group may fail (`a_collective_that_one_rank_has_ended_ends_on_all` sees it)",
+    ),
+    "end-waits-for-nothing": EngineFault(
+        f"{_GROUPS}/failure.rs",
+        "        if self.have_ended(&counts) {\n",
+        "        if true || self.have_ended(&counts) {\n",
+        "a rank's end fails collectives at once that still can end",
+    ),
+    "second-end-ignored": EngineFault(
+        f"{_GROUPS}/failure.rs",
+        "        if lowest != ending.counts.0 {\n",
+        "        if false && lowest != ending.counts.0 {\n",
+        "of two ranks that end, only the first counts",
+    ),
+    # ------------------------------------------------------------------------------------------------ ranks that leave
+    "taken-messages-of-the-gone-count-as-lost": EngineFault(
+        f"{_GROUPS}/departure.rs",
+        "common.directory.peer(peer).lost.is_none() && !host.look(peer).needs_the_peer(&key(message))",
+        "false",
+        "an operation fails whose acknowledgement comes after its receiver's farewell",
+    ),
+    "early-messages-of-the-gone-count-as-lost": EngineFault(
+        f"{_GROUPS}/departure.rs",
+        "Awaited::Message(message) => common.early.has_bytes(peer, key(message)),",
+        "Awaited::Message(_) => false,",
+        "an operation fails although all that it needs of a rank that has left is here",
+    ),
+    "farewell-overtakes-data": EngineFault(
+        f"{_PEER}/ending.rs",
+        "        match ahead {\n",
+        "        match 0 * ahead {\n",
+        "the word of having left overtakes data",
+        expected="it hides a disagreement that nobody waits for any more",
+    ),
+    "good-bye-overtakes": EngineFault(
+        f"{_PEER}/ending.rs",
+        "        self.undelivered().next().is_none() && !self.controls.frames.values().any(is_report)\n",
+        "        true || !self.controls.frames.values().any(is_report)\n",
+        "a good-bye does not wait for frames",
+        expected="a stream must be lost within the last milliseconds",
+    ),
+    "good-bye-acknowledged-while-frames-wait": EngineFault(
+        f"{_PEER}/receive.rs",
+        "let has_frames_out = header.kind == Kind::Bye && self.has_frames_out();",
+        "let has_frames_out = false;",
+        "a good-bye is acknowledged while frames wait",
+        seed=538_000,
+        expected="a stream must be lost within the last milliseconds",
+    ),
+    "acknowledgements-do-not-leave-before-the-end": EngineFault(
+        "penstock-net/src/driver/ending.rs",
+        "machine.is_quiet() && !machine.owes_acks() && self.is_flushed(link)",
+        "machine.is_quiet() && self.is_flushed(link)",
+        "a rank ends with acknowledgements that it has not sent",
+        expected="a stream must be lost within the last milliseconds",
+    ),
+    "good-bye-ignored": EngineFault(
+        "penstock-net/src/driver.rs",
+        "Event::Bye => self.links[peer as usize].said_bye = true,",
+        "Event::Bye => {}",
+        "a rank that has left the job counts as lost",
+    ),
+    "operations-not-retired": EngineFault(
+        f"{_GROUPS}/progress.rs",
+        "            host.machine(peer).retire(self.id, channel, seq);\n",
+        "            let _ = (&host, peer, channel, seq);\n",
+        "what is remembered of an operation stays after its end",
+    ),
+    "report-of-a-later-group-forgotten": EngineFault(
+        f"{_GROUPS}/events.rs",
+        "            self.common.unjoined.reported.remember(id, failure);\n",
+        "            let _ = failure;\n",
+        "the report of a group that is joined later is forgotten",
+        expected="ranks then wait for a time-out, which is allowed where a rank leaves",
+    ),
+    "end-of-a-later-group-forgotten": EngineFault(
+        f"{_GROUPS}/departure.rs",
+        "            self.unjoined.overtaken.remember(peer, id);\n",
+        "",
+        "the end of a group that is joined later is forgotten",
+        expected="ranks then wait for a time-out, which is allowed where a rank leaves",
+    ),
+    "join-with-the-dead-waits": EngineFault(
+        f"{_GROUPS}/events.rs",
+        "self.common.directory.is_lost(peer, reason, has_died);",
+        "self.common.directory.is_lost(peer, reason, has_died && false);",
+        "a join with a process that has died does not fail at once",
+        seed=3_001_800,
+    ),
+    # -------------------------------------------------------------------------------------------------------- channels
+    "channel-ignored-where-frames-arrive": EngineFault(
+        "penstock-stream/src/frame.rs",
+        "(0, 0, tag) => Ok(Channel::Collective(ChannelId(tag))),",
+        "(0, 0, _) => Ok(Channel::Collective(ChannelId::MAIN)),",
+        "frames of a channel are taken for those of its group",
+        seed=4_000_000,
+    ),
+    "close-keeps-early-messages": EngineFault(
+        f"{_GROUPS}/channel.rs",
+        "        common.forget_early(host, scope);\n",
+        "",
+        "a close keeps messages that came early for the channel",
+        seed=4_000_000,
+    ),
+    "close-drops-messages-of-other-channels": EngineFault(
+        "penstock-core/src/early.rs",
+        "self.forget(|_, key| key.is_in(scope))",
+        "self.forget(|_, key| key.group == scope.group)",
+        "a close drops messages that came early for other channels",
+        seed=4_000_000,
+    ),
+    "closed-channel-forgotten": EngineFault(
+        f"{_GROUPS}/channel.rs",
+        "        self.closed.insert(u64::from(channel.0)..u64::from(channel.0) + 1);\n",
+        "",
+        "frames of a channel that was closed here wait for its opening",
+        seed=4_000_000,
+    ),
+    "vigil-not-told": EngineFault(
+        f"{_GROUPS}/departure.rs",
+        "            self.check_vigil(common, host, channel);\n",
+        "            let _ = channel;\n",
+        "a vigil goes on when a rank has closed it",
+        seed=4_000_000,
+    ),
+    "departure-by-the-main-channel": EngineFault(
+        f"{_GROUPS}/departure.rs",
+        "let of_channel = farewell(op.channel);",
+        "let of_channel = farewell(ChannelId::MAIN).or_else(|| farewell(op.channel));",
+        "a rank that has left is judged by its number of collectives in the main channel",
+        seed=4_000_000,
+    ),
+    "close-fails-the-group": EngineFault(
+        f"{_GROUPS}/departure.rs",
+        "(!comes).then(|| (self.has_only_closed(peer, op.channel), self",
+        "(!comes).then(|| (false, self",
+        "what needs a rank in a channel that this has closed fails the group",
+        seed=4_000_000,
+    ),
+}
+
+# Programs that are run in search of a fault, at most.
+PROGRAMS = 5_000
