@@ -295,20 +295,24 @@ def test_judge_of_faults() -> None:
     did not come to pass neither. Whoever is told nothing must be right."""
     program: dict[str, Any] = {
         "timeout_s": 20,
-        "calls": {"0": {"call": "all_reduce", "group": "world"}},
+        "groups": {"world": [0, 1, 2], "some": [0, 1], "others": [0, 2]},
+        "calls": {"0": {"call": "all_reduce", "group": "world"}, "1": {"call": "all_reduce", "group": "others"}},
         "fault": {"kind": "stop", "rank": 1, "at": ["step"], "lasts_s": 3.2},
         "wrong": None,
     }
     struck = {"at_s": 100.0, "until_s": 103.2}
 
-    def said(error: str, text: str, at_s: float, *, rank: int = 0, **fault: Any) -> list[str]:
-        end = {"call": "0", "step": "wait", "seconds": 0.1, "kinds": [error], "text": text, "at_s": at_s}
+    def said(error: str, text: str, at_s: float, *, rank: int = 0, call: str = "0", **fault: Any) -> list[str]:
+        end = {"call": call, "step": "wait", "seconds": 0.1, "kinds": [error], "text": text, "at_s": at_s}
         report = {"ends": [end], "complaints": [], "digests": {}}
         changed = {**program, "fault": {**program["fault"], **fault}}
         return judge.judge(changed, {rank: report}, None if fault.get("at") == ["never"] else struck)
 
     assert said("PeerLost", "rank 1 (here) is silent", 102.5) == []
     assert any("does not name" in text for text in said("PeerLost", "rank 2 (here) is silent", 102.5))
+    left = "rank 2 destroyed the group while operations were running"
+    assert any("does not name" in text for text in said("Closed", left, 102.5))
+    assert said("Closed", left, 102.5, call="1") == [], "rank 2 has lost rank 1 in another group"
     assert any("s after the fault" in text for text in said("PeerLost", "rank 1 (here) is silent", 107.0))
     assert said("PeerLost", "rank 0 (here) is silent", 107.0, rank=1) == [], "it went on later"
     assert any("not an error that" in text for text in said("Mismatch", "rank 1 differs", 102.5))

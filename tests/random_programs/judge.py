@@ -173,7 +173,8 @@ def _judge_fault(
         named = r"rank(\(s\))? " + (r"\d" if is_victim else f"({'|'.join(map(str, struck_ranks))})\\b")
         # Who is told that it was left behind, or has lost the store, is told that.
         others = {"LeftBehind", "DistError"} | ({"Config"} if is_victim else set())
-        first = next((end for end in errors if not others & set(end["kinds"])), None)
+        told = (end for end in errors if not others & set(end["kinds"]))
+        first = next((end for end in told if not _is_of_a_rank_that_left(program, struck_ranks, end)), None)
         if first is not None and not re.search(named, first["text"]):
             found.append(f"an error that does not name {named}: {_said(program, rank, first)}")
         if elastic and not is_victim and errors and errors[-1]["step"] != "generation":
@@ -182,6 +183,12 @@ def _judge_fault(
         if elastic and ended_s > limit_s + _ELASTIC_S:
             found.append(f"rank {rank} ended {ended_s:.1f} s after the fault, more than {limit_s + _ELASTIC_S} s")
     return found
+
+
+def _is_of_a_rank_that_left(program: dict[str, Any], struck_ranks: list[int], end: dict[str, Any]) -> bool:
+    """Whether an error is of a group that the fault does not concern, and that a rank has left which it does (seed 5200376)."""
+    members = program["groups"].get(program["calls"].get(end["call"], {}).get("group"))
+    return "Closed" in end["kinds"] and members is not None and not set(struck_ranks) <= set(members)
 
 
 def _ranks_in_generation(
