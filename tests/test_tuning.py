@@ -442,8 +442,10 @@ def _refused(file: str) -> str:
         GradientReducer(model, tune=0.5)
     with pytest.raises(ConfigError, match="not a tuner's record: KeyError: 'sessions'"):
         GradientReducer(model, tune={"streams": 2})
+    reducer = GradientReducer(model, tune=Setting(1, 1 << 20, "ring"))
     with pytest.raises(ConfigError, match="a tuner is in charge"):
-        GradientReducer(model, tune=Setting(1, 1 << 20, "ring")).set_bucket_bytes(7)
+        reducer.set_bucket_bytes(7)
+    reducer.close()
     with pytest.raises(ConfigError) as caught:
         GradientReducer(model, tune=file if dist.get_rank() == 0 else False)
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ __all__ = [
     "Engine",
     "Group",
     "Reducer",
+    "TensorCheck",
     "Ticket",
     "UdpSockets",
     "__version__",
