@@ -1118,7 +1118,7 @@ def test_run_leaves_no_rank_behind(tmp_path: pathlib.Path, number: int) -> None:
 
 
 SCRIPT_THAT_WAITS = """
-import os, time, torch
+import os, signal, torch
 
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1128,7 +1128,7 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=32):
     torch.nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
 os.write(1, b"rank %d\\n" % os.getpid())
-time.sleep(1000)
+signal.pause()
 """
 
 

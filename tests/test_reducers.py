@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ranks
 from penstock.errors import Config as ConfigError
-from penstock.errors import PeerLost
+from penstock.errors import NotFinite, PeerLost
 from penstock.torch import GradientReducer, backend, ddp_hook
 from penstock.torch.life import Life
 from penstock.training.trained import Trained
@@ -42,6 +42,30 @@ def test_two_reducers_of_one_parameter() -> None:
     """Both would average the same memory at the same time, with wrong sums: the second is refused until the first is closed, or
     collected. So is a reducer beside DDP's own averages."""
     ranks.run(_two_reducers, count=2)
+
+
+def _fails_alone(way: str) -> None:
+    dist.init_process_group("penstock")
+    model = nn.Linear(4, 4)
+    reducer = GradientReducer(model)
+    is_odd = dist.get_rank() == 0
+    if is_odd and way == "closed on one rank":
+        reducer.close()
+        model(torch.ones(1, 4)).sum().backward()
+    else:
+        value = float("nan") if is_odd and way == "not finite" else 1.0
+        with pytest.raises(NotFinite if way == "not finite" else PeerLost, match="The group is still usable"):
+            model(torch.full((1, 4), value)).sum().backward()
+    everybody = torch.ones(1000)
+    dist.all_reduce(everybody)
+    assert (everybody == 2).all()
+    reducer.close()
+    model.zero_grad()
+    again = GradientReducer(model)
+    model(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
+    assert (model.weight.grad == 0.5).all()
+    again.close()
+    dist.destroy_process_group()
 
 
 def _raises_on_one() -> float:
@@ -137,6 +161,14 @@ def test_dtypes_that_have_no_average(dtype: torch.dtype) -> None:
     model.weight = nn.Parameter(torch.zeros(3).to(dtype))
     with pytest.raises(ConfigError, match=r"weight is \w+, which cannot be averaged"):
         Trained(model, set(), with_sparse=True)
+
+
+@pytest.mark.parametrize("way", ["not finite", "closed on one rank"])
+def test_a_reducer_that_fails_alone(way: str) -> None:
+    """A gradient that is not finite, or a rank that has closed its reducer, ends the reducer on all ranks. The group goes on, as
+    the error says: the script reduces in it, and makes another reducer."""
+    env = {"PENSTOCK_CHECK": "nan"} if way == "not finite" else {}
+    ranks.run(_fails_alone, count=2, args=(way,), env=env)
 
 
 def test_channels_that_are_closed_while_they_are_closed() -> None:

@@ -419,7 +419,7 @@ impl Reducer {
         let mut state = self.lock();
         let Some(Agreed { ready, absent, withdrawn }) = state.readiness.handle_round(bits) else {
             drop(state);
-            return self.fail(&Failure::fatal(
+            return self.fail(&Failure::of_call(
                 FailureKind::Mismatch,
                 "the ranks have different gradients, in another order, shape or memory format: build the same model on every \
                  rank.",
@@ -620,11 +620,11 @@ impl Reducer {
         let message = format!(
             "the gradient of {name} on rank {rank} holds NaN or infinity in step {step}{form} (PENSTOCK_CHECK=nan)."
         );
-        Failure::fatal(FailureKind::NotFinite, message)
+        Failure::of_call(FailureKind::NotFinite, message)
     }
 
-    /// Records a failure. The flush ends with the first one; running operations are failed on all ranks, so that they end
-    /// soon.
+    /// Records a failure. The flush ends with the first one; the reducer's channels fail on all ranks, so that what runs there ends
+    /// soon. The group goes on, unless it has failed itself.
     fn fail(&self, failure: &Failure) {
         let mut state = self.lock();
         if state.failed.is_some() {
@@ -632,8 +632,8 @@ impl Reducer {
         }
         state.failed = Some(failure.clone());
         drop(state);
-        self.0.rounds.fail(failure.clone());
-        self.0.buckets.fail(failure.clone());
+        self.0.rounds.end(failure.clone());
+        self.0.buckets.end(failure.clone());
     }
 }
 
@@ -644,7 +644,7 @@ impl Drop for End {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let message = "the reducer has panicked; standard error says where. This is a defect of Penstock.";
-            self.0.fail(&Failure::fatal(FailureKind::Bug, message));
+            self.0.fail(&Failure::of_call(FailureKind::Bug, message));
         }
         self.0.over();
     }

@@ -36,7 +36,7 @@ from penstock.torch.layout import layout
 from penstock.training import checks, passes, tuning
 from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
-from penstock.training.steps import SHARED, Stepper, Steps, state
+from penstock.training.steps import SHARED, Steps, state
 from penstock.training.trained import Trained
 from penstock.training.tune import Setting, Tuner
 
@@ -490,17 +490,15 @@ class GradientReducer:
         """An optimizer is about to step. If it steps parameters of this reducer outside of no_sync, average what is not averaged
         yet."""
         steps, trained = self._steps, self._trained
-        stepper = steps.steppers.get(optimizer)
-        if stepper is None:
-            if not any(one in trained.all for one in _parameters(optimizer)):
-                return
-            stepper = steps.steppers[optimizer] = Stepper()
+        stepped = steps.stepped.get(optimizer)
+        if stepped is None and not any(one in trained.all for one in _parameters(optimizer)):
+            return
         if self._synchronises():
             for group in optimizer.param_groups:
                 if not trained.ids.issuperset(map(id, group["params"])):
                     self._check_left_out(one for one in group["params"] if one not in trained.all)
             are_delivered = steps.are_delivered(_parameters(optimizer), trained.index)
-            if self._lacks_average(stepper.passes == steps.passes, _parameters(optimizer), bool(are_delivered)):
+            if self._lacks_average((stepped or 0) == steps.passes, _parameters(optimizer), bool(are_delivered)):
                 if _is_scaled():
                     raise ConfigError(
                         f"rank {self._buckets.rank}: GradScaler.step() makes a step whose gradients are not averaged, and has "
@@ -516,7 +514,7 @@ class GradientReducer:
                     "because no backward pass outside no_sync reached a parameter, and this script changes averages before it "
                     f"steps (by clip_grad_norm_, for one): other ranks did. {_CALL_AVERAGE}"
                 )
-        stepper.passes = steps.passes
+        steps.stepped[optimizer] = steps.passes
 
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
         """Parameters that require a gradient and are not to be averaged."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-__all__ = ["SHARED", "State", "Stepper", "Steps", "state"]
+__all__ = ["SHARED", "State", "Steps", "state"]
 
 State = tuple[int, int]
 """A value that changes when a gradient is replaced, or changed in place: its address and version."""
@@ -25,16 +25,6 @@ def _own_state(gradient: torch.Tensor) -> State:
     return address, SHARED if is_shared else version
 
 
-class Stepper:
-    """An optimizer that steps by averages."""
-
-    __slots__ = ("passes",)
-
-    def __init__(self) -> None:
-        self.passes = 0
-        """How many passes there had been at its last step."""
-
-
 class Steps:
     """The passes of a reducer, the averages that they have left, and the optimizers that have stepped by these."""
 
@@ -49,8 +39,8 @@ class Steps:
         """Averages were changed between the last pass and its step."""
         self.was_late = False
         """The last average came within a step."""
-        self.steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stepper] = weakref.WeakKeyDictionary()
-        """The optimizers that have stepped by these averages."""
+        self.stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """How many passes there had been at an optimizer's last step."""
 
     def keep(self, parameter: torch.nn.Parameter) -> None:
         """A pass has made a gradient that is not averaged now."""
@@ -59,7 +49,7 @@ class Steps:
 
     def is_stepped(self) -> bool:
         """Whether there was no pass since some optimizer's last step."""
-        return not self.passes or any(one.passes == self.passes for one in self.steppers.values())
+        return not self.passes or self.passes in self.stepped.values()
 
     def changed_since_kept(self) -> torch.nn.Parameter | None:
         """The first parameter whose kept gradient was changed since. zero_grad() is no change."""
