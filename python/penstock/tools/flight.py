@@ -47,7 +47,7 @@ def describe(records: Sequence[dict[str, Any]], last: int = 8) -> str:
         lines.append(f"rank {each['rank']} on {each['host']}, process {each['pid']}, at {when}")
         for group in each["groups"]:
             if group["failed"]:
-                lines.append(f"  group {group['name']} has failed: {group['failed']}")
+                lines.append(f"  {_label(group['name'])} has failed: {group['failed']}")
         for peer in each["peers"]:
             if peer["lost"]:
                 lines.append(f"  lost: {peer['lost']}")
@@ -86,7 +86,7 @@ def _differences(records: Sequence[dict[str, Any]]) -> list[str]:
         }
         if len(set(furthest.values())) > 1:
             told = ", ".join(f"rank {rank} #{number}" for rank, number in sorted(furthest.items()))
-            lines.append(f"group {group}: ranks have come differently far: {told}")
+            lines.append(f"{_label(group)}: ranks have come differently far: {told}")
         for number in sorted({number for of in collectives for name, number in of if name == group}):
             by_rank = {
                 each["rank"]: of[group, number]
@@ -95,9 +95,14 @@ def _differences(records: Sequence[dict[str, Any]]) -> list[str]:
             }
             if len(set(by_rank.values())) > 1:
                 told = ", ".join(f"rank {rank} {operation}" for rank, operation in sorted(by_rank.items()))
-                lines.append(f"group {group} #{number}: ranks issued different operations: {told}")
+                lines.append(f"{_label(group)} #{number}: ranks issued different operations: {told}")
                 break
     return lines
+
+
+def _label(name: str) -> str:
+    """A group, or a channel of one, whose name has the group's before it."""
+    return f"{'channel' if '/' in name else 'group'} {name}"
 
 
 def _order(one: dict[str, Any]) -> str:
