@@ -50,23 +50,24 @@ pub(super) fn result(program: &Program, call: usize, place: usize) -> Option<Vec
         let parts: Vec<Vec<u8>> = (0..world).map(|rank| whole(rank, bytes)).collect();
         reduce(&parts, dtype, op)
     };
+    let joined = |of: &dyn Fn(usize) -> Vec<u8>| (0..world).map(of).collect::<Vec<_>>().concat();
     Some(match what {
         What::AllReduce => reduced(one),
         What::ReduceScatter => reduced(one * world)[place * one..][..one].to_vec(),
-        What::AllGather => (0..world).flat_map(|rank| whole(rank, one)).collect(),
+        What::AllGather => joined(&|rank| whole(rank, one)),
         What::Broadcast { root } => whole(root, one),
         What::Reduce { root } if root == place => reduced(one),
         What::Reduce { .. } => whole(place, one),
-        What::Gather { root } if root == place => (0..world).flat_map(|rank| whole(rank, one)).collect(),
+        What::Gather { root } if root == place => joined(&|rank| whole(rank, one)),
         What::Scatter { root } => part(root, place),
-        What::AllToAll { has_splits: false } => (0..world).flat_map(|rank| part(rank, place)).collect(),
+        What::AllToAll { has_splits: false } => joined(&|rank| part(rank, place)),
         What::AllToAll { has_splits: true } => {
             let size = |from, to| unequal(call, from, to, elements) as usize * dtype.size();
             let from = |rank: usize| {
                 let before: usize = (0..place).map(|to| size(rank, to)).sum();
                 whole(rank, before + size(rank, place))[before..].to_vec()
             };
-            (0..world).flat_map(from).collect()
+            joined(&from)
         }
         What::Message { from, to, .. } if to == place => whole(from, one),
         What::Message { .. } | What::Barrier | What::Open | What::Gather { .. } => return None,

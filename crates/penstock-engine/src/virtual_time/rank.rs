@@ -469,7 +469,9 @@ impl<'a> Rank<'a> {
             if issued.ticket.result().is_none() {
                 complaints.push(format!("hang: call {call} on rank {} has no end", self.rank));
             }
-            if issued.is_over && issued.input.iter().chain(&issued.output).any(|byte| *byte != SCRIBBLE) {
+            // To the end, whatever it finds: a loop that may stop early compares one byte at a time.
+            let is_scribble = |buffer: &[u8]| buffer.iter().fold(0, |odd, byte| odd | (byte ^ SCRIBBLE)) == 0;
+            if issued.is_over && !(is_scribble(&issued.input) && is_scribble(&issued.output)) {
                 complaints.push(format!("written: a buffer of call {call} on rank {}, after its end", self.rank));
             }
         }
