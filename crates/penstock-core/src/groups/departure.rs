@@ -119,10 +119,11 @@ impl<B> Group<B> {
 
     /// Fails an operation that waits for a rank that is lost, or has left. What the rank sent before still counts.
     pub(super) fn check_departed<H: Host<Body = B>>(&mut self, common: &mut Common<H::Kept>, host: &mut H, op: OpId) {
-        let Some(active) = self.ops.get(&op) else { return };
         if !self.members.peers().any(|peer| self.is_gone(common, peer, op.channel)) {
             return;
         }
+        self.count_as_taken(common, host, op);
+        let Some(active) = self.ops.get(&op) else { return };
         // The operation fails with the group or channel, for the first failure.
         if self.is_void(op) {
             return;
@@ -155,6 +156,31 @@ impl<B> Group<B> {
             (Some((false, failure)), _) => self.fail(common, host, ChannelId::MAIN, failure, true),
             (None, _) => {}
         }
+    }
+
+    /// A rank that has ended a collective has taken all messages of it. Where the rank has left the job since, its word of that may
+    /// never come: it was on a stream that stands still. (What still waits for a grant is of another operation than the rank's.)
+    fn count_as_taken<H: Host<Body = B>>(&mut self, common: &mut Common<H::Kept>, host: &mut H, op: OpId) {
+        let Some(active) = self.ops.get(&op).filter(|_| op.sequence == Sequence::Collectives) else { return };
+        let farewells = self.channels.get(&op.channel).map(|known| &known.farewells.gone);
+        let mut taken = Vec::new();
+        for (rank, what) in active.operation.awaited_messages() {
+            let Awaited::Taken(message) = what else { continue };
+            let Some(peer) = self.members.peer(rank) else { continue };
+            let has_ended_it = farewells.and_then(|gone| gone.get(&peer)).is_some_and(|(count, _)| op.seq < *count);
+            let key = op.key(self.id, self.members.rank(), message);
+            if has_ended_it && common.directory.peer(peer).lost.is_some() && !host.look(peer).needs_the_peer(&key) {
+                taken.push((rank, message));
+            }
+        }
+        if taken.is_empty() {
+            return;
+        }
+        self.drive(common, host, op, |active, _, effects| {
+            for (rank, message) in taken {
+                active.operation.on_sent(rank, message, effects);
+            }
+        });
     }
 
     /// Whether a member has closed a channel, has left the group or the job, or is lost.

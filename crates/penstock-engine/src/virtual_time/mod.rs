@@ -258,12 +258,16 @@ const MOST_FAILURES: usize = 10;
 const SHRINK_TRIALS: u32 = 400;
 /// Seeds whose programs have found something, and what. A seed means another program when the generator changes: then the
 /// programs that still matter get new seeds.
-const FAILED: [(u64, &str); 7] = [
+const FAILED: [(u64, &str); 8] = [
     (166, "the loop did not sleep while a hand-shake waited for a process that was stopped"),
     (627, "the same, for a host that had gone dark"),
     (538_572, "a rank left whose acknowledgements were lost with a stream: the other's operation failed"),
     (200_742, "a rank left while acknowledgements waited behind copies on a full stream: the other's operation failed"),
     (1740, "a rank that was stopped, and lost, refused the next join as that of an unknown job"),
     (5546, "a rank whose hand-shake stalled, so that it was lost, came back and was refused as that of an unknown job"),
+    (
+        10_011_071,
+        "a rank ended, closed a channel and left while a stream stood still: the other's operation, whole, was a mismatch",
+    ),
     (4_007_944, "what needed a rank in a channel that it had closed failed the group, if the rank had left since"),
 ];
