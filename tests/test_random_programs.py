@@ -171,6 +171,30 @@ def test_faults_of_the_crates_can_be_planted(name: str) -> None:
     assert fault.replacement != fault.text
 
 
+@pytest.mark.parametrize("name", [name for name, fault in engine_faults.FAULTS.items() if fault.expected or fault.test])
+def test_faults_that_programs_do_not_find_fail_a_test(name: str) -> None:
+    """Each has a reason and a test, which is there."""
+    fault = engine_faults.FAULTS[name]
+    assert fault.expected, f"{name}: say why programs do not find it"
+    if fault.expected.startswith("no effect: "):
+        return
+    assert fault.test is not None, f"{name}: name a test that fails with it"
+    package = ROOT / "crates" / fault.test.package
+    *_, function = fault.test.name.split("::")
+    files = [package / "tests" / f"{fault.test.file}.rs"] if fault.test.file else (package / "src").rglob("*.rs")
+    assert any(f"\nfn {function}(" in file.read_text() for file in files), f"{name}: there is no test {fault.test}"
+
+
+def test_what_a_test_of_the_crates_prints_is_understood() -> None:
+    """A fault whose test passes, or is not there, is an error."""
+    one = engine_faults.Test("penstock-core", "groups::tests::one")
+    said = "running 1 test\nthread 'one' (7) panicked at src/one.rs:1:2:\nleft: 1\nright: 2\nnote: run with\n"
+    assert plant.failure(said + "test result: FAILED. 0 passed; 1 failed", one) == "left: 1 right: 2"
+    for passes in (said + "test result: ok. 1 passed", "running 0 tests\ntest result: ok. 0 passed"):
+        with pytest.raises(plant.Defective, match="penstock-core, lib: groups::tests::one"):
+            plant.failure(passes, one)
+
+
 def test_fault_whose_text_is_gone_is_not_planted(tmp_path: pathlib.Path) -> None:
     """It is an error, and not a fault that no program finds; what was planted is gone afterwards."""
     file = tmp_path / "crates" / "file.rs"

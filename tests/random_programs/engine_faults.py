@@ -1,12 +1,26 @@
 """Faults to plant, one at a time, in the crates: each must be found by programs under virtual time, or these do not see its kind.
 
 ``./dev fuzz --virtual --mutant NAME`` plants them in a copy of the tree (`plant`). Each is a text that stands once in its
-file, and what stands there instead. ``expected`` says why a fault is not found within 5,000 programs.
+file, and what stands there instead. Where programs do not find a fault, ``expected`` says why, and ``test`` is one that fails.
 """
 
 from __future__ import annotations
 
 import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Test:
+    """A test of the crates."""
+
+    package: str
+    name: str
+    """With its module."""
+    file: str = ""
+    """Of the package's ``tests``; empty: it is in the library."""
+
+    def __str__(self) -> str:
+        return f"{self.package}, {self.file or 'lib'}: {self.name}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +36,9 @@ class EngineFault:
     seed: int = 0
     """The first seed to look for it with."""
     expected: str = ""
-    """Why it is not found, if it is not."""
+    """Why programs do not find it, if they do not."""
+    test: Test | None = None
+    """What fails with it instead; ``None`` if it has no effect."""
 
 
 # The parts of paths that most of them share.
@@ -95,6 +111,7 @@ FAULTS = {
         "let odd = beliefs.into_iter().chain(told).filter(|_| false).find(|(peer, theirs)| {",
         "what came before an operation began is not compared with it",
         expected="the other rank compares what this one sends and asks",
+        test=Test("penstock-core", "groups::tests::channels::another_order_of_opening_is_a_mismatch"),
     ),
     "probes-not-compared": EngineFault(
         f"{_GROUPS}/events.rs",
@@ -113,12 +130,16 @@ FAULTS = {
         "            self.events.push_back(Event::Late(header.key, header.fingerprint));\n",
         "",
         "a frame of an operation that has ended here is dropped without a look at what its sender takes it for",
+        expected="a probe, or what came early, mostly shows the same a second later",
+        test=Test("penstock-stream", "peer::tests::streams::nothing_is_used_after_its_operation"),
     ),
     "farewells-not-compared": EngineFault(
         f"{_GROUPS}/departure.rs",
         "find(|(_, other)| *other != theirs)",
         "find(|(_, other)| false && *other != theirs)",
         "what a rank says it did before it left is not compared",
+        expected="ranks that make different operations nearly always learn it from frames or probes before one leaves",
+        test=Test("penstock-core", "groups::tests::what_a_rank_did_before_it_left_is_compared"),
     ),
     "no-probes": EngineFault(
         f"{_GROUPS}/deadlines.rs",
@@ -138,7 +159,8 @@ FAULTS = {
         "let is_copied = is_short && machine.has_credit(len);",
         "let is_copied = is_short && (len == 0 || machine.has_credit(len));",
         "an empty message without credit counts as sent while its receiver does not know of it",
-        expected="hundreds of them would have to wait at once (`short_messages_wait_for_credit` has more)",
+        expected="hundreds of them would have to wait at once",
+        test=Test("penstock-engine", "short_messages_wait_for_credit", "conformance"),
     ),
     "credit-not-given-back": EngineFault(
         f"{_GROUPS}/progress.rs",
@@ -155,6 +177,7 @@ FAULTS = {
         "",
         "the newest credit is not repeated when its stream was lost",
         expected="every frame carries the credit",
+        test=Test("penstock-stream", "peer::tests::streams::returned_credit_survives_a_lost_stream"),
     ),
     "resend-applied-twice": EngineFault(
         f"{_PEER}/receive.rs",
@@ -201,6 +224,7 @@ FAULTS = {
         "                        && control.header.kind != crate::frame::Kind::Report\n",
         "a failure's report is not repeated when its stream was lost",
         expected="all other ranks report as well",
+        test=Test("penstock-stream", "peer::tests::streams::control_frames_of_a_lost_stream_are_repeated"),
     ),
     "control-frames-count-twice": EngineFault(
         f"{_PEER}/receive.rs",
@@ -208,6 +232,7 @@ FAULTS = {
         "let new = true;",
         "control frames that are repeated are used again",
         expected="over TCP none does more the second time; references, for which it matters, are not drawn",
+        test=Test("penstock-stream", "peer::tests::streams::references_are_read_once"),
     ),
     "stalled-stream-not-closed": EngineFault(
         f"{_PEER}/time.rs",
@@ -215,6 +240,7 @@ FAULTS = {
         "                let _ = id;\n",
         "a stream that stalls is not closed",
         expected="its frames are taken over by others",
+        test=Test("penstock-stream", "peer::tests::life::a_stalled_stream_is_reported"),
     ),
     "own-absence-counts-as-silence": EngineFault(
         f"{_PEER}/time.rs",
@@ -258,19 +284,24 @@ FAULTS = {
         "let finished = if failure.kind == FailureKind::Closed { self.finished(scope) } else { Counts::default() };",
         "let finished = Counts::default();",
         "a rank that leaves takes collectives away from others that it has ended",
-        expected="where a rank leaves, its group may fail (`a_collective_that_one_rank_has_ended_ends_on_all` sees it)",
+        expected="where a rank leaves, its group may fail",
+        test=Test("penstock-engine", "virtual_time::a_collective_that_one_rank_has_ended_ends_on_all"),
     ),
     "end-waits-for-nothing": EngineFault(
         f"{_GROUPS}/failure.rs",
         "        if self.have_ended(&counts) {\n",
         "        if true || self.have_ended(&counts) {\n",
         "a rank's end fails collectives at once that still can end",
+        expected="where a rank leaves, its group may fail",
+        test=Test("penstock-engine", "virtual_time::a_collective_that_one_rank_has_ended_ends_on_all"),
     ),
     "second-end-ignored": EngineFault(
         f"{_GROUPS}/failure.rs",
         "        if lowest != ending.counts.0 {\n",
         "        if false && lowest != ending.counts.0 {\n",
         "of two ranks that end, only the first counts",
+        expected="it takes two ranks that leave in the middle of different collectives, and in a program only one does",
+        test=Test("penstock-engine", "virtual_time::the_first_collective_that_somebody_has_not_ended_ends_the_group"),
     ),
     # ------------------------------------------------------------------------------------------------ ranks that leave
     "taken-messages-of-the-gone-count-as-lost": EngineFault(
@@ -291,6 +322,7 @@ FAULTS = {
         "        match 0 * ahead {\n",
         "the word of having left overtakes data",
         expected="it hides a disagreement that nobody waits for any more",
+        test=Test("penstock-stream", "peer::tests::life::leaving_overtakes_nothing"),
     ),
     "good-bye-overtakes": EngineFault(
         f"{_PEER}/ending.rs",
@@ -298,6 +330,7 @@ FAULTS = {
         "        true || !self.controls.frames.values().any(is_report)\n",
         "a good-bye does not wait for frames",
         expected="a stream must be lost within the last milliseconds",
+        test=Test("penstock-stream", "peer::tests::streams::empty_messages_are_to_be_delivered"),
     ),
     "good-bye-acknowledged-while-frames-wait": EngineFault(
         f"{_PEER}/receive.rs",
@@ -306,13 +339,14 @@ FAULTS = {
         "a good-bye is acknowledged while frames wait",
         seed=538_000,
         expected="a stream must be lost within the last milliseconds",
+        test=Test("penstock-stream", "peer::tests::streams::a_good_bye_waits_for_lost_acknowledgements"),
     ),
     "acknowledgements-do-not-leave-before-the-end": EngineFault(
         "penstock-net/src/driver/ending.rs",
         "machine.is_quiet() && !machine.owes_acks() && self.is_flushed(link)",
         "machine.is_quiet() && self.is_flushed(link)",
         "a rank ends with acknowledgements that it has not sent",
-        expected="a stream must be lost within the last milliseconds",
+        expected="no effect: the loop has written what it can before it looks, and a stream that takes no more is not flushed",
     ),
     "good-bye-ignored": EngineFault(
         "penstock-net/src/driver.rs",
@@ -332,13 +366,15 @@ FAULTS = {
         "            let _ = failure;\n",
         "the report of a group that is joined later is forgotten",
         expected="ranks then wait for a time-out, which is allowed where a rank leaves",
+        test=Test("penstock-engine", "messages_that_the_end_of_their_group_has_overtaken", "unauthenticated"),
     ),
     "end-of-a-later-group-forgotten": EngineFault(
         f"{_GROUPS}/departure.rs",
         "            self.unjoined.overtaken.remember(peer, id);\n",
         "",
         "the end of a group that is joined later is forgotten",
-        expected="ranks then wait for a time-out, which is allowed where a rank leaves",
+        expected="it keeps messages that the end has overtaken, where a join has failed; what is held is not looked at there",
+        test=Test("penstock-engine", "messages_that_the_end_of_their_group_has_overtaken", "unauthenticated"),
     ),
     "join-with-the-dead-waits": EngineFault(
         f"{_GROUPS}/events.rs",
@@ -346,6 +382,8 @@ FAULTS = {
         "self.common.directory.is_lost(peer, reason, has_died && false);",
         "a join with a process that has died does not fail at once",
         seed=3_001_800,
+        expected="it takes a rank that joins with one that has died while a third waits for it elsewhere",
+        test=Test("penstock-engine", "virtual_time::a_join_with_a_rank_that_has_died_fails_at_once"),
     ),
     # -------------------------------------------------------------------------------------------------------- channels
     "channel-ignored-where-frames-arrive": EngineFault(

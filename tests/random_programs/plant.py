@@ -1,4 +1,5 @@
-"""Plants the faults of `engine_faults` in a copy of the tree, each by itself, and runs virtual programs until one complains."""
+"""Plants the faults of `engine_faults` in a copy of the tree, each by itself, and runs virtual programs until one complains, or
+the test that must fail with the fault."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 
-from random_programs.engine_faults import FAULTS, EngineFault
+from random_programs.engine_faults import FAULTS, EngineFault, Test
 
 
 class Defective(Exception):
-    """The fault itself is wrong: it cannot be planted, is not built, or makes the tester die."""
+    """The fault itself is wrong: it cannot be planted, is not built, makes the tester die, or its test does not fail."""
 
 
 @dataclasses.dataclass
@@ -33,7 +34,7 @@ class Found:
 def hunt(names: list[str], *, root: pathlib.Path, seed: int | None, count: int, minutes: float) -> int:
     """Look for these faults, one after the other, and print a line each. ``seed``: instead of each fault's own.
 
-    Returns: 1 if one was not found that should be, or is defective.
+    Returns: 1 if one was not found, or is defective.
     """
     failed = 0
     copy = _copy(root)
@@ -43,7 +44,13 @@ def hunt(names: list[str], *, root: pathlib.Path, seed: int | None, count: int, 
         first = fault.seed if seed is None else seed
         try:
             with planted(copy.tree, fault):
-                found = _look(copy.build(), first, count, minutes)
+                if fault.test and seed is None:
+                    said = _failure(copy.build(fault.test), fault.test)
+                    print(
+                        f"{name}: {fault.test} fails ({time.monotonic() - started_s:.0f} s): {said[:200]}", flush=True
+                    )
+                    continue
+                found = _look(copy.build(_PROGRAMS), first, count, minutes)
         except Defective as reason:
             failed = 1
             print(f"{name}: ERROR: {reason}", flush=True)
@@ -86,9 +93,10 @@ class _Copy:
     tree: pathlib.Path
     target: pathlib.Path
 
-    def build(self) -> pathlib.Path:
-        """The test binary of the engine's crate."""
-        command = ["cargo", "test", "-p", "penstock-engine", "--lib", "--locked", "--no-run", "--message-format=json"]
+    def build(self, test: Test) -> pathlib.Path:
+        """The binary that holds a test."""
+        target = ["--test", test.file] if test.file else ["--lib"]
+        command = ["cargo", "test", "-p", test.package, *target, "--locked", "--no-run", "--message-format=json"]
         environment = {**os.environ, "CARGO_TARGET_DIR": str(self.target)}
         done = subprocess.run(
             command,
@@ -144,7 +152,7 @@ def _look(binary: pathlib.Path, first: int, count: int, minutes: float) -> Found
         "PENSTOCK_VIRTUAL_MINUTES": str(minutes),
         "RUST_BACKTRACE": "0",
     }
-    command = [str(binary), "virtual_time::programs", "--exact", "--nocapture"]
+    command = [str(binary), _PROGRAMS.name, "--exact", "--nocapture"]
     with tempfile.TemporaryFile("w+") as errors:
         running = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, stdin=subprocess.DEVNULL
@@ -172,6 +180,43 @@ def _look(binary: pathlib.Path, first: int, count: int, minutes: float) -> Found
     return found
 
 
+def _failure(binary: pathlib.Path, test: Test) -> str:
+    """Run a test; what it fails with.
+
+    Raises:
+        Defective: it does not fail, or is not there.
+    """
+    command = [str(binary), test.name, "--exact", "--nocapture"]
+    environment = {**os.environ, "RUST_BACKTRACE": "0"}
+    with tempfile.TemporaryFile("w+") as output:
+        running = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL
+        )
+        try:
+            running.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise Defective(f"{test} has not ended after {_PATIENCE_S:.0f} s") from None
+        finally:
+            running.kill()
+            running.wait()
+        output.seek(0)
+        return failure(output.read(), test)
+
+
+def failure(said: str, test: Test) -> str:
+    """What a test has panicked with, from what its binary prints.
+
+    Raises:
+        Defective: it has not failed, or is not there.
+    """
+    if "running 1 test" not in said:
+        raise Defective(f"there is no test {test}")
+    if "test result: FAILED" not in said:
+        raise Defective(f"{test} does not fail")
+    panic = re.search(r"^thread .* panicked at [^\n]*\n(.*?)^note: ", said, re.DOTALL | re.MULTILINE)
+    return " ".join((panic[1] if panic else said).split())
+
+
 def read(lines: Iterable[str], first: int) -> Found | None:
     """The first complaint in what the tester prints, or its summary. None if it has neither."""
     program = None
@@ -185,5 +230,7 @@ def read(lines: Iterable[str], first: int) -> Found | None:
     return None
 
 
-# How long a program may take when the time is over.
+# The programs.
+_PROGRAMS = Test("penstock-engine", "virtual_time::programs")
+# How long a test may take, or a program when the time is over.
 _PATIENCE_S = 60.0

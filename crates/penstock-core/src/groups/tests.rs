@@ -618,6 +618,40 @@ fn what_a_rank_did_before_it_left_counts() {
     });
 }
 
+/// A rank makes another operation than the others where nobody sends anything, so that all end well. When it leaves, the others learn
+/// from what it did, and fail with both named.
+#[test]
+fn what_a_rank_did_before_it_left_is_compared() {
+    seeded(40, |seed, rng| {
+        let count = rng.usize(2..5);
+        let mut world = World::new(seed, &hosts(rng, count));
+        let (calls, leaver) = (rng.usize(1..4), rng.usize(0..count));
+        let odd = rng.usize(0..calls);
+        for rank in 0..count {
+            for at in 0..calls {
+                let mut what = all_reduce(0);
+                if (rank, at) == (leaver, odd) {
+                    what.fingerprint = Fingerprint::new(Name::AllReduce, None, DType::I32, None, 0);
+                }
+                world.plan(rank, at as u64 * rng.u64(0..20 * MILLISECOND), Step::Issue(at, what));
+            }
+        }
+        let all = |world: &World| world.ranks.iter().all(|rank| rank.host.ended.len() == calls);
+        assert!(world.run(all, world.now.plus(SECOND)), "seed {seed}: something has not ended");
+        world.plan(leaver, 0, Step::Leave);
+        let failure = |rank: &Rank| rank.groups.get(GROUP).and_then(|group| group.failure().cloned());
+        let others = |world: &World| {
+            let ranks = world.ranks.iter().enumerate().filter(|(at, _)| *at != leaver);
+            ranks.map(|(_, rank)| failure(rank)).collect::<Option<Vec<Failure>>>()
+        };
+        assert!(world.run(|world| others(world).is_some(), world.now.plus(SECOND)), "seed {seed}: nobody is told");
+        for failure in others(&world).expect("just seen") {
+            let is_named = failure.message.contains("int32") && failure.message.contains(&format!("rank {leaver}"));
+            assert!(failure.kind == FailureKind::Mismatch && is_named, "seed {seed}: {failure}");
+        }
+    });
+}
+
 /// Receives from any source take each message once, whichever comes first.
 #[test]
 fn receives_from_any_source_take_each_message_once() {

@@ -159,7 +159,8 @@ fn races_survive_the_loss_of_a_racer() {
     assert_eq!(finish(&mut b, 1, &frame, OpStatus::Active), Finish { apply: false, revoke: None });
 }
 
-/// A frame whose operation ends while it arrives is not used, and neither is one that starts to arrive afterwards.
+/// A frame whose operation ends while it arrives is not used, and neither is one that starts to arrive afterwards. Of both the engine
+/// is told what their sender takes the operation for.
 #[test]
 fn nothing_is_used_after_its_operation() {
     let [mut a, mut b] = pair(&PeerConfig::default(), 1);
@@ -171,6 +172,7 @@ fn nothing_is_used_after_its_operation() {
     let (arrival, finish) = take(&mut b, 0, &frame, OpStatus::Retired);
     assert_eq!((arrival, finish.apply), (Arrival::Discard, false));
     assert!(b.ops.is_empty());
+    assert_eq!(events(&mut b), [Event::Late(key(0), FIVE), Event::Late(key(0), FIVE)]);
 }
 
 /// A control frame that its stream does not get through is repeated by another one, and used once; so with a grant the
@@ -204,6 +206,29 @@ fn control_frames_of_a_silent_stream_are_repeated() {
     assert!(b.is_quiet());
     b.stream_down(0);
     assert!(b.is_quiet());
+}
+
+/// Control frames that are on their way on a stream that is lost leave again on another, in the same order, whatever they say.
+#[test]
+fn control_frames_of_a_lost_stream_are_repeated() {
+    let [mut a, mut b] = pair(&PeerConfig::default(), 2);
+    a.grant(key(0), 1, FIVE);
+    let message = "a test".to_owned();
+    let report = Report { kind: FailureKind::Closed, message, is_passed_on: false, finished: Counts::default() };
+    a.report(GroupId(8), &report);
+    a.left(GroupId(9), farewell());
+    a.bye();
+    let lost: Vec<Kind> = std::iter::from_fn(|| a.poll_frame(0, NOW)).map(|frame| frame.header.kind).collect();
+    assert!([Kind::Grant, Kind::Report, Kind::Left, Kind::Bye].iter().all(|kind| lost.contains(kind)), "{lost:?}");
+    a.stream_down(0);
+    b.stream_down(0);
+    let again = drain(&mut a, &mut b, 1);
+    assert_eq!(again.iter().map(|(header, _)| header.kind).collect::<Vec<_>>(), lost);
+    assert!(again.iter().all(|(_, finish)| finish.apply));
+    let told = events(&mut b);
+    assert!(told.contains(&Event::Report(GroupId(8).into(), report)) && told.contains(&Event::Bye), "{told:?}");
+    drain(&mut b, &mut a, 1);
+    assert!(a.is_quiet());
 }
 
 /// A message given by reference is read once, answered by Done, and reported sent once, even when all of it is repeated.
