@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -151,9 +152,8 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
                     for group in _grouped(parameters, groups, names, process_set):
                         self._p_to_group.update(dict.fromkeys(group, group))
                         self._group_counts[group] = 0
-                for parameter in parameters:
-                    self._requires_update.add(parameter)
-                    parameter.register_post_accumulate_grad_hook(self._hook)
+                self._requires_update.update(parameters)
+                _call_when_ready(self, parameters)
 
         def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
             self._handles = {}
@@ -302,11 +302,10 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
             self._starts: dict[torch.Tensor, torch.Tensor] = {}
             self._requires_update: set[torch.Tensor] = set()
             if process_set.included():
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.requires_grad:
-                            self._requires_update.add(parameter)
-                            parameter.register_post_accumulate_grad_hook(self._hook)
+                self._requires_update.update(
+                    one for group in self.param_groups for one in group["params"] if one.requires_grad
+                )
+                _call_when_ready(self, self._requires_update)
 
         def set_backward_passes_per_step(self, passes: int) -> None:
             """Change how many passes are summed, between two steps."""
@@ -378,6 +377,28 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
 
     Distributed.__name__ = Distributed.__qualname__ = base.__name__
     return Distributed
+
+
+def _call_when_ready(optimizer: Any, parameters: Iterable[torch.Tensor]) -> None:
+    """Call ``optimizer._hook`` with each parameter whose gradient is complete, as long as there is the optimizer.
+
+    Python's collector does not see what a parameter's hooks hold. One that held the optimizer, which holds the parameters, would
+    keep both for ever, and the optimizer's channels with them; and it would go on to reduce for an optimizer that nobody steps.
+    """
+    this = weakref.ref(optimizer)
+
+    def ready(parameter: torch.Tensor) -> None:
+        found = this()
+        if found is not None:
+            found._hook(parameter)
+
+    handles = [parameter.register_post_accumulate_grad_hook(ready) for parameter in parameters]
+    weakref.finalize(optimizer, _remove, handles).atexit = False
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 class _Reduction:
