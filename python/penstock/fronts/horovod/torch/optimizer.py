@@ -17,6 +17,7 @@ from penstock.fronts.horovod.buckets import Buckets
 from penstock.fronts.horovod.common.exceptions import HorovodInternalError
 from penstock.fronts.horovod.common.process_sets import ProcessSet, global_process_set
 from penstock.fronts.horovod.common.util import split_list
+from penstock.fronts.horovod.torch import handles
 from penstock.fronts.horovod.torch.compression import (
     BF16Compressor,
     Compression,
@@ -156,6 +157,7 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
                 _call_when_ready(self, parameters)
 
         def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+            _drop(self._handles)
             self._handles = {}
             self._reduction.forget()
             self._synchronized = False
@@ -196,7 +198,8 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
             self._synchronized = True
 
         def _begin_anew(self) -> None:
-            """Nothing is submitted."""
+            """Nothing is submitted. After an error of one gradient nobody waits for the others."""
+            _drop(self._handles)
             self._allreduce_delay = dict.fromkeys(self._allreduce_delay, self.backward_passes_per_step)
             self._group_counts = dict.fromkeys(self._group_counts, 0)
             self._handles.clear()
@@ -313,10 +316,15 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
             self._allreduce_delay = dict.fromkeys(self._allreduce_delay, passes)
 
         def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-            self._handles = {}
-            self._starts = {}
-            self._allreduce_delay = dict.fromkeys(self._allreduce_delay, self.backward_passes_per_step)
+            self._begin_anew()
             super().load_state_dict(*args, **kwargs)
+
+        def _begin_anew(self) -> None:
+            """Nothing is submitted. After an error of one parameter nobody waits for the others."""
+            _drop(self._handles)
+            self._handles.clear()
+            self._starts.clear()
+            self._allreduce_delay = dict.fromkeys(self._allreduce_delay, self.backward_passes_per_step)
 
         def synchronize(self) -> None:
             """Nothing: ``step()`` waits."""
@@ -336,12 +344,13 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
             for parameter in self._requires_update:
                 if self._handles.get(parameter) is None:
                     self._handles[parameter] = self._submit(parameter)
-            for parameter, (handle, ctx) in self._handles.items():
-                change = self._compression.decompress(synchronize(handle), ctx)
-                with torch.no_grad():
-                    parameter.copy_(self._starts.pop(parameter) + change)
-                self._allreduce_delay[parameter] = self.backward_passes_per_step
-            self._handles.clear()
+            try:
+                for parameter, (handle, ctx) in self._handles.items():
+                    change = self._compression.decompress(synchronize(handle), ctx)
+                    with torch.no_grad():
+                        parameter.copy_(self._starts.pop(parameter) + change)
+            finally:
+                self._begin_anew()
             return loss
 
         def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -392,13 +401,18 @@ def _call_when_ready(optimizer: Any, parameters: Iterable[torch.Tensor]) -> None
         if found is not None:
             found._hook(parameter)
 
-    handles = [parameter.register_post_accumulate_grad_hook(ready) for parameter in parameters]
-    weakref.finalize(optimizer, _remove, handles).atexit = False
+    hooks = [parameter.register_post_accumulate_grad_hook(ready) for parameter in parameters]
+    weakref.finalize(optimizer, _remove, hooks).atexit = False
 
 
-def _remove(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+def _drop(submitted: dict[Any, Any]) -> None:
+    """Nobody waits any more for what was submitted, a handle and what its decompression needs for each key."""
+    handles.drop(one[0] for one in submitted.values() if isinstance(one, tuple) and isinstance(one[0], int))
+
+
+def _remove(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class _Reduction:
