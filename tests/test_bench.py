@@ -46,6 +46,7 @@ from penstock.tools.testbed.link import LinkSpec
 from penstock.tools.testbed.system import unavailable as testbed_unavailable
 from penstock.tune import Setting, Tuner
 from ranks import run as run_ranks
+from samples import bench_outcome
 
 GLOO = backends.BACKENDS["gloo"]
 HERE = [each for each in backends.BACKENDS.values() if unavailable(each, on_testbed=False) is None]
@@ -531,6 +532,24 @@ def test_rows_read_the_limit_and_the_link() -> None:
     assert row.wire_ratio == pytest.approx(1.05)
     assert row.link_share == pytest.approx(8 * 10**8 / 1.25 / (link.payload_mbit or 0) / 1e6)
     assert report.flow_table([row]) is None
+
+
+def test_the_bench_names_no_link_where_ranks_share_a_host() -> None:
+    """On one host the table has no columns of a link; the series and its limit say what goes through memory. On emulated hosts
+    ranks of one host put nothing on the link, and have no share of it."""
+    outcome = bench_outcome([1 << 20], [2])
+    heads = [column.head for column in report.table(outcome.rows, outcome.series, "").columns]
+    assert not any("link" in head or "wire" in head for head in heads), heads
+    assert {row.point.label: row.limit for row in outcome.rows}["penstock-shm"] == "copy"
+    assert report.does_not_show(None) == report.DOES_NOT_SHOW_LOOPBACK
+
+    beside = Point("all-reduce", "penstock-tcp", 2, 10**8, [1.0], planned={0: 0, 1: 0}, sent={0: 0.0, 1: 0.0})
+    series = [Series("penstock-tcp", "torch:penstock", limit="sockets")]
+    (row,) = report.rows([beside], series, LinkSpec(rate_mbit=1000))
+    assert (row.link_share, row.wire_ratio) == (None, None)
+    table = report.table([row], series, "")
+    cells = dict(zip([column.head for column in table.columns], table.lines[0].cells, strict=True))
+    assert (cells["of\nlink"], cells["wire/\nplan"]) == ("", "")
 
 
 def test_a_slow_job_does_not_hide_behind_the_median() -> None:

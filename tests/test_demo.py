@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import io
 import json
 import math
 import os
@@ -20,15 +21,17 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import ranks
 from backends import BACKENDS, Backend
 from penstock.reports import drawing as drawing_room
+from penstock.reports import render
 from penstock.tools.demo import cli, comparison, link_probe, prediction, report
 from penstock.tools.demo.training import WARM_UP_STEPS, Phases, Way
 from penstock.tools.testbed import LinkSpec, Testbed, TestbedUnavailable
 from penstock.torch import ddp_hook
-from samples import trained, tuned_comparison
+from samples import ABOUT, trained, tuned_comparison
 
 # ------------------------------------------------------------------------------------------------- the whole demo
 
@@ -423,6 +426,35 @@ def test_a_report_that_cannot_be_written_is_found_before_the_training(trouble: s
     assert "ranks" not in done.stdout
     if trouble == "a full disk":
         assert done.stdout == "before\nreport.html\n", done.stdout
+
+
+@pytest.mark.parametrize("link", [None, LinkSpec(rate_mbit=1000, flow_mbit=200)], ids=["one-host", "link"])
+def test_ranks_of_one_host_share_memory_and_do_not_use_a_link_at_nothing(link: LinkSpec | None) -> None:
+    """Ranks of one host read each other's memory, and next to nothing crosses an interface: progress, table and page say "shared
+    memory" and no rate. What does cross loopback has its rate, a slow one too; and over a link a rate of nothing stays what it
+    is, a thing to look into."""
+    # The gradient has 1 MB. Ranks tell each other in a few frames a step which memory they share; gloo is slow here.
+    ways = {"gloo": (1_000_000, 1.25), "penstock": (2_000, 0.05)}
+    progress = cli.progress_bar(Console(file=io.StringIO()))
+    results, news = [], []
+    for at, (way, (sent, step_s)) in enumerate(ways.items()):
+        steps = WARM_UP_STEPS + 4
+        training = trained(label=way, losses=[[3.0] * steps] * 2, seconds=[step_s] * steps, sent_per_step=sent)
+        training = dataclasses.replace(training, way=Way(way))
+        results.append(comparison.summarise(training, None, link))
+        cli.ProgressRow(progress, way, steps, link).show(training)
+        news.append(progress.tasks[at].fields["news"].split("tokens/s")[1].strip())
+    whole = comparison.Comparison(tuple(results), link, {}, ABOUT, (), quick=True)
+
+    said = ["0.8 MB/s", "0.0 MB/s" if link else "shared memory"]
+    assert news == (
+        ["link   0.8 MB/s ( 1%)", "link   0.0 MB/s ( 0%)"] if link else ["link   0.8 MB/s", "shared memory"]
+    )
+    assert next(row.texts for row in comparison.rows(whole) if row.name == "link use") == said
+    page = render(report.page(whole))
+    cells = re.search(r'scope="row">link use<small>.*?</small></th><td>(.*?)</td><td>(.*?)</td>', page)
+    assert cells and list(cells.groups()) == said
+    assert ("a backend that uses shared memory sends nothing here" in page) == (link is None)
 
 
 def test_what_the_hook_gained_stands_apart_from_what_the_backend_gained() -> None:

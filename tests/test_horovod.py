@@ -235,11 +235,17 @@ def alike(values: list[Any]) -> None:
         programs.sync_batch_norm,
         programs.adasum,
         programs.adasum_training,
+        programs.dropped_optimizers,
     ],
 )
 def test_program(program: Callable[[], object], count: int) -> None:
     """The program's first line says what it proves; what it returns is the same on all ranks."""
     alike(ranks.run(program, count=count))
+
+
+def test_optimizers_of_another_life() -> None:
+    """Ranks that have another past go on together."""
+    alike(ranks.run(programs.optimizers_of_another_life, count=3))
 
 
 @pytest.mark.parametrize("count", [2, 3])

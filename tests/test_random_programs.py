@@ -14,9 +14,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import forked
-from random_programs import engine_faults, faults, generate, judge, known, mutants, plant, render, run, shrink
+from random_programs import (
+    engine_faults,
+    faults,
+    generate,
+    horovod_optimizers,
+    judge,
+    known,
+    mutants,
+    plant,
+    render,
+    run,
+    shrink,
+)
 from random_programs.pool import FAULT_MEDIA, MEDIA, Pool
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -95,6 +108,45 @@ def test_shrinking_keeps_the_deviation() -> None:
         if program["wrong"] is not None:
             for candidate in shrink._candidates(program):
                 assert program["wrong"]["call"] in candidate["calls"], f"seed {seed}"
+
+
+def test_adasum_of_the_model() -> None:
+    """Orthogonal vectors are added and parallel ones averaged; others are as the formula says, to a few roundings."""
+    ones = [torch.tensor(one) for one in ([3.0, 0.0, 0.0], [0.0, 5.0, 0.0], [0.0, 0.0, 7.0])]
+    assert horovod_optimizers.adasum(ones)[0].tolist() == [3.0, 5.0, 7.0]
+    assert horovod_optimizers.adasum([torch.full((2,), 1.0 + at) for at in range(4)])[0].tolist() == [2.5, 2.5]
+    assert horovod_optimizers.adasum([torch.zeros(2), torch.ones(2)])[0].tolist() == [1.0, 1.0]
+    result, off = horovod_optimizers.adasum([torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0])])
+    # a.b = 2, |a|^2 = 2, |b|^2 = 4: half of a and three quarters of b.
+    assert result.tolist() == [2.0, 0.5] and (off > 0).all() and (off < 1e-4).all()
+
+
+def test_judge_of_optimizers() -> None:
+    """A rank that makes a step too many is the only one that fails; where it makes one fewer, the others do; where its parameters
+    differ, all do. Each says so in Horovod's words, and nobody else gets an error."""
+    op = {"kind": "optimizer", "set": None, "stage": 0, "how": "sync"}
+    call = {"call": "hvd", "group": "world", "sets": [], "ops": [op]}
+    program: dict[str, Any] = {"ranks": 2, "calls": {"0": call}}
+    for how, words, failing in (
+        ("more steps", "Horovod has been shut down", [1]),
+        ("fewer steps", "Horovod has been shut down", [0]),
+        ("size of a parameter", "Mismatched ALLREDUCE tensor shapes", [0, 1]),
+    ):
+        program["wrong"] = {"kind": "hvd", "rank": 1, "call": "0", "how": how, "op": 0}
+
+        def said(ranks_that_fail: list[int], words: str = words) -> list[str]:
+            end = {"call": "0", "step": "op 0", "seconds": 0.1, "kinds": ["HorovodInternalError"], "text": words}
+            reports = {
+                rank: {"ends": [end] if rank in ranks_that_fail else [], "complaints": [], "digests": {}}
+                for rank in (0, 1)
+            }
+            return judge.judge(program, reports)
+
+        assert said(failing) == []
+        assert any("nobody noticed" in text for text in said([]))
+        assert any("not an error that" in text for text in said(failing, "something else"))
+        if len(failing) == 1:
+            assert any("an error elsewhere" in text for text in said([0, 1]))
 
 
 @pytest.fixture(scope="module")

@@ -687,6 +687,64 @@ def adasum_training() -> list[float]:
     return model.weight.flatten().tolist()
 
 
+def dropped_optimizers() -> list[float]:
+    """An optimizer that is dropped is gone, and with it the model; until then another one of the same model takes its place."""
+    import gc
+    import weakref
+
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    dropped, seen = [], []
+    for how in ({}, {"groups": 1}, {"op": hvd.Adasum}):
+        model = torch.nn.Linear(3, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        for _ in range(2):
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.5), named_parameters=model.named_parameters(), **how
+            )
+            model(torch.full((1, 3), 2.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dropped.append(weakref.ref(optimizer))
+            del optimizer
+            gc.collect()
+        assert torch.allclose(model.weight, torch.tensor(-2.0)), (how, model.weight)
+        seen += model.weight.flatten().tolist()
+        dropped.append(weakref.ref(model.weight))
+        del model
+        gc.collect()
+    alive = [one() for one in dropped if one() is not None]
+    assert not alive, alive
+    return seen
+
+
+def optimizers_of_another_life() -> list[float]:
+    """A rank that has made other optimizers in an earlier life of Horovod, as in an elastic job that was smaller then, goes on
+    with one that has not."""
+    import penstock.horovod.torch as hvd
+
+    def make() -> tuple[torch.nn.Linear, Any]:
+        model = torch.nn.Linear(2, 1, bias=False).double()
+        torch.nn.init.zeros_(model.weight)
+        return model, hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+    hvd.init()
+    earlier = [make() for _ in range(hvd.rank())]
+    earlier.clear()
+    hvd.shutdown()
+    hvd.init()
+    seen: list[float] = []
+    for _ in range(2):
+        model, optimizer = make()
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        seen += model.weight.flatten().tolist()
+    return seen
+
+
 def timeline(path: str) -> None:
     """The timeline is JSON that says what was negotiated and executed."""
     import json

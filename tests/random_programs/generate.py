@@ -66,6 +66,8 @@ BLOCKING = {
 }
 # Calls that make groups of their own.
 FRONTS = ("reducer", "ddp", "hvd allreduce", "hvd")
+# Calls that torch.distributed._functional_collectives has as well: they give a new tensor, which is waited for.
+FUNCTIONAL = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 # Between two ranks of the group.
 PAIRWISE = ("message", "message objects")
 ROOTED = {"broadcast", "reduce", "gather", "scatter", "broadcast_object_list", "gather_object", "scatter_object_list"}
@@ -164,6 +166,7 @@ def generate(seed: int, *, medium: str = "memory", avoid: Collection[str] = (), 
     _vary(more, program)
     fronts = random.Random(f"{seed} fronts")
     _vary_fronts(fronts, program, avoid)
+    _vary_further(random.Random(f"{seed} further"), program)
     program["wrong"] = None
     if is_wrong if wrong is None else wrong:
         _spoil(rng, program, avoid, splits=more.random() < 0.1)
@@ -424,6 +427,25 @@ def _vary_fronts(rng: random.Random, program: Program, avoid: Collection[str]) -
             program["calls"][name] = drawn
 
 
+def _vary_further(rng: random.Random, program: Program) -> None:
+    """Functional collectives, slices of shared memory, gradients in it, and Horovod's optimizers and Adasum."""
+    refused = {step[1] for steps in program["steps"] for step in steps if step[0] == "refused"}
+    for name, spec in program["calls"].items():
+        can_be = spec["call"] in FUNCTIONAL and name not in refused and spec.get("reduce") != "PREMUL_SUM"
+        if can_be and not spec.get("in_place") and rng.random() < 0.15:
+            spec["functional"] = rng.choice(["waited", "used"])
+        # Where nothing but average() ends a step, a gradient that is there at its beginning counts as averaged.
+        can_be = spec["call"] in ("reducer", "ddp") and not spec.get("view") and not spec.get("averaging")
+        if can_be and rng.random() < 0.25:
+            spec["shared"] = True
+        if "layouts" in spec and spec["call"] != "hvd allreduce":
+            spec["layouts"] = [
+                "shared slice" if one == "shared" and rng.random() < 0.4 else one for one in spec["layouts"]
+            ]
+        if spec["call"] == "hvd":
+            horovod_sessions.vary(rng, spec, program["ranks"])
+
+
 def _can_be_refused(spec: dict[str, Any], avoid: Collection[str]) -> bool:
     """Whether a strided tensor in the place of its last one makes the call fail before anything is sent."""
     if spec["call"] not in (
@@ -478,6 +500,8 @@ def _spoil(rng: random.Random, program: Program, avoid: Collection[str], *, spli
         steps[at] = [*steps[at], {"dtype": rng.choice(kinds)}]
     elif kind == "reduce":
         kinds = [o for o in reference.OPERATIONS if o != spec["reduce"] and reference.is_defined(o, spec["dtype"])]
+        if spec.get("functional"):
+            kinds = [one for one in kinds if one != "PREMUL_SUM"]  # it has no name there
         if not kinds:
             return
         steps[at] = [*steps[at], {"reduce": rng.choice(kinds)}]
@@ -488,7 +512,15 @@ def _spoil(rng: random.Random, program: Program, avoid: Collection[str], *, spli
         other = "barrier" if spec["call"] == "all_reduce" else "all_reduce"
         steps[at] = [
             *steps[at],
-            {"call": other, "reduce": "SUM", "dtype": "float32", "dtypes": None, "counts": [11], "layouts": ["flat"]},
+            {
+                "call": other,
+                "functional": None,
+                "reduce": "SUM",
+                "dtype": "float32",
+                "dtypes": None,
+                "counts": [11],
+                "layouts": ["flat"],
+            },
         ]
     elif kind == "missing":
         program["steps"][rank] = [step for step in steps if step[0] == "pause" or step[1] != name]
@@ -624,7 +656,13 @@ def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def for_gloo(program: Program) -> Program:
     """The calls of a right program that gloo has as well, on what it takes."""
-    return shrink.without(program, {name for name, spec in program["calls"].items() if not _is_gloos(spec)})
+    found = shrink.without(program, {name for name, spec in program["calls"].items() if not _is_gloos(spec)})
+    for spec in found["calls"].values():
+        spec.pop("shared", None)
+        if "layouts" in spec:
+            plain = {"shared": "flat", "shared slice": "slice"}
+            spec["layouts"] = [plain.get(layout, layout) for layout in spec["layouts"]]
+    return found
 
 
 def _is_gloos(spec: dict[str, Any]) -> bool:

@@ -66,6 +66,8 @@ def simpler(spec: Spec) -> Iterator[Spec]:
     """Calls with less of what is drawn here."""
     if any(len(passes) > 1 for passes in spec.get("passes", ())):
         yield {**spec, "passes": [passes[-1:] for passes in spec["passes"]]}
+    if spec.get("shared"):
+        yield {**spec, "shared": False}
     for name in ("hook", "averaging"):
         if spec.get(name) and (name != "averaging" or all(passes[-1] for passes in passes_of(spec))):
             yield {**spec, name: False}
@@ -176,6 +178,8 @@ def _train(pending: Any, module: Module, called: Any, no_sync: Any, average: Cal
             _raise(list(module.parts))
         for parameter in module.parts:
             parameter.grad = None
+            if spec.get("shared"):
+                parameter.grad = tensors.shared(torch.zeros_like(parameter))
         passes = passes_of(spec)[step]
         for number, is_averaged in enumerate(passes):
             factors = made(spec, step, number, pending.me)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from collectives import reference
-from random_programs import model, tensors
+from random_programs import horovod_optimizers, model, tensors
 
 Spec = dict[str, Any]
 
@@ -47,7 +47,7 @@ _IN_PLACE = ("allreduce", "grouped_allreduce", "broadcast")
 _REDUCING = ("allreduce", "grouped_allreduce", "reducescatter", "grouped_reducescatter")
 _SAME_SHAPE = (*_REDUCING, "broadcast")
 _DTYPES = [kind for kind in reference.ALL_DTYPES if not kind.startswith("float8")]
-_NAMES = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
+_NAMES = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product", "ADASUM": "Adasum"}
 _OPERATIONS = ["SUM", "SUM", "AVG", "AVG", "MIN", "MAX", "PRODUCT"]
 
 
@@ -122,8 +122,33 @@ def _draw_op(
     return op
 
 
+def vary(rng: random.Random, spec: Spec, ranks: int) -> None:
+    """Make some all-reduces Adasum, some tensors of memory that ranks share, and give the session optimizers."""
+    for op in spec["ops"]:
+        is_adasum = op["kind"] in ("allreduce", "grouped_allreduce") and op["dtype"] in reference.FLOATS
+        if is_adasum and op["stage"] >= 0 and "scale" not in op and rng.random() < 0.25:
+            op["reduce"] = "ADASUM"
+        if "slice" in op and rng.random() < 0.25:
+            op["shared"] = True
+    stages = [op["stage"] for op in spec["ops"]]
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        chosen = rng.choice([None, *range(len(spec["sets"]))])
+        stage = rng.choice([max(stages), *stages]) if chosen is None else max(0, *stages)
+        stage = -1 if spec.get("joined") and chosen is None and rng.random() < 0.3 else stage
+        size = ranks if chosen is None else len(spec["sets"][chosen])
+        op = horovod_optimizers.draw(rng, ranks=size, exact=spec["exact"], joined=stage < 0)
+        spec["ops"].append({**op, "set": chosen, "stage": stage})
+
+
 def deviate(rng: random.Random, spec: Spec, ranks: int) -> tuple[int, int, str, Spec | None] | None:
     """The rank that deviates, in which operation, how, and what it does instead (None: nothing). None if nothing fits."""
+    own = random.Random(f"{spec['key']} deviates")
+    optimizers = [index for index, op in enumerate(spec["ops"]) if _is_fit_optimizer(spec, op, ranks)]
+    if optimizers and own.random() < 0.7:
+        index = own.choice(optimizers)
+        op = spec["ops"][index]
+        found = horovod_optimizers.deviate(own, op, is_last=_is_last(spec, index))
+        return None if found is None else (own.choice(members(spec, op, ranks)), index, *found)
     kind = rng.choice(DEVIATIONS)
     fit = [index for index, op in enumerate(spec["ops"]) if _is_fit(spec, op, kind, ranks)]
     if not fit:
@@ -132,6 +157,8 @@ def deviate(rng: random.Random, spec: Spec, ranks: int) -> tuple[int, int, str, 
     op, instead = spec["ops"][index], None
     if kind == "dtype":
         wide = ["float32", "float64", "int32", "uint8"]
+        # Adasum is for floating point alone, and says so at once.
+        wide = wide[:2] if op.get("reduce") == "ADASUM" else wide
         instead = {**op, "dtype": rng.choice([one for one in wide if one != op["dtype"]])}
     elif kind == "rows":
         instead = {**op, "rows": [[op["rows"][0][0] + 1] * len(op["rows"][0]), *op["rows"][1:]]}
@@ -145,8 +172,22 @@ def deviate(rng: random.Random, spec: Spec, ranks: int) -> tuple[int, int, str, 
     return rng.choice(members(spec, op, ranks)), index, kind, instead
 
 
+def _is_fit_optimizer(spec: Spec, op: Spec, ranks: int) -> bool:
+    return op["kind"] == "optimizer" and len(members(spec, op, ranks)) > 1 and op["stage"] >= 0
+
+
+def _is_last(spec: Spec, index: int) -> bool:
+    """Whether nobody makes anything after this operation."""
+    later = [
+        op for op in spec["ops"][index + 1 :] if op["stage"] == spec["ops"][index]["stage"] and op["how"] == "sync"
+    ]
+    is_last_stage = spec["ops"][index]["stage"] == max(op["stage"] for op in spec["ops"])
+    return is_last_stage and not later and not spec.get("joined")
+
+
 def _is_fit(spec: Spec, op: Spec, kind: str, ranks: int) -> bool:
-    if len(members(spec, op, ranks)) < 2 or op["kind"] in ("barrier", "sparse_allreduce") or op["stage"] < 0:
+    others = ("barrier", "sparse_allreduce", "optimizer")
+    if len(members(spec, op, ranks)) < 2 or op["kind"] in others or op["stage"] < 0:
         return False
     if kind == "missing":
         # The others wait for it until this rank has shut Horovod down; a rank that has joined counts as zeros.
@@ -237,6 +278,13 @@ def simpler(spec: Spec) -> Iterator[Spec]:
 
 
 def _simpler_op(op: Spec) -> Iterator[Spec]:
+    if op["kind"] == "optimizer":
+        yield from horovod_optimizers.simpler(op)
+        return
+    if op.get("shared"):
+        yield {name: value for name, value in op.items() if name != "shared"}
+    if op.get("reduce") == "ADASUM":
+        yield {**op, "reduce": "SUM"}
     if op["how"] != "sync" and op["kind"] != "sparse_allreduce":
         yield {**op, "how": "sync"}
     if op.get("slice"):
@@ -274,6 +322,8 @@ def expected(spec: Spec, op: Spec, index: int, part: int, me: int, size: int) ->
     if kind == "reducescatter":
         first, rows = share(op["rows"][part][0], size, me)
         everything = [one[first * width : (first + rows) * width] for one in everything]
+    if op.get("reduce") == "ADASUM":
+        return horovod_optimizers.adasum(everything)
     if op["stage"] < 0:
         everything += [torch.zeros_like(everything[0])] * len(spec["joined"])
     result, bound = model.reduced(_of(spec, op, index), everything)
@@ -310,6 +360,7 @@ class Session:
         self._instead: dict[int, Spec | None] = {int(key): op for key, op in self._spec.get("instead", {}).items()}
         self._made: dict[int, list[tensors.Made]] = {}
         self._open: dict[int, Any] = {}
+        self._optimizers: dict[int, horovod_optimizers.Steps] = {}
 
     def run(self) -> None:
         """Raises HorovodInternalError where the program is right, and what its end raises."""
@@ -330,8 +381,16 @@ class Session:
                 with contextlib.suppress(self._hvd.HorovodInternalError):
                     finish()
             self._open.clear()
+            if self._optimizers:
+                # torch keeps the graph of a pass that raised until this thread's next pass.
+                torch.ones(1, requires_grad=True).sum().backward()
+            self._optimizers.clear()
 
     def _join(self) -> None:
+        for index, op in enumerate(self._spec["ops"]):
+            if op["kind"] == "optimizer" and op["stage"] < 0 and self._me in self._spec["joined"]:
+                # All ranks make the same optimizers; this one has nothing to step with.
+                self._make_optimizer(index, op, 0, 1)
         last, joined = self._hvd.join(), self._spec["joined"]
         if last in joined and any(op["stage"] < 0 for op in self._spec["ops"]):
             self._complain(f"join says that rank {last} came last, and not one of those that went on")
@@ -349,6 +408,9 @@ class Session:
         if kind == "barrier":
             self._hvd.barrier(**how)
             return
+        if kind == "optimizer":
+            self._open[index] = lambda: self._run_optimizer(index, op, right, me, len(everybody))
+            return
         name, reduction, more = arguments(self._spec, index, op)
         how |= more
         if reduction:
@@ -356,7 +418,9 @@ class Session:
         if kind == "sparse_allreduce":
             self._open[index] = self._hvd.sparse_allreduce_async(self._sparse(op, index, self._me), **how)
             return
-        layout = "slice" if op["slice"] else "flat"
+        layout = {(0, 0): "flat", (1, 0): "slice", (0, 1): "shared", (1, 1): "shared slice"}[
+            op["slice"], op.get("shared", False)
+        ]
         made = []
         for part in range(len(op["rows"])):
             flat = given(self._spec, op, index, part, me)
@@ -395,8 +459,30 @@ class Session:
         else:
             self._check(index, found)
 
+    def _make_optimizer(self, index: int, op: Spec, me: int, size: int) -> horovod_optimizers.Steps:
+        chosen = None if op["set"] is None else self._sets[op["set"]]
+        zeros = len(self._spec["joined"]) if op["stage"] < 0 else 0
+        keyed = _of(self._spec, op, index)
+        made = horovod_optimizers.Steps(self._hvd, keyed, f"op{index}", chosen, me=me, size=size, zeros=zeros)
+        self._optimizers[index] = made
+        return made
+
+    def _run_optimizer(self, index: int, op: Spec, right: Spec, me: int, size: int) -> None:
+        made = self._make_optimizer(index, op, me, size)
+        self._pending.keep(f"operation {index}, weight", list(made.module.parts))
+
+        def complain(text: str) -> None:
+            self._complain(f"operation {index} (optimizer), {text}")
+
+        def digest(part: str, bits: int) -> None:
+            self._pending.rank.digests[f"{self._pending.name}/{index}/{part}/{op['set']}"] = bits
+
+        made.run(_of(self._spec, right, index), complain, digest)
+
     def _check(self, index: int, found: Any) -> None:
         op = self._spec["ops"][index]
+        if op["kind"] == "optimizer":
+            return  # it has looked at every step
         if index in self._instead:
             self._complain(f"operation {index} has succeeded, though it was another than the other ranks'")
             return

@@ -79,6 +79,8 @@ def _call(program: dict[str, Any], rank: int, name: str, spec: Spec, *, later: b
         return
     size, me = len(members), members.index(rank)
     tensors, call, expected = _RENDERED.get(spec["call"], _other)(spec, members, me)
+    if spec.get("functional"):
+        call = _functional(spec, size, me)
     how = f", group={group}" + (f", async_op={later}" if spec["call"] not in _NO_ASYNC else "")
     yield f"# call {name} of group ranks {members}, here {me} of {size}"
     yield f"tensors_{name} = t = [{', '.join(tensors)}]"
@@ -91,6 +93,21 @@ def _call(program: dict[str, Any], rank: int, name: str, spec: Spec, *, later: b
     if not later:
         yield f"wait(work_{name})"
         yield f"check_{name}()"
+
+
+def _functional(spec: Spec, size: int, me: int) -> str:
+    operation = f"{spec.get('reduce', '').lower()!r}"
+    calls = {
+        "all_reduce": f"Functional(t[0], functional.all_reduce(t[0], {operation}, {{group}}))",
+        "broadcast": f"Functional(t[0], functional.broadcast(t[0], {spec.get('root')}, {{group}}))",
+        "all_gather_into_tensor": "Functional(t[1], all_gather_single(t[0].view(-1), 0, {group}))",
+        "reduce_scatter_tensor": f"Functional(t[1], reduce_scatter_single(t[0].view(-1), {operation}, 0, {{group}}))",
+    }
+    if spec["call"] in calls:
+        return calls[spec["call"]]
+    received = None if spec["even"] else [row[me] for row in spec["splits"][:size]]
+    sent = None if spec["even"] else spec["splits"][me]
+    return f"Functional(t[0], functional.all_to_all_single(t[1], {received}, {sent}, {{group}}))"
 
 
 def _fill(spec: Spec, rank: int, part: int, count: int, number: int = 0) -> str:
@@ -294,6 +311,11 @@ def _horovod_life(spec: Spec, members: list[int], me: int) -> tuple[list[str], s
             continue
         everybody = horovod_sessions.members(spec, right, len(members))
         chosen = [] if op["set"] is None else [f"process_set=sets[{op['set']}]"]
+        if op["kind"] == "optimizer":
+            names = ("counts", "steps", "passes", "reduce", "way", "groups", "compression", "predivide")
+            how = ", ".join([f"'op{index}'", f"torch.{op['dtype']}", *(f"{op[name]!r}" for name in names), *chosen])
+            lines.append(f"optimize(hvd, {how})")
+            continue
         if op["kind"] == "barrier":
             lines.append(f"hvd.barrier({', '.join(chosen)})")
             continue
@@ -385,7 +407,10 @@ import contextlib, datetime, os, signal, subprocess, sys, time
 
 import torch
 import torch.multiprocessing
+from torch.distributed import _functional_collectives as functional
 
+all_gather_single = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+reduce_scatter_single = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 RANKS, TIMEOUT_S = {ranks}, {timeout_s}
 {environment}
 
@@ -409,6 +434,11 @@ def lay(tensor, layout):
         return tensor.view(1, 2, 2, -1).permute(0, 3, 1, 2)
     if layout == "scalar" and tensor.numel() == 1:
         return tensor.view(())
+    if layout == "shared slice":
+        import penstock
+        whole = penstock.empty(tensor.numel() + 2, dtype=tensor.dtype)
+        whole[1:-1] = tensor
+        return whole[1:-1]
     if layout == "shared":
         import penstock
         shared = penstock.empty(tensor.numel(), dtype=tensor.dtype)
@@ -441,6 +471,47 @@ def coalesced(group, later, each):
     with dist._coalescing_manager(group, device=torch.device("cpu"), async_ops=later) as manager:
         each()
     return manager if later else None
+
+
+class Functional:
+    def __init__(self, target, made):
+        self.target, self.made = target, made
+
+    def wait(self):
+        made = functional.wait_tensor(self.made)
+        self.target.copy_(made.reshape(self.target.shape) if self.target.is_contiguous() else made)
+
+
+def optimize(hvd, name, dtype, counts, steps, passes, reduce, way, groups, compression, predivide, **how):
+    module = Module(counts, dtype)
+    parts = list(module.parts)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parts, lr=0.5),
+        named_parameters=[(f"{{name}}.{{at}}", one) for at, one in enumerate(parts)],
+        op={{"AVG": hvd.Average, "SUM": hvd.Sum, "ADASUM": hvd.Adasum}}[reduce],
+        backward_passes_per_step=passes,
+        compression=getattr(hvd.Compression, compression),
+        gradient_predivide_factor=predivide,
+        groups=[[parts[at] for at in group] for group in groups] if isinstance(groups, list) else groups,
+        **how,
+    )
+
+    def make():
+        optimizer.zero_grad()
+        for _ in range(passes):
+            module(2).backward()
+
+    for _ in range(steps):
+        if way == "closure":
+            optimizer.step(make)
+            continue
+        make()
+        if way == "step":
+            optimizer.step()
+            continue
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
 
 
 class Module(torch.nn.Module):

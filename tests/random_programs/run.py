@@ -298,11 +298,16 @@ class _Rank:
 
     def end(self) -> None:
         self.target.end()
+        functional = [pending for pending in self.pending.values() if pending.spec.get("functional")]
         self.pending.clear()
         self.groups.clear()
         self.ended.clear()
         if dist.is_initialized():
             self._try("", "destroy", dist.destroy_process_group)
+        for pending in functional:
+            # torch keeps the work and the tensor of what nobody waits for.
+            with contextlib.suppress(RuntimeError):
+                pending.wait()
         # torch counts a group that could not be built, and names the next one by the count.
         dist.distributed_c10d._world.group_count = 0
         for child in self.children:
@@ -355,7 +360,7 @@ class _Pending:
         self.rank.storages += [(f"{self.what} {label}", StorageWeakRef(one.untyped_storage())) for one in made]
 
     def issue(self, blocking: bool) -> None:
-        found = _CALLS[self.spec["call"]](self, not blocking)
+        found = _functional(self) if self.spec.get("functional") else _CALLS[self.spec["call"]](self, not blocking)
         self.works = [] if found is None else found if isinstance(found, list) else [found]
 
     def wait(self, within_s: float | None = None) -> None:
@@ -452,6 +457,56 @@ def _functional_all_reduce(p: _Pending, later: bool) -> None:
     else:
         result = functional.all_reduce(p.tensors[0], p.spec["reduce"].lower(), p.group)
         p.tensors[0].copy_(functional.wait_tensor(result))
+
+
+class _Functional:
+    """What a functional collective gave: a new tensor, which is waited for and then lies where the model looks.
+
+    ``way`` it is waited for: "waited" in so many words, "used" as an operand of an operation."""
+
+    def __init__(self, p: _Pending, result: torch.Tensor, into: int) -> None:
+        self._p, self._result, self._into, self._way = p, result, into, p.spec["functional"]
+        p.keep("functional result", [getattr(result, "elem", result)])
+        # What is reduced or broadcast is not changed, and takes the result only here.
+        self._given = tensors.bytes_of(p.tensors[into]) if len(p.tensors) == 1 else None
+
+    def wait(self) -> None:
+        from torch.distributed import _functional_collectives as functional
+
+        result, self._result = self._result, None  # type: ignore[assignment]
+        if result is None:
+            return
+        if self._way == "waited":
+            result = functional.wait_tensor(result)
+        if not self._p.tensors:
+            result.clone()  # its tensors were dropped
+            return
+        target = self._p.tensors[self._into]
+        if self._given is not None and tensors.bytes_of(target) != self._given:
+            self._p.rank.complain(f"{self._p.what}: values are wrong, the first at any: its input has changed")
+        target.copy_(result.reshape(target.shape) if target.is_contiguous() else result)
+
+
+def _functional(p: _Pending) -> Any:
+    from torch.distributed import _functional_collectives as functional
+
+    call, given, operation = p.spec["call"], p.tensors[0], p.spec.get("reduce", "").lower()
+    if call == "all_reduce":
+        return _Functional(p, functional.all_reduce(given, operation, p.group), 0)
+    if call == "broadcast":
+        return _Functional(p, functional.broadcast(given, p.spec["root"], p.group), 0)
+    if call == "all_gather_into_tensor":
+        gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+        return _Functional(p, gather(given.view(-1), 0, p.group), 1)
+    if call == "reduce_scatter_tensor":
+        scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+        return _Functional(p, scatter(given.view(-1), operation, 0, p.group), 1)
+    given, received, sent = p.tensors[1], None, None
+    given = given.view(-1, p.spec["width"]) if given.numel() else given.view(0, p.spec["width"])
+    if not p.spec["even"]:
+        received = [p.spec["splits"][s][p.me] for s in range(p.size)]
+        sent = p.spec["splits"][p.me]
+    return _Functional(p, functional.all_to_all_single(given, received, sent, p.group), 0)
 
 
 def _reduce(p: _Pending, later: bool) -> Any:

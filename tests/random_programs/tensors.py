@@ -19,9 +19,11 @@ class Made:
         self.slot = slot
         flat, count, layout = slot.before, slot.before.numel(), slot.layout
         self.guards: list[torch.Tensor] = []
-        if layout == "slice":
+        if layout in ("slice", "shared slice"):
             edge = (1, 3, 64)[index % 3]
             self.whole = model.poison(count + 2 * edge, str(flat.dtype).removeprefix("torch."))
+            if layout == "shared slice" and flat.dtype not in _NOT_SHARED:
+                self.whole = shared(self.whole)
             self.tensor = self.whole[edge : edge + count]
             self.tensor.copy_(flat)
             self.guards = [self.whole[:edge], self.whole[edge + count :]]
@@ -33,10 +35,7 @@ class Made:
             self.guards = [self.whole[1::2]]
             self.guard_bits = [bytes_of(one) for one in self.guards]
         elif layout == "shared" and flat.dtype not in _NOT_SHARED:
-            import penstock
-
-            self.whole = self.tensor = penstock.empty(count, dtype=flat.dtype)
-            self.tensor.copy_(flat)
+            self.whole = self.tensor = shared(flat)
         else:
             self.whole = self.tensor = flat.clone()
             if layout == "matrix" and count % 2 == 0:
@@ -66,6 +65,13 @@ class Made:
             f"{int(differs.sum())} of {found.numel()} elements ({found.dtype}) are wrong, the first at {first}: "
             f"{found[first].item()} instead of {after[first].item()}"
         )
+
+
+def shared(tensor: torch.Tensor) -> torch.Tensor:
+    """The same in memory that the ranks of a host read directly."""
+    import penstock
+
+    return penstock.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

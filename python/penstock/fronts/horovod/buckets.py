@@ -11,6 +11,8 @@ submit.
 
 from __future__ import annotations
 
+import functools
+import gc
 import hashlib
 import itertools
 import logging
@@ -53,10 +55,8 @@ class Buckets:
         average: bool,
         wire: torch.dtype | None,
     ) -> None:
-        # All ranks make the same optimizers, in the same order.
-        self.number = next(_numbers)
-        if self.number == 0:
-            _tell_what_is_left_out()
+        self.number = _free_number()
+        _tell_what_is_left_out()
         self._parameters = list(parameters)
         self._names = list(names)
         self._average = average
@@ -285,14 +285,33 @@ def _store(running: job.Job) -> Any:
     return running.controller(0, "DistributedOptimizer").group.backend._member.part_of_store("buckets")
 
 
+def _free_number() -> int:
+    """What the optimizer that is being made is called on all ranks, which make the same ones in the same order.
+
+    Ranks may have made other optimizers in earlier lives of Horovod. So a life begins with the numbers of those that are kept
+    from there, and gives the others anew. Within a life none is given twice: Python's collector drops an optimizer on each rank
+    at its own time.
+    """
+    running = job.current()
+    given = _given.get(running)
+    if given is None:
+        gc.collect()
+        given = _given[running] = {one.number for one in _all}
+    number = next(one for one in itertools.count() if one not in given)
+    given.add(number)
+    return number
+
+
 _all: weakref.WeakSet[Buckets] = weakref.WeakSet()
-_numbers = itertools.count()
+# By life of Horovod.
+_given: weakref.WeakKeyDictionary[job.Job, set[int]] = weakref.WeakKeyDictionary()
 # As GradientReducer's default.
 _BUCKET_BYTES = 4 << 20
 # How soon a rank that has no data at all sees that others begin, and one that waits for them that they have died.
 _LOOK_S = 0.05
 
 
+@functools.cache
 def _tell_what_is_left_out() -> None:
     """Say which settings of the gradient hooks do nothing under this API, if they are set."""
     read = config.read()

@@ -21,6 +21,7 @@ from penstock.tools.bench import machine
 from penstock.tools.demo.comparison import (
     Comparison,
     disagreements,
+    is_through_memory,
     payload_rate,
     shortfall_sentences,
     summarise,
@@ -29,7 +30,7 @@ from penstock.tools.demo.comparison import (
     verdict,
 )
 from penstock.tools.demo.link_probe import Carriage, exchange
-from penstock.tools.demo.prediction import Prediction, hook_buckets, predict_step
+from penstock.tools.demo.prediction import Prediction, hook_buckets, predict_step, wire_bytes
 from penstock.tools.demo.report import page
 from penstock.tools.demo.training import Bed, Training, TrainingFailed, Way, train
 from penstock.tools.testbed import LinkSpec, Loopback, Testbed, TestbedUnavailable
@@ -213,7 +214,7 @@ class ProgressRow:
 
     def __init__(self, progress: Progress, label: str, steps: int, link: LinkSpec | None) -> None:
         self._progress = progress
-        self._payload = payload_rate(link)
+        self._link, self._payload = link, payload_rate(link)
         self._task = progress.add_task(label, total=steps, news="the ranks are starting")
 
     def show(self, training: Training) -> None:
@@ -226,10 +227,11 @@ class ProgressRow:
         if span > 0:
             seconds = training.clock_s[-1] - training.clock_s[-1 - span]
             tokens = sum(step.tokens for step in training.steps[0][-span:])
-            rate = (training.sent_bytes[-1] - training.sent_bytes[-1 - span]) / seconds
-            share = f" ({rate / self._payload:3.0%})" if self._payload else ""
-            # Ranks of one host read each other's memory, and what crosses loopback then is only their talk about it.
-            carried = f"link {rate / 1e6:5.1f} MB/s{share}" if self._payload or rate > 1e6 else "shared memory"
+            sent = training.sent_bytes[-1] - training.sent_bytes[-1 - span]
+            share = f" ({sent / seconds / self._payload:3.0%})" if self._payload else ""
+            carried = f"link {sent / seconds / 1e6:5.1f} MB/s{share}"
+            if is_through_memory(sent / span, wire_bytes(training.facts["gradient_bytes"], training.ranks), self._link):
+                carried = "shared memory"
             news += f"  {tokens / seconds:6,.0f} tokens/s  {carried}"
         self._progress.update(self._task, completed=done, news=news)
 

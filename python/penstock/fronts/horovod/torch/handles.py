@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from penstock.fronts.horovod.operations import Entry, Result
 __all__ = [
     "check_tensor",
     "controller_of",
+    "drop",
     "empty",
     "forget_all",
     "like",
@@ -83,6 +84,13 @@ def forget_all() -> None:
     """Drop all handles: what they stand for ended with the job that they were submitted in."""
     with _handles_lock:
         _handles.clear()
+
+
+def drop(submitted: Iterable[int]) -> None:
+    """Nobody will synchronise these. Those that were synchronised already are passed over."""
+    with _handles_lock:
+        for handle in submitted:
+            _handles.pop(handle, None)
 
 
 def controller_of(process_set: ProcessSet, what: str) -> Controller:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.fronts.horovod.buckets import Buckets
 from penstock.fronts.horovod.common.exceptions import HorovodInternalError
 from penstock.fronts.horovod.common.process_sets import ProcessSet, global_process_set
 from penstock.fronts.horovod.common.util import split_list
+from penstock.fronts.horovod.torch import handles
 from penstock.fronts.horovod.torch.compression import (
     BF16Compressor,
     Compression,
@@ -151,11 +153,11 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
                     for group in _grouped(parameters, groups, names, process_set):
                         self._p_to_group.update(dict.fromkeys(group, group))
                         self._group_counts[group] = 0
-                for parameter in parameters:
-                    self._requires_update.add(parameter)
-                    parameter.register_post_accumulate_grad_hook(self._hook)
+                self._requires_update.update(parameters)
+                _call_when_ready(self, parameters)
 
         def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+            _drop(self._handles)
             self._handles = {}
             self._reduction.forget()
             self._synchronized = False
@@ -196,7 +198,8 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
             self._synchronized = True
 
         def _begin_anew(self) -> None:
-            """Nothing is submitted."""
+            """Nothing is submitted. After an error of one gradient nobody waits for the others."""
+            _drop(self._handles)
             self._allreduce_delay = dict.fromkeys(self._allreduce_delay, self.backward_passes_per_step)
             self._group_counts = dict.fromkeys(self._group_counts, 0)
             self._handles.clear()
@@ -302,11 +305,10 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
             self._starts: dict[torch.Tensor, torch.Tensor] = {}
             self._requires_update: set[torch.Tensor] = set()
             if process_set.included():
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.requires_grad:
-                            self._requires_update.add(parameter)
-                            parameter.register_post_accumulate_grad_hook(self._hook)
+                self._requires_update.update(
+                    one for group in self.param_groups for one in group["params"] if one.requires_grad
+                )
+                _call_when_ready(self, self._requires_update)
 
         def set_backward_passes_per_step(self, passes: int) -> None:
             """Change how many passes are summed, between two steps."""
@@ -314,10 +316,15 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
             self._allreduce_delay = dict.fromkeys(self._allreduce_delay, passes)
 
         def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-            self._handles = {}
-            self._starts = {}
-            self._allreduce_delay = dict.fromkeys(self._allreduce_delay, self.backward_passes_per_step)
+            self._begin_anew()
             super().load_state_dict(*args, **kwargs)
+
+        def _begin_anew(self) -> None:
+            """Nothing is submitted. After an error of one parameter nobody waits for the others."""
+            _drop(self._handles)
+            self._handles.clear()
+            self._starts.clear()
+            self._allreduce_delay = dict.fromkeys(self._allreduce_delay, self.backward_passes_per_step)
 
         def synchronize(self) -> None:
             """Nothing: ``step()`` waits."""
@@ -337,12 +344,13 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
             for parameter in self._requires_update:
                 if self._handles.get(parameter) is None:
                     self._handles[parameter] = self._submit(parameter)
-            for parameter, (handle, ctx) in self._handles.items():
-                change = self._compression.decompress(synchronize(handle), ctx)
-                with torch.no_grad():
-                    parameter.copy_(self._starts.pop(parameter) + change)
-                self._allreduce_delay[parameter] = self.backward_passes_per_step
-            self._handles.clear()
+            try:
+                for parameter, (handle, ctx) in self._handles.items():
+                    change = self._compression.decompress(synchronize(handle), ctx)
+                    with torch.no_grad():
+                        parameter.copy_(self._starts.pop(parameter) + change)
+            finally:
+                self._begin_anew()
             return loss
 
         def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -378,6 +386,33 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
 
     Distributed.__name__ = Distributed.__qualname__ = base.__name__
     return Distributed
+
+
+def _call_when_ready(optimizer: Any, parameters: Iterable[torch.Tensor]) -> None:
+    """Call ``optimizer._hook`` with each parameter whose gradient is complete, as long as there is the optimizer.
+
+    Python's collector does not see what a parameter's hooks hold. One that held the optimizer, which holds the parameters, would
+    keep both for ever, and the optimizer's channels with them; and it would go on to reduce for an optimizer that nobody steps.
+    """
+    this = weakref.ref(optimizer)
+
+    def ready(parameter: torch.Tensor) -> None:
+        found = this()
+        if found is not None:
+            found._hook(parameter)
+
+    hooks = [parameter.register_post_accumulate_grad_hook(ready) for parameter in parameters]
+    weakref.finalize(optimizer, _remove, hooks).atexit = False
+
+
+def _drop(submitted: dict[Any, Any]) -> None:
+    """Nobody waits any more for what was submitted, a handle and what its decompression needs for each key."""
+    handles.drop(one[0] for one in submitted.values() if isinstance(one, tuple) and isinstance(one[0], int))
+
+
+def _remove(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class _Reduction:
