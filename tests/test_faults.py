@@ -1285,7 +1285,12 @@ def _new_group_under_gloo_without(how: str) -> tuple[str, str]:
     first = dist.new_group(backend="penstock")
     dist.barrier(group=first)
     ranks.note("before")
+    store = _job_store()
+    store.add("through", 1)
     if rank == 2:
+        # If it died now, the others' barrier might fail.
+        while store.add("through", 0) < 3:
+            pass
         if how != "dies with a contact":
             signal.pause()
         groups._await_keys = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

@@ -133,6 +133,12 @@ def test_average_before_clipping() -> None:
     ranks.run(_average_and_clip, count=2)
 
 
+def test_average_without_an_optimizer() -> None:
+    """A script that steps by itself, and sets gradients to zero in place: a rank whose pass reaches no parameter takes part in
+    `average`."""
+    ranks.run(_average_without_an_optimizer, count=2)
+
+
 def test_a_scaler_that_skips_steps() -> None:
     """All passes under no_sync, and one rank's are infinite: after `average` all ranks skip the step alike; without it the others
     get an error and do not wait for the rank that skips."""
@@ -725,6 +731,23 @@ def _average_and_clip() -> None:
         optimizer.step()
         weight -= 1.0
         assert torch.allclose(model.weight, torch.tensor(weight)), model.weight
+    dist.destroy_process_group()
+
+
+def _average_without_an_optimizer() -> None:
+    model, reducer, _ = _one_weight()
+    rank = dist.get_rank()
+    model.weight.grad = torch.zeros_like(model.weight)
+    weight = 0.0
+    for reached in [(8, 0), (0, 4), (2, 2), (0, 0), (0, 6), (6, 0), (4, 8)]:
+        _reach(model, reached[rank])
+        reducer.average()
+        assert model.weight.grad.eq(sum(reached) / 2).all(), (reached, model.weight.grad)
+        with torch.no_grad():
+            model.weight -= model.weight.grad
+            model.weight.grad.zero_()
+        weight -= sum(reached) / 2
+        assert model.weight.eq(weight).all(), model.weight
     dist.destroy_process_group()
 
 

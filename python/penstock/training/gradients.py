@@ -224,9 +224,10 @@ class GradientReducer:
             self._enabled = before
 
     def average(self) -> None:
-        """Average what passes under `no_sync` have left, and take part if this rank's passes have reached no parameter; does
-        nothing where all is averaged. All ranks call it after a step's last pass, outside `no_sync`. A step of an optimizer does
-        the same; call this where gradients are changed before that (``clip_grad_norm_``, ``GradScaler.unscale_``).
+        """Average what passes under `no_sync` have left, and take part if this rank's passes have reached no parameter since the
+        last step of an optimizer, or the last call; does nothing where all is averaged. All ranks call it after a step's last
+        pass, outside `no_sync`. A step of an optimizer does the same; call this where gradients are changed before that
+        (``clip_grad_norm_``, ``GradScaler.unscale_``).
 
         Blocks until the averages are there.
 
@@ -234,8 +235,12 @@ class GradientReducer:
             penstock.errors.Config: what passes under `no_sync` have left was changed since; nothing was sent.
             What ``backward`` raises.
         """
-        if self._synchronises() and self._lacks_average(self._steps.is_stepped(), self._trained.all):
+        if not self._synchronises():
+            return
+        steps = self._steps
+        if self._lacks_average(steps.is_stepped() or steps.passes == steps.asked, self._trained.all):
             self._average_rest()
+        steps.asked = steps.passes
 
     def stats(self) -> dict[str, Any]:
         """Counts since the construction: ``steps``, ``rounds`` and the seconds from their starts to their ends (``round_s``,

@@ -31,6 +31,8 @@ class Steps:
     def __init__(self) -> None:
         self.passes = 0
         """How many passes have made gradients that are to be averaged."""
+        self.asked = -1
+        """How many of them there had been after the last `GradientReducer.average`. (A script may step without an optimizer.)"""
         self.kept: dict[torch.nn.Parameter, State] = {}
         """Gradients that passes under no_sync have made and that are not averaged yet."""
         self.averages: dict[int, State] = {}
