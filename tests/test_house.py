@@ -586,7 +586,7 @@ for one in wanted:
     (folder / packages[one]).touch(0o755)
 """
 DEBIAN = {"gcc": "cc", "libc6-dev": "", "iproute2": "tc", "nftables": "nft", "ethtool": "ethtool"}
-OTHERS = {"gcc": "cc", "iproute": "tc", "nftables": "nft", "ethtool": "ethtool"}
+OTHERS = {"gcc": "cc", "iproute": "", "iproute-tc": "tc", "nftables": "nft", "ethtool": "ethtool"}
 
 
 @pytest.mark.parametrize("lacks", [(), ("gcc",), ("nftables",), tuple({**DEBIAN, **OTHERS})], ids="-".join)

@@ -6,7 +6,7 @@ use penstock_engine::{ANY_SOURCE, Call, Config, Contact, Engine, Group, GroupSpe
 use penstock_types::{DType, Failure, FailureKind, Generation, GroupId, Priority, ReduceOp};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -1225,6 +1225,8 @@ struct Way {
     drops: Arc<AtomicBool>,
     /// What connects is closed.
     closed: Arc<AtomicBool>,
+    /// How many connections were closed.
+    turned_away: Arc<AtomicUsize>,
 }
 
 impl Way {
@@ -1235,11 +1237,14 @@ impl Way {
             open: Arc::default(),
             drops: Arc::default(),
             closed: Arc::default(),
+            turned_away: Arc::default(),
         };
         let (open, drops, closed) = (way.open.clone(), way.drops.clone(), way.closed.clone());
+        let turned_away = way.turned_away.clone();
         std::thread::spawn(move || {
             for near in listener.incoming().flatten() {
                 let Some(far) = TcpStream::connect(address).ok().filter(|_| !closed.load(Ordering::SeqCst)) else {
+                    turned_away.fetch_add(1, Ordering::SeqCst);
                     continue;
                 };
                 let copy = |end: &TcpStream| end.try_clone().expect("a descriptor");
@@ -1261,6 +1266,12 @@ impl Way {
         way
     }
 
+    /// The ends that are connected to engines.
+    fn near_ends(&self) -> Vec<TcpStream> {
+        let open = self.open.lock().expect("sound");
+        open.iter().step_by(2).map(|near| near.try_clone().expect("a descriptor")).collect()
+    }
+
     /// Cuts all streams. What connects from now on gets through, or not.
     fn cut(&self, for_good: bool) {
         self.closed.store(for_good, Ordering::SeqCst);
@@ -1270,6 +1281,40 @@ impl Way {
         }
         self.drops.store(false, Ordering::SeqCst);
     }
+}
+
+/// Streams leave from neighbouring ports, so that they spread over a network's paths, also where the other rank has turned them
+/// away at first, because it joined later.
+#[test]
+fn streams_that_were_turned_away_leave_from_neighbouring_ports() {
+    let medium = Medium::Tcp { streams: 8, checksum: false };
+    let engines: Vec<Engine> = (0..2).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
+    let mut members = contacts(&engines, medium);
+    let ways: Vec<Way> = members.iter().map(|member| Way::to(member.tcp[0])).collect();
+    for (member, way) in members.iter_mut().zip(&ways) {
+        member.tcp = vec![way.address];
+        way.closed.store(true, Ordering::SeqCst);
+    }
+    let (_groups, tickets) = join_as(next_id(), &engines, &members, |_| b"secret".to_vec());
+    // One of the two connects, all its streams.
+    while ways.iter().map(|way| way.turned_away.load(Ordering::SeqCst)).sum::<usize>() < 8 {
+        std::thread::yield_now();
+    }
+    for way in &ways {
+        way.closed.store(false, Ordering::SeqCst);
+    }
+    for ticket in tickets {
+        wait(&ticket).expect("joined");
+    }
+    let mut ports = Vec::new();
+    while ports.len() < 8 {
+        let open = ways.iter().flat_map(|way| way.near_ends());
+        ports = open.filter_map(|near| Some(near.peer_addr().ok()?.port())).collect();
+    }
+    ports.sort_unstable();
+    // Another process may have some of them.
+    let neighbours = ports.windows(2).filter(|pair| pair[1] - pair[0] == 2).count();
+    assert!(neighbours >= 4, "{ports:?}");
 }
 
 /// An engine that ends with a message that nobody has taken yet, and loses all streams to that rank, connects again and

@@ -9,7 +9,7 @@ mod listen;
 mod neighbour;
 mod timers;
 
-use self::connect::first_port;
+use self::connect::LocalPorts;
 use self::listen::Listeners;
 use crate::contact::Contact;
 use crate::fds::Fd;
@@ -89,7 +89,8 @@ impl Link {
             round: 0,
             complaint: String::new(),
             unread: 0,
-            first_port: first_port(),
+            ports: LocalPorts::choose(),
+            lost: Vec::new(),
         }
     }
 }
@@ -148,10 +149,9 @@ struct Link {
     complaint: String,
     /// How often the peer's memory could not be read for a reason that may pass.
     unread: u32,
-    /// Local port of stream 0. The streams take neighbouring ports: networks choose a flow's path (or queue) by a hash of its
-    /// ports that is nearly always linear (XOR, CRC, Toeplitz). So neighbouring ports spread evenly, where random ports
-    /// collide (8 flows on 16 paths use 6.5 of them).
-    first_port: u16,
+    ports: LocalPorts,
+    /// Streams that were lost after they had been up.
+    lost: Vec<StreamId>,
 }
 
 impl Driver {

@@ -93,23 +93,28 @@ impl Yama {
     /// Warns once that the kernel denies access, what that costs, and what helps if Yama is the reason.
     pub(crate) fn warn(&self, error: &io::Error, who: &str) {
         static TOLD: Once = Once::new();
-        if self.scope > 0 && is_refusal(error) {
-            let why = self.trouble.as_deref().unwrap_or("it has named nobody that this process descends from");
-            let cure = match self.scope {
-                1 => {
-                    "Let one launcher start the ranks of a host, as one user; or set PENSTOCK_PTRACER=any, which lets every \
-                     process of this user read the ranks' memory"
-                }
-                _ => "Set it to 1 (sysctl), or give the ranks CAP_SYS_PTRACE",
-            };
-            TOLD.call_once(|| {
-                log::warn!(
-                    "penstock: may not read the memory of {who}, since kernel.yama.ptrace_scope is {}, and {why}. Tensors go \
-                     through the local socket: two copies instead of one, and the algorithms for ranks on several hosts. {cure}",
-                    self.scope
-                );
-            });
+        if let Some(warning) = self.warning(error, who) {
+            TOLD.call_once(|| log::warn!("{warning}"));
         }
+    }
+
+    fn warning(&self, error: &io::Error, who: &str) -> Option<String> {
+        if self.scope == 0 || !is_refusal(error) {
+            return None;
+        }
+        let why = self.trouble.as_deref().unwrap_or("it has named nobody that this process descends from");
+        let cure = match self.scope {
+            1 => {
+                "Let one launcher start the ranks of a host, as one user; or set PENSTOCK_PTRACER=any, which lets every \
+                 process of this user read the ranks' memory"
+            }
+            _ => "Set it to 1 (sysctl), or give the ranks CAP_SYS_PTRACE",
+        };
+        Some(format!(
+            "penstock: may not read the memory of {who}, since kernel.yama.ptrace_scope is {}, and {why}. Tensors go through the \
+             local socket: two copies instead of one, and the algorithms for ranks on several hosts. {cure}",
+            self.scope
+        ))
     }
 }
 
@@ -253,5 +258,21 @@ mod tests {
             assert!(!yama.may_end(&refused, &parent));
         }
         assert!(!yama.may_end(&io::Error::from_raw_os_error(libc::ESRCH), &parent));
+    }
+    /// A refusal is told with what it costs and a cure for that scope; another error, or a kernel that restricts nothing, is not.
+    #[test]
+    fn refusals_are_told_with_a_cure() {
+        let refused = io::Error::from_raw_os_error(libc::EPERM);
+        let warning = |ptracer, scope| Yama::with(ptracer, scope, Process::own()).warning(&refused, "rank 3");
+        for (scope, cure) in [(1, "PENSTOCK_PTRACER=any"), (2, "Set it to 1 (sysctl)"), (3, "Set it to 1 (sysctl)")] {
+            let told = warning(Ptracer::Launcher, scope).expect("a refusal");
+            for part in ["rank 3", "two copies", cure, &format!("ptrace_scope is {scope}")] {
+                assert!(told.contains(part), "{part}: {told}");
+            }
+        }
+        assert!(warning(Ptracer::Nobody, 1).expect("a refusal").contains("PENSTOCK_PTRACER=0"));
+        assert_eq!(warning(Ptracer::Launcher, 0), None);
+        let gone = io::Error::from_raw_os_error(libc::ESRCH);
+        assert_eq!(Yama::with(Ptracer::Launcher, 1, Process::own()).warning(&gone, "rank 3"), None);
     }
 }

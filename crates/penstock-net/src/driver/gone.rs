@@ -66,6 +66,9 @@ impl Driver {
         }
         log::debug!("penstock: stream {stream} to {remote} closed: {reason}");
         let link = &mut self.links[peer as usize];
+        if was_up && !link.lost.contains(&stream) {
+            link.lost.push(stream);
+        }
         if none_up && link.was_up && link.down_since.is_none() {
             link.down_since = Some(now);
             self.schedule_timers(now.plus(RECONNECT_WITHIN));

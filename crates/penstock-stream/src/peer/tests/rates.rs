@@ -232,6 +232,20 @@ fn a_pause_is_not_a_slow_stream() {
     }
 }
 
+/// What streams have learnt of a link that they share, they know after a pause, and the next operation fills it as those before.
+#[test]
+fn a_link_is_filled_after_a_pause() {
+    let mut specs = streams(&[200.0; 16], 50_000);
+    specs.iter_mut().for_each(|spec| spec.buffer_bytes = 4 * MIB);
+    let mut world = pair(&specs, 1000.0);
+    let steady = (0..4).map(|_| seconds(&mut world, 64 * MIB, true)).fold(f64::INFINITY, f64::min);
+    for pause in [300 * MILLISECOND, SECOND, 3 * SECOND, 30 * SECOND] {
+        world.run_for(pause);
+        let took = seconds(&mut world, 64 * MIB, true);
+        assert!(took < 1.02 * steady, "{took} s after a pause of {} ms, {steady} s before", pause / MILLISECOND);
+    }
+}
+
 /// With a round trip of 20 ms the windows still cover the way: eight flows of at most 200 Mbit/s fill a link of 1 Gbit/s.
 #[test]
 fn a_long_way_is_filled() {
