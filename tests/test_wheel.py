@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import pathlib
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -18,6 +20,7 @@ from elftools.elf.elffile import ELFFile
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import penstock
 import test_house
 from conftest import ROOT
 
@@ -44,6 +47,33 @@ def test_module_is_stripped(wheel: pathlib.Path) -> None:
     sections = {section.name for section in module.iter_sections()}
     assert ".dynsym" in sections
     assert not {name for name in sections if name.startswith(".debug") or name == ".symtab"}
+
+
+@pytest.mark.parametrize("line", re.findall(r"^pip install .*?(?=  +#|$)", (ROOT / "README.md").read_text(), re.MULTILINE))
+def test_lines_of_the_readme_install_the_wheel(
+    line: str, wheel: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a clone that ./dev has set up, which leaves an editable wheel, and that has built a wheel of an older version."""
+    dev = test_house.load_dev(ROOT)
+    monkeypatch.setattr(dev, "WHEELS", tmp_path / dev.WHEELS.relative_to(ROOT))
+    monkeypatch.setattr(dev, "setup", lambda: None)
+    monkeypatch.setattr(dev, "build_wheel", lambda folder: pathlib.Path(shutil.copy(wheel, folder)))
+    name = f"penstock-{penstock.__version__}-cp310-abi3-linux_{platform.machine()}.whl"
+    editable = tmp_path / "target" / "wheels" / name
+    for left in (editable, dev.WHEELS / wheel.name.replace(penstock.__version__, "0.0.9")):
+        left.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(wheel, left)
+    assert dev.command_wheel([]) == 0
+
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "pip").write_text(f'#!/bin/sh\nexec {with_pip()} -m pip "$@"\n')
+    (programs / "pip").chmod(0o755)
+    env = dict(os.environ, PATH=f"{programs}:{os.environ['PATH']}", PIP_DISABLE_PIP_VERSION_CHECK="1")
+    env |= {"PIP_DRY_RUN": "1", "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_FORCE_REINSTALL": "1"}
+    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Would install penstock-{penstock.__version__}" in done.stdout
 
 
 # ------------------------------------------------------------------------------------- where nothing else is installed
@@ -153,10 +183,8 @@ def environment(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -
     is not declared is not there."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    # Where Debian split ensurepip off, ./dev installs with the pip of the interpreter behind .venv, and so does this.
-    pip = sys.executable if importlib.util.find_spec("pip") else sys._base_executable
     install = ["install", "--quiet", "--no-deps", "--no-index", "--no-cache-dir", "--disable-pip-version-check"]
-    subprocess.run([pip, "-m", "pip", "--python", folder / "bin" / "python", *install, wheel], check=True)
+    subprocess.run([with_pip(), "-m", "pip", "--python", folder / "bin" / "python", *install, wheel], check=True)
     packages = next(folder.glob("lib/python*/site-packages"))
     [penstock] = metadata.distributions(path=[str(packages)])
     for distribution in needed(penstock):
@@ -164,6 +192,11 @@ def environment(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -
             if not (packages / name).exists():
                 (packages / name).symlink_to(distribution.locate_file(name))
     return folder
+
+
+def with_pip() -> str:
+    """An interpreter that has pip. Where Debian split ensurepip off, ./dev installs with that behind .venv, and so do these."""
+    return sys.executable if importlib.util.find_spec("pip") else sys._base_executable
 
 
 def needed(distribution: metadata.Distribution) -> list[metadata.Distribution]:
