@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -767,6 +768,70 @@ def test_dev_says_what_passes_only_when_run_again(
         assert (code, lines[-1], result["passed"]) == (1, "2 passed, 1 failed", 2)
         assert [one.split(" ")[1] for one in result["failed"]] == ["test_some::test_race"]
         assert result["passed_only_when_run_again"] == []
+
+
+HISTORIES = {
+    "a branch": (
+        ["clone", "on the branch: python/penstock/tools/convert/core.py", "on the branch: README.md"],
+        "all",
+        "merge base",
+    ),
+    "a branch without": (["on main: tests/translator.py", "clone", "on the branch: README.md"], "", "merge base"),
+    "main": (["on main: tests/torch_suite/exceptions.txt", "clone"], "all", "since HEAD~1"),
+    "main without": (["on main: tests/translator.py", "on main: README.md", "clone"], "", "since HEAD~1"),
+    "no remote": (["on main: tests/torch_suite/exceptions.txt"], "all", "since HEAD~1"),
+    "one commit": (["on main: tests/translator.py", "clone --depth=1"], "", "git does not know an earlier commit"),
+    "no git": ([], "", "git does not know an earlier commit"),
+}
+
+
+@pytest.mark.parametrize("case", HISTORIES)
+def test_ci_runs_all_where_only_that_tests_what_has_changed(
+    root: pathlib.Path, tmp_path: pathlib.Path, case: str
+) -> None:
+    """.ci/run compares with where the branch left main, or with the commit before; where it cannot tell, it runs the plain tests.
+    It prints which tests and why, and leaves arguments as they are."""
+    steps, size, reason = HISTORIES[case]
+    here = tmp_path / "first"
+
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=Someone", "-c", "user.email=someone@example.org"]
+        subprocess.run(["git", *identity, *arguments], cwd=here, check=True, capture_output=True)
+
+    def commit(file: str) -> None:
+        (here / file).parent.mkdir(parents=True, exist_ok=True)
+        with (here / file).open("a") as written:
+            written.write("# changed\n")
+        git("add", "--all")
+        git("commit", "--message", file)
+
+    for name in (".ci/run", "scripts/ci_size.py"):
+        (here / name).parent.mkdir(parents=True)
+        shutil.copy(root / name, here / name)
+    _put_programs(here, {"dev": "exec import sys\nprint('dev', *sys.argv[1:])"})
+    if steps:
+        git("init", "--initial-branch=main")
+        commit("README.md")
+    for step in steps:
+        if step.startswith("clone"):
+            there = tmp_path / "second"
+            git("clone", *step.split()[1:], f"file://{here}", str(there))
+            here = there
+        else:
+            commit(step.split(": ")[1])
+
+    for arguments, expected in (([], ["test", *filter(None, [size])]), (["quick"], ["test", "quick"])):
+        done = subprocess.run([here / ".ci" / "run", *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == ["dev", *expected]
+        assert arguments or (f"ci: ./dev test {size}".rstrip() in done.stderr and reason in done.stderr)
+
+
+def test_ci_knows_the_paths_that_there_are(root: pathlib.Path) -> None:
+    """What moves takes its entry along."""
+    import ci_size
+
+    assert [path for path in ci_size.PATHS if not (root / path).exists()] == []
 
 
 # ----------------------------------------------------------------------------------------------------------- helpers

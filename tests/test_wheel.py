@@ -49,7 +49,9 @@ def test_module_is_stripped(wheel: pathlib.Path) -> None:
     assert not {name for name in sections if name.startswith(".debug") or name == ".symtab"}
 
 
-@pytest.mark.parametrize("line", re.findall(r"^pip install .*?(?=  +#|$)", (ROOT / "README.md").read_text(), re.MULTILINE))
+@pytest.mark.parametrize(
+    "line", re.findall(r"^pip install .*?(?=  +#|$)", (ROOT / "README.md").read_text(), re.MULTILINE)
+)
 def test_lines_of_the_readme_install_the_wheel(
     line: str, wheel: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
