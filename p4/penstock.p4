@@ -140,6 +140,8 @@ const bit<32> RELAYED = 19;
 const bit<32> ABANDONED = 20;
 const bit<32> NAMED = 21;
 
+// What the controls of a packet hand each other.
+// More than 16 fields: v1model passes one struct through all of them, and table entries and registers are read into it.
 struct metadata_t {
     // `here`: the address that children and parent know.
     bit<48> own_mac;

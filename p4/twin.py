@@ -301,7 +301,10 @@ def newer(a: int, b: int) -> bool:
 
 @dataclasses.dataclass
 class Metadata:
-    """What the P4 program calls metadata_t, and what it needs of standard_metadata_t."""
+    """What the P4 program calls metadata_t, and what it needs of standard_metadata_t.
+
+    More than 16 fields: it has those of metadata_t.
+    """
 
     ingress_port: int
     egress_spec: int | None = None

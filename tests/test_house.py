@@ -211,17 +211,31 @@ def test_python_locks_pin_everything_but_torch(root: pathlib.Path) -> None:
         assert {pin for pin in pins[lock] if pin.split("==")[0] in shared} <= pins["lock.txt"], lock
 
 
-# ------------------------------------------------------------------------------------------------- the size of types
+# ---------------------------------------------------------------------------------------- the size of files and types
 
+MOST_LINES = 700
 MOST_FIELDS = 16
 
 
+def test_no_file_outside_tests_is_long(root: pathlib.Path) -> None:
+    """Sources and pages have at most 700 lines."""
+    suffixes = (".css", ".html", ".md", ".p4", ".py", ".pyi", ".rs", ".sh")
+    lengths = {
+        path: len(text.splitlines())
+        for path, text in tracked_texts(root)
+        if (path.endswith(suffixes) or path in ("dev", ".ci/run")) and not _is_test(path)
+    }
+    assert len(lengths) > 300, "the files are not found"
+    assert not {path: lines for path, lines in lengths.items() if lines > MOST_LINES}
+
+
 def test_large_types_say_why(root: pathlib.Path) -> None:
-    """A type of more than 16 fields says in its documentation why it is not several, and a smaller one does not."""
+    """A type of more than 16 fields, its bases' included, says in its documentation why it is not several, and a smaller one does
+    not."""
     found = [
         (f"{path.relative_to(root)}: {name}", fields, text)
-        for path in _sources(root)
-        for name, fields, text in _types(path)
+        for path, types in _types(_sources(root)).items()
+        for name, fields, text in types
     ]
     assert len(found) > 500, "the types are not found"
     reason = f"More than {MOST_FIELDS} fields: "
@@ -239,7 +253,12 @@ pub(crate) struct A<'a> {
 }
 """
 PYTHON_TYPE = """
-class A:
+class Base:
+    b: int
+    def __init__(self):
+        self.i = 4
+
+class A(Base):
     '''Why.'''
     b: int
     def f(self):
@@ -250,30 +269,58 @@ class A:
 """
 
 
-@pytest.mark.parametrize(("name", "source", "count"), [("a.rs", RUST_TYPE, 2), ("a.py", PYTHON_TYPE, 3)])
+P4_TYPE = """
+// Why.
+struct A {
+    // A bit.
+    bit<1> b;
+    C d;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "count"), [("a.rs", RUST_TYPE, 2), ("a.py", PYTHON_TYPE, 4), ("a.p4", P4_TYPE, 2)]
+)
 def test_fields_are_counted(tmp_path: pathlib.Path, name: str, source: str, count: int) -> None:
-    """In Rust, and in Python wherever a method sets them, each once."""
+    """In Rust, in P4, and in Python wherever a method of the class or of its bases sets them, each once."""
     (tmp_path / name).write_text(source)
-    assert [(each, fields, text.strip("/ \n")) for each, fields, text in _types(tmp_path / name)] == [
-        ("A", count, "Why.")
-    ]
+    *_, (found, fields, text) = _types([tmp_path / name])[tmp_path / name]
+    assert (found, fields, text.strip("/ \n")) == ("A", count, "Why.")
 
 
 def _sources(root: pathlib.Path) -> list[pathlib.Path]:
-    """The sources of crates and package, without unit tests."""
-    rust = [
-        path
-        for path in root.glob("crates/*/src/**/*.rs")
-        if "tests" not in re.split(r"[/_.]", str(path.relative_to(root)))
-    ]
-    return [*rust, *(root / "python").rglob("*.py")]
+    """The sources of crates, package and switch, without unit tests."""
+    rust = [path for path in root.glob("crates/*/src/**/*.rs") if not _is_test(str(path.relative_to(root)))]
+    return [*rust, *(root / "python").rglob("*.py"), *(root / "p4").glob("*.py"), *(root / "p4").glob("*.p4")]
 
 
-def _types(path: pathlib.Path) -> list[tuple[str, int, str]]:
-    """The name, the number of fields and the documentation of each type in a file."""
-    if path.suffix == ".py":
-        classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
-        return [(node.name, len(_fields(node)), ast.get_docstring(node) or "") for node in classes]
+def _is_test(path: str) -> bool:
+    return "tests" in re.split(r"[/_.]", path)
+
+
+def _types(paths: list[pathlib.Path]) -> dict[pathlib.Path, list[tuple[str, int, str]]]:
+    """By file: the name, the number of fields and the documentation of each type."""
+    trees = {path: list(ast.walk(ast.parse(path.read_text()))) for path in paths if path.suffix == ".py"}
+    found: dict[pathlib.Path, list[tuple[str, int, str]]] = {}
+    for path in paths:
+        if path.suffix == ".py":
+            classes = [node for node in trees[path] if isinstance(node, ast.ClassDef)]
+            found[path] = [
+                (node.name, len(_fields(node.name, path, trees)), ast.get_docstring(node) or "") for node in classes
+            ]
+        elif path.suffix == ".p4":
+            struct = r"(?m)((?:^//.*\n)*)^struct (\w+) \{\n((?:    .*\n)*)"
+            found[path] = [
+                (name, len(re.findall(r"(?m)^    [^/\n]*;", body)), text)
+                for text, name, body in re.findall(struct, path.read_text())
+            ]
+        else:
+            found[path] = _rust_types(path)
+    return found
+
+
+def _rust_types(path: pathlib.Path) -> list[tuple[str, int, str]]:
     found = []
     struct = r"(?m)((?:^ *(?:///|#\[).*\n)*)^( *)(?:pub(?:\(\w+\))? )?struct (\w+)[^;{(]*\{\n((?:\2 .*\n|\n)*)"
     for text, indent, name, body in re.findall(struct, path.read_text()):
@@ -283,19 +330,33 @@ def _types(path: pathlib.Path) -> list[tuple[str, int, str]]:
     return found
 
 
-def _fields(node: ast.ClassDef) -> set[str]:
-    """What a class declares, and what its methods set of ``self``."""
-    declared = {
-        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-    }
-    return declared | {
-        each.attr
-        for each in ast.walk(node)
-        if isinstance(each, ast.Attribute)
-        and isinstance(each.ctx, ast.Store)
-        and isinstance(each.value, ast.Name)
-        and each.value.id == "self"
-    }
+def _fields(name: str, path: pathlib.Path, trees: dict[pathlib.Path, list[ast.AST]]) -> set[str]:
+    """What a class of a file, or one that the file imports, declares, what its methods set of ``self``, and what its bases do. Of
+    other projects' classes nothing is known."""
+    found: set[str] = set()
+    first, _, last = name.rpartition(".")
+    for node in trees[path]:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for base in node.bases:
+                found |= _fields(ast.unparse(base).split("[")[0], path, trees)
+            for each in ast.walk(node):
+                if (
+                    isinstance(each, ast.Attribute)
+                    and isinstance(each.ctx, ast.Store)
+                    and ast.unparse(each.value) == "self"
+                ):
+                    found.add(each.attr)
+                elif each in node.body and isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                    found.add(each.target.id)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == (first or name):
+                    module = f"{node.module}.{alias.name}" if first else f"{node.module}"
+                    ends = tuple(f"/{module.replace('.', '/')}{end}" for end in (".py", "/__init__.py"))
+                    for other in trees:
+                        if other != path and str(other).endswith(ends):
+                            found |= _fields(last if first else alias.name, other, trees)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- the command line

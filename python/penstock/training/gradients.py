@@ -33,7 +33,7 @@ from penstock.runtime import config, process
 from penstock.torch import backend
 from penstock.torch.gather import gatherer
 from penstock.torch.layout import layout
-from penstock.training import checks, passes, tuning
+from penstock.training import checks, passes, sparse, tuning
 from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
 from penstock.training.steps import SHARED, Steps, state
@@ -403,7 +403,7 @@ class GradientReducer:
         self._submit_rest()
         try:
             self._reducer.flush().wait()
-            averages = self._reduce_sparse()
+            averages = sparse.average(self._trained, self._group)
         finally:
             self._pass = None
         self._steps.kept.clear()
@@ -430,30 +430,6 @@ class GradientReducer:
                     "after it was complete, while it was being averaged: by a hook, for one. Register hooks that change "
                     "gradients before the reducer is made, or change gradients after backward()"
                 )
-
-    def _reduce_sparse(self) -> list[tuple[str, torch.nn.Parameter, torch.Tensor]]:
-        """Average the sparse gradients. All ranks have come to the end of the pass.
-
-        Returns: the values of each average, with its parameter and name.
-        """
-        started = []
-        for name, parameter in zip(self._trained.sparse_names, self._trained.sparse, strict=True):
-            gradient = parameter.grad
-            if gradient is None:  # not used here, but perhaps elsewhere
-                mean = torch.sparse_coo_tensor(
-                    torch.zeros(1, 0, dtype=torch.int64), parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape
-                )
-            else:
-                mean = gradient.clone() if gradient.is_sparse else gradient.to_sparse(1)
-            work = dist.all_reduce(mean, dist.ReduceOp.AVG, self._group, async_op=True)
-            started.append((name, parameter, mean, work))
-        for _, parameter, mean, work in started:
-            work.wait()
-            if parameter.grad is not None:
-                parameter.grad.copy_(mean if parameter.grad.is_sparse else mean.to_dense())
-            elif mean._nnz():
-                parameter.grad = mean
-        return [(name, parameter, mean.values()) for name, parameter, mean, _ in started]
 
     def _abandon(self) -> None:
         """The pass has raised: drop its step. Does not block, since the exception is on its way to the script."""

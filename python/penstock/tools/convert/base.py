@@ -8,6 +8,7 @@ from typing import Any, Literal
 import libcst as cst
 
 from penstock.tools.convert import helpers
+from penstock.tools.convert.coverage import Flow
 from penstock.tools.convert.edits import Change, Edits
 from penstock.tools.convert.flow import Module, Place, constant, words
 from penstock.tools.convert.neighbours import Definition, Neighbours
@@ -75,6 +76,18 @@ class Wrapping:
     """By place: the statement after which its model is wrapped."""
     averaged_optimizers: set[cst.Call] = field(default_factory=set)
     """The calls that make the optimizers whose gradients are averaged without a wrapper."""
+    flows: dict[cst.Call, Flow] = field(default_factory=dict)
+    """By call of `backward`: what its loss may be made of."""
+
+
+@dataclass
+class Figures:
+    """Numbers of a rank's part of a batch."""
+
+    averaged: set[cst.CSTNode] = field(default_factory=set)
+    """Those that are the same on all ranks in the converted script."""
+    own: set[cst.Call] = field(default_factory=set)
+    """Those that stay a rank's own, and are reported."""
 
 
 class Rules:
@@ -96,7 +109,7 @@ class Rules:
         self.hoisted: list[cst.BaseExpression] = []
         self.sharded: list[cst.Call] = []
         self.shared: set[cst.Call] = set()  # the loaders whose batches are shared out among the ranks
-        self.averaged: set[cst.CSTNode] = set()
+        self.figures = Figures()
         self.rank_zero: list[cst.CSTNode] = []  # statements that only rank 0 runs: no rank waits for another in there
 
     def name(self, helper: str) -> str:

@@ -189,9 +189,9 @@ class LoaderRules(Rules):
         helper = self.name("per_rank_batch")
         definition = self._batch_definition(size.value)
         if definition is not None:
-            if definition not in self.averaged:
+            if definition not in self.figures.averaged:
                 self.edits.wrap(definition, f"{helper}(_)")
-                self.averaged.add(definition)
+                self.figures.averaged.add(definition)
                 self.tell(definition, "batch", "divided by the number of ranks here, because training code uses it too")
             return
         self.edits.wrap(size.value, f"{helper}(_)")

@@ -17,7 +17,6 @@ class MetricRules(ModelRules):
 
     def average_metrics(self) -> None:
         """Numbers that are taken from a rank's batches become those of the global batch."""
-        self.told_of: set[cst.Call] = set()
         for call in self.module.calls:
             tensor = self._taken_number(call)
             if tensor is None or not self._in_region(call):
@@ -30,12 +29,12 @@ class MetricRules(ModelRules):
             if not self._runs_alike(call):
                 why = "whether this line runs depends on a rank's own data, and ranks must take an average together"
                 todo = "take it out of the condition, then average it over ranks"
-                self.told_of.add(call)
+                self.figures.own.add(call)
                 self.leave(call, f"`{self.module.code(call)}` is the figure of one rank", why, todo)
                 continue
             kind = kind if self._counts_parts(call) else "mean"
             helper = self.name(f"{kind}_over_ranks")
-            self.averaged.add(call)
+            self.figures.averaged.add(call)
             text = self.module.code(tensor)
 
             def change(node: cst.Call, helper: str = helper) -> cst.Call:
@@ -199,7 +198,7 @@ class MetricRules(ModelRules):
 
     def report_own_figures(self) -> None:
         """What is shown or summed up, comes from a rank's part of a batch, and is not averaged, is the figure of one rank."""
-        losses = {place for flow in self.flows.values() for place in flow.places}
+        losses = {place for flow in self.wrapping.flows.values() for place in flow.places}
         for node in self.module.nodes:
             own: cst.BaseExpression | None = None
             if isinstance(node, cst.Call) and self._shows(node):
@@ -210,7 +209,7 @@ class MetricRules(ModelRules):
                 continue
             if any(isinstance(each, cst.ExceptHandler) for each in self.module.ancestors(node)):
                 continue
-            if any(isinstance(each, cst.Call) and each in self.told_of for each in self.module.descendants(own)):
+            if any(isinstance(each, cst.Call) and each in self.figures.own for each in self.module.descendants(own)):
                 continue
             why = "it comes from this rank's part of the batch, and what it is of that cannot be seen"
             todo = "average it over ranks, mean_over_ranks(...) for a mean, or take it as a sample"
@@ -296,7 +295,7 @@ class MetricRules(ModelRules):
         if node in seen:
             return False
         seen = seen | {node}
-        if node in self.averaged:
+        if node in self.figures.averaged:
             return False
         if isinstance(node, cst.Call):
             tensor = self._taken_number(node)

@@ -29,7 +29,7 @@ class ModelRules(LoaderRules):
     def cover(self) -> None:
         """Decide for every optimizer, and for every model, how its gradients become those of all ranks."""
         flows = Flows(self.module)
-        self.flows = {call: flows.into(loss_of(self.module, call)) for call in self.training.backwards}
+        self.wrapping.flows = {call: flows.into(loss_of(self.module, call)) for call in self.training.backwards}
         forwards = self._forwards()
         self.wrapping.places = list(dict.fromkeys(place for places in forwards.values() for place in places))
         self.wrapping.reached = places_reached(self.module, self.wrapping.places)
@@ -82,7 +82,9 @@ class ModelRules(LoaderRules):
     def _forwards(self) -> dict[Origin, list[Place]]:
         """The models that are called, as a loss is computed, and the places that each is called from."""
         found: dict[Origin, list[Place]] = {}
-        for call in sorted({each for flow in self.flows.values() for each in flow.calls}, key=self.module.line):
+        for call in sorted(
+            {each for flow in self.wrapping.flows.values() for each in flow.calls}, key=self.module.line
+        ):
             called: list[cst.BaseExpression] = [call.func]
             called += [argument.value for argument in call.args if self._only_calls(call, argument)]
             for func in called:
@@ -102,7 +104,7 @@ class ModelRules(LoaderRules):
                 if origin in self.training.models:
                     unfit.setdefault(origin, reason)
 
-        for flow in self.flows.values():
+        for flow in self.wrapping.flows.values():
             for call in flow.calls:
                 self._mark_bypasses(call, mark)
         for call in self.module.calls:
@@ -115,7 +117,7 @@ class ModelRules(LoaderRules):
         for node in self.module.nodes:
             if isinstance(node, cst.Assign) and isinstance(node.value, cst.Call) and self._drops_a_part(node):
                 mark(node.value.func, "a part of its output enters no loss")
-        for backward, flow in self.flows.items():
+        for backward, flow in self.wrapping.flows.items():
             if self._goes_again(backward, flow):
                 for call in flow.calls:
                     mark(call.func, "two backward passes start from one forward pass")
@@ -173,11 +175,11 @@ class ModelRules(LoaderRules):
                 places = [self.module.place(each.value) for each in target.target.elements]
                 if any(place in places for place in starts if place is not None):
                     return False  # `logits, loss = model(x, y)`: the model computes its loss from all that it returns
-                entered = [any(place in flow.places for flow in self.flows.values()) for place in places]
+                entered = [any(place in flow.places for flow in self.wrapping.flows.values()) for place in places]
                 if any(entered) and not all(entered):
                     return True
                 # Each backward pass needs all parts: of one that enters another loss, this one knows nothing.
-                for flow in self.flows.values():
+                for flow in self.wrapping.flows.values():
                     inside = [place in flow.places for place in places]
                     if node.value in flow.calls and any(inside) and not all(inside):
                         return True
@@ -187,7 +189,7 @@ class ModelRules(LoaderRules):
         """Whether a later backward pass starts from a forward pass that `backward` starts from, or may."""
         if any(each.keyword is not None and each.keyword.value == "retain_graph" for each in backward.args):
             return True
-        for other, later in self.flows.items():
+        for other, later in self.wrapping.flows.items():
             if other is backward or self.module.function_of(other) is not self.module.function_of(backward):
                 continue
             if self.module.line(other) <= self.module.line(backward) or exclusive(self.module, other, backward):
