@@ -26,23 +26,26 @@ from penstock.runtime import config
 
 # --------------------------------------------------------------------------------------------- rooms and directions
 
-# Which crates of this workspace a crate may use (ARCHITECTURE.md, "Rooms").
-MAY_USE = {
+# Which crates of this workspace a crate uses (ARCHITECTURE.md, "Rooms").
+USES = {
     "penstock-types": set(),
     "penstock-kernels": {"types"},
     "penstock-plan": {"types"},
     "penstock-stream": {"types"},
     "penstock-aggregation": {"types", "kernels"},
     "penstock-core": {"types", "stream", "plan"},
-    "penstock-sim": {"types", "plan", "aggregation", "core"},
+    "penstock-sim": {"types", "aggregation"},
     "penstock-net": {"types", "stream"},
     "penstock-engine": {"types", "kernels", "stream", "plan", "core", "aggregation", "net"},
-    "penstock-node": {"types", "kernels", "stream", "aggregation", "net"},
-    "penstock-py": {"types", "plan", "aggregation", "sim", "engine", "node"},
+    "penstock-node": {"types", "aggregation", "net"},
+    "penstock-py": {"types", "aggregation", "sim", "engine", "node"},
 }
 
-# Which crates of this workspace its tests may use besides: the virtual network.
-TESTS_MAY_USE = {"penstock-stream": {"sim"}}
+# Which crates of this workspace its tests use besides: the virtual network, and what runs over it.
+TESTS_USE = {"penstock-stream": {"sim"}, "penstock-sim": {"plan", "core"}}
+
+# Crates of words and arithmetic: too little for a list of what clippy disallows, and an example of the kernels measures times.
+WITHOUT_LISTS = ["penstock-types", "penstock-kernels"]
 
 # Crates that decide and do nothing.
 PURE = ["penstock-stream", "penstock-plan", "penstock-aggregation", "penstock-core", "penstock-sim"]
@@ -52,32 +55,42 @@ IMPURE = re.compile(r"^(tokio|async-std|smol|mio|polling|rustix|nix|socket2|io-u
 
 
 def test_crates_lean_only_on_those_below(root: pathlib.Path) -> None:
-    """No crate depends on one that ARCHITECTURE.md puts above it, nor do its tests, but on the virtual network; a new crate needs
-    an entry."""
+    """The manifests have these dependencies and no others; a new crate needs an entry."""
     metadata = json.loads(cargo(root, "metadata", "--no-deps", "--format-version=1", "--locked"))
-    assert {package["name"] for package in metadata["packages"]} <= set(MAY_USE), "a crate that this test does not know"
-    wrong = set()
+    found: dict[bool, dict[str, set[str]]] = {False: {}, True: {}}
     for package in metadata["packages"]:
-        name = package["name"]
-        for dependency in package["dependencies"]:
-            allowed = MAY_USE[name] | (TESTS_MAY_USE.get(name, set()) if dependency["kind"] == "dev" else set())
-            other = dependency["name"].removeprefix("penstock-")
-            if other != dependency["name"] and other not in allowed:
-                wrong.add(f"{name} -> {other}")
-    assert not wrong
+        for is_test, uses in found.items():
+            uses[package["name"]] = {
+                dependency["name"].removeprefix("penstock-")
+                for dependency in package["dependencies"]
+                if dependency["name"].startswith("penstock-") and (dependency["kind"] == "dev") == is_test
+            }
+    assert found[False] == USES
+    assert {crate: others for crate, others in found[True].items() if others} == TESTS_USE
 
 
-@pytest.mark.parametrize("crate", sorted(TESTS_MAY_USE))
+def test_the_page_has_the_arrows_of_the_crates(root: pathlib.Path) -> None:
+    """ARCHITECTURE.md draws who is used by whom as the manifests have it."""
+    drawn: dict[str, set[str]] = {crate: set() for crate in USES}
+    crates = {crate.removeprefix("penstock-") for crate in USES}
+    for line in re.findall(r"^    (\w.* <- .*)$", (root / "ARCHITECTURE.md").read_text(), re.MULTILINE):
+        used, *users = (set(re.findall(r"[\w/]+", part)) for part in line.split(" <- "))
+        for user in crates - used if users[0] == {"everything"} else users[0]:
+            drawn[f"penstock-{user}"] |= used
+    assert drawn == USES
+
+
+@pytest.mark.parametrize("crate", sorted(TESTS_USE))
 def test_what_tests_use_besides_does_not_use_the_crate(root: pathlib.Path, crate: str) -> None:
     """Unit tests are a copy of their crate; a second copy, which another crate brings, has types that do not fit."""
-    for other in TESTS_MAY_USE[crate]:
+    for other in TESTS_USE[crate]:
         tree = cargo(
             root, "tree", "-p", f"penstock-{other}", "-e", "normal", "--prefix", "none", "--format", "{p}", "--locked"
         )
         assert crate not in {line.split()[0] for line in tree.splitlines() if line}
 
 
-@pytest.mark.parametrize("crate", ["penstock-types", *PURE])
+@pytest.mark.parametrize("crate", [*WITHOUT_LISTS, *PURE])
 def test_pure_crates_depend_on_no_runtime(root: pathlib.Path, crate: str) -> None:
     """The simulator and the tests can run the shipped protocol and plans only while these need no system under them."""
     tree = cargo(root, "tree", "-p", crate, "-e", "normal", "--prefix", "none", "--format", "{p}", "--locked")
@@ -96,51 +109,115 @@ def test_pure_crates_disallow_clocks_sleeps_and_sockets(root: pathlib.Path, crat
     assert not re.search(r"(allow|expect)\(clippy::disallowed_", sources)
 
 
-# Modules that still need each other: a group holds its aggregation client, which starts operations of groups.
-STILL_IN_CIRCLES = {"penstock-engine": {("aggregated", "group")}}
+@pytest.mark.parametrize("crate", WITHOUT_LISTS)
+def test_words_and_arithmetic_use_nothing_of_a_system(root: pathlib.Path, crate: str) -> None:
+    """Nor threads."""
+    for path in (root / "crates" / crate / "src").rglob("*.rs"):
+        assert not re.search(r"\bstd::(env|fs|io|net|os|process|thread|time)\b", path.read_text()), path.name
 
 
-@pytest.mark.parametrize("crate", sorted(MAY_USE))
+# Modules that still need each other.
+STILL_IN_CIRCLES = {
+    # A group holds its channels; how it opens and closes one stands beside the channel, in methods of the group.
+    "penstock-core": {("groups::group", "groups::channel")},
+    # A group holds its aggregation client, which starts operations of groups.
+    "penstock-engine": {("aggregated", "group")},
+}
+
+
+@pytest.mark.parametrize("crate", sorted(USES))
 def test_modules_of_a_crate_lean_one_way(root: pathlib.Path, crate: str) -> None:
-    """No files or folders at the top of a crate need each other, but for tests. What lib.rs itself defines all may use."""
+    """No files or folders of a crate that stand side by side need each other, but for tests. What lib.rs itself defines all may
+    use, and what the file of a folder defines all below."""
     still = STILL_IN_CIRCLES.get(crate, set())
     uses = _module_uses(root / "crates" / crate / "src")
     assert still <= {(module, other) for module, others in uses.items() for other in others}, "a circle is gone: say so"
     _no_circle({module: {other for other in others if (module, other) not in still} for module, others in uses.items()})
 
 
+NESTED = {
+    "lib.rs": "mod a;\nmod b;\nuse a::deep::{First, Second};\npub struct Shared;",
+    "a/mod.rs": "pub mod deep;\nmod other;\npub use other::Third;",
+    "a/deep.rs": "use super::{Third, other::Fourth};\nuse crate::{Shared, b::Fifth as F};\n// crate::c",
+    "a/other.rs": "fn f() { crate::a::deep::g() }\n#[cfg(test)]\nmod tests {\n    use crate::b;\n}\n",
+    "b.rs": "use crate::First;",
+}
+
+
+def test_uses_of_modules_are_found(tmp_path: pathlib.Path) -> None:
+    """At every level: by their paths, in braces, and by names that a file above hands on; not in comments and tests."""
+    for name, text in NESTED.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = _module_uses(tmp_path)
+    assert found == {"a": {"b"}, "b": {"a"}, "a::deep": {"a::other"}, "a::other": {"a::deep"}}
+    with pytest.raises(pytest.fail.Exception, match="need each other"):
+        _no_circle(found)
+
+
 def _module_uses(source: pathlib.Path) -> dict[str, set[str]]:
-    """By module at the top of a crate: the others that it names."""
-    files = [path for path in source.rglob("*.rs") if "tests" not in str(path.relative_to(source))]
-    uses: dict[str, set[str]] = {path.relative_to(source).with_suffix("").parts[0]: set() for path in files}
-    homes = {module: {module} for module in uses}
-    library = re.sub(r"//.*", "", (source / "lib.rs").read_text())
-    for module, names in re.findall(r"\buse (\w+)::(\{[^}]*\}|\w+);", library):
-        for name in re.findall(r"\w+", names):
-            homes.setdefault(name, set()).add(module)
-    for path in files:
+    """By module of a crate: the modules that it names, as far as they stand beside it, or what it holds beside what they hold."""
+    files = {}
+    for path in source.rglob("*.rs"):
         place = path.relative_to(source).with_suffix("").parts
-        # Without comments, characters, strings and inline tests.
-        text = re.sub(r"//.*|'(\\.|[^'\\])'|\"(\\.|[^\"\\])*\"", "", path.read_text())
-        text = re.sub(r"(?ms)^#\[cfg\(test\)\]\n(#.*\n)?mod \w+ \{.*?^\}$", "", text)
-        root = r"\b(?:crate|super)::" if len(place) == 1 or place[1:] == ("mod",) else r"\bcrate::"
-        for match in re.finditer(root + r"(\w+|\{)", text):
-            names = _heads(text[match.end() :]) if match[1] == "{" else {match[1]}
-            uses[place[0]] |= {module for name in names for module in homes.get(name, ())} & uses.keys()
-    return {module: others - {module} for module, others in uses.items() if module not in ("lib", "main")}
+        if not _is_test(str(path.relative_to(source))) and place != ("main",):
+            files[place[:-1] if place[-1] in ("lib", "mod") else place] = _without_tests(path.read_text())
+    # What a file hands on of the modules below it.
+    homes = {}
+    for place, text in files.items():
+        for match in re.finditer(r"\buse (?:self::)?(?=\w)", text):
+            for names in _paths(text, match.end())[0]:
+                if names and (*place, names[0]) in files:
+                    homes[(*place, names[-1])] = names[0]
+    uses: dict[str, set[str]] = {"::".join(place[:end]): set() for place in files for end in range(1, len(place) + 1)}
+    for place, text in files.items():
+        for match in re.finditer(r"\b(?:crate|self|super)(?=::)", text):
+            for names in _paths(text, match.start())[0]:
+                path = _absolute(place, names)
+                level = 0
+                while path[level : level + 1] == place[level : level + 1] != ():
+                    level += 1
+                if level < len(place) and level < len(path):
+                    other = homes.get(path[: level + 1], path[level])
+                    if (*path[:level], other) in files and other != place[level]:
+                        uses["::".join(place[: level + 1])].add("::".join((*path[:level], other)))
+    return uses
 
 
-def _heads(group: str) -> set[str]:
-    """The first name of each path in braces; ``group`` begins behind the opening one."""
-    heads, depth, is_first = set(), 0, True
-    for token in re.findall(r"\w+|[{},]", group):
-        if token == "}" and depth == 0:
-            break
-        if is_first and depth == 0:
-            heads.add(token)
-        depth += (token == "{") - (token == "}")
-        is_first = token == "," and depth == 0
-    return heads
+def _without_tests(text: str) -> str:
+    """A Rust file without comments, characters, strings and inline tests."""
+    text = re.sub(r"//.*|'(\\.|[^'\\])'|\"(\\.|[^\"\\])*\"", "", text)
+    return re.sub(r"(?ms)^#\[cfg\(test\)\]\n(#.*\n)?mod \w+ \{.*?^\}$", "", text)
+
+
+def _paths(text: str, at: int, above: tuple[str, ...] = ()) -> tuple[list[tuple[str, ...]], int]:
+    """The paths that begin at a place of a Rust file, one or those in braces, and the place behind them."""
+    path = above
+    while True:
+        if name := re.compile(r"\s*(\w+)").match(text, at):
+            path, at = (*path, name[1]), name.end()
+            if colons := re.compile(r"\s*::").match(text, at):
+                at = colons.end()
+                continue
+        elif brace := re.compile(r"\s*\{").match(text, at):
+            found, at = [], brace.end()
+            while True:
+                inner, at = _paths(text, at, path)
+                found += inner
+                end = re.compile(r"(?:\s+as\s+\w+)?\s*([,}])").match(text, at)
+                if end is None or end[1] == "}":
+                    return found, at if end is None else end.end()
+                at = end.end()
+        return [path], at
+
+
+def _absolute(place: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    """What a path in a module at ``place`` names, from the root of the crate."""
+    first, *others = names
+    base = {"crate": (), "self": place, "super": place[:-1]}[first]
+    while others[:1] == ["super"]:
+        base, others = base[:-1], others[1:]
+    return (*base, *(name for name in others if name != "self"))
 
 
 def _no_circle(uses: dict[str, set[str]]) -> None:
@@ -374,6 +451,7 @@ def test_every_variable_is_a_setting(root: pathlib.Path) -> None:
 
 # Which rooms of the Python package a room may use (ARCHITECTURE.md, "Rooms"). `errors`, `extras`,
 # `renamed` and `_core` are for all.
+FOR_ALL = {"_core", "errors", "extras", "renamed"}
 PYTHON_MAY_USE = {
     "cluster": set(),
     "runtime": {"cluster"},
@@ -382,26 +460,53 @@ PYTHON_MAY_USE = {
     "training": {"runtime", "torch"},
     "fronts": {"runtime", "torch", "training"},
     "workloads": {"torch"},
-    "tools": {"cluster", "runtime", "reports", "torch", "training", "workloads", "cli"},
+    "tools": {"cluster", "runtime", "reports", "torch", "training", "workloads"},
 }
+# What is no room: the command line, and the module that users import from the room `torch`, which names what is in `training`.
+BESIDE_ROOMS = {"cli": {"tools"}, "torch/__init__": {"runtime", "training"}}
+# Rooms that must not need torch: fronts of other frameworks and daemons use them.
+WITHOUT_TORCH = ["cluster", "reports", "runtime"]
 # What users import, by the names that they use; they define nothing. `penstock.torch` does, and names what is in `training`.
 FACADES = {"__init__", "__main__", "elastic", "horovod", "jax", "optim", "tensorflow", "testbed", "tune"}
 
 
 def test_python_rooms_lean_only_on_those_below(root: pathlib.Path) -> None:
-    """No module imports, not even for types or in a function, from a room that ARCHITECTURE.md puts above its own; and no room
-    imports the names that are for users."""
+    """No module imports from a room that ARCHITECTURE.md puts above its own, not even for types, in a function or by a name in
+    quotes; and no room imports the names that are for users, nor those of the package itself."""
     package = root / "python" / "penstock"
     wrong = set()
     for path in package.rglob("*.py"):
         place = path.relative_to(package).with_suffix("")
         room = place.parts[0]
-        if room in FACADES | {"cli", "errors", "extras", "renamed"} or place.as_posix() == "torch/__init__":
+        if room in FACADES:
             continue
-        used = {name.split(".")[1] for name in _imported(path) if name.startswith("penstock.")}
-        allowed = PYTHON_MAY_USE[room] | {room, "errors", "extras", "renamed", "_core"}
-        wrong |= {f"{place} -> {other}" for other in used - allowed}
+        ours = {name for name in _imported(path) if name.split(".")[0] == "penstock"}
+        used = {name.partition(".")[2].split(".")[0] or "the package itself" for name in ours}
+        if room in FOR_ALL:
+            allowed = FOR_ALL
+        else:
+            allowed = BESIDE_ROOMS.get(place.as_posix()) or PYTHON_MAY_USE[room]
+        wrong |= {f"{place} -> {other}" for other in used - allowed - FOR_ALL - {room}}
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_python_rooms_stand_as_the_page_has_them(root: pathlib.Path) -> None:
+    """ARCHITECTURE.md lists the rooms, and each may use only those above it: so there is no circle."""
+    page = (root / "ARCHITECTURE.md").read_text().split("| room | holds |")[1].split("\n\n")[0]
+    rooms = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert set(rooms) == set(PYTHON_MAY_USE)
+    for number, room in enumerate(rooms):
+        assert PYTHON_MAY_USE[room] <= set(rooms[:number]), room
+
+
+@pytest.mark.parametrize("room", WITHOUT_TORCH)
+def test_rooms_below_torch_import_none(root: pathlib.Path, room: str) -> None:
+    """Not even in a function; and what they import does not bring it."""
+    paths = list((root / "python" / "penstock" / room).rglob("*.py"))
+    for path in paths:
+        assert not {name for name in _imported(path) if name.split(".")[0] == "torch"}, path.name
+    modules = ", ".join(_module(root, path) for path in paths)
+    python(f"import sys, {modules}; assert 'torch' not in sys.modules")
 
 
 @pytest.mark.parametrize("facade", sorted(FACADES - {"__init__", "__main__"}))
@@ -445,11 +550,33 @@ def _listed(path: pathlib.Path) -> list[str]:
     return list(ast.literal_eval(names))
 
 
-@pytest.mark.parametrize("room", sorted(PYTHON_MAY_USE))
-def test_imports_run_one_way(root: pathlib.Path, room: str) -> None:
-    """No modules of a room need each other, not even for types or in a function."""
-    modules = {_module(root, path): path for path in (root / "python" / "penstock" / room).rglob("*.py")}
+def test_imports_run_one_way(root: pathlib.Path) -> None:
+    """No modules of the package need each other, not even for types, in a function or by a name in quotes."""
+    modules = {_module(root, path): path for path in (root / "python" / "penstock").rglob("*.py")}
     _no_circle({name: _imported(path) & modules.keys() - {name} for name, path in modules.items()})
+
+
+IMPORTS = """
+import importlib
+from importlib import import_module
+import penstock.errors
+from penstock import _core, cli
+from penstock.torch import work, stats
+NAMES = {"a": "penstock.optim", "b": "json"}
+def f(name):
+    from penstock.training.ddp import ddp_hook
+    importlib.import_module("penstock.renamed"), import_module(NAMES[name]), importlib.import_module(f"penstock.fronts.{name}")
+"""
+
+
+def test_imports_are_found(root: pathlib.Path) -> None:
+    """Modules, and packages where something of their own is imported; also what importlib imports."""
+    path = root / "python" / "penstock" / "some.py"
+    assert {name for name in _imported(path, IMPORTS) if name.startswith("penstock")} == {
+        *("penstock._core", "penstock.cli", "penstock.errors", "penstock.optim", "penstock.renamed"),
+        *("penstock.torch", "penstock.torch.work", "penstock.training.ddp"),
+        *("penstock.fronts.arrays", "penstock.fronts.horovod", "penstock.fronts.jax", "penstock.fronts.tensorflow"),
+    }
 
 
 def _module(root: pathlib.Path, path: pathlib.Path) -> str:
@@ -457,10 +584,15 @@ def _module(root: pathlib.Path, path: pathlib.Path) -> str:
     return ".".join(path.relative_to(root / "python").with_suffix("").parts).removesuffix(".__init__")
 
 
-def _imported(path: pathlib.Path) -> set[str]:
+def _imported(path: pathlib.Path, text: str = "") -> set[str]:
+    """The modules that a file of the package imports."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
+    tree = ast.parse(text or path.read_text())
+    tables = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
+            found |= _named(path, node.args[0], tables)
+        elif isinstance(node, ast.Import):
             found |= {each.name for each in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             # What is imported from a package may be one of its modules, and then the package itself is not needed.
@@ -470,10 +602,29 @@ def _imported(path: pathlib.Path) -> set[str]:
     return found
 
 
+def _named(importer: pathlib.Path, given: ast.expr, tables: dict[str, ast.expr]) -> set[str]:
+    """The modules that an argument of `importlib.import_module` may name: in quotes, in a table of the file, or in a package."""
+    if isinstance(given, ast.Constant):
+        return {str(given.value)}
+    if isinstance(given, ast.Subscript):
+        texts = ast.walk(tables[ast.unparse(given.value)])
+        return {
+            node.value for node in texts if isinstance(node, ast.Constant) and _is_module(importer, str(node.value))
+        }
+    if isinstance(given, ast.JoinedStr) and isinstance(given.values[0], ast.Constant):
+        package = str(given.values[0].value).removesuffix(".")
+        return {f"{package}.{path.stem}" for path in _place(importer, package).iterdir() if path.stem[0] not in "_."}
+    return set()
+
+
 def _is_module(importer: pathlib.Path, name: str) -> bool:
+    place = _place(importer, name)
+    return place.is_dir() or any(place.with_suffix(suffix).exists() for suffix in (".py", ".pyi"))
+
+
+def _place(importer: pathlib.Path, name: str) -> pathlib.Path:
     python = next(parent for parent in importer.parents if parent.name == "python")
-    place = python.joinpath(*name.split("."))
-    return place.is_dir() or place.with_suffix(".py").exists()
+    return python.joinpath(*name.split("."))
 
 
 def test_help_lists_the_verbs_and_imports_no_torch() -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from penstock.cli import Group
 from penstock.cluster import file
 from penstock.cluster.deployment import MOST_BLOCK_BYTES
 from penstock.cluster.network import Cluster, Link
 from penstock.errors import Config as ConfigError
+from penstock.tools.commands import Group
 
 __all__ = ["Rate", "command", "of_cluster", "rates"]
 

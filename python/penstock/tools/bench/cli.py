@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from penstock.cli import Group
 from penstock.tools.bench import figures, readiness, sweep, training, tuner
 from penstock.tools.bench.aggregated import command as aggregated
 from penstock.tools.bench.collectives import COLLECTIVES
+from penstock.tools.commands import Group
 
 
 @click.group(name="bench", cls=Group)

@@ -178,9 +178,9 @@ class TorchRunner(CollectiveRunner):
     def memory(self) -> dict[str, int]:
         memory = super().memory()
         if self._backend == "penstock":
-            import penstock
+            from penstock.torch import stats
 
-            memory["engine"] = int(penstock.stats()["memory_bytes"])
+            memory["engine"] = int(stats()["memory_bytes"])
         return memory
 
 
@@ -188,9 +188,9 @@ class SharedRunner(TorchRunner):
     """The same on tensors that the ranks of a host read directly."""
 
     def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        import penstock
+        from penstock.torch import empty
 
-        return penstock.empty(count, dtype=dtype)
+        return empty(count, dtype=dtype)
 
 
 class EngineRunner(TorchRunner):

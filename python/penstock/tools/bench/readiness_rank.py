@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import penstock
 from penstock import _core
-from penstock.torch import GradientReducer, backend
+from penstock.tools.flight import flight_record
+from penstock.torch import GradientReducer, backend, stats
 
 
 def main() -> None:
@@ -194,7 +194,7 @@ def _check_alike(agreed: _Way, told: _Way) -> None:
 def _rounds(count: int) -> list[list[float]]:
     """The last rounds, as far as the engine remembers: number, and when this rank joined it and had its answer, in seconds
     since 1970."""
-    record = penstock.flight_record()
+    record = flight_record()
     ended = [
         [each["number"], record["time"] - each["issued_s_ago"], record["time"] - each["ended_s_ago"]]
         for each in record["operations"]
@@ -218,7 +218,7 @@ def _balance(tensors: int, steps: int) -> dict[str, Any]:
 
 
 def _moved() -> tuple[int, int]:
-    streams = [stream for peer in penstock.stats()["peers"] for stream in peer["streams"]]
+    streams = [stream for peer in stats()["peers"] for stream in peer["streams"]]
     return sum(each["sent_bytes"] for each in streams), sum(each["received_bytes"] for each in streams)
 
 
