@@ -53,6 +53,7 @@ from penstock.tools.bench.report import does_not_show, quantile
 from penstock.tools.testbed.bed import Loopback
 from penstock.tools.testbed.cluster import Testbed
 from penstock.tools.testbed.link import LinkSpec
+from penstock.tools.wire import sent_bytes
 
 Bed = Testbed | Loopback
 
@@ -438,13 +439,13 @@ def summarise(
 def bound(ready: Sequence[Sequence[float]], hosts: int, payload_bytes_per_s: float) -> float:
     """Seconds before which no rank can have all gradients: ``ready`` holds (seconds, bytes), in the order of the seconds.
 
-    An all-reduce puts 2(h - 1)/h of its bytes on each host's link, each way, if ranks of one host reduce among themselves
-    first; no algorithm over host links needs less (Patarasuk and Yuan 2009).
+    Ranks of one host reduce among themselves first, so each host's link carries what an all-reduce among the hosts needs.
     """
     left = sum(size for _, size in ready)
+    sent_share = sent_bytes(int(left), hosts) / max(left, 1)
     latest = 0.0
     for seconds, size in ready:
-        latest = max(latest, seconds + 2 * (hosts - 1) / hosts * left / payload_bytes_per_s)
+        latest = max(latest, seconds + sent_share * left / payload_bytes_per_s)
         left -= size
     return latest
 

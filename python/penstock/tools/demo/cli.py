@@ -30,10 +30,11 @@ from penstock.tools.demo.comparison import (
     verdict,
 )
 from penstock.tools.demo.link_probe import Carriage, exchange
-from penstock.tools.demo.prediction import Prediction, hook_buckets, predict_step, wire_bytes
+from penstock.tools.demo.prediction import Prediction, hook_buckets, predict_step
 from penstock.tools.demo.report import page
 from penstock.tools.demo.training import Bed, Training, TrainingFailed, Way, train
 from penstock.tools.testbed import LinkSpec, Loopback, Testbed, TestbedUnavailable
+from penstock.tools.wire import sent_bytes
 
 
 @click.command()
@@ -230,7 +231,7 @@ class ProgressRow:
             sent = training.sent_bytes[-1] - training.sent_bytes[-1 - span]
             share = f" ({sent / seconds / self._payload:3.0%})" if self._payload else ""
             carried = f"link {sent / seconds / 1e6:5.1f} MB/s{share}"
-            if is_through_memory(sent / span, wire_bytes(training.facts["gradient_bytes"], training.ranks), self._link):
+            if is_through_memory(sent / span, sent_bytes(training.facts["gradient_bytes"], training.ranks), self._link):
                 carried = "shared memory"
             news += f"  {tokens / seconds:6,.0f} tokens/s  {carried}"
         self._progress.update(self._task, completed=done, news=news)

@@ -11,9 +11,10 @@ from typing import Any
 
 from penstock.reports import Column, Line, Table
 from penstock.reports.numbers import change, milliseconds, share, times
-from penstock.tools.demo.prediction import Prediction, wire_bytes
+from penstock.tools.demo.prediction import Prediction
 from penstock.tools.demo.training import Phases, Training
 from penstock.tools.testbed import LinkSpec
+from penstock.tools.wire import sent_bytes
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def summarise(training: Training, prediction: Prediction | None, link: LinkSpec 
         compute=training.compute(),
         tokens_per_s=training.steps[0][0].tokens / step_s,
         sent_bytes_per_step=sent / len(seconds),
-        planned_bytes_per_step=wire_bytes(training.facts["gradient_bytes"], training.ranks),
+        planned_bytes_per_step=sent_bytes(training.facts["gradient_bytes"], training.ranks),
         sent_bytes_per_s=sent / sum(seconds),
         link_share=sent / sum(seconds) / payload if payload else None,
         flow_classes=busy_classes(training) if link and link.flow_mbit else None,

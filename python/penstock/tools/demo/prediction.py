@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.tools.demo.training import Phases
+from penstock.tools.wire import sent_bytes
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def predict_step(
     Args:
         compute: the step without communication.
         piece_bytes: DDP's buckets, or the hook's buckets, in the order in which they fill.
-        ranks: each sends 2 (ranks - 1) / ranks of a piece and receives as much (a bandwidth-optimal all-reduce).
+        ranks: each sends and receives what an all-reduce of a piece needs.
         bytes_per_s: what the link carries in each direction, both at once.
         slowdown_s_per_byte: by how much the computation takes longer for each byte that is carried meanwhile, where one
             machine's processors do both and none is idle.
@@ -73,12 +74,7 @@ def _play(compute: Phases, piece_bytes: Sequence[int], ranks: int, bytes_per_s: 
         filled += nbytes
         ready_s = compute.forward_s + compute.backward_s * filled / total_bytes
         begin_s = max(ready_s, free_s)
-        free_s = begin_s + wire_bytes(nbytes, ranks) / bytes_per_s
+        free_s = begin_s + sent_bytes(nbytes, ranks) / bytes_per_s
         transfers.append(Transfer(ready_s, begin_s, free_s))
     exposed_s = max(0.0, free_s - backward_end_s)
     return Prediction(compute, exposed_s, bytes_per_s, tuple(transfers))
-
-
-def wire_bytes(nbytes: float, ranks: int) -> float:
-    """What each rank must send for an all-reduce of ``nbytes``."""
-    return 2 * (ranks - 1) / ranks * nbytes
