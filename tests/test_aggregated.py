@@ -133,9 +133,9 @@ def _assert_sums(
     values: list[Any], world: int, integers: dict[torch.dtype, int], cuts: list[float], repeats: int = 1
 ) -> None:
     for rank, (tensors, stats) in enumerate(values):
-        (lane,) = stats.values()
-        assert lane["operations"] == len(CASES) * repeats
-        assert lane["fallback"] is None
+        (group,) = stats.values()
+        assert group["operations"] == len(CASES) * repeats
+        assert group["fallback"] is None
         for case, tensor in zip(CASES, tensors, strict=True):
             expected = _sum(case, world, integers[case.dtype], cuts)
             np.testing.assert_array_equal(
@@ -554,11 +554,10 @@ def test_training_survives_the_server(tmp_path: pathlib.Path, hook: bool) -> Non
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     for outcome, losses in zip(outcomes, plain, strict=True):
         np.testing.assert_allclose(outcome.value[0], losses, rtol=1e-4)
-        lanes = outcome.value[1]
-        used = [lane for lane in lanes.values() if lane["operations"]]
+        used = [group for group in outcome.value[1].values() if group["operations"]]
         assert used
-        assert all(lane["fallback"] and server.address in lane["fallback"] for lane in used)
-        assert all(lane["fallback_operations"] for lane in used)
+        assert all(group["fallback"] and server.address in group["fallback"] for group in used)
+        assert all(group["fallback_operations"] for group in used)
         assert "goes on without servers" in outcome.output
 
 
@@ -730,8 +729,8 @@ def _link(descriptor: str) -> str:
 
 
 def test_fork(tmp_path: pathlib.Path) -> None:
-    """A forked child that reduces, destroys the group and ends: it is told, has none of the lane's descriptors, and its parents'
-    jobs go on."""
+    """A forked child that reduces, destroys the group and ends: it is told, has no descriptors of the group's thread, and its
+    parents' jobs go on."""
     with Daemon("server") as server, Daemon("aggregator") as left, Daemon("aggregator") as right:
         found = ranks.run(_fork, count=3, env=_deployment(tmp_path, _tree(server, left, right)))
         assert server.get("/jobs")["jobs"] == [], "the parent has closed it"
@@ -960,8 +959,8 @@ def _init_with(given: Any) -> dict[str, Any]:
     dist.all_reduce(values, group=group)
     assert len(penstock.torch.stats()["aggregated"]) == 1
     dist.destroy_process_group()
-    [lane] = stats.values()
-    return dict(lane)
+    [aggregated] = stats.values()
+    return dict(aggregated)
 
 
 def test_a_deployment_from_the_script(tmp_path: pathlib.Path) -> None:
@@ -971,8 +970,8 @@ def test_a_deployment_from_the_script(tmp_path: pathlib.Path) -> None:
         path = tmp_path / "deployment.yaml"
         path.write_text(json.dumps(document))
         for given in (document, str(path), path):
-            for lane in ranks.run(_init_with, args=(given,), count=2):
-                assert (lane["operations"], lane["fallback"]) == (1, None)
+            for group in ranks.run(_init_with, args=(given,), count=2):
+                assert (group["operations"], group["fallback"]) == (1, None)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_checks_that_nothing_makes_are_told(ended: str) -> None:
     ("ended", "env"),
     [
         pytest.param("destroyed", {"PENSTOCK_CHECK": "", "PENSTOCK_TUNE": "0"}, id="nothing is asked for"),
-        pytest.param("hooked", {"PENSTOCK_CHECK": "nan"}, id="a hook heeds it"),
+        pytest.param("hooked", {"PENSTOCK_CHECK": "nan"}, id="a hook checks it"),
         pytest.param("untrained", {"PENSTOCK_CHECK": "nan", "PENSTOCK_TUNE": "1"}, id="nothing is reduced"),
     ],
 )
