@@ -1,4 +1,4 @@
-"""The main job: `penstock demo`, the example that it trains, and what it concludes."""
+"""`penstock demo`, the example that it trains, and what it concludes."""
 
 from __future__ import annotations
 

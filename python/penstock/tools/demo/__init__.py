@@ -1,4 +1,4 @@
-"""``penstock demo``: the main job, end to end. One model, trained with gloo, with Penstock, and with its hook.
+"""``penstock demo``: one model, trained with gloo, with Penstock, and with its hook.
 
 - `training`: starts the ranks of the example (``examples/char_gpt``) and follows them.
 - `link_probe`, `prediction`: what the link carries, and how long a step should therefore take.
