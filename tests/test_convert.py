@@ -13,6 +13,7 @@ import pathlib
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import types
@@ -1054,7 +1055,12 @@ def test_run_takes_its_command_line_apart() -> None:
     assert (wanted.nproc, wanted.keep, wanted.script) == (3, True, "train.py")
     assert wanted.torchrun == ["--nnodes", "2", "--rdzv-endpoint=a:1"]
     assert wanted.arguments == ["--nproc", "9", "-h"]
-    assert torchrun_options(wanted, gpus=8) == ["--nproc-per-node=3", "--nnodes", "2", "--rdzv-endpoint=a:1"]
+    assert torchrun_options(wanted, gpus=8) == [
+        *("--rdzv-backend=c10d", "--nproc-per-node=3"),
+        *("--nnodes", "2", "--rdzv-endpoint=a:1"),
+    ]
+    numbered = ["--nnodes=2", "--node_rank=1", "--rdzv-endpoint=a:1"]
+    assert torchrun_options(parse([*numbered, "t.py"]), gpus=8) == ["--nproc-per-node=8", *numbered]
 
 
 @pytest.mark.parametrize(("gpus", "ranks_expected"), [(0, 2), (1, 1), (8, 8)])
@@ -1090,6 +1096,27 @@ def test_run_trains_and_shows_where_it_fails(tmp_path: pathlib.Path) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1", "2"]
     assert f'File "{script}", line 19' in done.stderr and "ValueError: on purpose" in done.stderr
     assert (tmp_path / "model.pt").exists()
+
+
+def test_run_on_two_hosts(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The guide's command for several hosts, the same on each, makes one job: a rank of each trains, and the first one prints."""
+    page = (root / "docs" / "guide" / "convert.md").read_text()
+    (tmp_path / "train.py").write_text(page.split("```python\n")[1].split("```")[0])
+    [command] = re.findall(r"^penstock (run --nnodes 2 .*)$", page, re.MULTILINE)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    small = command.replace("first:29500", f"127.0.0.1:{port}").replace("--nproc 8", "--nproc 1")
+    assert small.count("1:") == 1 and small.count("--nproc 1") == 1
+    start = [sys.executable, "-m", "penstock", *small.split()]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    with forked.Popen(start, **pipes) as first, forked.Popen(start, **pipes) as second:
+        try:
+            ended = [each.communicate(timeout=120) for each in (first, second)]
+        finally:
+            first.kill()
+            second.kill()
+    assert [first.returncode, second.returncode] == [0, 0], ended
+    assert sorted(line.split()[0] for output, _ in ended for line in output.splitlines()) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])

@@ -49,9 +49,14 @@ ONE_OF_EACH = list({backend.name: backend for backend in reversed(BACKENDS)}.val
 
 @pytest.fixture(scope="module", params=ONE_OF_EACH, ids=str)
 def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """One quick demo, on emulated hosts where these can be made: gloo, the backend under test, Penstock's hook."""
+    """One quick demo, on emulated hosts where these can be made: gloo, the backend under test, Penstock's hook without and with
+    the tuner."""
     page = tmp_path_factory.mktemp("demo") / "folder" / "report.html"
-    ways = ["gloo", request.param.name, *(["penstock+tuner"] if request.param.name == "penstock" else [])]
+    ways = [
+        "gloo",
+        request.param.name,
+        *(["penstock+hook", "penstock+tuner"] if request.param.name == "penstock" else []),
+    ]
     done = demo("--quick", f"--backends={','.join(ways)}", f"--report={page}", env=request.param.env)
     return Ended(done.returncode, done.stdout, page.read_text() if page.exists() else "")
 

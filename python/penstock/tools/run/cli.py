@@ -95,7 +95,11 @@ def parse(arguments: Sequence[str]) -> Wanted:
 
 
 def torchrun_options(wanted: Wanted, gpus: int) -> list[str]:
-    """The options of torchrun: those that were given, the number of ranks, and no rendezvous where it is one host."""
+    """The options of torchrun: those that were given, the number of ranks, and how hosts meet.
+
+    A single host needs no rendezvous. Several that are given an endpoint, and nothing else, meet by torchrun's `c10d`: by its
+    default, `static`, each is the first host, unless each is told its own number.
+    """
     names = {each.split("=")[0].replace("_", "-") for each in wanted.torchrun if each.startswith("-")}
     options = list(wanted.torchrun)
     if "--nproc-per-node" not in names:
@@ -103,6 +107,8 @@ def torchrun_options(wanted: Wanted, gpus: int) -> list[str]:
     if not names & ELSEWHERE:
         # A free port for each job, so that two of them on one host do not meet.
         options = ["--standalone", *options]
+    elif "--rdzv-endpoint" in names and not names & {"--rdzv-backend", "--node-rank"}:
+        options = ["--rdzv-backend=c10d", *options]
     return options
 
 
