@@ -690,17 +690,20 @@ def test_backend_is_known_without_any_import_of_ours() -> None:
 def test_backend_is_known_from_a_tree_that_was_never_installed(root: pathlib.Path) -> None:
     """Where no metadata tells torch about us, `import penstock` imports torch itself."""
     program = (
-        "import importlib.metadata as metadata\n"
-        "def missing(name): raise metadata.PackageNotFoundError(name)\n"
-        "metadata.distribution = missing; metadata.entry_points = lambda **_: ()\n"
-        f"import penstock, torch; {KNOWN}"
+        "import importlib.metadata as metadata, os\n"
+        "listed = os.listdir\n"
+        "os.listdir = lambda folder='.': [name for name in listed(folder) if not name.startswith('penstock-')]\n"
+        "metadata.entry_points = lambda **_: ()\n"
+        f"import penstock, sys; assert 'torch' in sys.modules; import torch; {KNOWN}"
     )
     python(program)
 
 
 def test_import_penstock_alone_is_light() -> None:
-    """Where torch's autoload is going to do it, `import penstock` imports nothing of another project, nor the engine."""
+    """Where torch's autoload is going to do it, `import penstock` imports nothing of another project, nor the engine, nor those
+    modules of Python that take longer than itself."""
     heavy = {"click", "libcst", "matplotlib", "numpy", "penstock._core", "rich", "scipy", "torch", "yaml"}
+    heavy |= {"importlib.metadata", "logging"}
     python(f"import penstock, sys; heavy = {heavy} & set(sys.modules); assert not heavy, heavy")
 
 

@@ -17,7 +17,6 @@ How the word becomes known, without a hook into Python's import system:
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -62,6 +61,8 @@ def _autoload() -> None:
         if torch.distributed.is_available():
             importlib.import_module("penstock.torch").register()
     except Exception as error:
+        import logging
+
         # A log line, not a warning: `python -W error` turns warnings into exceptions, which would break `import torch`.
         logging.getLogger("penstock").warning(
             'the torch.distributed backend "penstock" is not available: %s: %s '
@@ -75,13 +76,21 @@ def _torch_will_autoload() -> bool:
     """Whether a later ``import torch`` is going to call `_autoload`."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return False
-    import importlib.metadata
+    # importlib.metadata would answer this, too, and take as long as all else here. Where it finds what this does not (in an
+    # archive, say), torch is imported now.
+    for folder in sys.path:
+        try:
+            [record] = [name for name in os.listdir(folder or ".") if _is_ours(name)]
+            with open(os.path.join(folder, record, "entry_points.txt"), encoding="utf-8") as points:
+                return "[torch.backends]" in points.read()
+        except (OSError, ValueError):
+            continue
+    return False
 
-    try:
-        points = importlib.metadata.distribution("penstock").entry_points
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return any(point.group == "torch.backends" for point in points)
+
+def _is_ours(name: str) -> bool:
+    """Whether a name is that of the folder in which installers keep this package's metadata."""
+    return name.startswith("penstock-") and name.endswith(".dist-info")
 
 
 # Where each public name lives.
