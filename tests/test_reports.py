@@ -260,6 +260,17 @@ def test_charts_can_be_files() -> None:
     assert drawing.file(chart, ".pdf", "it").startswith(b"%PDF")
 
 
+def test_a_picture_has_the_colours_of_both_modes() -> None:
+    """For a page without the stylesheet: well-formed, and each variable that it uses has a light and a dark value."""
+    chart = Bars(Axis("time", "ms"), [Bar("a", [Part(1.0, "series-1")], "1 ms")])
+    text = drawing.picture(chart, 'one "bar"')
+    assert xml.etree.ElementTree.fromstring(text).attrib["aria-label"] == 'one "bar"'
+    used = set(re.findall(r"var\(--([a-z0-9-]+)\)", text))
+    light, dark = re.findall(r":root\{(.*?)\}", text)
+    for block, colours in ((light, palettes()["light"]), (dark, palettes()["dark"])):
+        assert dict(re.findall(r"--([a-z0-9-]+):(#\w+)", block)) == {name: colours[name] for name in used}
+
+
 # ------------------------------------------------------------------------------------------------------ ticks and numbers
 
 

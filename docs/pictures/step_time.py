@@ -3,16 +3,12 @@
 import pathlib
 import re
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
+from penstock.reports import drawing
+from penstock.reports.charts import Axis, Bar, Bars, Part
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent
-NAMES = ("gloo", "Penstock", "Penstock with hook and tuner")
-COLOURS = ("#8b949e", "#1f8fd6", "#12a594")
-INK = "#010203"  # stands for the colour of text, which follows the reader's light or dark mode
-STYLE = "<style>:root{--ink:#1f2328}@media (prefers-color-scheme:dark){:root{--ink:#e6edf3}}</style>"
+LOOKS = {"gloo": "grey-2", "Penstock": "series-1", "Penstock with hook and tuner": "series-3"}
+AXIS = Axis("time of a step of the demo (2 hosts, a link of 1 Gbit/s, one flow at most 200 Mbit/s)", "ms")
 
 
 def figures() -> tuple[int, ...]:
@@ -25,26 +21,12 @@ def figures() -> tuple[int, ...]:
 
 def draw() -> str:
     times = figures()
-    plt.rcParams.update(
-        {"svg.fonttype": "none", "svg.hashsalt": "penstock", "font.family": "sans-serif", "font.size": 11}
-    )
-    figure, axes = plt.subplots(figsize=(7.2, 1.9), layout="constrained")
-    bars = axes.barh(NAMES, times, color=COLOURS, height=0.62)
-    labels = [f"{ms} ms" + (f"  ({times[0] / ms:.1f}x)" if ms != times[0] else "") for ms in times]
-    axes.bar_label(bars, labels, padding=5, color=INK)
-    axes.set_xlim(0, times[0] * 1.2)
-    axes.invert_yaxis()
-    title = "Step time of the demo: 2 hosts, a link of 1 Gbit/s, one flow at most 200 Mbit/s"
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
-    axes.tick_params(length=0, colors=INK)
-    axes.xaxis.set_visible(False)
-    axes.spines[:].set_visible(False)
-    path = DOCS / "pictures" / "step_time.svg"
-    figure.savefig(path, transparent=True, metadata={"Date": None})
-    text = path.read_text(encoding="utf-8").replace(INK, "var(--ink)")
-    text = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", text)  # the reader's own
-    text = re.sub(r" *<metadata>.*?</metadata>\n", "", text, flags=re.DOTALL)
-    return re.sub(r"(<svg [^>]*>)", rf"\1\n{STYLE}", text, count=1)
+    told = [f"{ms} ms" + (f"  ({times[0] / ms:.1f} ×)" if ms != times[0] else "") for ms in times]
+    bars = [
+        Bar(name, [Part(ms, colour)], text) for (name, colour), ms, text in zip(LOOKS.items(), times, told, strict=True)
+    ]
+    label = "Step time of the demo: " + ", ".join(f"{bar.label} {ms} ms" for bar, ms in zip(bars, times, strict=True))
+    return drawing.picture(Bars(AXIS, bars), label)
 
 
 if __name__ == "__main__":

@@ -49,10 +49,38 @@ def file(chart: Bars | Lines, suffix: str, title: str) -> bytes:
     return _drawn(chart, "wide", palette.__getitem__, suffix, "penstock", title, **frame)
 
 
+def picture(chart: Bars | Lines, label: str) -> str:
+    """A chart as an SVG file that follows the reader's light or dark mode, for pages without the stylesheet. ``label`` is what
+    screen readers say."""
+    markup = _inline(chart, "penstock", label, "wide")
+    used = dict.fromkeys(re.findall(r"var\(--([a-z0-9-]+)\)", markup))
+    light, dark = (
+        ":root{" + ";".join(f"--{name}:{colours[name]}" for name in used) + "}"
+        for colours in (light_colours(), dark_colours())
+    )
+    style = (
+        f"<style>text{{font-family:system-ui,sans-serif}}{light}@media (prefers-color-scheme:dark){{{dark}}}</style>"
+    )
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    size = r'viewBox="0 0 ([\d.]+) ([\d.]+)"'
+    markup = re.sub(f"{size}>", rf'viewBox="0 0 \1 \2" width="\1" height="\2">\n{style}', markup, count=1)
+    return markup.replace('<svg class="wide"', f"<svg {spaces}", 1) + "\n"
+
+
 def light_colours() -> dict[str, str]:
     """The variables of the stylesheet's first block."""
     first, _, _ = STYLE.read_text(encoding="utf-8").partition("@media")
-    return dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6});", first))
+    return _variables(first)
+
+
+def dark_colours() -> dict[str, str]:
+    """The same in dark mode."""
+    _, _, rest = STYLE.read_text(encoding="utf-8").partition("@media")
+    return _variables(rest.partition("@media")[0])
+
+
+def _variables(text: str) -> dict[str, str]:
+    return dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6});", text))
 
 
 # Bars
