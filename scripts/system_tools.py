@@ -75,7 +75,13 @@ SYSTEM_TOOLS = (
         "debian": "python3-venv",
         "others": "python3-pip",
     },
-    {"what": "ip and tc", "there": on_path("tc"), "needed": False, "debian": "iproute2", "others": "iproute iproute-tc"},
+    {
+        "what": "ip and tc",
+        "there": on_path("tc"),
+        "needed": False,
+        "debian": "iproute2",
+        "others": "iproute iproute-tc",
+    },
     {"what": "nft", "there": on_path("nft"), "needed": False, "debian": "nftables", "others": "nftables"},
     {"what": "ethtool", "there": on_path("ethtool"), "needed": False, "debian": "ethtool", "others": "ethtool"},
 )
