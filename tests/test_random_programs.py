@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 import random
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import forked
+from collectives import reference
 from random_programs import (
     engine_faults,
     faults,
@@ -312,6 +314,60 @@ def test_rendered_script_runs(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("has ended") == program["ranks"], done.stdout
     assert "WRONG" not in done.stdout, done.stdout
+
+
+def test_rendered_script_says_what_is_wrong(tmp_path: pathlib.Path) -> None:
+    """With a planted fault the script prints WRONG where the fault is, and nowhere else: not for the other reductions, nor for a
+    reducer. Calls that must fail are made, and their errors printed."""
+
+    def call(name: str, **spec: Any) -> dict[str, Any]:
+        return {"call": name, "group": "world", "key": name, "exact": True, "layouts": ["flat"], **spec}
+
+    reductions = ["AVG", *(one for one in reference.OPERATIONS if one != "AVG")]
+    calls = {
+        f"{number}": call("all_reduce", reduce=one, counts=[7], dtype="int32" if one.startswith("B") else "float32")
+        for number, one in enumerate(reductions)
+    }
+    reducer: dict[str, Any] = {"dtype": "float32", "reduce": "AVG", "counts": [7], "steps": 2, "bucket_bytes": 64}
+    reducer |= {"closed": True, "unused_percent": 0, "wire": "float16", "feedback": True, "sparse": [[7, 2]]}
+    reducer |= {"buffers": [[3, "bool"]], "settings": [None, {"bucket_bytes": 4096, "compression": "bf16"}]}
+    calls |= {"20": call("reducer", **reducer), "21": {"call": "new_group", "group": "g21"}}
+    calls |= {"22": {"call": "destroy_group", "group": "g21"}}
+    steps = [["refused", "3"], *(["call", name] for name in calls), ["destroyed", "22"]]
+    program = {
+        "seed": 0,
+        "ranks": 2,
+        "timeout_s": 40,
+        "medium": "memory",
+        "groups": {"world": [0, 1], "g21": [0, 1]},
+        "calls": calls,
+        "steps": [steps, steps],
+        "wrong": None,
+    }
+    text = render.script(program, [])
+    script = tmp_path / "program.py"
+    planted = (
+        "    import random_programs.mutants\n    fault = random_programs.mutants.planted('avg-without-division')\n"
+    )
+    script.write_text(text.replace("    torch.set_num_threads(1)\n", f"{planted}    fault.__enter__()\n"))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
+    done = forked.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, env=env)
+    assert done.stdout.count("has ended") == 2, done.stdout + done.stderr
+    # Lines of two ranks may run together.
+    assert done.stdout.count("WRONG") == done.stdout.count("WRONG: call 0, tensor 0") == 2, done.stdout
+    assert done.stdout.count("call 3 with a tensor that has holes is refused: all_reduce") == 2, done.stdout
+    assert done.stdout.count("the use of the group that call 22 destroyed is refused") == 2, done.stdout
+
+
+def test_faults_at_a_step_are_rendered() -> None:
+    """A kill or a stop between two calls becomes a script; other programs with faults have none, and say why."""
+    drawn = [faults.generate(seed, medium=medium) for seed in range(100) for medium in FAULT_MEDIA]
+    rendered = [program for program in drawn if render.why_none(program) is None]
+    assert {program["fault"]["kind"] for program in rendered} >= {"kill", "stop", "short stop"}
+    for program in rendered:
+        text = render.script(program, [])
+        compile(text, f"seed {program['seed']}", "exec")
+        assert ("SIGKILL" if program["fault"]["kind"] == "kill" else "SIGSTOP") in text
 
 
 def test_judge_sees_what_is_missing() -> None:
