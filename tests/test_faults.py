@@ -399,7 +399,7 @@ def test_a_pair_that_cannot_reach_each_other() -> None:
         job = stack.enter_context(ranks.Ranks(_ask_the_doctor, count=3, bed=bed))
         outcomes = job.outcomes(timeout_s=60, grace_s=None)
     pairs = [
-        rf"Timed out after .+: rank {one} has no connection .+ rank {other} \({bed.address(other)}:\d+ "
+        rf"Timed out after .+: rank {one} \(.+\) has no connection .+ rank {other} \({bed.address(other)}:\d+ "
         for one, other in ((1, 2), (2, 1))
     ]
     for outcome in outcomes:

@@ -470,7 +470,7 @@ def test_from_any_source_without_a_message(backend: Backend, how: str) -> None:
         "mismatch": ("Mismatch", ["4 x float32", "5 x float32", "rank 0", "rank 2"], [0, 1, 2]),
         "leave": ("PeerLost", ["rank 1 (", "rank 2 (", "left"], [0]),
         "kill": ("PeerLost", ["rank 2 ("], [0, 1]),
-        "destroy": ("Closed", ["rank 0 destroyed the group while operations were running"], [0, 1, 2]),
+        "destroy": ("Closed", ["rank 0 (", "destroyed the group while operations were running"], [0, 1, 2]),
     }[how]
     with ranks.Ranks(_fails, count=3, args=(backend.name, how), env=backend.env) as job:
         job.await_note("posted", deadline_s=40)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 import random
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import forked
+from collectives import reference
 from random_programs import (
     engine_faults,
     faults,
@@ -314,22 +316,167 @@ def test_rendered_script_runs(tmp_path: pathlib.Path) -> None:
     assert "WRONG" not in done.stdout, done.stdout
 
 
-def test_judge_sees_what_is_missing() -> None:
-    """A deviation that nobody notices, an error of another kind and one that names nobody are complaints."""
+def test_rendered_script_says_what_is_wrong(tmp_path: pathlib.Path) -> None:
+    """With a planted fault the script prints WRONG where the fault is, and nowhere else: not for the other reductions, nor for a
+    reducer. Calls that must fail are made, and their errors printed."""
+
+    def call(name: str, **spec: Any) -> dict[str, Any]:
+        return {"call": name, "group": "world", "key": name, "exact": True, "layouts": ["flat"], **spec}
+
+    reductions = ["AVG", *(one for one in reference.OPERATIONS if one != "AVG")]
+    calls = {
+        f"{number}": call("all_reduce", reduce=one, counts=[7], dtype="int32" if one.startswith("B") else "float32")
+        for number, one in enumerate(reductions)
+    }
+    reducer: dict[str, Any] = {"dtype": "float32", "reduce": "AVG", "counts": [7], "steps": 2, "bucket_bytes": 64}
+    reducer |= {"closed": True, "unused_percent": 0, "wire": "float16", "feedback": True, "sparse": [[7, 2]]}
+    reducer |= {"buffers": [[3, "bool"]], "settings": [None, {"bucket_bytes": 4096, "compression": "bf16"}]}
+    calls |= {"20": call("reducer", **reducer), "21": {"call": "new_group", "group": "g21"}}
+    calls |= {"22": {"call": "destroy_group", "group": "g21"}}
+    steps = [["refused", "3"], *(["call", name] for name in calls), ["destroyed", "22"]]
     program = {
-        "calls": {"0": {"call": "all_reduce", "group": "world"}},
+        "seed": 0,
+        "ranks": 2,
+        "timeout_s": 40,
+        "medium": "memory",
+        "groups": {"world": [0, 1], "g21": [0, 1]},
+        "calls": calls,
+        "steps": [steps, steps],
+        "wrong": None,
+    }
+    text = render.script(program, [])
+    script = tmp_path / "program.py"
+    planted = (
+        "    import random_programs.mutants\n    fault = random_programs.mutants.planted('avg-without-division')\n"
+    )
+    script.write_text(text.replace("    torch.set_num_threads(1)\n", f"{planted}    fault.__enter__()\n"))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
+    done = forked.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, env=env)
+    assert done.stdout.count("has ended") == 2, done.stdout + done.stderr
+    # Lines of two ranks may run together.
+    assert done.stdout.count("WRONG") == done.stdout.count("WRONG: call 0, tensor 0") == 2, done.stdout
+    assert done.stdout.count("call 3 with a tensor that has holes is refused: all_reduce") == 2, done.stdout
+    assert done.stdout.count("the use of the group that call 22 destroyed is refused") == 2, done.stdout
+
+
+def test_faults_at_a_step_are_rendered() -> None:
+    """A kill or a stop between two calls becomes a script; other programs with faults have none, and say why."""
+    drawn = [faults.generate(seed, medium=medium) for seed in range(100) for medium in FAULT_MEDIA]
+    rendered = [program for program in drawn if render.why_none(program) is None]
+    assert {program["fault"]["kind"] for program in rendered} >= {"kill", "stop", "short stop"}
+    for program in rendered:
+        text = render.script(program, [])
+        compile(text, f"seed {program['seed']}", "exec")
+        assert ("SIGKILL" if program["fault"]["kind"] == "kill" else "SIGSTOP") in text
+
+
+def test_judge_sees_what_is_missing() -> None:
+    """A deviation that nobody notices, or not all ranks, an error of another kind, and one that does not name the operation
+    or the rank are complaints."""
+    program: dict[str, Any] = {
+        "ranks": 3,
+        "groups": {"world": [0, 1, 2]},
+        "calls": {"0": {"call": "all_reduce", "group": "world", "counts": [7]}},
+        "steps": [[["call", "0"]], [["call", "0", {"dtype": "int32"}]], [["call", "0"]]],
         "wrong": {"kind": "dtype", "rank": 1, "call": "0"},
     }
+    differs = (
+        "all_reduce #3 of group 0 on rank {} failed: operation #{} of group 0 is {}(7) on rank {} but {}(7) on rank {}"
+    )
 
-    def said(kind: str, text: str) -> list[str]:
-        end = {"call": "0", "step": "wait", "seconds": 0.1, "kinds": [kind], "text": text}
-        report = {"ends": [end], "complaints": [], "digests": {}}
-        return judge.judge(program, {0: report, 1: report})
+    def said(kind: str, *texts: str) -> list[str]:
+        reports = {}
+        for rank, text in enumerate(texts):
+            end = {"call": "0", "step": "wait", "seconds": 0.1, "kinds": [kind], "text": text}
+            reports[rank] = {"ends": [end] if text else [], "complaints": [], "digests": {}}
+        return judge.judge(program, reports)
 
-    assert said("Mismatch", "on rank 1") == []
+    def told(*by: tuple[int, int], number: int = 3, operation: str = "all_reduce") -> list[str]:
+        return [
+            differs.format(rank, number if rank == 2 else 3, operation, *pair[:1], operation, *pair[1:])
+            for rank, pair in enumerate(by)
+        ]
+
+    assert said("Mismatch", *told((0, 1), (1, 0), (2, 1))) == []
     assert any("nobody noticed" in text for text in judge.judge(program, {}))
-    assert any("not an error that" in text for text in said("PeerLost", "rank 1 died"))
-    assert any("names no rank" in text for text in said("Mismatch", "something differs"))
+    assert any("nobody noticed on rank 2" in text for text in said("Mismatch", *told((0, 1), (1, 0)), ""))
+    assert any("not an error that" in text for text in said("PeerLost", *told((0, 1), (1, 0), (2, 1))))
+    assert any("does not name rank 1" in text for text in said("Mismatch", *told((0, 2), (1, 0), (2, 1))))
+    assert any("does not name rank 0 or 2" in text for text in said("Mismatch", *told((0, 1), (1, 1), (2, 1))))
+    other = told((0, 1), (1, 0), (2, 1), operation="broadcast")
+    assert any("does not name the operation all_reduce" in text for text in said("Mismatch", *other))
+    assert any(
+        "not name one operation, but #3, #4" in text
+        for text in said("Mismatch", *told((0, 1), (1, 0), (2, 1), number=4))
+    )
+
+
+def test_judge_of_groups_that_live() -> None:
+    """Where all ranks are told before anything is sent, each error says that the group lives and names the rank, and nothing else
+    fails; the text and ``group_lives`` agree."""
+
+    def drawn(kind: str, call: str) -> dict[str, Any]:
+        for seed in range(3000):
+            program = generate.generate(seed, wrong=True)
+            if program["ranks"] == 2 and kind in (program["wrong"] or {}).values():
+                spec = program["calls"][program["wrong"]["call"]]
+                if spec["call"] == call and spec["group"] == "world":
+                    return program
+        raise AssertionError(f"no wrong {kind} of {call} is drawn")
+
+    sparse, reducer = drawn("sparse", "sparse all_reduce"), drawn("counts", "reducer")
+    for program in (sparse, reducer):
+        wrong = program["wrong"]
+        rank, name = wrong["rank"], wrong["call"]
+        given = [f"rank {one} sum of ({7 + (one == rank)},) with 1 sparse dimension(s)" for one in (0, 1)]
+        text = (
+            "number 1 is another on rank(s) 1 of the group than on rank 0" if program is reducer else "; ".join(given)
+        )
+
+        def said(
+            program: dict[str, Any],
+            text: str,
+            lives: bool = True,
+            ranks: tuple[int, ...] = (0, 1),
+            at: str | None = None,
+        ) -> list[str]:
+            kinds = ["Mismatch", "PenstockError"]
+            end = {
+                "call": at or program["wrong"]["call"],
+                "step": "wait",
+                "seconds": 0.1,
+                "kinds": kinds,
+                "lives": lives,
+            }
+            end["text"] = text + ". The group is still usable."
+            return judge.judge(
+                program,
+                {one: {"ends": [end] if one in ranks else [], "complaints": [], "digests": {}} for one in (0, 1)},
+            )
+
+        assert said(program, text) == []
+        assert any("does not name" in one for one in said(program, "something differs"))
+        assert any("group_lives is False" in one for one in said(program, text, lives=False))
+        assert any("nobody noticed on rank 1" in one for one in said(program, text, ranks=(0,)))
+        later = next(reversed(program["calls"]))
+        assert later != name, "something is called afterwards"
+        assert any("an error elsewhere" in one for one in said(program, text, at=later))
+
+
+@pytest.mark.parametrize(
+    ("call", "rank", "last", "may"),
+    [("gather", 1, True, True), ("gather", 0, True, False), ("gather", 1, False, False), ("broadcast", 0, True, True)],
+)
+def test_judge_knows_what_comes_too_late(call: str, rank: int, last: bool, may: bool) -> None:
+    """What a rank sends to ranks that expect nothing is not seen where it is the last call of its group: they have left."""
+    calls = {
+        "0": {"call": call, "group": "world", "root": 0, "counts": [0]},
+        "1": {"call": "barrier", "group": "world"},
+    }
+    steps = [["call", "0"], *([] if last else [["call", "1"]])]
+    program = {"ranks": 2, "groups": {"world": [0, 1]}, "calls": calls, "steps": [steps, steps]}
+    program["wrong"] = {"kind": "count", "rank": rank, "call": "0"}
+    assert any("nobody noticed" in text for text in judge.judge(program, {})) != may
 
 
 @pytest.mark.parametrize(
@@ -341,6 +488,8 @@ def test_judge_knows_what_cannot_be_compared(steps: list[str], may: bool) -> Non
     makes another collective of the group is seen at once."""
     program = {
         "timeout_s": 40,
+        "ranks": 2,
+        "groups": {"world": [0, 1]},
         "calls": {
             "0": {"call": "all_reduce", "group": "world"},
             "1": {"call": "exchange", "group": "world"},

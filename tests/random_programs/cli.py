@@ -221,12 +221,14 @@ def _report(
 
         small = shrink.shrink(program, fails, trials=options.trials)
         (folder / f"{name}-small.json").write_text(json.dumps(small))
-        if "fault" not in program:
-            (folder / f"{name}.py").write_text(render.script(small, complaints))
         print(
             f"    shrunk from {shrink.size(program)} to {shrink.size(small)} (ranks, calls, steps, elements): "
             f"{folder / name}-small.json"
         )
+        why_none = render.why_none(small)
+        if why_none is None:
+            (folder / f"{name}.py").write_text(render.script(small, complaints))
+        print(f"    as a script: {why_none or folder / f'{name}.py'}")
     sys.stdout.flush()
 
 

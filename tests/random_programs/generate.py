@@ -129,6 +129,8 @@ WRONG = {
     "timeout": 1,
 }
 WRONG_SHARE = 0.08
+# Of wrong programs with a sparse all-reduce: one rank gives another shape to it.
+WRONG_SPARSE_SHARE = 0.5
 # Of programs with a front and no other deviation.
 WRONG_FRONTS_SHARE = 0.08
 # A time-out of a wait that no right program comes to.
@@ -167,9 +169,12 @@ def generate(seed: int, *, medium: str = "memory", avoid: Collection[str] = (), 
     fronts = random.Random(f"{seed} fronts")
     _vary_fronts(fronts, program, avoid)
     _vary_further(random.Random(f"{seed} further"), program)
+    _vary_reducers(random.Random(f"{seed} reducers"), program)
     program["wrong"] = None
     if is_wrong if wrong is None else wrong:
-        _spoil(rng, program, avoid, splits=more.random() < 0.1)
+        kind = "splits" if more.random() < 0.1 else None
+        kind = "sparse" if random.Random(f"{seed} sparse").random() < WRONG_SPARSE_SHARE else kind
+        _spoil(rng, program, avoid, preferred=kind)
     if program["wrong"] is None and wrong is not False and fronts.random() < (1.0 if wrong else WRONG_FRONTS_SHARE):
         program = _spoil_front(fronts, program, avoid)
     return program
@@ -446,6 +451,13 @@ def _vary_further(rng: random.Random, program: Program) -> None:
             horovod_sessions.vary(rng, spec, program["ranks"])
 
 
+def _vary_reducers(rng: random.Random, program: Program) -> None:
+    """Reducers that send 16 bits, change their setting, and have sparse embeddings and buffers."""
+    for spec in program["calls"].values():
+        if spec["call"] in ("reducer", "ddp"):
+            gradients.vary_further(rng, spec, len(program["groups"][spec["group"]]))
+
+
 def _can_be_refused(spec: dict[str, Any], avoid: Collection[str]) -> bool:
     """Whether a strided tensor in the place of its last one makes the call fail before anything is sent."""
     if spec["call"] not in (
@@ -463,12 +475,13 @@ def _can_be_refused(spec: dict[str, Any], avoid: Collection[str]) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- wrong
 
 
-def _spoil(rng: random.Random, program: Program, avoid: Collection[str], *, splits: bool) -> None:
-    """Make one rank deviate; ``program["wrong"]`` says how, for `judge`. Nothing changes where no call is fit for it."""
+def _spoil(rng: random.Random, program: Program, avoid: Collection[str], *, preferred: str | None) -> None:
+    """Make one rank deviate, in the way ``preferred`` if a call is fit for that; ``program["wrong"]`` says how, for `judge`.
+    Nothing changes where no call is fit for it."""
     kinds = [kind for kind in WRONG if f"wrong {kind}" not in avoid]
     kind = rng.choices(kinds, [WRONG[kind] for kind in kinds])[0]
-    if splits and any(_is_fit("splits", program, spec, avoid) for spec in program["calls"].values()):
-        kind = "splits"
+    if preferred and any(_is_fit(preferred, program, spec, avoid) for spec in program["calls"].values()):
+        kind = preferred
     fit = [name for name, spec in program["calls"].items() if _is_fit(kind, program, spec, avoid)]
     # What makes groups waits in the store for a rank that is gone, until the group's time-out, as with any backend.
     making: tuple[str, ...] = ("new_group", *FRONTS) if kind in ("leave", "kill", "timeout") else ()
@@ -558,10 +571,33 @@ def _spoil(rng: random.Random, program: Program, avoid: Collection[str], *, spli
         other = rng.choice([one for one in range(len(rows)) if one != me])
         rows[me][other] = rng.choice([one for one in (0, 1, rows[me][other] + 1) if one != rows[me][other]])
         steps[at] = [*steps[at], {"splits": rows, "even": False}]
+    elif kind == "sparse":
+        steps[at] = [*steps[at], {"rows": spec["rows"] + 1}]
+        _call_afterwards(program, name)
     elif kind == "timeout":
         steps.insert(at, ["pause", 3_500_000])
         program["timeout_s"] = 1.5
     program["wrong"] = wrong
+
+
+def _call_afterwards(program: Program, name: str) -> None:
+    """The group of a call outlives its failure: all of its ranks reduce something in it at their end, if they have it still."""
+    group = program["calls"][name]["group"]
+    if any(spec["call"] == "destroy_group" and spec["group"] == group for spec in program["calls"].values()):
+        return
+    last = str(1 + max(map(int, program["calls"])))
+    program["calls"][last] = {
+        "call": "all_reduce",
+        "group": group,
+        "key": f"{program['seed']} {last}",
+        "exact": True,
+        "reduce": "SUM",
+        "dtype": "float32",
+        "counts": [17],
+        "layouts": ["flat"],
+    }
+    for rank in program["groups"][group]:
+        program["steps"][rank].append(["call", last])
 
 
 def _spoil_front(rng: random.Random, program: Program, avoid: Collection[str]) -> Program:
@@ -591,9 +627,12 @@ def _spoil_front(rng: random.Random, program: Program, avoid: Collection[str]) -
             return program
         rank = rng.choice(members(program, spec))
         wrong = {"kind": "gradients", "rank": rank, "call": name, "how": how}
-        # The group is lost then, and what makes others waits in the store for ranks that are gone.
-        names = list(program["calls"])
-        program = shrink.without(program, set(names[names.index(name) + 1 :]))
+        if gradients.is_outlived(spec, how):
+            _call_afterwards(program, name)
+        else:
+            # The group is lost then, and what makes others waits in the store for ranks that are gone.
+            names = list(program["calls"])
+            program = shrink.without(program, set(names[names.index(name) + 1 :]))
     for step in program["steps"][rank]:
         if step[:2] == ["call", name]:
             step.append(changes)
@@ -613,6 +652,8 @@ def _is_fit(kind: str, program: Program, spec: dict[str, Any], avoid: Collection
         return call not in FRONTS
     if kind == "splits":
         return call == "all_to_all_single"
+    if kind == "sparse":
+        return call == "sparse all_reduce"
     if call in BLOCKING or call.startswith("all_to_all") or call in ("exchange", "sparse all_reduce"):
         return False
     if kind == "count":

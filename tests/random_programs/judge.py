@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from random_programs import faults, horovod_optimizers, horovod_sessions, mutants
+from random_programs import faults, gradients, horovod_optimizers, horovod_sessions, mutants
 
 Report = dict[str, Any]
 
@@ -23,6 +23,7 @@ def judge(
             found += [f"rank {rank}: {mutants.DEFECTIVE}{end['kinds'][0]}: {end['text']}" for end in failed]
     found += _same_bits(reports)
     found += _barriers(reports)
+    found += _states(program, reports)
     wrong = program["wrong"]
     if struck is not None and program["fault"]["kind"] not in faults.HARMLESS:
         return found + _judge_fault(program, program["fault"], reports, struck)
@@ -65,15 +66,28 @@ def _barriers(reports: dict[int, Report | None]) -> list[str]:
     return found
 
 
+def _states(program: dict[str, Any], reports: dict[int, Report | None]) -> list[str]:
+    """What errors say of their group, they say in their text and in ``group_lives``."""
+    found = []
+    for rank, report in reports.items():
+        for end in report["ends"] if report else []:
+            says = "The group is still usable" in end.get("text", "")
+            if "PenstockError" in end.get("kinds", ()) and says != end["lives"]:
+                found.append(f"an error whose group_lives is {end['lives']}: {_said(program, rank, end)}")
+    return found
+
+
 def _judge_wrong(program: dict[str, Any], wrong: dict[str, Any], reports: dict[int, Report | None]) -> list[str]:
     """Errors are of the kinds that the deviation allows, name an operation and a rank, and come in time; and the deviation does
-    not go by unseen."""
+    not go by unseen. Where the group outlives it, all else goes on and is right."""
     if wrong["kind"] == "hvd":
         return _judge_horovod(program, wrong, reports)
+    if wrong["kind"] == "sparse" or gradients.is_outlived(program["calls"][wrong["call"]], wrong.get("how")):
+        return _judge_survived(program, wrong, reports)
     allowed, limit_s, must = _ALLOWED[wrong["kind"]]
     if wrong["kind"] == "missing" and _blocks_unseen(program, wrong):
         allowed, limit_s = (*allowed, "Timeout"), max(limit_s, program["timeout_s"] + _SLACK_S)
-    if wrong["kind"] == "root" and _is_last(program, wrong):
+    if (wrong["kind"] == "root" or _sends_in_vain(program, wrong)) and _is_last(program, wrong):
         must = ""
     if wrong["kind"] == "order" and any(
         0 in program["calls"][wrong[one]].get("counts", ()) for one in ("call", "other")
@@ -100,17 +114,172 @@ def _judge_wrong(program: dict[str, Any], wrong: dict[str, Any], reports: dict[i
         spec, text = program["calls"].get(end["call"], {}), _said(program, rank, end)
         if not any(kind in allowed for kind in _kinds(end)):
             found.append(f"not an error that a wrong {wrong['kind']} allows ({', '.join(allowed)}): {text}")
-        elif "rank" not in end["text"] and not (spec.get("call") == "ddp" and "process" in end["text"]):
-            found.append(f"an error that names no rank: {text}")
+        elif (unnamed := _unnamed(program, wrong, rank, end, {one for one, _ in errors})) is not None:
+            found.append(f"an error that does not name {unnamed}: {text}")
         elif must == "mismatch" and spec.get("group", group) != group and spec.get("call") != "new_group":
             found.append(f"an error in another group than {group}: {text}")
     if must == "mismatch" and not any({"Mismatch", "Config"} & set(_kinds(end)) for _, end in errors):
         found.append(f"nobody noticed the wrong {wrong['kind']} of rank {wrong['rank']} in call {wrong['call']}")
+    if _concerns_everybody(program, wrong):
+        # A rank that is still joining when the others find the difference is told there.
+        joins = [
+            name for name, spec in program["calls"].items() if spec["call"] == "new_group" and spec["group"] == group
+        ]
+        told = {rank for rank, end in errors if end["call"] in (wrong["call"], *joins, *[""] * (end["step"] == "init"))}
+        found += [
+            f"nobody noticed on rank {rank} the wrong {wrong['kind']} of rank {wrong['rank']} in call {wrong['call']}"
+            for rank in reports
+            if rank in program["groups"][group] and rank not in told
+        ]
+    numbers = {number for _, end in errors for number in _OPERATION_NUMBER.findall(_reason(end["text"]))}
+    if len(_operations(program, wrong)) == 1 and len(numbers) > 1:
+        found.append(f"errors do not name one operation, but {', '.join(f'#{number}' for number in sorted(numbers))}")
     if must == "error" and not errors:
         found.append(f"nobody noticed the wrong {wrong['how']} of rank {wrong['rank']} in call {wrong['call']}")
     if must == "timeout" and not any("Timeout" in _kinds(end) for _, end in errors):
         found.append(f"nobody noticed that rank {wrong['rank']} came too late to call {wrong['call']}: no time-out")
     return found
+
+
+def _judge_survived(program: dict[str, Any], wrong: dict[str, Any], reports: dict[int, Report | None]) -> list[str]:
+    """One call fails on all ranks that make it, with an error that names the rank and says that the group lives. Everything else
+    works, on all ranks: the generator sees to it that something is called in the group afterwards."""
+    found = []
+    members = program["groups"][program["calls"][wrong["call"]]["group"]]
+    for rank, report in reports.items():
+        if report is None:
+            found.append(f"rank {rank} died")
+            continue
+        failed = False
+        for end in report["ends"]:
+            text = _said(program, rank, end) if "kinds" in end else ""
+            if end["seconds"] > _SLACK_S:
+                found.append(
+                    f"rank {rank}: call {end['call']}: {end['step']} took {end['seconds']} s, more than {_SLACK_S} s"
+                )
+            if not text:
+                continue
+            failed = True
+            if end["call"] != wrong["call"]:
+                found.append(f"an error elsewhere than in call {wrong['call']}, after which the group lives: {text}")
+            elif "Mismatch" not in _kinds(end) or "The group is still usable" not in end["text"]:
+                found.append(
+                    f"not an error that a wrong {wrong['kind']} allows (Mismatch, and the group lives): {text}"
+                )
+            elif (unnamed := _unnamed_of_all(wrong, members, end["text"])) is not None:
+                found.append(f"an error that does not name {unnamed}: {text}")
+        if rank in members and not failed:
+            found.append(f"nobody noticed on rank {rank} the wrong {wrong['kind']} of rank {wrong['rank']}")
+    return found
+
+
+def _unnamed_of_all(wrong: dict[str, Any], members: list[int], text: str) -> str | None:
+    """What an error does not name that all ranks make from what each of them has. It counts ranks of the group."""
+    own = members.index(wrong["rank"])
+    if wrong["kind"] == "sparse":
+        # What each rank gave stands there; the rank's stands there once.
+        given = dict(re.findall(r"rank (\d+) (\w+ of \([^)]*\) with \d+)", text))
+        others = {what for rank, what in given.items() if int(rank) != own}
+        is_named = len(given) == len(members) and len(others) == 1 and given[str(own)] not in others
+        return None if is_named else f"what rank {own} of the group gave"
+    told = re.search(r"is another on rank\(s\) ([\d, ]+) of the group than on rank 0", text)
+    wanted = [rank for rank in range(len(members)) if rank] if own == 0 else [own]
+    is_named = told is not None and [int(one) for one in told[1].split(",")] == wanted
+    return None if is_named else f"rank {own} of the group"
+
+
+def _unnamed(
+    program: dict[str, Any], wrong: dict[str, Any], rank: int, end: dict[str, Any], failed: set[int]
+) -> str | None:
+    """What an error must name and does not: the rank that deviates (on that rank itself: one that it disagrees with), and the
+    operation in which it does. ``failed``: ranks that got an error."""
+    kinds, own, reason = _kinds(end), wrong["rank"], _reason(end["text"])
+    spec = program["calls"].get(end["call"], {})
+    if "Config" in kinds and "The group is still usable" in end["text"]:
+        # This rank's own argument, which is refused before anything is sent: the caller knows which rank that is.
+        return None if rank == own else f"rank {own}"
+    if spec.get("call") == "ddp" and "process" in reason:
+        return None  # torch's own words, for ranks that find a difference: "[1]: params[0] in this process"
+    members = set(program["groups"].get(spec.get("group"), range(program["ranks"])))
+    wanted = members - {rank} if rank == own else {own}
+    if "Mismatch" not in kinds:
+        if {"PeerLost", "Closed", "Refused"} & set(kinds):
+            # A rank that is told of the loss ends, and that is what others see of it who did not wait for the first one.
+            wanted |= failed - {rank}
+        else:
+            # A time-out names the ranks that its operation waits for. They may wait for the deviating rank in turn, and the first
+            # time-out fails the group on all ranks. (So may torch's own errors of DistributedDataParallel.)
+            wanted = members - {rank}
+    named = _ranks(reason)
+    if spec.get("call") in _COUNTS_RANKS_OF_GROUP:
+        ordered = program["groups"].get(spec.get("group"), [])
+        named |= {ordered[one] for one in named if one < len(ordered)}
+    if not named & wanted:
+        return f"rank {' or '.join(map(str, sorted(wanted)))}"
+    met = _operations(program, wrong)
+    if "Mismatch" in kinds and met and not any(one in reason for one in [*met, "was another operation"]):
+        return f"the operation {' or '.join(sorted(set(met)))}"
+    return None
+
+
+def _operations(program: dict[str, Any], wrong: dict[str, Any]) -> list[str]:
+    """The engine's names of the operations that a deviation may be told in; empty: any."""
+    kind, spec = wrong["kind"], program["calls"][wrong["call"]]
+    if kind not in ("count", "dtype", "reduce", "root", "splits", "call", "order", "missing"):
+        return []
+    group = spec["group"]
+    if kind in ("count", "dtype", "reduce", "root", "splits"):
+        return operations(spec, len(program["groups"][group]))
+    # The ranks disagree on the numbers of later operations as well, and any of those may be met first.
+    found = ["barrier", "all_reduce", "open_channel", "opened channel"]
+    for name, other in program["calls"].items():
+        if other["group"] == group and int(name) >= int(wrong["call"]):
+            found += operations(other, len(program["groups"][group]))
+    return found
+
+
+def operations(spec: dict[str, Any], size: int) -> list[str]:
+    """The engine's names of the operations that a call issues, one after the other, in its own group of ``size`` ranks."""
+    call = spec["call"].removeprefix("coalesced ").removeprefix("functional ")
+    parts = len(spec.get("counts", [0]))
+    if call in ("message", "exchange", "message objects"):
+        return ["send/recv"]
+    if call in ("all_gather", "reduce_scatter") and parts > 1:
+        # Unequal parts, each with its own root.
+        return [{"all_gather": "broadcast", "reduce_scatter": "reduce"}[call]] * size
+    if call.endswith(("object", "object_list")):
+        # The sizes of what is pickled, then its bytes.
+        return [*(["all_gather"] if "gather" in call else []), call.split("_object")[0], "broadcast"]
+    if call in ("reducer", "ddp"):
+        return ["all_gather", "broadcast", "all_reduce"]  # with channels of their own
+    name = next((one for one in _ENGINE_NAMES if call.removeprefix("monitored_").startswith(one)), None)
+    return [] if name is None else [name] * parts
+
+
+def _concerns_everybody(program: dict[str, Any], wrong: dict[str, Any]) -> bool:
+    """Whether no rank can end the call without what the deviating rank gives, and that one not without the others."""
+    spec = program["calls"][wrong["call"]]
+    call = spec["call"].removeprefix("coalesced ").removeprefix("functional ")
+    if wrong["kind"] not in ("count", "dtype", "reduce") or not call.startswith(_NEEDS_EVERYBODY):
+        return False
+    # Where one side has nothing to send, the other alone can notice that.
+    changed = [
+        step[2].get("counts", [1])
+        for step in program["steps"][wrong["rank"]]
+        if step[0] in ("issue", "call") and step[1] == wrong["call"] and len(step) > 2
+    ]
+    return 0 not in spec["counts"] and len(changed) == 1 and 0 not in changed[0]
+
+
+def _reason(text: str) -> str:
+    """An error's text without the operation that failed for it, and this rank."""
+    return text.split(" failed: ", 1)[-1]
+
+
+def _ranks(text: str) -> set[int]:
+    """The ranks that a text names: "rank 3", "ranks 1 and 2", "rank(s) 0, 2"."""
+    lists = re.findall(r"\b[Rr]anks?(?:\(s\))? (\d+(?:(?:, | and )\d+)*)", text)
+    return {int(one) for found in lists for one in re.findall(r"\d+", found)}
 
 
 def _judge_horovod(program: dict[str, Any], wrong: dict[str, Any], reports: dict[int, Report | None]) -> list[str]:
@@ -228,6 +397,17 @@ def _blocks_unseen(program: dict[str, Any], wrong: dict[str, Any]) -> bool:
     return False
 
 
+def _sends_in_vain(program: dict[str, Any], wrong: dict[str, Any]) -> bool:
+    """Whether the deviating rank only sends, to ranks that expect nothing and have ended before it comes (seed 30000043)."""
+    spec = program["calls"][wrong["call"]]
+    if wrong["kind"] != "count" or 0 not in spec["counts"]:
+        return False
+    own = program["groups"][spec["group"]].index(wrong["rank"])
+    if spec["call"] in ("gather", "reduce"):
+        return bool(own != spec["root"])
+    return bool(own == spec.get("root", spec.get("src")))
+
+
 def _is_last(program: dict[str, Any], wrong: dict[str, Any]) -> bool:
     """Whether no rank makes an operation of the group after this one. Two ranks that take themselves for the root only send, and
     have ended when the other's message comes."""
@@ -245,6 +425,22 @@ _NOT_COMPARED = (
     *("message", "message objects", "exchange", "new_group", "destroy_group"),
     *("hvd allreduce", "hvd", "sparse all_reduce"),
 )
+# Calls whose errors count ranks as their group does; those of the engine count them as the job does.
+_COUNTS_RANKS_OF_GROUP = ("reducer", "ddp", "new_group", "sparse all_reduce", "monitored_barrier")
+# Longer ones first.
+_ENGINE_NAMES = (
+    "reduce_scatter",
+    "all_reduce",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+)
+_NEEDS_EVERYBODY = ("all_reduce", "all_gather", "reduce_scatter")
+_OPERATION_NUMBER = re.compile(r"\b(?:operation|all_to_all|its) #(\d+)")
 # How much later than promised a step may end on a machine that does much else.
 _SLACK_S = 10.0
 # How long a rank that leaves Horovod waits for what was agreed on.
@@ -310,6 +506,9 @@ _SORTS = {
     "anew": "in a new group",
     "orphan": "orphan",
     "name": "does not name",
+    "operation": "do not name one operation",
+    "state": "whose group_lives is",
+    "elsewhere": "an error elsewhere",
     "late": "s after the fault",
     "unnoticed": "nobody noticed",
     "slow": "s, more than",

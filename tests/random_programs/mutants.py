@@ -308,6 +308,49 @@ def _gradient_not_delivered(stack: contextlib.ExitStack) -> None:
     _patch(stack, slots.Slots, "submit", replace)
 
 
+def _residual_forgotten(stack: contextlib.ExitStack) -> None:
+    from penstock.training.gradients import GradientReducer
+
+    def replace(true: Any) -> Any:
+        def build(self: Any, *args: Any, **options: Any) -> None:
+            true(self, *args, **{**options, "error_feedback": False})
+
+        return build
+
+    _patch(stack, GradientReducer, "_build", replace)
+
+
+def _buffers_not_broadcast(stack: contextlib.ExitStack) -> None:
+    from penstock.training.gradients import GradientReducer
+
+    def replace(true: Any) -> Any:
+        return lambda self, tensors: true(self, [one for one in tensors if isinstance(one, torch.nn.Parameter)])
+
+    _patch(stack, GradientReducer, "_broadcast", replace)
+
+
+def _sparse_not_averaged(stack: contextlib.ExitStack) -> None:
+    from penstock.training.gradients import GradientReducer
+
+    _patch(stack, GradientReducer, "_reduce_sparse", lambda true: lambda self: [])
+
+
+def _error_of_another_rank(stack: contextlib.ExitStack) -> None:
+    from penstock.errors import PenstockError
+    from penstock.torch.work import Work
+
+    def replace(true: Any) -> Any:
+        def wait(self: Any, timeout: Any = None) -> bool:
+            try:
+                return bool(true(self, timeout))
+            except PenstockError as error:
+                raise type(error)(re.sub(r"rank \d+ \(", "rank 9 (", str(error))) from None
+
+        return wait
+
+    _patch(stack, Work, "wait", replace)
+
+
 def _error_names_nobody(stack: contextlib.ExitStack) -> None:
     from penstock.errors import PenstockError
     from penstock.torch.work import Work
@@ -373,6 +416,10 @@ MUTANTS = {
     "group-not-left": Mutant(_group_not_left),
     "descriptor-lost": Mutant(_descriptor_lost),
     "gradient-not-delivered": Mutant(_gradient_not_delivered),
+    "residual-forgotten": Mutant(_residual_forgotten),
+    "buffers-not-broadcast": Mutant(_buffers_not_broadcast),
+    "sparse-not-averaged": Mutant(_sparse_not_averaged),
     "error-names-nobody": Mutant(_error_names_nobody),
+    "error-names-another-rank": Mutant(_error_of_another_rank),
     "error-of-wrong-kind": Mutant(_error_of_wrong_kind),
 }

@@ -1,7 +1,8 @@
 """Writes a program as a script of plain torch calls that anyone can run: ``python SCRIPT [BACKEND]``.
 
 The script needs torch and the backend only. It makes its own tensors, of the same sizes, dtypes and layouts but with other
-values, and says what came out where that is not as expected; an error or a hang shows by itself.
+values, and prints WRONG where what came out is not as expected; an error or a hang shows by itself. Calls that must fail are made
+as well, and it prints what they fail with. What Horovod's operations give is not compared.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from random_programs import gradients, horovod_sessions
+from random_programs import faults, gradients, horovod_sessions
 from random_programs.model import of_part
 
 Spec = dict[str, Any]
@@ -20,11 +21,28 @@ def script(program: dict[str, Any], complaints: list[str]) -> str:
     """The text of the script; ``complaints`` go into its head."""
     said = textwrap.indent("\n".join(text[:600] for text in complaints[:3]), "#   ", lambda _: True)
     environment = 'os.environ["PENSTOCK_SHM"] = "0"\n' if program["medium"] == "tcp" else ""
+    if "fault" in program:
+        environment += f'os.environ["PENSTOCK_PEER_TIMEOUT"] = "{faults.patience_s(program)}"\n'
     ranks = "\n".join(_rank(program, rank) for rank in range(program["ranks"]))
     return (
         f"# A random program (seed {program['seed']}), made small. What the tester said of it:\n{said}\n"
         f"{_HEAD.format(ranks=program['ranks'], environment=environment, timeout_s=program['timeout_s'])}\n{ranks}\n{_TAIL}"
     )
+
+
+def why_none(program: dict[str, Any]) -> str | None:
+    """Why a program cannot be written as a script, if so: only a fault that comes at a step of a rank's own can."""
+    fault = program.get("fault")
+    if fault is None:
+        return None
+    jobs = {spec["call"] for spec in program["calls"].values()} & {"train", "elastic"}
+    if jobs:
+        return f"a job of training ({', '.join(jobs)}) is run by the tester itself"
+    if "stop" not in fault["kind"] and fault["kind"] != "kill":
+        return f"the fault {fault['kind']!r} needs emulated hosts"
+    if fault["at"] != ["step"]:
+        return f"the fault comes at {fault['at']}, which the tester sees inside of the engine"
+    return None
 
 
 def _rank(program: dict[str, Any], rank: int) -> str:
@@ -43,12 +61,18 @@ def _step(program: dict[str, Any], rank: int, step: list[Any]) -> Iterator[str]:
         yield "os.kill(os.getpid(), signal.SIGSTOP)"
     elif what == "kill":
         yield "os.kill(os.getpid(), signal.SIGKILL)"
+    elif what == "strike":
+        fault = program["fault"]
+        yield f"time.sleep({fault['delay_us'] / 1e6})"
+        yield from _step(program, rank, ["kill"] if fault["kind"] == "kill" else ["stop", fault["lasts_s"]])
     elif what == "leave":
         yield "return"
     elif what == "refused":
-        yield f"# here call {step[1]} was first made with a strided tensor in the last place, which is refused"
+        yield from _refused(program, rank, step[1])
     elif what == "destroyed":
-        yield f"# here the group that call {step[1]} has destroyed was used, which must be an error"
+        group = program["calls"][step[1]]["group"]
+        call = f'lambda: dist.all_reduce(torch.ones(3), group=groups["{group}"])'
+        yield f"must_fail('the use of the group that call {step[1]} destroyed', {call})"
     elif what == "drop":
         yield f"tensors_{step[1]} = None"
     elif what == "wait":
@@ -95,6 +119,19 @@ def _call(program: dict[str, Any], rank: int, name: str, spec: Spec, *, later: b
         yield f"check_{name}()"
 
 
+def _refused(program: dict[str, Any], rank: int, name: str) -> Iterator[str]:
+    """The call with a tensor that has holes in the last place. Other backends may take it."""
+    spec = program["calls"][name]
+    members = program["groups"][spec["group"]]
+    tensors, call, _ = _RENDERED.get(spec["call"], _other)(spec, members, members.index(rank))
+    group = f'groups["{spec["group"]}"]'
+    how = f", group={group}" + (", async_op=True" if spec["call"] not in _NO_ASYNC else "")
+    yield "if dist.get_backend() == 'penstock':"
+    yield f"    t = [{', '.join(tensors)}]"
+    yield f"    t[-1] = t[-1].new_zeros(2 * max({2 * len(members)}, t[-1].numel()))[::2]"
+    yield f"    must_fail('call {name} with a tensor that has holes', lambda: {call.format(how=how, group=group, later=True)})"
+
+
 def _functional(spec: Spec, size: int, me: int) -> str:
     operation = f"{spec.get('reduce', '').lower()!r}"
     calls = {
@@ -121,10 +158,9 @@ def _empty(spec: Spec, count: int) -> str:
     return f"torch.zeros({count}, dtype=torch.{spec['dtype']})"
 
 
-def _sum(spec: Spec, size: int, part: int, count: int, cut: str = "") -> str:
-    if spec["reduce"] != "SUM":
-        return "None"
-    return " + ".join(f"fill({r}, {part}, {count}, torch.{spec['dtype']}){cut}" for r in range(size))
+def _reduced(spec: Spec, size: int, part: int, count: int, cut: str = "") -> str:
+    given = ", ".join(f"fill({r}, {part}, {count}, torch.{spec['dtype']}){cut}" for r in range(size))
+    return f'reduced("{spec["reduce"]}", [{given}])'
 
 
 def _op(spec: Spec) -> str:
@@ -134,7 +170,7 @@ def _op(spec: Spec) -> str:
 def _all_reduce(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
     counts = spec["counts"]
     tensors = [_fill(of_part(spec, part), me, part, count, part) for part, count in enumerate(counts)]
-    expected = [_sum(of_part(spec, part), len(members), part, count) for part, count in enumerate(counts)]
+    expected = [_reduced(of_part(spec, part), len(members), part, count) for part, count in enumerate(counts)]
     if spec["call"] == "all_reduce":
         call = f"dist.all_reduce(t[0], op={_op(spec)}{{how}})"
     elif spec["call"] == "all_reduce_coalesced":
@@ -191,7 +227,7 @@ def _reduce_scatter_tensor(spec: Spec, members: list[int], me: int) -> tuple[lis
         spec = of_part(spec, part)
         tensors += [_fill(spec, me, part, count * size), _empty(spec, count)]
         cut = f"[{me * count}:{(me + 1) * count}]"
-        expected += ["None", _sum(spec, size, part, count * size, cut)]
+        expected += ["None", _reduced(spec, size, part, count * size, cut)]
     if spec["call"] == "reduce_scatter_tensor":
         return tensors, f"dist.reduce_scatter_tensor(t[1], t[0], op={_op(spec)}{{how}})", expected
     each = (
@@ -207,7 +243,7 @@ def _reduce_scatter(spec: Spec, members: list[int], me: int) -> tuple[list[str],
     return (
         [_empty(spec, counts[me]), *parts],
         f"dist.reduce_scatter(t[0], t[1:], op={_op(spec)}{{how}})",
-        [_sum(spec, size, me, counts[me])],
+        [_reduced(spec, size, me, counts[me])],
     )
 
 
@@ -281,9 +317,15 @@ def _objects(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, l
 
 def _reducer(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
     given = f"{spec['counts']}, torch.{spec['dtype']}, {gradients.passes_of(spec)}, {spec['bucket_bytes']}"
+    wire = f"torch.{spec['wire']}" if "wire" in spec else "None"
     if spec["call"] == "ddp":
-        return [], f"distributed_data_parallel({given}, {spec['hook']}, {spec['view']}, {{group}})", []
-    return [], f"reduce_gradients({given}, {spec['closed']}, {bool(spec.get('averaging'))}, {{group}})", []
+        return [], f"distributed_data_parallel({given}, {spec['hook']}, {spec['view']}, {{group}}, {wire})", []
+    # Dictionaries in what is formatted later.
+    changes = [one and tuple(one.items()) for one in spec.get("settings", ())]
+    more = {key: value for key, value in (("sparse", spec.get("sparse")), ("buffers", spec.get("buffers"))) if value}
+    how = "".join(f", {key}={value!r}" for key, value in {**more, **({"settings": changes} if changes else {})}.items())
+    how = f"{spec['closed']}, {bool(spec.get('averaging'))}, {{group}}, {wire}, {bool(spec.get('feedback'))}{how}"
+    return [], f"reduce_gradients({given}, {how})", []
 
 
 def _hvd(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, list[str]]:
@@ -403,7 +445,7 @@ _RENDERED = {
 _NO_ASYNC = {"message", "message objects"}
 
 _HEAD = '''
-import contextlib, datetime, os, signal, subprocess, sys, time
+import contextlib, dataclasses, datetime, functools, os, signal, subprocess, sys, time
 
 import torch
 import torch.multiprocessing
@@ -417,6 +459,44 @@ RANKS, TIMEOUT_S = {ranks}, {timeout_s}
 def fill(rank, part, count, dtype):
     """Small integers that tell where they come from."""
     return ((torch.arange(count) * 7 + 3 * rank + part) % 5 + 1).to(dtype)
+
+
+def reduced(operation, tensors):
+    """What a reduction gives; a tuple of it in float64 where it is rounded."""
+    each = {{
+        "SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum,
+        "BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor,
+    }}
+    floats = tensors[0].is_floating_point()
+    if operation in ("AVG", "PREMUL_SUM"):
+        total = functools.reduce(torch.add, (one.double() for one in tensors))
+        if operation == "PREMUL_SUM":
+            return (0.37 * total,)
+        return (total / len(tensors),) if floats else (total / len(tensors)).trunc().to(tensors[0].dtype)
+    if operation == "PRODUCT" and floats:
+        return (functools.reduce(torch.mul, (one.double() for one in tensors)),)
+    return functools.reduce(each[operation], tensors)
+
+
+def flat(tensor):
+    """In the order in memory."""
+    return (tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor).reshape(-1)
+
+
+def is_right(found, wanted):
+    if isinstance(wanted, tuple):
+        return torch.allclose(flat(found).double(), wanted[0], rtol=8 * torch.finfo(found.dtype).eps, atol=0)
+    return torch.equal(flat(found), flat(wanted))
+
+
+def must_fail(what, call):
+    """It must be an error at once, and the group go on."""
+    try:
+        wait(call())
+    except (ValueError, RuntimeError) as error:
+        print(f"{{what}} is refused: {{error}}", flush=True)
+    else:
+        print(f"WRONG: {{what}} is not refused", flush=True)
 
 
 def lay(tensor, layout):
@@ -457,7 +537,7 @@ def wait(works, within_s=None):
 def check(what, tensors, expected):
     def compare():
         for index, (found, wanted) in enumerate(zip(tensors, expected)):
-            if wanted is not None and not torch.equal(found.reshape(-1), wanted.reshape(-1)):
+            if wanted is not None and not is_right(found, wanted):
                 print(f"WRONG: {{what}}, tensor {{index}}: {{found}} instead of {{wanted}}", flush=True)
     return compare
 
@@ -515,43 +595,58 @@ def optimize(hvd, name, dtype, counts, steps, passes, reduce, way, groups, compr
 
 
 class Module(torch.nn.Module):
-    def __init__(self, counts, dtype):
+    def __init__(self, counts, dtype, sparse=(), buffers=()):
         super().__init__()
         self.parts = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(count, dtype=dtype)) for count in counts)
+        self.tables = torch.nn.ModuleList(
+            torch.nn.Embedding(rows, width, sparse=True, _weight=torch.ones(rows, width, dtype=dtype)) for rows, width in sparse
+        )
+        for index, (count, kind) in enumerate(buffers):
+            self.register_buffer(f"buffer_{{index}}", torch.ones(count, dtype=getattr(torch, kind)))
 
     def forward(self, factor):
-        return sum((one * factor).sum() for one in self.parts)
+        terms = [(one * factor).sum() for one in self.parts]
+        return sum(terms + [(one(torch.arange(one.num_embeddings)) * factor).sum() for one in self.tables])
 
 
-def make_passes(module, called, passes, no_sync, average):
-    for step in passes:
+def make_passes(module, called, passes, no_sync, average, change=lambda step: None):
+    for number, step in enumerate(passes):
+        change(number)
         module.zero_grad()
         for averaged in step:
             with contextlib.nullcontext() if averaged else no_sync():
                 called(3).backward()
         average()
-        for one in module.parts:
-            if not (one.grad == 3 * len(step)).all():
+        for one in module.parameters():
+            if not (one.grad.to_dense() == 3 * len(step)).all():
                 print(f"WRONG: {{one.grad}} instead of {{3 * len(step)}} after {{step}}", flush=True)
 
 
-def reduce_gradients(counts, dtype, passes, bucket_bytes, closed, averaging, group):
+def reduce_gradients(
+    counts, dtype, passes, bucket_bytes, closed, averaging, group, wire, feedback, sparse=(), buffers=(), settings=()
+):
     from penstock.torch import GradientReducer
-    module = Module(counts, dtype)
-    reducer = GradientReducer(module, group, bucket_bytes=bucket_bytes)
-    make_passes(module, module, passes, reducer.no_sync, reducer.average if averaging else nothing)
+    module = Module(counts, dtype, sparse, buffers)
+    reducer = GradientReducer(module, group, bucket_bytes=bucket_bytes, wire=wire, error_feedback=feedback)
+
+    def change(step):
+        if settings and settings[step]:
+            reducer.apply(dataclasses.replace(reducer.setting, **dict(settings[step])))
+
+    average = reducer.average if averaging else nothing
+    make_passes(module, module, passes, reducer.no_sync, average, change)
     if closed:
         reducer.close()
 
 
-def distributed_data_parallel(counts, dtype, passes, bucket_bytes, hook, view, group):
+def distributed_data_parallel(counts, dtype, passes, bucket_bytes, hook, view, group, wire):
     module = Module(counts, dtype)
     called = torch.nn.parallel.DistributedDataParallel(
         module, process_group=group, bucket_cap_mb=max(1e-3, bucket_bytes / 2**20), gradient_as_bucket_view=view
     )
     if hook:
         from penstock.torch import ddp_hook
-        hook = ddp_hook(called, bucket_bytes=bucket_bytes)
+        hook = ddp_hook(called, bucket_bytes=bucket_bytes, wire=wire)
     make_passes(module, called, passes, called.no_sync, nothing)
     if hook:
         hook.close()

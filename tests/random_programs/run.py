@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ranks
 from collectives import reference
 from penstock.errors import Closed, PeerLost, PenstockError
-from random_programs import faults, gradients, horovod_sessions, model, mutants, strike, tensors, training
+from random_programs import faults, gradients, horovod_sessions, judge, model, mutants, strike, tensors, training
 
 Spec = dict[str, Any]
 Held = tuple[int, int, int]
@@ -197,8 +197,12 @@ class _Rank:
         try:
             pending.issue(blocking=True)
         except PenstockError as error:
-            if not error.group_lives:
+            # The call itself, which comes next, must work on all ranks.
+            if not error.group_lives or "The group is still usable" not in str(error):
                 self.complain(f"call {name}: a refused tensor's error says that the group is lost: {error}")
+            issued = judge.operations(spec, pending.size)
+            if not any(one in str(error) for one in [*issued, *("send", "recv") * ("send/recv" in issued)]):
+                self.complain(f"call {name}: a refused tensor's error does not name {issued[0]}: {error}")
         else:
             self.complain(f"call {name}: a tensor of strides {pending.tensors[-1].stride()} was not refused")
 
@@ -709,7 +713,7 @@ _ALIKE = {"all_reduce", "all_reduce_coalesced", "coalesced all_reduce", "functio
 def _told(error: Exception) -> dict[str, Any]:
     return {
         "kinds": [kind.__name__ for kind in type(error).__mro__],
-        "text": str(error)[:1000],
+        "text": str(error)[:2000],
         "lives": bool(getattr(error, "group_lives", False)),
         "at_s": time.monotonic(),
         "is_faults_own": mutants.is_own(error),

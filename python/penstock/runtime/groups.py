@@ -58,6 +58,11 @@ class Membership:
     is_channel: bool = False
     """It is not the group's main channel."""
 
+    @property
+    def job_rank(self) -> int:
+        """The rank in the job, as errors name it."""
+        return self.job_ranks[self.rank]
+
     def leave(self, *, leaves_group: bool = False) -> None:
         """Leave the group; the engine stops with the last one. Blocks until peers have taken what is left. A channel is closed;
         ``leaves_group``: its group is left next."""
@@ -191,7 +196,7 @@ def join(
         _tell_failure(store, rank, world, error, linger=error is not watch.failure)
         if group is not None:
             # Other groups may keep the engine running: this group must end, and its members must not wait for it.
-            what = f"rank {rank} could not join: {error or type(error).__name__}".rstrip(".")
+            what = f"rank {job_rank} could not join: {error or type(error).__name__}".rstrip(".")
             group.abort(what, type(error).__name__)
             group.leave()
         if engine is not None:

@@ -118,7 +118,7 @@ class Collectives(Operations):
         return self._work(starts, list(tensors), finish, group=reductions)
 
     def _fail(self, error: BaseException) -> None:
-        self._member.group.abort(f"rank {self._member.rank}: {error}".rstrip("."), type(error).__name__)
+        self._member.group.abort(f"rank {self._member.job_rank}: {error}".rstrip("."), type(error).__name__)
 
     @spans.span("reduce", spans.first)
     @batched

@@ -54,7 +54,7 @@ class Life:
     def abort(self) -> None:
         """Fail everything that is running, on all ranks, and leave."""
         if self in alive:
-            self._member.group.abort(f"rank {self._member.rank} called abort()")
+            self._member.group.abort(f"rank {self._member.job_rank} called abort()")
             self.shutdown()
 
     def channel(self, name: str, *, aggregate: bool = False) -> groups.Membership:

@@ -103,12 +103,14 @@ def check_same_tensors(named: Sequence[tuple[str, torch.Tensor]], group: Any = N
     at = next(at for at, column in enumerate(zip(*table_WN, strict=True)) if len(set(column)) > 1)
     ranks = [rank for rank, row in enumerate(table_WN) if row[at] != table_WN[0][at]]
     here = f"{named[at][0] or 'without a name'}, {kinds[at]}" if at < len(kinds) else "missing"
-    raise Mismatch(
+    error = Mismatch(
         f"ranks have different models: of the parameters and buffers, number {at + 1} is another on rank(s) "
         f"{', '.join(map(str, ranks))} of the group than on rank 0. On this rank, {dist.get_rank(group)}, it is {here}. "
         f"Numbers of tensors, by rank: {', '.join(str(count) for count, _ in lists_W2)}. Nothing was sent. "
         "The group is still usable."
     )
+    error.group_lives = True
+    raise error
 
 
 def compare(gather: Gather, rows: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], when: str) -> None:

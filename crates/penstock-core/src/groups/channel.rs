@@ -161,8 +161,7 @@ impl<B> Group<B> {
         }
         let scope = Scope { group: self.id, channel };
         if self.operations_in(channel) > 0 {
-            let message =
-                format!("rank {} closed {} while operations were running.", self.members.rank(), self.label(channel));
+            let message = format!("{} closed {} while operations were running.", self.own(), self.label(channel));
             self.fail(common, host, channel, Failure::fatal(FailureKind::Closed, message), true);
         }
         let known = self.channels.remove(&channel).expect("just seen");

@@ -45,8 +45,8 @@ impl<B, K> Groups<B, K> {
                 group.fail(&mut self.common, host, ChannelId::MAIN, failure, true);
             }
             None => {
-                let (rank, waited) = (group.members.rank(), seconds(waited));
-                let failure = timeout(format!("Timed out after {waited}: rank {rank} has given up waiting."));
+                let (own, waited) = (group.own(), seconds(waited));
+                let failure = timeout(format!("Timed out after {waited}: {own} has given up waiting."));
                 group.fail(&mut self.common, host, ChannelId::MAIN, failure, true);
             }
         }

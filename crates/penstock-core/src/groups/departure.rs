@@ -18,8 +18,7 @@ impl<B, K> Groups<B, K> {
             group.close(&mut self.common, host, channel, true);
         }
         if group.is_busy() {
-            let rank = group.members.rank();
-            let message = format!("rank {rank} destroyed the group while operations were running.");
+            let message = format!("{} destroyed the group while operations were running.", group.own());
             let failure = Failure::fatal(FailureKind::Closed, message);
             group.fail(&mut self.common, host, ChannelId::MAIN, failure, true);
         }

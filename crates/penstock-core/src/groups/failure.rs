@@ -140,7 +140,7 @@ impl<B> Group<B> {
             labels,
             failure: failure.clone(),
             finished: finished.clone(),
-            own: self.who[self.members.rank() as usize].clone(),
+            own: self.own().clone(),
             members: self.members.clone(),
             waiting,
             running,

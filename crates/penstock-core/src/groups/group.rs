@@ -206,6 +206,11 @@ impl<B> Group<B> {
         self.members.rank_of(peer).expect("a member")
     }
 
+    /// How messages call this rank: by its rank in the job, as all others.
+    pub(super) fn own(&self) -> &Arc<str> {
+        &self.who[self.members.rank() as usize]
+    }
+
     /// The difference between an operation's fingerprints on two ranks, as a sentence.
     pub(super) fn difference(&self, op: OpId, one: (u32, Fingerprint), other: (u32, Fingerprint)) -> String {
         let label = self.label(op.channel);

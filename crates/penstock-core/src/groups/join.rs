@@ -125,7 +125,7 @@ impl<B> Group<B> {
 
     /// Why a join has not ended: the ranks to which there is no connection.
     pub(super) fn unconnected<H: Host<Body = B>>(&self, common: &Common<H::Kept>, host: &H, waited: u64) -> String {
-        let (rank, name, waited) = (self.members.rank(), &self.name, seconds(waited));
+        let (own, name, waited) = (self.own(), &self.name, seconds(waited));
         let unlinked = self.members.others().filter(|(_, peer)| !common.directory.peer(*peer).linked);
         let unlinked = unlinked.map(|(other, peer)| {
             let who = &self.who[other as usize];
@@ -137,7 +137,7 @@ impl<B> Group<B> {
         });
         let unlinked: Vec<String> = unlinked.collect();
         format!(
-            "Timed out after {waited}: rank {rank} has no connection with {} of the {} other members of group {name}: {}. Firewalls, \
+            "Timed out after {waited}: {own} has no connection with {} of the {} other members of group {name}: {}. Firewalls, \
              PENSTOCK_INTERFACE and PENSTOCK_PORT_RANGE decide who reaches whom; `penstock doctor` looks at all pairs.",
             unlinked.len(),
             self.members.world() - 1,
@@ -147,9 +147,9 @@ impl<B> Group<B> {
 
     /// Why a join has not ended although this rank is connected to all others.
     pub(super) fn unconnected_others(&self, waited: u64) -> String {
-        let (rank, name, waited) = (self.members.rank(), &self.name, seconds(waited));
+        let (own, name, waited) = (self.own(), &self.name, seconds(waited));
         format!(
-            "Timed out after {waited}: rank {rank} is connected to all members of group {name}, but some are not to each other."
+            "Timed out after {waited}: {own} is connected to all members of group {name}, but some are not to each other."
         )
     }
 }

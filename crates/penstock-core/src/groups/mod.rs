@@ -244,8 +244,8 @@ impl<B, K> Groups<B, K> {
         for (id, group) in &mut self.groups {
             if group.members.peers().any(|peer| host.look(peer).lends(*id)) {
                 let message = format!(
-                    "rank {} has ended while messages of its were not taken (destroy_process_group was not called).",
-                    group.members.rank()
+                    "{} has ended while messages of its were not taken (destroy_process_group was not called).",
+                    group.own()
                 );
                 group.fail(&mut self.common, host, ChannelId::MAIN, Failure::fatal(FailureKind::Closed, message), true);
             }
