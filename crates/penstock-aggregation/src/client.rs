@@ -8,5 +8,5 @@ mod core;
 pub mod fallback;
 mod layout;
 
-pub use self::core::{Core, CoreConfig, Job, Lack, Leftover, PARENT, Packet, SERVER, StreamCounters, Trouble};
+pub use self::core::{AllReduce, Core, CoreConfig, Lack, Leftover, PARENT, Packet, SERVER, StreamCounters, Trouble};
 pub use layout::Wire;

@@ -39,7 +39,7 @@ pub struct CoreConfig {
 
 /// An all-reduce, as the core needs it.
 #[derive(Clone, Copy, Debug)]
-pub struct Job {
+pub struct AllReduce {
     /// Of the tensor: float32, float16 or bfloat16.
     pub dtype: DType,
     /// Sum, average or premultiplied sum.
@@ -58,9 +58,9 @@ pub struct Job {
     pub timeout: u64,
 }
 
-// SAFETY: whoever submits the job keeps the tensor alive and leaves it alone until the operation has ended; only the thread
+// SAFETY: the caller that submits it keeps the tensor alive and leaves it alone until the operation has ended; only the thread
 // that has the core uses the address.
-unsafe impl Send for Job {}
+unsafe impl Send for AllReduce {}
 
 /// Why the client cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -167,7 +167,7 @@ enum What {
 }
 
 struct Op {
-    job: Job,
+    all_reduce: AllReduce,
     layout: Layout,
     /// Whether any of its blocks was posted.
     begun: bool,
@@ -210,9 +210,9 @@ impl Core {
     /// # Safety
     /// The tensor stays alive until the operation has ended, for as long as anything of this core is called or of what
     /// [`Core::take_first`] leaves of it. Nobody else touches it meanwhile; where it is not ready, from [`Core::release`] on.
-    pub unsafe fn submit(&mut self, job: Job, pushes: &[Range<usize>]) -> u64 {
+    pub unsafe fn submit(&mut self, all_reduce: AllReduce, pushes: &[Range<usize>]) -> u64 {
         assert_eq!(pushes.len(), self.streams.len(), "a range a server");
-        let layout = self.layout(job.dtype);
+        let layout = self.layout(all_reduce.dtype);
         let mut pieces = 0;
         let side = |range: &Range<usize>| {
             let first_piece = pieces;
@@ -229,14 +229,14 @@ impl Core {
         };
         let sides = pushes.iter().map(side).collect();
         let delivered = vec![false; pieces];
-        self.ops.push_back(Op { job, layout, begun: false, sides, delivered, undelivered: pieces });
+        self.ops.push_back(Op { all_reduce, layout, begun: false, sides, delivered, undelivered: pieces });
         self.first + self.ops.len() as u64 - 1
     }
 
     /// The tensor of an operation that was not ready is ready now.
     pub fn release(&mut self, op: u64) {
         if let Some(op) = op.checked_sub(self.first).and_then(|at| self.ops.get_mut(at as usize)) {
-            op.job.ready = true;
+            op.all_reduce.ready = true;
         }
     }
 
@@ -269,7 +269,7 @@ impl Core {
     #[must_use]
     pub fn poll_timeout(&self) -> Time {
         let workers = self.streams.iter().map(|stream| stream.worker.poll_timeout());
-        let ops = self.ops.iter().map(|op| op.job.started.plus(op.job.timeout));
+        let ops = self.ops.iter().map(|op| op.all_reduce.started.plus(op.all_reduce.timeout));
         workers.chain(ops).min().unwrap_or(Time(u64::MAX))
     }
 
@@ -331,7 +331,7 @@ impl Core {
     /// The first operation whose time-out has expired.
     #[must_use]
     pub fn late(&self, now: Time) -> Option<u64> {
-        let late = |op: &Op| now.since(op.job.started) > op.job.timeout;
+        let late = |op: &Op| now.since(op.all_reduce.started) > op.all_reduce.timeout;
         self.ops.iter().position(late).map(|at| self.first + at as u64)
     }
 
@@ -404,7 +404,7 @@ impl Core {
             (0..side.len.div_ceil(step)).map(move |i| (side.start + i * step, step.min(side.len - i * step)))
         });
         let pieces = pieces.zip(&op.delivered).map(|((start, len), here)| (start, len, *here)).collect();
-        Some((self.first - 1, Leftover { job: op.job, begun: op.begun, pieces }))
+        Some((self.first - 1, Leftover { all_reduce: op.all_reduce, begun: op.begun, pieces }))
     }
 
     fn pop(&mut self) -> Option<u64> {
@@ -421,17 +421,25 @@ impl Core {
     fn post(&mut self, server: usize) {
         let stream = &mut self.streams[server];
         while let Some(op) = stream.op.checked_sub(self.first).and_then(|at| self.ops.get_mut(at as usize)) {
-            if !op.job.ready {
+            if !op.all_reduce.ready {
                 return;
             }
             if !std::mem::replace(&mut op.begun, true)
-                && let ReduceOp::PremulSum(factor) = op.job.op
+                && let ReduceOp::PremulSum(factor) = op.all_reduce.op
             {
                 // SAFETY: the tensor is the operation's, which has not read it yet.
-                unsafe { premultiply(op.job.dtype, op.job.address, op.job.address, op.job.bytes, factor) };
+                unsafe {
+                    premultiply(
+                        op.all_reduce.dtype,
+                        op.all_reduce.address,
+                        op.all_reduce.address,
+                        op.all_reduce.bytes,
+                        factor,
+                    )
+                };
             }
             let layout = op.layout;
-            let tensor = op.job.tensor();
+            let tensor = op.all_reduce.tensor();
             let side = &mut op.sides[server];
             if side.blocks == 0 {
                 stream.op += 1;
@@ -511,13 +519,13 @@ impl Core {
         }
         let payload = &payload[..expected.bytes];
         let layout = op.layout;
-        let tensor = op.job.tensor();
+        let tensor = op.all_reduce.tensor();
         let side = &mut op.sides[server];
         let codes = || payload.as_chunks::<2>().0.iter().map(|bytes| i16::from_be_bytes(*bytes));
         match what {
             What::Header => {
                 let maxima: Vec<i16> = codes().collect();
-                if let Some(theirs) = other_fingerprint(op.job.fingerprint, &maxima) {
+                if let Some(theirs) = other_fingerprint(op.all_reduce.fingerprint, &maxima) {
                     return Err(Trouble::Mismatch { op: number, theirs });
                 }
                 side.unagreed -= 1;
@@ -543,7 +551,7 @@ impl Core {
                     }
                     None => swap_bytes(layout.word(), into, payload),
                 }
-                if op.job.op == ReduceOp::Avg {
+                if op.all_reduce.op == ReduceOp::Avg {
                     let (place, finish) = (into.as_mut_ptr(), Finish::DivideBy(self.config.world));
                     // SAFETY: one operand, which is the destination.
                     unsafe { reduce(ReduceOp::Avg, layout.dtype, place, &[place.cast_const()], len, finish) };
@@ -564,7 +572,7 @@ impl Core {
 /// An operation that a fallback has to end.
 #[derive(Debug)]
 pub struct Leftover {
-    pub(super) job: Job,
+    pub(super) all_reduce: AllReduce,
     pub(super) begun: bool,
     /// For each piece its start and length in the tensor, and whether it holds the final result.
     pub(super) pieces: Vec<(usize, usize, bool)>,
@@ -573,8 +581,8 @@ pub struct Leftover {
 impl Leftover {
     /// The operation.
     #[must_use]
-    pub fn job(&self) -> &Job {
-        &self.job
+    pub fn all_reduce(&self) -> &AllReduce {
+        &self.all_reduce
     }
 
     /// Whether the contribution was premultiplied, if it had to be.
@@ -631,11 +639,11 @@ impl Op {
             }
         };
         match what {
-            What::Header => put(payload, &header(self.job.fingerprint)),
+            What::Header => put(payload, &header(self.all_reduce.fingerprint)),
             What::Exponents(packet) => put(payload, &side.exponents[side.exponents_of(layout, packet)]),
             What::Block { block, part } => {
                 let (start, len) = side.part(layout, block, part, side.parts(layout, block));
-                let bytes = self.job.tensor().get(start, len);
+                let bytes = self.all_reduce.tensor().get(start, len);
                 match layout.integers.filter(|_| !side.is_full(layout, block)) {
                     Some(integers) => {
                         let exponent = Exponent::from_code(side.exponents[block]).expect("checked when it came");
@@ -649,7 +657,7 @@ impl Op {
     }
 }
 
-impl Job {
+impl AllReduce {
     fn tensor(&self) -> Tensor {
         Tensor { address: self.address, bytes: self.bytes }
     }

@@ -126,10 +126,10 @@ impl Network {
         }
     }
 
-    fn submit(&mut self, rank: usize, job: Job) -> u64 {
-        let pushes = shares(&self.shape.weights, job.bytes);
+    fn submit(&mut self, rank: usize, all_reduce: AllReduce) -> u64 {
+        let pushes = shares(&self.shape.weights, all_reduce.bytes);
         // SAFETY: tests keep tensors until the network ends, and look at them between its steps.
-        unsafe { self.cores[rank].submit(job, &pushes) }
+        unsafe { self.cores[rank].submit(all_reduce, &pushes) }
     }
 
     fn put(&mut self, server: usize, to: Who, from: Who, bytes: Vec<u8>) {
@@ -268,8 +268,8 @@ fn f32s(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_ne_bytes()).collect()
 }
 
-fn job(dtype: DType, op: ReduceOp, tensor: &mut [u8], fingerprint: u128) -> Job {
-    Job {
+fn job(dtype: DType, op: ReduceOp, tensor: &mut [u8], fingerprint: u128) -> AllReduce {
+    AllReduce {
         dtype,
         op,
         address: tensor.as_mut_ptr(),
@@ -468,7 +468,7 @@ fn held_operations_keep_their_place() {
     let mut tensors: Vec<Vec<u8>> = (0..4).map(|_| f32s(&[f32::NAN; 50])).collect();
     let (first, second) = tensors.split_at_mut(2);
     for rank in 0..2 {
-        let held = Job { ready: rank == 0, ..job(DType::F32, ReduceOp::Sum, &mut first[rank], 1) };
+        let held = AllReduce { ready: rank == 0, ..job(DType::F32, ReduceOp::Sum, &mut first[rank], 1) };
         network.submit(rank, held);
         network.submit(rank, job(DType::F32, ReduceOp::Sum, &mut second[rank], 1));
     }

@@ -25,36 +25,36 @@ pub fn claims(rank: u32, left: &Leftover) -> Vec<i32> {
 
 /// Overwrites the tensor with what this rank adds, once the minimum of all ranks' claims is known.
 pub fn contribute(rank: u32, left: &Leftover, owners: &[i32]) {
-    if let (ReduceOp::PremulSum(factor), false) = (left.job.op, left.begun) {
-        let (address, bytes) = (left.job.address, left.job.bytes);
+    if let (ReduceOp::PremulSum(factor), false) = (left.all_reduce.op, left.begun) {
+        let (address, bytes) = (left.all_reduce.address, left.all_reduce.bytes);
         // SAFETY: the tensor is the operation's, which has not touched it yet.
-        unsafe { premultiply(left.job.dtype, address, address, bytes, factor) };
+        unsafe { premultiply(left.all_reduce.dtype, address, address, bytes, factor) };
     }
     for ((start, len, _), owner) in left.pieces.iter().zip(owners) {
         if *owner != NOBODY && *owner != rank as i32 {
             // SAFETY: pieces lie in the tensor, which is the operation's.
-            unsafe { std::ptr::write_bytes(left.job.address.add(*start), 0, *len) };
+            unsafe { std::ptr::write_bytes(left.all_reduce.address.add(*start), 0, *len) };
         }
     }
 }
 
 /// Finishes the sum. Results that came from a server are already divided.
 pub fn finish(world: u32, left: &Leftover, owners: &[i32]) {
-    if left.job.op != ReduceOp::Avg {
+    if left.all_reduce.op != ReduceOp::Avg {
         return;
     }
     for ((start, len, _), _) in left.pieces.iter().zip(owners).filter(|(_, owner)| **owner == NOBODY) {
         // SAFETY: pieces lie in the tensor; the one operand is the destination.
         unsafe {
-            let place = left.job.address.add(*start);
-            reduce(ReduceOp::Avg, left.job.dtype, place, &[place.cast_const()], *len, Finish::DivideBy(world));
+            let place = left.all_reduce.address.add(*start);
+            reduce(ReduceOp::Avg, left.all_reduce.dtype, place, &[place.cast_const()], *len, Finish::DivideBy(world));
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::core::Job;
+    use super::super::core::AllReduce;
     use super::*;
     use penstock_types::{DType, Time};
 
@@ -70,7 +70,7 @@ mod tests {
             .collect();
         let left: Vec<Leftover> = (tensors.iter_mut().zip(has))
             .map(|(tensor, has)| Leftover {
-                job: Job {
+                all_reduce: AllReduce {
                     dtype: DType::F32,
                     op: ReduceOp::Avg,
                     address: tensor.as_mut_ptr().cast(),

@@ -7,7 +7,7 @@ use super::{Channels, ClientSpec, ClientStats, NodeSpec, ServerSpec, ServerStats
 use crate::Ticket;
 use crate::recorder::{Entry, Record, Recorder};
 use crate::runtime::Call;
-use penstock_aggregation::client::{Core, CoreConfig, Job, Lack, PARENT, SERVER, Trouble, Wire};
+use penstock_aggregation::client::{AllReduce, Core, CoreConfig, Lack, PARENT, SERVER, Trouble, Wire};
 use penstock_aggregation::{Key, Link, Receipt, Serial, Timing, WorkerConfig};
 use penstock_net::datagrams::Datagrams;
 use penstock_plan::Algorithm;
@@ -85,7 +85,7 @@ struct Seen {
 
 struct Running {
     ticket: Ticket,
-    job: Job,
+    all_reduce: AllReduce,
     fingerprint: Fingerprint,
     priority: Priority,
     /// The owner of the tensor.
@@ -220,7 +220,7 @@ impl Driver {
                 Command::Start(call, ticket) => self.start(call, ticket),
                 Command::Release(ticket) => {
                     if let Some(at) = self.running.iter().position(|running| running.ticket.is(&ticket)) {
-                        self.running[at].job.ready = true;
+                        self.running[at].all_reduce.ready = true;
                         self.core.release(self.first + at as u64);
                     }
                 }
@@ -243,7 +243,7 @@ impl Driver {
         if let Some(failure) = &self.troubles.failed {
             return ticket.complete(Err(failure.clone()));
         }
-        let job = Job {
+        let all_reduce = AllReduce {
             dtype: call.dtype,
             op: call.op,
             address: call.output,
@@ -254,9 +254,9 @@ impl Driver {
             timeout: call.timeout,
         };
         if !self.sockets.is_empty() {
-            let pushes = self.shares.of(job.dtype, job.bytes, self.core.block_bytes(job.dtype));
+            let pushes = self.shares.of(all_reduce.dtype, all_reduce.bytes, self.core.block_bytes(all_reduce.dtype));
             // SAFETY: `running` keeps the tensor alive until the operation has ended, and its caller leaves it alone until then.
-            unsafe { self.core.submit(job, &pushes) };
+            unsafe { self.core.submit(all_reduce, &pushes) };
         }
         let Call { fingerprint, priority, keep, .. } = call;
         let recorded = self.recorder.issued(Record {
@@ -271,7 +271,7 @@ impl Driver {
         });
         let recorder = self.recorder.clone();
         ticket.on_done(move |result| recorder.ended(recorded, Instant::now(), result.is_ok()));
-        self.running.push_back(Running { ticket, job, fingerprint, priority, keep, recorded });
+        self.running.push_back(Running { ticket, all_reduce, fingerprint, priority, keep, recorded });
     }
 
     fn receive(&mut self) {
@@ -399,7 +399,7 @@ impl Driver {
         {
             let mut stats = self.shared.stats();
             stats.operations += 1;
-            stats.bytes += running.job.bytes as u64;
+            stats.bytes += running.all_reduce.bytes as u64;
             // Callers that waited for the operation must find it counted.
             self.count(&mut stats);
         }
@@ -442,8 +442,8 @@ impl Driver {
         }
         if let Some(op) = self.core.late(now) {
             let running = &self.running[(op - self.first) as usize];
-            let seconds = running.job.timeout as f64 / SECOND as f64;
-            let message = if running.job.ready {
+            let seconds = running.all_reduce.timeout as f64 / SECOND as f64;
+            let message = if running.all_reduce.ready {
                 format!(
                     "Timed out after {seconds:.1} s; what lacks: {}. `penstock aggregator top` at the server shows which worker's \
                      blocks are missing. Raise the time-out (timeout= of init_process_group) if that is expected.",
@@ -482,7 +482,7 @@ impl Driver {
 
     /// What the first operation waits for, as a text.
     fn lacks(&self) -> String {
-        if self.running.front().is_some_and(|running| !running.job.ready) {
+        if self.running.front().is_some_and(|running| !running.all_reduce.ready) {
             return "its tensor, which the device has not filled".to_owned();
         }
         let of = |(server, lack): (&ServerSpec, Lack)| match lack {

@@ -3,7 +3,7 @@
 use super::{Driver, Running};
 use crate::Ticket;
 use crate::runtime::Call;
-use penstock_aggregation::client::Job;
+use penstock_aggregation::client::AllReduce;
 use penstock_aggregation::client::fallback::{claims, contribute, finish};
 use penstock_plan::Collective;
 use penstock_stream::fingerprint::{Fingerprint, Name};
@@ -37,7 +37,7 @@ impl Driver {
                 self.end_fallen();
                 continue;
             }
-            while !self.running[0].job.ready {
+            while !self.running[0].all_reduce.ready {
                 self.wait(true);
                 self.take_commands();
                 if self.troubles.failed.is_some() {
@@ -52,8 +52,8 @@ impl Driver {
         // Operations that some rank was not given are unreduced here, but may be premultiplied.
         while let Some((number, left)) = self.core.take_first() {
             let running = &mut self.running[(number - self.first) as usize];
-            if left.begun() && matches!(left.job().op, ReduceOp::PremulSum(_)) {
-                running.job.op = ReduceOp::Sum;
+            if left.begun() && matches!(left.all_reduce().op, ReduceOp::PremulSum(_)) {
+                running.all_reduce.op = ReduceOp::Sum;
             }
         }
         true
@@ -62,7 +62,7 @@ impl Driver {
     /// Ends the first operation, of which some ranks have a part of the result.
     fn finish_first(&mut self) -> Result<(), Failure> {
         let (_, left) = self.core.take_first().expect("it has been given");
-        let Job { dtype, address, bytes, timeout, .. } = *left.job();
+        let AllReduce { dtype, address, bytes, timeout, .. } = *left.all_reduce();
         let mut owners = claims(self.spec.rank, &left);
         self.all_reduce(ReduceOp::Min, DType::I32, as_bytes(&mut owners), timeout)?;
         contribute(self.spec.rank, &left, &owners);
@@ -90,7 +90,7 @@ impl Driver {
 
     /// One all-reduce among the ranks, on the fallback channel. Blocks.
     fn all_reduce(&self, op: ReduceOp, dtype: DType, bytes: &mut [u8], timeout: u64) -> Result<(), Failure> {
-        let job = Job {
+        let all_reduce = AllReduce {
             dtype,
             op,
             address: bytes.as_mut_ptr(),
@@ -103,24 +103,32 @@ impl Driver {
         let ticket = Ticket::default();
         // SAFETY: `bytes` is borrowed until the ticket completes. That is at the latest when the fallback channel fails, which
         // it does together with the client's own (`listen`).
-        unsafe { self.channels.fallback.start_as(plain(&job, Priority(0), None), ticket.clone()) };
+        unsafe { self.channels.fallback.start_as(plain(&all_reduce, Priority(0), None), ticket.clone()) };
         ticket.wait(None).expect("without a time-out it waits for the end")
     }
 
     /// From here on operations are only passed on to the fallback channel, in their order.
     pub(super) fn forward(&mut self) {
         loop {
-            while self.running.front().is_some_and(|running| running.job.ready) {
-                let Running { ticket, mut job, priority, keep, .. } = self.pop();
-                if let ReduceOp::PremulSum(factor) = job.op {
+            while self.running.front().is_some_and(|running| running.all_reduce.ready) {
+                let Running { ticket, mut all_reduce, priority, keep, .. } = self.pop();
+                if let ReduceOp::PremulSum(factor) = all_reduce.op {
                     // Ranks may differ in whether they had premultiplied before the server died.
                     // SAFETY: the tensor is the operation's.
-                    unsafe { penstock_kernels::premultiply(job.dtype, job.address, job.address, job.bytes, factor) };
-                    job.op = ReduceOp::Sum;
+                    unsafe {
+                        penstock_kernels::premultiply(
+                            all_reduce.dtype,
+                            all_reduce.address,
+                            all_reduce.address,
+                            all_reduce.bytes,
+                            factor,
+                        )
+                    };
+                    all_reduce.op = ReduceOp::Sum;
                 }
                 self.shared.stats().fallback_operations += 1;
                 // SAFETY: `keep` is what the tensor lives by.
-                unsafe { self.channels.fallback.start_as(plain(&job, priority, keep), ticket) };
+                unsafe { self.channels.fallback.start_as(plain(&all_reduce, priority, keep), ticket) };
             }
             if self.stopped {
                 return;
@@ -132,22 +140,22 @@ impl Driver {
 }
 
 /// An all-reduce among the ranks.
-fn plain(job: &Job, priority: Priority, keep: Option<Box<dyn Any + Send>>) -> Call {
-    let elements = (job.bytes / job.dtype.size()) as u64;
+fn plain(all_reduce: &AllReduce, priority: Priority, keep: Option<Box<dyn Any + Send>>) -> Call {
+    let elements = (all_reduce.bytes / all_reduce.dtype.size()) as u64;
     Call {
         collective: Collective::AllReduce,
-        fingerprint: Fingerprint::new(Name::AllReduce, Some(job.op), job.dtype, None, elements),
-        dtype: job.dtype,
-        op: job.op,
-        bytes: job.bytes as u64,
+        fingerprint: Fingerprint::new(Name::AllReduce, Some(all_reduce.op), all_reduce.dtype, None, elements),
+        dtype: all_reduce.dtype,
+        op: all_reduce.op,
+        bytes: all_reduce.bytes as u64,
         splits: None,
         input: std::ptr::null(),
-        output: job.address,
+        output: all_reduce.address,
         tag: 0,
         coflow: 0,
         priority,
         hold: false,
-        timeout: job.timeout,
+        timeout: all_reduce.timeout,
         keep,
     }
 }
