@@ -44,7 +44,7 @@ def test_what_is_fixed_is_not_drawn() -> None:
     """Options take the place of what the seed would draw."""
     result = run("--workers", "3", "--shape", "core", "--blocks", "9", "--window", "4", "--floats", "--no-faults")
     assert result.exit_code == 0, result.output
-    core = "Aggregator { link: Link(2), children: [Aggregator {"
+    core = "Aggregator { endpoint: Endpoint(2), children: [Aggregator {"
     for word in ("workers: 3", core, "blocks: 9", "window: 4", "floats: true", "faults: []"):
         assert word in result.output, result.output
 
@@ -77,7 +77,7 @@ def test_a_failed_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(0, False), (1, False), (2, False), (2, True)]
     lines = result.output.splitlines()
     assert len(lines) == 5
-    assert all(" ms  Link(" in line for line in lines[:3])
+    assert all(" ms  Endpoint(" in line for line in lines[:3])
     assert lines[3] == "seed 2 failed: worker 1 got nonsense"
     assert "seed: 2" in lines[4]
 
@@ -228,7 +228,7 @@ def test_a_cluster_file_is_simulated(tmp_path: Any) -> None:
     assert result.exit_code == 0, result.output
     for word in (
         "workers: 4",
-        "Aggregator { link: Link(1), children: [Worker(2), Worker(3)] }",
+        "Aggregator { endpoint: Endpoint(1), children: [Worker(2), Worker(3)] }",
         "rate: 12500000",
         "delay: 100000",
         "queue: 65536",

@@ -21,7 +21,7 @@ pub use job::{Admission, Child, Job, Limits};
 
 use super::packet::{FLAG_FULL, Format, HEADER_BYTES, Header, Kind, Packet, decode};
 use super::rules::{Refusal, Rule, Rules};
-use super::{Link, Serial, arithmetic, asks_again};
+use super::{Endpoint, Serial, arithmetic, asks_again};
 use std::collections::BTreeMap;
 use std::slice;
 
@@ -56,7 +56,7 @@ pub enum Action<'a> {
     /// Send this header and this block.
     Send {
         /// The receivers: the parent, a child, or all children.
-        to: &'a [Link],
+        to: &'a [Endpoint],
         /// The header.
         header: [u8; HEADER_BYTES],
         /// The block; valid until the next call.
@@ -65,7 +65,7 @@ pub enum Action<'a> {
     /// Send the packet that was just handled, which came from above, byte for byte to all of these.
     Relay {
         /// The children.
-        to: &'a [Link],
+        to: &'a [Endpoint],
     },
 }
 
@@ -105,7 +105,7 @@ struct Table {
     job: Job,
     shard: Shard,
     all: u64,
-    children: Vec<Link>,
+    children: Vec<Endpoint>,
     slots: Vec<Slot>,
     /// For each slot the sum or the result; with floats, then a block of every child.
     memory: Vec<u8>,
@@ -184,7 +184,7 @@ impl Aggregator {
         self.jobs.remove(&job.job);
         let table = Table {
             all: job.children.iter().fold(0, |all, child| all | child.workers),
-            children: job.children.iter().map(|child| child.link).collect(),
+            children: job.children.iter().map(|child| child.endpoint).collect(),
             slots: vec![EMPTY; slots],
             memory: vec![0; needed],
             results: vec![[0; HEADER_BYTES]; slots],
@@ -223,7 +223,7 @@ impl Aggregator {
     }
 
     /// Handles a datagram from `from`. At worst, a wrong one has no effect and is counted.
-    pub fn handle_packet(&mut self, from: Link, bytes: &[u8]) -> Result<Action<'_>, Refusal> {
+    pub fn handle_packet(&mut self, from: Endpoint, bytes: &[u8]) -> Result<Action<'_>, Refusal> {
         let mut unauthenticated = |refusal: Refusal| {
             self.unauthenticated[refusal.index()] += 1;
             refusal
@@ -237,7 +237,13 @@ impl Aggregator {
 }
 
 impl Table {
-    fn handle(&mut self, from: Link, packet: &Packet<'_>, bytes: &[u8], rules: Rules) -> Result<Action<'_>, Refusal> {
+    fn handle(
+        &mut self,
+        from: Endpoint,
+        packet: &Packet<'_>,
+        bytes: &[u8],
+        rules: Rules,
+    ) -> Result<Action<'_>, Refusal> {
         // The key is checked before anything reads or writes the table.
         match self.decide(from, packet, bytes, rules) {
             Ok(Decision::Nothing) => Ok(Action::Nothing),
@@ -278,7 +284,7 @@ impl Table {
         }
     }
 
-    fn decide(&mut self, from: Link, packet: &Packet<'_>, bytes: &[u8], rules: Rules) -> Result<Decision, Refusal> {
+    fn decide(&mut self, from: Endpoint, packet: &Packet<'_>, bytes: &[u8], rules: Rules) -> Result<Decision, Refusal> {
         let header = &packet.header;
         packet.verify(self.job.key.as_ref())?;
         if rules.hold(Rule::Epoch) && header.epoch != self.job.epoch {
@@ -338,8 +344,8 @@ impl Table {
 
     /// A worker requests a result. If the result is not here, either blocks of children are missing, or the request goes to
     /// the parent, once.
-    fn request(&mut self, from: Link, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
-        let speaks = |child: &Child| child.link == from && header.workers & !child.workers == 0;
+    fn request(&mut self, from: Endpoint, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
+        let speaks = |child: &Child| child.endpoint == from && header.workers & !child.workers == 0;
         let child = self.job.children.iter().position(speaks).filter(|_| header.workers.is_power_of_two());
         let child = child.ok_or(Refusal::Sender)?;
         let index = self.slot_of(header.seq)?;
@@ -493,8 +499,12 @@ impl Table {
     }
 
     /// The index of the child at `from`, whose workers must be exactly `workers`.
-    fn child(&self, from: Link, workers: u64) -> Result<usize, Refusal> {
-        self.job.children.iter().position(|child| child.link == from && child.workers == workers).ok_or(Refusal::Sender)
+    fn child(&self, from: Endpoint, workers: u64) -> Result<usize, Refusal> {
+        self.job
+            .children
+            .iter()
+            .position(|child| child.endpoint == from && child.workers == workers)
+            .ok_or(Refusal::Sender)
     }
 
     /// Keeps the newest Ack and Credit of a child: heartbeats overtake each other.

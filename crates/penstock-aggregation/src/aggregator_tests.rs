@@ -4,10 +4,10 @@ use super::*;
 use crate::Key;
 use proptest::prelude::*;
 
-const ABOVE: Link = Link(9);
+const ABOVE: Endpoint = Endpoint(9);
 
 fn job(window: u32, children: usize) -> Job {
-    let children = (0..children).map(|i| Child { link: Link(i as u32), workers: 1 << i }).collect();
+    let children = (0..children).map(|i| Child { endpoint: Endpoint(i as u32), workers: 1 << i }).collect();
     Job { job: 5, epoch: 3, key: None, window, block_bytes: 8, floats: false, results: true, parent: ABOVE, children }
 }
 
@@ -39,7 +39,7 @@ fn push(worker: u32, seq: u32, value: i32) -> Vec<u8> {
 
 /// What goes up: its SeqNum, whom it speaks for, its sum.
 fn handle(aggregator: &mut Aggregator, from: u32, bytes: &[u8]) -> Result<Option<(u32, u64, i32)>, Refusal> {
-    Ok(match aggregator.handle_packet(Link(from), bytes)? {
+    Ok(match aggregator.handle_packet(Endpoint(from), bytes)? {
         Action::Send { to, header, payload } => {
             assert_eq!(to, [ABOVE]);
             let packet = [&header[..], payload].concat();
@@ -86,7 +86,7 @@ fn duplicates_of_another_form() {
             (Header { exponent: 1, ..good }, &[0; 4], Refusal::Format),
         ] {
             let bytes = [&header.encode(block, None)[..], block].concat();
-            assert_eq!(node.handle_packet(Link(0), &bytes).unwrap_err(), refusal);
+            assert_eq!(node.handle_packet(Endpoint(0), &bytes).unwrap_err(), refusal);
         }
     };
     handle(&mut node, 0, &push(0, 0, 5)).unwrap();
@@ -105,7 +105,7 @@ fn duplicates_of_another_form() {
 fn missing() {
     let mut node = Aggregator::new(limits());
     node.open(job(2, 3)).unwrap();
-    let ask = |node: &mut Aggregator, from: Link, seq: u32, workers: u64| {
+    let ask = |node: &mut Aggregator, from: Endpoint, seq: u32, workers: u64| {
         let packet = Header { workers, ..header(Kind::Missing, 0, seq) }.encode(&[], None);
         match node.handle_packet(from, &packet) {
             Ok(Action::Send { to, header, payload }) => {
@@ -117,7 +117,7 @@ fn missing() {
             Err(refusal) => Err(refusal),
         }
     };
-    let children = vec![Link(0), Link(1), Link(2)];
+    let children = vec![Endpoint(0), Endpoint(1), Endpoint(2)];
     assert_eq!(ask(&mut node, ABOVE, 0, 7), Ok(Some((children.clone(), Kind::Missing, 0, 7))), "an empty slot");
     handle(&mut node, 1, &push(1, 0, 5)).unwrap();
     assert_eq!(ask(&mut node, ABOVE, 0, 7), Ok(Some((children.clone(), Kind::Missing, 0, 5))));
@@ -128,7 +128,7 @@ fn missing() {
     assert_eq!(ask(&mut node, ABOVE, 0, 7), Ok(Some((vec![ABOVE], Kind::Push, 0, 7))), "the sum was lost");
     handle(&mut node, 0, &push(0, 2, 5)).unwrap();
     assert_eq!(ask(&mut node, ABOVE, 0, 7), Err(Refusal::Stale));
-    assert_eq!(ask(&mut node, Link(0), 2, 7), Err(Refusal::Sender));
+    assert_eq!(ask(&mut node, Endpoint(0), 2, 7), Err(Refusal::Sender));
     assert_eq!((node.counters(5).unwrap().named, node.counters(5).unwrap().repeated), (4, 1));
 }
 
@@ -166,7 +166,7 @@ fn the_heart_table() {
     let mut beat = |worker: u32, ack: u32| {
         let header =
             Header { ack: Serial(ack), credit: Serial(ack.wrapping_add(3)), ..header(Kind::HeartbeatUp, worker, 0) };
-        match node.handle_packet(Link(worker), &header.encode(&[], None)).unwrap() {
+        match node.handle_packet(Endpoint(worker), &header.encode(&[], None)).unwrap() {
             Action::Send { header, .. } => {
                 let header = decode(&header).unwrap().header;
                 assert_eq!((header.kind, header.workers), (Kind::HeartbeatUp, 7));
@@ -191,10 +191,10 @@ fn relay() {
     node.open(job(2, 3)).unwrap();
     let result = [&header(Kind::Result, 0, 1).encode(&[0; 4], None)[..], &[0; 4]].concat();
     match node.handle_packet(ABOVE, &result).unwrap() {
-        Action::Relay { to } => assert_eq!(to, [Link(0), Link(1), Link(2)]),
+        Action::Relay { to } => assert_eq!(to, [Endpoint(0), Endpoint(1), Endpoint(2)]),
         other => panic!("{other:?}"),
     }
-    assert_eq!(node.handle_packet(Link(1), &result).unwrap_err(), Refusal::Sender);
+    assert_eq!(node.handle_packet(Endpoint(1), &result).unwrap_err(), Refusal::Sender);
 }
 
 /// A result takes the place of its sum, and whoever lost it gets it again, byte for byte: who asks, and who pushes again. Where it is
@@ -208,22 +208,22 @@ fn results() {
     node.open(job).unwrap();
     let result = |seq: u32, block: &[u8]| [&header(Kind::Result, 5, seq).encode(block, None)[..], block].concat();
     let ask = |worker: u32, seq: u32| header(Kind::Request, worker, seq).encode(&[], None).to_vec();
-    let sent = |node: &mut Aggregator, from: Link, bytes: &[u8]| match node.handle_packet(from, bytes) {
+    let sent = |node: &mut Aggregator, from: Endpoint, bytes: &[u8]| match node.handle_packet(from, bytes) {
         Ok(Action::Send { to, header, payload }) => Ok((to.to_vec(), [&header[..], payload].concat())),
         Ok(Action::Nothing) => Ok((Vec::new(), Vec::new())),
         Ok(Action::Relay { to }) => Ok((to.to_vec(), bytes.to_vec())),
         Err(refusal) => Err(refusal),
     };
-    let all = vec![Link(0), Link(1), Link(2)];
+    let all = vec![Endpoint(0), Endpoint(1), Endpoint(2)];
     let nothing = || Ok((Vec::new(), Vec::new()));
     // Nothing is here: it may be above.
-    assert_eq!(sent(&mut node, Link(1), &ask(1, 0)), Ok((vec![ABOVE], ask(1, 0))));
+    assert_eq!(sent(&mut node, Endpoint(1), &ask(1, 0)), Ok((vec![ABOVE], ask(1, 0))));
     handle(&mut node, 0, &push(0, 0, 5)).unwrap();
-    let (to, named) = sent(&mut node, Link(0), &ask(0, 0)).unwrap();
+    let (to, named) = sent(&mut node, Endpoint(0), &ask(0, 0)).unwrap();
     let told = decode(&named).unwrap().header;
     assert_eq!((to, told.kind, told.seq, told.workers), (all.clone(), Kind::Missing, Serial(0), 0b1110));
-    assert_eq!(sent(&mut node, Link(1), &ask(1, 0)), nothing(), "all have been told");
-    assert_eq!(sent(&mut node, Link(0), &ask(0, 0)).unwrap().0, all, "somebody asks again");
+    assert_eq!(sent(&mut node, Endpoint(1), &ask(1, 0)), nothing(), "all have been told");
+    assert_eq!(sent(&mut node, Endpoint(0), &ask(0, 0)).unwrap().0, all, "somebody asks again");
     handle(&mut node, 1, &push(1, 0, 7)).unwrap();
     let rack = |seq: u32| {
         [&Header { workers: 0b1100, ..header(Kind::Push, 0, seq) }.encode(&[0, 0, 0, 1], None)[..], &[0, 0, 0, 1]]
@@ -231,28 +231,32 @@ fn results() {
     };
     assert_eq!(handle(&mut node, 2, &rack(0)), Ok(Some((0, 0b1111, 13))));
     // The sum is complete, and lost, or on its way.
-    assert_eq!(sent(&mut node, Link(2), &ask(3, 0)), nothing(), "asked already");
+    assert_eq!(sent(&mut node, Endpoint(2), &ask(3, 0)), nothing(), "asked already");
     assert_eq!(
-        sent(&mut node, Link(2), &ask(3, 0)),
+        sent(&mut node, Endpoint(2), &ask(3, 0)),
         Ok((vec![ABOVE], ask(3, 0))),
         "again, on behalf of a worker below"
     );
-    assert_eq!(sent(&mut node, Link(1), &ask(1, 0)), nothing(), "asked above already");
-    assert_eq!(sent(&mut node, Link(2), &ask(1, 0)), Err(Refusal::Sender));
+    assert_eq!(sent(&mut node, Endpoint(1), &ask(1, 0)), nothing(), "asked above already");
+    assert_eq!(sent(&mut node, Endpoint(2), &ask(1, 0)), Err(Refusal::Sender));
     // The result is here.
     let answer = result(0, &[9; 4]);
     assert_eq!(sent(&mut node, ABOVE, &answer), Ok((all.clone(), answer.clone())));
-    assert_eq!(sent(&mut node, Link(1), &ask(1, 0)), Ok((vec![Link(1)], answer.clone())));
-    assert_eq!(sent(&mut node, Link(2), &ask(3, 0)), Ok((vec![Link(2)], answer.clone())));
-    assert_eq!(sent(&mut node, Link(0), &push(0, 0, 5)), Ok((vec![Link(0)], answer.clone())), "instead of the sum");
+    assert_eq!(sent(&mut node, Endpoint(1), &ask(1, 0)), Ok((vec![Endpoint(1)], answer.clone())));
+    assert_eq!(sent(&mut node, Endpoint(2), &ask(3, 0)), Ok((vec![Endpoint(2)], answer.clone())));
+    assert_eq!(
+        sent(&mut node, Endpoint(0), &push(0, 0, 5)),
+        Ok((vec![Endpoint(0)], answer.clone())),
+        "instead of the sum"
+    );
     let longer = [&header(Kind::Push, 0, 0).encode(&[0; 8], None)[..], &[0; 8]].concat();
-    assert_eq!(sent(&mut node, Link(0), &longer), Err(Refusal::Length), "only to a block as long");
+    assert_eq!(sent(&mut node, Endpoint(0), &longer), Err(Refusal::Length), "only to a block as long");
     let missing = header(Kind::Missing, 0, 0).encode(&[], None);
     assert_eq!(sent(&mut node, ABOVE, &missing), Err(Refusal::Stale), "it has been committed");
     // The next round takes the slot; the result of the one before only passes, and one that is too long never stays.
     assert_eq!(handle(&mut node, 0, &push(0, 2, 1)), Ok(None));
     assert_eq!(sent(&mut node, ABOVE, &answer), Ok((all.clone(), answer.clone())));
-    assert_eq!(sent(&mut node, Link(1), &ask(1, 0)), Err(Refusal::Stale));
+    assert_eq!(sent(&mut node, Endpoint(1), &ask(1, 0)), Err(Refusal::Stale));
     assert_eq!(sent(&mut node, ABOVE, &result(2, &[9; 12])), Ok((all, result(2, &[9; 12]))));
     assert_eq!(handle(&mut node, 1, &push(1, 2, 1)), Ok(None));
     assert_eq!(handle(&mut node, 2, &rack(2)), Ok(Some((2, 0b1111, 3))), "nothing of a result is in the sum");
@@ -290,7 +294,7 @@ fn unauthenticated() {
         (0, four.to_vec(), Refusal::Malformed(PacketError::Truncated { bytes: 4 })),
     ];
     for (from, bytes, refusal) in &cases {
-        assert_eq!(node.handle_packet(Link(*from), bytes).unwrap_err(), *refusal);
+        assert_eq!(node.handle_packet(Endpoint(*from), bytes).unwrap_err(), *refusal);
         assert_eq!(digest(&node), before, "{refusal}");
     }
     // These are the worker's own, so they may move the heart table, but no slot.
@@ -300,18 +304,18 @@ fn unauthenticated() {
         (Header { format: Format::F32, flags: FLAG_LOST, ..good }, &four, Refusal::Format),
     ] {
         let bytes = sealed(header, payload, Some(&key));
-        assert_eq!(node.handle_packet(Link(0), &bytes).unwrap_err(), refusal);
+        assert_eq!(node.handle_packet(Endpoint(0), &bytes).unwrap_err(), refusal);
         assert_eq!(node.waiting_slots(5), 0);
     }
     // In one slot all blocks are alike.
-    assert!(node.handle_packet(Link(0), &sealed(good, &four, Some(&key))).is_ok());
+    assert!(node.handle_packet(Endpoint(0), &sealed(good, &four, Some(&key))).is_ok());
     for (header, payload, refusal) in [
         (Header { exponent: 1, ..good }, &four[..], Refusal::Format),
         (Header { format: Format::I16, ..good }, &four, Refusal::Format),
         (good, &[1u8; 8], Refusal::Length),
     ] {
         let bytes = sealed(Header { workers: 2, ..header }, payload, Some(&key));
-        assert_eq!(node.handle_packet(Link(1), &bytes).unwrap_err(), refusal);
+        assert_eq!(node.handle_packet(Endpoint(1), &bytes).unwrap_err(), refusal);
     }
     assert_eq!(node.counters(5).unwrap().added, 1);
     assert_eq!(node.unauthenticated().iter().sum::<u64>(), 2, "another job's, and what is no packet");
@@ -326,7 +330,7 @@ fn admission() {
     assert_eq!(open(Job { window: 0, ..job(2, 2) }), Err(Admission::Window(0)));
     assert_eq!(open(Job { block_bytes: 8897, ..job(2, 2) }), Err(Admission::Block(8897)));
     assert_eq!(open(job(2, 0)), Err(Admission::Children));
-    let twice = vec![Child { link: Link(0), workers: 3 }, Child { link: Link(1), workers: 2 }];
+    let twice = vec![Child { endpoint: Endpoint(0), workers: 3 }, Child { endpoint: Endpoint(1), workers: 2 }];
     assert_eq!(open(Job { children: twice, ..job(2, 2) }), Err(Admission::Children));
     assert_eq!(open(job(16, 2)), Err(Admission::Slots { needed: 16, free: 8 }));
     assert_eq!(open(Job { floats: true, ..job(4, 2) }), Err(Admission::Memory { needed: 96, free: 64 }));
@@ -417,7 +421,7 @@ proptest! {
             {
                 results.insert((header.seq.0, payload.to_vec()));
             }
-            if let Ok(Action::Send { header, payload, .. }) = node.handle_packet(Link(from), &bytes)
+            if let Ok(Action::Send { header, payload, .. }) = node.handle_packet(Endpoint(from), &bytes)
                 && !payload.is_empty()
             {
                 let header = decode(&[&header[..], payload].concat()).unwrap().header;

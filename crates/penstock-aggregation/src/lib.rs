@@ -43,9 +43,9 @@ pub use server::{Server, ServerConfig, Transmit};
 pub use tree::{Node, Tree, TreeError};
 pub use worker::{Outbound, Received, Route, Timing, Worker, WorkerConfig};
 
-/// A node's address, as a number that the driver assigns: where a packet came from, or where one goes.
+/// A node of a job, by the number that the caller gives its address: where a packet came from, or where one goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Link(pub u32);
+pub struct Endpoint(pub u32);
 
 /// Notes in `asked` that a worker requests a result, and returns whether it had requested it before. A second request means
 /// that the answer to the first one was lost, so it resets the set.

@@ -18,9 +18,9 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::{Hash, Hasher};
 use std::rc::Rc;
 
-const WORKERS: [Link; 2] = [Link(0), Link(1)];
-const AGGREGATOR: Link = Link(2);
-const SERVER: Link = Link(3);
+const WORKERS: [Endpoint; 2] = [Endpoint(0), Endpoint(1)];
+const AGGREGATOR: Endpoint = Endpoint(2);
+const SERVER: Endpoint = Endpoint(3);
 const NOW: Time = Time(0);
 const JOB: u32 = 1;
 /// Of this many transitions that are looked up, one is executed as well and must lead to the same state: a digest that lacks
@@ -66,14 +66,14 @@ struct Scope {
 /// A packet in flight. States share it.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Flying {
-    to: Link,
-    from: Link,
+    to: Endpoint,
+    from: Endpoint,
     bytes: Box<[u8]>,
     digest: u64,
 }
 
 impl Flying {
-    fn new(to: Link, from: Link, bytes: &[u8]) -> Rc<Flying> {
+    fn new(to: Endpoint, from: Endpoint, bytes: &[u8]) -> Rc<Flying> {
         let digest = digest_of(|state| (to, from, bytes).hash(state));
         Rc::new(Flying { to, from, bytes: bytes.into(), digest })
     }
@@ -121,7 +121,7 @@ type Steps = HashMap<(usize, u64, u64), (Rc<Snapshot>, Rc<[Effect]>)>;
 #[derive(Clone)]
 struct World {
     scope: Scope,
-    /// Worker 0, worker 1, aggregator, server; by link.
+    /// Worker 0, worker 1, aggregator, server; by endpoint.
     snapshots: [Rc<Snapshot>; 4],
     epochs: [u16; 4],
     cut: bool,
@@ -432,7 +432,7 @@ fn step_aggregator(scope: Scope, aggregator: &mut Aggregator, input: &Input, eff
     let Input::Arrive(packet) = input else { return };
     let Header { seq, epoch, .. } = decode(&packet.bytes).expect("ours").header;
     let mut completed = false;
-    let mut send = |to: &[Link], bytes: &[u8]| {
+    let mut send = |to: &[Endpoint], bytes: &[u8]| {
         effects.extend(to.iter().map(|to| Effect::Send(Flying::new(*to, AGGREGATOR, bytes))));
     };
     match aggregator.handle_packet(packet.from, &packet.bytes) {
@@ -499,7 +499,7 @@ fn new_worker(scope: Scope, i: usize, epoch: u16) -> Worker {
 fn new_aggregator(scope: Scope, epoch: u16) -> Aggregator {
     let limits = Limits { jobs: 1, slots: scope.window as usize, memory_bytes: 4 * scope.window as usize };
     let mut aggregator = Aggregator::with_rules(limits, scope.rules);
-    let children = vec![Child { link: WORKERS[0], workers: 1 }, Child { link: WORKERS[1], workers: 2 }];
+    let children = vec![Child { endpoint: WORKERS[0], workers: 1 }, Child { endpoint: WORKERS[1], workers: 2 }];
     let job = Job {
         job: JOB,
         epoch,
@@ -524,7 +524,7 @@ fn new_server(scope: Scope, epoch: u16) -> Server {
         window: scope.window,
         block_bytes: 4,
         start: scope.start,
-        tree: Tree { children: vec![Node::Aggregator { link: AGGREGATOR, children: below }] },
+        tree: Tree { children: vec![Node::Aggregator { endpoint: AGGREGATOR, children: below }] },
         workers: WORKERS.to_vec(),
         heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
         idle_every: ServerConfig::IDLE_EVERY,

@@ -17,7 +17,7 @@ mod recovery;
 use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, decode};
 use super::rules::{Refusal, Rule, Rules};
 use super::tree::{Node, Parts, Tree};
-use super::{Key, Link, Serial, arithmetic, asks_again};
+use super::{Endpoint, Key, Serial, arithmetic, asks_again};
 use penstock_types::{MILLISECOND, Time};
 use std::collections::VecDeque;
 
@@ -39,7 +39,7 @@ pub struct ServerConfig {
     /// The job's tree: which node sends to which.
     pub tree: Tree,
     /// Each worker's own address, by number.
-    pub workers: Vec<Link>,
+    pub workers: Vec<Endpoint>,
     /// How often Ack and Credit are sent while blocks are in flight. The loss of the last packets of a burst is noticed after
     /// this time.
     pub heartbeat_every: u64,
@@ -89,7 +89,7 @@ struct Losses {
     /// Below this, missing blocks were named.
     checked: Serial,
     /// Nodes to which the missing blocks of a SeqNum are still to be named.
-    names: VecDeque<(Link, Serial)>,
+    names: VecDeque<(Endpoint, Serial)>,
     /// When blocks that were named and did not come are named again.
     rename_at: Option<Time>,
     /// Smoothed time from naming to commit, and its variation (RFC 6298); None before the first.
@@ -106,7 +106,7 @@ struct Beats {
     /// The Credit of the last heartbeats, and how many of them carried it.
     last: (Serial, u32),
     /// Nodes to which the current one is still to be sent.
-    to: Vec<Link>,
+    to: Vec<Endpoint>,
     /// When the next one is due.
     at: Time,
 }
@@ -122,7 +122,7 @@ struct Slot {
     exponent: i16,
     length: usize,
     /// Children or workers to which the result is still to be sent for the first time, last first.
-    announce: Vec<Link>,
+    announce: Vec<Endpoint>,
     /// Workers that requested it and wait for it to be sent.
     wanted: u64,
     queued: bool,
@@ -144,7 +144,7 @@ struct Recovery {
 #[derive(Debug)]
 pub struct Transmit<'a> {
     /// The receiver.
-    pub to: Link,
+    pub to: Endpoint,
     /// The header.
     pub header: [u8; HEADER_BYTES],
     /// The block; valid until the next call.
@@ -259,7 +259,7 @@ impl Server {
     }
 
     /// Takes a datagram that came from `from`. Returns the SeqNum that it committed, if it did.
-    pub fn handle_packet(&mut self, now: Time, from: Link, bytes: &[u8]) -> Result<Option<Serial>, Refusal> {
+    pub fn handle_packet(&mut self, now: Time, from: Endpoint, bytes: &[u8]) -> Result<Option<Serial>, Refusal> {
         let outcome = decode(bytes).map_err(Refusal::from).and_then(|packet| self.handle(now, from, &packet));
         if let Err(refusal) = outcome {
             self.refused[refusal.index()] += 1;
@@ -307,8 +307,8 @@ impl Server {
         loop {
             let index = *self.queue.front()?;
             let slot = &mut self.slots[index];
-            let to = if let Some(link) = slot.announce.pop() {
-                link
+            let to = if let Some(endpoint) = slot.announce.pop() {
+                endpoint
             } else if slot.wanted != 0 {
                 let worker = slot.wanted.trailing_zeros();
                 slot.wanted &= slot.wanted - 1;
@@ -330,7 +330,7 @@ impl Server {
         }
     }
 
-    fn handle(&mut self, now: Time, from: Link, packet: &Packet<'_>) -> Result<Option<Serial>, Refusal> {
+    fn handle(&mut self, now: Time, from: Endpoint, packet: &Packet<'_>) -> Result<Option<Serial>, Refusal> {
         let header = &packet.header;
         if header.job != self.config.job {
             return Err(Refusal::Job);
@@ -367,7 +367,7 @@ impl Server {
     }
 
     /// Checks that these workers live behind `from`. Returns the number of the worker if `from` is its own address.
-    fn sender(&self, from: Link, header: &Header) -> Result<Option<u32>, Refusal> {
+    fn sender(&self, from: Endpoint, header: &Header) -> Result<Option<u32>, Refusal> {
         let workers = header.workers;
         if workers.is_power_of_two() && workers & self.all != 0 {
             let worker = workers.trailing_zeros();
@@ -377,10 +377,10 @@ impl Server {
         }
         let behind = |node: &Node| match node {
             // An aggregator passes a request on as the worker made it.
-            Node::Aggregator { link, .. } if header.kind == Kind::Request => {
-                *link == from && workers.is_power_of_two() && workers & !node.workers() == 0
+            Node::Aggregator { endpoint, .. } if header.kind == Kind::Request => {
+                *endpoint == from && workers.is_power_of_two() && workers & !node.workers() == 0
             }
-            Node::Aggregator { link, .. } => *link == from && node.workers() == workers,
+            Node::Aggregator { endpoint, .. } => *endpoint == from && node.workers() == workers,
             Node::Worker(_) => false,
         };
         if self.config.tree.children.iter().any(behind) { Ok(None) } else { Err(Refusal::Sender) }
@@ -506,7 +506,9 @@ impl Server {
         let slot = &mut self.slots[index];
         for node in self.config.tree.children.iter().rev() {
             match node {
-                Node::Aggregator { link, .. } if node.workers() & direct != node.workers() => slot.announce.push(*link),
+                Node::Aggregator { endpoint, .. } if node.workers() & direct != node.workers() => {
+                    slot.announce.push(*endpoint)
+                }
                 _ => {}
             }
             let single = if matches!(node, Node::Worker(_)) { node.workers() } else { node.workers() & direct };
@@ -520,7 +522,7 @@ impl Server {
 
     /// A worker requests a result that it misses. A second request means that the answer to the first was lost. `child`: the
     /// aggregator that passed the request on because it does not have the result.
-    fn request(&mut self, now: Time, seq: Serial, worker: u32, child: Option<Link>) -> Result<(), Refusal> {
+    fn request(&mut self, now: Time, seq: Serial, worker: u32, child: Option<Endpoint>) -> Result<(), Refusal> {
         let index = self.index(seq);
         let (bit, committed) = (1u64 << worker, self.slots[index].is_committed(seq));
         if (!committed && self.missing(seq) == 0) || !self.rules.hold(Rule::Answer) {
@@ -550,17 +552,17 @@ impl Server {
         }
         // When a second worker below a child requests the result, it was probably lost above them all: it goes to all of them.
         let above = self.config.tree.children.iter().find_map(|node| match node {
-            Node::Aggregator { link, .. } if node.workers() & bit & !self.direct() != 0 => {
-                Some((*link, node.workers()))
+            Node::Aggregator { endpoint, .. } if node.workers() & bit & !self.direct() != 0 => {
+                Some((*endpoint, node.workers()))
             }
             _ => None,
         });
-        match above.map(|(link, set)| (link, (asked & set).count_ones())) {
+        match above.map(|(endpoint, set)| (endpoint, (asked & set).count_ones())) {
             None | Some((_, 1)) => {
                 self.slots[index].wanted |= bit;
                 self.send(seq);
             }
-            Some((link, 2)) => self.repeat(seq, link),
+            Some((endpoint, 2)) => self.repeat(seq, endpoint),
             Some(_) => {}
         }
         Ok(())
@@ -580,20 +582,22 @@ impl Server {
         self.beats.to.clear();
         for node in &self.config.tree.children {
             match node {
-                Node::Aggregator { link, .. } => self.beats.to.push(*link),
+                Node::Aggregator { endpoint, .. } => self.beats.to.push(*endpoint),
                 Node::Worker(worker) => self.beats.to.push(self.config.workers[usize::from(*worker)]),
             }
         }
         self.beats.to.extend(bits(direct).map(|worker| self.config.workers[worker]));
     }
 
-    /// The workers at a link or below it.
-    fn behind(&self, link: Link) -> u64 {
+    /// The workers at an endpoint or below it.
+    fn behind(&self, endpoint: Endpoint) -> u64 {
         let below = self.config.tree.children.iter().find_map(|node| match node {
-            Node::Aggregator { link: at, .. } if *at == link => Some(node.workers()),
+            Node::Aggregator { endpoint: at, .. } if *at == endpoint => Some(node.workers()),
             _ => None,
         });
-        below.unwrap_or_else(|| self.config.workers.iter().position(|at| *at == link).map_or(0, |worker| 1 << worker))
+        below.unwrap_or_else(|| {
+            self.config.workers.iter().position(|at| *at == endpoint).map_or(0, |worker| 1 << worker)
+        })
     }
 
     fn downward(&self, kind: Kind, seq: Serial) -> Header {

@@ -2,11 +2,11 @@ use super::*;
 use crate::estimate::MAX_DOUBTFUL;
 use proptest::prelude::*;
 
-const RACK: Link = Link(10);
+const RACK: Endpoint = Endpoint(10);
 
 /// Worker 2 straight below the server, workers 0 and 1 below an aggregator.
 fn config(format_bytes: usize) -> ServerConfig {
-    let rack = Node::Aggregator { link: RACK, children: vec![Node::Worker(0), Node::Worker(1)] };
+    let rack = Node::Aggregator { endpoint: RACK, children: vec![Node::Worker(0), Node::Worker(1)] };
     ServerConfig {
         job: 5,
         epoch: 3,
@@ -15,7 +15,7 @@ fn config(format_bytes: usize) -> ServerConfig {
         block_bytes: format_bytes,
         start: Serial(0),
         tree: Tree { children: vec![rack, Node::Worker(2)] },
-        workers: vec![Link(0), Link(1), Link(2)],
+        workers: vec![Endpoint(0), Endpoint(1), Endpoint(2)],
         heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
         idle_every: ServerConfig::IDLE_EVERY,
     }
@@ -27,13 +27,13 @@ fn header(kind: Kind, workers: u64, seq: u32, ack: u32) -> Header {
     Header { kind, job: 5, epoch: 3, format, flags: 0, seq: Serial(seq), ack, credit, exponent: 0, workers }
 }
 
-fn push(server: &mut Server, from: Link, workers: u64, seq: u32, value: f32) -> Result<Option<Serial>, Refusal> {
+fn push(server: &mut Server, from: Endpoint, workers: u64, seq: u32, value: f32) -> Result<Option<Serial>, Refusal> {
     let block = value.to_be_bytes();
     let packet = [&header(Kind::Push, workers, seq, 0).encode(&block, None)[..], &block].concat();
     server.handle_packet(Time(0), from, &packet)
 }
 
-fn sent(server: &mut Server) -> Vec<(Link, Header, Vec<u8>)> {
+fn sent(server: &mut Server) -> Vec<(Endpoint, Header, Vec<u8>)> {
     let mut all = Vec::new();
     while let Some(Transmit { to, header, payload }) = server.poll_transmit() {
         let packet = [&header[..], payload].concat();
@@ -50,7 +50,8 @@ const VALUES: [f32; 3] = [1e8, 1.25, -1e8];
 fn every_mixture_and_order() {
     let pair = VALUES[0] + VALUES[1];
     let expected = (pair + VALUES[2]).to_bits();
-    let parts = [(RACK, 3, pair), (Link(0), 1, VALUES[0]), (Link(1), 2, VALUES[1]), (Link(2), 4, VALUES[2])];
+    let parts =
+        [(RACK, 3, pair), (Endpoint(0), 1, VALUES[0]), (Endpoint(1), 2, VALUES[1]), (Endpoint(2), 4, VALUES[2])];
     let mut results_without_order = std::collections::BTreeSet::new();
     for order in 0..4usize.pow(5) {
         for without in [None, Some(Rule::Order)] {
@@ -86,8 +87,8 @@ fn overflow() {
         server.handle_packet(Time(0), from, &[&header.encode(&block, None)[..], &block].concat()).unwrap();
         server.overflowed()
     };
-    assert_eq!((push(RACK, 3, 0, i32::MIN), push(Link(2), 4, 0, 0)), (0, 0));
-    assert_eq!((push(RACK, 3, 1, i32::MIN), push(Link(2), 4, 1, -1)), (0, 1));
+    assert_eq!((push(RACK, 3, 0, i32::MIN), push(Endpoint(2), 4, 0, 0)), (0, 0));
+    assert_eq!((push(RACK, 3, 1, i32::MIN), push(Endpoint(2), 4, 1, -1)), (0, 1));
     let results: Vec<Vec<u8>> = sent(&mut server).into_iter().map(|(_, _, block)| block).collect();
     assert_eq!(results, [i32::MIN, i32::MIN, i32::MAX, i32::MAX].map(|value| value.to_be_bytes().to_vec()));
 }
@@ -98,15 +99,15 @@ fn credit_and_requests() {
     let mut server = Server::new(Time(0), config(4));
     let ask = |server: &mut Server, worker: u32, seq: u32| {
         let packet = header(Kind::Request, 1 << worker, seq, 0).encode(&[], None);
-        server.handle_packet(Time(0), Link(worker), &packet)
+        server.handle_packet(Time(0), Endpoint(worker), &packet)
     };
     assert_eq!(ask(&mut server, 1, 3), Err(Refusal::Stale), "beyond the window");
-    assert_eq!(push(&mut server, Link(2), 4, 2, 1.0), Err(Refusal::Credit));
+    assert_eq!(push(&mut server, Endpoint(2), 4, 2, 1.0), Err(Refusal::Credit));
     for seq in [1, 0] {
         assert_eq!(push(&mut server, RACK, 3, seq, 1.0), Ok(None));
         assert_eq!(server.missing(Serial(seq)), 4);
-        assert_eq!(push(&mut server, Link(2), 4, seq, 2.0), Ok(Some(Serial(seq))));
-        assert_eq!(push(&mut server, Link(2), 4, seq, 2.0), Err(Refusal::Stale));
+        assert_eq!(push(&mut server, Endpoint(2), 4, seq, 2.0), Ok(Some(Serial(seq))));
+        assert_eq!(push(&mut server, Endpoint(2), 4, seq, 2.0), Err(Refusal::Stale));
     }
     assert_eq!((server.ack(), server.credit()), (Serial(2), Serial(1)));
     assert_eq!(sent(&mut server).len(), 4);
@@ -114,19 +115,19 @@ fn credit_and_requests() {
     assert_eq!(ask(&mut server, 1, 0), Ok(None), "once more before it left: answered once");
     let answers = sent(&mut server);
     assert_eq!(answers.len(), 1);
-    assert_eq!((answers[0].0, answers[0].1.seq, &answers[0].2[..]), (Link(1), Serial(0), &3f32.to_be_bytes()[..]));
-    let hear = |server: &mut Server, from: Link, workers: u64, ack: u32| {
+    assert_eq!((answers[0].0, answers[0].1.seq, &answers[0].2[..]), (Endpoint(1), Serial(0), &3f32.to_be_bytes()[..]));
+    let hear = |server: &mut Server, from: Endpoint, workers: u64, ack: u32| {
         let packet = header(Kind::HeartbeatUp, workers, 0, ack).encode(&[], None);
         server.handle_packet(Time(0), from, &packet)
     };
     assert_eq!(hear(&mut server, RACK, 3, 2), Ok(None));
     assert_eq!(server.credit(), Serial(1), "worker 2 lacks both");
-    assert_eq!(hear(&mut server, Link(2), 4, 1), Ok(None));
+    assert_eq!(hear(&mut server, Endpoint(2), 4, 1), Ok(None));
     assert_eq!(server.credit(), Serial(2));
-    assert_eq!(hear(&mut server, Link(2), 4, 0), Ok(None));
+    assert_eq!(hear(&mut server, Endpoint(2), 4, 0), Ok(None));
     assert_eq!(server.credit(), Serial(2), "nothing is taken back");
-    assert_eq!(hear(&mut server, Link(2), 4, 3), Err(Refusal::Ack), "an Ack for what was never committed");
-    assert_eq!(hear(&mut server, Link(2), 3, 1), Err(Refusal::Sender));
+    assert_eq!(hear(&mut server, Endpoint(2), 4, 3), Err(Refusal::Ack), "an Ack for what was never committed");
+    assert_eq!(hear(&mut server, Endpoint(2), 3, 1), Err(Refusal::Sender));
     assert_eq!(hear(&mut server, RACK, 1, 1), Err(Refusal::Sender), "an aggregator speaks for all below it");
 }
 
@@ -137,30 +138,30 @@ fn losses() {
     let mut server = Server::new(Time(0), ServerConfig { window: 8, ..config(4) });
     for seq in [0, 2, 3] {
         push(&mut server, RACK, 3, seq, 1.0).unwrap();
-        push(&mut server, Link(2), 4, seq, 1.0).unwrap();
+        push(&mut server, Endpoint(2), 4, seq, 1.0).unwrap();
     }
-    let missing = |server: &mut Server| -> Vec<(Link, u32, u64)> {
+    let missing = |server: &mut Server| -> Vec<(Endpoint, u32, u64)> {
         let named = sent(server).into_iter().filter(|(_, header, _)| header.kind == Kind::Missing);
         named.map(|(to, header, _)| (to, header.seq.0, header.workers)).collect()
     };
-    push(&mut server, Link(2), 4, 1, 1.0).unwrap();
+    push(&mut server, Endpoint(2), 4, 1, 1.0).unwrap();
     assert_eq!(missing(&mut server), []);
     push(&mut server, RACK, 3, 4, 1.0).unwrap();
-    push(&mut server, Link(2), 4, 4, 1.0).unwrap();
+    push(&mut server, Endpoint(2), 4, 4, 1.0).unwrap();
     assert_eq!(missing(&mut server), [(RACK, 1, 3)]);
     let again = server.poll_timeout();
     assert!(again <= Time(ServerConfig::HEARTBEAT_EVERY), "{again:?}");
     server.handle_timeout(again);
     assert_eq!(missing(&mut server), [(RACK, 1, 3)]);
-    let mut ask = |worker: u32| -> Vec<Link> {
+    let mut ask = |worker: u32| -> Vec<Endpoint> {
         let packet = header(Kind::Request, 1 << worker, 2, 0).encode(&[], None);
-        server.handle_packet(again, Link(worker), &packet).unwrap();
+        server.handle_packet(again, Endpoint(worker), &packet).unwrap();
         sent(&mut server).into_iter().map(|(to, ..)| to).collect()
     };
-    assert_eq!((ask(0), ask(1)), (vec![Link(0)], vec![RACK]));
-    assert_eq!((ask(2), ask(1), ask(0)), (vec![Link(2)], vec![Link(1)], vec![RACK]));
+    assert_eq!((ask(0), ask(1)), (vec![Endpoint(0)], vec![RACK]));
+    assert_eq!((ask(2), ask(1), ask(0)), (vec![Endpoint(2)], vec![Endpoint(1)], vec![RACK]));
     // An aggregator that does not have it passes a question on, and gets it: once, until somebody asks again.
-    let passed_on = |server: &mut Server, worker: u32| -> Vec<Link> {
+    let passed_on = |server: &mut Server, worker: u32| -> Vec<Endpoint> {
         let packet = header(Kind::Request, 1 << worker, 3, 0).encode(&[], None);
         server.handle_packet(again, RACK, &packet).unwrap();
         sent(server).into_iter().map(|(to, ..)| to).collect()
@@ -182,7 +183,7 @@ fn losses() {
 fn patience_is_learnt() {
     let mut server = Server::new(Time(0), ServerConfig { window: 64, ..config(4) });
     let (mut now, mut next) = (Time(0), 0);
-    let push = |server: &mut Server, now: Time, from: Link, workers: u64, seq: u32| {
+    let push = |server: &mut Server, now: Time, from: Endpoint, workers: u64, seq: u32| {
         let ack = server.ack();
         let header = Header { ack, credit: ack.plus(63), ..header(Kind::Push, workers, seq, 0) };
         let block = 1.0_f32.to_be_bytes();
@@ -193,7 +194,7 @@ fn patience_is_learnt() {
     // The rack's sum of one block is lost and comes after `takes`; says how often it was named until then.
     let mut repair = |takes: u64| -> usize {
         for seq in next..next + 4 {
-            push(&mut server, now, Link(2), 4, seq);
+            push(&mut server, now, Endpoint(2), 4, seq);
             if seq != next {
                 push(&mut server, now, RACK, 3, seq);
             }
@@ -224,18 +225,22 @@ fn bypass() {
     let mut server = Server::new(Time(0), config(4));
     let beat = |server: &mut Server, worker: u32, flags: u8| {
         let packet = Header { flags, ..header(Kind::HeartbeatUp, 1 << worker, 0, 0) }.encode(&[], None);
-        server.handle_packet(Time(0), Link(worker), &packet).unwrap();
+        server.handle_packet(Time(0), Endpoint(worker), &packet).unwrap();
     };
     assert_eq!(server.direct(), 0);
     beat(&mut server, 0, FLAG_LOST);
     assert_eq!(server.direct(), 0b11);
     let heartbeats = sent(&mut server);
-    let mut to: Vec<Link> = heartbeats.iter().map(|(to, ..)| *to).collect();
+    let mut to: Vec<Endpoint> = heartbeats.iter().map(|(to, ..)| *to).collect();
     to.sort();
-    assert_eq!(to, [Link(0), Link(1), Link(2), RACK], "at once, and also through the aggregator: it may be back");
+    assert_eq!(
+        to,
+        [Endpoint(0), Endpoint(1), Endpoint(2), RACK],
+        "at once, and also through the aggregator: it may be back"
+    );
     assert!(heartbeats.iter().all(|(_, header, _)| header.workers == 0b11));
     for worker in 0..3 {
-        push(&mut server, Link(worker), 1 << worker, 0, VALUES[worker as usize]).unwrap();
+        push(&mut server, Endpoint(worker), 1 << worker, 0, VALUES[worker as usize]).unwrap();
     }
     // `push` carries no LOST flag: worker 0 hears its aggregator again.
     assert_eq!(server.direct(), 0);
@@ -255,7 +260,7 @@ proptest! {
         let mut now = Time(0);
         for (from, workers, seq, ack, kind, flags, leaves) in steps {
             let kind = [Kind::Push, Kind::Request, Kind::HeartbeatUp, Kind::Result][usize::from(kind)];
-            let from = [Link(0), Link(1), Link(2), RACK, Link(99)][from];
+            let from = [Endpoint(0), Endpoint(1), Endpoint(2), RACK, Endpoint(99)][from];
             let block: &[u8] = if kind.has_block() { &[0; 4] } else { &[] };
             let flags = if kind == Kind::Push { 0 } else { flags & FLAG_LOST };
             let format = if kind.has_block() { Format::F32 } else { Format::None };

@@ -1,7 +1,7 @@
 //! A job's tree: which node sends to which, and hence the order in which floats are added.
 
 use super::packet::Format;
-use super::{Link, arithmetic};
+use super::{Endpoint, arithmetic};
 use std::fmt;
 
 /// A child of the server or of an aggregator.
@@ -12,7 +12,7 @@ pub enum Node {
     /// An aggregator.
     Aggregator {
         /// Its address, as the server's driver numbers it.
-        link: Link,
+        endpoint: Endpoint,
         /// The nodes whose pushes it adds, in the order of addition.
         children: Vec<Node>,
     },
@@ -161,8 +161,8 @@ impl std::error::Error for TreeError {}
 mod tests {
     use super::*;
 
-    fn rack(link: u32, children: Vec<Node>) -> Node {
-        Node::Aggregator { link: Link(link), children }
+    fn rack(endpoint: u32, children: Vec<Node>) -> Node {
+        Node::Aggregator { endpoint: Endpoint(endpoint), children }
     }
 
     /// Floats come out the same whether aggregators added them or the server has to, in whatever mixture.

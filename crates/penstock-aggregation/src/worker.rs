@@ -18,7 +18,7 @@ use super::congestion::Congestion;
 use super::estimate::{MAX_BACKOFF, MAX_DOUBTFUL, smoothed};
 use super::packet::{FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, decode};
 use super::rules::{Refusal, Rule, Rules};
-use super::{Key, Link, Serial};
+use super::{Endpoint, Key, Serial};
 use penstock_types::{SECOND, Time};
 use std::collections::VecDeque;
 
@@ -38,9 +38,9 @@ pub struct WorkerConfig {
     /// The first SeqNum of the epoch.
     pub start: Serial,
     /// The node that it pushes to: an aggregator, or the server itself.
-    pub parent: Link,
+    pub parent: Endpoint,
     /// The server.
-    pub server: Link,
+    pub server: Endpoint,
     /// The aggregator keeps results, so lost results are requested there before at the server. A switch keeps none.
     pub ask_parent: bool,
     /// Time-outs.
@@ -60,7 +60,7 @@ pub enum Route {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outbound {
     /// The receiver.
-    pub to: Link,
+    pub to: Endpoint,
     /// Its header. A push is sent without the block `header.seq`, its format and its exponent: see [`Worker::seal`].
     pub header: Header,
 }
@@ -284,7 +284,7 @@ impl Worker {
     }
 
     /// Takes a datagram that came from `from`.
-    pub fn handle_packet<'a>(&mut self, now: Time, from: Link, bytes: &'a [u8]) -> Result<Received<'a>, Refusal> {
+    pub fn handle_packet<'a>(&mut self, now: Time, from: Endpoint, bytes: &'a [u8]) -> Result<Received<'a>, Refusal> {
         let packet = decode(bytes)?;
         let header = packet.header;
         if header.job != self.config.job {
@@ -410,7 +410,7 @@ impl Worker {
     }
 
     /// Takes Ack, Credit and the set of workers that bypass aggregators from a packet that came down.
-    fn hear(&mut self, now: Time, from: Link, header: &Header) {
+    fn hear(&mut self, now: Time, from: Endpoint, header: &Header) {
         let is_old = self.is_newer(self.ack, header.ack) || self.is_newer(self.credit, header.credit);
         if self.is_newer(header.credit, self.credit) {
             self.credit = header.credit;

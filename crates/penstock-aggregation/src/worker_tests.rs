@@ -3,8 +3,8 @@ use penstock_types::MILLISECOND;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
-const PARENT: Link = Link(1);
-const SERVER: Link = Link(2);
+const PARENT: Endpoint = Endpoint(1);
+const SERVER: Endpoint = Endpoint(2);
 
 fn worker(window: u32) -> Worker {
     let config = WorkerConfig {
@@ -35,12 +35,12 @@ fn down(kind: Kind, n: u32, ack: u32, credit: u32, workers: u64) -> Vec<u8> {
     [&header.encode(block, None)[..], block].concat()
 }
 
-fn sent(worker: &mut Worker, now: Time) -> Vec<(Link, Kind, Serial)> {
+fn sent(worker: &mut Worker, now: Time) -> Vec<(Endpoint, Kind, Serial)> {
     std::iter::from_fn(|| worker.poll_transmit(now)).map(|out| (out.to, out.header.kind, out.header.seq)).collect()
 }
 
 /// Lets time pass until something is sent.
-fn wait(worker: &mut Worker, until: Time) -> (Time, Vec<(Link, Kind, Serial)>) {
+fn wait(worker: &mut Worker, until: Time) -> (Time, Vec<(Endpoint, Kind, Serial)>) {
     loop {
         let now = worker.poll_timeout();
         if now > until {
@@ -73,14 +73,14 @@ fn window_and_credit() {
     assert_eq!(worker.received(), seq(2));
     assert_eq!(worker.handle_packet(now, PARENT, &second), Err(Refusal::Stale));
     let pushes =
-        |packets: Vec<(Link, Kind, Serial)>| packets.into_iter().filter(|p| p.1 == Kind::Push).collect::<Vec<_>>();
+        |packets: Vec<(Endpoint, Kind, Serial)>| packets.into_iter().filter(|p| p.1 == Kind::Push).collect::<Vec<_>>();
     assert_eq!(pushes(sent(&mut worker, now)), [], "no Credit yet");
     assert_eq!(worker.handle_packet(now, PARENT, &down(Kind::HeartbeatDown, 0, 2, 2, 0)), Ok(Received::Control));
     assert_eq!(pushes(sent(&mut worker, now)), [push(2)]);
     assert_eq!(worker.handle_packet(now, PARENT, &down(Kind::HeartbeatDown, 0, 0, 1, 0)), Ok(Received::Control));
     assert_eq!(worker.handle_packet(now, PARENT, &down(Kind::Result, 3, 2, 2, 0)), Err(Refusal::Credit), "never sent");
     assert_eq!(worker.handle_packet(now, PARENT, &down(Kind::HeartbeatDown, 0, 4, 5, 0)), Err(Refusal::Ack));
-    assert_eq!(worker.handle_packet(now, Link(7), &second), Err(Refusal::Sender));
+    assert_eq!(worker.handle_packet(now, Endpoint(7), &second), Err(Refusal::Sender));
 }
 
 /// What is late is asked for after milliseconds, then sent again as well; what the server has is only asked for.
@@ -334,7 +334,7 @@ proptest! {
                 let at = usize::from(at) % bytes.len();
                 bytes[at] ^= flip;
             }
-            let from = [PARENT, SERVER, PARENT, Link(7)][from as usize];
+            let from = [PARENT, SERVER, PARENT, Endpoint(7)][from as usize];
             if let Ok(Received::Result { seq, .. }) = worker.handle_packet(now, from, &bytes) {
                 prop_assert!(pushed.contains(&seq.0), "{seq:?} was never pushed");
                 prop_assert!(taken.insert(seq.0), "{seq:?} comes twice");

@@ -4,7 +4,7 @@
 //! holds. Cases for the switch alone are its own tests' affair (tests/test_p4.py).
 
 use penstock_aggregation::{
-    Action, Admission, Aggregator, Child, Format, Header, Job, Key, Kind, Limits, Link, Refusal, Serial, decode,
+    Action, Admission, Aggregator, Child, Endpoint, Format, Header, Job, Key, Kind, Limits, Refusal, Serial, decode,
 };
 use serde_json::Value;
 use std::path::Path;
@@ -79,7 +79,7 @@ fn fresh() -> Aggregator {
 fn packet(node: &mut Aggregator, step: &Value, job: u32, at: &str) {
     let bytes = unhex(&step["bytes"]);
     let before = tally(node, job);
-    let mut out: Vec<(u32, Vec<u8>)> = match node.handle_packet(link(&step["from"]), &bytes) {
+    let mut out: Vec<(u32, Vec<u8>)> = match node.handle_packet(endpoint(&step["from"]), &bytes) {
         Ok(Action::Send { to, header, payload }) => {
             to.iter().map(|to| (to.0, [&header[..], payload].concat())).collect()
         }
@@ -89,7 +89,7 @@ fn packet(node: &mut Aggregator, step: &Value, job: u32, at: &str) {
     out.sort();
     let sends = unhex(&step["sends"]);
     let mut expected: Vec<(u32, Vec<u8>)> =
-        step["to"].as_array().unwrap().iter().map(|to| (link(to).0, sends.clone())).collect();
+        step["to"].as_array().unwrap().iter().map(|to| (endpoint(to).0, sends.clone())).collect();
     expected.sort();
     assert_eq!(out, expected, "{at}: what it sends");
     let mut counts: Vec<&str> = step["counts"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
@@ -177,7 +177,7 @@ fn probe(node: &Aggregator, job: &Job, packets: &[(usize, Vec<u8>)]) -> (Vec<&'s
     let before = tally(&copy, job.job);
     let mut sent = None;
     for (child, bytes) in packets {
-        sent = match copy.handle_packet(job.children[*child].link, bytes) {
+        sent = match copy.handle_packet(job.children[*child].endpoint, bytes) {
             Ok(Action::Send { header, payload, .. }) => Some([&header[..], payload].concat()),
             _ => None,
         };
@@ -237,13 +237,16 @@ fn job_of(open: &Value) -> Job {
         block_bytes: number("block_bytes") as usize,
         floats: open["floats"].as_bool().unwrap(),
         results: false,
-        parent: link(&open["parent"]),
-        children: children.iter().map(|child| Child { link: link(&child["link"]), workers: workers(child) }).collect(),
+        parent: endpoint(&open["parent"]),
+        children: children
+            .iter()
+            .map(|child| Child { endpoint: endpoint(&child["link"]), workers: workers(child) })
+            .collect(),
     }
 }
 
-fn link(value: &Value) -> Link {
-    Link(value.as_u64().expect("a link") as u32)
+fn endpoint(value: &Value) -> Endpoint {
+    Endpoint(value.as_u64().expect("an endpoint") as u32)
 }
 
 fn unhex(value: &Value) -> Vec<u8> {

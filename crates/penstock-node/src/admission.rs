@@ -1,7 +1,7 @@
 //! Parses and validates the body of `PUT /jobs/{job}`. Pure.
 
 use crate::proof::unhex;
-use penstock_aggregation::{Key, Link, MAX_PAYLOAD_BYTES, Node, Tree};
+use penstock_aggregation::{Endpoint, Key, MAX_PAYLOAD_BYTES, Node, Tree};
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -48,7 +48,7 @@ pub(crate) struct Admitted {
     /// The workers behind each of `places`; 0 for a parent.
     pub(crate) workers: Vec<u64>,
     /// The node's number for every port of every place.
-    pub(crate) links: HashMap<SocketAddr, Link>,
+    pub(crate) endpoints: HashMap<SocketAddr, Endpoint>,
     /// Only on a server.
     pub(crate) tree: Option<Tree>,
     /// Only on a server: how many of `places` are workers.
@@ -186,15 +186,15 @@ struct Book {
     here: SocketAddr,
     places: Vec<Place>,
     workers: Vec<u64>,
-    links: HashMap<SocketAddr, Link>,
+    endpoints: HashMap<SocketAddr, Endpoint>,
 }
 
 impl Book {
     fn new(here: SocketAddr) -> Book {
-        Book { here, places: Vec::new(), workers: Vec::new(), links: HashMap::new() }
+        Book { here, places: Vec::new(), workers: Vec::new(), endpoints: HashMap::new() }
     }
 
-    fn add(&mut self, what: &str, body: &PlaceBody, workers: u64) -> Result<Link, String> {
+    fn add(&mut self, what: &str, body: &PlaceBody, workers: u64) -> Result<Endpoint, String> {
         let PlaceBody { address: text, shards } = body;
         let address: SocketAddr = text
             .parse()
@@ -212,24 +212,24 @@ impl Book {
             return Err(format!("{what}: {shards} shards from port {} on lead beyond 65535", address.port()));
         }
         let place = Place { address, shards: *shards };
-        let link = Link(self.places.len() as u32);
+        let endpoint = Endpoint(self.places.len() as u32);
         for port in place.ports() {
-            if let Some(other) = self.links.insert(port, link) {
+            if let Some(other) = self.endpoints.insert(port, endpoint) {
                 return Err(format!("{what}: {port} is also the address of node {}", other.0));
             }
         }
         self.places.push(place);
         self.workers.push(workers);
-        Ok(link)
+        Ok(endpoint)
     }
 
     fn branch(&mut self, branch: &Branch) -> Result<Node, String> {
         match branch {
             Branch::Worker { worker } => Ok(Node::Worker(*worker)),
             Branch::Aggregator { aggregator, children } => {
-                let link = self.add("tree", aggregator, 0)?;
+                let endpoint = self.add("tree", aggregator, 0)?;
                 let children = children.iter().map(|child| self.branch(child)).collect::<Result<_, String>>()?;
-                let node = Node::Aggregator { link, children };
+                let node = Node::Aggregator { endpoint, children };
                 // The whole tree with a number of 64 or more is refused right after this.
                 let mut whole = vec![&node];
                 let mut workers = 0;
@@ -239,15 +239,15 @@ impl Book {
                         Node::Aggregator { children, .. } => whole.extend(children),
                     }
                 }
-                self.workers[link.0 as usize] = workers;
+                self.workers[endpoint.0 as usize] = workers;
                 Ok(node)
             }
         }
     }
 
     fn admitted(self, common: Common, tree: Option<Tree>, addressed: usize) -> Admitted {
-        let Book { places, workers, links, .. } = self;
-        Admitted { common, places, workers, links, tree, addressed }
+        let Book { places, workers, endpoints, .. } = self;
+        Admitted { common, places, workers, endpoints, tree, addressed }
     }
 }
 
@@ -283,14 +283,17 @@ mod tests {
         let job = aggregator(AGGREGATOR).unwrap();
         assert_eq!(job.common.key, Some(Key(std::array::from_fn(|i| i as u8))));
         assert_eq!((job.common.start, job.common.floats, job.workers), (7, true, vec![0, 3, 4]));
-        let link = |text: &str| job.links.get(&text.parse().unwrap()).map(|link| link.0);
-        assert_eq!([link("10.0.0.1:100"), link("10.0.0.2:200"), link("10.0.0.2:203")], [Some(0), Some(1), Some(1)]);
-        assert_eq!([link("10.0.0.3:300"), link("10.0.0.2:204")], [Some(2), None]);
+        let endpoint = |text: &str| job.endpoints.get(&text.parse().unwrap()).map(|endpoint| endpoint.0);
+        assert_eq!(
+            [endpoint("10.0.0.1:100"), endpoint("10.0.0.2:200"), endpoint("10.0.0.2:203")],
+            [Some(0), Some(1), Some(1)]
+        );
+        assert_eq!([endpoint("10.0.0.3:300"), endpoint("10.0.0.2:204")], [Some(2), None]);
         assert_eq!(job.places[1].of(6).to_string(), "10.0.0.2:202");
         let job = server(SERVER).unwrap();
         assert_eq!(job.workers, [1, 2, 4, 6]);
         assert_eq!(job.tree.unwrap().workers(), 7);
-        assert_eq!(job.links[&"10.0.0.9:901".parse().unwrap()], Link(3));
+        assert_eq!(job.endpoints[&"10.0.0.9:901".parse().unwrap()], Endpoint(3));
     }
 
     /// A job that is inconsistent is refused, and the error names the place.

@@ -12,7 +12,7 @@ mod serving;
 use crate::admission::{Admitted, Common};
 use crate::report::{NodeReport, Report};
 use adding::Adding;
-use penstock_aggregation::{HEADER_BYTES, Key, Limits, Link, PacketError, Receipt, Shard, decode};
+use penstock_aggregation::{Endpoint, HEADER_BYTES, Key, Limits, PacketError, Receipt, Shard, decode};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::{SECOND, Time};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -318,8 +318,8 @@ impl Door {
     }
 }
 
-/// The link of packets from addresses that are in no job.
-const UNAUTHENTICATED: Link = Link(u32::MAX);
+/// The endpoint of packets from addresses that are in no job.
+const UNAUTHENTICATED: Endpoint = Endpoint(u32::MAX);
 
 /// The job that a datagram claims to belong to: bytes 4 to 7 of a packet.
 fn job_of(datagram: &[u8]) -> Option<u32> {

@@ -1,6 +1,6 @@
 //! The simulator of in-network aggregation, for `penstock simulate aggregation`.
 
-use penstock_aggregation::{Link, Node, Tree};
+use penstock_aggregation::{Endpoint, Node, Tree};
 use penstock_sim::aggregation::{Fixed, GIGABIT, Scenario, Shape, Timing};
 use penstock_types::MILLISECOND;
 use pyo3::exceptions::PyValueError;
@@ -112,7 +112,7 @@ fn nodes(list: &Bound<'_, PyAny>, depth: u32, count: &mut u32) -> PyResult<Vec<N
             Err(_) => {
                 let children = nodes(&one, depth + 1, count)?;
                 *count += 1;
-                Node::Aggregator { link: Link(*count - 1), children }
+                Node::Aggregator { endpoint: Endpoint(*count - 1), children }
             }
         });
     }

@@ -1,5 +1,5 @@
 use super::*;
-use penstock_aggregation::{Link, Node};
+use penstock_aggregation::{Endpoint, Node};
 use penstock_types::Time;
 
 fn check(scenario: &Scenario) -> Outcome {
@@ -63,7 +63,7 @@ fn depth(nodes: &[Node]) -> usize {
 #[test]
 fn a_chain_of_aggregators() {
     let chain = (0..5).fold(Shape::Direct.tree(8).children, |children, number| {
-        vec![Node::Aggregator { link: Link(number), children }]
+        vec![Node::Aggregator { endpoint: Endpoint(number), children }]
     });
     let tree = Tree { children: chain };
     let scenario = Scenario { tree, blocks: 200, window: 64, jitter: 0, ..quiet(Shape::Direct, 8) };
@@ -75,8 +75,8 @@ fn a_chain_of_aggregators() {
 /// A tree that does not fit its job fails at once, in words.
 #[test]
 fn trees_that_cannot_be() {
-    let rack = |link: u32, workers: std::ops::Range<u8>| Node::Aggregator {
-        link: Link(link),
+    let rack = |number: u32, workers: std::ops::Range<u8>| Node::Aggregator {
+        endpoint: Endpoint(number),
         children: workers.map(Node::Worker).collect(),
     };
     let refused = |children: Vec<Node>| {
@@ -179,7 +179,7 @@ fn loss_can_be_on_the_links_of_workers_alone() {
         let outcome = check(&Scenario { loss: 0.2, edge_loss, trace: true, ..quiet(Shape::Core, 4) });
         let lost: Vec<&String> = outcome.trace.iter().filter(|line| line.ends_with("LOST")).collect();
         // Links 0 to 2 are aggregators, 3 is the server, the others are workers.
-        let is_worker = |line: &str| (4..8).any(|worker| line.contains(&format!("Link({worker})")));
+        let is_worker = |line: &str| (4..8).any(|worker| line.contains(&format!("Endpoint({worker})")));
         assert!(!lost.is_empty());
         assert_eq!(lost.iter().all(|line| is_worker(line)), edge_loss);
     }
@@ -230,7 +230,7 @@ fn a_late_worker() {
             let mut world = World::new(&scenario);
             let begins = Time(5 * SECOND);
             world.drivers[0][late].as_mut().expect("alive").begins = begins;
-            world.wake(scenario.worker_link(0, late), begins);
+            world.wake(scenario.worker_endpoint(0, late), begins);
             world.run().expect("every result is right");
             assert!(world.now > begins);
             let blamed: Vec<u32> = world.drivers[0].iter().flatten().map(|driver| driver.machine.stalls()).collect();

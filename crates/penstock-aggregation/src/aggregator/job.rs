@@ -2,7 +2,7 @@
 
 use super::MAX_WINDOW;
 use crate::packet::MAX_PAYLOAD_BYTES;
-use crate::{Key, Link};
+use crate::{Endpoint, Key};
 use std::fmt;
 
 /// Limits of an aggregator, for all jobs together.
@@ -36,7 +36,7 @@ pub struct Job {
     /// request, and the worker's next one goes to the server.
     pub results: bool,
     /// Where sums go: another aggregator or the server.
-    pub parent: Link,
+    pub parent: Endpoint,
     /// The nodes whose blocks are added, in the order of addition.
     pub children: Vec<Child>,
 }
@@ -45,7 +45,7 @@ pub struct Job {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Child {
     /// Its address.
-    pub link: Link,
+    pub endpoint: Endpoint,
     /// The worker, or all workers below the aggregator, as a bitmap.
     pub workers: u64,
 }

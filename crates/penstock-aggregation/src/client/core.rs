@@ -14,7 +14,7 @@
 mod side;
 
 use super::layout::{HEADER_EXPONENTS, Layout, Wire, header, other_fingerprint};
-use crate::{Format, HEADER_BYTES, Header, Kind, Link, Received, Refusal, Route, Serial, Worker, WorkerConfig};
+use crate::{Endpoint, Format, HEADER_BYTES, Header, Kind, Received, Refusal, Route, Serial, Worker, WorkerConfig};
 use penstock_kernels::{ByteOrder, Exponent, Finish, block_exponent, premultiply, reduce, swap_bytes};
 use penstock_types::{DType, ReduceOp, Time};
 use side::Side;
@@ -22,9 +22,9 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 /// The number of the server in a [`WorkerConfig`].
-pub const SERVER: Link = Link(0);
+pub const SERVER: Endpoint = Endpoint(0);
 /// The number of the aggregator above this rank, if there is one.
-pub const PARENT: Link = Link(1);
+pub const PARENT: Endpoint = Endpoint(1);
 
 /// The parameters on which all ranks of a group agree.
 #[derive(Clone, Debug)]
@@ -96,7 +96,7 @@ pub enum Lack {
 #[derive(Debug)]
 pub struct Packet {
     /// [`SERVER`] or [`PARENT`].
-    pub to: Link,
+    pub to: Endpoint,
     /// Of its block.
     pub seq: Serial,
     /// What goes first.
@@ -248,7 +248,7 @@ impl Core {
         &mut self,
         now: Time,
         server: usize,
-        from: Link,
+        from: Endpoint,
         bytes: &[u8],
     ) -> Result<Result<(), Refusal>, Trouble> {
         let stream = &mut self.streams[server];

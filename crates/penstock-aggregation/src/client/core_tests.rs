@@ -75,7 +75,7 @@ impl Network {
             Core::new(Time(0), config, vec![worker; shape.weights.len()])
         };
         let rack_node = |(at, rack): (usize, &Vec<u8>)| Node::Aggregator {
-            link: Link(100 + at as u32),
+            endpoint: Endpoint(100 + at as u32),
             children: rack.iter().map(|worker| Node::Worker(*worker)).collect(),
         };
         let mut children: Vec<Node> = shape.racks.iter().enumerate().map(rack_node).collect();
@@ -88,7 +88,7 @@ impl Network {
             block_bytes: PAYLOAD,
             start,
             tree: Tree { children },
-            workers: (0..shape.world).map(Link).collect(),
+            workers: (0..shape.world).map(Endpoint).collect(),
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
         };
@@ -102,10 +102,10 @@ impl Network {
                 block_bytes: PAYLOAD,
                 floats: shape.wire == Wire::Float,
                 results: true,
-                parent: Link(1000),
+                parent: Endpoint(1000),
                 children: rack
                     .iter()
-                    .map(|worker| Child { link: Link(u32::from(*worker)), workers: 1 << worker })
+                    .map(|worker| Child { endpoint: Endpoint(u32::from(*worker)), workers: 1 << worker })
                     .collect(),
             };
             aggregator.open(tenant).unwrap();
@@ -182,17 +182,17 @@ impl Network {
         match to {
             Who::Rank(rank) if self.silent.contains(&rank) => {}
             Who::Rank(rank) => {
-                let link = if from == Who::Server { SERVER } else { PARENT };
-                let _ = self.cores[rank as usize].handle_packet(self.now, server, link, bytes)?;
+                let endpoint = if from == Who::Server { SERVER } else { PARENT };
+                let _ = self.cores[rank as usize].handle_packet(self.now, server, endpoint, bytes)?;
             }
             Who::Server => {
-                let link = match from {
-                    Who::Rank(rank) => Link(rank),
-                    Who::Rack(rack) => Link(100 + rack as u32),
+                let endpoint = match from {
+                    Who::Rank(rank) => Endpoint(rank),
+                    Who::Rack(rack) => Endpoint(100 + rack as u32),
                     Who::Server => unreachable!(),
                 };
                 if let Some(machine) = &mut self.servers[server] {
-                    let _ = machine.handle_packet(self.now, link, bytes);
+                    let _ = machine.handle_packet(self.now, endpoint, bytes);
                 }
             }
             Who::Rack(rack) => {
@@ -200,13 +200,13 @@ impl Network {
                 if self.shape.wire == Wire::Padded && is_push {
                     assert_eq!(bytes.len(), HEADER_BYTES + PAYLOAD, "a switch takes blocks of one length");
                 }
-                let link = match from {
-                    Who::Rank(rank) => Link(rank),
-                    _ => Link(1000),
+                let endpoint = match from {
+                    Who::Rank(rank) => Endpoint(rank),
+                    _ => Endpoint(1000),
                 };
-                let out: Vec<(Who, Vec<u8>)> = match self.racks[server][rack].handle_packet(link, bytes) {
+                let out: Vec<(Who, Vec<u8>)> = match self.racks[server][rack].handle_packet(endpoint, bytes) {
                     Ok(Reaction::Send { to, header, payload }) => {
-                        let node = |to: &Link| if to.0 == 1000 { Who::Server } else { Who::Rank(to.0) };
+                        let node = |to: &Endpoint| if to.0 == 1000 { Who::Server } else { Who::Rank(to.0) };
                         to.iter().map(|to| (node(to), [&header[..], payload].concat())).collect()
                     }
                     Ok(Reaction::Relay { to }) => to.iter().map(|to| (Who::Rank(to.0), bytes.to_vec())).collect(),

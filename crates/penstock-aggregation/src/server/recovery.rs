@@ -2,12 +2,12 @@
 
 use super::{Recovery, Server, bits};
 use crate::estimate::{MAX_BACKOFF, MAX_DOUBTFUL, smoothed};
-use crate::{Link, Node, Serial};
+use crate::{Endpoint, Node, Serial};
 use penstock_types::{MILLISECOND, Time};
 
 impl Server {
     /// Sends a result to a child again: once, however many workers request it before it has left.
-    pub(super) fn repeat(&mut self, seq: Serial, child: Link) {
+    pub(super) fn repeat(&mut self, seq: Serial, child: Endpoint) {
         let index = self.index(seq);
         if !self.slots[index].announce.contains(&child) {
             self.slots[index].announce.push(child);
@@ -36,8 +36,8 @@ impl Server {
         for at in 0..self.config.tree.children.len() {
             let node = &self.config.tree.children[at];
             match node {
-                Node::Aggregator { link, .. } if node.workers() & missing != 0 && node.workers() & direct == 0 => {
-                    self.tell(*link, seq);
+                Node::Aggregator { endpoint, .. } if node.workers() & missing != 0 && node.workers() & direct == 0 => {
+                    self.tell(*endpoint, seq);
                 }
                 _ => bits(node.workers() & missing).for_each(|worker| self.tell(self.config.workers[worker], seq)),
             }
@@ -45,7 +45,7 @@ impl Server {
     }
 
     /// Queues a message that names missing blocks. Nodes that ask faster than packets leave do not get every answer.
-    pub(super) fn tell(&mut self, to: Link, seq: Serial) {
+    pub(super) fn tell(&mut self, to: Endpoint, seq: Serial) {
         if self.losses.names.len() < self.slots.len() * (self.config.workers.len() + 1) {
             self.losses.names.push_back((to, seq));
         }

@@ -8,7 +8,7 @@ use crate::Ticket;
 use crate::recorder::{Entry, Record, Recorder};
 use crate::runtime::Call;
 use penstock_aggregation::client::{AllReduce, Core, CoreConfig, Lack, PARENT, SERVER, Trouble, Wire};
-use penstock_aggregation::{Key, Link, Receipt, Serial, Timing, WorkerConfig};
+use penstock_aggregation::{Endpoint, Key, Receipt, Serial, Timing, WorkerConfig};
 use penstock_net::datagrams::Datagrams;
 use penstock_plan::Algorithm;
 use penstock_stream::fingerprint::Fingerprint;
@@ -284,7 +284,7 @@ impl Driver {
                 let core = &mut self.core;
                 let mut answers = Vec::new();
                 let received = socket.receive(|from, bytes| {
-                    let Some(link) = link_of(from, address, parent) else {
+                    let Some(endpoint) = endpoint_of(from, address, parent) else {
                         *unauthenticated += 1;
                         return;
                     };
@@ -292,7 +292,7 @@ impl Driver {
                         answers.extend(receipt.answer().map(|answer| (from, answer.encode())));
                         return;
                     }
-                    match core.handle_packet(now, server, link, bytes) {
+                    match core.handle_packet(now, server, endpoint, bytes) {
                         Ok(Ok(())) => {}
                         Ok(Err(refusal)) => {
                             if !std::mem::replace(told, true) {
@@ -592,7 +592,7 @@ impl Drop for Driver {
 }
 
 /// The node that sent a packet; `None`: an unknown address.
-fn link_of(from: SocketAddr, server: SocketAddr, parent: Option<NodeSpec>) -> Option<Link> {
+fn endpoint_of(from: SocketAddr, server: SocketAddr, parent: Option<NodeSpec>) -> Option<Endpoint> {
     if from == server {
         return Some(SERVER);
     }

@@ -3,7 +3,7 @@
 use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, add, since};
-use penstock_aggregation::{Action, Admission, Aggregator, Child, Job, JobCounters, Link, Receipt, Shard};
+use penstock_aggregation::{Action, Admission, Aggregator, Child, Endpoint, Job, JobCounters, Receipt, Shard};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
 use std::collections::HashMap;
@@ -32,7 +32,7 @@ struct Open {
 struct Run {
     job: u32,
     from: SocketAddr,
-    link: Link,
+    endpoint: Endpoint,
     before: JobCounters,
     packets: u64,
     bytes: u64,
@@ -57,15 +57,15 @@ impl Adding {
     /// Handles a receipt.
     fn receipt(&mut self, from: SocketAddr, datagram: &[u8], outbox: &mut Outbox<'_>) {
         let Some(open) = job_of(datagram).and_then(|job| self.jobs.get_mut(&job)) else { return };
-        let Some(link) = open.job.links.get(&from) else { return };
-        let node = &mut open.nodes[link.0 as usize];
+        let Some(endpoint) = open.job.endpoints.get(&from) else { return };
+        let node = &mut open.nodes[endpoint.0 as usize];
         if let Some(answer) = self.door.take(&open.job.common, from, node, datagram) {
             outbox.queue(from, &answer, &[]);
         }
     }
 
     /// The sender's number in the job that the datagram claims to belong to.
-    fn link(&mut self, now: Time, from: SocketAddr, datagram: &[u8]) -> Link {
+    fn endpoint(&mut self, now: Time, from: SocketAddr, datagram: &[u8]) -> Endpoint {
         let job = job_of(datagram);
         if let Some(run) = &mut self.run
             && Some(run.job) == job
@@ -73,28 +73,29 @@ impl Adding {
         {
             run.packets += 1;
             run.bytes += datagram.len() as u64;
-            return run.link;
+            return run.endpoint;
         }
         self.settle(now);
         let Some((job, open)) = job.and_then(|job| Some((job, self.jobs.get(&job)?))) else {
             return UNAUTHENTICATED;
         };
-        let link = open.job.links.get(&from).copied().unwrap_or(UNAUTHENTICATED);
-        let asks = open.nodes.get(link.0 as usize).is_some_and(|node| !node.receives);
+        let endpoint = open.job.endpoints.get(&from).copied().unwrap_or(UNAUTHENTICATED);
+        let asks = open.nodes.get(endpoint.0 as usize).is_some_and(|node| !node.receives);
         let before = *self.aggregator.counters(job).expect("a job that is open here is open there");
-        self.run = Some(Run { job, from, link, before, packets: 1, bytes: datagram.len() as u64, heard: false, asks });
-        link
+        self.run =
+            Some(Run { job, from, endpoint, before, packets: 1, bytes: datagram.len() as u64, heard: false, asks });
+        endpoint
     }
 
     fn settle(&mut self, now: Time) {
-        let Some(Run { job, link, before, packets, bytes, heard, .. }) = self.run.take() else {
+        let Some(Run { job, endpoint, before, packets, bytes, heard, .. }) = self.run.take() else {
             return;
         };
         let (Some(open), Some(after)) = (self.jobs.get_mut(&job), self.aggregator.counters(job)) else {
             return;
         };
         // Packets from unknown addresses count for the job, not for a node.
-        if let Some(node) = open.nodes.get_mut(link.0 as usize) {
+        if let Some(node) = open.nodes.get_mut(endpoint.0 as usize) {
             node.packets += packets;
             node.bytes += bytes;
             add(&mut node.counters, &since(after, &before));
@@ -125,9 +126,9 @@ impl Machine for Adding {
                 start = end;
                 continue;
             }
-            let link = self.link(now, train.from, datagram);
+            let endpoint = self.endpoint(now, train.from, datagram);
             let mut relays = None;
-            let outcome = self.aggregator.handle_packet(link, datagram);
+            let outcome = self.aggregator.handle_packet(endpoint, datagram);
             let heard = !matches!(&outcome, Err(refusal) if !refusal.is_from_sender());
             // An authentic sender is at an address of the job. It gets one short packet for all of these.
             let is_asked = match &self.run {
@@ -147,7 +148,7 @@ impl Machine for Adding {
                         let at = node.place.of(seq);
                         if node.receives {
                             outbox.queue(at, &header, payload);
-                        } else if *to == Link(0) && is_asked.is_none() {
+                        } else if *to == Endpoint(0) && is_asked.is_none() {
                             // One node of the tree has to begin.
                             if let Some(ask) = self.door.ask(&open.job.common, at) {
                                 outbox.queue(at, &ask, &[]);
@@ -215,8 +216,8 @@ impl Machine for Adding {
             block_bytes: common.block_bytes,
             floats: common.floats,
             results: true,
-            parent: Link(0),
-            children: children.map(|(i, workers)| Child { link: Link(i as u32), workers: *workers }).collect(),
+            parent: Endpoint(0),
+            children: children.map(|(i, workers)| Child { endpoint: Endpoint(i as u32), workers: *workers }).collect(),
         };
         self.aggregator.open(request).map_err(|reason| match reason {
             Admission::Window(_) | Admission::Block(_) | Admission::Children => Refused::Malformed(reason.to_string()),

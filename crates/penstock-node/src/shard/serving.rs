@@ -4,7 +4,7 @@ use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, ServerReport};
 use penstock_aggregation::{
-    HEADER_BYTES, Limits, Link, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
+    Endpoint, HEADER_BYTES, Limits, Receipt, Refusal, Serial, Server, ServerConfig, Transmit, decode,
 };
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
@@ -49,11 +49,11 @@ impl Serving {
             self.unauthenticated[refusal.index()] += 1;
             return None;
         };
-        let link = open.job.links.get(&from).copied().unwrap_or(UNAUTHENTICATED);
-        let outcome = open.server.handle_packet(now, link, datagram);
+        let endpoint = open.job.endpoints.get(&from).copied().unwrap_or(UNAUTHENTICATED);
+        let outcome = open.server.handle_packet(now, endpoint, datagram);
         open.stirred = true;
         open.committed += u64::from(matches!(outcome, Ok(Some(_))));
-        let node = open.nodes.get_mut(link.0 as usize)?;
+        let node = open.nodes.get_mut(endpoint.0 as usize)?;
         node.packets += 1;
         node.bytes += datagram.len() as u64;
         match outcome {
@@ -73,8 +73,8 @@ impl Serving {
     /// Handles a receipt; returns the answer.
     fn receipt(&mut self, from: SocketAddr, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
         let open = self.jobs.get_mut(&job_of(datagram)?)?;
-        let link = open.job.links.get(&from)?;
-        self.door.take(&open.job.common, from, &mut open.nodes[link.0 as usize], datagram)
+        let endpoint = open.job.endpoints.get(&from)?;
+        self.door.take(&open.job.common, from, &mut open.nodes[endpoint.0 as usize], datagram)
     }
 }
 
@@ -150,7 +150,7 @@ impl Machine for Serving {
             block_bytes: common.block_bytes,
             start: Serial(common.start),
             tree,
-            workers: (0..workers as u32).map(Link).collect(),
+            workers: (0..workers as u32).map(Endpoint).collect(),
             heartbeat_every: ServerConfig::HEARTBEAT_EVERY,
             idle_every: ServerConfig::IDLE_EVERY,
         };

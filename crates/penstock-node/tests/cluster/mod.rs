@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test program uses a part")]
 
 use penstock_aggregation::{
-    Format, Key, Kind, Link, Outbound, Receipt, Received, Route, Serial, Timing, Worker, WorkerConfig,
+    Endpoint, Format, Key, Kind, Outbound, Receipt, Received, Route, Serial, Timing, Worker, WorkerConfig,
 };
 use penstock_net::datagrams::Datagrams;
 use penstock_node::{Config, Daemon, PROOF_HEADER, Role, TIME_HEADER, prove};
@@ -322,8 +322,8 @@ impl Cluster {
                     worker: worker as u8,
                     window: job.window,
                     start: Serial(job.start),
-                    parent: Link(u32::from(parents[worker].is_some())),
-                    server: Link(0),
+                    parent: Endpoint(u32::from(parents[worker].is_some())),
+                    server: Endpoint(0),
                     ask_parent: true,
                     timing: if job.patient {
                         Timing {
@@ -362,13 +362,13 @@ impl Cluster {
                             from.ip() == address.ip()
                                 && (address.port()..address.port() + shards as u16).contains(&from.port())
                         };
-                        let link = match parent {
-                            _ if from == server => Link(0),
-                            Some(parent) if of_parent(parent) => Link(1),
-                            _ => Link(u32::MAX),
+                        let endpoint = match parent {
+                            _ if from == server => Endpoint(0),
+                            Some(parent) if of_parent(parent) => Endpoint(1),
+                            _ => Endpoint(u32::MAX),
                         };
                         if let Ok(Received::Result { seq, format, exponent, payload }) =
-                            worker.handle_packet(now(), link, datagram)
+                            worker.handle_packet(now(), endpoint, datagram)
                         {
                             let block = seq.ahead_of(Serial(job.start)) as u32;
                             assert_eq!((format, exponent), (job.format, -7), "block {block} of worker {number}");
@@ -397,7 +397,7 @@ impl Cluster {
                         (Format::None, 0, &[][..])
                     };
                     let to = match parent {
-                        Some((mut address, shards)) if to == Link(1) => {
+                        Some((mut address, shards)) if to == Endpoint(1) => {
                             address.set_port(address.port() + (header.seq.0 & (shards - 1)) as u16);
                             address
                         }

@@ -2,10 +2,10 @@
 
 use super::world::Epoch;
 use super::{BARE_BYTES, FULL_BYTES, Scenario, trees};
-use crate::network::{Link as Wire, NodeId, Topology};
+use crate::network::{Link, NodeId, Topology};
 use crate::random::{Random, mix};
 use penstock_aggregation::{
-    Aggregator, Child, Format, HEADER_BYTES, Job, Key, Limits, Link, Node, Serial, Server, ServerConfig, Shard,
+    Aggregator, Child, Endpoint, Format, HEADER_BYTES, Job, Key, Limits, Node, Serial, Server, ServerConfig, Shard,
 };
 use penstock_types::Time;
 
@@ -21,10 +21,10 @@ impl Scenario {
         }
         let core = topology.add_switch();
         // A node's own socket blocks its sender, and drops nothing.
-        let port = Wire { rate: self.rate, queue_bytes: self.queue, ..Wire::default() };
+        let port = Link { rate: self.rate, queue_bytes: self.queue, ..Link::default() };
         for job in 0..self.jobs {
-            let server = NodeId(self.server_link(job).0);
-            topology.add_link(server, core, Wire { queue_bytes: 0, ..port });
+            let server = NodeId(self.server_endpoint(job).0);
+            topology.add_link(server, core, Link { queue_bytes: 0, ..port });
             topology.add_link(core, server, port);
         }
         self.join(&mut topology, &self.tree.children, core);
@@ -33,20 +33,20 @@ impl Scenario {
 
     fn join(&self, topology: &mut Topology, nodes: &[Node], above: NodeId) {
         let Scenario { rate, queue: queue_bytes, delay, jitter, loss, duplicate, .. } = *self;
-        let edge = Wire { rate, queue_bytes, delay, jitter, loss, duplicate, ..Wire::default() };
+        let edge = Link { rate, queue_bytes, delay, jitter, loss, duplicate, ..Link::default() };
         for node in nodes {
             match node {
                 Node::Worker(worker) => {
                     for job in 0..self.jobs {
-                        let worker = NodeId(self.worker_link(job, usize::from(*worker)).0);
-                        topology.add_link(worker, above, Wire { queue_bytes: 0, ..edge });
+                        let worker = NodeId(self.worker_endpoint(job, usize::from(*worker)).0);
+                        topology.add_link(worker, above, Link { queue_bytes: 0, ..edge });
                         topology.add_link(above, worker, edge);
                     }
                 }
-                Node::Aggregator { link, children } => {
+                Node::Aggregator { endpoint, children } => {
                     let switch = topology.add_switch();
-                    topology.join(NodeId(link.0), switch, Wire::default());
-                    topology.join(switch, above, Wire { loss: if self.edge_loss { 0.0 } else { loss }, ..edge });
+                    topology.join(NodeId(endpoint.0), switch, Link::default());
+                    topology.join(switch, above, Link { loss: if self.edge_loss { 0.0 } else { loss }, ..edge });
                     self.join(topology, children, switch);
                 }
             }
@@ -58,26 +58,26 @@ impl Scenario {
         if packet.len() > HEADER_BYTES { FULL_BYTES } else { BARE_BYTES }
     }
 
-    pub(super) fn server_link(&self, job: usize) -> Link {
-        Link((self.aggregators() + job * (self.workers + 1)) as u32)
+    pub(super) fn server_endpoint(&self, job: usize) -> Endpoint {
+        Endpoint((self.aggregators() + job * (self.workers + 1)) as u32)
     }
 
-    pub(super) fn worker_link(&self, job: usize, worker: usize) -> Link {
-        Link(self.server_link(job).0 + 1 + worker as u32)
+    pub(super) fn worker_endpoint(&self, job: usize, worker: usize) -> Endpoint {
+        Endpoint(self.server_endpoint(job).0 + 1 + worker as u32)
     }
 
     /// The job of a server or a worker; None of an aggregator.
-    pub(super) fn place(&self, node: Link) -> Option<(usize, Option<usize>)> {
+    pub(super) fn place(&self, node: Endpoint) -> Option<(usize, Option<usize>)> {
         let number = (node.0 as usize).checked_sub(self.aggregators())?;
         Some((number / (self.workers + 1), (number % (self.workers + 1)).checked_sub(1)))
     }
 
     /// The aggregator right above a worker.
-    pub(super) fn parent(&self, job: usize, worker: usize, epoch: &Epoch) -> Option<Link> {
-        (0..self.aggregators()).map(|number| Link(number as u32)).find(|link| {
-            let job = self.job(link.0 as usize, job, epoch);
+    pub(super) fn parent(&self, job: usize, worker: usize, epoch: &Epoch) -> Option<Endpoint> {
+        (0..self.aggregators()).map(|number| Endpoint(number as u32)).find(|endpoint| {
+            let job = self.job(endpoint.0 as usize, job, epoch);
             job.is_some_and(|job| {
-                job.children.iter().any(|child| child.workers == 1 << worker && self.place(child.link).is_some())
+                job.children.iter().any(|child| child.workers == 1 << worker && self.place(child.endpoint).is_some())
             })
         })
     }
@@ -102,19 +102,19 @@ impl Scenario {
 
     /// A job's configuration on an aggregator; `None` if no worker is below it.
     pub(super) fn job(&self, aggregator: usize, job: usize, epoch: &Epoch) -> Option<Job> {
-        fn find(nodes: &[Node], above: Link, wanted: Link) -> Option<(Link, &[Node])> {
+        fn find(nodes: &[Node], above: Endpoint, wanted: Endpoint) -> Option<(Endpoint, &[Node])> {
             nodes.iter().find_map(|node| match node {
-                Node::Aggregator { link, children } if *link == wanted => Some((above, &children[..])),
-                Node::Aggregator { link, children } => find(children, *link, wanted),
+                Node::Aggregator { endpoint, children } if *endpoint == wanted => Some((above, &children[..])),
+                Node::Aggregator { endpoint, children } => find(children, *endpoint, wanted),
                 Node::Worker(_) => None,
             })
         }
-        let (parent, children) = find(&epoch.tree.children, self.server_link(job), Link(aggregator as u32))?;
+        let (parent, children) = find(&epoch.tree.children, self.server_endpoint(job), Endpoint(aggregator as u32))?;
         let children = children.iter().map(|child| Child {
             workers: child.workers(),
-            link: match child {
-                Node::Worker(worker) => self.worker_link(job, usize::from(*worker)),
-                Node::Aggregator { link, .. } => *link,
+            endpoint: match child {
+                Node::Worker(worker) => self.worker_endpoint(job, usize::from(*worker)),
+                Node::Aggregator { endpoint, .. } => *endpoint,
             },
         });
         Some(Job {
@@ -139,7 +139,7 @@ impl Scenario {
             block_bytes: BLOCK_BYTES,
             start: epoch.start,
             tree: epoch.tree.clone(),
-            workers: (0..self.workers).map(|worker| self.worker_link(job, worker)).collect(),
+            workers: (0..self.workers).map(|worker| self.worker_endpoint(job, worker)).collect(),
             heartbeat_every: self.timing.heartbeat_every,
             idle_every: self.timing.idle_every,
         };

@@ -1,7 +1,7 @@
 //! Trees of aggregators, as values.
 
 use crate::random::Random;
-use penstock_aggregation::{Link, Node, Tree};
+use penstock_aggregation::{Endpoint, Node, Tree};
 
 /// Trees that are often wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,15 +65,15 @@ fn grow(workers: &[u8], depth: usize, random: &mut Random, count: &mut u32) -> V
 
 /// No node if it has no children.
 fn aggregator(number: u32, children: Vec<Node>) -> Vec<Node> {
-    if children.is_empty() { Vec::new() } else { vec![Node::Aggregator { link: Link(number), children }] }
+    if children.is_empty() { Vec::new() } else { vec![Node::Aggregator { endpoint: Endpoint(number), children }] }
 }
 
 /// The numbers of a tree's aggregators.
 pub(super) fn aggregators(tree: &Tree) -> Vec<u32> {
     fn walk(nodes: &[Node], numbers: &mut Vec<u32>) {
         for node in nodes {
-            if let Node::Aggregator { link, children } = node {
-                numbers.push(link.0);
+            if let Node::Aggregator { endpoint, children } = node {
+                numbers.push(endpoint.0);
                 walk(children, numbers);
             }
         }
@@ -89,7 +89,9 @@ pub(super) fn prune(tree: &Tree, workers: u64) -> Tree {
         let kept = nodes.iter().filter(|node| node.workers() & workers != 0);
         kept.map(|node| match node {
             Node::Worker(worker) => Node::Worker(*worker),
-            Node::Aggregator { link, children } => Node::Aggregator { link: *link, children: walk(children, workers) },
+            Node::Aggregator { endpoint, children } => {
+                Node::Aggregator { endpoint: *endpoint, children: walk(children, workers) }
+            }
         })
         .collect()
     }

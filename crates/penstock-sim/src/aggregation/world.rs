@@ -5,7 +5,7 @@ use crate::agenda::Agenda;
 use crate::network::{Event, FlowId, LinkId, Loss, Network, NodeId, Queue, Topology};
 use crate::random::Random;
 use penstock_aggregation::{
-    Action, Aggregator, FLAG_FULL, Format, Kind, Link, Outbound, Received, Route, Serial, Server, Transmit, Tree,
+    Action, Aggregator, Endpoint, FLAG_FULL, Format, Kind, Outbound, Received, Route, Serial, Server, Transmit, Tree,
     Worker, WorkerConfig, decode,
 };
 use penstock_types::{MILLISECOND, SECOND, Time};
@@ -41,12 +41,12 @@ struct AggregatorNode {
 /// What happens at a time of its own. Packets are the network's affair.
 enum Timer {
     Wake {
-        node: Link,
+        node: Endpoint,
     },
     /// A node moves to the job's newest epoch.
     Open {
         job: usize,
-        node: Link,
+        node: Endpoint,
     },
     /// An aggregator is back, without state.
     Back {
@@ -226,7 +226,7 @@ impl<'a> World<'a> {
                     self.note(|| format!("{fault:?}"));
                     self.fail(fault);
                 }
-                self.arrive(Link(packet.to.0), Link(packet.from.0), packet.payload)
+                self.arrive(Endpoint(packet.to.0), Endpoint(packet.from.0), packet.payload)
             }
             Event::Lost(packet, loss) => {
                 let what = match loss {
@@ -239,14 +239,14 @@ impl<'a> World<'a> {
             }
             Event::Room(Queue::Link(link)) => {
                 let [node, _] = self.network.topology().ends(link);
-                self.drain(Link(node.0));
+                self.drain(Endpoint(node.0));
                 Ok(())
             }
             Event::Room(Queue::Flow(_)) => Ok(()),
         }
     }
 
-    fn arrive(&mut self, to: Link, from: Link, Datagram { shard, bytes }: Datagram) -> Result<(), String> {
+    fn arrive(&mut self, to: Endpoint, from: Endpoint, Datagram { shard, bytes }: Datagram) -> Result<(), String> {
         // A fault that this very packet brought about may have taken the node down.
         match self.scenario.place(to) {
             None => {
@@ -255,7 +255,7 @@ impl<'a> World<'a> {
                 if self.now < node.down_until {
                     return Ok(());
                 }
-                let sent: Vec<(Link, Vec<u8>)> = match node.shards[shard as usize].handle_packet(from, &bytes) {
+                let sent: Vec<(Endpoint, Vec<u8>)> = match node.shards[shard as usize].handle_packet(from, &bytes) {
                     Ok(Action::Send { to, header, payload }) => {
                         to.iter().map(|to| (*to, [&header[..], payload].concat())).collect()
                     }
@@ -309,7 +309,7 @@ impl<'a> World<'a> {
             }
             Fault::Cut { job, worker } => {
                 if let Some(above) = self.scenario.parent(job, worker, self.epochs[job].last().expect("one at least")) {
-                    let worker = self.scenario.worker_link(job, worker);
+                    let worker = self.scenario.worker_endpoint(job, worker);
                     for (from, to) in [(worker, above), (above, worker)] {
                         let flow = self.flow(from, to);
                         self.network.block(flow, true);
@@ -326,9 +326,10 @@ impl<'a> World<'a> {
                 self.epochs[job].push(next);
                 self.drivers[job][worker] = None;
                 // The control plane notices, and tells every node; the nodes hear of it one by one.
-                let mut nodes: Vec<Link> = (0..self.aggregators.len()).map(|number| Link(number as u32)).collect();
-                nodes.push(self.scenario.server_link(job));
-                nodes.extend((0..self.scenario.workers).map(|worker| self.scenario.worker_link(job, worker)));
+                let mut nodes: Vec<Endpoint> =
+                    (0..self.aggregators.len()).map(|number| Endpoint(number as u32)).collect();
+                nodes.push(self.scenario.server_endpoint(job));
+                nodes.extend((0..self.scenario.workers).map(|worker| self.scenario.worker_endpoint(job, worker)));
                 for node in nodes {
                     let at = self.now.plus(10 * MILLISECOND + self.random.below(20 * MILLISECOND));
                     self.timers.add(at, Timer::Open { job, node });
@@ -364,7 +365,7 @@ impl<'a> World<'a> {
     fn open_worker(&mut self, job: usize, worker: usize) {
         let epoch = self.epochs[job].last().expect("one at least");
         let begins = self.now.plus(self.random.below(3) * self.random.below(2 * MILLISECOND));
-        let server = self.scenario.server_link(job);
+        let server = self.scenario.server_endpoint(job);
         let config = WorkerConfig {
             job: job as u32,
             epoch: epoch.number,
@@ -386,11 +387,11 @@ impl<'a> World<'a> {
             posted: 0,
         });
         self.judge(job, worker);
-        self.timers.add(begins, Timer::Wake { node: self.scenario.worker_link(job, worker) });
+        self.timers.add(begins, Timer::Wake { node: self.scenario.worker_endpoint(job, worker) });
     }
 
     /// A node sends what it can.
-    fn drain(&mut self, node: Link) {
+    fn drain(&mut self, node: Endpoint) {
         match self.scenario.place(node) {
             Some((job, None)) => self.drain_server(job),
             Some((job, Some(worker))) => self.drain_worker(job, worker),
@@ -417,7 +418,7 @@ impl<'a> World<'a> {
             }
             driver.posted += 1;
         }
-        let node = self.scenario.worker_link(job, worker);
+        let node = self.scenario.worker_endpoint(job, worker);
         while self.has_room(node)
             && let Some((to, bytes)) = self.next_of(job, worker)
         {
@@ -430,7 +431,7 @@ impl<'a> World<'a> {
     }
 
     /// The packet that a worker sends next.
-    fn next_of(&mut self, job: usize, worker: usize) -> Option<(Link, Vec<u8>)> {
+    fn next_of(&mut self, job: usize, worker: usize) -> Option<(Endpoint, Vec<u8>)> {
         let driver = self.drivers[job][worker].as_mut()?;
         let Outbound { to, header } = driver.machine.poll_transmit(self.now)?;
         if header.kind != Kind::Push {
@@ -443,7 +444,7 @@ impl<'a> World<'a> {
     }
 
     fn drain_server(&mut self, job: usize) {
-        let node = self.scenario.server_link(job);
+        let node = self.scenario.server_endpoint(job);
         while self.has_room(node)
             && let Some(Transmit { to, header, payload }) = self.servers[job].poll_transmit()
         {
@@ -454,15 +455,15 @@ impl<'a> World<'a> {
     }
 
     /// Whether a node's socket has room for another packet. If not, the network tells when it has.
-    fn has_room(&mut self, node: Link) -> bool {
+    fn has_room(&mut self, node: Endpoint) -> bool {
         self.network.has_room(self.now, Queue::Link(self.sockets[node.0 as usize]), SOCKET_BUFFER)
     }
 
-    fn flow(&mut self, from: Link, to: Link) -> FlowId {
+    fn flow(&mut self, from: Endpoint, to: Endpoint) -> FlowId {
         self.network.flow(NodeId(from.0), NodeId(to.0)).expect("the nodes of a job are joined")
     }
 
-    fn send(&mut self, to: Link, from: Link, bytes: Vec<u8>) {
+    fn send(&mut self, to: Endpoint, from: Endpoint, bytes: Vec<u8>) {
         self.outcome.packets += 1;
         self.note(|| described(NodeId(from.0), NodeId(to.0), &bytes));
         let shard = match decode(&bytes) {
@@ -480,7 +481,7 @@ impl<'a> World<'a> {
         self.network.send(self.now, flow, length, Datagram { shard, bytes });
     }
 
-    pub(super) fn wake(&mut self, node: Link, at: Time) {
+    pub(super) fn wake(&mut self, node: Endpoint, at: Time) {
         let at = at.max(Time(self.now.0 + 1));
         let scheduled = &mut self.wakes[node.0 as usize];
         if scheduled.is_none_or(|scheduled| at < scheduled) {
@@ -514,7 +515,7 @@ fn sockets(topology: &Topology, nodes: usize) -> Vec<LinkId> {
 
 /// A packet, for the trace.
 fn described(from: NodeId, to: NodeId, bytes: &[u8]) -> String {
-    let (from, to) = (Link(from.0), Link(to.0));
+    let (from, to) = (Endpoint(from.0), Endpoint(to.0));
     match decode(bytes).map(|packet| packet.header) {
         Ok(h) => format!(
             "{from:?} -> {to:?} {:?} job {} epoch {} seq {} ack {} credit {} workers {:b}{}",
