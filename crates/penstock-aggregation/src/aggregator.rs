@@ -15,9 +15,9 @@
 //! switch can do the same. An aggregator may lose its whole state at any time: workers send again until the *server* has
 //! committed.
 
-mod job;
+mod tenant;
 
-pub use job::{Admission, Child, Job, Limits};
+pub use tenant::{Admission, Child, Limits, Tenant};
 
 use super::packet::{FLAG_FULL, Format, HEADER_BYTES, Header, Kind, Packet, decode};
 use super::rules::{Refusal, Rule, Rules};
@@ -102,7 +102,7 @@ impl Shard {
 /// A job's slots and heart table.
 #[derive(Clone, Debug)]
 struct Table {
-    job: Job,
+    tenant: Tenant,
     shard: Shard,
     all: u64,
     children: Vec<Endpoint>,
@@ -158,42 +158,42 @@ impl Aggregator {
     }
 
     /// Admits a job, or the next epoch of one, which replaces the epoch before. Reserves all memory that the job will use.
-    pub fn open(&mut self, job: Job) -> Result<(), Admission> {
-        job.check()?;
-        let before = self.jobs.get(&job.job);
+    pub fn open(&mut self, tenant: Tenant) -> Result<(), Admission> {
+        tenant.check()?;
+        let before = self.jobs.get(&tenant.job);
         if let Some(table) = before {
-            if (job.epoch.wrapping_sub(table.job.epoch) as i16) < 0 {
-                return Err(Admission::Epoch(table.job.epoch));
+            if (tenant.epoch.wrapping_sub(table.tenant.epoch) as i16) < 0 {
+                return Err(Admission::Epoch(table.tenant.epoch));
             }
         } else if self.jobs.len() >= self.limits.jobs {
             return Err(Admission::Jobs(self.limits.jobs));
         }
-        let others = || self.jobs.values().filter(|table| table.job.job != job.job);
+        let others = || self.jobs.values().filter(|table| table.tenant.job != tenant.job);
         let free = self.limits.slots - others().map(|table| table.slots.len()).sum::<usize>();
-        let slots = self.shard.slots(job.window);
+        let slots = self.shard.slots(tenant.window);
         if slots > free {
             let needed = slots;
             return Err(Admission::Slots { needed, free });
         }
         let free = self.limits.memory_bytes - others().map(|table| table.memory.len()).sum::<usize>();
-        let needed = job.memory_bytes(slots);
+        let needed = tenant.memory_bytes(slots);
         if needed > free {
             return Err(Admission::Memory { needed, free });
         }
         // The epoch before is removed first, so that both never need memory together.
-        self.jobs.remove(&job.job);
+        self.jobs.remove(&tenant.job);
         let table = Table {
-            all: job.children.iter().fold(0, |all, child| all | child.workers),
-            children: job.children.iter().map(|child| child.endpoint).collect(),
+            all: tenant.children.iter().fold(0, |all, child| all | child.workers),
+            children: tenant.children.iter().map(|child| child.endpoint).collect(),
             slots: vec![EMPTY; slots],
             memory: vec![0; needed],
             results: vec![[0; HEADER_BYTES]; slots],
-            heart: vec![None; job.children.len()],
+            heart: vec![None; tenant.children.len()],
             counters: JobCounters::default(),
             shard: self.shard,
-            job,
+            tenant,
         };
-        self.jobs.insert(table.job.job, table);
+        self.jobs.insert(table.tenant.job, table);
         Ok(())
     }
 
@@ -253,24 +253,24 @@ impl Table {
             }
             Ok(Decision::Heartbeat) => {
                 let header = self.upward(Kind::HeartbeatUp, Serial(0), Format::None, 0, rules);
-                let header = header.encode(&[], self.job.key.as_ref());
-                Ok(Action::Send { to: slice::from_ref(&self.job.parent), header, payload: &[] })
+                let header = header.encode(&[], self.tenant.key.as_ref());
+                Ok(Action::Send { to: slice::from_ref(&self.tenant.parent), header, payload: &[] })
             }
             Ok(Decision::Missing { header }) => {
                 self.counters.named += 1;
-                let header = header.encode(&[], self.job.key.as_ref());
+                let header = header.encode(&[], self.tenant.key.as_ref());
                 Ok(Action::Send { to: &self.children, header, payload: &[] })
             }
             Ok(Decision::Ask) => {
                 let header = *bytes.first_chunk().expect("a packet has a header");
-                Ok(Action::Send { to: slice::from_ref(&self.job.parent), header, payload: &[] })
+                Ok(Action::Send { to: slice::from_ref(&self.tenant.parent), header, payload: &[] })
             }
             Ok(Decision::Sum { index, seq }) => {
                 let slot = self.slots[index];
                 let header = self.upward(Kind::Push, seq, slot.format, slot.exponent, rules);
                 let payload = self.block(index);
-                let header = header.encode(payload, self.job.key.as_ref());
-                Ok(Action::Send { to: slice::from_ref(&self.job.parent), header, payload })
+                let header = header.encode(payload, self.tenant.key.as_ref());
+                Ok(Action::Send { to: slice::from_ref(&self.tenant.parent), header, payload })
             }
             Ok(Decision::Result { index, child }) => {
                 self.counters.answered += 1;
@@ -286,19 +286,19 @@ impl Table {
 
     fn decide(&mut self, from: Endpoint, packet: &Packet<'_>, bytes: &[u8], rules: Rules) -> Result<Decision, Refusal> {
         let header = &packet.header;
-        packet.verify(self.job.key.as_ref())?;
-        if rules.hold(Rule::Epoch) && header.epoch != self.job.epoch {
+        packet.verify(self.tenant.key.as_ref())?;
+        if rules.hold(Rule::Epoch) && header.epoch != self.tenant.epoch {
             return Err(Refusal::Epoch);
         }
         match header.kind {
-            Kind::Result if from == self.job.parent => {
+            Kind::Result if from == self.tenant.parent => {
                 self.keep(packet, bytes, rules);
                 Ok(Decision::Relay)
             }
-            Kind::HeartbeatDown if from == self.job.parent => Ok(Decision::Relay),
-            Kind::Missing if from == self.job.parent => self.missing(header, rules),
+            Kind::HeartbeatDown if from == self.tenant.parent => Ok(Decision::Relay),
+            Kind::Missing if from == self.tenant.parent => self.missing(header, rules),
             Kind::Result | Kind::HeartbeatDown | Kind::Missing => Err(Refusal::Sender),
-            Kind::Request if self.job.results => self.request(from, header, rules),
+            Kind::Request if self.tenant.results => self.request(from, header, rules),
             Kind::Request => Err(Refusal::Kind),
             Kind::Push => {
                 let child = self.child(from, header.workers)?;
@@ -319,10 +319,10 @@ impl Table {
     /// Keeps a result for children that lose it. A result that cannot be kept is only relayed.
     fn keep(&mut self, packet: &Packet<'_>, bytes: &[u8], rules: Rules) {
         let Packet { header, payload, .. } = packet;
-        let (true, Ok(index)) = (self.job.results, self.slot_of(header.seq)) else { return };
+        let (true, Ok(index)) = (self.tenant.results, self.slot_of(header.seq)) else { return };
         let slot = &mut self.slots[index];
         let ahead = slot.ahead(header.seq, rules);
-        if (ahead < 0 && rules.hold(Rule::Stale)) || payload.len() > self.job.block_bytes {
+        if (ahead < 0 && rules.hold(Rule::Stale)) || payload.len() > self.tenant.block_bytes {
             return;
         }
         if ahead > 0 && slot.have != 0 && slot.have != self.all {
@@ -346,7 +346,7 @@ impl Table {
     /// the parent, once.
     fn request(&mut self, from: Endpoint, header: &Header, rules: Rules) -> Result<Decision, Refusal> {
         let speaks = |child: &Child| child.endpoint == from && header.workers & !child.workers == 0;
-        let child = self.job.children.iter().position(speaks).filter(|_| header.workers.is_power_of_two());
+        let child = self.tenant.children.iter().position(speaks).filter(|_| header.workers.is_power_of_two());
         let child = child.ok_or(Refusal::Sender)?;
         let index = self.slot_of(header.seq)?;
         let slot = &mut self.slots[index];
@@ -370,7 +370,7 @@ impl Table {
 
     /// The offset of a slot in `memory`.
     fn start_of(&self, index: usize) -> usize {
-        index * self.job.blocks_a_slot() * self.job.block_bytes
+        index * self.tenant.blocks_a_slot() * self.tenant.block_bytes
     }
 
     /// The sum or the result of a slot.
@@ -397,7 +397,7 @@ impl Table {
             Decision::Sum { index, seq: header.seq }
         } else if asked & !have != 0 {
             Decision::Missing { header: Header { workers: asked & !have, ..*header } }
-        } else if asked == 0 && self.job.results {
+        } else if asked == 0 && self.tenant.results {
             // The missing blocks are other children's: these children learn that their path works.
             Decision::Missing { header: *header }
         } else {
@@ -408,10 +408,10 @@ impl Table {
     /// The rules of the slot.
     fn push(&mut self, child: usize, packet: &Packet<'_>, rules: Rules) -> Result<Decision, Refusal> {
         let Packet { header, payload, .. } = packet;
-        if header.flags & FLAG_FULL != 0 || (header.format.is_float() && !self.job.floats) {
+        if header.flags & FLAG_FULL != 0 || (header.format.is_float() && !self.tenant.floats) {
             return Err(Refusal::Format);
         }
-        if payload.len() > self.job.block_bytes {
+        if payload.len() > self.tenant.block_bytes {
             return Err(Refusal::Length);
         }
         let index = self.slot_of(header.seq)?;
@@ -452,8 +452,8 @@ impl Table {
             }
             return Ok(Decision::Nothing);
         }
-        let block_bytes = self.job.block_bytes;
-        let blocks_a_slot = self.job.blocks_a_slot();
+        let block_bytes = self.tenant.block_bytes;
+        let blocks_a_slot = self.tenant.blocks_a_slot();
         let start = index * blocks_a_slot * block_bytes;
         let memory = &mut self.memory[start..start + blocks_a_slot * block_bytes];
         let (sum, blocks) = memory.split_at_mut(block_bytes);
@@ -500,7 +500,7 @@ impl Table {
 
     /// The index of the child at `from`, whose workers must be exactly `workers`.
     fn child(&self, from: Endpoint, workers: u64) -> Result<usize, Refusal> {
-        self.job
+        self.tenant
             .children
             .iter()
             .position(|child| child.endpoint == from && child.workers == workers)
@@ -531,7 +531,7 @@ impl Table {
     fn upward(&self, kind: Kind, seq: Serial, format: Format, exponent: i16, rules: Rules) -> Header {
         // A complete sum has a push of every child behind it, each with Ack and Credit.
         let (ack, credit) = self.heard(rules).expect("all children were heard");
-        let (job, epoch) = (self.job.job, self.job.epoch);
+        let (job, epoch) = (self.tenant.job, self.tenant.epoch);
         Header { kind, job, epoch, format, flags: 0, seq, ack, credit, exponent, workers: self.all }
     }
 }
@@ -577,11 +577,11 @@ impl Aggregator {
     pub(crate) fn digest(&self, state: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
         for (job, table) in &self.jobs {
-            (job, table.job.epoch, &table.slots, &table.heart).hash(state);
+            (job, table.tenant.epoch, &table.slots, &table.heart).hash(state);
             let kept = table.results.iter().zip(&table.slots).filter(|(_, slot)| slot.is_result);
             kept.for_each(|(header, _)| header.hash(state));
             // The content of slots that were never written does not matter.
-            let blocks = table.memory.chunks_exact(table.job.blocks_a_slot() * table.job.block_bytes);
+            let blocks = table.memory.chunks_exact(table.tenant.blocks_a_slot() * table.tenant.block_bytes);
             blocks.zip(&table.slots).filter(|(_, slot)| slot.have != 0).for_each(|(memory, _)| memory.hash(state));
         }
     }

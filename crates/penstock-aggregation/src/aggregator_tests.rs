@@ -6,9 +6,19 @@ use proptest::prelude::*;
 
 const ABOVE: Endpoint = Endpoint(9);
 
-fn job(window: u32, children: usize) -> Job {
+fn tenant(window: u32, children: usize) -> Tenant {
     let children = (0..children).map(|i| Child { endpoint: Endpoint(i as u32), workers: 1 << i }).collect();
-    Job { job: 5, epoch: 3, key: None, window, block_bytes: 8, floats: false, results: true, parent: ABOVE, children }
+    Tenant {
+        job: 5,
+        epoch: 3,
+        key: None,
+        window,
+        block_bytes: 8,
+        floats: false,
+        results: true,
+        parent: ABOVE,
+        children,
+    }
 }
 
 fn limits() -> Limits {
@@ -56,7 +66,7 @@ fn handle(aggregator: &mut Aggregator, from: u32, bytes: &[u8]) -> Result<Option
 #[test]
 fn a_slot() {
     let mut node = Aggregator::new(limits());
-    node.open(job(2, 2)).unwrap();
+    node.open(tenant(2, 2)).unwrap();
     let mut step = |from, seq, value| handle(&mut node, from, &push(from, seq, value));
     assert_eq!(step(0, 0, 5), Ok(None));
     assert_eq!(step(0, 0, 5), Ok(None), "a double");
@@ -76,7 +86,7 @@ fn a_slot() {
 #[test]
 fn duplicates_of_another_form() {
     let mut node = Aggregator::new(limits());
-    node.open(job(2, 2)).unwrap();
+    node.open(tenant(2, 2)).unwrap();
     let good = header(Kind::Push, 0, 0);
     let refused = |node: &mut Aggregator| {
         for (header, block, refusal) in [
@@ -104,7 +114,7 @@ fn duplicates_of_another_form() {
 #[test]
 fn missing() {
     let mut node = Aggregator::new(limits());
-    node.open(job(2, 3)).unwrap();
+    node.open(tenant(2, 3)).unwrap();
     let ask = |node: &mut Aggregator, from: Endpoint, seq: u32, workers: u64| {
         let packet = Header { workers, ..header(Kind::Missing, 0, seq) }.encode(&[], None);
         match node.handle_packet(from, &packet) {
@@ -138,7 +148,7 @@ fn missing() {
 fn overflow() {
     for order in [[0, 1, 2], [2, 1, 0], [0, 2, 1]] {
         let mut node = Aggregator::new(limits());
-        node.open(job(2, 3)).unwrap();
+        node.open(tenant(2, 3)).unwrap();
         let values = [i32::MAX, 1, -5];
         let sums = order.map(|worker| handle(&mut node, worker, &push(worker, 0, values[worker as usize])).unwrap());
         assert_eq!(sums, [None, None, Some((0, 7, i32::MAX - 4))]);
@@ -151,7 +161,7 @@ fn overflow() {
 #[test]
 fn wrap_around() {
     let mut node = Aggregator::new(limits());
-    node.open(job(2, 1)).unwrap();
+    node.open(tenant(2, 1)).unwrap();
     for seq in [u32::MAX - 1, u32::MAX, 0, 1] {
         assert_eq!(handle(&mut node, 0, &push(0, seq, 1)), Ok(Some((seq, 1, 1))));
     }
@@ -162,7 +172,7 @@ fn wrap_around() {
 #[test]
 fn the_heart_table() {
     let mut node = Aggregator::new(limits());
-    node.open(job(4, 3)).unwrap();
+    node.open(tenant(4, 3)).unwrap();
     let mut beat = |worker: u32, ack: u32| {
         let header =
             Header { ack: Serial(ack), credit: Serial(ack.wrapping_add(3)), ..header(Kind::HeartbeatUp, worker, 0) };
@@ -188,7 +198,7 @@ fn the_heart_table() {
 #[test]
 fn relay() {
     let mut node = Aggregator::new(limits());
-    node.open(job(2, 3)).unwrap();
+    node.open(tenant(2, 3)).unwrap();
     let result = [&header(Kind::Result, 0, 1).encode(&[0; 4], None)[..], &[0; 4]].concat();
     match node.handle_packet(ABOVE, &result).unwrap() {
         Action::Relay { to } => assert_eq!(to, [Endpoint(0), Endpoint(1), Endpoint(2)]),
@@ -202,7 +212,7 @@ fn relay() {
 #[test]
 fn results() {
     let mut node = Aggregator::new(limits());
-    let mut job = job(2, 3);
+    let mut job = tenant(2, 3);
     // The last child is an aggregator.
     job.children[2].workers = 0b1100;
     node.open(job).unwrap();
@@ -269,7 +279,7 @@ fn results() {
 fn unauthenticated() {
     let key = Key([3; 16]);
     let mut node = Aggregator::new(limits());
-    node.open(Job { key: Some(key), ..job(2, 2) }).unwrap();
+    node.open(Tenant { key: Some(key), ..tenant(2, 2) }).unwrap();
     let sealed =
         |header: Header, payload: &[u8], key: Option<&Key>| [&header.encode(payload, key)[..], payload].concat();
     let good = header(Kind::Push, 0, 0);
@@ -326,22 +336,22 @@ fn unauthenticated() {
 fn admission() {
     let mut node = Aggregator::new(Limits { jobs: 2, slots: 8, memory_bytes: 64 });
     let mut open = |job| node.open(job);
-    assert_eq!(open(Job { window: 3, ..job(2, 2) }), Err(Admission::Window(3)));
-    assert_eq!(open(Job { window: 0, ..job(2, 2) }), Err(Admission::Window(0)));
-    assert_eq!(open(Job { block_bytes: 8897, ..job(2, 2) }), Err(Admission::Block(8897)));
-    assert_eq!(open(job(2, 0)), Err(Admission::Children));
+    assert_eq!(open(Tenant { window: 3, ..tenant(2, 2) }), Err(Admission::Window(3)));
+    assert_eq!(open(Tenant { window: 0, ..tenant(2, 2) }), Err(Admission::Window(0)));
+    assert_eq!(open(Tenant { block_bytes: 8897, ..tenant(2, 2) }), Err(Admission::Block(8897)));
+    assert_eq!(open(tenant(2, 0)), Err(Admission::Children));
     let twice = vec![Child { endpoint: Endpoint(0), workers: 3 }, Child { endpoint: Endpoint(1), workers: 2 }];
-    assert_eq!(open(Job { children: twice, ..job(2, 2) }), Err(Admission::Children));
-    assert_eq!(open(job(16, 2)), Err(Admission::Slots { needed: 16, free: 8 }));
-    assert_eq!(open(Job { floats: true, ..job(4, 2) }), Err(Admission::Memory { needed: 96, free: 64 }));
-    assert_eq!(open(job(4, 2)), Ok(()));
-    assert_eq!(open(Job { job: 6, ..job(8, 2) }), Err(Admission::Slots { needed: 8, free: 4 }));
-    assert_eq!(open(Job { job: 6, ..job(4, 2) }), Ok(()));
-    assert_eq!(open(Job { job: 7, ..job(1, 2) }), Err(Admission::Jobs(2)));
-    assert_eq!(open(Job { epoch: 2, ..job(4, 2) }), Err(Admission::Epoch(3)));
-    assert_eq!(open(Job { epoch: 4, ..job(4, 1) }), Ok(()), "the next epoch replaces the one before");
+    assert_eq!(open(Tenant { children: twice, ..tenant(2, 2) }), Err(Admission::Children));
+    assert_eq!(open(tenant(16, 2)), Err(Admission::Slots { needed: 16, free: 8 }));
+    assert_eq!(open(Tenant { floats: true, ..tenant(4, 2) }), Err(Admission::Memory { needed: 96, free: 64 }));
+    assert_eq!(open(tenant(4, 2)), Ok(()));
+    assert_eq!(open(Tenant { job: 6, ..tenant(8, 2) }), Err(Admission::Slots { needed: 8, free: 4 }));
+    assert_eq!(open(Tenant { job: 6, ..tenant(4, 2) }), Ok(()));
+    assert_eq!(open(Tenant { job: 7, ..tenant(1, 2) }), Err(Admission::Jobs(2)));
+    assert_eq!(open(Tenant { epoch: 2, ..tenant(4, 2) }), Err(Admission::Epoch(3)));
+    assert_eq!(open(Tenant { epoch: 4, ..tenant(4, 1) }), Ok(()), "the next epoch replaces the one before");
     node.close(6);
-    assert_eq!(node.open(Job { job: 7, ..job(4, 2) }), Ok(()));
+    assert_eq!(node.open(Tenant { job: 7, ..tenant(4, 2) }), Ok(()));
 }
 
 /// Shards of a node divide the SeqNums, and a job's slots: a whole window of blocks is added in any order, also where SeqNums
@@ -352,7 +362,7 @@ fn shards() {
         let of = |index| Aggregator::sharded(limits(), Shard { index, count });
         let mut nodes: Vec<Aggregator> = (0..count).map(of).collect();
         for node in &mut nodes {
-            node.open(job(window, 2)).unwrap();
+            node.open(tenant(window, 2)).unwrap();
         }
         for round in 0..4 {
             // All of worker 0's blocks lie in their slots before the first of worker 1 comes.
@@ -383,7 +393,7 @@ proptest! {
         (0u32..10, 0u32..4, 0u32..9, 0u8..22, any::<(u8, u8)>(), proptest::collection::vec(any::<u8>(), 0..70)), 0..200,
     )) {
         let mut node = Aggregator::new(limits());
-        node.open(Job { floats: true, ..job(2, 3) }).unwrap();
+        node.open(Tenant { floats: true, ..tenant(2, 3) }).unwrap();
         let block = |worker: u32, seq: u32| (1 + worker as i32) * 1000 + seq as i32;
         let mut results = std::collections::BTreeSet::new();
         for (from, worker, seq, what, (at, flip), noise) in steps {

@@ -31,7 +31,7 @@ mod server;
 mod tree;
 mod worker;
 
-pub use aggregator::{Action, Admission, Aggregator, Child, Job, JobCounters, Limits, Shard};
+pub use aggregator::{Action, Admission, Aggregator, Child, JobCounters, Limits, Shard, Tenant};
 pub use key::Key;
 pub use packet::{
     FLAG_FULL, FLAG_LOST, Format, HEADER_BYTES, Header, Kind, MAX_PAYLOAD_BYTES, Packet, PacketError, VERSION, decode,

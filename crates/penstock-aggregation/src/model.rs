@@ -500,7 +500,7 @@ fn new_aggregator(scope: Scope, epoch: u16) -> Aggregator {
     let limits = Limits { jobs: 1, slots: scope.window as usize, memory_bytes: 4 * scope.window as usize };
     let mut aggregator = Aggregator::with_rules(limits, scope.rules);
     let children = vec![Child { endpoint: WORKERS[0], workers: 1 }, Child { endpoint: WORKERS[1], workers: 2 }];
-    let job = Job {
+    let tenant = Tenant {
         job: JOB,
         epoch,
         key: None,
@@ -511,7 +511,7 @@ fn new_aggregator(scope: Scope, epoch: u16) -> Aggregator {
         parent: SERVER,
         children,
     };
-    aggregator.open(job).expect("it fits");
+    aggregator.open(tenant).expect("it fits");
     aggregator
 }
 

@@ -4,7 +4,7 @@
 //! holds. Cases for the switch alone are its own tests' affair (tests/test_p4.py).
 
 use penstock_aggregation::{
-    Action, Admission, Aggregator, Child, Endpoint, Format, Header, Job, Key, Kind, Limits, Refusal, Serial, decode,
+    Action, Admission, Aggregator, Child, Endpoint, Format, Header, Key, Kind, Limits, Refusal, Serial, Tenant, decode,
 };
 use serde_json::Value;
 use std::path::Path;
@@ -44,17 +44,17 @@ fn run_file(name: &str) -> usize {
 
 fn run(case: &Value, results: bool) {
     let mut node = fresh();
-    let mut jobs: Vec<Job> = Vec::new();
+    let mut tenants: Vec<Tenant> = Vec::new();
     for (number, step) in case["steps"].as_array().unwrap().iter().enumerate() {
         let at = format!("{}, step {number}, {}", case["name"], step["what"]);
         if step["open"].is_object() {
-            let job = Job { results, ..job_of(&step["open"]) };
-            let outcome = node.open(job.clone());
+            let tenant = Tenant { results, ..tenant_of(&step["open"]) };
+            let outcome = node.open(tenant.clone());
             assert_eq!(outcome.is_err(), step["refused"].as_bool().unwrap(), "{at}: {outcome:?}");
             match outcome {
                 Ok(()) => {
-                    jobs.retain(|other| other.job != job.job);
-                    jobs.push(job);
+                    tenants.retain(|other| other.job != tenant.job);
+                    tenants.push(tenant);
                 }
                 Err(reason) => assert!(matches!(reason, Admission::Epoch(_)), "{at}: {reason}"),
             }
@@ -63,10 +63,11 @@ fn run(case: &Value, results: bool) {
         } else if step["restart"].is_boolean() {
             node = fresh();
         } else {
-            let job = jobs.iter().find(|job| u64::from(job.job) == step["job"]).expect("a job that was opened");
-            packet(&mut node, step, job.job, &at);
-            check_slots(&node, step, job, &at);
-            check_heart(&node, step, job, &at);
+            let tenant =
+                tenants.iter().find(|tenant| u64::from(tenant.job) == step["job"]).expect("a job that was opened");
+            packet(&mut node, step, tenant.job, &at);
+            check_slots(&node, step, tenant, &at);
+            check_heart(&node, step, tenant, &at);
         }
     }
 }
@@ -98,15 +99,16 @@ fn packet(node: &mut Aggregator, step: &Value, job: u32, at: &str) {
 }
 
 /// Every slot of the job, by what copies of the node make of further blocks.
-fn check_slots(node: &Aggregator, step: &Value, job: &Job, at: &str) {
+fn check_slots(node: &Aggregator, step: &Value, tenant: &Tenant, at: &str) {
     let slots = step["slots"].as_array().unwrap();
-    for index in 0..job.window {
+    for index in 0..tenant.window {
         let Some(slot) = slots.iter().find(|slot| slot["slot"] == index) else {
             // An empty slot takes any block. One with a tag would refuse at least one of four that lie around the circle.
             for quarter in 0..4 {
-                let bytes = push(job, 0, Serial(index + (quarter << 30)), Format::I32, 0, &vec![0; job.block_bytes]);
-                let (counts, _) = probe(node, job, &[(0, bytes)]);
-                let complete: &[&str] = if job.children.len() == 1 { &["added", "completed"] } else { &["added"] };
+                let bytes =
+                    push(tenant, 0, Serial(index + (quarter << 30)), Format::I32, 0, &vec![0; tenant.block_bytes]);
+                let (counts, _) = probe(node, tenant, &[(0, bytes)]);
+                let complete: &[&str] = if tenant.children.len() == 1 { &["added", "completed"] } else { &["added"] };
                 assert_eq!(counts, complete, "{at}: slot {index} should be empty");
             }
             continue;
@@ -121,23 +123,23 @@ fn check_slots(node: &Aggregator, step: &Value, job: &Job, at: &str) {
         };
         let exponent = slot["exponent"].as_i64().unwrap() as i16;
         let total = slot["sum"].is_string().then(|| unhex(&slot["sum"]));
-        let length = total.as_ref().map_or(job.block_bytes, Vec::len);
+        let length = total.as_ref().map_or(tenant.block_bytes, Vec::len);
         // What changes no sum.
         let neutral = match format {
             Format::Exponents => i16::MIN.to_be_bytes().repeat(length / 2),
             _ => vec![0; length],
         };
-        let block = |child: usize| (child, push(job, child, seq, format, exponent, &neutral));
+        let block = |child: usize| (child, push(tenant, child, seq, format, exponent, &neutral));
         let children = slot["children"].as_array().unwrap();
         let is_in = |child: usize| children.iter().any(|one| *one == child);
-        for child in 0..job.children.len() {
-            let (counts, _) = probe(node, job, &[block(child)]);
+        for child in 0..tenant.children.len() {
+            let (counts, _) = probe(node, tenant, &[block(child)]);
             assert_eq!(counts.contains(&"duplicate"), is_in(child), "{at}: slot {index}, child {child}: {counts:?}");
         }
         let Some(total) = total else { continue };
-        let missing: Vec<_> = (0..job.children.len()).filter(|child| !is_in(*child)).map(block).collect();
+        let missing: Vec<_> = (0..tenant.children.len()).filter(|child| !is_in(*child)).map(block).collect();
         let blocks = if missing.is_empty() { vec![block(0)] } else { missing };
-        let (_, sent) = probe(node, job, &blocks);
+        let (_, sent) = probe(node, tenant, &blocks);
         let sent = sent.unwrap_or_else(|| panic!("{at}: slot {index} brings no sum"));
         let sum = decode(&sent).unwrap();
         assert_eq!(
@@ -150,13 +152,13 @@ fn check_slots(node: &Aggregator, step: &Value, job: &Job, at: &str) {
 }
 
 /// The heart table: with all others far ahead, the minimum that goes up is what one child has said.
-fn check_heart(node: &Aggregator, step: &Value, job: &Job, at: &str) {
+fn check_heart(node: &Aggregator, step: &Value, tenant: &Tenant, at: &str) {
     for (child, heard) in step["heart"].as_array().unwrap().iter().enumerate() {
-        let mut others: Vec<usize> = (0..job.children.len()).filter(|other| *other != child).rev().collect();
+        let mut others: Vec<usize> = (0..tenant.children.len()).filter(|other| *other != child).rev().collect();
         let number = |of: usize| Serial(heard[of].as_u64().unwrap_or(0) as u32);
         let beat = |who: usize, ack: Serial, credit: Serial| {
-            let header = Header { kind: Kind::HeartbeatUp, ack, credit, ..header(job, who) };
-            (who, header.encode(&[], job.key.as_ref()).to_vec())
+            let header = Header { kind: Kind::HeartbeatUp, ack, credit, ..header(tenant, who) };
+            (who, header.encode(&[], tenant.key.as_ref()).to_vec())
         };
         let ahead = |who: usize| beat(who, number(0).plus(1 << 20), number(1).plus(1 << 20));
         let mut beats: Vec<_> = others.drain(..).map(ahead).collect();
@@ -164,7 +166,7 @@ fn check_heart(node: &Aggregator, step: &Value, job: &Job, at: &str) {
             // The first child's own, an old one, lets the minimum go up.
             beats.push(beat(0, number(0).plus(u32::MAX), number(1).plus(u32::MAX)));
         }
-        let (_, sent) = probe(node, job, &beats);
+        let (_, sent) = probe(node, tenant, &beats);
         let minimum = sent.map(|sent| decode(&sent).unwrap().header).map(|header| (header.ack, header.credit));
         let expected = heard.is_array().then(|| (number(0), number(1)));
         assert_eq!(minimum, expected, "{at}: what child {child} has said");
@@ -172,36 +174,36 @@ fn check_heart(node: &Aggregator, step: &Value, job: &Job, at: &str) {
 }
 
 /// What a copy of the node counts, and sends last, when it is given these.
-fn probe(node: &Aggregator, job: &Job, packets: &[(usize, Vec<u8>)]) -> (Vec<&'static str>, Option<Vec<u8>>) {
+fn probe(node: &Aggregator, tenant: &Tenant, packets: &[(usize, Vec<u8>)]) -> (Vec<&'static str>, Option<Vec<u8>>) {
     let mut copy = node.clone();
-    let before = tally(&copy, job.job);
+    let before = tally(&copy, tenant.job);
     let mut sent = None;
     for (child, bytes) in packets {
-        sent = match copy.handle_packet(job.children[*child].endpoint, bytes) {
+        sent = match copy.handle_packet(tenant.children[*child].endpoint, bytes) {
             Ok(Action::Send { header, payload, .. }) => Some([&header[..], payload].concat()),
             _ => None,
         };
     }
-    (difference(&before, &tally(&copy, job.job)), sent)
+    (difference(&before, &tally(&copy, tenant.job)), sent)
 }
 
-fn push(job: &Job, child: usize, seq: Serial, format: Format, exponent: i16, block: &[u8]) -> Vec<u8> {
-    let header = Header { format, exponent, seq, ..header(job, child) };
-    [&header.encode(block, job.key.as_ref())[..], block].concat()
+fn push(tenant: &Tenant, child: usize, seq: Serial, format: Format, exponent: i16, block: &[u8]) -> Vec<u8> {
+    let header = Header { format, exponent, seq, ..header(tenant, child) };
+    [&header.encode(block, tenant.key.as_ref())[..], block].concat()
 }
 
-fn header(job: &Job, child: usize) -> Header {
+fn header(tenant: &Tenant, child: usize) -> Header {
     Header {
         kind: Kind::Push,
-        job: job.job,
-        epoch: job.epoch,
+        job: tenant.job,
+        epoch: tenant.epoch,
         format: Format::None,
         flags: 0,
         seq: Serial(0),
         ack: Serial(0),
         credit: Serial(0),
         exponent: 0,
-        workers: job.children[child].workers,
+        workers: tenant.children[child].workers,
     }
 }
 
@@ -225,11 +227,11 @@ fn difference(before: &[(&'static str, u64)], after: &[(&'static str, u64)]) -> 
     names
 }
 
-fn job_of(open: &Value) -> Job {
+fn tenant_of(open: &Value) -> Tenant {
     let number = |name: &str| open[name].as_u64().unwrap_or_else(|| panic!("{name} of {open}"));
     let workers = |child: &Value| u64::from_str_radix(&child["workers"].as_str().unwrap()[2..], 16).unwrap();
     let children = open["children"].as_array().unwrap();
-    Job {
+    Tenant {
         job: number("job") as u32,
         epoch: number("epoch") as u16,
         key: open["key"].is_string().then(|| Key(unhex(&open["key"]).try_into().unwrap())),

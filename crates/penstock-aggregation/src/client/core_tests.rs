@@ -1,6 +1,6 @@
 use super::*;
 use crate::{
-    Action as Reaction, Aggregator, Child, Job as Tenant, Key, Limits, Node, Server, ServerConfig, Timing, Tree, decode,
+    Action as Reaction, Aggregator, Child, Key, Limits, Node, Server, ServerConfig, Tenant, Timing, Tree, decode,
 };
 use penstock_types::{MILLISECOND, SECOND};
 use std::collections::{BTreeMap, BTreeSet};

@@ -3,7 +3,7 @@
 use super::{Door, Known, Loss, Machine, Refused, Settings, UNAUTHENTICATED, job_of};
 use crate::admission::Admitted;
 use crate::report::{JobReport, Report, add, since};
-use penstock_aggregation::{Action, Admission, Aggregator, Child, Endpoint, Job, JobCounters, Receipt, Shard};
+use penstock_aggregation::{Action, Admission, Aggregator, Child, Endpoint, JobCounters, Receipt, Shard, Tenant};
 use penstock_net::datagrams::{Datagrams, Outbox, Train};
 use penstock_types::Time;
 use std::collections::HashMap;
@@ -208,7 +208,7 @@ impl Machine for Adding {
         self.settle(now);
         let common = &job.common;
         let children = job.workers.iter().enumerate().skip(1);
-        let request = Job {
+        let tenant = Tenant {
             job: common.job,
             epoch: common.epoch,
             key: common.key,
@@ -219,7 +219,7 @@ impl Machine for Adding {
             parent: Endpoint(0),
             children: children.map(|(i, workers)| Child { endpoint: Endpoint(i as u32), workers: *workers }).collect(),
         };
-        self.aggregator.open(request).map_err(|reason| match reason {
+        self.aggregator.open(tenant).map_err(|reason| match reason {
             Admission::Window(_) | Admission::Block(_) | Admission::Children => Refused::Malformed(reason.to_string()),
             Admission::Epoch(_) | Admission::Jobs(_) | Admission::Slots { .. } | Admission::Memory { .. } => {
                 let of = if self.shard.count > 1 {

@@ -5,7 +5,7 @@ use super::{BARE_BYTES, FULL_BYTES, Scenario, trees};
 use crate::network::{Link, NodeId, Topology};
 use crate::random::{Random, mix};
 use penstock_aggregation::{
-    Aggregator, Child, Endpoint, Format, HEADER_BYTES, Job, Key, Limits, Node, Serial, Server, ServerConfig, Shard,
+    Aggregator, Child, Endpoint, Format, HEADER_BYTES, Key, Limits, Node, Serial, Server, ServerConfig, Shard, Tenant,
 };
 use penstock_types::Time;
 
@@ -75,9 +75,9 @@ impl Scenario {
     /// The aggregator right above a worker.
     pub(super) fn parent(&self, job: usize, worker: usize, epoch: &Epoch) -> Option<Endpoint> {
         (0..self.aggregators()).map(|number| Endpoint(number as u32)).find(|endpoint| {
-            let job = self.job(endpoint.0 as usize, job, epoch);
-            job.is_some_and(|job| {
-                job.children.iter().any(|child| child.workers == 1 << worker && self.place(child.endpoint).is_some())
+            let tenant = self.tenant(endpoint.0 as usize, job, epoch);
+            tenant.is_some_and(|tenant| {
+                tenant.children.iter().any(|child| child.workers == 1 << worker && self.place(child.endpoint).is_some())
             })
         })
     }
@@ -101,7 +101,7 @@ impl Scenario {
     }
 
     /// A job's configuration on an aggregator; `None` if no worker is below it.
-    pub(super) fn job(&self, aggregator: usize, job: usize, epoch: &Epoch) -> Option<Job> {
+    pub(super) fn tenant(&self, aggregator: usize, job: usize, epoch: &Epoch) -> Option<Tenant> {
         fn find(nodes: &[Node], above: Endpoint, wanted: Endpoint) -> Option<(Endpoint, &[Node])> {
             nodes.iter().find_map(|node| match node {
                 Node::Aggregator { endpoint, children } if *endpoint == wanted => Some((above, &children[..])),
@@ -117,7 +117,7 @@ impl Scenario {
                 Node::Aggregator { endpoint, .. } => *endpoint,
             },
         });
-        Some(Job {
+        Some(Tenant {
             job: job as u32,
             epoch: epoch.number,
             key: self.key(job, epoch),

@@ -353,7 +353,7 @@ impl<'a> World<'a> {
     }
 
     fn open_epoch(&mut self, aggregator: usize, job: usize, epoch: usize) {
-        let config = self.scenario.job(aggregator, job, &self.epochs[job][epoch]);
+        let config = self.scenario.tenant(aggregator, job, &self.epochs[job][epoch]);
         for shard in &mut self.aggregators[aggregator].shards {
             match &config {
                 Some(config) => shard.open(config.clone()).expect("there is room"),

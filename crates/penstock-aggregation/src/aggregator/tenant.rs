@@ -1,4 +1,4 @@
-//! Jobs, as an aggregator is told of them, and why it refuses one.
+//! Tenants: the jobs that an aggregator adds for, and why it refuses one.
 
 use super::MAX_WINDOW;
 use crate::packet::MAX_PAYLOAD_BYTES;
@@ -16,10 +16,10 @@ pub struct Limits {
     pub memory_bytes: usize,
 }
 
-/// A job, as one aggregator sees it.
+/// A job, as one aggregator knows it: a tenant of its slots and memory.
 #[derive(Clone, Debug)]
-pub struct Job {
-    /// Its number.
+pub struct Tenant {
+    /// The number of the job.
     pub job: u32,
     /// Counts the lives of the job.
     pub epoch: u16,
@@ -50,7 +50,7 @@ pub struct Child {
     pub workers: u64,
 }
 
-impl Job {
+impl Tenant {
     pub(super) fn blocks_a_slot(&self) -> usize {
         if self.floats { self.children.len() + 1 } else { 1 }
     }
