@@ -12,6 +12,7 @@
 //! user is known on all ranks, and when a server dies, all ranks can start again from the same operation.
 
 mod side;
+mod tensor;
 
 use super::layout::{HEADER_EXPONENTS, Layout, Wire, header, other_fingerprint};
 use crate::{Endpoint, Format, HEADER_BYTES, Header, Kind, Received, Refusal, Route, Serial, Worker, WorkerConfig};
@@ -363,6 +364,12 @@ impl Core {
         self.streams[server].worker.is_direct()
     }
 
+    /// How often the path to a server was blamed because nothing moved: [`Worker::stalls`].
+    #[must_use]
+    pub fn stalls(&self, server: usize) -> u32 {
+        self.streams[server].worker.stalls()
+    }
+
     /// The smoothed round trip to a server, in nanoseconds.
     #[must_use]
     pub fn round_trip(&self, server: usize) -> u64 {
@@ -387,12 +394,6 @@ impl Core {
     pub fn fallback_point(&self) -> (u64, u64) {
         let complete = self.ops.iter().take_while(|op| op.has_all()).count() as u64;
         (self.first + complete, self.first + self.ops.len() as u64)
-    }
-
-    /// The number of the first operation that has not ended; of the next one, if all have.
-    #[cfg(test)]
-    pub(crate) fn first_number(&self) -> u64 {
-        self.first
     }
 
     /// Removes the first operation, for a fallback.
@@ -585,6 +586,11 @@ impl Leftover {
         &self.all_reduce
     }
 
+    /// For each piece of the tensor its start and length in bytes, and whether the tensor holds its result.
+    pub fn pieces(&self) -> impl Iterator<Item = (usize, usize, bool)> + '_ {
+        self.pieces.iter().copied()
+    }
+
     /// Whether the contribution was premultiplied, if it had to be.
     #[must_use]
     pub fn begun(&self) -> bool {
@@ -656,34 +662,3 @@ impl Op {
         shape
     }
 }
-
-impl AllReduce {
-    fn tensor(&self) -> Tensor {
-        Tensor { address: self.address, bytes: self.bytes }
-    }
-}
-
-/// The memory of an operation's tensor.
-#[derive(Clone, Copy)]
-struct Tensor {
-    address: *mut u8,
-    bytes: usize,
-}
-
-impl Tensor {
-    fn get<'a>(self, start: usize, len: usize) -> &'a [u8] {
-        assert!(start + len <= self.bytes, "a block outside the tensor");
-        // SAFETY: inside the tensor, which is the operation's while it runs; nothing writes to it meanwhile.
-        unsafe { std::slice::from_raw_parts(self.address.add(start), len) }
-    }
-
-    fn get_mut<'a>(self, start: usize, len: usize) -> &'a mut [u8] {
-        assert!(start + len <= self.bytes, "a block outside the tensor");
-        // SAFETY: as above; the only caller ends its borrow before anything else reads the tensor.
-        unsafe { std::slice::from_raw_parts_mut(self.address.add(start), len) }
-    }
-}
-
-#[cfg(test)]
-#[path = "core_tests.rs"]
-mod tests;
