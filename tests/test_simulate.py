@@ -91,7 +91,8 @@ def test_a_failed_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--rate", "-1", "rate_mbit is -1; 0 and more are possible"),
         ("--queue", "1", "queue in bytes is 1024; 9010 to"),
         ("--rate", "5", "rate in Mbit/s is 5; 10 to"),
-        ("--ahead", "-1", "-1 is not in the range"),
+        ("--queued", "-1", "-1 is not in the range"),
+        ("--queued", "0", "queued is 0; 1 to 64 are possible"),
     ],
 )
 def test_what_is_out_of_bounds(option: str, value: str, message: str) -> None:
@@ -135,7 +136,7 @@ def test_rates_are_shares_of_the_busiest_link_and_of_no_loss(shape: str, crossin
 
 def test_rates_of_the_protocol_itself() -> None:
     """Without loss a star fills its link whatever the number of workers; with loss it takes longer, more so on every link."""
-    options = ["--workers", "2,4", "--loss", "0,0.05", "--bytes", "4000000", "--rate", "100", "--seeds", "1"]
+    options = ["--workers", "2,4", "--loss", "0,0.05", "--bytes", "4000000", "--rate", "100", "--seeds", "4"]
     rows = [line.split() for line in run(*options, command="rates").output.splitlines()[1:]]
     assert [row[1] for row in rows] == ["2", "2", "4", "4"]
     of_link = [int(row[6].rstrip("%")) for row in rows]

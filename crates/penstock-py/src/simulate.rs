@@ -11,12 +11,13 @@ use pyo3::types::PyDict;
 /// number out of bounds.
 ///
 /// `tree` has what is below the server, instead of `workers` and `shape`: a number is a worker, a list an aggregator with what is
-/// below it. `rate_mbit` and `queue` (bytes) are 0 for no limit. With `edge_loss` only workers' links lose packets. `patient` uses the
-/// time-outs of real jobs, instead of shorter ones that let many runs fit into a second.
+/// below it. `queued` is how many operations a worker has submitted at a time; `payload` how many bytes of elements a full block has, a
+/// multiple of 64. `rate_mbit` and `queue` (bytes) are 0 for no limit. With `finite` no element is infinite or NaN. With `edge_loss` only
+/// workers' links lose packets. `patient` uses the time-outs of real jobs, instead of shorter ones that let many runs fit into a second.
 #[pyfunction]
 #[pyo3(signature = (
-    seed, *, jobs=None, workers=None, shape=None, tree=None, blocks=None, shards=None, operation=None, ahead=None, window=None,
-    floats=None, keyed=None, loss=None, edge_loss=false, duplicate=None, delay_ms=None, jitter_ms=None, rate_mbit=None, queue=None, patient=false, faults=true,
+    seed, *, jobs=None, workers=None, shape=None, tree=None, blocks=None, shards=None, operation=None, queued=None, window=None,
+    payload=None, floats=None, finite=false, keyed=None, loss=None, edge_loss=false, duplicate=None, delay_ms=None, jitter_ms=None, rate_mbit=None, queue=None, patient=false, faults=true,
     trace=false,
 ))]
 #[allow(clippy::too_many_arguments, reason = "they are keyword-only in Python")]
@@ -30,9 +31,11 @@ pub(crate) fn simulate_aggregation<'py>(
     blocks: Option<u32>,
     shards: Option<u32>,
     operation: Option<u32>,
-    ahead: Option<u32>,
+    queued: Option<u32>,
     window: Option<u32>,
+    payload: Option<usize>,
     floats: Option<bool>,
+    finite: bool,
     keyed: Option<bool>,
     loss: Option<f64>,
     edge_loss: bool,
@@ -68,9 +71,11 @@ pub(crate) fn simulate_aggregation<'py>(
         blocks,
         shards,
         operation,
-        ahead,
+        queued,
+        payload_bytes: payload,
         window,
         floats,
+        finite,
         keyed,
         loss,
         edge_loss,
@@ -86,17 +91,18 @@ pub(crate) fn simulate_aggregation<'py>(
     let scenario = Scenario { trace, ..Scenario::draw_with(seed, &fixed) };
     scenario.check().map_err(config)?;
     let outcome = py.detach(|| scenario.run());
-    let told = PyDict::new(py);
-    told.set_item("scenario", format!("{scenario:?}"))?;
-    told.set_item("failure", outcome.failure)?;
-    told.set_item("packets", outcome.packets)?;
-    told.set_item("lost", outcome.lost)?;
-    told.set_item("dropped", outcome.dropped)?;
-    told.set_item("arrived", outcome.arrived)?;
-    told.set_item("results", outcome.results)?;
-    told.set_item("time_ns", outcome.time)?;
-    told.set_item("trace", outcome.trace)?;
-    Ok(told)
+    let report = PyDict::new(py);
+    report.set_item("scenario", format!("{scenario:?}"))?;
+    report.set_item("failure", outcome.failure)?;
+    report.set_item("packets", outcome.packets)?;
+    report.set_item("lost", outcome.lost)?;
+    report.set_item("dropped", outcome.dropped)?;
+    report.set_item("arrived", outcome.arrived)?;
+    report.set_item("results", outcome.results)?;
+    report.set_item("fallen", outcome.fallen)?;
+    report.set_item("time_ns", outcome.time)?;
+    report.set_item("trace", outcome.trace)?;
+    Ok(report)
 }
 
 /// What a list says is below a node. Aggregators get numbers from `count` on, those below one before it.

@@ -2,8 +2,12 @@
 //!
 //! A seed draws a [`Scenario`] (workers, tree, window, loss, delays, faults); the same scenario runs the same way on
 //! every machine. Faults are bound to packets ("when the n-th packet arrives, aggregator 1 restarts"), so that they can be
-//! put at every packet of a run. The simulator plays what is not in the machines: drivers with their tensors, and a
-//! control plane that opens the next epoch without a worker that died.
+//! put at every packet of a run.
+//!
+//! A worker is what a rank is: the shipped [`Core`](penstock_aggregation::client::Core) cuts its tensors into blocks, agrees on
+//! exponents, decides which block is posted next and when an operation has ended, and says where a fallback begins. The simulator
+//! plays what is not in the machines: callers with their tensors, the ranks' all-reduces among themselves after a server is lost,
+//! and a control plane that opens the next epoch without a worker that died.
 //!
 //! The network is a tree of switches ([`crate::network`]). Each aggregator stands at a switch of its own, which is joined to the
 //! switch of the aggregator above, and at last to the servers' switch. Workers are joined to the switch of the aggregator above
@@ -15,6 +19,7 @@ use penstock_types::{MILLISECOND, SECOND};
 use world::World;
 
 mod cluster;
+mod tensors;
 mod trees;
 mod world;
 
@@ -26,29 +31,34 @@ pub use trees::{Shape, any_tree};
 pub enum Fault {
     /// An aggregator loses everything and is back after some milliseconds.
     Restart {
-        /// Which.
+        /// The number of the aggregator that restarts.
         aggregator: usize,
         /// How long packets to it are lost, in nanoseconds.
         down: u64,
     },
     /// An aggregator is gone for good.
     Die {
-        /// Which.
+        /// The number of the aggregator that dies.
         aggregator: usize,
     },
     /// From now on everything between a worker and the aggregator above it is lost.
     Cut {
-        /// The job's index.
+        /// The index of the job that the worker belongs to.
         job: usize,
-        /// The worker's number.
+        /// The number of the worker that is cut off.
         worker: usize,
     },
     /// A worker is gone; a while later the job's next epoch begins without it.
     Kill {
-        /// The job's index.
+        /// The index of the job that the worker belongs to.
         job: usize,
-        /// The worker's number.
+        /// The number of the worker that dies.
         worker: usize,
+    },
+    /// A job's server is gone for good: its workers end among themselves what all of them have submitted.
+    LoseServer {
+        /// The index of the job whose server dies.
+        job: usize,
     },
 }
 
@@ -67,17 +77,22 @@ pub struct Scenario {
     pub tree: Tree,
     /// Shards of each aggregator, a power of two: SeqNum s goes to shard s modulo this.
     pub shards: u32,
-    /// Blocks a worker pushes in each epoch.
+    /// Blocks of a worker's tensors in each epoch, of all operations together. Headers and exponents travel besides.
     pub blocks: u32,
-    /// How many blocks make an operation; the next one begins when all workers have all its results. 0: all blocks are one.
+    /// How many blocks an operation's tensor has; the last one has the rest. 0: one operation has all blocks.
     pub operation: u32,
-    /// How many blocks at the head of an operation, such as its header and exponents, must have results before the others are
-    /// pushed.
-    pub ahead: u32,
+    /// How many operations a worker has submitted at a time, 1 or more; it submits another one when one has ended.
+    pub queued: u32,
+    /// Bytes of elements in a full block, a multiple of 64. On a link a full block is as long as the largest one
+    /// ([`MAX_PAYLOAD_BYTES`]) all the same, and shorter ones in proportion: short blocks make fast simulations, with more
+    /// packets of exponents.
+    pub payload_bytes: usize,
     /// SeqNums in flight, a power of two.
     pub window: u32,
-    /// Blocks are floats, added in the order of the tree, instead of integers.
+    /// Blocks travel as floats, added in the order of the tree, instead of as integers.
     pub floats: bool,
+    /// All elements are finite. Otherwise a worker's block in sixteen has an infinity or a NaN.
+    pub finite: bool,
     /// Packets carry a MAC; damaged copies of packets then arrive as well.
     pub keyed: bool,
     /// Probability that a link loses a packet. The servers' own links lose none.
@@ -90,8 +105,7 @@ pub struct Scenario {
     pub delay: u64,
     /// Upper bound of a random addition to `delay`; packets overtake each other.
     pub jitter: u64,
-    /// What each link carries each way, in bytes a second; 0 is no limit. A packet takes as long as one with a full block, or as
-    /// a bare header, whatever its elements are.
+    /// What each link carries each way, in bytes a second; 0 is no limit.
     pub rate: u64,
     /// How many bytes may wait at each port of a switch; packets beyond are dropped. 0 is no limit. A node's own socket blocks
     /// its sender instead.
@@ -117,8 +131,10 @@ pub struct Outcome {
     pub dropped: u64,
     /// Packets that arrived (their numbers are what faults are bound to).
     pub arrived: u64,
-    /// Results that workers got, all checked.
+    /// Blocks whose results workers got, all checked.
     pub results: u64,
+    /// Of these, blocks of operations that a job's workers ended among themselves after its server was lost.
+    pub fallen: u64,
     /// How long it took in virtual time, in nanoseconds.
     pub time: u64,
     /// The last lines of what happened.
@@ -144,12 +160,16 @@ pub struct Fixed {
     pub shards: Option<u32>,
     /// [`Scenario::operation`].
     pub operation: Option<u32>,
-    /// [`Scenario::ahead`].
-    pub ahead: Option<u32>,
+    /// [`Scenario::queued`], 1 to 64.
+    pub queued: Option<u32>,
+    /// [`Scenario::payload_bytes`], a multiple of 64, [`SHORT_BLOCK_BYTES`] if not fixed.
+    pub payload_bytes: Option<usize>,
     /// [`Scenario::window`], a power of two up to 1024.
     pub window: Option<u32>,
     /// [`Scenario::floats`].
     pub floats: Option<bool>,
+    /// [`Scenario::finite`], which is never drawn.
+    pub finite: bool,
     /// [`Scenario::keyed`].
     pub keyed: Option<bool>,
     /// [`Scenario::loss`], at most 0.5.
@@ -168,7 +188,7 @@ pub struct Fixed {
     pub queue: Option<u64>,
     /// [`Scenario::timing`], [`IMPATIENT`] if not fixed.
     pub timing: Option<Timing>,
-    /// No restarts, deaths and cuts.
+    /// No restarts, deaths, cuts and lost servers.
     pub no_faults: bool,
 }
 
@@ -184,6 +204,11 @@ impl Fixed {
         within("jobs", self.jobs.map(|n| n as u64), 1, 16)?;
         within("workers", self.workers.map(|n| n as u64), 1, 64)?;
         within("blocks", self.blocks.map(u64::from), 1, 100_000)?;
+        within("queued", self.queued.map(u64::from), 1, 64)?;
+        within("payload in bytes", self.payload_bytes.map(|n| n as u64), 64, MAX_PAYLOAD_BYTES as u64)?;
+        if let Some(bytes) = self.payload_bytes.filter(|bytes| !bytes.is_multiple_of(64)) {
+            return Err(format!("payload in bytes is {bytes}; it must be a multiple of 64"));
+        }
         within("window", self.window.map(u64::from), 1, 1024)?;
         within("delay in ns", self.delay, 0, SECOND)?;
         within("jitter in ns", self.jitter, 0, SECOND)?;
@@ -229,9 +254,11 @@ impl Scenario {
             shards: Random::new(seed ^ 0x005b_a2d5).pick(&[1, 1, 2, 4]),
             blocks: 4 + random.below(29) as u32,
             operation: Random::new(seed ^ 0x0be4_a710).pick(&[0, 0, 3, 8]),
-            ahead: Random::new(seed ^ 0xa4ea_d000).pick(&[0, 0, 1, 2]),
+            queued: Random::new(seed ^ 0xa4ea_d000).pick(&[1, 1, 2, 4]),
+            payload_bytes: fixed.payload_bytes.unwrap_or(SHORT_BLOCK_BYTES),
             window: random.pick(&[1, 2, 4, 8, 16]),
             floats: random.below(3) == 0,
+            finite: fixed.finite,
             keyed: random.below(2) == 0,
             loss: random.pick(&[0.0, 0.01, 0.05, 0.2]),
             edge_loss: fixed.edge_loss,
@@ -254,7 +281,7 @@ impl Scenario {
         scenario.blocks = fixed.blocks.unwrap_or(scenario.blocks);
         scenario.shards = fixed.shards.unwrap_or(scenario.shards);
         scenario.operation = fixed.operation.unwrap_or(scenario.operation);
-        scenario.ahead = fixed.ahead.unwrap_or(scenario.ahead);
+        scenario.queued = fixed.queued.unwrap_or(scenario.queued);
         scenario.window = fixed.window.unwrap_or(scenario.window);
         scenario.floats = fixed.floats.unwrap_or(scenario.floats);
         scenario.keyed = fixed.keyed.unwrap_or(scenario.keyed);
@@ -270,6 +297,11 @@ impl Scenario {
         for _ in 0..faults {
             let fault = scenario.draw_fault(&mut random);
             scenario.faults.push((random.below(span), fault));
+        }
+        let mut random = Random::new(seed ^ 0x5e4e_4105);
+        if !fixed.no_faults && random.below(8) == 0 {
+            let job = random.below(scenario.jobs as u64) as usize;
+            scenario.faults.push((random.below(span), Fault::LoseServer { job }));
         }
         scenario
     }
@@ -288,7 +320,7 @@ impl Scenario {
     /// Says why there is no such job.
     ///
     /// # Errors
-    /// A tree that is none, or whose nodes are not those of the job.
+    /// The tree is invalid, or its workers are not those of the job.
     pub fn check(&self) -> Result<(), String> {
         self.tree.check().map_err(|error| error.to_string())?;
         let (workers, expected) = (self.tree.workers(), u64::MAX >> (64 - self.workers.clamp(1, 64)));
@@ -297,6 +329,13 @@ impl Scenario {
         }
         let mut numbers = trees::aggregators(&self.tree);
         numbers.sort_unstable();
+        if !(64..=MAX_PAYLOAD_BYTES).contains(&self.payload_bytes) || !self.payload_bytes.is_multiple_of(64) {
+            let bytes = self.payload_bytes;
+            return Err(format!("blocks of {bytes} bytes: a multiple of 64 up to {MAX_PAYLOAD_BYTES} is possible"));
+        }
+        if self.blocks == 0 || self.queued == 0 {
+            return Err("a worker has one block at least, and submits one operation at least".to_owned());
+        }
         match numbers.windows(2).find(|pair| pair[0] == pair[1]) {
             Some(pair) => Err(format!("aggregator {} stands twice in the tree: give each a number", pair[0])),
             None if numbers.last().is_some_and(|last| *last >= MAX_AGGREGATORS) => {
@@ -334,6 +373,8 @@ pub const IMPATIENT: Timing = Timing {
     stall_after: 150 * MILLISECOND,
     server_dead_after: SECOND,
 };
+/// Sixteen elements of 32 bits in a block, for many runs in a second: what is checked does not depend on the length.
+pub const SHORT_BLOCK_BYTES: usize = 64;
 /// A link's rate, in bytes a second.
 pub const GIGABIT: u64 = 125_000_000;
 /// Bytes of a full block on a link: payload, header, UDP, IPv4, Ethernet with preamble and gap.

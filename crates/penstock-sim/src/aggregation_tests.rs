@@ -12,20 +12,21 @@ fn check(scenario: &Scenario) -> Outcome {
     outcome
 }
 
-/// Thousands of jobs with loss, doubling, overtaking, restarts, dead aggregators, cut links and killed workers: every
-/// result of every worker is the undisturbed sum, bit by bit, once.
+/// Thousands of jobs with loss, doubling, overtaking, restarts, dead aggregators, cut links, killed workers and lost servers:
+/// every result of every worker is the undisturbed sum, bit by bit, once.
 #[test]
 fn seeds() {
     let count = 2000;
     let outcomes: Vec<Outcome> = (0..count).map(|seed| check(&Scenario::draw(seed))).collect();
     let total = |of: fn(&Outcome) -> u64| outcomes.iter().map(of).sum::<u64>();
     println!(
-        "{count} runs, {} packets, {} lost, {} results",
+        "{count} runs, {} packets, {} lost, {} results, {} of them without a server",
         total(|o| o.packets),
         total(|o| o.lost),
-        total(|o| o.results)
+        total(|o| o.results),
+        total(|o| o.fallen)
     );
-    assert!(total(|o| o.lost) > 0 && total(|o| o.results) > count * 8);
+    assert!(total(|o| o.lost) > 0 && total(|o| o.results) > count * 8 && total(|o| o.fallen) > count / 8);
 }
 
 /// Trees of any depth, with aggregators above a single child and workers beside racks: every result is right, whatever goes
@@ -68,7 +69,7 @@ fn a_chain_of_aggregators() {
     let tree = Tree { children: chain };
     let scenario = Scenario { tree, blocks: 200, window: 64, jitter: 0, ..quiet(Shape::Direct, 8) };
     let outcome = check(&scenario);
-    let data = 200 * (2 * 8 + 2 * 5);
+    let data = in_all(200) * (2 * 8 + 2 * 5);
     assert!((data..data + data / 4).contains(&outcome.packets), "{} packets for {data}", outcome.packets);
 }
 
@@ -102,8 +103,10 @@ fn quiet(shape: Shape, workers: usize) -> Scenario {
         blocks: 6,
         window: 2,
         floats: false,
+        finite: false,
         operation: 0,
-        ahead: 1,
+        queued: 1,
+        payload_bytes: SHORT_BLOCK_BYTES,
         keyed: false,
         loss: 0.0,
         edge_loss: false,
@@ -118,7 +121,12 @@ fn quiet(shape: Shape, workers: usize) -> Scenario {
     }
 }
 
-/// A worker dies, an aggregator restarts, dies for good, or loses a link, at every single packet of a run, in every
+/// What an operation of so many blocks takes: a header and the exponents travel before them.
+fn in_all(blocks: u64) -> u64 {
+    1 + blocks.div_ceil(SHORT_BLOCK_BYTES as u64 / 2) + blocks
+}
+
+/// A worker dies, an aggregator restarts, dies for good, or loses a link, or the server is lost, at every single packet of a run, in every
 /// shape, with integers, with floats, and with two shards.
 #[test]
 fn faults_at_every_packet() {
@@ -126,7 +134,8 @@ fn faults_at_every_packet() {
     for (shape, aggregators) in [(Shape::Star, 1), (Shape::Racks, 2), (Shape::Core, 3)] {
         for (floats, shards) in [(false, 1), (true, 1), (false, 2)] {
             let scenario = Scenario { floats, shards, ..quiet(shape, 3) };
-            let mut faults = vec![Fault::Kill { job: 0, worker: 1 }, Fault::Cut { job: 0, worker: 2 }];
+            let mut faults =
+                vec![Fault::Kill { job: 0, worker: 1 }, Fault::Cut { job: 0, worker: 2 }, Fault::LoseServer { job: 0 }];
             for aggregator in 0..aggregators {
                 faults.extend([Fault::Restart { aggregator, down: 3 * MILLISECOND }, Fault::Die { aggregator }]);
             }
@@ -152,7 +161,7 @@ fn each_block_travels_once() {
         let outcome = check(&scenario);
         assert_eq!(outcome.results, 200 * workers as u64);
         // A push of every worker, a sum, a result, and one to every worker.
-        let data = 200 * (2 * workers as u64 + 2);
+        let data = in_all(200) * (2 * workers as u64 + 2);
         assert!(outcome.packets >= data, "{workers} workers: {} packets", outcome.packets);
         assert!(outcome.packets < data + data / 4, "{workers} workers: {} packets for {data} blocks", outcome.packets);
     }
@@ -196,9 +205,11 @@ fn what_is_fixed_is_not_drawn() {
         blocks: Some(9),
         shards: Some(2),
         operation: Some(5),
-        ahead: Some(1),
+        queued: Some(3),
+        payload_bytes: Some(128),
         window: Some(4),
         floats: Some(true),
+        finite: true,
         keyed: Some(true),
         loss: Some(0.03),
         edge_loss: true,
@@ -229,11 +240,11 @@ fn a_late_worker() {
             let scenario = Scenario { timing: Timing::default(), blocks: 40, window: 16, loss, ..quiet(shape, 4) };
             let mut world = World::new(&scenario);
             let begins = Time(5 * SECOND);
-            world.drivers[0][late].as_mut().expect("alive").begins = begins;
+            world.ranks[0][late].as_mut().expect("alive").begins = begins;
             world.wake(scenario.worker_endpoint(0, late), begins);
             world.run().expect("every result is right");
             assert!(world.now > begins);
-            let blamed: Vec<u32> = world.drivers[0].iter().flatten().map(|driver| driver.machine.stalls()).collect();
+            let blamed: Vec<u32> = world.ranks[0].iter().flatten().map(|rank| rank.core.stalls(0)).collect();
             assert_eq!(blamed, [0; 4], "{shape:?}, worker {late} is late, loss {loss}");
         }
     }
@@ -247,9 +258,9 @@ fn a_wrong_sum_would_show() {
     let mut world = World::new(&scenario);
     world.epochs[0][0].alive = 0b111;
     let epoch = &world.epochs[0][0];
-    let blocks: Vec<Vec<u8>> = (0..3).map(|worker| scenario.block(0, epoch, worker, 1).2).collect();
+    let blocks: Vec<Vec<f32>> = (0..3).map(|worker| scenario.block(0, epoch, worker, 1)).collect();
     assert!(blocks[0] != blocks[1] && blocks[1] != blocks[2]);
-    // The checker is asked for the sum of another tree.
+    // The checker is asked for the sum of a tree without one of the workers.
     world.epochs[0][0].tree = Tree { children: vec![Node::Worker(0), Node::Worker(1)] };
     let failure = world.run().unwrap_err();
     assert!(failure.contains("instead of"), "{failure}");

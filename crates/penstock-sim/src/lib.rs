@@ -4,8 +4,8 @@
 //! - [`aggregation`]: jobs of in-network aggregation over it, with every result checked.
 //! - [`agenda`], [`random`]: events by time, and random numbers that never change.
 //!
-//! What runs are the shipped state machines. Only time, the network and the drivers are simulated. Nothing here has a socket,
-//! a clock or a thread, so a seed is the same run on every machine.
+//! What runs are the shipped state machines. Only time, the network, and what calls the machines are simulated. Nothing here has
+//! a socket, a clock or a thread, so a seed is the same run on every machine.
 //!
 //! Unit tests of other crates use [`network`] as well. It knows none of their types: a payload is a parameter. This crate must not
 //! depend on those crates, but in its own tests: they would meet a second copy of their types.

@@ -1,7 +1,7 @@
 """``penstock simulate``: the shipped protocol in virtual time, with seeded faults.
 
-What runs is the code of `penstock-aggregation` itself; only time, the network and the drivers are simulated
-(docs/design/aggregation.md).
+What runs is the code of `penstock-aggregation` itself, a rank's all-reduces included; only time, the network, and those who call
+all-reduces are simulated (docs/design/aggregation.md).
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ __all__ = ["Rate", "command", "of_cluster", "rates"]
 
 SHAPES = {"direct": None, "star": 1, "racks": 2, "core": 1}
 """How often a block crosses the server's link each way; None: once for each worker."""
+
+_RATES_BLOCK_BYTES = 1408
+"""Elements in a block of `rates`; on links it is as long as one of MOST_BLOCK_BYTES, which takes five times the processor time to
+simulate and comes to the same rates."""
 
 
 @click.group(cls=Group)
@@ -60,9 +64,9 @@ _on_workers = click.option(
 @click.option("--workers", type=_count, help="Workers a job.")
 @click.option("--shape", type=_shape, help=_shape_help)
 @click.option("--shards", type=_count, help="Shards of each aggregator, a power of two.")
-@click.option("--blocks", type=_count, help="Blocks a worker pushes.")
-@click.option("--operation", type=_count, help="Blocks of an operation, after which all wait for all; 0: all are one.")
-@click.option("--ahead", type=_count, help="First blocks of an operation whose results the others wait for.")
+@click.option("--blocks", type=_count, help="Blocks of a worker's tensors.")
+@click.option("--operation", type=_count, help="Blocks of an operation's tensor; 0: one operation has all.")
+@click.option("--queued", type=_count, help="Operations that a worker has submitted at a time.")
 @click.option("--window", type=_count, help="Blocks in flight, a power of two.")
 @click.option("--floats/--integers", default=None, help="What the blocks hold.")
 @click.option("--keyed/--unkeyed", default=None, help="Whether packets carry a MAC; damaged ones then come as well.")
@@ -79,14 +83,16 @@ _on_workers = click.option(
     show_default=True,
     help="Time-outs that jobs have, or shorter ones, for many runs in a second.",
 )
-@click.option("--faults/--no-faults", default=True, show_default=True, help="Restarts, deaths and cut links.")
+@click.option(
+    "--faults/--no-faults", default=True, show_default=True, help="Restarts, deaths, cut links and lost servers."
+)
 @click.option(
     "--trace", type=click.IntRange(0, 2000), default=60, show_default=True, help="Lines told of a failed run."
 )
 def aggregation(
     seed: int, runs: int, trace: int, loss_on: str, queue_kib: int | None, cluster: str | None, **fixed: Any
 ) -> None:
-    """Jobs that push through aggregators; every result is compared with the undisturbed sum, bit by bit.
+    """All-reduces through aggregators; every result is compared with the undisturbed sum, bit by bit.
 
     What is not fixed by an option is drawn from the seed. The same seed and options are the same run everywhere, so a
     failure is replayed by its seed. Ends with 1 where a run failed, after telling its last packets.
@@ -363,16 +369,17 @@ def show_rates(
         raise click.BadParameter("give links a rate: without one there is no share of it", param_hint="--rate")
     if min(queue) < 0:
         raise click.BadParameter("KiB, or 0 for no limit", param_hint="--queue")
-    # Floats: of integers the simulator sends some blocks around the aggregator.
+    # One tensor in the format that a deployment has by default, in blocks none of which goes around the aggregator.
     fixed: dict[str, Any] = {
         "jobs": 1,
-        "floats": True,
+        "payload": _RATES_BLOCK_BYTES,
+        "floats": False,
+        "finite": True,
         "keyed": False,
         "duplicate": 0.0,
-        # As the engine has it: a header, exponents, and then the tensor.
         "shards": 1,
         "operation": 0,
-        "ahead": 2,
+        "queued": 1,
         "patient": True,
         "faults": False,
     }

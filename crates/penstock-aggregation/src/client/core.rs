@@ -10,6 +10,8 @@
 //!
 //! **An operation ends when *all* ranks have all its results**, which Credit shows. So a result that one rank has given to its
 //! user is known on all ranks, and when a server dies, all ranks can start again from the same operation.
+//!
+//! `penstock-sim` runs it: whole jobs with faults in `src/aggregation_tests.rs`, everything else in `tests/all_reduces.rs`.
 
 mod side;
 mod tensor;

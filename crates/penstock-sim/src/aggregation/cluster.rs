@@ -1,15 +1,26 @@
-//! The parameters of a scenario: addresses, every node's configuration, tensors, and the expected sums.
+//! The parameters of a scenario: addresses, and every node's configuration.
 
-use super::world::Epoch;
-use super::{BARE_BYTES, FULL_BYTES, Scenario, trees};
+use super::{BARE_BYTES, Scenario, trees};
 use crate::network::{Link, NodeId, Topology};
 use crate::random::{Random, mix};
+use penstock_aggregation::client::{PARENT, SERVER};
 use penstock_aggregation::{
-    Aggregator, Child, Endpoint, Format, HEADER_BYTES, Key, Limits, Node, Serial, Server, ServerConfig, Shard, Tenant,
+    Aggregator, Child, Endpoint, HEADER_BYTES, Key, Limits, MAX_PAYLOAD_BYTES, Node, Serial, Server, ServerConfig,
+    Shard, Tenant, Tree, WorkerConfig,
 };
 use penstock_types::Time;
 
-/// Addresses, configurations and tensors. Aggregators are numbered from 0; then for each job its server and its workers. A
+/// An epoch of a job.
+pub(super) struct Epoch {
+    pub(super) number: u16,
+    /// The first SeqNum.
+    pub(super) start: Serial,
+    /// The workers that take part, as a bitmap.
+    pub(super) alive: u64,
+    pub(super) tree: Tree,
+}
+
+/// Addresses and configurations. Aggregators are numbered from 0; then for each job its server and its workers. A
 /// node's host in the network has its number.
 impl Scenario {
     /// The hosts of all nodes, the switches between them, and their links.
@@ -53,9 +64,10 @@ impl Scenario {
         }
     }
 
-    /// Bytes of a packet on a link.
-    pub(super) fn wire_bytes(packet: &[u8]) -> u64 {
-        if packet.len() > HEADER_BYTES { FULL_BYTES } else { BARE_BYTES }
+    /// Bytes of a packet on a link, where a full block is as long as the largest one.
+    pub(super) fn wire_bytes(&self, packet: &[u8]) -> u64 {
+        let payload = packet.len().saturating_sub(HEADER_BYTES);
+        BARE_BYTES + (payload * MAX_PAYLOAD_BYTES / self.payload_bytes) as u64
     }
 
     pub(super) fn server_endpoint(&self, job: usize) -> Endpoint {
@@ -96,7 +108,7 @@ impl Scenario {
     /// All shards of an aggregator, without jobs.
     pub(super) fn aggregator(&self) -> Vec<Aggregator> {
         let slots = self.jobs * (self.window / self.shards).max(1) as usize;
-        let limits = Limits { jobs: self.jobs, slots, memory_bytes: slots * BLOCK_BYTES * (self.workers + 1) };
+        let limits = Limits { jobs: self.jobs, slots, memory_bytes: slots * self.payload_bytes * (self.workers + 1) };
         (0..self.shards).map(|index| Aggregator::sharded(limits, Shard { index, count: self.shards })).collect()
     }
 
@@ -122,12 +134,28 @@ impl Scenario {
             epoch: epoch.number,
             key: self.key(job, epoch),
             window: self.window,
-            block_bytes: BLOCK_BYTES,
+            block_bytes: self.payload_bytes,
             floats: self.floats,
             results: true,
             parent,
             children: children.collect(),
         })
+    }
+
+    /// What a worker knows of its server and of its place in the tree.
+    pub(super) fn worker(&self, job: usize, worker: usize, epoch: &Epoch) -> WorkerConfig {
+        WorkerConfig {
+            job: job as u32,
+            epoch: epoch.number,
+            key: self.key(job, epoch),
+            worker: worker as u8,
+            window: self.window,
+            start: epoch.start,
+            parent: if self.parent(job, worker, epoch).is_some() { PARENT } else { SERVER },
+            server: SERVER,
+            ask_parent: true,
+            timing: self.timing,
+        }
     }
 
     pub(super) fn server(&self, now: Time, job: usize, epoch: &Epoch) -> Server {
@@ -136,7 +164,7 @@ impl Scenario {
             epoch: epoch.number,
             key: self.key(job, epoch),
             window: self.window,
-            block_bytes: BLOCK_BYTES,
+            block_bytes: self.payload_bytes,
             start: epoch.start,
             tree: epoch.tree.clone(),
             workers: (0..self.workers).map(|worker| self.worker_endpoint(job, worker)).collect(),
@@ -145,57 +173,4 @@ impl Scenario {
         };
         Server::new(now, config)
     }
-
-    /// Whether a block is not finite at some worker, so that all send it as floats, straight to the server.
-    pub(super) fn is_full(&self, job: usize, block: u32) -> bool {
-        !self.floats && mix(self.seed ^ (job as u64) << 40 ^ u64::from(block)).is_multiple_of(16)
-    }
-
-    /// A worker's block: of a length, an exponent and elements of its own.
-    pub(super) fn block(&self, job: usize, epoch: &Epoch, worker: usize, block: u32) -> (Format, i16, Vec<u8>) {
-        let floats = self.floats || self.is_full(job, block);
-        let elements = 1 + block as usize % (BLOCK_BYTES / 4);
-        let mut random = Random::new(
-            mix(self.seed ^ (job as u64) << 48 ^ u64::from(epoch.number) << 32 ^ (worker as u64) << 24)
-                ^ u64::from(block),
-        );
-        let bytes = (0..elements).flat_map(|_| {
-            let bits = random.word();
-            if floats {
-                // Of very different size, so that the order of additions shows.
-                let size = 2f32.powi((bits >> 32 & 31) as i32 - 16);
-                (size * (bits as u32 as f32 - 2e9)).to_be_bytes()
-            } else {
-                (bits as u32).to_be_bytes()
-            }
-        });
-        (if floats { Format::F32 } else { Format::I32 }, block as i16 % 7, bytes.collect())
-    }
-
-    /// What every worker should get: computed from the tensors and the tree alone.
-    pub(super) fn expected(&self, job: usize, epoch: &Epoch, block: u32) -> (Format, i16, Vec<u8>) {
-        fn fold(children: &[Node], leaf: &impl Fn(usize) -> Vec<u32>, add: &impl Fn(u32, u32) -> u32) -> Vec<u32> {
-            let each = children.iter().map(|node| match node {
-                Node::Worker(worker) => leaf(usize::from(*worker)),
-                Node::Aggregator { children, .. } => fold(children, leaf, add),
-            });
-            each.reduce(|sum, next| sum.into_iter().zip(next).map(|(a, b)| add(a, b)).collect()).expect("children")
-        }
-        let words = |bytes: &[u8]| bytes.as_chunks::<4>().0.iter().map(|word| u32::from_be_bytes(*word)).collect();
-        let first = epoch.alive.trailing_zeros() as usize;
-        let (format, exponent, _) = self.block(job, epoch, first, block);
-        let sum =
-            fold(
-                &epoch.tree.children,
-                &|worker| words(&self.block(job, epoch, worker, block).2),
-                &|a, b| match format {
-                    Format::F32 => (f32::from_bits(a) + f32::from_bits(b)).to_bits(),
-                    _ => a.wrapping_add(b),
-                },
-            );
-        (format, exponent, sum.into_iter().flat_map(u32::to_be_bytes).collect())
-    }
 }
-
-/// Eight 32-bit elements: what is checked does not depend on the length.
-const BLOCK_BYTES: usize = 32;

@@ -1,33 +1,17 @@
 //! A run: nodes with the shipped machines, joined by the network, under one clock.
 
+mod fallen;
+mod ranks;
+
+use super::cluster::Epoch;
 use super::{Fault, LIMIT, Outcome, SOCKET_BUFFER, Scenario, TRACE_LINES};
 use crate::agenda::Agenda;
 use crate::network::{Event, FlowId, LinkId, Loss, Network, NodeId, Queue, Topology};
 use crate::random::Random;
-use penstock_aggregation::{
-    Action, Aggregator, Endpoint, FLAG_FULL, Format, Kind, Outbound, Received, Route, Serial, Server, Transmit, Tree,
-    Worker, WorkerConfig, decode,
-};
+use penstock_aggregation::{Action, Aggregator, Endpoint, FLAG_FULL, Server, Transmit, decode};
 use penstock_types::{MILLISECOND, SECOND, Time};
-use std::collections::VecDeque;
-
-/// A job's state outside of the machines.
-pub(super) struct Epoch {
-    pub(super) number: u16,
-    pub(super) start: Serial,
-    pub(super) alive: u64,
-    pub(super) tree: Tree,
-}
-
-pub(super) struct Driver {
-    pub(super) machine: Worker,
-    epoch: u16,
-    start: Serial,
-    got: Vec<bool>,
-    /// No block is posted before this time.
-    pub(super) begins: Time,
-    posted: u32,
-}
+use ranks::Rank;
+use std::collections::{HashMap, VecDeque};
 
 /// An aggregator's machines, and its state outside of them.
 struct AggregatorNode {
@@ -36,6 +20,14 @@ struct AggregatorNode {
     down_until: Time,
     /// The epoch that it should have open, by job.
     opened: Vec<u16>,
+}
+
+/// A job's server.
+struct ServerNode {
+    /// `None`: it is lost.
+    machine: Option<Server>,
+    /// The epoch that it has open, or would have.
+    epoch: u16,
 }
 
 /// What happens at a time of its own. Packets are the network's affair.
@@ -72,9 +64,12 @@ pub(super) struct World<'a> {
     sockets: Vec<LinkId>,
     aggregators: Vec<AggregatorNode>,
     pub(super) epochs: Vec<Vec<Epoch>>,
-    servers: Vec<Server>,
-    server_epochs: Vec<u16>,
-    pub(super) drivers: Vec<Vec<Option<Driver>>>,
+    /// By job.
+    servers: Vec<ServerNode>,
+    /// By job and worker; `None`: it is dead, or its job has ended without the server.
+    pub(super) ranks: Vec<Vec<Option<Rank>>>,
+    /// What a server returns, by job, epoch and block.
+    expected: HashMap<(usize, u16, u32), Vec<f32>>,
     /// By job: workers that live and do not have everything, a bit for each.
     unfinished: Vec<u64>,
     /// By node: when it is woken, if it is to be.
@@ -105,9 +100,11 @@ impl<'a> World<'a> {
                     opened: vec![0; scenario.jobs],
                 })
                 .collect(),
-            servers: (0..scenario.jobs).map(|job| scenario.server(Time(0), job, &epochs[job][0])).collect(),
-            server_epochs: vec![0; scenario.jobs],
-            drivers: (0..scenario.jobs).map(|_| (0..scenario.workers).map(|_| None).collect()).collect(),
+            servers: (0..scenario.jobs)
+                .map(|job| ServerNode { machine: Some(scenario.server(Time(0), job, &epochs[job][0])), epoch: 0 })
+                .collect(),
+            ranks: (0..scenario.jobs).map(|_| (0..scenario.workers).map(|_| None).collect()).collect(),
+            expected: HashMap::new(),
             unfinished: vec![0; scenario.jobs],
             epochs,
             scenario,
@@ -123,7 +120,7 @@ impl<'a> World<'a> {
         };
         for job in 0..scenario.jobs {
             (0..scenario.aggregators()).for_each(|aggregator| world.open_aggregator(aggregator, job));
-            (0..scenario.workers).for_each(|worker| world.open_worker(job, worker));
+            (0..scenario.workers).for_each(|worker| world.open_rank(job, worker));
         }
         world
     }
@@ -131,7 +128,9 @@ impl<'a> World<'a> {
     pub(super) fn run(&mut self) -> Result<(), String> {
         for job in 0..self.scenario.jobs {
             self.drain_server(job);
-            (0..self.scenario.workers).for_each(|worker| self.drain_worker(job, worker));
+            for worker in 0..self.scenario.workers {
+                self.drain_rank(job, worker)?;
+            }
         }
         while self.unfinished.iter().any(|workers| *workers != 0) {
             let Some(at) = self.timers.next_at().into_iter().chain(self.network.poll_timeout()).min() else {
@@ -147,7 +146,7 @@ impl<'a> World<'a> {
                 self.on_network(event)?;
             }
             while let Some(timer) = self.timers.pop(at) {
-                self.on_timer(timer);
+                self.on_timer(timer)?;
             }
         }
         Ok(())
@@ -159,32 +158,20 @@ impl<'a> World<'a> {
         Outcome { failure, lost, dropped, time: self.now.0, trace: self.trace.into(), ..self.outcome }
     }
 
-    /// Whether a worker lives and does not have everything. An operation ends when a worker knows that all workers have all
-    /// results.
-    fn judge(&mut self, job: usize, worker: usize) {
-        let newest = self.epochs[job].last().expect("one at least");
-        let is_unfinished = self.drivers[job][worker].as_ref().is_some_and(|driver| {
-            let end = driver.start.plus(self.scenario.blocks);
-            driver.epoch != newest.number || [driver.machine.received(), driver.machine.everywhere()] != [end; 2]
-        });
-        let others = self.unfinished[job] & !(1 << worker);
-        self.unfinished[job] = others | u64::from(is_unfinished) << worker;
-    }
-
-    fn on_timer(&mut self, timer: Timer) {
+    fn on_timer(&mut self, timer: Timer) -> Result<(), String> {
         match timer {
             Timer::Wake { node } => {
                 self.wakes[node.0 as usize] = None;
                 match self.scenario.place(node) {
-                    Some((job, None)) => self.servers[job].handle_timeout(self.now),
-                    Some((job, Some(worker))) => {
-                        if let Some(driver) = &mut self.drivers[job][worker] {
-                            driver.machine.handle_timeout(self.now);
+                    Some((job, None)) => {
+                        if let Some(server) = &mut self.servers[job].machine {
+                            server.handle_timeout(self.now);
                         }
                     }
+                    Some((job, Some(worker))) => self.wake_rank(job, worker)?,
                     None => {}
                 }
-                self.drain(node);
+                self.drain(node)?;
             }
             Timer::Open { job, node } => {
                 // If two epochs follow each other quickly, the newest one is opened at once, and once: a server that opened it
@@ -192,16 +179,19 @@ impl<'a> World<'a> {
                 let epoch = self.epochs[job].last().expect("one at least");
                 match self.scenario.place(node) {
                     None => self.open_aggregator(node.0 as usize, job),
-                    Some((_, None)) if self.server_epochs[job] != epoch.number => {
-                        self.servers[job] = self.scenario.server(self.now, job, epoch);
-                        self.server_epochs[job] = epoch.number;
+                    Some((_, None)) if self.servers[job].epoch != epoch.number => {
+                        if let Some(server) = &mut self.servers[job].machine {
+                            *server = self.scenario.server(self.now, job, epoch);
+                        }
+                        self.servers[job].epoch = epoch.number;
                         self.drain_server(job);
                     }
                     Some((_, Some(worker))) => {
                         // It may have died in the meantime.
-                        if self.drivers[job][worker].as_ref().is_some_and(|driver| driver.epoch != epoch.number) {
-                            self.open_worker(job, worker);
-                            self.drain_worker(job, worker);
+                        if self.ranks[job][worker].as_ref().is_some_and(|rank| rank.epoch != epoch.number) {
+                            self.dismiss(job, worker)?;
+                            self.open_rank(job, worker);
+                            self.drain_rank(job, worker)?;
                         }
                     }
                     Some((_, None)) => {}
@@ -215,6 +205,7 @@ impl<'a> World<'a> {
                 }
             }
         }
+        Ok(())
     }
 
     fn on_network(&mut self, event: Event<Datagram>) -> Result<(), String> {
@@ -224,7 +215,7 @@ impl<'a> World<'a> {
                 while self.faults.front().is_some_and(|(at, _)| *at < self.outcome.arrived) {
                     let (_, fault) = self.faults.pop_front().expect("looked at");
                     self.note(|| format!("{fault:?}"));
-                    self.fail(fault);
+                    self.fail(fault)?;
                 }
                 self.arrive(Endpoint(packet.to.0), Endpoint(packet.from.0), packet.payload)
             }
@@ -239,8 +230,7 @@ impl<'a> World<'a> {
             }
             Event::Room(Queue::Link(link)) => {
                 let [node, _] = self.network.topology().ends(link);
-                self.drain(Endpoint(node.0));
-                Ok(())
+                self.drain(Endpoint(node.0))
             }
             Event::Room(Queue::Flow(_)) => Ok(()),
         }
@@ -265,38 +255,17 @@ impl<'a> World<'a> {
                 sent.into_iter().for_each(|(next, bytes)| self.send(next, to, bytes));
             }
             Some((job, None)) => {
-                let _ = self.servers[job].handle_packet(self.now, from, &bytes);
-                self.drain_server(job);
-            }
-            Some((job, Some(worker))) => {
-                let Some(driver) = &mut self.drivers[job][worker] else {
-                    return Ok(());
-                };
-                if let Ok(Received::Result { seq, format, exponent, payload }) =
-                    driver.machine.handle_packet(self.now, from, &bytes)
-                {
-                    let block = seq.ahead_of(driver.start) as u32;
-                    let epoch = &self.epochs[job][usize::from(driver.epoch)];
-                    if std::mem::replace(&mut driver.got[block as usize], true) {
-                        return Err(format!("worker {worker} of job {job} got the result of block {block} twice"));
-                    }
-                    let expected = self.scenario.expected(job, epoch, block);
-                    if (format, exponent, payload) != (expected.0, expected.1, &expected.2[..]) {
-                        return Err(format!(
-                            "worker {worker} of job {job} got for block {block} of epoch {}: {format:?} {exponent} \
-                             {payload:02x?} instead of {expected:02x?}",
-                            epoch.number
-                        ));
-                    }
-                    self.outcome.results += 1;
+                if let Some(server) = &mut self.servers[job].machine {
+                    let _ = server.handle_packet(self.now, from, &bytes);
+                    self.drain_server(job);
                 }
-                self.drain_worker(job, worker);
             }
+            Some((job, Some(worker))) => self.arrive_at_rank(job, worker, from, &bytes)?,
         }
         Ok(())
     }
 
-    fn fail(&mut self, fault: Fault) {
+    fn fail(&mut self, fault: Fault) -> Result<(), String> {
         match fault {
             Fault::Restart { aggregator, down } if aggregator < self.aggregators.len() => {
                 self.aggregators[aggregator].shards = self.scenario.aggregator();
@@ -319,12 +288,13 @@ impl<'a> World<'a> {
             Fault::Kill { job, worker } => {
                 let before = self.epochs[job].last().expect("one at least");
                 let alive = before.alive & !(1 << worker);
-                if alive == 0 || alive == before.alive {
-                    return;
+                let has_ended = self.ranks[job].iter().all(Option::is_none);
+                if alive == 0 || alive == before.alive || has_ended {
+                    return Ok(());
                 }
                 let next = self.scenario.epoch(before.number + 1, alive, &mut self.random);
                 self.epochs[job].push(next);
-                self.drivers[job][worker] = None;
+                self.dismiss(job, worker)?;
                 // The control plane notices, and tells every node; the nodes hear of it one by one.
                 let mut nodes: Vec<Endpoint> =
                     (0..self.aggregators.len()).map(|number| Endpoint(number as u32)).collect();
@@ -336,8 +306,13 @@ impl<'a> World<'a> {
                 }
                 (0..self.scenario.workers).for_each(|worker| self.judge(job, worker));
             }
+            Fault::LoseServer { job } => {
+                self.servers[job].machine = None;
+                self.network.take_down(NodeId(self.scenario.server_endpoint(job).0), Time(u64::MAX));
+            }
             Fault::Restart { .. } | Fault::Die { .. } => {}
         }
+        Ok(())
     }
 
     fn take_down(&mut self, aggregator: usize, until: Time) {
@@ -362,96 +337,28 @@ impl<'a> World<'a> {
         }
     }
 
-    fn open_worker(&mut self, job: usize, worker: usize) {
-        let epoch = self.epochs[job].last().expect("one at least");
-        let begins = self.now.plus(self.random.below(3) * self.random.below(2 * MILLISECOND));
-        let server = self.scenario.server_endpoint(job);
-        let config = WorkerConfig {
-            job: job as u32,
-            epoch: epoch.number,
-            key: self.scenario.key(job, epoch),
-            worker: worker as u8,
-            window: self.scenario.window,
-            start: epoch.start,
-            parent: self.scenario.parent(job, worker, epoch).unwrap_or(server),
-            server,
-            ask_parent: true,
-            timing: self.scenario.timing,
-        };
-        self.drivers[job][worker] = Some(Driver {
-            machine: Worker::new(self.now, config),
-            epoch: epoch.number,
-            start: epoch.start,
-            got: vec![false; self.scenario.blocks as usize],
-            begins,
-            posted: 0,
-        });
-        self.judge(job, worker);
-        self.timers.add(begins, Timer::Wake { node: self.scenario.worker_endpoint(job, worker) });
-    }
-
     /// A node sends what it can.
-    fn drain(&mut self, node: Endpoint) {
+    fn drain(&mut self, node: Endpoint) -> Result<(), String> {
         match self.scenario.place(node) {
             Some((job, None)) => self.drain_server(job),
-            Some((job, Some(worker))) => self.drain_worker(job, worker),
+            Some((job, Some(worker))) => self.drain_rank(job, worker)?,
             None => {}
         }
-    }
-
-    fn drain_worker(&mut self, job: usize, worker: usize) {
-        let Some(driver) = &mut self.drivers[job][worker] else {
-            return;
-        };
-        let Scenario { operation, ahead, blocks, .. } = *self.scenario;
-        while self.now >= driver.begins && driver.posted < blocks {
-            let (posted, machine) = (driver.start.plus(driver.posted), &driver.machine);
-            let of_operation = driver.posted.checked_rem(operation).unwrap_or(driver.posted);
-            if (of_operation == ahead && machine.received() != posted)
-                || (of_operation == 0 && machine.everywhere() != posted)
-            {
-                break;
-            }
-            let full = self.scenario.is_full(job, driver.posted);
-            if driver.machine.post(if full { Route::Full } else { Route::Tree }).is_none() {
-                break;
-            }
-            driver.posted += 1;
-        }
-        let node = self.scenario.worker_endpoint(job, worker);
-        while self.has_room(node)
-            && let Some((to, bytes)) = self.next_of(job, worker)
-        {
-            self.send(to, node, bytes);
-        }
-        if let Some(driver) = &self.drivers[job][worker] {
-            self.wake(node, driver.machine.poll_timeout());
-        }
-        self.judge(job, worker);
-    }
-
-    /// The packet that a worker sends next.
-    fn next_of(&mut self, job: usize, worker: usize) -> Option<(Endpoint, Vec<u8>)> {
-        let driver = self.drivers[job][worker].as_mut()?;
-        let Outbound { to, header } = driver.machine.poll_transmit(self.now)?;
-        if header.kind != Kind::Push {
-            return Some((to, driver.machine.seal(&header, Format::None, 0, &[]).to_vec()));
-        }
-        let epoch = &self.epochs[job][usize::from(driver.epoch)];
-        let block = header.seq.ahead_of(driver.start) as u32;
-        let (format, exponent, bytes) = self.scenario.block(job, epoch, worker, block);
-        Some((to, [&driver.machine.seal(&header, format, exponent, &bytes)[..], &bytes].concat()))
+        Ok(())
     }
 
     fn drain_server(&mut self, job: usize) {
         let node = self.scenario.server_endpoint(job);
         while self.has_room(node)
-            && let Some(Transmit { to, header, payload }) = self.servers[job].poll_transmit()
+            && let Some(Transmit { to, header, payload }) =
+                self.servers[job].machine.as_mut().and_then(Server::poll_transmit)
         {
             let bytes = [&header[..], payload].concat();
             self.send(to, node, bytes);
         }
-        self.wake(node, self.servers[job].poll_timeout());
+        if let Some(server) = &self.servers[job].machine {
+            self.wake(node, server.poll_timeout());
+        }
     }
 
     /// Whether a node's socket has room for another packet. If not, the network tells when it has.
@@ -470,7 +377,7 @@ impl<'a> World<'a> {
             Ok(packet) if self.scenario.place(to).is_none() => packet.header.seq.0 % self.scenario.shards,
             _ => 0,
         };
-        let (flow, length) = (self.flow(from, to), Scenario::wire_bytes(&bytes));
+        let (flow, length) = (self.flow(from, to), self.scenario.wire_bytes(&bytes));
         if self.scenario.keyed && self.random.below(64) == 0 {
             // Damage, or an unauthenticated peer: a copy comes as well in which a bit is flipped.
             let mut bytes = bytes.clone();
