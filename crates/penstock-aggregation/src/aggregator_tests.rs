@@ -230,8 +230,11 @@ fn results() {
     assert_eq!(sent(&mut node, Endpoint(1), &ask(1, 0)), Ok((vec![ABOVE], ask(1, 0))));
     handle(&mut node, 0, &push(0, 0, 5)).unwrap();
     let (to, named) = sent(&mut node, Endpoint(0), &ask(0, 0)).unwrap();
-    let told = decode(&named).unwrap().header;
-    assert_eq!((to, told.kind, told.seq, told.workers), (all.clone(), Kind::Missing, Serial(0), 0b1110));
+    let named_header = decode(&named).unwrap().header;
+    assert_eq!(
+        (to, named_header.kind, named_header.seq, named_header.workers),
+        (all.clone(), Kind::Missing, Serial(0), 0b1110)
+    );
     assert_eq!(sent(&mut node, Endpoint(1), &ask(1, 0)), nothing(), "all have been told");
     assert_eq!(sent(&mut node, Endpoint(0), &ask(0, 0)).unwrap().0, all, "somebody asks again");
     handle(&mut node, 1, &push(1, 0, 7)).unwrap();

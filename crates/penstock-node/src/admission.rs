@@ -49,7 +49,7 @@ pub(crate) struct Admitted {
     pub(crate) workers: Vec<u64>,
     /// The node's number for every port of every place.
     pub(crate) endpoints: HashMap<SocketAddr, Endpoint>,
-    /// Only on a server.
+    /// The tree of the job; `None` on an aggregator.
     pub(crate) tree: Option<Tree>,
     /// Only on a server: how many of `places` are workers.
     pub(crate) addressed: usize,
@@ -322,8 +322,8 @@ mod tests {
         ] {
             let text = AGGREGATOR.replacen(from, to, 1);
             assert_ne!(text, AGGREGATOR);
-            let told = aggregator(&text).unwrap_err();
-            assert!(told.contains(reason), "{told:?} should say {reason:?}");
+            let error = aggregator(&text).unwrap_err();
+            assert!(error.contains(reason), "{error:?} should say {reason:?}");
         }
         for (from, to, reason) in [
             ("{\"worker\": 2}", "{\"worker\": 0}", "worker 0 stands twice"),
@@ -336,8 +336,8 @@ mod tests {
         ] {
             let text = SERVER.replacen(from, to, 1);
             assert_ne!(text, SERVER);
-            let told = server(&text).unwrap_err();
-            assert!(told.contains(reason), "{told:?} should say {reason:?}");
+            let error = server(&text).unwrap_err();
+            assert!(error.contains(reason), "{error:?} should say {reason:?}");
         }
         let no_workers = SERVER.replace(r#"["10.0.0.1:100", "10.0.0.2:100", "10.0.0.2:101"]"#, "[]");
         assert!(server(&no_workers).unwrap_err().contains("workers: 0 addresses"));

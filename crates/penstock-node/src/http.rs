@@ -76,7 +76,7 @@ pub(crate) fn serve(
     handle: impl Fn(&Request) -> Response + Send + Sync + 'static,
 ) {
     let handle = Arc::new(handle);
-    let crowd = Arc::new(Crowd::default());
+    let connections = Arc::new(Connections::default());
     let mut complained: Option<Instant> = None;
     loop {
         let stream = match accept() {
@@ -89,32 +89,32 @@ pub(crate) fn serve(
                         complained = Some(Instant::now());
                         log::warn!("penstock: cannot accept HTTP connections ({error}); trying again until it works");
                     }
-                    crowd.make_room();
+                    connections.make_room();
                     std::thread::sleep(ACCEPT_AGAIN);
                     continue;
                 }
             },
         };
-        if !crowd.enter(&stream) {
+        if !connections.enter(&stream) {
             continue;
         }
-        let (handle, crowd_there) = (Arc::clone(&handle), Arc::clone(&crowd));
+        let (handle, connections_there) = (Arc::clone(&handle), Arc::clone(&connections));
         let stream_there = Arc::clone(&stream);
         let started = std::thread::Builder::new().name("penstock-http".into()).spawn(move || {
-            if let Err(error) = converse(&stream_there, &crowd_there, &*handle) {
+            if let Err(error) = converse(&stream_there, &connections_there, &*handle) {
                 log::debug!("penstock: an HTTP connection broke off: {error}");
             }
-            crowd_there.leave(&stream_there);
+            connections_there.leave(&stream_there);
         });
         if started.is_err() {
-            crowd.leave(&stream);
+            connections.leave(&stream);
         }
     }
 }
 
 /// The open connections.
 #[derive(Default)]
-struct Crowd(Mutex<Places>);
+struct Connections(Mutex<Places>);
 
 #[derive(Default)]
 struct Places {
@@ -124,7 +124,7 @@ struct Places {
     answered: usize,
 }
 
-impl Crowd {
+impl Connections {
     /// Adds a connection. Returns false if all are being answered; otherwise the oldest other one may be closed for it.
     fn enter(&self, stream: &Arc<TcpStream>) -> bool {
         let mut places = self.places();
@@ -166,13 +166,13 @@ impl Crowd {
 
 /// A connection that is being answered. Dropping it, also in a panic, ends that.
 struct Answered<'a> {
-    crowd: &'a Crowd,
+    connections: &'a Connections,
     stream: &'a Arc<TcpStream>,
 }
 
 impl Drop for Answered<'_> {
     fn drop(&mut self) {
-        self.crowd.is_answered(self.stream);
+        self.connections.is_answered(self.stream);
     }
 }
 
@@ -190,14 +190,18 @@ impl Places {
     }
 }
 
-fn converse(stream: &Arc<TcpStream>, crowd: &Crowd, handle: &impl Fn(&Request) -> Response) -> io::Result<()> {
+fn converse(
+    stream: &Arc<TcpStream>,
+    connections: &Connections,
+    handle: &impl Fn(&Request) -> Response,
+) -> io::Result<()> {
     stream.set_write_timeout(Some(PATIENCE))?;
     let deadline = Instant::now() + PATIENCE;
     let read = read(&mut Deadline { stream, deadline });
-    if !crowd.is_read(stream) {
+    if !connections.is_read(stream) {
         return Err(io::ErrorKind::ConnectionAborted.into());
     }
-    let place = Answered { crowd, stream };
+    let place = Answered { connections, stream };
     let answered = (|| {
         let response = match read {
             Ok(request) => handle(&request),

@@ -110,24 +110,28 @@ mod tests {
         let proof = prove(b"secret", "d0", request.0, request.1, "1000", request.2);
         // From Python: hmac.new(b"secret", b"PUT\n/jobs/7?x=1\n1000\nd0\n{}", "sha256").hexdigest()
         assert_eq!(proof, EXPECTED);
-        let told = |secret: &[u8], now, request, time: Option<&str>, proof: Option<&str>| {
+        let refusal = |secret: &[u8], now, request, time: Option<&str>, proof: Option<&str>| {
             check(secret, "d0", now, request, time, proof).err().unwrap_or_default()
         };
         let good = Some(proof.as_str());
-        assert_eq!(told(b"secret", 1060, request, Some("1000"), good), "");
-        assert_eq!(told(b"secret", 940, request, Some("1000"), good), "");
+        assert_eq!(refusal(b"secret", 1060, request, Some("1000"), good), "");
+        assert_eq!(refusal(b"secret", 940, request, Some("1000"), good), "");
         assert!(check(b"secret", "d1", 1000, request, Some("1000"), good).is_err(), "another daemon's");
-        assert!(told(b"secret", 1061, request, Some("1000"), good).contains("clocks"));
-        assert!(told(b"secret", 939, request, Some("1000"), good).contains("clocks"));
-        assert!(told(b"secret", 1000, request, Some("1001"), good).contains("does not hold"));
-        assert!(told(b"other", 1000, request, Some("1000"), good).contains("does not hold"));
-        assert!(told(b"secret", 1000, ("DELETE", request.1, request.2), Some("1000"), good).contains("does not hold"));
-        assert!(told(b"secret", 1000, ("PUT", "/jobs/8?x=1", request.2), Some("1000"), good).contains("does not hold"));
-        assert!(told(b"secret", 1000, ("PUT", request.1, b"{} "), Some("1000"), good).contains("does not hold"));
-        assert!(told(b"secret", 1000, request, Some("1000"), Some("12")).contains("does not hold"));
-        assert!(told(b"secret", 1000, request, Some("soon"), good).contains("not a number"));
-        assert!(told(b"secret", 1000, request, None, good).contains("PENSTOCK_SECRET"));
-        assert!(told(b"secret", 1000, request, Some("1000"), None).contains("PENSTOCK_SECRET"));
+        assert!(refusal(b"secret", 1061, request, Some("1000"), good).contains("clocks"));
+        assert!(refusal(b"secret", 939, request, Some("1000"), good).contains("clocks"));
+        assert!(refusal(b"secret", 1000, request, Some("1001"), good).contains("does not hold"));
+        assert!(refusal(b"other", 1000, request, Some("1000"), good).contains("does not hold"));
+        assert!(
+            refusal(b"secret", 1000, ("DELETE", request.1, request.2), Some("1000"), good).contains("does not hold")
+        );
+        assert!(
+            refusal(b"secret", 1000, ("PUT", "/jobs/8?x=1", request.2), Some("1000"), good).contains("does not hold")
+        );
+        assert!(refusal(b"secret", 1000, ("PUT", request.1, b"{} "), Some("1000"), good).contains("does not hold"));
+        assert!(refusal(b"secret", 1000, request, Some("1000"), Some("12")).contains("does not hold"));
+        assert!(refusal(b"secret", 1000, request, Some("soon"), good).contains("not a number"));
+        assert!(refusal(b"secret", 1000, request, None, good).contains("PENSTOCK_SECRET"));
+        assert!(refusal(b"secret", 1000, request, Some("1000"), None).contains("PENSTOCK_SECRET"));
     }
 
     const EXPECTED: &str = "8cd9ac5650c203bb6ce9462cff0230229812925f2ea8d3ec7a350620a093aa64";

@@ -169,11 +169,15 @@ impl Report {
         let answered = "Results that a child had lost and got from here.";
         out.counter("job_answered", answered, &each(&|job| job.counters.answered));
         if role == "server" {
-            let told = |value: &dyn Fn(&ServerReport) -> u64| each(&|job| job.server.as_ref().map_or(0, value));
-            out.counter("job_committed", "Sums committed.", &told(&|server| server.committed));
-            out.gauge("job_ack", "The next block that is not committed.", &told(&|server| u64::from(server.ack)));
-            out.gauge("job_credit", "The highest block that may be sent.", &told(&|server| u64::from(server.credit)));
-            let direct = told(&|server| u64::from(server.direct.count_ones()));
+            let servers = |value: &dyn Fn(&ServerReport) -> u64| each(&|job| job.server.as_ref().map_or(0, value));
+            out.counter("job_committed", "Sums committed.", &servers(&|server| server.committed));
+            out.gauge("job_ack", "The next block that is not committed.", &servers(&|server| u64::from(server.ack)));
+            out.gauge(
+                "job_credit",
+                "The highest block that may be sent.",
+                &servers(&|server| u64::from(server.credit)),
+            );
+            let direct = servers(&|server| u64::from(server.direct.count_ones()));
             out.gauge("job_direct_workers", "Workers that pass an aggregator by.", &direct);
         }
         let refused =
@@ -230,7 +234,7 @@ impl JobReport {
     }
 
     fn json(&self) -> Value {
-        let mut told = counters(&self.counters);
+        let mut fields = counters(&self.counters);
         for (name, value) in [
             ("job", json!(self.job)),
             ("epoch", json!(self.epoch)),
@@ -244,15 +248,15 @@ impl JobReport {
             ("silent_s", json!(seconds(self.silent_ns()))),
             ("nodes", self.nodes.iter().map(NodeReport::json).collect()),
         ] {
-            told.insert(name.into(), value);
+            fields.insert(name.into(), value);
         }
         if let Some(ServerReport { committed, ack, credit, direct }) = self.server {
-            told.insert("committed".into(), json!(committed));
-            told.insert("ack".into(), json!(ack));
-            told.insert("credit".into(), json!(credit));
-            told.insert("direct".into(), json!(format!("{direct:#x}")));
+            fields.insert("committed".into(), json!(committed));
+            fields.insert("ack".into(), json!(ack));
+            fields.insert("credit".into(), json!(credit));
+            fields.insert("direct".into(), json!(format!("{direct:#x}")));
         }
-        Value::Object(told)
+        Value::Object(fields)
     }
 }
 
@@ -270,7 +274,7 @@ impl NodeReport {
     }
 
     fn json(&self) -> Value {
-        let mut told = counters(&self.counters);
+        let mut fields = counters(&self.counters);
         for (name, value) in [
             ("node", json!(self.kind())),
             ("address", json!(self.address.to_string())),
@@ -280,9 +284,9 @@ impl NodeReport {
             ("silent_s", json!(self.silent_ns.map(seconds))),
             ("receives", json!(self.receives)),
         ] {
-            told.insert(name.into(), value);
+            fields.insert(name.into(), value);
         }
-        Value::Object(told)
+        Value::Object(fields)
     }
 }
 

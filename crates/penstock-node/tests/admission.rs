@@ -43,19 +43,19 @@ fn opening() {
     for (role, job) in both() {
         let node = daemon(config(role));
         let at = node.local_addr();
-        let (status, told) = put(at, 7, &job(5));
-        assert_eq!(status, 201, "{told}");
-        let told: Value = serde_json::from_str(&told).unwrap();
-        assert_eq!(told, json!({ "shards": 1, "udp": at.to_string() }));
+        let (status, reply) = put(at, 7, &job(5));
+        assert_eq!(status, 201, "{reply}");
+        let reply: Value = serde_json::from_str(&reply).unwrap();
+        assert_eq!(reply, json!({ "shards": 1, "udp": at.to_string() }));
         assert_eq!(put(at, 7, &job(5)).0, 200, "the same once more");
         let mut other = job(5);
         other["window"] = json!(32);
-        let (status, told) = put(at, 7, &other);
+        let (status, reply) = put(at, 7, &other);
         assert_eq!(status, 409);
-        assert!(told.contains("open with other contents"), "{told}");
-        let (status, told) = put(at, 7, &job(4));
+        assert!(reply.contains("open with other contents"), "{reply}");
+        let (status, reply) = put(at, 7, &job(4));
         assert_eq!(status, 409);
-        assert!(told.contains("epoch 5 of job 7 is newer than 4"), "{told}");
+        assert!(reply.contains("epoch 5 of job 7 is newer than 4"), "{reply}");
         assert_eq!(put(at, 7, &job(6)).0, 201, "the next epoch");
         assert_eq!(job_at(at, 7)["epoch"], 6);
         assert_eq!(get(at, "/")["jobs"], json!([{ "job": 7, "epoch": 6 }]));
@@ -64,8 +64,8 @@ fn opening() {
         assert_eq!(delete(at, 7, 6), 404);
         assert_eq!(job_at(at, 7), Value::Null);
         // An aggregator may forget and begin again; a server would have forgotten what it committed.
-        let (status, told) = put(at, 7, &job(6));
-        assert_eq!(status, if role == Role::Server { 409 } else { 201 }, "{told}");
+        let (status, reply) = put(at, 7, &job(6));
+        assert_eq!(status, if role == Role::Server { 409 } else { 201 }, "{reply}");
         assert_eq!(put(at, 7, &job(7)).0, 201);
     }
 }
@@ -90,9 +90,9 @@ fn malformed() {
         ("/key", json!("00"), "key: 32 hex digits"),
         ("/parent/address", json!("nowhere"), "is not an address and a port"),
     ] {
-        let (status, told) = changed(pointer, value);
-        assert_eq!(status, 400, "{pointer}: {told}");
-        assert!(told.contains(reason), "{pointer}: {told}");
+        let (status, reply) = changed(pointer, value);
+        assert_eq!(status, 400, "{pointer}: {reply}");
+        assert!(reply.contains(reason), "{pointer}: {reply}");
     }
     let request = |method: &str, path: &str, body: &str| http(at, method, path, &[], body).0;
     assert_eq!(request("PUT", "/jobs/7", "{"), 400);
@@ -134,9 +134,9 @@ fn quotas() {
             let node = daemon(config);
             let at = node.local_addr();
             assert_eq!(put(at, 1, &job(1)).0, 201);
-            let (status, told) = put(at, 2, &job(1));
-            assert_eq!(status, 409, "{told}");
-            assert!(told.contains(reason), "{told}");
+            let (status, reply) = put(at, 2, &job(1));
+            assert_eq!(status, 409, "{reply}");
+            assert!(reply.contains(reason), "{reply}");
             assert_eq!(put(at, 1, &job(2)).0, 201, "a job's next epoch takes its own room");
             assert_eq!(delete(at, 1, 2), 200);
             assert_eq!(put(at, 2, &job(1)).0, 201);
@@ -151,14 +151,14 @@ fn secrets() {
     let at = node.local_addr();
     let body = aggregator_job(1).to_string();
     let send = |method: &str, path: &str, headers: &[(&str, String)], body: &str| {
-        let (status, told) = http(at, method, path, headers, body);
-        assert!(!told.contains("hush"), "{told}");
-        (status, told)
+        let (status, reply) = http(at, method, path, headers, body);
+        assert!(!reply.contains("hush"), "{reply}");
+        (status, reply)
     };
     let put = |headers: &[(&str, String)]| send("PUT", "/jobs/7", headers, &body);
-    let (status, told) = put(&[]);
+    let (status, reply) = put(&[]);
     assert_eq!(status, 401);
-    assert!(told.contains("this node has a secret"), "{told}");
+    assert!(reply.contains("this node has a secret"), "{reply}");
     assert_eq!(put(&proof(at, b"other", "PUT", "/jobs/7", &body)).0, 401);
     assert_eq!(put(&proof(at, b"hush", "PUT", "/jobs/8", &body)).0, 401, "another job's");
     assert_eq!(put(&proof(at, b"hush", "DELETE", "/jobs/7", &body)).0, 401, "another request's");
@@ -169,9 +169,9 @@ fn secrets() {
         (TIME_HEADER, "1000".to_string()),
         (PROOF_HEADER, prove(b"hush", daemon, "PUT", "/jobs/7", "1000", body.as_bytes())),
     ];
-    let (status, told) = put(&old);
+    let (status, reply) = put(&old);
     assert_eq!(status, 401);
-    assert!(told.contains("are the clocks right"), "{told}");
+    assert!(reply.contains("are the clocks right"), "{reply}");
     assert_eq!(get(at, "/")["jobs"], json!([]));
     assert_eq!(put(&proof(at, b"hush", "PUT", "/jobs/7", &body)).0, 201);
     let path = "/jobs/7?epoch=1";
@@ -198,8 +198,8 @@ fn proofs_are_for_one_daemon() {
             true => http(to.local_addr(), "PUT", "/jobs/7", &opening, &open),
             false => http(to.local_addr(), "DELETE", close, &closing, ""),
         };
-        let (status, told) = send(replayed, true);
-        assert!(status == 401 && told.contains("for this daemon"), "{told}");
+        let (status, reply) = send(replayed, true);
+        assert!(status == 401 && reply.contains("for this daemon"), "{reply}");
         assert_eq!(send(heard, true).0, 201);
         assert_eq!(put_with(replayed, &open).0, 201);
         assert_eq!(send(replayed, false).0, 401);
@@ -333,8 +333,8 @@ fn draining() {
     let at = node.local_addr();
     node.drain();
     assert_eq!(get(at, "/")["draining"], true);
-    let (status, told) = put(at, 8, &aggregator_job(1));
-    assert_eq!(status, 503, "{told}");
+    let (status, reply) = put(at, 8, &aggregator_job(1));
+    assert_eq!(status, 503, "{reply}");
     assert!(!node.wait(Duration::from_millis(200)), "it waits for the other worker");
     push(&mut sockets[1], at, 2);
     assert!(node.wait(Duration::from_secs(10)), "the sum is complete");
@@ -392,21 +392,21 @@ fn silent_jobs_are_forgotten() {
 /// What cannot be had is told with what to do, and nothing is left behind.
 #[test]
 fn starts_that_fail() {
-    let told = |config: Config| -> (String, StartError) {
+    let failed = |config: Config| -> (String, StartError) {
         let error = Daemon::start(config).err().expect("it cannot start");
         (error.to_string(), error)
     };
     let node = daemon(config(Role::Aggregator));
-    let (text, error) = told(Config { listen: node.local_addr(), ..config(Role::Server) });
+    let (text, error) = failed(Config { listen: node.local_addr(), ..config(Role::Server) });
     assert!(matches!(error, StartError::Bind { protocol: "UDP", .. }));
     assert!(text.contains(&format!("UDP port {} of 127.0.0.1 is taken", node.local_addr().port())), "{text}");
     let taken = TcpListener::bind(ANY).unwrap();
-    let (text, _) = told(Config { listen: taken.local_addr().unwrap(), ..config(Role::Server) });
+    let (text, _) = failed(Config { listen: taken.local_addr().unwrap(), ..config(Role::Server) });
     assert!(text.contains("TCP port") && text.contains("--listen"), "{text}");
-    let (text, _) = told(Config { listen: "192.0.2.1:7471".parse().unwrap(), ..config(Role::Server) });
+    let (text, _) = failed(Config { listen: "192.0.2.1:7471".parse().unwrap(), ..config(Role::Server) });
     assert!(text.contains("192.0.2.1 is not an address of this machine"), "{text}");
     let limits = Limits { jobs: 1, slots: 1, memory_bytes: 1 << 60 };
-    let (text, _) = told(Config { limits, ..config(Role::Server) });
+    let (text, _) = failed(Config { limits, ..config(Role::Server) });
     assert!(text.contains("more than this machine has"), "{text}");
     // The ports of a start that failed, and of a daemon that ended, are free again.
     let at = node.local_addr();

@@ -68,8 +68,8 @@ fn show(socket: &UdpSocket) {
 /// Waits until the daemon has taken so many of the job's packets: it takes them, and sends, in order.
 fn await_packets(node: &Daemon, count: u64) {
     let packets = || -> u64 {
-        let told = get(node.local_addr(), "/jobs");
-        told["jobs"][0]["nodes"].as_array().expect("nodes").iter().map(|node| node["packets"].as_u64().unwrap()).sum()
+        let reply = get(node.local_addr(), "/jobs");
+        reply["jobs"][0]["nodes"].as_array().expect("nodes").iter().map(|node| node["packets"].as_u64().unwrap()).sum()
     };
     let start = std::time::Instant::now();
     while packets() < count {

@@ -30,12 +30,12 @@ fn one_aggregator() {
         let mut cluster = Cluster::start(Config { offloads, ..config(Role::Server) }, vec![node], &job);
         cluster.open(&job);
         cluster.run(&job, |_, _| ());
-        let told = job_at(cluster.places[0].0, job.number);
-        assert_eq!(told["completed"], job.blocks, "all sums went through the aggregator: {told}");
-        assert_eq!(told["slots"], job.window);
-        assert_eq!(told["keyed"], keyed);
+        let reply = job_at(cluster.places[0].0, job.number);
+        assert_eq!(reply["completed"], job.blocks, "all sums went through the aggregator: {reply}");
+        assert_eq!(reply["slots"], job.window);
+        assert_eq!(reply["keyed"], keyed);
         for worker in 0..workers {
-            let node = &told["nodes"][worker + 1];
+            let node = &reply["nodes"][worker + 1];
             assert_eq!(node["added"], job.blocks, "{node}");
             assert_eq!(node["workers"], format!("{:#x}", 1 << worker));
             assert_eq!(node["address"], cluster.sockets[worker].local_addr().to_string());
@@ -58,9 +58,9 @@ fn two_levels() {
         cluster.open(&job);
         cluster.run(&job, |_, _| ());
         for (address, _) in &cluster.places {
-            let told = job_at(*address, job.number);
-            assert_eq!(told["completed"], job.blocks, "{told}");
-            assert!(told["relayed"].as_u64().unwrap() >= u64::from(job.blocks), "results came back this way: {told}");
+            let reply = job_at(*address, job.number);
+            assert_eq!(reply["completed"], job.blocks, "{reply}");
+            assert!(reply["relayed"].as_u64().unwrap() >= u64::from(job.blocks), "results came back this way: {reply}");
         }
     }
 }
@@ -100,8 +100,8 @@ fn an_aggregator_restarts() {
         }
     });
     assert_eq!(restarts, 2);
-    let told = job_at(cluster.places[0].0, job.number);
-    assert!(told["completed"].as_u64().unwrap() > 0, "the path was taken again: {told}");
+    let reply = job_at(cluster.places[0].0, job.number);
+    assert!(reply["completed"].as_u64().unwrap() > 0, "the path was taken again: {reply}");
 }
 
 /// An aggregator that dies is passed by within a second, and the others' paths go on; the job ends as if nothing were.
@@ -156,10 +156,10 @@ fn unauthenticated_peers_flood() {
             stop.store(true, Ordering::Relaxed);
         });
         for address in [node, server] {
-            let (refused, told) = (get(address, "/jobs")["unauthenticated"].clone(), job_at(address, job.number));
+            let (refused, reply) = (get(address, "/jobs")["unauthenticated"].clone(), job_at(address, job.number));
             assert!(refused["malformed"].as_u64() > Some(0) && refused["job"].as_u64() > Some(0), "{refused}");
-            assert!(told["refused"][if key.is_some() { "key" } else { "sender" }].as_u64() > Some(0), "{told}");
-            assert!(told["refused"]["epoch"].as_u64() > Some(0), "{told}");
+            assert!(reply["refused"][if key.is_some() { "key" } else { "sender" }].as_u64() > Some(0), "{reply}");
+            assert!(reply["refused"]["epoch"].as_u64() > Some(0), "{reply}");
         }
     }
 }

@@ -5,8 +5,8 @@ use penstock_types::Time;
 fn check(scenario: &Scenario) -> Outcome {
     let outcome = scenario.run();
     if let Some(failure) = &outcome.failure {
-        let told = Scenario { trace: true, ..scenario.clone() }.run();
-        let last = &told.trace[told.trace.len().saturating_sub(60)..];
+        let traced = Scenario { trace: true, ..scenario.clone() }.run();
+        let last = &traced.trace[traced.trace.len().saturating_sub(60)..];
         panic!("seed {}: {failure}\n{scenario:?}\n{}", scenario.seed, last.join("\n"));
     }
     outcome

@@ -5,12 +5,12 @@ const MICROSECOND: u64 = 1000;
 
 /// Runs until nothing is left to happen, or until `end`. Returns what has happened, with its time.
 fn run_until<P: Clone>(network: &mut Network<P>, end: Time) -> Vec<(Time, Event<P>)> {
-    let mut told = Vec::new();
+    let mut events = Vec::new();
     loop {
         while let Some(event) = network.poll_event() {
-            told.push((network.now(), event));
+            events.push((network.now(), event));
         }
-        let Some(at) = network.poll_timeout().filter(|at| *at <= end) else { return told };
+        let Some(at) = network.poll_timeout().filter(|at| *at <= end) else { return events };
         network.handle_timeout(at);
     }
 }
@@ -80,7 +80,7 @@ fn any_run(seed: u64) -> (Vec<(Time, Event<u64>)>, Network<u64>) {
     let (topology, hosts) = Topology::racks(racks, hosts, any_link(&mut random), any_link(&mut random));
     let mut network = Network::new(topology, seed);
     network.report_losses(true);
-    let mut told = Vec::new();
+    let mut events = Vec::new();
     let mut now = Time(0);
     for number in 0..200 {
         let flow = network.flow(random.pick(&hosts), random.pick(&hosts)).unwrap();
@@ -90,12 +90,12 @@ fn any_run(seed: u64) -> (Vec<(Time, Event<u64>)>, Network<u64>) {
         }
         if random.chance(0.5) {
             now = now.plus(random.below(MILLISECOND));
-            told.extend(run_until(&mut network, now));
+            events.extend(run_until(&mut network, now));
             network.handle_timeout(now);
         }
     }
-    told.extend(run(&mut network));
-    (told, network)
+    events.extend(run(&mut network));
+    (events, network)
 }
 
 /// Every packet, and every duplicate, arrives or is reported lost with its reason, and the counters say the same, whatever the
@@ -104,12 +104,12 @@ fn any_run(seed: u64) -> (Vec<(Time, Event<u64>)>, Network<u64>) {
 fn nothing_vanishes() {
     let mut all = Counts::default();
     for seed in 0..2000 {
-        let (told, network) = any_run(seed);
+        let (events, network) = any_run(seed);
         let counts = network.counts();
         assert_eq!(counts.in_flight(), 0, "seed {seed}: {counts:?}");
         let mut ends = vec![0u64; 200];
         let mut seen = Counts { sent: 200, duplicated: counts.duplicated, ..Counts::default() };
-        for (_, event) in &told {
+        for (_, event) in &events {
             let (packet, count) = match event {
                 Event::Room(_) => continue,
                 Event::Arrived(packet) => (packet, &mut seen.arrived),
@@ -197,9 +197,9 @@ fn rate() {
             total += u128::from(bytes);
             assert_eq!(network.backlog(Queue::Link(link)) as u128, total, "{number}");
         }
-        let told = arrivals(&mut network);
+        let events = arrivals(&mut network);
         let mut sent = 0;
-        for (at, bytes) in &told {
+        for (at, bytes) in &events {
             sent += u128::from(*bytes);
             let could = u128::from(rate) * u128::from(*at);
             assert!(sent * 1_000_000_000 <= could, "seed {seed}: {sent} bytes at {at} ns");
@@ -220,18 +220,18 @@ fn changes_within_a_packet() {
     network.set_link(Time(SECOND / 10 * 4), id, Link { rate: 2000, ..link });
     // In the middle of the second one nothing moves for a second.
     let middle = Time(SECOND / 10 * 7 + SECOND / 4);
-    let mut told = run_until(&mut network, middle);
+    let mut events = run_until(&mut network, middle);
     network.clog(middle, id, middle.plus(SECOND));
     assert_eq!(network.backlog(Queue::Link(id)), 500);
-    told.extend(run(&mut network));
-    let told: Vec<(u64, char)> = told
+    events.extend(run(&mut network));
+    let events: Vec<(u64, char)> = events
         .into_iter()
         .map(|(at, event)| match event {
             Event::Arrived(packet) => (at.0 / MILLISECOND, packet.payload),
             other => panic!("{other:?}"),
         })
         .collect();
-    assert_eq!(told, [(700, 'a'), (2200, 'b')]);
+    assert_eq!(events, [(700, 'a'), (2200, 'b')]);
     // Without a limit what waits leaves at once.
     network.send(Time(3 * SECOND), flow, 1_000_000, 'c');
     network.set_link(Time(4 * SECOND), id, Link::default());
@@ -247,8 +247,8 @@ fn a_full_queue_drops() {
     (0..3).for_each(|number| network.send(Time(0), flow, 1000, number));
     // Half of the first one has left, so there is room for another.
     network.send(Time(SECOND / 2), flow, 1000, 3);
-    let told = run(&mut network);
-    let lost: Vec<(i32, Loss)> = told
+    let events = run(&mut network);
+    let lost: Vec<(i32, Loss)> = events
         .iter()
         .filter_map(|(_, event)| match event {
             Event::Lost(packet, loss) => Some((packet.payload, *loss)),
@@ -311,7 +311,7 @@ fn room() {
     (0..4).for_each(|number| network.send(Time(0), flow, 1000, number));
     assert!(!network.has_room(Time(0), Queue::Link(own), 2001));
     assert!(!network.has_room(Time(0), Queue::Flow(flow), 2001));
-    let told: Vec<(u64, Queue)> = run(&mut network)
+    let events: Vec<(u64, Queue)> = run(&mut network)
         .into_iter()
         .filter_map(|(at, event)| match event {
             Event::Room(queue) => Some((at.0 / SECOND, queue)),
@@ -319,7 +319,7 @@ fn room() {
         })
         .collect();
     // The first link has sent two of four after 2 s; the second has after 5 s.
-    assert_eq!(told, [(2, Queue::Link(own)), (5, Queue::Flow(flow))]);
+    assert_eq!(events, [(2, Queue::Link(own)), (5, Queue::Flow(flow))]);
     assert_eq!(network.backlog(Queue::Flow(flow)), 0);
 }
 
@@ -396,8 +396,8 @@ fn a_reset() {
     let (mut network, link, flow) = wire(Link { rate: 1000, delay: 5 * SECOND, ..Link::default() });
     // In the air, on the wire, and waiting.
     (0..3).for_each(|number| network.send(Time(0), flow, 1000, number));
-    let told = run_until(&mut network, Time(3 * SECOND / 2));
-    assert!(told.is_empty());
+    let events = run_until(&mut network, Time(3 * SECOND / 2));
+    assert!(events.is_empty());
     network.handle_timeout(Time(3 * SECOND / 2));
     network.reset(flow);
     assert_eq!(network.backlog(Queue::Flow(flow)), 0);

@@ -225,12 +225,12 @@ impl Cluster {
         let mut body = job.common();
         body["tree"] = job.tree.iter().map(|branch| self.tree(branch)).collect();
         body["workers"] = json!(workers);
-        let (status, told) = put(self.server_at(), job.number, &body);
-        assert_eq!(status, 201, "{told}");
+        let (status, reply) = put(self.server_at(), job.number, &body);
+        assert_eq!(status, 201, "{reply}");
         for number in 0..self.places.len() {
             if let Some(body) = self.aggregator_body(job, number) {
-                let (status, told) = put(self.places[number].0, job.number, &body);
-                assert_eq!(status, 201, "{told}");
+                let (status, reply) = put(self.places[number].0, job.number, &body);
+                assert_eq!(status, 201, "{reply}");
             }
         }
     }
@@ -289,8 +289,8 @@ impl Cluster {
         self.kill(number);
         self.aggregators[number] = Some(daemon(self.configs[number].clone()));
         let body = self.aggregator_body(job, number).expect("it has a part in the job");
-        let (status, told) = put(self.places[number].0, job.number, &body);
-        assert_eq!(status, 201, "{told}");
+        let (status, reply) = put(self.places[number].0, job.number, &body);
+        assert_eq!(status, 201, "{reply}");
     }
 
     /// Runs the job: every result of every worker equals the undisturbed sum, bit for bit. `at` is called with the number of
@@ -344,7 +344,7 @@ impl Cluster {
             (0..job.workers).map(|worker| (0..job.blocks).map(|block| job.block(worker, block)).collect()).collect();
         let expected: Vec<Vec<u8>> = (0..job.blocks).map(|block| job.expected(block)).collect();
         let mut got = vec![vec![false; job.blocks as usize]; job.workers];
-        let (mut results, mut told) = (0, 0);
+        let (mut results, mut reported) = (0, 0);
         let end = Serial(job.start).plus(job.blocks);
         while workers.iter().any(|worker| worker.received() != end) {
             assert!(origin.elapsed() < Duration::from_secs(100), "{results} results after 100 s");
@@ -408,8 +408,8 @@ impl Cluster {
                 socket.flush().unwrap();
                 soonest = soonest.min(worker.poll_timeout().since(now()));
             }
-            if results > told {
-                told = results;
+            if results > reported {
+                reported = results;
                 at(self, results);
             }
             let limit = rustix::time::Timespec { tv_sec: 0, tv_nsec: soonest.min(100_000_000) as _ };
