@@ -36,7 +36,7 @@ pub struct JobCounters {
     pub repeated: u64,
     /// Packets from above that went to all children.
     pub relayed: u64,
-    /// How often the aggregator told its children whose blocks are missing.
+    /// How often the children were sent the names of workers whose blocks are missing.
     pub named: u64,
     /// Results that a child had lost and got from this aggregator.
     pub answered: u64,
@@ -44,7 +44,7 @@ pub struct JobCounters {
     pub abandoned: u64,
     /// Additions in which an integer overflowed: some worker sent more than its share. The sum goes on, wrapped.
     pub overflowed: u64,
-    /// Refused packets, by [`Refusal::index`].
+    /// Packets that were refused, by [`Refusal::index`] of the reason.
     pub refused: [u64; Refusal::COUNT],
 }
 
@@ -57,14 +57,14 @@ pub enum Action<'a> {
     Send {
         /// The receivers: the parent, a child, or all children.
         to: &'a [Endpoint],
-        /// The header.
+        /// The header of the packet.
         header: [u8; HEADER_BYTES],
         /// The block; valid until the next call.
         payload: &'a [u8],
     },
     /// Send the packet that was just handled, which came from above, byte for byte to all of these.
     Relay {
-        /// The children.
+        /// The endpoints of all children.
         to: &'a [Endpoint],
     },
 }
@@ -83,9 +83,9 @@ pub struct Aggregator {
 /// The SeqNums that this part of an aggregator adds: those that are `index` modulo `count`. Shards of a node share nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shard {
-    /// Below `count`.
+    /// The number of this shard, below `count`.
     pub index: u32,
-    /// A power of two.
+    /// How many shards the aggregator has, a power of two.
     pub count: u32,
 }
 

@@ -76,6 +76,7 @@ impl Congestion {
         GAIN.min(1.0 / self.window)
     }
 
+    #[cfg(test)]
     pub(super) fn window(&self) -> usize {
         self.window as usize
     }

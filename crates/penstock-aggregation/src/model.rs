@@ -30,7 +30,7 @@ const CHECKED_SHARE: u64 = 16;
 /// What may happen besides losses, duplicates, reordering, time-outs and restarts of the aggregator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Story {
-    /// Nothing.
+    /// No cut link and no second epoch.
     Plain,
     /// Each node moves to the next epoch, one after the other, and the same SeqNums carry other blocks.
     Epochs,
@@ -56,9 +56,9 @@ struct Scope {
     blocks: u32,
     window: u32,
     start: Serial,
-    /// How many faults, on any one path.
+    /// The most faults on any one path.
     faults: u8,
-    /// Of which kinds.
+    /// The kinds of faults that may happen.
     kinds: Kinds,
     rules: Rules,
 }

@@ -24,13 +24,13 @@ pub enum Kind {
     Push = 1,
     /// A committed sum on its way down.
     Result = 2,
-    /// What results workers have, on its way up.
+    /// Reports which results workers have, on its way up.
     HeartbeatUp = 3,
-    /// What blocks the server has, on its way down.
+    /// Reports which blocks the server has, on its way down.
     HeartbeatDown = 4,
     /// A worker asks for a result.
     Request = 5,
-    /// Whose blocks are missing, on its way down.
+    /// Names the workers whose blocks are missing, on its way down.
     Missing = 6,
 }
 
@@ -99,23 +99,23 @@ impl Format {
 /// The header of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Header {
-    /// What it means.
+    /// What the packet means.
     pub kind: Kind,
     /// The job that the packet belongs to.
     pub job: u32,
     /// The epoch of the job.
     pub epoch: u16,
-    /// What the block's elements are.
+    /// The format of the block's elements; `None` in a packet without a block.
     pub format: Format,
-    /// Bit set of `FLAG_*`.
+    /// A bit set of [`FLAG_LOST`] and [`FLAG_FULL`].
     pub flags: u8,
-    /// Which block; 0 in heartbeats.
+    /// The number of the block that the packet carries, requests or names; 0 in heartbeats.
     pub seq: Serial,
     /// The next number that the sender expects: of results in packets that go up, of blocks in packets that go down.
     pub ack: Serial,
     /// The highest SeqNum that the receiver may send.
     pub credit: Serial,
-    /// The block's exponent.
+    /// The exponent that the block's workers share.
     pub exponent: i16,
     /// Going up: the workers whose blocks or requests this is. Going down: the workers that should push straight to the
     /// server; in a `Missing`, the workers whose blocks are missing.
@@ -153,9 +153,9 @@ impl Header {
 /// A received packet whose form is valid; [`Packet::verify`] says whether it belongs to the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Packet<'a> {
-    /// Its header.
+    /// The header of the packet.
     pub header: Header,
-    /// Its block; empty where there is none.
+    /// The block that follows the header; empty in packets without one.
     pub payload: &'a [u8],
     coded: &'a [u8],
     digest: u32,
@@ -236,22 +236,22 @@ pub fn decode(bytes: &[u8]) -> Result<Packet<'_>, PacketError> {
 pub enum PacketError {
     /// Fewer bytes than a header.
     Truncated {
-        /// How many bytes came.
+        /// How many bytes the datagram has.
         bytes: usize,
     },
-    /// Not our magic.
+    /// The first two bytes are not the magic number of Penstock's packets.
     Magic,
-    /// Another version.
+    /// The packet has another version than [`VERSION`].
     Version(u8),
-    /// An unknown kind.
+    /// No kind of packet has this number.
     Kind(u8),
-    /// An unknown format.
+    /// No format of blocks has this number.
     Format(u8),
     /// Flags that this kind may not carry.
     Flags {
-        /// The packet's kind.
+        /// The kind of the packet.
         kind: Kind,
-        /// Its flags.
+        /// The flags that it carries.
         flags: u8,
     },
     /// The datagram is not as long as it claims, or longer than a block may be.
@@ -265,9 +265,9 @@ pub enum PacketError {
     Block(Kind),
     /// The block is not a whole number of elements.
     Elements {
-        /// The block's format.
+        /// The format of the block.
         format: Format,
-        /// Its bytes.
+        /// The length of the block in bytes.
         length: usize,
     },
     /// The packet names no worker.

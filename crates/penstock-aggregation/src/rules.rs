@@ -91,9 +91,9 @@ pub enum Refusal {
     Length,
     /// Older than the slot's content, or committed long ago.
     Stale,
-    /// Already in the sum.
+    /// The block is in the sum already, or the result was taken already.
     Duplicate,
-    /// Beyond the window.
+    /// The number is beyond the window of those that may be in flight.
     Credit,
     /// An Ack for something that was not sent.
     Ack,

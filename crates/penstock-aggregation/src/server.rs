@@ -24,7 +24,7 @@ use std::collections::VecDeque;
 /// A server's configuration for one job.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
-    /// Its number.
+    /// The number of the job.
     pub job: u32,
     /// Counts the lives of the job.
     pub epoch: u16,
@@ -32,7 +32,7 @@ pub struct ServerConfig {
     pub key: Option<Key>,
     /// SeqNums in flight, a power of two; the same on all nodes of the job.
     pub window: u32,
-    /// The longest block.
+    /// The length of the longest block in bytes.
     pub block_bytes: usize,
     /// The first SeqNum of the epoch.
     pub start: Serial,
@@ -75,7 +75,7 @@ pub struct Server {
     queue: VecDeque<usize>,
     losses: Losses,
     beats: Beats,
-    /// By [`Refusal::index`].
+    /// Packets that were refused, by [`Refusal::index`] of the reason.
     refused: [u64; Refusal::COUNT],
     overflowed: u64,
     rules: Rules,
@@ -84,7 +84,7 @@ pub struct Server {
 /// What was lost, and what was done about it.
 #[derive(Clone, Debug)]
 struct Losses {
-    /// For each slot.
+    /// What is known of the missing blocks of each slot.
     slots: Vec<Recovery>,
     /// Below this, missing blocks were named.
     checked: Serial,
@@ -102,12 +102,12 @@ struct Losses {
 #[derive(Clone, Debug)]
 struct Beats {
     /// The Credit that was sent last, in any packet.
-    told: Serial,
+    sent_credit: Serial,
     /// The Credit of the last heartbeats, and how many of them carried it.
     last: (Serial, u32),
     /// Nodes to which the current one is still to be sent.
     to: Vec<Endpoint>,
-    /// When the next one is due.
+    /// When the next heartbeat is due.
     at: Time,
 }
 
@@ -143,9 +143,9 @@ struct Recovery {
 /// A packet to send: this header, and this block behind it.
 #[derive(Debug)]
 pub struct Transmit<'a> {
-    /// The receiver.
+    /// The endpoint that receives the packet.
     pub to: Endpoint,
-    /// The header.
+    /// The header of the packet.
     pub header: [u8; HEADER_BYTES],
     /// The block; valid until the next call.
     pub payload: &'a [u8],
@@ -196,7 +196,7 @@ impl Server {
                 doubtful: 0,
             },
             beats: Beats {
-                told: config.start.plus(config.window - 1),
+                sent_credit: config.start.plus(config.window - 1),
                 last: (config.start.plus(config.window - 1), BEATS),
                 to: Vec::new(),
                 at: now.plus(config.idle_every),
@@ -282,8 +282,8 @@ impl Server {
             return;
         }
         self.heartbeat();
-        let untold = self.beats.last.1 < BEATS;
-        let busy = untold
+        let is_repeated = self.beats.last.1 < BEATS;
+        let busy = is_repeated
             || self.slowest().0 != self.ack
             || self.slots.iter().any(|slot| slot.tag.is_some() && !slot.committed);
         self.beats.at = now.plus(if busy { self.config.heartbeat_every } else { self.config.idle_every });
@@ -291,7 +291,7 @@ impl Server {
 
     /// The next packet to send.
     pub fn poll_transmit(&mut self) -> Option<Transmit<'_>> {
-        self.beats.told = self.credit();
+        self.beats.sent_credit = self.credit();
         if let Some(to) = self.beats.to.pop() {
             let header = self.downward(Kind::HeartbeatDown, Serial(0)).encode(&[], self.config.key.as_ref());
             return Some(Transmit { to, header, payload: &[] });
@@ -345,7 +345,9 @@ impl Server {
         let single = self.sender(from, header)?;
         self.hear(header)?;
         // Workers that wait for Credit send nothing that would bring it.
-        if self.queue.is_empty() && self.credit().ahead_of(self.beats.told) >= (self.config.window / 4).max(4) as i32 {
+        if self.queue.is_empty()
+            && self.credit().ahead_of(self.beats.sent_credit) >= (self.config.window / 4).max(4) as i32
+        {
             self.heartbeat();
         }
         if let Some(worker) = single {
@@ -396,8 +398,8 @@ impl Server {
             let (ack, credit) = self.heard[worker];
             let newest = |a, b| if self.is_newer(b, a) { b } else { a };
             // No more than a window, whatever the packet says.
-            let told = if self.is_newer(header.credit, most) { most } else { header.credit };
-            self.heard[worker] = (newest(ack, header.ack), newest(credit, told));
+            let credible = if self.is_newer(header.credit, most) { most } else { header.credit };
+            self.heard[worker] = (newest(ack, header.ack), newest(credit, credible));
         }
         Ok(())
     }

@@ -9,9 +9,9 @@ use std::fmt;
 pub enum Node {
     /// A worker, by its number in the job.
     Worker(u8),
-    /// An aggregator.
+    /// An aggregator with what is below it.
     Aggregator {
-        /// Its address, as the server's driver numbers it.
+        /// The endpoint of the aggregator, as the server numbers it.
         endpoint: Endpoint,
         /// The nodes whose pushes it adds, in the order of addition.
         children: Vec<Node>,
@@ -37,12 +37,6 @@ pub struct Tree {
 }
 
 impl Tree {
-    /// Workers `0..count`, straight below the server.
-    #[must_use]
-    pub fn flat(count: u8) -> Tree {
-        Tree { children: (0..count).map(Node::Worker).collect() }
-    }
-
     /// All workers, as a bitmap.
     #[must_use]
     pub fn workers(&self) -> u64 {
@@ -86,7 +80,7 @@ pub(crate) struct Parts<'a> {
     pub(crate) sets: &'a [u64],
     /// A place for every worker; a set's block lies at its lowest worker's place.
     pub(crate) blocks: &'a mut [u8],
-    /// Bytes of a place.
+    /// The length of a place in bytes.
     pub(crate) block_bytes: usize,
 }
 
@@ -139,7 +133,7 @@ impl Parts<'_> {
 pub enum TreeError {
     /// A worker's number is 64 or more.
     Worker(u8),
-    /// A worker occurs twice.
+    /// A worker stands in the tree twice.
     Twice(u8),
     /// A node that should have children has none.
     Childless,
@@ -203,12 +197,13 @@ mod tests {
     /// An invalid tree is refused with the reason.
     #[test]
     fn bad_trees() {
-        assert_eq!(Tree::flat(0).check(), Err(TreeError::Childless));
+        let flat = |count: u8| Tree { children: (0..count).map(Node::Worker).collect() };
+        assert_eq!(flat(0).check(), Err(TreeError::Childless));
         assert_eq!(Tree { children: vec![rack(0, vec![])] }.check(), Err(TreeError::Childless));
         assert_eq!(Tree { children: vec![Node::Worker(64)] }.check(), Err(TreeError::Worker(64)));
         let twice = Tree { children: vec![Node::Worker(1), rack(0, vec![Node::Worker(1)])] };
         assert_eq!(twice.check(), Err(TreeError::Twice(1)));
-        assert_eq!(Tree::flat(64).check(), Ok(()));
-        assert_eq!(Tree::flat(64).workers(), u64::MAX);
+        assert_eq!(flat(64).check(), Ok(()));
+        assert_eq!(flat(64).workers(), u64::MAX);
     }
 }

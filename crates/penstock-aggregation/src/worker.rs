@@ -25,25 +25,25 @@ use std::collections::VecDeque;
 /// A worker's configuration.
 #[derive(Clone, Debug)]
 pub struct WorkerConfig {
-    /// The job's number.
+    /// The number of the job.
     pub job: u32,
-    /// Counts the lives of the job.
+    /// The life of the job: a job that begins again has the next epoch.
     pub epoch: u16,
     /// The job's key; `None` on a trusted network.
     pub key: Option<Key>,
-    /// Its number in the job, below 64.
+    /// The number of this worker in the job, below 64.
     pub worker: u8,
     /// SeqNums in flight, a power of two; the same on all nodes of the job.
     pub window: u32,
     /// The first SeqNum of the epoch.
     pub start: Serial,
-    /// The node that it pushes to: an aggregator, or the server itself.
+    /// The endpoint that blocks are pushed to: an aggregator, or the server itself.
     pub parent: Endpoint,
-    /// The server.
+    /// The endpoint of the server.
     pub server: Endpoint,
     /// The aggregator keeps results, so lost results are requested there before at the server. A switch keeps none.
     pub ask_parent: bool,
-    /// Time-outs.
+    /// The time-outs of this worker.
     pub timing: Timing,
 }
 
@@ -59,9 +59,10 @@ pub enum Route {
 /// A packet to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outbound {
-    /// The receiver.
+    /// The endpoint that receives the packet.
     pub to: Endpoint,
-    /// Its header. A push is sent without the block `header.seq`, its format and its exponent: see [`Worker::seal`].
+    /// The header of the packet. For a push the caller adds the block `header.seq`, its format and its exponent
+    /// ([`Worker::seal`]).
     pub header: Header,
 }
 
@@ -72,13 +73,13 @@ pub enum Received<'a> {
     Control,
     /// The result of a block, for the first and only time.
     Result {
-        /// Which.
+        /// The number of the block.
         seq: Serial,
-        /// Its elements.
+        /// The format of the result's elements.
         format: Format,
-        /// Its exponent.
+        /// The exponent of the result.
         exponent: i16,
-        /// Its bytes.
+        /// The elements, as they came.
         payload: &'a [u8],
     },
 }
@@ -263,12 +264,6 @@ impl Worker {
     #[must_use]
     pub fn measured_round_trip(&self) -> u64 {
         self.clock.round_trip.map_or(0, |(mean, _)| mean)
-    }
-
-    /// How many unanswered blocks may be in flight, as far as Credit allows.
-    #[must_use]
-    pub fn congestion_window(&self) -> usize {
-        self.congestion.window()
     }
 
     /// Whether the server has not been heard for [`Timing::server_dead_after`]: the epoch is over.
@@ -622,6 +617,11 @@ const MAX_DISTRUST: u64 = 60 * SECOND;
 impl Worker {
     pub(crate) fn with_rules(now: Time, config: WorkerConfig, rules: Rules) -> Worker {
         Worker { rules, ..Worker::new(now, config) }
+    }
+
+    /// How many unanswered blocks may be in flight, as far as Credit allows.
+    pub(crate) fn congestion_window(&self) -> usize {
+        self.congestion.window()
     }
 
     pub(crate) fn outstanding(&self) -> Vec<Serial> {

@@ -28,11 +28,11 @@ pub enum StartError {
     Config(String),
     /// An address cannot be bound.
     Bind {
-        /// The address.
+        /// The address on which the daemon was to listen.
         address: SocketAddr,
-        /// TCP or UDP.
+        /// The protocol of that address: TCP or UDP.
         protocol: &'static str,
-        /// The system's error.
+        /// The error that the system returned.
         error: io::Error,
     },
     /// The machine has no threads or descriptors left.

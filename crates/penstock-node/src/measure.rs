@@ -76,13 +76,13 @@ pub struct Round {
     pub peers_waited_seconds: f64,
     /// Datagrams that came, including those of unauthenticated peers.
     pub datagrams: u64,
-    /// Trains that came.
+    /// Trains of packets that the shard received.
     pub trains: u64,
     /// Bytes of workers' blocks in the sums that came back.
     pub bytes: u64,
     /// Datagrams that the receive buffer had no room for.
     pub kernel_dropped: u64,
-    /// Sums that came back.
+    /// Sums that came back from the shard.
     pub sums: u64,
     /// Sums that did not come back within 200 ms.
     pub lost: u64,
@@ -105,9 +105,9 @@ impl Round {
 /// The result of a measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct Measured {
-    /// Of an aggregator's shard.
+    /// The rounds of an aggregator's shard.
     pub adding: Vec<Round>,
-    /// Of the loop that only receives and sends.
+    /// The rounds of the loop that only receives and sends.
     pub passing: Vec<Round>,
     #[serde(skip)]
     as_json: bool,

@@ -14,15 +14,15 @@ use std::time::Duration;
 pub struct NodeOption {
     /// Without the dashes before it.
     pub name: &'static str,
-    /// What the help calls its value; None: it has none, and is given or not.
+    /// The name of the value in the help; `None` for a flag, which has no value.
     pub value: Option<&'static str>,
-    /// What it is where it is not given; None: nothing. Without a default `listen` has to be given.
+    /// The value where the option is not given; `None`: no value. `listen` has no default and must be given.
     pub default: Option<&'static str>,
-    /// What it does.
+    /// What the option does, as the help says it.
     pub help: &'static str,
-    /// Who has it.
+    /// The roles that have the option.
     pub roles: &'static [Role],
-    /// Reads a value.
+    /// Parses a value into the configuration.
     read: fn(&mut Config, &str) -> Result<(), String>,
 }
 

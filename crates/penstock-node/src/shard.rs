@@ -33,7 +33,7 @@ pub(crate) enum Command {
     Close(u32, SyncSender<()>),
     /// Report the counters.
     Report(SyncSender<Report>),
-    /// End.
+    /// End the thread.
     Stop,
 }
 

@@ -60,11 +60,11 @@ pub struct Packet<P> {
     pub from: NodeId,
     /// The node that it is for.
     pub to: NodeId,
-    /// Its flow.
+    /// The flow that it belongs to.
     pub flow: FlowId,
-    /// Its length on links.
+    /// The length of the packet on links.
     pub bytes: u64,
-    /// What it carries.
+    /// What the packet carries.
     pub payload: P,
 }
 
@@ -75,11 +75,11 @@ pub enum Loss {
     Link(LinkId),
     /// A link's queue had no room ([`Link::queue_bytes`]).
     Queue(LinkId),
-    /// A link was down.
+    /// A link of its path was down.
     LinkDown(LinkId),
-    /// A node was down.
+    /// The node that sent it, or one that it reached, was down.
     NodeDown(NodeId),
-    /// Its ends were parted or blocked.
+    /// The nodes at its ends were parted, or its flow was blocked.
     Parted,
     /// Its flow was reset.
     Reset,
@@ -94,15 +94,15 @@ pub struct Counts {
     pub duplicated: u64,
     /// Packets and duplicates that arrived.
     pub arrived: u64,
-    /// Lost by links.
+    /// Packets and duplicates that links lost.
     pub lost: u64,
-    /// Dropped for want of room in a queue.
+    /// Packets and duplicates that found no room in a queue.
     pub dropped: u64,
-    /// Lost because a link or a node was down.
+    /// Packets and duplicates that were lost because a link or a node was down.
     pub down: u64,
-    /// Lost because their ends were parted or blocked.
+    /// Packets and duplicates that were lost because their ends were parted or their flow blocked.
     pub parted: u64,
-    /// Lost because their flow was reset.
+    /// Packets and duplicates that were lost because their flow was reset.
     pub reset: u64,
 }
 
@@ -117,9 +117,9 @@ impl Counts {
 /// There is no path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoPath {
-    /// The beginning.
+    /// The node at which the path was to begin.
     pub from: NodeId,
-    /// The end.
+    /// The node at which the path was to end.
     pub to: NodeId,
 }
 

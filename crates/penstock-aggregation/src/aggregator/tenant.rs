@@ -8,11 +8,11 @@ use std::fmt;
 /// Limits of an aggregator, for all jobs together.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// How many jobs.
+    /// The most jobs that may be open.
     pub jobs: usize,
-    /// How many slots; a job takes as many as its window.
+    /// The most slots of all jobs together; a job takes as many as its window.
     pub slots: usize,
-    /// Bytes of sums and kept blocks.
+    /// The most bytes of sums and kept blocks, of all jobs together.
     pub memory_bytes: usize,
 }
 
@@ -21,7 +21,7 @@ pub struct Limits {
 pub struct Tenant {
     /// The number of the job.
     pub job: u32,
-    /// Counts the lives of the job.
+    /// The life of the job: a job that begins again has the next epoch.
     pub epoch: u16,
     /// The job's key; `None` on a trusted network.
     pub key: Option<Key>,
@@ -35,7 +35,7 @@ pub struct Tenant {
     /// Keep a result in the slot of its sum, and give it to children that lost it. A switch does not: it refuses a worker's
     /// request, and the worker's next one goes to the server.
     pub results: bool,
-    /// Where sums go: another aggregator or the server.
+    /// The node that sums are sent to: another aggregator or the server.
     pub parent: Endpoint,
     /// The nodes whose blocks are added, in the order of addition.
     pub children: Vec<Child>,
@@ -44,7 +44,7 @@ pub struct Tenant {
 /// A child of an aggregator: a worker, or another aggregator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Child {
-    /// Its address.
+    /// The endpoint of the child.
     pub endpoint: Endpoint,
     /// The worker, or all workers below the aggregator, as a bitmap.
     pub workers: u64,
@@ -81,11 +81,11 @@ impl Tenant {
 /// Why a job is not admitted. The aggregator is unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
-    /// Not a power of two, or more than 2^16.
+    /// The window is not a power of two, or is more than 2^16.
     Window(u32),
     /// The block length is not one that a packet can carry.
     Block(usize),
-    /// No children, or a worker below two of them.
+    /// The job has no children here, or a worker below two of them.
     Children,
     /// A newer epoch of the job is open here.
     Epoch(u16),
@@ -93,16 +93,16 @@ pub enum Admission {
     Jobs(usize),
     /// The job needs more slots than are free.
     Slots {
-        /// What the job needs.
+        /// Slots that the job needs.
         needed: usize,
-        /// What is free.
+        /// Slots that are free.
         free: usize,
     },
     /// The job needs more memory than is free.
     Memory {
-        /// What the job needs, in bytes.
+        /// Bytes that the job needs.
         needed: usize,
-        /// What is free.
+        /// Bytes that are free.
         free: usize,
     },
 }

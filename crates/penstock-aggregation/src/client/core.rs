@@ -34,7 +34,7 @@ pub const PARENT: Endpoint = Endpoint(1);
 pub struct CoreConfig {
     /// Ranks in the group, 2 to 64.
     pub world: u32,
-    /// What travels.
+    /// The format in which blocks travel.
     pub wire: Wire,
     /// The most that a packet carries, a multiple of 64.
     pub payload_bytes: usize,
@@ -43,19 +43,19 @@ pub struct CoreConfig {
 /// An all-reduce, as the core needs it.
 #[derive(Clone, Copy, Debug)]
 pub struct AllReduce {
-    /// Of the tensor: float32, float16 or bfloat16.
+    /// The type of the elements: float32, float16 or bfloat16.
     pub dtype: DType,
-    /// Sum, average or premultiplied sum.
+    /// The reduction: a sum, an average or a premultiplied sum.
     pub op: ReduceOp,
-    /// Where the tensor lies.
+    /// The address of the tensor, which holds the contribution and later the result.
     pub address: *mut u8,
-    /// Its length.
+    /// The length of the tensor in bytes.
     pub bytes: usize,
-    /// The fingerprint on which ranks must agree.
+    /// The fingerprint of the call: 80 bits that must be the same on all ranks.
     pub fingerprint: u128,
     /// Whether the tensor holds the contribution already; otherwise [`Core::release`] reports it.
     pub ready: bool,
-    /// When it was given.
+    /// When the caller started the operation; its time-out counts from here.
     pub started: Time,
     /// The time-out in nanoseconds.
     pub timeout: u64,
@@ -70,9 +70,9 @@ unsafe impl Send for AllReduce {}
 pub enum Trouble {
     /// Ranks mean different things with an operation.
     Mismatch {
-        /// Its number.
+        /// The number of the operation.
         op: u64,
-        /// Another rank's fingerprint.
+        /// The fingerprint that another rank has for it.
         theirs: u128,
     },
     /// A result that no honest server sends.
@@ -82,15 +82,15 @@ pub enum Trouble {
 /// What an operation waits for from a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lack {
-    /// All is here.
+    /// Every piece of the result has come.
     Nothing,
-    /// What precedes blocks: the sum of all ranks' headers, or their exponents.
+    /// The maxima of all ranks' headers or exponents, without which no block is pushed.
     Agreement,
-    /// Pieces of the result.
+    /// Pieces of the result have not come.
     Pieces {
-        /// How many.
+        /// How many pieces are missing.
         left: usize,
-        /// Of how many.
+        /// How many pieces the result has.
         all: usize,
     },
 }
@@ -98,28 +98,28 @@ pub enum Lack {
 /// A packet to send; its payload is in the buffer that was passed.
 #[derive(Debug)]
 pub struct Packet {
-    /// [`SERVER`] or [`PARENT`].
+    /// The receiver: [`SERVER`] or [`PARENT`].
     pub to: Endpoint,
-    /// Of its block.
+    /// The SeqNum of the block that it carries or requests; an aggregator's shards differ in it.
     pub seq: Serial,
-    /// What goes first.
+    /// The header, which is sent before the payload.
     pub header: [u8; HEADER_BYTES],
-    /// How much of the buffer follows.
+    /// How many bytes at the head of the caller's buffer are the payload.
     pub payload_bytes: usize,
 }
 
 /// Counters of one server's stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamCounters {
-    /// Blocks that left for the first time.
+    /// Blocks that were pushed for the first time.
     pub pushed: u64,
-    /// ... and again.
+    /// Blocks that were pushed once more, because they were missing at the server or late.
     pub pushed_again: u64,
-    /// Results that were asked for.
+    /// Requests for results that did not come.
     pub requested: u64,
-    /// Results.
+    /// Results that came.
     pub results: u64,
-    /// Packets without effect.
+    /// Packets that were refused and had no effect.
     pub refused: u64,
 }
 
@@ -137,7 +137,7 @@ struct Stream {
     /// The operation whose blocks are posted next.
     op: u64,
     next: Next,
-    /// What each SeqNum carries, by SeqNum modulo the length. The length is how many a worker may have posted.
+    /// What the blocks that a worker may have posted carry, by SeqNum modulo the length.
     posted: Vec<Carried>,
     counters: StreamCounters,
 }
@@ -172,7 +172,7 @@ enum What {
 struct Op {
     all_reduce: AllReduce,
     layout: Layout,
-    /// Whether any of its blocks was posted.
+    /// Whether any block of the operation was posted.
     begun: bool,
     sides: Vec<Side>,
     /// For each piece, of one server after the other, whether the tensor holds its result.

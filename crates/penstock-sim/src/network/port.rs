@@ -11,7 +11,7 @@ pub(super) struct Parcel<P> {
     pub(super) flow: FlowId,
     /// How many links of its flow's path it has passed.
     pub(super) hop: u32,
-    /// Which life of its flow it belongs to: a reset ends a life.
+    /// The life of its flow in which it was sent: a reset ends a life.
     pub(super) life: u32,
     pub(super) bytes: u64,
     /// It is part of its flow's backlog. A duplicate is not.
@@ -64,7 +64,7 @@ pub(super) enum Turn<P> {
     Stale(Parcel<P>),
     /// The end of the current packet is at this time; hand back the number then.
     Ends(Time, u64),
-    /// Nothing, until something changes.
+    /// The port sends nothing until something changes.
     Rests,
 }
 

@@ -34,7 +34,7 @@ pub struct Link {
     pub duplicate: f64,
     /// Probability that a packet is held back by `late_by` nanoseconds more, so that later packets overtake it.
     pub late: f64,
-    /// See `late`.
+    /// How long a packet that is `late` is held back, in nanoseconds.
     pub late_by: u64,
 }
 
