@@ -1,5 +1,6 @@
 //! The socket of one stream, with half written and half read frames.
 
+use crate::close_reason::CloseReason;
 use crate::fds::Fd;
 use crate::handler::{Handler, Peers, Source};
 use crate::system::Wire;
@@ -28,8 +29,6 @@ pub(crate) struct Socket {
     pub(crate) deadline: Time,
     /// How many attempts to connect this stream have failed before.
     pub(crate) attempt: u32,
-    /// Nothing listens at the other end.
-    pub(crate) is_refused: bool,
     /// Whether epoll reports writability.
     pub(crate) watches_write: bool,
     /// Hand-shake bytes not yet written.
@@ -68,7 +67,7 @@ pub(crate) enum Progress {
     /// The other side has closed the connection. Bytes that it sent before, with the reason, may wait to be read.
     Gone,
     /// The connection is over.
-    Closed(String),
+    Closed(CloseReason),
 }
 
 impl Socket {
@@ -82,7 +81,6 @@ impl Socket {
             stream: 0,
             deadline,
             attempt: 0,
-            is_refused: false,
             watches_write: false,
             greeting: Vec::new(),
             writing: VecDeque::new(),
@@ -121,7 +119,7 @@ impl Socket {
                 Ok(count) => drop(self.greeting.drain(..count)),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Progress::Blocked,
-                Err(error) => return Progress::Closed(why(error, self.local)),
+                Err(error) => return Progress::Closed(CloseReason::of_call(error, self.local)),
             }
         }
         Progress::More
@@ -178,14 +176,9 @@ impl Socket {
             Err(Errno::INTR) => Some(Progress::More),
             Err(Errno::AGAIN) => Some(Progress::Blocked),
             Err(Errno::CONNRESET | Errno::PIPE) => Some(Progress::Gone),
-            Err(error) => Some(Progress::Closed(why(error, self.local))),
+            Err(error) => Some(Progress::Closed(CloseReason::of_call(error, self.local))),
         }
     }
-}
-
-/// What an error of the system says of a connection. Nothing but the end of the other process resets a local one.
-pub(crate) fn why(error: Errno, local: bool) -> String {
-    if local && matches!(error, Errno::CONNRESET | Errno::PIPE) { GONE.to_owned() } else { error.to_string() }
 }
 
 impl Writing {
@@ -444,8 +437,6 @@ impl Reader {
     }
 }
 
-/// The reason when the other side has closed a connection.
-pub(crate) const GONE: &str = "it closed the connection";
 /// Frames written by one system call: bounded by the kernel's IOV_MAX (1024) and by what is worth gathering.
 const BATCH_FRAMES: usize = 16;
 /// Payload bytes gathered for one system call: fewer cost over loopback, more delay what is urgent.
