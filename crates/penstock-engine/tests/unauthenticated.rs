@@ -5,9 +5,7 @@ use penstock_engine::plan::Collective;
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
 use penstock_stream::frame::{Channel, Direction, Kind, VERSION_MAJOR, VERSION_MINOR};
 use penstock_stream::handshake::{Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
-use penstock_stream::peer::{
-    Body, Counts, Farewell, OpStatus, Outgoing, Payload, Peer, PeerConfig, Report, seal, verify,
-};
+use penstock_stream::peer::{Body, Counts, Farewell, OpStatus, Outgoing, Peer, PeerConfig, Report, seal, verify};
 use penstock_stream::{Header, MessageKey};
 use penstock_types::{ChannelId, DType, Failure, FailureKind, Generation, GroupId, OpSeq, Priority, ReduceOp, Time};
 use std::io::{Read, Write};
@@ -609,8 +607,7 @@ impl<S: Stream> Hand<S> {
     /// Writes all that the machine has.
     fn flush(&mut self) {
         while let Some(frame) = self.machine.poll_frame(0, NOW) {
-            let Payload::Owned(bytes, range) = frame.payload else { panic!("nothing is sent from memory") };
-            let payload = &bytes[range];
+            let payload = frame.payload.bytes().expect("nothing is sent from memory");
             self.stream.write_all(&[&seal(frame.header, payload)[..], payload].concat()).expect("the engine reads");
         }
     }

@@ -216,15 +216,12 @@ impl Writing {
     /// zeros keep the stream in step without touching memory that belongs to the user again. If it has failed, the payload was
     /// copied before.
     fn payload<H: Handler>(&self, peer: PeerId, handler: &H) -> &[u8] {
-        match &self.payload {
-            Payload::Owned(bytes, range) => &bytes[range.clone()],
-            Payload::Memory => match handler.source(peer, &self.key, self.offset, self.length) {
-                // SAFETY: the handler keeps these bytes alive as long as the operation is, and nothing in this thread
-                // ends an operation while the slice is in use.
-                Some(address) => unsafe { std::slice::from_raw_parts(address, self.length) },
-                None => &ZEROS[..self.length],
-            },
-        }
+        self.payload.bytes().unwrap_or_else(|| match handler.source(peer, &self.key, self.offset, self.length) {
+            // SAFETY: the handler keeps these bytes alive as long as the operation is, and nothing in this thread ends an
+            // operation while the slice is in use.
+            Some(address) => unsafe { std::slice::from_raw_parts(address, self.length) },
+            None => &ZEROS[..self.length],
+        })
     }
 
     fn slices<'a, H: Handler>(&'a self, peer: PeerId, handler: &'a H, out: &mut Vec<IoSlice<'a>>) {

@@ -34,7 +34,7 @@ type PhantomKept = Option<u64>;
 
 struct PhantomHost {
     now: Time,
-    peers: Vec<Peer>,
+    peers: Vec<Peer<u64>>,
     /// The host of each rank.
     hosts: Vec<u32>,
     /// How each call has ended, and when.
@@ -56,14 +56,15 @@ impl PhantomHost {
 impl Host for PhantomHost {
     type Body = Phantom;
     type Kept = PhantomKept;
+    type Copied = u64;
 
     fn now(&self) -> Time {
         self.now
     }
-    fn machine(&mut self, peer: PeerId) -> &mut Peer {
+    fn machine(&mut self, peer: PeerId) -> &mut Peer<u64> {
         &mut self.peers[peer as usize]
     }
-    fn look(&self, peer: PeerId) -> &Peer {
+    fn look(&self, peer: PeerId) -> &Peer<u64> {
         &self.peers[peer as usize]
     }
     fn trouble(&self, _: PeerId) -> Option<String> {
@@ -85,8 +86,8 @@ impl Host for PhantomHost {
     fn prepare(&mut self, _: &mut Phantom) -> bool {
         self.rng.bool()
     }
-    fn copy(&mut self, _: &Phantom, _: Place, len: u64) -> Arc<[u8]> {
-        vec![0; len as usize].into()
+    fn copy(&mut self, _: &Phantom, _: Place, len: u64) -> u64 {
+        len
     }
     fn lend(&mut self, _: PeerId, _: &Phantom, _: Place, _: u64, _: bool) -> Reference {
         Reference { address: 4096, epoch: 1, region: 0 }
@@ -188,7 +189,7 @@ impl World {
                 ..PeerConfig::default()
             };
             let others = (0..world).filter(|other| *other != rank);
-            let peers = others.map(|other| Peer::new(config(other), Time(0))).collect();
+            let peers = others.map(|other| Peer::with_copies(config(other), Time(0))).collect();
             let host = PhantomHost {
                 now: Time(0),
                 peers,
@@ -263,8 +264,8 @@ impl World {
             let to = rank_of(rank, peer);
             while let Some(outbound) = self.ranks[rank].host.peers[peer].poll_frame(0, self.now) {
                 let payload = match outbound.payload {
-                    Payload::Owned(bytes, range) => bytes[range].to_vec(),
-                    Payload::Memory => Vec::new(),
+                    Payload::Control(bytes) => bytes.to_vec(),
+                    Payload::Owned(..) | Payload::Memory => Vec::new(),
                 };
                 let path = self.paths.entry((rank, to)).or_default();
                 let last = path.back().map_or(self.now, |flying| flying.at);
@@ -277,7 +278,7 @@ impl World {
     fn next(&self) -> Time {
         let frames = self.paths.values().filter_map(|path| path.front()).map(|flying| flying.at);
         let ranks = self.ranks.iter().filter(|rank| !rank.is_dead).map(|rank| {
-            let lives = |(peer, _): &(PeerId, &Peer)| rank.groups.why_lost(*peer).is_none();
+            let lives = |(peer, _): &(PeerId, &Peer<u64>)| rank.groups.why_lost(*peer).is_none();
             let machines = (0..).zip(&rank.host.peers).filter(lives).map(|(_, machine)| machine.poll_timeout(self.now));
             let step = rank.steps.front().map(|(at, _)| *at);
             let next = machines.chain(step).fold(rank.tick, Time::min);

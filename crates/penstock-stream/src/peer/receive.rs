@@ -2,7 +2,7 @@
 //! not send.
 
 use super::operation::{Arrival, Incoming, OpKey, OpStatus, granted_span, span};
-use super::outgoing::{Body, FrameId, Way};
+use super::outgoing::{Body, Copied, FrameId, Way};
 use super::take_over::{PATIENCE_LOST, PATIENCE_MOST, PATIENCE_WON};
 use super::{Event, FLAG_EAGER, FLAG_SHARED, Peer, Report, StreamId};
 use crate::frame::{Counts, FLAG_PAYLOAD_SUM, Farewell, FrameError, Header, Kind, MessageKey};
@@ -26,7 +26,7 @@ pub fn verify(header: &Header, payload: &[u8]) -> Result<(), FrameError> {
     Ok(())
 }
 
-impl Peer {
+impl<C: Copied> Peer<C> {
     /// A header has arrived. `status` tells about the operation that its key names.
     ///
     /// # Errors

@@ -493,7 +493,7 @@ proptest! {
             let mut remembered = Remembered::default();
             peer.ops.values().for_each(|op| remembered += op.remembered());
             prop_assert_eq!(peer.remembered, remembered);
-            let is_out = |message: &&Message| matches!(message.way, Way::Reference { is_unasked: true });
+            let is_out = |message: &&Message<_>| matches!(message.way, Way::Reference { is_unasked: true });
             let unasked = peer.outbox.messages.values().filter(is_out).count();
             prop_assert!(unasked == peer.outbox.unasked && unasked <= config.most_unasked);
             prop_assert_eq!(peer.outbox.by_key.len(), peer.outbox.messages.len());

@@ -418,6 +418,7 @@ impl World {
                     assert!(!eager || header.total <= peer.config.eager_bytes, "a long message went eagerly");
                 }
                 let source = match frame.payload {
+                    Payload::Control(bytes) => Source::Owned(bytes.clone(), 0..bytes.len()),
                     Payload::Owned(bytes, range) => Source::Owned(bytes, range),
                     Payload::Memory => Source::Memory(header.key, header.offset, header.length),
                 };
