@@ -396,7 +396,7 @@ impl Driver {
         loop {
             // The buffer may hold frames from the hand-shake or the last round.
             loop {
-                socket.reader.process(peer, socket.stream, &mut self.peers, handler, now, &mut revoked)?;
+                socket.reader.process(peer, socket.stream, &mut self.peers, handler, &mut revoked)?;
                 self.handle_peer_events(handler, peer, now);
                 self.follow_orders_with(handler, Some(socket), now);
                 if self.links[peer as usize].finished {

@@ -4,9 +4,9 @@ use crate::close_reason::CloseReason;
 use crate::fds::Fd;
 use crate::handler::{Handler, Peers, Source};
 use crate::system::Wire;
-use penstock_stream::frame::MAX_FRAME_BYTES;
+use penstock_stream::frame::{FLAG_PAYLOAD_SUM, MAX_FRAME_BYTES};
 use penstock_stream::handshake::{Acceptor, Connector};
-use penstock_stream::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
+use penstock_stream::peer::{Landing, Outbound, Payload, StreamId, seal};
 use penstock_stream::{FrameError, Header, Kind, MessageKey};
 use penstock_types::{PeerId, Scope, Time};
 use rustix::io::Errno;
@@ -195,8 +195,9 @@ impl Writing {
             written: 0,
             descriptor,
         };
-        let sealed = seal(frame.header, writing.payload(peer, handler));
-        writing.header = sealed;
+        // Only a checksum needs the bytes before they are written.
+        let is_summed = frame.header.flags & FLAG_PAYLOAD_SUM != 0;
+        writing.header = seal(frame.header, if is_summed { writing.payload(peer, handler) } else { &[] });
         writing
     }
 
@@ -246,25 +247,17 @@ pub(crate) struct Reader {
     stage: Vec<u8>,
 }
 
+/// A frame whose header has come.
 struct Reading {
     header: Header,
+    /// Bytes of its payload that have come.
     got: usize,
-    target: Target,
-}
-
-#[derive(Clone, Copy)]
-enum Target {
-    /// In the operation's memory.
-    Direct(*mut u8),
-    /// In the reader's `stage`.
-    Stage,
-    /// Nowhere: it is discarded.
-    Discard,
+    landing: Landing<*mut u8>,
 }
 
 // SAFETY: the place belongs to an operation of the handler, which lives on the same thread as the reader; only the
 // (empty) reader of a new driver ever moves between threads.
-unsafe impl Send for Target {}
+unsafe impl Send for Reading {}
 
 impl Default for Reader {
     fn default() -> Reader {
@@ -285,12 +278,14 @@ impl Reader {
         self.buffer.len() + self.stage.capacity()
     }
 
-    /// Discards the rest of the frame's payload instead of storing it.
+    /// Writes no more into the memory of an operation: the rest of the frame's payload is discarded. What is staged may be a control
+    /// frame, which is handled when it is whole.
     pub(crate) fn revoke(&mut self, matches: impl Fn(&Header) -> bool) {
         if let Some(frame) = &mut self.frame
+            && matches!(frame.landing, Landing::Place(_))
             && matches(&frame.header)
         {
-            frame.target = Target::Discard;
+            frame.landing = Landing::Discard;
         }
     }
 
@@ -318,11 +313,11 @@ impl Reader {
         // The buffer is empty here: a frame that is being read has taken all of it.
         debug_assert_eq!(self.end, 0);
         let left = frame.header.length as usize - frame.got;
-        let target: &mut [u8] = match frame.target {
+        let target: &mut [u8] = match frame.landing {
             // SAFETY: the handler gave the place of the whole payload and revokes it before the memory goes.
-            Target::Direct(place) => unsafe { std::slice::from_raw_parts_mut(place.add(frame.got), left) },
-            Target::Stage => &mut self.stage[frame.got..frame.got + left],
-            Target::Discard => {
+            Landing::Place(place) => unsafe { std::slice::from_raw_parts_mut(place.add(frame.got), left) },
+            Landing::Stage => &mut self.stage[frame.got..frame.got + left],
+            Landing::Discard => {
                 let take = left.min(junk.len());
                 &mut junk[..take]
             }
@@ -348,7 +343,6 @@ impl Reader {
         stream: StreamId,
         peers: &mut Peers,
         handler: &mut H,
-        now: Time,
         revoked: &mut Vec<(StreamId, MessageKey, u64)>,
     ) -> Result<(), FrameError> {
         loop {
@@ -360,22 +354,11 @@ impl Reader {
                     self.buffer[self.start..self.start + Header::BYTES].try_into().expect("a header's length");
                 let header = Header::decode(bytes)?;
                 self.start += Header::BYTES;
-                let status = handler.status(peer, &header.key);
-                let arrival = peers.machine(peer).handle_header(stream, &header, status, now)?;
-                let target = match arrival {
-                    Arrival::Discard => Target::Discard,
-                    Arrival::Take if header.kind == Kind::Data && header.length > 0 => {
-                        match handler.place(peer, &header)? {
-                            Some(place) => Target::Direct(place),
-                            None => Target::Stage,
-                        }
-                    }
-                    Arrival::Take | Arrival::Race => Target::Stage,
-                };
-                if matches!(target, Target::Stage) && self.stage.len() < header.length as usize {
+                let landing = handler.header(peers, peer, stream, &header)?;
+                if landing == Landing::Stage && self.stage.len() < header.length as usize {
                     self.stage.resize(header.length as usize, 0);
                 }
-                self.frame = Some(Reading { header, got: 0, target });
+                self.frame = Some(Reading { header, got: 0, landing });
                 continue;
             };
             let left = frame.header.length as usize - frame.got;
@@ -383,13 +366,13 @@ impl Reader {
                 let take = left.min(self.end - self.start);
                 if take > 0 {
                     let bytes = &self.buffer[self.start..self.start + take];
-                    match frame.target {
+                    match frame.landing {
                         // SAFETY: as in `fill`.
-                        Target::Direct(place) => unsafe {
+                        Landing::Place(place) => unsafe {
                             std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.add(frame.got), take);
                         },
-                        Target::Stage => self.stage[frame.got..frame.got + take].copy_from_slice(bytes),
-                        Target::Discard => {}
+                        Landing::Stage => self.stage[frame.got..frame.got + take].copy_from_slice(bytes),
+                        Landing::Discard => {}
                     }
                     frame.got += take;
                     self.start += take;
@@ -398,31 +381,17 @@ impl Reader {
                     return Ok(());
                 }
             }
-            let Reading { header, target, .. } = self.frame.take().expect("looked at above");
+            let Reading { header, landing, .. } = self.frame.take().expect("looked at above");
             let length = header.length as usize;
-            let payload: Option<&[u8]> = match target {
+            let payload: &[u8] = match landing {
                 // SAFETY: as in `fill`; the payload is whole.
-                Target::Direct(place) => Some(unsafe { std::slice::from_raw_parts(place, length) }),
-                Target::Stage => Some(&self.stage[..length]),
-                Target::Discard => None,
+                Landing::Place(place) => unsafe { std::slice::from_raw_parts(place, length) },
+                Landing::Stage => &self.stage[..length],
+                Landing::Discard => &[],
             };
-            let status = handler.status(peer, &header.key);
-            if let Some(payload) = payload
-                && !peers.look(peer).is_duplicate(&header, status)
-            {
-                verify(&header, payload)?;
-            }
-            let finish = peers.machine(peer).handle_frame(stream, &header, payload.unwrap_or(&[]), status)?;
-            if let Some(loser) = finish.revoke {
+            let placed = matches!(landing, Landing::Place(_));
+            if let Some(loser) = handler.frame(peers, peer, stream, &header, payload, placed)? {
                 revoked.push((loser, header.key, header.offset));
-            }
-            if finish.apply
-                && let Some(payload) = payload
-            {
-                let placed = matches!(target, Target::Direct(_));
-                handler.frame(peers, peer, &header, payload, placed)?;
-            }
-            if !revoked.is_empty() {
                 return Ok(());
             }
         }

@@ -32,7 +32,7 @@ mod receive;
 mod take_over;
 mod time;
 
-pub use self::operation::{Arrival, OpStatus};
+pub use self::operation::{Arrival, Landing, OpStatus};
 pub use self::outgoing::{Body, Copied, Outgoing};
 pub use self::pull::{Outbound, Payload, seal};
 pub use self::receive::{Finish, verify};

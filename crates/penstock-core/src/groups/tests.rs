@@ -7,10 +7,10 @@ use super::*;
 use crate::operation::{Instance, Verdict};
 use fastrand::Rng;
 use penstock_plan::Collective;
-use penstock_stream::FrameError;
 use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_stream::frame::{Kind, Reference};
-use penstock_stream::peer::{Arrival, Event, Payload, Peer, PeerConfig};
+use penstock_stream::peer::{Event, Landing, Payload, Peer, PeerConfig};
+use penstock_stream::{FrameError, Header};
 use penstock_types::{DType, Generation, ReduceOp};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -312,18 +312,13 @@ impl Rank {
         let peer = peer_of(to, from);
         let Rank { groups, host, .. } = self;
         host.now = now;
-        let status = groups.status(peer, &header.key);
-        let machine = host.machine(peer);
-        let arrival = match machine.handle_header(0, header, status, now) {
-            Ok(arrival) => arrival,
+        let has_place = match groups.header(host, peer, 0, header) {
+            Ok(landing) => matches!(landing, Landing::Place(_)),
             Err(_) if groups.why_lost(peer).is_some() => return,
             Err(error) => panic!("{error}: {header:?}"),
         };
-        let placed = groups.place(peer, header).is_some() && header.kind == Kind::Data && host.rng.bool();
-        let finish = host.machine(peer).handle_frame(0, header, payload, status).expect("it is in order");
-        if finish.apply && arrival != Arrival::Discard {
-            groups.arrive(host, peer, header, placed).expect("it is in order");
-        }
+        let placed = has_place && host.rng.bool();
+        groups.frame(host, (peer, 0), header, payload, placed).expect("it is in order");
         self.poll_events();
     }
 
