@@ -33,7 +33,7 @@ MAY_USE = {
     "penstock-stream": {"types"},
     "penstock-aggregation": {"types", "kernels"},
     "penstock-core": {"types", "stream", "plan"},
-    "penstock-sim": {"types", "plan", "aggregation", "core"},
+    "penstock-sim": {"types", "plan", "stream", "aggregation", "core"},
     "penstock-net": {"types", "stream"},
     "penstock-engine": {"types", "kernels", "stream", "plan", "core", "aggregation", "net"},
     "penstock-node": {"types", "kernels", "stream", "aggregation", "net"},
