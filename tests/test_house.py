@@ -42,7 +42,7 @@ USES = {
 }
 
 # Which crates of this workspace its tests use besides: the virtual network, and what runs over it.
-TESTS_USE = {"penstock-stream": {"sim"}, "penstock-sim": {"plan", "core"}}
+TESTS_USE = {"penstock-stream": {"sim"}, "penstock-sim": {"plan", "core", "stream"}}
 
 # Crates of words and arithmetic: too little for a list of what clippy disallows, and an example of the kernels measures times.
 WITHOUT_LISTS = ["penstock-types", "penstock-kernels"]

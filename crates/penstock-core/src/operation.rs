@@ -7,7 +7,7 @@
 
 pub use crate::effect::{Awaited, Effect, Incoming, Instance, Misfit, Place, Verdict};
 
-use penstock_plan::{Action, Buf, Dep, Operand, Slice, Steps};
+use penstock_plan::{Action, Buf, Dep, Operand, Slice, Step, Steps};
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
@@ -38,6 +38,10 @@ pub struct Operation {
     work: BTreeSet<Instance>,
     /// Instances whose result stands, but for the word of so many ranks.
     doubtful: HashMap<Instance, usize>,
+    /// The steps at which the last message was found that came, and the last one that was sent. Messages come and go about in the
+    /// order of the plan, so the search for the next one begins there: a ring of a thousand ranks has two thousand steps.
+    last_received: usize,
+    last_sent: usize,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -100,6 +104,8 @@ impl Operation {
             kept: HashMap::new(),
             work: BTreeSet::new(),
             doubtful: HashMap::new(),
+            last_received: 0,
+            last_sent: 0,
             steps,
             element_bytes,
             base,
@@ -134,7 +140,7 @@ impl Operation {
 
     /// The receiver has all of a message that [`Effect::Send`] named, or the caller has copied it.
     pub fn on_sent(&mut self, to: u32, message: u32, effects: &mut Vec<Effect>) {
-        let found = (0..).zip(&self.steps.steps).find_map(|(index, step)| match step.action {
+        let found = from_step(&self.steps, self.last_sent).find_map(|(index, step)| match step.action {
             Action::Send { to: rank, message: first, .. } | Action::Notify { to: rank, message: first }
                 if rank == to && (first..first + step.segments).contains(&message) =>
             {
@@ -143,6 +149,7 @@ impl Operation {
             _ => None,
         });
         if let Some(instance) = found {
+            self.last_sent = instance.step as usize;
             self.finish(instance);
             self.run(effects);
         }
@@ -186,7 +193,7 @@ impl Operation {
     /// Where bytes `offset..offset + len` of an outgoing message lie.
     #[must_use]
     pub fn source(&self, to: u32, message: u32, offset: u64, len: usize) -> Option<Place> {
-        self.steps.steps.iter().find_map(|step| match &step.action {
+        from_step(&self.steps, self.last_sent).find_map(|(_, step)| match &step.action {
             Action::Send { to: rank, message: first, src }
                 if *rank == to && (*first..first + step.segments).contains(&message) =>
             {
@@ -212,6 +219,7 @@ impl Operation {
         effects: &mut Vec<Effect>,
     ) -> Result<Verdict, Misfit> {
         let (instance, operand) = self.find(from, message).ok_or(Misfit::Unknown)?;
+        self.last_received = instance.step as usize;
         let steps = self.steps.clone();
         let State { started, done, .. } = *self.state(instance);
         if !started || done {
@@ -531,7 +539,7 @@ impl Operation {
 
     /// The instance and operand that message `message` of rank `from` is for.
     fn find(&self, from: u32, message: u32) -> Option<(Instance, u32)> {
-        (0..).zip(&self.steps.steps).find_map(|(step, template)| {
+        from_step(&self.steps, self.last_received).find_map(|(step, template)| {
             let within = |rank: u32, first: u32| {
                 (rank == from && (first..first + template.segments).contains(&message)).then(|| message - first)
             };
@@ -558,6 +566,12 @@ impl Operation {
     fn state(&self, instance: Instance) -> &State {
         &self.instances[self.index(instance)]
     }
+}
+
+/// All steps of a plan with their indices, from one on and then those before it.
+fn from_step(steps: &Steps, first: usize) -> impl Iterator<Item = (u32, &Step)> {
+    let (before, after) = steps.steps.split_at(first);
+    (first as u32..).zip(after).chain((0..).zip(before))
 }
 
 /// A frame lies inside its message and holds whole elements of so many bytes: arithmetic takes nothing else. Our own

@@ -5,9 +5,7 @@ use penstock_engine::plan::Collective;
 use penstock_engine::{Call, Config, Contact, Engine, Group, GroupSpec, Ticket};
 use penstock_stream::frame::{Channel, Direction, Kind, VERSION_MAJOR, VERSION_MINOR};
 use penstock_stream::handshake::{Acceptor, Connector, HandshakeError, Hello, NodeKey, RefusalCode};
-use penstock_stream::peer::{
-    Body, Counts, Farewell, OpStatus, Outgoing, Payload, Peer, PeerConfig, Report, seal, verify,
-};
+use penstock_stream::peer::{Body, Counts, Farewell, OpStatus, Outgoing, Peer, PeerConfig, Report, seal, verify};
 use penstock_stream::{Header, MessageKey};
 use penstock_types::{ChannelId, DType, Failure, FailureKind, Generation, GroupId, OpSeq, Priority, ReduceOp, Time};
 use std::io::{Read, Write};
@@ -206,6 +204,47 @@ fn half_a_frame_of_a_failed_group() {
             _ => run(&engine, connect(&engine, local), medium, &group, &joined),
         }
     }
+}
+
+/// A group fails while half of a frame of its has come that is not for its memory: the other half is read too, and the connection stays,
+/// with the other groups on it.
+#[test]
+fn half_a_farewell_of_a_failed_group() {
+    let engine = engine();
+    let (first, joined) = join(&engine, &contact(LARGEST, Vec::new()));
+    let mut peer = Hand::new(connect(&engine, local));
+    peer.join(JOB);
+    wait(&joined).expect("joined");
+    let (second, joined) = join_as(&engine, &contact(LARGEST, Vec::new()), OTHER);
+    peer.join(OTHER);
+    wait(&joined).expect("joined");
+    while !peer.machine.is_quiet() {
+        peer.read();
+    }
+    peer.machine.left(JOB, Farewell { collectives: 1, ..Farewell::default() });
+    let farewell = peer.machine.poll_frame(0, NOW).expect("nothing is ahead of it");
+    assert_eq!(farewell.header.kind, Kind::Left);
+    let payload = farewell.payload.bytes().expect("it has some");
+    let (half, rest) = payload.split_at(payload.len() / 2);
+    peer.stream.write_all(&[&seal(farewell.header, payload)[..], half].concat()).expect("the engine reads");
+    // A whole turn of the engine's loop is between the two.
+    (0..2).for_each(|_| drop(engine.stats().expect("it runs")));
+    first.abort("a test");
+    engine.stats().expect("it runs");
+    peer.stream.write_all(rest).expect("the engine reads");
+
+    let mut result = vec![0; 10];
+    // SAFETY: the buffer outlives the wait below.
+    let ticket = unsafe { second.start(call(Collective::Recv { from: 1 }, &mut result)) };
+    peer.machine.send(Outgoing {
+        key: MessageKey { group: OTHER, channel: FROM_PEER, op: OpSeq(0), message: 0 },
+        priority: Priority(0),
+        fingerprint: fingerprint(10),
+        coflow: 0,
+        body: Body::Owned([7; 40].into()),
+    });
+    peer.flush();
+    wait(&ticket).expect("the other group goes on");
 }
 
 /// A frame that cuts an element in two is refused where it meets the reduction: the group fails, the failure names the peer,
@@ -609,8 +648,7 @@ impl<S: Stream> Hand<S> {
     /// Writes all that the machine has.
     fn flush(&mut self) {
         while let Some(frame) = self.machine.poll_frame(0, NOW) {
-            let Payload::Owned(bytes, range) = frame.payload else { panic!("nothing is sent from memory") };
-            let payload = &bytes[range];
+            let payload = frame.payload.bytes().expect("nothing is sent from memory");
             self.stream.write_all(&[&seal(frame.header, payload)[..], payload].concat()).expect("the engine reads");
         }
     }

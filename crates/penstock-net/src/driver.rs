@@ -11,13 +11,14 @@ mod timers;
 
 use self::connect::LocalPorts;
 use self::listen::Listeners;
+use crate::close_reason::CloseReason;
 use crate::contact::Contact;
 use crate::fds::Fd;
 use crate::handler::{Handler, Peers};
 use crate::ptrace::{Ptracer, Yama};
-use crate::socket::{GONE, Progress, Socket, why};
+use crate::socket::{Progress, Socket};
 use crate::system::{Host, System};
-use penstock_stream::handshake::NodeKey;
+use penstock_stream::handshake::{HandshakeError, NodeKey};
 use penstock_stream::peer::{Event, PeerConfig, StreamId};
 use penstock_types::{GroupId, MILLISECOND, PeerId, SECOND, Time};
 use rustix::event::{EventfdFlags, epoll};
@@ -87,7 +88,7 @@ impl Link {
             down_since: None,
             refusals: 0,
             round: 0,
-            complaint: String::new(),
+            complaint: None,
             unread: 0,
             ports: LocalPorts::choose(),
             lost: Vec::new(),
@@ -146,7 +147,7 @@ struct Link {
     refusals: u32,
     round: usize,
     /// Why hand-shakes with the peer fail, as logged last.
-    complaint: String,
+    complaint: Option<HandshakeError>,
     /// How often the peer's memory could not be read for a reason that may pass.
     unread: u32,
     ports: LocalPorts,
@@ -382,21 +383,24 @@ impl Driver {
     }
 
     /// Reads from a stream that is up, and handles the frames.
-    fn read<H: Handler>(&mut self, handler: &mut H, token: u64, socket: &mut Socket, now: Time) -> Result<(), String> {
+    fn read<H: Handler>(
+        &mut self,
+        handler: &mut H,
+        token: u64,
+        socket: &mut Socket,
+        now: Time,
+    ) -> Result<(), CloseReason> {
         let peer = socket.peer.expect("up");
         let mut budget = READ_BUDGET;
         let (mut revoked, mut descriptors) = (Vec::new(), Vec::new());
         loop {
             // The buffer may hold frames from the hand-shake or the last round.
             loop {
-                socket
-                    .reader
-                    .process(peer, socket.stream, &mut self.peers, handler, now, &mut revoked)
-                    .map_err(|error| format!("it sent {error}"))?;
+                socket.reader.process(peer, socket.stream, &mut self.peers, handler, &mut revoked)?;
                 self.handle_peer_events(handler, peer, now);
                 self.follow_orders_with(handler, Some(socket), now);
                 if self.links[peer as usize].finished {
-                    return Err("the peer is lost".into());
+                    return Err(CloseReason::PeerLost);
                 }
                 if revoked.is_empty() {
                     break;
@@ -413,14 +417,14 @@ impl Driver {
             }
             let filled = socket.reader.fill(&socket.wire, socket.local, &mut self.junk, &mut descriptors);
             for descriptor in descriptors.drain(..) {
-                handler.passed(peer, descriptor).map_err(|error| format!("it sent {error}"))?;
+                handler.passed(peer, descriptor)?;
             }
             match filled {
-                Ok(0) => return Err(GONE.into()),
+                Ok(0) => return Err(CloseReason::ClosedThere),
                 Ok(count) => budget = budget.saturating_sub(count),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Ok(()),
-                Err(error) => return Err(why(error, socket.local)),
+                Err(error) => return Err(CloseReason::of_call(error, socket.local)),
             }
         }
     }
@@ -439,7 +443,7 @@ impl Driver {
                     if let Some((&token, _)) = token
                         && let Some(socket) = self.sockets.remove(&token)
                     {
-                        self.closed(handler, token, socket, "the stream is silent while the peer is not", now);
+                        self.closed(handler, token, socket, &CloseReason::Stalled, now);
                     }
                 }
                 Event::Bye => self.links[peer as usize].said_bye = true,

@@ -3,7 +3,7 @@
 use crate::contact::Contact;
 use crate::fds::Fd;
 use penstock_stream::handshake::Hello;
-use penstock_stream::peer::{Counts, Event, OpStatus, Peer, PeerConfig};
+use penstock_stream::peer::{Counts, Event, Landing, Peer, PeerConfig, StreamId};
 use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{Generation, GroupId, PeerId, Scope, Time};
 use std::collections::VecDeque;
@@ -14,14 +14,32 @@ pub type Source = Box<dyn Fn(PeerId, &MessageKey, u64, usize) -> Option<*const u
 
 /// What the event loop asks and tells. All calls come from the loop's thread.
 pub trait Handler {
-    /// What is known of the operation of an incoming message.
-    fn status(&self, peer: PeerId, key: &MessageKey) -> OpStatus;
-    /// Where the payload of an incoming data frame belongs, if it may be read there directly. The place must stay valid
-    /// until the frame is handled or its group or channel is dropped ([`Peers::drop_all`]).
+    /// A header has come on a stream of a peer. Says where its payload goes. A place must stay valid until the frame is handled or
+    /// its group or channel is dropped ([`Peers::drop_all`]).
     ///
     /// # Errors
-    /// A frame that cannot belong to the operation.
-    fn place(&mut self, peer: PeerId, header: &Header) -> Result<Option<*mut u8>, FrameError>;
+    /// A frame that the peer may not send; the stream cannot go on.
+    fn header(
+        &mut self,
+        peers: &mut Peers,
+        peer: PeerId,
+        stream: StreamId,
+        header: &Header,
+    ) -> Result<Landing<*mut u8>, FrameError>;
+    /// A frame is whole. `payload`: its bytes, or none where they were discarded. `placed`: they lie where [`Handler::header`] said.
+    /// Returns the stream that is still reading another copy of it: the rest of that must be discarded.
+    ///
+    /// # Errors
+    /// A payload that was damaged, or a frame that the peer may not send; the stream cannot go on.
+    fn frame(
+        &mut self,
+        peers: &mut Peers,
+        peer: PeerId,
+        stream: StreamId,
+        header: &Header,
+        payload: &[u8],
+        placed: bool,
+    ) -> Result<Option<StreamId>, FrameError>;
     /// `len` bytes at `offset` of an outgoing message, or `None` when its operation is over.
     fn source(&self, peer: PeerId, key: &MessageKey, offset: u64, len: usize) -> Option<*const u8>;
     /// The descriptor that goes along with the offer of shared memory, once.
@@ -31,18 +49,6 @@ pub trait Handler {
     /// # Errors
     /// More of them than frames can ask for.
     fn passed(&mut self, peer: PeerId, descriptor: Fd) -> Result<(), FrameError>;
-    /// A whole, checked, new frame. `placed`: its payload already lies where [`Handler::place`] said.
-    ///
-    /// # Errors
-    /// A frame that cannot belong to the operation.
-    fn frame(
-        &mut self,
-        peers: &mut Peers,
-        peer: PeerId,
-        header: &Header,
-        payload: &[u8],
-        placed: bool,
-    ) -> Result<(), FrameError>;
     /// Something happened at a peer.
     fn event(&mut self, peers: &mut Peers, peer: PeerId, event: Event);
     /// A stream of the peer is up. `local`: on this host, in process `pid`.

@@ -1,11 +1,12 @@
 //! The socket of one stream, with half written and half read frames.
 
+use crate::close_reason::CloseReason;
 use crate::fds::Fd;
 use crate::handler::{Handler, Peers, Source};
 use crate::system::Wire;
-use penstock_stream::frame::MAX_FRAME_BYTES;
+use penstock_stream::frame::{FLAG_PAYLOAD_SUM, MAX_FRAME_BYTES};
 use penstock_stream::handshake::{Acceptor, Connector};
-use penstock_stream::peer::{Arrival, Outbound, Payload, StreamId, seal, verify};
+use penstock_stream::peer::{Landing, Outbound, Payload, StreamId, seal};
 use penstock_stream::{FrameError, Header, Kind, MessageKey};
 use penstock_types::{PeerId, Scope, Time};
 use rustix::io::Errno;
@@ -28,8 +29,6 @@ pub(crate) struct Socket {
     pub(crate) deadline: Time,
     /// How many attempts to connect this stream have failed before.
     pub(crate) attempt: u32,
-    /// Nothing listens at the other end.
-    pub(crate) is_refused: bool,
     /// Whether epoll reports writability.
     pub(crate) watches_write: bool,
     /// Hand-shake bytes not yet written.
@@ -68,7 +67,7 @@ pub(crate) enum Progress {
     /// The other side has closed the connection. Bytes that it sent before, with the reason, may wait to be read.
     Gone,
     /// The connection is over.
-    Closed(String),
+    Closed(CloseReason),
 }
 
 impl Socket {
@@ -82,7 +81,6 @@ impl Socket {
             stream: 0,
             deadline,
             attempt: 0,
-            is_refused: false,
             watches_write: false,
             greeting: Vec::new(),
             writing: VecDeque::new(),
@@ -121,7 +119,7 @@ impl Socket {
                 Ok(count) => drop(self.greeting.drain(..count)),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Progress::Blocked,
-                Err(error) => return Progress::Closed(why(error, self.local)),
+                Err(error) => return Progress::Closed(CloseReason::of_call(error, self.local)),
             }
         }
         Progress::More
@@ -178,14 +176,9 @@ impl Socket {
             Err(Errno::INTR) => Some(Progress::More),
             Err(Errno::AGAIN) => Some(Progress::Blocked),
             Err(Errno::CONNRESET | Errno::PIPE) => Some(Progress::Gone),
-            Err(error) => Some(Progress::Closed(why(error, self.local))),
+            Err(error) => Some(Progress::Closed(CloseReason::of_call(error, self.local))),
         }
     }
-}
-
-/// What an error of the system says of a connection. Nothing but the end of the other process resets a local one.
-pub(crate) fn why(error: Errno, local: bool) -> String {
-    if local && matches!(error, Errno::CONNRESET | Errno::PIPE) { GONE.to_owned() } else { error.to_string() }
 }
 
 impl Writing {
@@ -202,8 +195,9 @@ impl Writing {
             written: 0,
             descriptor,
         };
-        let sealed = seal(frame.header, writing.payload(peer, handler));
-        writing.header = sealed;
+        // Only a checksum needs the bytes before they are written.
+        let is_summed = frame.header.flags & FLAG_PAYLOAD_SUM != 0;
+        writing.header = seal(frame.header, if is_summed { writing.payload(peer, handler) } else { &[] });
         writing
     }
 
@@ -223,15 +217,12 @@ impl Writing {
     /// zeros keep the stream in step without touching memory that belongs to the user again. If it has failed, the payload was
     /// copied before.
     fn payload<H: Handler>(&self, peer: PeerId, handler: &H) -> &[u8] {
-        match &self.payload {
-            Payload::Owned(bytes, range) => &bytes[range.clone()],
-            Payload::Memory => match handler.source(peer, &self.key, self.offset, self.length) {
-                // SAFETY: the handler keeps these bytes alive as long as the operation is, and nothing in this thread
-                // ends an operation while the slice is in use.
-                Some(address) => unsafe { std::slice::from_raw_parts(address, self.length) },
-                None => &ZEROS[..self.length],
-            },
-        }
+        self.payload.bytes().unwrap_or_else(|| match handler.source(peer, &self.key, self.offset, self.length) {
+            // SAFETY: the handler keeps these bytes alive as long as the operation is, and nothing in this thread ends an
+            // operation while the slice is in use.
+            Some(address) => unsafe { std::slice::from_raw_parts(address, self.length) },
+            None => &ZEROS[..self.length],
+        })
     }
 
     fn slices<'a, H: Handler>(&'a self, peer: PeerId, handler: &'a H, out: &mut Vec<IoSlice<'a>>) {
@@ -256,25 +247,17 @@ pub(crate) struct Reader {
     stage: Vec<u8>,
 }
 
+/// A frame whose header has come.
 struct Reading {
     header: Header,
+    /// Bytes of its payload that have come.
     got: usize,
-    target: Target,
-}
-
-#[derive(Clone, Copy)]
-enum Target {
-    /// In the operation's memory.
-    Direct(*mut u8),
-    /// In the reader's `stage`.
-    Stage,
-    /// Nowhere: it is discarded.
-    Discard,
+    landing: Landing<*mut u8>,
 }
 
 // SAFETY: the place belongs to an operation of the handler, which lives on the same thread as the reader; only the
 // (empty) reader of a new driver ever moves between threads.
-unsafe impl Send for Target {}
+unsafe impl Send for Reading {}
 
 impl Default for Reader {
     fn default() -> Reader {
@@ -295,12 +278,14 @@ impl Reader {
         self.buffer.len() + self.stage.capacity()
     }
 
-    /// Discards the rest of the frame's payload instead of storing it.
+    /// Writes no more into the memory of an operation: the rest of the frame's payload is discarded. What is staged may be a control
+    /// frame, which is handled when it is whole.
     pub(crate) fn revoke(&mut self, matches: impl Fn(&Header) -> bool) {
         if let Some(frame) = &mut self.frame
+            && matches!(frame.landing, Landing::Place(_))
             && matches(&frame.header)
         {
-            frame.target = Target::Discard;
+            frame.landing = Landing::Discard;
         }
     }
 
@@ -328,11 +313,11 @@ impl Reader {
         // The buffer is empty here: a frame that is being read has taken all of it.
         debug_assert_eq!(self.end, 0);
         let left = frame.header.length as usize - frame.got;
-        let target: &mut [u8] = match frame.target {
+        let target: &mut [u8] = match frame.landing {
             // SAFETY: the handler gave the place of the whole payload and revokes it before the memory goes.
-            Target::Direct(place) => unsafe { std::slice::from_raw_parts_mut(place.add(frame.got), left) },
-            Target::Stage => &mut self.stage[frame.got..frame.got + left],
-            Target::Discard => {
+            Landing::Place(place) => unsafe { std::slice::from_raw_parts_mut(place.add(frame.got), left) },
+            Landing::Stage => &mut self.stage[frame.got..frame.got + left],
+            Landing::Discard => {
                 let take = left.min(junk.len());
                 &mut junk[..take]
             }
@@ -358,7 +343,6 @@ impl Reader {
         stream: StreamId,
         peers: &mut Peers,
         handler: &mut H,
-        now: Time,
         revoked: &mut Vec<(StreamId, MessageKey, u64)>,
     ) -> Result<(), FrameError> {
         loop {
@@ -370,22 +354,11 @@ impl Reader {
                     self.buffer[self.start..self.start + Header::BYTES].try_into().expect("a header's length");
                 let header = Header::decode(bytes)?;
                 self.start += Header::BYTES;
-                let status = handler.status(peer, &header.key);
-                let arrival = peers.machine(peer).handle_header(stream, &header, status, now)?;
-                let target = match arrival {
-                    Arrival::Discard => Target::Discard,
-                    Arrival::Take if header.kind == Kind::Data && header.length > 0 => {
-                        match handler.place(peer, &header)? {
-                            Some(place) => Target::Direct(place),
-                            None => Target::Stage,
-                        }
-                    }
-                    Arrival::Take | Arrival::Race => Target::Stage,
-                };
-                if matches!(target, Target::Stage) && self.stage.len() < header.length as usize {
+                let landing = handler.header(peers, peer, stream, &header)?;
+                if landing == Landing::Stage && self.stage.len() < header.length as usize {
                     self.stage.resize(header.length as usize, 0);
                 }
-                self.frame = Some(Reading { header, got: 0, target });
+                self.frame = Some(Reading { header, got: 0, landing });
                 continue;
             };
             let left = frame.header.length as usize - frame.got;
@@ -393,13 +366,13 @@ impl Reader {
                 let take = left.min(self.end - self.start);
                 if take > 0 {
                     let bytes = &self.buffer[self.start..self.start + take];
-                    match frame.target {
+                    match frame.landing {
                         // SAFETY: as in `fill`.
-                        Target::Direct(place) => unsafe {
+                        Landing::Place(place) => unsafe {
                             std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.add(frame.got), take);
                         },
-                        Target::Stage => self.stage[frame.got..frame.got + take].copy_from_slice(bytes),
-                        Target::Discard => {}
+                        Landing::Stage => self.stage[frame.got..frame.got + take].copy_from_slice(bytes),
+                        Landing::Discard => {}
                     }
                     frame.got += take;
                     self.start += take;
@@ -408,31 +381,17 @@ impl Reader {
                     return Ok(());
                 }
             }
-            let Reading { header, target, .. } = self.frame.take().expect("looked at above");
+            let Reading { header, landing, .. } = self.frame.take().expect("looked at above");
             let length = header.length as usize;
-            let payload: Option<&[u8]> = match target {
+            let payload: &[u8] = match landing {
                 // SAFETY: as in `fill`; the payload is whole.
-                Target::Direct(place) => Some(unsafe { std::slice::from_raw_parts(place, length) }),
-                Target::Stage => Some(&self.stage[..length]),
-                Target::Discard => None,
+                Landing::Place(place) => unsafe { std::slice::from_raw_parts(place, length) },
+                Landing::Stage => &self.stage[..length],
+                Landing::Discard => &[],
             };
-            let status = handler.status(peer, &header.key);
-            if let Some(payload) = payload
-                && !peers.look(peer).is_duplicate(&header, status)
-            {
-                verify(&header, payload)?;
-            }
-            let finish = peers.machine(peer).handle_frame(stream, &header, payload.unwrap_or(&[]), status)?;
-            if let Some(loser) = finish.revoke {
+            let placed = matches!(landing, Landing::Place(_));
+            if let Some(loser) = handler.frame(peers, peer, stream, &header, payload, placed)? {
                 revoked.push((loser, header.key, header.offset));
-            }
-            if finish.apply
-                && let Some(payload) = payload
-            {
-                let placed = matches!(target, Target::Direct(_));
-                handler.frame(peers, peer, &header, payload, placed)?;
-            }
-            if !revoked.is_empty() {
                 return Ok(());
             }
         }
@@ -444,8 +403,6 @@ impl Reader {
     }
 }
 
-/// The reason when the other side has closed a connection.
-pub(crate) const GONE: &str = "it closed the connection";
 /// Frames written by one system call: bounded by the kernel's IOV_MAX (1024) and by what is worth gathering.
 const BATCH_FRAMES: usize = 16;
 /// Payload bytes gathered for one system call: fewer cost over loopback, more delay what is urgent.

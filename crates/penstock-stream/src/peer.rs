@@ -32,8 +32,8 @@ mod receive;
 mod take_over;
 mod time;
 
-pub use self::operation::{Arrival, OpStatus};
-pub use self::outgoing::{Body, Outgoing};
+pub use self::operation::{Arrival, Landing, OpStatus};
+pub use self::outgoing::{Body, Copied, Outgoing};
 pub use self::pull::{Outbound, Payload, seal};
 pub use self::receive::{Finish, verify};
 pub use crate::frame::{Counts, Farewell};
@@ -47,6 +47,7 @@ use crate::frame::{Channel, MAX_FRAME_BYTES, MessageKey};
 use crate::stream::{Stream, StreamStats};
 use penstock_types::{ChannelId, FailureKind, Generation, GroupId, MILLISECOND, OpSeq, SECOND, Scope, Time};
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
 
 /// Names a stream of a peer.
 pub type StreamId = u32;
@@ -134,9 +135,10 @@ pub struct Report {
     pub finished: Counts,
 }
 
-/// One end of a pair of nodes. See the module's documentation.
+/// One end of a pair of nodes. See the module's documentation. `C` is what the caller makes of a message that is sent from a copy:
+/// bytes, or a phantom of them.
 #[derive(Debug)]
-pub struct Peer {
+pub struct Peer<C = Arc<[u8]>> {
     config: PeerConfig,
     /// Ordered, so that the same calls give the same frames.
     streams: BTreeMap<StreamId, Stream<FrameId>>,
@@ -144,7 +146,7 @@ pub struct Peer {
     most_used: usize,
     /// The last of those streams.
     last_used: StreamId,
-    outbox: Outbox,
+    outbox: Outbox<C>,
     controls: Controls,
     ops: HashMap<OpKey, Op>,
     /// How many records `ops` holds that the peer caused without credit.
@@ -166,9 +168,17 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// Creates a peer without streams.
+    /// Creates a peer without streams, which sends bytes.
     #[must_use]
     pub fn new(config: PeerConfig, now: Time) -> Peer {
+        Peer::with_copies(config, now)
+    }
+}
+
+impl<C: Copied> Peer<C> {
+    /// Creates a peer without streams, which sends copies of some kind.
+    #[must_use]
+    pub fn with_copies(config: PeerConfig, now: Time) -> Peer<C> {
         debug_assert!(config.eager_bytes <= u64::from(MAX_FRAME_BYTES), "an eager message is one frame");
         Peer {
             streams: BTreeMap::new(),
@@ -193,7 +203,7 @@ impl Peer {
     /// The peer is gone. Forgets all state of the pair, and events that were not polled. Later messages to the peer are
     /// dropped, and no stream may come up any more.
     pub fn end(&mut self) {
-        *self = Peer { has_ended: true, ..Peer::new(self.config.clone(), self.hearing.last) };
+        *self = Peer { has_ended: true, ..Peer::with_copies(self.config.clone(), self.hearing.last) };
     }
 
     /// The configuration it runs with.
@@ -219,8 +229,8 @@ impl Peer {
     /// Bytes of messages that were copied and not yet acknowledged.
     #[must_use]
     pub fn copied_bytes(&self) -> usize {
-        let copied = |message: &Message| match &message.body {
-            Body::Owned(bytes) => bytes.len(),
+        let copied = |message: &Message<C>| match &message.body {
+            Body::Owned(copy) => copy.byte_count() as usize,
             Body::Memory { .. } => 0,
         };
         self.outbox.messages.values().map(copied).sum()
@@ -256,7 +266,7 @@ impl Peer {
     /// Messages that count as sent, since they were copied, and that the peer has not acknowledged. Messages of forgotten
     /// groups are left out.
     pub fn undelivered(&self) -> impl Iterator<Item = (MessageKey, Fingerprint)> {
-        let is_sent = |message: &&Message| !message.is_forgotten && matches!(message.body, Body::Owned(_));
+        let is_sent = |message: &&Message<C>| !message.is_forgotten && matches!(message.body, Body::Owned(_));
         self.outbox.messages.values().filter(is_sent).map(|message| (message.key, message.fingerprint))
     }
 

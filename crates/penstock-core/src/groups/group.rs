@@ -6,8 +6,9 @@ use crate::name::{OpId, Sequence};
 use crate::operation::Operation;
 use crate::unbound::{ANY_SOURCE, Unbound};
 use penstock_plan::{Algorithm, Collective, Request, Splits, Steps, Topology};
+use penstock_stream::MessageKey;
 use penstock_stream::fingerprint::Fingerprint;
-use penstock_stream::peer::Counts;
+use penstock_stream::peer::{Counts, OpStatus};
 use penstock_stream::ranges::Ranges;
 use penstock_types::{ChannelId, DType, Failure, GroupId, PeerId, Priority, ReduceOp, Scope, Time};
 use std::collections::{BTreeMap, HashMap};
@@ -100,6 +101,34 @@ pub(super) struct Waiting<B> {
     pub(super) body: B,
     /// When it took its place: its time-out counts from then, also while it is held.
     pub(super) since: Time,
+}
+
+/// What is known of the operation of an incoming message.
+pub(super) enum Named<'a, B> {
+    /// It runs. The sender's rank, and how this rank calls the operation.
+    Active(u32, OpId, &'a Active<B>),
+    /// It has not begun here. The same.
+    Early(u32, OpId),
+    /// Nothing more can come of it.
+    Over,
+}
+
+impl<B> Named<'_, B> {
+    pub(super) fn status(&self) -> OpStatus {
+        match self {
+            Named::Active(..) => OpStatus::Active,
+            Named::Early(..) => OpStatus::Early,
+            Named::Over => OpStatus::Retired,
+        }
+    }
+
+    /// The sender's rank, and how this rank calls the operation.
+    pub(super) fn op(&self) -> Option<(u32, OpId)> {
+        match self {
+            Named::Active(from, op, _) | Named::Early(from, op) => Some((*from, *op)),
+            Named::Over => None,
+        }
+    }
 }
 
 /// A receive that has no place in a sequence yet.
@@ -235,6 +264,20 @@ impl<B> Group<B> {
     pub(super) fn fingerprint(&self, op: OpId, other: u32) -> Option<Fingerprint> {
         let running = self.ops.get(&op).map(|active| active.fingerprint(self.members.rank(), other));
         running.or_else(|| self.channels.get(&op.channel)?.ended.fingerprint(op))
+    }
+
+    /// The operation that a message of a peer names, as this rank calls it.
+    pub(super) fn look_up(&self, peer: PeerId, key: &MessageKey) -> Named<'_, B> {
+        let Some((from, op)) = self.members.operation(peer, key) else { return Named::Over };
+        if self.failed.is_some() {
+            return Named::Over;
+        }
+        if let Some(active) = self.ops.get(&op) {
+            return Named::Active(from, op, active);
+        }
+        let has_failed = self.channels.get(&op.channel).is_some_and(|known| known.failed.is_some());
+        let is_over = has_failed || self.is_closed(op.channel) || self.is_over(op);
+        if is_over { Named::Over } else { Named::Early(from, op) }
     }
 
     /// Whether an operation has begun and ended here. A held operation has not begun.

@@ -6,7 +6,7 @@ use crate::name::OpId;
 use crate::operation::{Instance, Place, Verdict};
 use penstock_plan::{Algorithm, Request, Steps};
 use penstock_stream::frame::Reference;
-use penstock_stream::peer::{Counts, Peer};
+use penstock_stream::peer::{Copied, Counts, Peer};
 use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{ChannelId, Failure, GroupId, PeerId, Scope, Time};
 use std::collections::{BTreeMap, HashMap};
@@ -21,13 +21,15 @@ pub trait Host {
     type Body;
     /// What the host keeps of a message whose operation is not ready for it: bytes, or a reference.
     type Kept;
+    /// What the host makes of bytes that are sent at once: a copy, or in a simulation only their length.
+    type Copied: Copied;
 
     /// The time.
     fn now(&self) -> Time;
     /// The machine of a peer, which is asked for frames afterwards.
-    fn machine(&mut self, peer: PeerId) -> &mut Peer;
+    fn machine(&mut self, peer: PeerId) -> &mut Peer<Self::Copied>;
     /// The same, only to look.
-    fn look(&self, peer: PeerId) -> &Peer;
+    fn look(&self, peer: PeerId) -> &Peer<Self::Copied>;
     /// Why the last attempt to connect to a peer failed, if one has.
     fn trouble(&self, peer: PeerId) -> Option<String>;
 
@@ -46,7 +48,7 @@ pub trait Host {
     fn prepare(&mut self, body: &mut Self::Body) -> bool;
 
     /// Copies bytes that are sent at once.
-    fn copy(&mut self, body: &Self::Body, from: Place, len: u64) -> Arc<[u8]>;
+    fn copy(&mut self, body: &Self::Body, from: Place, len: u64) -> Self::Copied;
     /// Where a peer that can read this process's memory finds bytes. `may_share`: also in memory that is shared with it.
     fn lend(&mut self, peer: PeerId, body: &Self::Body, from: Place, len: u64, may_share: bool) -> Reference;
     /// Does with the bytes of the frame at hand what was decided.

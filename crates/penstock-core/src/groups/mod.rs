@@ -34,10 +34,10 @@ use crate::operation::{Effect, Place};
 use crate::reported::{Overtaken, Reported};
 use directory::Directory;
 use penstock_plan::{Algorithm, Planner, Thresholds};
+use penstock_stream::MessageKey;
 use penstock_stream::handshake::NodeKey;
 use penstock_stream::peer::OpStatus;
 use penstock_stream::ranges::Ranges;
-use penstock_stream::{Header, MessageKey};
 use penstock_types::{ChannelId, Failure, FailureKind, GroupId, MILLISECOND, PeerId, Priority, SECOND, Scope, Time};
 use std::collections::{BTreeSet, HashMap};
 
@@ -92,6 +92,12 @@ impl Unjoined {
     fn is_closed(&self, id: GroupId) -> bool {
         self.closed.covers(&(id.0..id.0.saturating_add(1)))
     }
+
+    /// What is known of the operations of a group in which a peer sends.
+    fn status(&self, peer: PeerId, id: GroupId) -> OpStatus {
+        let is_over = self.is_closed(id) || self.overtaken.contains(peer, id);
+        if is_over { OpStatus::Retired } else { OpStatus::Early }
+    }
 }
 
 impl<B, K> Groups<B, K> {
@@ -119,37 +125,11 @@ impl<B, K> Groups<B, K> {
     }
 
     /// What is known of the operation of an incoming message.
-    #[must_use]
-    pub fn status(&self, peer: PeerId, key: &MessageKey) -> OpStatus {
-        let Some(group) = self.groups.get(&key.group) else {
-            let unjoined = &self.common.unjoined;
-            let is_over = unjoined.is_closed(key.group) || unjoined.overtaken.contains(peer, key.group);
-            return if is_over { OpStatus::Retired } else { OpStatus::Early };
-        };
-        if group.failed.is_some() {
-            return OpStatus::Retired;
+    fn status(&self, peer: PeerId, key: &MessageKey) -> OpStatus {
+        match self.groups.get(&key.group) {
+            Some(group) => group.look_up(peer, key).status(),
+            None => self.common.unjoined.status(peer, key.group),
         }
-        let Some((_, op)) = group.members.operation(peer, key) else { return OpStatus::Retired };
-        if group.ops.contains_key(&op) {
-            return OpStatus::Active;
-        }
-        let has_failed = group.channels.get(&op.channel).is_some_and(|known| known.failed.is_some());
-        let is_over = has_failed || group.is_closed(op.channel) || group.is_over(op);
-        if is_over { OpStatus::Retired } else { OpStatus::Early }
-    }
-
-    /// Where the payload of an incoming data frame belongs, if it may be read there directly.
-    #[must_use]
-    pub fn place(&self, peer: PeerId, header: &Header) -> Option<(&B, Place)> {
-        let group = self.groups.get(&header.key.group)?;
-        let (from, op) = group.members.operation(peer, &header.key)?;
-        let active = group.ops.get(&op)?;
-        if active.fingerprint(group.members.rank(), from) != header.fingerprint {
-            return None;
-        }
-        let len = u64::from(header.length);
-        let place = active.operation.place(from, header.key.message, header.offset, len, header.total)?;
-        Some((&active.body, place))
     }
 
     /// Where `len` bytes at `offset` of an outgoing message lie; `None` when its operation is over.

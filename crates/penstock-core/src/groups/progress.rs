@@ -1,45 +1,85 @@
 //! How operations go on: with what comes, and with what is sent.
 
 use super::departure::has_left;
-use super::group::{Active, Group, Joining};
+use super::group::{Active, Group, Joining, Named};
 use super::host::Host;
 use super::{Common, Groups};
 use crate::early::Content;
 use crate::name::{OpId, Sequence};
-use crate::operation::{Effect, Incoming, Misfit};
+use crate::operation::{Effect, Incoming, Misfit, Place};
 use penstock_plan::Topology;
 use penstock_stream::frame::{Channel, Kind};
-use penstock_stream::peer::{Body, FLAG_EAGER, OpStatus, Outgoing};
+use penstock_stream::peer::{Arrival, Body, FLAG_EAGER, Finish, Landing, OpStatus, Outgoing, StreamId};
 use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{ChannelId, PeerId};
 
 impl<B, K> Groups<B, K> {
-    /// A whole, checked, new frame of `len` bytes, which the host has at hand. `placed`: its payload lies already where
-    /// [`Groups::place`] said.
+    /// A header has come on a stream of a peer. Says where its payload goes. A place is valid while its operation runs.
     ///
     /// # Errors
-    /// A frame that cannot belong to its operation.
-    pub fn arrive<H: Host<Body = B, Kept = K>>(
-        &mut self,
+    /// A frame that the peer may not send; the stream cannot go on.
+    pub fn header<H: Host<Body = B, Kept = K>>(
+        &self,
         host: &mut H,
         peer: PeerId,
+        stream: StreamId,
         header: &Header,
+    ) -> Result<Landing<(&B, Place)>, FrameError> {
+        let now = host.now();
+        let group = self.groups.get(&header.key.group);
+        let named = group.map(|group| (group, group.look_up(peer, &header.key)));
+        let status = match &named {
+            Some((_, named)) => named.status(),
+            None => self.common.unjoined.status(peer, header.key.group),
+        };
+        match (host.machine(peer).handle_header(stream, header, status, now)?, named) {
+            (Arrival::Discard, _) => Ok(Landing::Discard),
+            (Arrival::Take, Some((group, Named::Active(from, _, active)))) if header.kind == Kind::Data => {
+                Ok(group.place(from, active, header).map_or(Landing::Stage, Landing::Place))
+            }
+            (Arrival::Take | Arrival::Race, _) => Ok(Landing::Stage),
+        }
+    }
+
+    /// A frame is whole. If it is new it is used, and the host, which has its payload at hand, does what follows from that. `payload`:
+    /// its bytes for the peer's machine; none of a data frame that is discarded, or that is a phantom. `placed`: they lie where
+    /// [`Groups::header`] said.
+    ///
+    /// # Errors
+    /// A payload that was damaged, or a frame that the peer may not send; the stream cannot go on.
+    pub fn frame<H: Host<Body = B, Kept = K>>(
+        &mut self,
+        host: &mut H,
+        (peer, stream): (PeerId, StreamId),
+        header: &Header,
+        payload: &[u8],
         placed: bool,
-    ) -> Result<(), FrameError> {
-        if !matches!(header.kind, Kind::Data | Kind::Reference | Kind::Announce) {
-            return Ok(());
-        }
-        if let Some(group) = self.groups.get_mut(&header.key.group)
-            && let Some((from, op)) = group.members.operation(peer, &header.key)
-        {
-            if matches!(op.sequence, Sequence::Sends { .. }) {
-                return Err(FrameError::OutOfTurn("a message in the direction in which this rank sends"));
+    ) -> Result<Finish, FrameError> {
+        let mut group = self.groups.get_mut(&header.key.group);
+        let (status, op) = match &group {
+            Some(group) => {
+                let named = group.look_up(peer, &header.key);
+                (named.status(), named.op())
             }
-            if group.arrive(&mut self.common, host, (peer, from, op), header, placed)? {
-                return Ok(());
-            }
+            None => (self.common.unjoined.status(peer, header.key.group), None),
+        };
+        let finish = host.machine(peer).handle_frame(stream, header, payload, status)?;
+        if !finish.apply || !matches!(header.kind, Kind::Data | Kind::Reference | Kind::Announce) {
+            return Ok(finish);
         }
-        self.keep_early(host, peer, header)
+        if op.is_some_and(|(_, op)| matches!(op.sequence, Sequence::Sends { .. })) {
+            return Err(FrameError::OutOfTurn("a message in the direction in which this rank sends"));
+        }
+        let is_taken = match (&mut group, op) {
+            (Some(group), Some((from, op))) => {
+                group.arrive(&mut self.common, host, (peer, from, op), header, placed)?
+            }
+            _ => false,
+        };
+        if !is_taken {
+            self.keep_early(host, peer, header)?;
+        }
+        Ok(finish)
     }
 
     /// Keeps a message whose operation is not posted here, or not ready for it.
@@ -106,6 +146,15 @@ impl<B, K> Groups<B, K> {
 }
 
 impl<B> Group<B> {
+    /// Where the payload of a data frame belongs, if it only has to lie there.
+    fn place<'a>(&self, from: u32, active: &'a Active<B>, header: &Header) -> Option<(&'a B, Place)> {
+        let Header { key, offset, length, total, .. } = *header;
+        if length == 0 || active.fingerprint(self.members.rank(), from) != header.fingerprint {
+            return None;
+        }
+        Some((&active.body, active.operation.place(from, key.message, offset, u64::from(length), total)?))
+    }
+
     /// A message, or a part of one, of an operation that may run here. Returns false if the operation is not ready for it.
     fn arrive<H: Host<Body = B>>(
         &mut self,
@@ -213,7 +262,10 @@ impl<B> Group<B> {
         let MessageKey { channel, op: seq, .. } = op.key(self.id, self.members.rank(), 0);
         let with = op.other();
         for (_, peer) in self.members.others().filter(|(rank, _)| with.is_none_or(|only| only == *rank)) {
-            host.machine(peer).retire(self.id, channel, seq);
+            // Most plans name few of a large group's ranks.
+            if host.look(peer).remembered() > 0 {
+                host.machine(peer).retire(self.id, channel, seq);
+            }
         }
         common.finished += 1;
         if self.joining == Some(Joining::Gathers) && op == OpId::collective(ChannelId::MAIN, 0) {

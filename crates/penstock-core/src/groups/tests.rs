@@ -7,10 +7,10 @@ use super::*;
 use crate::operation::{Instance, Verdict};
 use fastrand::Rng;
 use penstock_plan::Collective;
-use penstock_stream::FrameError;
 use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_stream::frame::{Kind, Reference};
-use penstock_stream::peer::{Arrival, Event, Payload, Peer, PeerConfig};
+use penstock_stream::peer::{Event, Landing, Payload, Peer, PeerConfig};
+use penstock_stream::{FrameError, Header};
 use penstock_types::{DType, Generation, ReduceOp};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ type PhantomKept = Option<u64>;
 
 struct PhantomHost {
     now: Time,
-    peers: Vec<Peer>,
+    peers: Vec<Peer<u64>>,
     /// The host of each rank.
     hosts: Vec<u32>,
     /// How each call has ended, and when.
@@ -56,14 +56,15 @@ impl PhantomHost {
 impl Host for PhantomHost {
     type Body = Phantom;
     type Kept = PhantomKept;
+    type Copied = u64;
 
     fn now(&self) -> Time {
         self.now
     }
-    fn machine(&mut self, peer: PeerId) -> &mut Peer {
+    fn machine(&mut self, peer: PeerId) -> &mut Peer<u64> {
         &mut self.peers[peer as usize]
     }
-    fn look(&self, peer: PeerId) -> &Peer {
+    fn look(&self, peer: PeerId) -> &Peer<u64> {
         &self.peers[peer as usize]
     }
     fn trouble(&self, _: PeerId) -> Option<String> {
@@ -85,8 +86,8 @@ impl Host for PhantomHost {
     fn prepare(&mut self, _: &mut Phantom) -> bool {
         self.rng.bool()
     }
-    fn copy(&mut self, _: &Phantom, _: Place, len: u64) -> Arc<[u8]> {
-        vec![0; len as usize].into()
+    fn copy(&mut self, _: &Phantom, _: Place, len: u64) -> u64 {
+        len
     }
     fn lend(&mut self, _: PeerId, _: &Phantom, _: Place, _: u64, _: bool) -> Reference {
         Reference { address: 4096, epoch: 1, region: 0 }
@@ -188,7 +189,7 @@ impl World {
                 ..PeerConfig::default()
             };
             let others = (0..world).filter(|other| *other != rank);
-            let peers = others.map(|other| Peer::new(config(other), Time(0))).collect();
+            let peers = others.map(|other| Peer::with_copies(config(other), Time(0))).collect();
             let host = PhantomHost {
                 now: Time(0),
                 peers,
@@ -263,8 +264,8 @@ impl World {
             let to = rank_of(rank, peer);
             while let Some(outbound) = self.ranks[rank].host.peers[peer].poll_frame(0, self.now) {
                 let payload = match outbound.payload {
-                    Payload::Owned(bytes, range) => bytes[range].to_vec(),
-                    Payload::Memory => Vec::new(),
+                    Payload::Control(bytes) => bytes.to_vec(),
+                    Payload::Owned(..) | Payload::Memory => Vec::new(),
                 };
                 let path = self.paths.entry((rank, to)).or_default();
                 let last = path.back().map_or(self.now, |flying| flying.at);
@@ -277,7 +278,7 @@ impl World {
     fn next(&self) -> Time {
         let frames = self.paths.values().filter_map(|path| path.front()).map(|flying| flying.at);
         let ranks = self.ranks.iter().filter(|rank| !rank.is_dead).map(|rank| {
-            let lives = |(peer, _): &(PeerId, &Peer)| rank.groups.why_lost(*peer).is_none();
+            let lives = |(peer, _): &(PeerId, &Peer<u64>)| rank.groups.why_lost(*peer).is_none();
             let machines = (0..).zip(&rank.host.peers).filter(lives).map(|(_, machine)| machine.poll_timeout(self.now));
             let step = rank.steps.front().map(|(at, _)| *at);
             let next = machines.chain(step).fold(rank.tick, Time::min);
@@ -311,18 +312,13 @@ impl Rank {
         let peer = peer_of(to, from);
         let Rank { groups, host, .. } = self;
         host.now = now;
-        let status = groups.status(peer, &header.key);
-        let machine = host.machine(peer);
-        let arrival = match machine.handle_header(0, header, status, now) {
-            Ok(arrival) => arrival,
+        let has_place = match groups.header(host, peer, 0, header) {
+            Ok(landing) => matches!(landing, Landing::Place(_)),
             Err(_) if groups.why_lost(peer).is_some() => return,
             Err(error) => panic!("{error}: {header:?}"),
         };
-        let placed = groups.place(peer, header).is_some() && header.kind == Kind::Data && host.rng.bool();
-        let finish = host.machine(peer).handle_frame(0, header, payload, status).expect("it is in order");
-        if finish.apply && arrival != Arrival::Discard {
-            groups.arrive(host, peer, header, placed).expect("it is in order");
-        }
+        let placed = has_place && host.rng.bool();
+        groups.frame(host, (peer, 0), header, payload, placed).expect("it is in order");
         self.poll_events();
     }
 

@@ -71,6 +71,7 @@ pub(super) struct Hands<'a> {
 impl Host for Hands<'_> {
     type Body = Body;
     type Kept = Kept;
+    type Copied = Arc<[u8]>;
 
     fn now(&self) -> Time {
         self.peers.now()

@@ -19,7 +19,7 @@ use penstock_net::{Admission, Handler, Peers};
 use penstock_plan::Thresholds;
 use penstock_stream::frame::Kind;
 use penstock_stream::handshake::{Hello, NodeKey};
-use penstock_stream::peer::{Event, OpStatus};
+use penstock_stream::peer::{Event, Landing, StreamId};
 use penstock_stream::{FrameError, Header, MessageKey};
 use penstock_types::{Failure, GroupId, PeerId, Time};
 use std::sync::Arc;
@@ -95,12 +95,39 @@ impl Runtime {
 }
 
 impl Handler for Runtime {
-    fn status(&self, peer: PeerId, key: &MessageKey) -> OpStatus {
-        self.groups.status(peer, key)
+    fn header(
+        &mut self,
+        peers: &mut Peers,
+        peer: PeerId,
+        stream: StreamId,
+        header: &Header,
+    ) -> Result<Landing<*mut u8>, FrameError> {
+        self.act(peers, |groups, hands| {
+            let landing = groups.header(hands, peer, stream, header)?;
+            Ok(landing.map(|(body, place)| body.address(place)))
+        })
     }
 
-    fn place(&mut self, peer: PeerId, header: &Header) -> Result<Option<*mut u8>, FrameError> {
-        Ok(self.groups.place(peer, header).map(|(body, place)| body.address(place)))
+    fn frame(
+        &mut self,
+        peers: &mut Peers,
+        peer: PeerId,
+        stream: StreamId,
+        header: &Header,
+        payload: &[u8],
+        placed: bool,
+    ) -> Result<Option<StreamId>, FrameError> {
+        #[cfg(test)]
+        assert!(!std::mem::take(&mut self.panics), "a test wants it");
+        let finish = self.act_on(peers, payload, header.offset, |groups, hands| {
+            groups.frame(hands, (peer, stream), header, payload, placed)
+        })?;
+        match header.kind {
+            Kind::Share if finish.apply => self.local.map(peer, header.offset, header.total)?,
+            Kind::Unshare if finish.apply => drop(self.local.peer_mut(peer).mappings.remove(&header.offset)),
+            _ => {}
+        }
+        Ok(finish.revoke)
     }
 
     fn descriptor(&mut self, peer: PeerId, region: u64) -> Option<Fd> {
@@ -113,24 +140,6 @@ impl Handler for Runtime {
 
     fn source(&self, peer: PeerId, key: &MessageKey, offset: u64, len: usize) -> Option<*const u8> {
         self.groups.source(peer, key, offset, len).map(|(body, place)| body.address(place).cast_const())
-    }
-
-    fn frame(
-        &mut self,
-        peers: &mut Peers,
-        peer: PeerId,
-        header: &Header,
-        payload: &[u8],
-        placed: bool,
-    ) -> Result<(), FrameError> {
-        #[cfg(test)]
-        assert!(!std::mem::take(&mut self.panics), "a test wants it");
-        match header.kind {
-            Kind::Share => return self.local.map(peer, header.offset, header.total),
-            Kind::Unshare => drop(self.local.peer_mut(peer).mappings.remove(&header.offset)),
-            _ => {}
-        }
-        self.act_on(peers, payload, header.offset, |groups, hands| groups.arrive(hands, peer, header, placed))
     }
 
     fn event(&mut self, peers: &mut Peers, peer: PeerId, event: Event) {

@@ -2,6 +2,7 @@
 
 use super::listen::tune;
 use super::{Driver, FEATURES, HANDSHAKE_WITHIN, random};
+use crate::close_reason::CloseReason;
 use crate::descriptors::{After, after_accept};
 use crate::fds::Fd;
 use crate::handler::Handler;
@@ -102,13 +103,11 @@ impl Driver {
         let Some((token, socket)) = oldest.and_then(|token| Some((token, self.sockets.remove(&token)?))) else {
             return false;
         };
-        self.closed(handler, token, socket, MAKES_ROOM, now);
+        self.closed(handler, token, socket, &CloseReason::MakesRoom, now);
         true
     }
 }
 
-/// The reason why a silent connection was closed.
-pub(super) const MAKES_ROOM: &str = "it has said nothing, and others came";
 /// How long accepting pauses when the machine lacks descriptors or memory.
 pub(super) const ACCEPT_AGAIN: u64 = 100 * MILLISECOND;
 /// How many incoming connections may be unauthenticated. Beyond, the oldest silent one is closed.

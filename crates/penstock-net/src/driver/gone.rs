@@ -1,12 +1,11 @@
 //! The end of a socket, and of a peer that cannot be reached any more.
 
 use super::Driver;
-use super::accept::MAKES_ROOM;
 use super::connect::FROM_THE_START;
-use super::greet::NOT_YET;
 use super::timers::RECONNECT_WITHIN;
+use crate::close_reason::CloseReason;
 use crate::handler::Handler;
-use crate::socket::{GONE, Progress, Socket, Stage};
+use crate::socket::{Progress, Socket, Stage};
 use penstock_types::{PeerId, Time};
 
 impl Driver {
@@ -16,7 +15,7 @@ impl Driver {
         handler: &mut H,
         token: u64,
         mut socket: Socket,
-        reason: &str,
+        reason: &CloseReason,
         now: Time,
     ) {
         if matches!(socket.stage, Stage::Acceptor(_)) {
@@ -25,15 +24,14 @@ impl Driver {
         let Some(peer) = socket.peer else {
             // A member that connects before this process has read who is in its job is told to try again. That needs no line
             // for each.
-            let level = if [NOT_YET, MAKES_ROOM].contains(&reason) { log::Level::Debug } else { log::Level::Warn };
+            let level = if reason.is_usual() { log::Level::Debug } else { log::Level::Warn };
             log::log!(level, "penstock: refused a connection from {}: {reason}", socket.remote);
             return;
         };
-        if socket.is_up() && socket.local && reason != GONE {
+        if socket.is_up() && socket.local && *reason != CloseReason::ClosedThere {
             self.say_why(handler, peer, &mut socket, reason, now);
         }
         let (was_up, stream, local, attempt) = (socket.is_up(), socket.stream, socket.local, socket.attempt);
-        let is_refused = socket.is_refused;
         let remote = socket.remote.clone();
         drop(socket);
         self.links[peer as usize].sockets.retain(|known| *known != token);
@@ -58,7 +56,7 @@ impl Driver {
         if local && was_up {
             // A local socket ends only with the peer's process, or because this side closes it for a reason.
             let what = match reason {
-                GONE => "closed its connection: the process has died",
+                CloseReason::ClosedThere => "closed its connection: the process has died",
                 reason => &format!("was cut off: {reason}"),
             };
             self.lose(handler, peer, what, false, now);
@@ -76,7 +74,7 @@ impl Driver {
         let attempt = if was_up { 0 } else { attempt };
         // A local connection that was told to wait chooses its medium again at the next attempt.
         let stream = if local { FROM_THE_START } else { stream };
-        self.retry(handler, peer, (stream, attempt), &format!("{remote}: {reason}"), is_refused, now);
+        self.retry(handler, peer, (stream, attempt), &format!("{remote}: {reason}"), reason.is_refused(), now);
     }
 
     /// Tells a peer why its only connection is about to be closed. Otherwise it would take this process for dead.
@@ -85,7 +83,7 @@ impl Driver {
         handler: &mut H,
         peer: PeerId,
         socket: &mut Socket,
-        reason: &str,
+        reason: &CloseReason,
         now: Time,
     ) {
         let link = &self.links[peer as usize];
@@ -94,7 +92,7 @@ impl Driver {
         }
         // A half written frame of a group that has just failed is copied before the rest of it is written.
         self.follow_orders_with(handler, Some(socket), now);
-        handler.cut_off(&mut self.peers, peer, reason);
+        handler.cut_off(&mut self.peers, peer, &reason.to_string());
         while socket.write_batch(&mut self.peers, handler, now) == Some(Progress::More) {}
     }
 
@@ -126,7 +124,7 @@ impl Driver {
         link.retries.clear();
         for token in std::mem::take(&mut link.sockets) {
             if let Some(socket) = self.sockets.remove(&token) {
-                self.closed(handler, token, socket, "the peer is lost", now);
+                self.closed(handler, token, socket, &CloseReason::PeerLost, now);
             }
         }
         handler.lost(&mut self.peers, peer, &reason, has_died);

@@ -2,6 +2,7 @@
 
 use super::neighbour::process_at;
 use super::{Driver, FEATURE_READS_MEMORY};
+use crate::close_reason::CloseReason;
 use crate::handler::{Admission, Handler};
 use crate::socket::{Progress, Socket, Stage};
 use penstock_stream::handshake::{Accepted, HandshakeError, Hello, RefusalCode};
@@ -17,12 +18,9 @@ impl Driver {
         token: u64,
         socket: &mut Socket,
         now: Time,
-    ) -> Result<(), String> {
+    ) -> Result<(), CloseReason> {
         if let Stage::Connecting(_) = socket.stage {
-            socket.wire.error().map_err(|error| {
-                socket.is_refused = error == rustix::io::Errno::CONNREFUSED;
-                error.to_string()
-            })?;
+            socket.wire.error().map_err(CloseReason::System)?;
             let Stage::Connecting(mut connector) = std::mem::replace(&mut socket.stage, Stage::Up) else {
                 unreachable!("looked at above")
             };
@@ -39,11 +37,11 @@ impl Driver {
             // The last message may come together with the first frames and their descriptors.
             let room = &mut [IoSliceMut::new(&mut buffer)];
             let count = match socket.wire.read(room, socket.local, &mut descriptors) {
-                Ok(0) => return Err("it closed the connection during the hand-shake".into()),
+                Ok(0) => return Err(CloseReason::ClosedInHandshake),
                 Ok(count) => count,
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(rustix::io::Errno::AGAIN) => break,
-                Err(error) => return Err(error.to_string()),
+                Err(error) => return Err(CloseReason::System(error)),
             };
             let step = match &mut socket.stage {
                 Stage::Connector(connector) => {
@@ -68,7 +66,7 @@ impl Driver {
             };
             match step {
                 // They would pile up as long as an unauthenticated peer sends.
-                Ok(None) if !descriptors.is_empty() => return Err("it passes descriptors in a hand-shake".into()),
+                Ok(None) if !descriptors.is_empty() => return Err(CloseReason::Descriptors),
                 Ok(None) => {}
                 Ok(Some(done)) => {
                     ended = Some(done);
@@ -77,14 +75,14 @@ impl Driver {
                 Err(error) => {
                     let _ = socket.write_greeting();
                     if error.is_temporary() {
-                        return Err(NOT_YET.to_owned());
+                        return Err(CloseReason::NotYet);
                     }
                     if let (Some(peer), Some(reason)) = (socket.peer, error.lost())
                         && matches!(socket.stage, Stage::Connector(_))
                         && self.peers.look(peer).stream_count() == 0
                     {
                         self.lose(handler, peer, &format!("does not take this rank back: {reason}"), false, now);
-                        return Err(error.to_string());
+                        return Err(CloseReason::Handshake(error));
                     }
                     // Once a stream has been up, a refusal of another one concerns that stream only.
                     if let Some(peer) = socket.peer
@@ -95,14 +93,14 @@ impl Driver {
                         if matches!(socket.stage, Stage::Connector(_)) {
                             link.finished = true;
                             handler.refused(&mut self.peers, peer, &reason);
-                        } else if reason != link.complaint {
+                        } else if link.complaint.as_ref() != Some(&error) {
                             // The connector proves its identity last, so nothing that it claims before ends a join. All its
                             // streams claim the same, so it is logged once.
                             log::warn!("penstock: {reason}");
-                            link.complaint = reason;
+                            link.complaint = Some(error.clone());
                         }
                     }
-                    return Err(error.to_string());
+                    return Err(CloseReason::Handshake(error));
                 }
             }
         }
@@ -126,7 +124,7 @@ impl Driver {
                 if let Some(old) = old
                     && let Some(socket) = self.sockets.remove(&old)
                 {
-                    self.closed(handler, old, socket, "it was replaced by a new connection", now);
+                    self.closed(handler, old, socket, &CloseReason::Replaced, now);
                 }
                 self.links[peer as usize].sockets.push(token);
             }
@@ -135,7 +133,7 @@ impl Driver {
             self.up(handler, token, socket, features, job, now)?;
             for descriptor in descriptors {
                 let peer = socket.peer.expect("decided");
-                handler.passed(peer, descriptor).map_err(|error| format!("it sent {error}"))?;
+                handler.passed(peer, descriptor)?;
             }
         }
         Ok(())
@@ -182,11 +180,11 @@ impl Driver {
         features: u32,
         job: Option<GroupId>,
         now: Time,
-    ) -> Result<(), String> {
+    ) -> Result<(), CloseReason> {
         let peer = socket.peer.expect("hand-shaken");
         let link = &mut self.links[peer as usize];
         if link.finished {
-            return Err("the peer was given up".into());
+            return Err(CloseReason::PeerLost);
         }
         link.down_since = None;
         link.refusals = 0;
@@ -208,6 +206,3 @@ impl Driver {
         Ok(())
     }
 }
-
-/// The reason of a hand-shake that is to be tried again.
-pub(super) const NOT_YET: &str = "the job is not set up there yet";

@@ -2,6 +2,7 @@
 
 use super::connect::FROM_THE_START;
 use super::{Driver, Link};
+use crate::close_reason::CloseReason;
 use crate::descriptors::make_room;
 use crate::handler::{Handler, Order};
 use crate::socket::Socket;
@@ -52,7 +53,7 @@ impl Driver {
             self.sockets.iter().filter(|(_, s)| !s.is_up() && now > s.deadline).map(|(token, _)| *token).collect();
         for token in late {
             let socket = self.sockets.remove(&token).expect("listed above");
-            self.closed(handler, token, socket, "no answer to the hand-shake", now);
+            self.closed(handler, token, socket, &CloseReason::NoAnswer, now);
         }
         if self.sockets.values().any(|socket| !socket.is_up()) {
             next = next.min(now.plus(100 * MILLISECOND));

@@ -160,13 +160,14 @@ impl Topology {
                 return None;
             }
             let is_next = |link: &&LinkId| {
-                let (_, to, _) = self.links[link.0 as usize];
-                distances[to.0 as usize] == left - 1 && (left == 1 || self.is_switch[to.0 as usize])
+                let (from, to, _) = self.links[link.0 as usize];
+                from == node && distances[to.0 as usize] == left - 1 && (left == 1 || self.is_switch[to.0 as usize])
             };
-            let leaving = &self.leaving[node.0 as usize];
-            let count = leaving.iter().filter(is_next).count() as u64;
+            // In either list the links are in the order in which they were added. A switch may have thousands, a host has few.
+            let links = if left == 1 { &self.entering[to.0 as usize] } else { &self.leaving[node.0 as usize] };
+            let count = links.iter().filter(is_next).count() as u64;
             let taken = mix(choice ^ mix(u64::from(node.0))) % count.max(1);
-            let link = *leaving.iter().filter(is_next).nth(taken as usize)?;
+            let link = *links.iter().filter(is_next).nth(taken as usize)?;
             path.push(link);
             node = self.links[link.0 as usize].1;
         }

@@ -2,13 +2,13 @@
 
 use super::credit::eager_cost;
 use super::operation::OpKey;
-use super::outgoing::{Control, Way};
+use super::outgoing::{Control, Copied, Way};
 use super::{NO_MESSAGE, Peer};
 use crate::frame::{Channel, Counts, Farewell, Header, Kind, MessageKey};
 use penstock_types::{GroupId, OpSeq, Scope};
 use std::collections::BTreeMap;
 
-impl Peer {
+impl<C: Copied> Peer<C> {
     /// Tells the peer that this side has left a group, or closed a channel of it, and what it did there. The frame leaves once the
     /// peer has taken all that it can take; messages that wait for a grant do not hold it back. A group's farewell comes after
     /// those of its channels.

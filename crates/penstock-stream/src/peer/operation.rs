@@ -29,6 +29,28 @@ pub enum Arrival {
     Discard,
 }
 
+/// Where the payload of a frame goes, as it was decided when the header arrived. It holds until the frame is whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Landing<P> {
+    /// To its place in the operation.
+    Place(P),
+    /// To a buffer of the reader's.
+    Stage,
+    /// Nowhere: the payload is read and discarded.
+    Discard,
+}
+
+impl<P> Landing<P> {
+    /// The same landing, with the place in other words.
+    pub fn map<Q>(self, place: impl FnOnce(P) -> Q) -> Landing<Q> {
+        match self {
+            Landing::Place(known) => Landing::Place(place(known)),
+            Landing::Stage => Landing::Stage,
+            Landing::Discard => Landing::Discard,
+        }
+    }
+}
+
 /// One operation's messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct OpKey {

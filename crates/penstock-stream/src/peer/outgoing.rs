@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// A message to send.
 #[derive(Clone, Debug)]
-pub struct Outgoing {
+pub struct Outgoing<C = Arc<[u8]>> {
     /// Names the message.
     pub key: MessageKey,
     /// How urgent.
@@ -21,14 +21,14 @@ pub struct Outgoing {
     /// Identifies messages that are useful only together (a coflow); 0 for none.
     pub coflow: u32,
     /// The bytes.
-    pub body: Body,
+    pub body: Body<C>,
 }
 
 /// The bytes of an outgoing message.
 #[derive(Clone, Debug)]
-pub enum Body {
+pub enum Body<C = Arc<[u8]>> {
     /// A copy of our own. For the caller the message counts as sent.
-    Owned(Arc<[u8]>),
+    Owned(C),
     /// `len` bytes that must not change until [`Event::Sent`](super::Event::Sent).
     Memory {
         /// Where the bytes are, for a peer that can read this process's memory.
@@ -38,10 +38,29 @@ pub enum Body {
     },
 }
 
-impl Body {
+/// A copy of a message. A [`Peer`](super::Peer) keeps it until the message is acknowledged, and asks nothing of it but its length.
+pub trait Copied: Clone {
+    /// How many bytes it has, or stands for.
+    fn byte_count(&self) -> u64;
+}
+
+impl Copied for Arc<[u8]> {
+    fn byte_count(&self) -> u64 {
+        self.len() as u64
+    }
+}
+
+/// A phantom: the length of a message whose bytes are not there. Simulated ranks send these.
+impl Copied for u64 {
+    fn byte_count(&self) -> u64 {
+        *self
+    }
+}
+
+impl<C: Copied> Body<C> {
     pub(super) fn len(&self) -> u64 {
         match self {
-            Body::Owned(bytes) => bytes.len() as u64,
+            Body::Owned(copy) => copy.byte_count(),
             Body::Memory { len, .. } => *len,
         }
     }
@@ -55,10 +74,10 @@ pub(super) enum FrameId {
 }
 
 /// Messages that the peer has not acknowledged.
-#[derive(Debug, Default)]
-pub(super) struct Outbox {
+#[derive(Debug)]
+pub(super) struct Outbox<C> {
     /// By order of issue.
-    pub(super) messages: HashMap<u64, Message>,
+    pub(super) messages: HashMap<u64, Message<C>>,
     pub(super) by_key: BTreeMap<MessageKey, u64>,
     /// Those of which a stream could pull a frame, most urgent first.
     pub(super) ready: BTreeSet<(Priority, u64)>,
@@ -66,6 +85,13 @@ pub(super) struct Outbox {
     pub(super) issued: u64,
     /// References that were sent unasked and that the peer has not read.
     pub(super) unasked: usize,
+}
+
+// `derive` would ask for a default of `C`.
+impl<C> Default for Outbox<C> {
+    fn default() -> Outbox<C> {
+        Outbox { messages: HashMap::new(), by_key: BTreeMap::new(), ready: BTreeSet::new(), issued: 0, unasked: 0 }
+    }
 }
 
 /// Control frames, in both directions.
@@ -100,13 +126,13 @@ pub(super) struct Control {
 
 /// An outgoing message and its frames.
 #[derive(Debug)]
-pub(super) struct Message {
+pub(super) struct Message<C> {
     pub(super) key: MessageKey,
     pub(super) priority: Priority,
     pub(super) fingerprint: Fingerprint,
     pub(super) coflow: u32,
     pub(super) total: u64,
-    pub(super) body: Body,
+    pub(super) body: Body<C>,
     pub(super) way: Way,
     /// Cut so far, in order of offset.
     pub(super) frames: Vec<OutFrame>,
@@ -151,7 +177,7 @@ pub(super) struct Copies {
     pub(super) on: u64,
 }
 
-impl Message {
+impl<C> Message<C> {
     /// Whether the message has left, or leaves without waiting for a frame of the peer.
     pub(super) fn is_under_way(&self, ready: &BTreeSet<(Priority, u64)>, issue: u64) -> bool {
         !self.frames.is_empty() || ready.contains(&(self.priority, issue))

@@ -1,7 +1,7 @@
 //! The next frame for a stream that can take bytes: the most urgent one that may leave.
 
 use super::credit::eager_cost;
-use super::outgoing::{Body, FrameId, Way};
+use super::outgoing::{Body, Copied, FrameId, Way};
 use super::take_over::{PATIENCE_SHARED, TakeOver};
 use super::{FLAG_EAGER, FLAG_SHARED, NO_MESSAGE, Peer, StreamId};
 use crate::frame::{FLAG_PAYLOAD_SUM, Header, Kind};
@@ -12,20 +12,34 @@ use std::sync::Arc;
 
 /// A frame to write.
 #[derive(Clone, Debug)]
-pub struct Outbound {
+pub struct Outbound<C = Arc<[u8]>> {
     /// Its header; `payload_sum` is filled in by [`seal`].
     pub header: Header,
     /// Where the payload is.
-    pub payload: Payload,
+    pub payload: Payload<C>,
 }
 
 /// Where an outbound frame's payload is.
 #[derive(Clone, Debug)]
-pub enum Payload {
-    /// A range of these bytes.
-    Owned(Arc<[u8]>, Range<usize>),
+pub enum Payload<C = Arc<[u8]>> {
+    /// A control frame's bytes.
+    Control(Arc<[u8]>),
+    /// A range of the copy that was made of the message.
+    Owned(C, Range<usize>),
     /// In the memory of the message's operation, at the header's offset.
     Memory,
+}
+
+impl Payload {
+    /// The bytes, unless they lie in memory.
+    #[must_use]
+    pub fn bytes(&self) -> Option<&[u8]> {
+        match self {
+            Payload::Control(bytes) => Some(bytes),
+            Payload::Owned(bytes, range) => Some(&bytes[range.clone()]),
+            Payload::Memory => None,
+        }
+    }
 }
 
 /// Encodes an outbound frame's header over its payload.
@@ -37,14 +51,14 @@ pub fn seal(mut header: Header, payload: &[u8]) -> [u8; Header::BYTES] {
     header.encode()
 }
 
-impl Peer {
+impl<C: Copied> Peer<C> {
     /// The next frame for a stream that can take bytes, most urgent first; `None` when there is nothing for it.
-    pub fn poll_frame(&mut self, stream: StreamId, now: Time) -> Option<Outbound> {
+    pub fn poll_frame(&mut self, stream: StreamId, now: Time) -> Option<Outbound<C>> {
         let outbound = self.next_frame(stream, now)?;
         Some(self.stamp(stream, outbound, now))
     }
 
-    fn next_frame(&mut self, id: StreamId, now: Time) -> Option<Outbound> {
+    fn next_frame(&mut self, id: StreamId, now: Time) -> Option<Outbound<C>> {
         let streams = self.streams.len().min(self.most_used) as u64;
         let is_used = id <= self.last_used;
         let is_shared = self.share_a_link();
@@ -95,7 +109,7 @@ impl Peer {
     }
 
     /// Puts a control frame on a stream.
-    fn control_frame(&mut self, id: StreamId, control: u64, now: Time) -> Outbound {
+    fn control_frame(&mut self, id: StreamId, control: u64, now: Time) -> Outbound<C> {
         let stream = self.streams.get_mut(&id).expect("the caller has looked it up");
         stream.sent(FrameId::Control(control), self.controls.frames[&control].header.length, now);
         let control = self.controls.frames.get_mut(&control).expect("looked at above");
@@ -105,14 +119,14 @@ impl Peer {
             self.controls.sent += 1;
         }
         let payload = match &control.payload {
-            Some(bytes) => Payload::Owned(bytes.clone(), 0..bytes.len()),
+            Some(bytes) => Payload::Control(bytes.clone()),
             None => no_payload(),
         };
         Outbound { header: control.header, payload }
     }
 
     /// Puts frame `index` of a message on a stream.
-    fn data_frame(&mut self, id: StreamId, issue: u64, index: u32, now: Time) -> Outbound {
+    fn data_frame(&mut self, id: StreamId, issue: u64, index: u32, now: Time) -> Outbound<C> {
         let stream = self.streams.get_mut(&id).expect("the caller has looked it up");
         let message = self.outbox.messages.get_mut(&issue).expect("the caller has looked it up");
         let frame = &mut message.frames[index as usize];
@@ -147,7 +161,7 @@ impl Peer {
     }
 
     /// Adds what every frame carries for the other direction.
-    fn stamp(&mut self, id: StreamId, mut outbound: Outbound, now: Time) -> Outbound {
+    fn stamp(&mut self, id: StreamId, mut outbound: Outbound<C>, now: Time) -> Outbound<C> {
         let stream = self.streams.get_mut(&id).expect("frames are polled for streams that are up");
         stream.owes_ack = false;
         self.credit.owes_update = false;
@@ -163,10 +177,10 @@ impl Peer {
     }
 }
 
-fn bare(kind: Kind, offset: u64) -> Outbound {
+fn bare<C>(kind: Kind, offset: u64) -> Outbound<C> {
     Outbound { header: Header { offset, ..Header::new(kind, NO_MESSAGE) }, payload: no_payload() }
 }
 
-fn no_payload() -> Payload {
-    Payload::Owned(Arc::default(), 0..0)
+fn no_payload<C>() -> Payload<C> {
+    Payload::Control(Arc::default())
 }

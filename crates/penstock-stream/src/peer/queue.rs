@@ -2,19 +2,19 @@
 
 use super::ending::first_key;
 use super::operation::{OpKey, granted_span};
-use super::outgoing::{Body, Control, Copies, Message, Outgoing, Way};
+use super::outgoing::{Body, Control, Copied, Copies, Message, Outgoing, Way};
 use super::{NO_MESSAGE, Peer, Report};
 use crate::fingerprint::Fingerprint;
 use crate::frame::{Header, Kind, MAX_REPORT_BYTES, MessageKey, Reference};
 use penstock_types::Scope;
 use std::sync::Arc;
 
-impl Peer {
+impl<C: Copied> Peer<C> {
     /// Queues a message. [`Body::Owned`] is for messages up to `eager_bytes` that have credit ([`Peer::has_credit`]). Others
     /// wait for a grant. Receivers grant messages above [`Peer::eager_limit`] unasked. So a shorter message is announced, and
     /// so is the first one of a send, which a receive from any source cannot grant unasked. If a grant may have been dropped, all
     /// messages are.
-    pub fn send(&mut self, outgoing: Outgoing) {
+    pub fn send(&mut self, outgoing: Outgoing<C>) {
         if self.has_ended {
             return;
         }
@@ -67,14 +67,14 @@ impl Peer {
     }
 
     /// Where a message lies that the peer can read there, and that is long enough for it.
-    pub(super) fn reference_of(&self, message: &Message) -> Option<Reference> {
+    pub(super) fn reference_of(&self, message: &Message<C>) -> Option<Reference> {
         let Body::Memory { place, .. } = message.body else { return None };
         let can_read = self.config.references || (self.config.descriptors && place.region != 0);
         (can_read && message.total > self.eager_limit()).then_some(place)
     }
 
     /// Tells the peer where a message lies.
-    pub(super) fn refer(&mut self, message: &mut Message, place: Reference, is_unasked: bool) {
+    pub(super) fn refer(&mut self, message: &mut Message<C>, place: Reference, is_unasked: bool) {
         message.way = Way::Reference { is_unasked };
         self.outbox.unasked += usize::from(is_unasked);
         let mut header = Header::new(Kind::Reference, message.key);

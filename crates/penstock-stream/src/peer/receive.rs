@@ -2,7 +2,7 @@
 //! not send.
 
 use super::operation::{Arrival, Incoming, OpKey, OpStatus, granted_span, span};
-use super::outgoing::{Body, FrameId, Way};
+use super::outgoing::{Body, Copied, FrameId, Way};
 use super::take_over::{PATIENCE_LOST, PATIENCE_MOST, PATIENCE_WON};
 use super::{Event, FLAG_EAGER, FLAG_SHARED, Peer, Report, StreamId};
 use crate::frame::{Counts, FLAG_PAYLOAD_SUM, Farewell, FrameError, Header, Kind, MessageKey};
@@ -18,7 +18,10 @@ pub struct Finish {
     pub revoke: Option<StreamId>,
 }
 
-/// Whether a received payload is what was sent.
+/// Whether a received payload is what was sent. [`Peer::handle_frame`] asks that of every payload that is used.
+///
+/// # Errors
+/// It is not.
 pub fn verify(header: &Header, payload: &[u8]) -> Result<(), FrameError> {
     if header.flags & FLAG_PAYLOAD_SUM != 0 && crc32c::crc32c(payload) != header.payload_sum {
         return Err(FrameError::PayloadSum);
@@ -26,7 +29,7 @@ pub fn verify(header: &Header, payload: &[u8]) -> Result<(), FrameError> {
     Ok(())
 }
 
-impl Peer {
+impl<C: Copied> Peer<C> {
     /// A header has arrived. `status` tells about the operation that its key names.
     ///
     /// # Errors
@@ -94,18 +97,23 @@ impl Peer {
         if eager && self.credit.is_counted(header) {
             return Ok(Arrival::Discard);
         }
-        if !eager && !self.ops.get(&key).is_some_and(|op| op.given.covers(&(message..message + 1))) {
-            return Err(FrameError::OutOfTurn("data of an operation that was not granted"));
-        }
-        let op = self.ops.entry(key).or_default();
+        let op = match eager {
+            true => self.ops.entry(key).or_default(),
+            false => self
+                .ops
+                .get_mut(&key)
+                .filter(|op| op.given.covers(&(message..message + 1)))
+                .ok_or(FrameError::OutOfTurn("data of an operation that was not granted"))?,
+        };
         op.incoming.entry(header.key.message).or_insert_with(|| Incoming::new(header.total)).arrive(id, header)
     }
 
-    /// The frame is whole and its payload verified. For data: records it; the caller applies the payload before it
-    /// polls the next frame, so that no ack can leave before.
+    /// The frame is whole. For data: records it; the caller applies the payload before it polls the next frame, so that no ack can
+    /// leave before. The payload is checked against its checksum if the header has one. That of a duplicate is not looked at, and
+    /// may be left out: after [`Event::Sent`] the sender may change the bytes of a copy that is still under way.
     ///
     /// # Errors
-    /// A frame that the peer may not send; close the stream.
+    /// A payload that was damaged, or a frame that the peer may not send; close the stream.
     pub fn handle_frame(
         &mut self,
         id: StreamId,
@@ -114,8 +122,11 @@ impl Peer {
         status: OpStatus,
     ) -> Result<Finish, FrameError> {
         let mut finish = Finish { apply: true, revoke: None };
+        if header.kind != Kind::Data {
+            verify(header, payload)?;
+        }
         match header.kind {
-            Kind::Data => finish = self.handle_data(id, header, status)?,
+            Kind::Data => finish = self.handle_data(id, header, payload, status)?,
             kind if kind.is_counted() && !self.is_new_control(header)? => finish.apply = false,
             Kind::Reference => finish.apply = self.handle_reference(header, status)?,
             Kind::Done => self.handle_done(header)?,
@@ -152,19 +163,6 @@ impl Peer {
         Ok(finish)
     }
 
-    /// Whether a data frame is a duplicate of bytes that are here. Ask before [`verify`]: after [`Event::Sent`] the sender may
-    /// change the bytes of a copy that is still under way. They are discarded, so their checksum does not matter.
-    #[must_use]
-    pub fn is_duplicate(&self, header: &Header, status: OpStatus) -> bool {
-        header.kind == Kind::Data
-            && (status == OpStatus::Retired
-                || self
-                    .ops
-                    .get(&OpKey::of(&header.key))
-                    .and_then(|op| op.incoming.get(&header.key.message))
-                    .is_some_and(|message| message.done.covers(&span(header))))
-    }
-
     /// An eager message was used (or its operation failed): returns its credit to the peer.
     pub fn consumed(&mut self, total: u64) {
         self.credit.consume(total, self.config.eager_credit_bytes);
@@ -175,15 +173,26 @@ impl Peer {
         self.events.pop_front()
     }
 
-    fn handle_data(&mut self, id: StreamId, header: &Header, status: OpStatus) -> Result<Finish, FrameError> {
+    fn handle_data(
+        &mut self,
+        id: StreamId,
+        header: &Header,
+        payload: &[u8],
+        status: OpStatus,
+    ) -> Result<Finish, FrameError> {
         let mut finish = Finish { apply: false, revoke: None };
-        if status != OpStatus::Retired
-            && let Some(op) = self.ops.get_mut(&OpKey::of(&header.key))
-            && let Some(message) = op.incoming.get_mut(&header.key.message)
-            && let Some(arriving) = message.arriving.remove(&header.offset)
-        {
-            message.done.insert(span(header));
-            finish = Finish { apply: true, revoke: arriving.on.filter(|first| *first != id) };
+        if status != OpStatus::Retired {
+            let op = self.ops.get_mut(&OpKey::of(&header.key));
+            let mut message = op.and_then(|op| op.incoming.get_mut(&header.key.message));
+            if !message.as_ref().is_some_and(|message| message.done.covers(&span(header))) {
+                verify(header, payload)?;
+            }
+            if let Some(message) = &mut message
+                && let Some(arriving) = message.arriving.remove(&header.offset)
+            {
+                message.done.insert(span(header));
+                finish = Finish { apply: true, revoke: arriving.on.filter(|first| *first != id) };
+            }
         }
         if header.flags & FLAG_EAGER != 0 && self.credit.count(header)? && !finish.apply {
             // The operation failed here before this message came: nothing will consume it.

@@ -1,6 +1,6 @@
 //! What an idle stream does about a slower one: it repeats the frame that the slower one would deliver last.
 
-use super::outgoing::FrameId;
+use super::outgoing::{Copied, FrameId};
 use super::time::ASK_EVERY;
 use super::{Peer, StreamId};
 use penstock_types::{MILLISECOND, Time};
@@ -12,7 +12,7 @@ pub(super) enum TakeOver {
     Nothing,
 }
 
-impl Peer {
+impl<C: Copied> Peer<C> {
     /// The frame that a slower stream will deliver last, if this idle stream would deliver it much sooner.
     ///
     /// A stream without acknowledgements need not be slow: the whole peer may be busy, and copies would only add to its work.

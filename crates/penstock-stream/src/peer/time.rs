@@ -1,5 +1,6 @@
 //! When the peer was heard: heartbeats, silent streams, and a peer that is silent on all of them.
 
+use super::outgoing::Copied;
 use super::{Event, Peer, PeerConfig, StreamId};
 use penstock_types::{MILLISECOND, Time};
 
@@ -27,7 +28,7 @@ impl Hearing {
     }
 }
 
-impl Peer {
+impl<C: Copied> Peer<C> {
     /// Bytes have arrived on a stream, perhaps only a part of a frame: the peer is alive. Without this, a frame that takes
     /// longer than `dead_after` would look like silence.
     pub fn heard(&mut self, stream: StreamId, now: Time) {
