@@ -243,6 +243,13 @@ def test_program(program: Callable[[], object], count: int) -> None:
     alike(ranks.run(program, count=count))
 
 
+@pytest.mark.parametrize("who", ["all", "first"])
+def test_in_inference_mode(who: str) -> None:
+    """Results are right, outside of it too, and the process set lives; the mode belongs to a thread, and the controller's is
+    another one than the script's."""
+    alike(ranks.run(programs.in_inference_mode, count=3, args=(who,)))
+
+
 def test_optimizers_of_another_life() -> None:
     """Ranks that have another past go on together."""
     alike(ranks.run(programs.optimizers_of_another_life, count=3))

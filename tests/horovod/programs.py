@@ -213,6 +213,43 @@ def mismatches() -> list[str]:
     return texts
 
 
+def in_inference_mode(who: str) -> list[Any]:
+    """Metrics are reduced and gathered in ``torch.inference_mode()``, on all ranks or on the first alone."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    total = size * (size - 1) / 2
+    with torch.inference_mode(who == "all" or rank == 0):
+        own = torch.full((size, 2), float(rank))
+        assert torch.equal(hvd.allreduce(own, op=hvd.Sum), torch.full((size, 2), total))
+        assert torch.equal(hvd.allreduce(own), torch.full((size, 2), total / size))
+        assert torch.equal(
+            hvd.allreduce(own.long(), op=hvd.Sum, postscale_factor=2.0), torch.full((size, 2), int(total) * 2)
+        )
+        assert torch.equal(hvd.allreduce_(own.clone(), op=hvd.Sum), torch.full((size, 2), total))
+        for result in hvd.grouped_allreduce([own, own.clone()], op=hvd.Sum):
+            assert torch.equal(result, torch.full((size, 2), total))
+        assert torch.allclose(hvd.allreduce(torch.ones(3), op=hvd.Adasum), torch.ones(3))
+        rows = [torch.full((other + 1, 2), float(other)) for other in range(size)]
+        assert torch.equal(hvd.allgather(rows[rank]), torch.cat(rows))
+        assert torch.equal(hvd.allgather(rows[0]), torch.cat([rows[0]] * size))
+        assert hvd.allgather_object({"rank": rank}) == [{"rank": other} for other in range(size)]
+        assert hvd.broadcast_object(rank, size - 1) == size - 1
+        assert torch.equal(hvd.broadcast(own, size - 1), torch.full((size, 2), size - 1.0))
+        assert torch.equal(hvd.reducescatter(own, op=hvd.Sum), torch.full((1, 2), total))
+        assert torch.equal(hvd.reducescatter(own.long(), op=hvd.Average), torch.full((1, 2), int(total) // size))
+        assert hvd.alltoall(own)[:, 0].tolist() == [float(other) for other in range(size)]
+        received, splits = hvd.alltoall(own, splits=[1] * size)
+        assert received[:, 0].tolist() == [float(other) for other in range(size)] and splits.tolist() == [1] * size
+    model = torch.nn.Linear(2, 1)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(hvd.allreduce(torch.ones(1, 2, requires_grad=True))).sum().backward()
+    optimizer.step()
+    return [model.weight.tolist()]
+
+
 def with_error(kind: type[BaseException], text: str, call: Any) -> None:
     try:
         call()

@@ -144,7 +144,7 @@ def start(
             for entry in own:
                 if entry is not None and entry.ready is not None:
                     torch.cuda.current_stream(entry.ready[0]).wait_event(entry.ready[1])
-            with torch.no_grad():
+            with _without_gradients():
                 flight = _START[agreed[bucket[0]].request.kind]([agreed[index] for index in bucket], own, group)
             for entry in own:
                 if entry is not None:
@@ -196,7 +196,7 @@ def _all_reduce(agreed: list[Agreed], own: list[Entry | None], group: Group) -> 
     work = group.all_reduce(whole, op)
 
     def finish() -> None:
-        with torch.no_grad():
+        with _without_gradients():
             _rescale(whole, factor, divisor)
             if len(inputs) > 1:
                 at = 0
@@ -276,13 +276,19 @@ def _reduce_scatter(agreed: list[Agreed], own: list[Entry | None], group: Group)
     work = group.reduce_scatter(output, tensor.split(rows), op)
 
     def finish() -> None:
-        with torch.no_grad():
+        with _without_gradients():
             _rescale(output, factor, divisor)
 
     return Flight([work], finish)
 
 
 # ---------------------------------------------------------------------------------------------------- helpers
+
+
+def _without_gradients() -> Any:
+    """A caller in ``torch.inference_mode()`` has inference tensors, which only that mode may change; it may change others, too.
+    It is a mode of each thread, and the controller's is not the caller's."""
+    return torch.inference_mode()
 
 
 def shares(rows: int, world: int) -> list[int]:
