@@ -432,6 +432,16 @@ def test_a_death_fails_all_that_was_agreed_on() -> None:
     assert len(outcome.value) == 3 and all("rank 1" in text for text in outcome.value), outcome
 
 
+@pytest.mark.parametrize("waits_for", ["the same", "another"])
+def test_a_rank_that_cannot_execute_fails_the_others(waits_for: str) -> None:
+    """At once, although it lives, and they are told why."""
+    first, own, other = ranks.run(programs.cannot_execute, count=3, args=(waits_for,))
+    assert own == ["no room for 4 EB"] * 2
+    told = "rank 1 cannot execute Horovod's operations any more (MemoryError: no room for 4 EB)"
+    for texts in (first, other):
+        assert len(texts) == (2 if waits_for == "the same" else 3) and all(told in text for text in texts), texts
+
+
 def test_what_a_death_has_failed_is_let_go() -> None:
     """See the program."""
     with ranks.Ranks(programs.lets_go_after_a_death, count=2) as job:

@@ -273,6 +273,7 @@ def wrong_arguments() -> None:
         with_error(ValueError, "invalid root rank", lambda: hvd.broadcast(ones, size))
         with_error(ValueError, "32-bit integer", lambda: hvd.alltoall(ones, torch.ones(size)))
         with_error(ValueError, "Number of entries", lambda: hvd.alltoall(ones, [1] * (size + 1)))
+        with_error(ValueError, "0 or more", lambda: hvd.alltoall(ones, [-1] + [1] * (size - 1)))
         with_error(ValueError, "Sum of splits", lambda: hvd.alltoall(ones, [5] * size))
         with_error(ValueError, "HOROVOD_DYNAMIC_PROCESS_SETS", lambda: hvd.add_process_set([0]))
         with_error(ValueError, "was not created", lambda: hvd.poll(-1))
@@ -864,6 +865,44 @@ def lets_go_after_a_death() -> list[str]:
     alive = [f"tensor {number}" for number, one in enumerate(kept) if not one.expired()]
     held = [type(one).__name__ for one in gc.get_objects()]
     return [*alive, *(name for name in held if name == "PenstockBackend")]
+
+
+def cannot_execute(waits_for: str) -> list[str]:
+    """Rank 1 has no memory for the result of an all-gather. From there on everything fails on all ranks, while all of them live:
+    that operation, and ones that rank 1 has not submitted."""
+    import penstock.horovod.torch as hvd
+    from penstock.fronts.horovod import operations
+    from penstock.fronts.horovod.negotiation import Kind
+
+    hvd.init()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    hvd.barrier()
+    handles = []
+    if hvd.rank() == 1:
+
+        def fails(*_: Any) -> Any:
+            raise MemoryError("no room for 4 EB")
+
+        operations._START[Kind.ALLGATHER] = fails
+    elif waits_for == "another":
+        handles.append(hvd.allreduce_async(torch.ones(3), name="another"))
+    handles.append(hvd.allgather_async(torch.ones(3), name="large"))
+    texts = []
+    for attempt in (
+        *(lambda handle=handle: hvd.synchronize(handle) for handle in handles),
+        lambda: hvd.allreduce(torch.ones(3), name="later"),
+    ):
+        try:
+            attempt()
+        except (hvd.HorovodInternalError, MemoryError) as error:
+            texts.append(str(error))
+        else:
+            texts.append("has succeeded")
+    # All of them live until all know.
+    store.set(f"knows {hvd.rank()}", "")
+    store.wait([f"knows {rank}" for rank in range(hvd.size())], timedelta(seconds=30))
+    hvd.shutdown()
+    return texts
 
 
 def dies_before_it_starts() -> list[str]:

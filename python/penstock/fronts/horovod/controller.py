@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from penstock.errors import Closed
+from penstock.errors import Closed, PenstockError
 from penstock.fronts.horovod import operations
 from penstock.fronts.horovod.common.exceptions import HorovodInternalError
 from penstock.fronts.horovod.group import Group
@@ -223,6 +223,16 @@ class Controller:
             self._fail(told)
         except BaseException as error:
             self._fail(error)
+            if not isinstance(error, (PenstockError, HorovodInternalError)):
+                # No other rank can know: it has not come from one, nor from the network.
+                self._end_others(error)
+
+    def _end_others(self, error: BaseException) -> None:
+        """This rank takes no part in rounds any more, nor in operations that all have agreed on: who waits for it shall not."""
+        rank = self.ranks[self.group.rank]
+        told = f"rank {rank} cannot execute Horovod's operations any more ({type(error).__name__}: {error})"
+        for member in (self._member, self.group.backend._member):
+            member.group.abort(told)
 
     def _next_block(self, pause_s: float) -> bytes:
         with self._wake:

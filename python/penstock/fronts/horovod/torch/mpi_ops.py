@@ -330,6 +330,8 @@ def alltoall_async(
         counts = [rows // controller.group.size] * controller.group.size
     if len(counts) != controller.group.size:
         raise ValueError("Number of entries in splits does not equal number of workers.")
+    if min(counts) < 0:
+        raise ValueError(f"Splits entries must be 0 or more; {counts} are not.")
     if sum(counts) > rows:
         raise ValueError("Sum of splits entries is greater than the first dimension of tensor.")
     entry = Entry(
