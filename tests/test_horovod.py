@@ -368,6 +368,11 @@ def test_init_with_some_of_the_ranks() -> None:
     assert ranks.run(programs.some_of_the_ranks, count=3) == [[(0, 0), (1, 2)], [], [(0, 0), (1, 2)]]
 
 
+def test_some_of_the_ranks_and_then_all() -> None:
+    """See the program."""
+    assert ranks.run(programs.some_then_all, count=3) == [[[0, 1, 2]] * 3] * 3
+
+
 @pytest.mark.parametrize("backend", ["penstock", "gloo"])
 def test_beside_a_process_group_of_the_script(backend: str) -> None:
     """Two all-reduces of two ranks' ones."""

@@ -1223,6 +1223,27 @@ def some_of_the_ranks() -> list[int]:
     return hvd.allgather_object((hvd.rank(), rank))
 
 
+def some_then_all() -> list[Any]:
+    """Ranks that were in a job of some are in the next one of all, whose other ranks start their first."""
+    import penstock.horovod.torch as hvd
+
+    rank = int(os.environ["RANK"])
+    seen = []
+    for some in ([1, 2], [0, 2], [1, 2]):
+        if rank in some:
+            hvd.init(comm=some)
+            hvd.init()
+            hvd.init(comm=some)
+            with_error(ValueError, f"runs with ranks {some}", lambda: hvd.init(comm=[0, 1, 2]))
+            assert hvd.size() == 2 and hvd.allgather_object(rank) == some
+            hvd.shutdown()
+        hvd.init()
+        hvd.init(comm=[0, 1, 2])
+        seen.append(hvd.allgather_object(hvd.rank()))
+        hvd.shutdown()
+    return seen
+
+
 def static_process_sets() -> list[Any]:
     """Process sets that ``init`` makes; a duplicate is refused."""
     import penstock.horovod.torch as hvd
