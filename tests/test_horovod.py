@@ -347,9 +347,10 @@ def test_join_with_uneven_data(count: int, through_buckets: bool) -> None:
 
 
 def test_join_refuses_what_has_no_zeros() -> None:
-    """Four operations, four texts, on the rank that is left."""
+    """Seven operations, seven texts, on the rank that is left."""
     texts = ranks.run(programs.joined_refuses, count=2)[0]
-    kinds = ("Allgather", "Broadcast", "Alltoall", "Reducescatter")
+    reductions = [f"Allreduce with op={op}" for op in ("Min", "Max", "Product")]
+    kinds = ("Allgather", "Broadcast", "Alltoall", "Reducescatter", *reductions)
     assert [text.partition(" is not supported with Join")[0] for text in texts] == list(kinds)
 
 

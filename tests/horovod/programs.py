@@ -562,11 +562,15 @@ def joined_refuses() -> list[str]:
             lambda: hvd.broadcast(torch.ones(2), 1),
             lambda: hvd.alltoall(torch.ones(6)),
             lambda: hvd.reducescatter(torch.ones(6)),
+            *(lambda op=op: hvd.allreduce(torch.tensor([-3.0, 5.0]), op=op) for op in (hvd.Min, hvd.Max, hvd.Product)),
         ):
             try:
                 call()
             except hvd.HorovodInternalError as error:
                 texts.append(str(error))
+            else:
+                texts.append("no error")
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size() - 1
     hvd.join()
     return hvd.broadcast_object(texts, root_rank=hvd.size() - 1)
 

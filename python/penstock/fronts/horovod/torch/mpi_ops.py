@@ -486,6 +486,7 @@ def grouped_reducescatter(
 
 def join(device: int = -1) -> int:
     """This rank has no more data: block until all ranks say so, and meanwhile take part in their all-reduces with zeros.
+    What zeros would change (Min, Max, Product), and every other kind of operation, fails on the ranks that go on.
 
     Args:
         device: ignored; zeros are made on the CPU.
