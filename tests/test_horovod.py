@@ -250,6 +250,12 @@ def test_in_inference_mode(who: str) -> None:
     alike(ranks.run(programs.in_inference_mode, count=3, args=(who,)))
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_steps_in_another_order(sparse: bool) -> None:
+    """See the program."""
+    alike(ranks.run(programs.steps_in_another_order, count=2, args=(sparse,)))
+
+
 def test_optimizers_of_another_life() -> None:
     """Ranks that have another past go on together."""
     alike(ranks.run(programs.optimizers_of_another_life, count=3))

@@ -761,6 +761,49 @@ def dropped_optimizers() -> list[float]:
     return seen
 
 
+def steps_in_another_order(sparse: bool) -> list[float]:
+    """Two optimizers over parts of one model, which each rank steps in an order of its own, or one of them not at all: Horovod's
+    agree on gradients while ``backward()`` runs."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    torch.manual_seed(0)
+    parts = [torch.nn.Linear(2, 1, bias=False) for _ in range(2)]
+    if sparse:
+        parts.append(torch.nn.Embedding(3, 1, sparse=True))
+    parts = [torch.nn.ModuleList(parts[:1]), torch.nn.ModuleList(parts[1:])]
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(part.parameters(), lr=0.1),
+            named_parameters=[(f"{number}.{name}", one) for name, one in part.named_parameters()],
+        )
+        for number, part in enumerate(parts)
+    ]
+    for step in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        outputs = [
+            module(torch.full((1, 2), rank + 1.0))
+            for part in parts
+            for module in part
+            if isinstance(module, torch.nn.Linear)
+        ]
+        if sparse:
+            outputs.append(parts[1][1](torch.tensor([1])) * (rank + 1))
+        sum(outputs).sum().backward()
+        for optimizer in optimizers if (rank + step) % 2 else optimizers[::-1]:
+            if step == 2:
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        for part in parts:
+            assert part[0].weight.grad.tolist() == [[(size + 1) / 2] * 2], part[0].weight.grad
+    return [float(one.detach().sum()) for part in parts for one in part.parameters()]
+
+
 def optimizers_of_another_life() -> list[float]:
     """A rank that has made other optimizers in an earlier life of Horovod, as in an elastic job that was smaller then, goes on
     with one that has not."""

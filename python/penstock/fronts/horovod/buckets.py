@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from penstock import _core
-from penstock.errors import Mismatch
+from penstock.errors import Mismatch, PenstockError
 from penstock.fronts.horovod import job
 from penstock.fronts.horovod.controller import NEVER_S
 from penstock.fronts.horovod.negotiation import Kind, Request
@@ -67,6 +67,7 @@ class Buckets:
         self._abort: Callable[[str], None] | None = None
         self._marked = False
         self._done: set[int] = set()
+        self._ending: _core.Ticket | None = None
         self._withdrawn: _core.Ticket | None = None
         self._has_warned = False
         _all.add(self)
@@ -76,7 +77,7 @@ class Buckets:
         all ranks have come here; one that is ``haunting`` has joined."""
         running = job.current()
         if self._job is not running:
-            self._marked, self._done, self._withdrawn = False, set(), None
+            self._marked, self._done, self._ending, self._withdrawn = False, set(), None, None
             self._reducer = self._make(running, haunting)
             self._job = running
         return self._reducer is not None
@@ -97,9 +98,19 @@ class Buckets:
         """Whether it was submitted in this step."""
         return self._index[id(parameter)] in self._done
 
+    def begin_flush(self) -> None:
+        """The backward pass has ended, and the step needs no other one: what was not submitted counts as absent. Does not block;
+        `flush` follows. Until this is called the last gradients of the step are not reduced, so that steps of several optimizers
+        would have to be in one order on all ranks."""
+        if self._marked and self.made:
+            try:
+                self._begin_end()
+            except PenstockError as error:
+                log.debug("a step cannot be ended: %s", error)  # nor by `flush`, which raises it
+
     def flush(self) -> None:
         """End the step: what was not submitted counts as absent, and its ``grad`` is left alone. Blocks until the gradients are
-        reduced.
+        reduced. Where something else ends the wait, as a signal's handler that raises, the step goes on: call this again.
 
         Raises:
             penstock.errors.PenstockError: a rank was lost.
@@ -107,9 +118,14 @@ class Buckets:
         self._mark(absent=False)
         self._end()
 
+    @property
+    def ending(self) -> bool:
+        """Whether the end of the step has begun: it cannot be withdrawn any more."""
+        return self._ending is not None
+
     def withdraw(self) -> None:
         """The backward pass has raised: its gradients are withdrawn, as by `penstock.torch.GradientReducer`. Does not block."""
-        if not self._done or self._reducer is None:
+        if not self._done or self._reducer is None or self.ending:
             return
         if not self._has_warned:
             self._has_warned = True
@@ -224,15 +240,25 @@ class Buckets:
         self._done.add(index)
         return submitted
 
-    def _end(self) -> None:
+    def _begin_end(self) -> _core.Ticket:
         assert self._reducer is not None, "the caller has asked whether it is usable"
-        for index in range(len(self._parameters)):
-            if index not in self._done:
-                self._submit(index, self._slots.zeros(index), absent=True)
+        if self._ending is None:
+            for index in range(len(self._parameters)):
+                if index not in self._done:
+                    self._submit(index, self._slots.zeros(index), absent=True)
+            self._ending = self._reducer.flush()
+        return self._ending
+
+    def _end(self) -> None:
         try:
-            self._reducer.flush().wait()
-        finally:
-            self._marked, self._done = False, set()
+            self._begin_end().wait()
+        except PenstockError:
+            self._over()
+            raise
+        self._over()
+
+    def _over(self) -> None:
+        self._marked, self._done, self._ending = False, set(), None
 
 
 class Ghosts:

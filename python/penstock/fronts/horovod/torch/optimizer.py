@@ -204,7 +204,16 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
             self._group_counts = dict.fromkeys(self._group_counts, 0)
             self._handles.clear()
 
+        def _pass_ended(self) -> None:
+            if all(
+                self._handles.get(parameter) is not None
+                for parameter in self._requires_update - self._p_to_group.keys()
+            ):
+                self._reduction.begin_flush()
+
         def _pass_raised(self) -> None:
+            if self._reduction.ending:
+                return  # an earlier pass of the step has ended well; this one was too many
             # What goes by its name cannot be taken back: zero_grad() says so, as Horovod's does.
             if all(handle is None or handle is _IN_BUCKETS for handle in self._handles.values()):
                 self._begin_anew()
@@ -257,7 +266,7 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
             task = torch._C._current_graph_task_id()
             if task != self._task:
                 self._task = task
-                passes.at_end(lambda: None, self._pass_raised)
+                passes.at_end(self._pass_ended, self._pass_raised)
             if self._handles.get(parameter) is not None and self._allreduce_delay[parameter] <= 0:
                 raise AssertionError(_TOO_MANY_PASSES)
             assert self._allreduce_delay[parameter] > 0, _TOO_MANY_PASSES
@@ -516,6 +525,16 @@ class _Reduction:
                     gradient.zero_().add_(reduced)
                 elif gradient.data_ptr() != reduced.data_ptr():
                     gradient.copy_(reduced.view_as(gradient))
+
+    def begin_flush(self) -> None:
+        """Everything is submitted, and the pass has ended. Does not block."""
+        if self._buckets is not None:
+            self._buckets.begin_flush()
+
+    @property
+    def ending(self) -> bool:
+        """Whether `begin_flush` has ended the step already."""
+        return self._buckets is not None and self._buckets.ending
 
     def flush(self) -> None:
         """End the step: block until what went through buckets is reduced."""
