@@ -485,6 +485,19 @@ def test_stalls_are_reported_and_ended() -> None:
     assert "waiting for remainder of ranks for more than 1 seconds" in text
 
 
+def test_stalls_of_steps_are_reported_and_ended() -> None:
+    """As those of operations; the rank that comes later is told that the job has ended."""
+    with ranks.Ranks(programs.a_step_stalls, count=3) as job:
+        outcomes = job.outcomes(timeout_s=60)
+        assert all(outcome.ok for outcome in outcomes), outcomes
+        text = "".join(job.output(rank) for rank in (1, 2))
+    assert "Missing ranks:\n0: [allreduce.bias, allreduce.weight]" in text
+    assert "Missing ranks:\n0!: [allreduce.bias, allreduce.weight]" in text
+    assert "waiting for remainder of ranks for more than 1 seconds" in text
+    assert "waited for other ranks for too long" in outcomes[0].value
+    assert any("Horovod has been shut down" in outcome.value for outcome in outcomes[1:])
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_elastic_restores_and_goes_on(count: int) -> None:
     """The way of the program: from the start, from the commit, from where it was."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -858,6 +859,29 @@ def stalled() -> None:
         ranks.note("waits")
         time.sleep(60)
     with_error(hvd.HorovodInternalError, "shut down", lambda: hvd.allreduce(torch.ones(3), name="lonely"))
+
+
+def a_step_stalls() -> str:
+    """A rank that does not make a step is named, with gradients of it, and the job ends if that is wanted."""
+    os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "1"
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "3"
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if hvd.rank() == 0:
+        store.wait(["told 1", "told 2"], timedelta(seconds=30))
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    store.set(f"told {hvd.rank()}", "")
+    hvd.shutdown()
+    return str(caught.value)
 
 
 def waits_for_death() -> str:

@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 from penstock import _core
 from penstock.errors import Mismatch, PenstockError
 from penstock.fronts.horovod import job
+from penstock.fronts.horovod.common.exceptions import HorovodInternalError
 from penstock.fronts.horovod.controller import NEVER_S
 from penstock.fronts.horovod.negotiation import Kind, Request
 from penstock.fronts.horovod.operations import Entry
@@ -152,7 +154,7 @@ class Buckets:
         while reducer is not None:
             self._mark(absent=True)
             try:
-                self._end()
+                self._end(haunting=True)
             except Mismatch as error:
                 if not error.group_lives:
                     raise
@@ -249,13 +251,24 @@ class Buckets:
             self._ending = self._reducer.flush()
         return self._ending
 
-    def _end(self) -> None:
+    def _end(self, *, haunting: bool = False) -> None:
         try:
-            self._begin_end().wait()
-        except PenstockError:
+            ticket, began_s = self._begin_end(), time.monotonic()
+            while not ticket.wait(_STALL_LOOK_S):
+                # A rank that has joined waits for steps that the others may never make.
+                if not haunting:
+                    self._check_stall(began_s)
+        except (PenstockError, HorovodInternalError):
             self._over()
             raise
         self._over()
+
+    def _check_stall(self, began_s: float) -> None:
+        assert self._reducer is not None and self._abort is not None, "a step of it waits"
+        controller = job.current().controller(0, "DistributedOptimizer")
+        step = self._reducer.stats()["steps"]
+        names = [f"allreduce.{name}" for name in self._names]
+        controller.check_stall_of(f"optimizer{self.number}/{step}", names, began_s, self._abort)
 
     def _over(self) -> None:
         self._marked, self._done, self._ending = False, set(), None
@@ -335,6 +348,8 @@ _given: weakref.WeakKeyDictionary[job.Job, set[int]] = weakref.WeakKeyDictionary
 _BUCKET_BYTES = 4 << 20
 # How soon a rank that has no data at all sees that others begin, and one that waits for them that they have died.
 _LOOK_S = 0.05
+# How often one that waits for the end of a step looks for stalls.
+_STALL_LOOK_S = 1.0
 
 
 @functools.cache
