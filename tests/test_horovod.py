@@ -256,6 +256,12 @@ def test_steps_in_another_order(sparse: bool) -> None:
     alike(ranks.run(programs.steps_in_another_order, count=2, args=(sparse,)))
 
 
+@pytest.mark.parametrize("how", ["buckets", "names", "sparse", "closure", "adasum"])
+def test_interrupted_steps(how: str) -> None:
+    """See the program."""
+    alike(ranks.run(programs.interrupted_steps, count=2, args=(how,)))
+
+
 def test_optimizers_of_another_life() -> None:
     """Ranks that have another past go on together."""
     alike(ranks.run(programs.optimizers_of_another_life, count=3))

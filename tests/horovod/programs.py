@@ -805,6 +805,61 @@ def steps_in_another_order(sparse: bool) -> list[float]:
     return [float(one.detach().sum()) for part in parts for one in part.parameters()]
 
 
+def interrupted_steps(how: str) -> list[float]:
+    """A signal's handler raises on rank 0 while its step waits for the others. Until step() is called again, which completes it,
+    the optimizer says so; all ranks make the same steps."""
+    import penstock.horovod.torch as hvd
+
+    class Late(RuntimeError):
+        pass
+
+    def late(*_: Any) -> None:
+        raise Late
+
+    hvd.init()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    rank = hvd.rank()
+    signal.signal(signal.SIGALRM, late)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=how == "sparse"), torch.nn.Linear(2, 1))
+    options: dict[str, Any] = {"names": {"groups": 2}, "adasum": {"op": hvd.Adasum}}.get(how, {})
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), **options
+    )
+    evaluated = []
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        found = model(torch.tensor([rank])).sum() * (step + 1)
+        found.backward()
+        evaluated.append(step)
+        if is_late and rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 1)
+        return found
+
+    for step in range(4):
+        is_late = step in (1, 2)
+        if is_late and rank > 0:
+            store.wait([f"interrupted {step}"], timedelta(seconds=30))
+        closure = loss if how == "closure" else None
+        if closure is None:
+            loss()
+        if is_late and rank == 0:
+            with pytest.raises(Late):
+                optimizer.step(closure)
+            with_error(AssertionError, "call optimizer.step() once more", optimizer.zero_grad)
+            if step == 2:
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
+                with pytest.raises(Late):
+                    optimizer.step(closure)
+            if how != "adasum":
+                with_error(AssertionError, "call optimizer.step() once more", model(torch.tensor([2])).sum().backward)
+            store.set(f"interrupted {step}", "")
+        optimizer.step(closure)
+    assert evaluated == [0, 1, 2, 3]
+    return [float(one.detach().double().sum()) for one in model.parameters()]
+
+
 def optimizers_of_another_life() -> list[float]:
     """A rank that has made other optimizers in an earlier life of Horovod, as in an elastic job that was smaller then, goes on
     with one that has not."""

@@ -101,6 +101,7 @@ class Flight:
     def __init__(self, works: Sequence[Any], finish: Callable[[], None] | None = None) -> None:
         self._works = list(works)
         self._finish = finish
+        self._unfinished: BaseException | None = None
         self._lock = threading.Lock()
 
     def done(self) -> bool:
@@ -121,15 +122,22 @@ class Flight:
                 # What the caller is in the middle of is not its reason.
                 error.__context__ = error.__traceback__ = None
                 return error
-        return None
+        return self._unfinished
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
         with self._lock:
+            if self._unfinished is not None:
+                raise self._unfinished
             finish, self._finish = self._finish, None
             if finish is not None:
-                finish()
+                try:
+                    finish()
+                except BaseException as error:
+                    # Outputs are half done, and cannot be done again.
+                    self._unfinished = error
+                    raise
 
 
 def start(

@@ -230,8 +230,13 @@ def sparse_allreduce_async(
     indices_handle = allgather_async(indices, name=f"{name}.indices", process_set=process_set)
     values_handle = allgather_async(tensor._values().contiguous(), name=f"{name}.values", process_set=process_set)
 
+    gathered: dict[int, torch.Tensor] = {}
+
     def handle() -> torch.Tensor:
-        values, indices = synchronize(values_handle), synchronize(indices_handle)
+        for one in (values_handle, indices_handle):
+            if one not in gathered:
+                gathered[one] = synchronize(one)
+        values, indices = gathered[values_handle], gathered[indices_handle]
         if op == Average:
             values = values / process_set.size()
         return torch.sparse_coo_tensor(indices.transpose(0, 1), values, tensor.size(), check_invariants=False)
