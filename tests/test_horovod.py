@@ -256,6 +256,12 @@ def test_steps_in_another_order(sparse: bool) -> None:
     alike(ranks.run(programs.steps_in_another_order, count=2, args=(sparse,)))
 
 
+@pytest.mark.parametrize("case", ["head only", "frozen now", "others have more"])
+def test_state_of_some_parameters(case: str) -> None:
+    """See the program."""
+    alike(ranks.run(programs.state_of_some_parameters, count=2, args=(case,)))
+
+
 @pytest.mark.parametrize("how", ["buckets", "names", "sparse", "closure", "adasum"])
 def test_interrupted_steps(how: str) -> None:
     """See the program."""

@@ -633,6 +633,40 @@ def optimizer_state() -> list[float]:
     return seen
 
 
+def state_of_some_parameters(case: str) -> list[Any]:
+    """The root's state covers other parameters than another rank's would: that of a run whose first layer was frozen, or is now.
+    All ranks end with the root's, and step alike."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=case == "others have more" and rank > 0)
+    if rank == 0 or case == "others have more":
+        model[0].requires_grad_(case == "frozen now" or rank > 0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    model[0].requires_grad_(case != "frozen now")
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    seen = [
+        (number, name, torch.as_tensor(value).tolist())
+        for number, state in sorted(optimizer.state_dict()["state"].items())
+        for name, value in state.items()
+    ]
+    assert {number for number, *_ in seen} == ({0, 1, 2, 3} if case == "frozen now" else {2, 3}), seen
+    assert {name for _, name, _ in seen} == {"step", "exp_avg", "exp_avg_sq"}, seen
+    model.requires_grad_(True)
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return [seen, [one.tolist() for one in model.parameters()]]
+
+
 def sync_batch_norm() -> None:
     """Outputs, running statistics and gradients are those of one BatchNorm over all ranks' batches, of different sizes."""
     import penstock.horovod.torch as hvd
