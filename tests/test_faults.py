@@ -671,10 +671,10 @@ def test_nobody_reads_standard_error() -> None:
 
 @pytest.mark.parametrize("medium", MEDIA, ids=str)
 def test_fork_after_init(medium: Backend) -> None:
-    """A forked child that communicates, or builds a group, gets an error that says so, and has none of the engine's
-    descriptors; its parent works on, before and after its end."""
+    """A forked child that communicates, builds a group, or waits for what its parent has started, gets an error that says so, and
+    has none of the engine's descriptors; its parent works on, before and after its end."""
     for answers, inherited in ranks.run(_fork_and_use, count=2, env=medium.env):
-        assert len(answers) == 2
+        assert len(answers) == 3
         for kinds, text in answers:
             assert "Closed" in kinds and "forked" in text, f"{kinds}: {text}"
         engine = [what for what in inherited["parent"].values() if "anon_inode" in what]
@@ -1432,9 +1432,11 @@ def _descriptors() -> dict[int, str]:
 
 def _fork_and_use() -> tuple[list[tuple[list[str], str]], dict[str, dict[int, str]]]:
     before = _descriptors()
-    _, size = _start()
+    rank, size = _start()
     tensor = torch.ones(1000)
     dist.all_reduce(tensor)
+    received = torch.zeros(3)
+    pending = dist.irecv(received, src=1 - rank)
 
     def new(now: dict[int, str]) -> dict[int, str]:
         return {fd: what for fd, what in now.items() if before.get(fd) != what}
@@ -1447,7 +1449,7 @@ def _fork_and_use() -> tuple[list[tuple[list[str], str]], dict[str, dict[int, st
         try:
             inherited = new(_descriptors())
             answers = []
-            for use in (lambda: dist.all_reduce(torch.ones(1000)), dist.new_group):
+            for use in (lambda: dist.all_reduce(torch.ones(1000)), dist.new_group, pending.wait):
                 try:
                     use()
                     answers.append([["nothing"], ""])
@@ -1457,6 +1459,9 @@ def _fork_and_use() -> tuple[list[tuple[list[str], str]], dict[str, dict[int, st
         finally:
             os._exit(0)
     os.close(writing)
+    dist.send(torch.ones(3), dst=1 - rank)
+    pending.wait()
+    same(received, 1.0)
     for _ in range(50):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     with open(reading) as answer_from_child:
