@@ -201,6 +201,24 @@ def test_ranks_that_do_not_start_are_named() -> None:
     assert "nothing came from rank(s) 0. Did they start?" in text, text
 
 
+def test_ranks_that_start_at_the_last_moment_are_not_missing() -> None:
+    """Those that came after the time-out, but before the error was made, were named as an empty list: the join goes on."""
+
+    class Late:
+        """Has nothing when it is asked first, and everything from then on; no rank gives up."""
+
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def check(self, keys: list[str]) -> bool:
+            if keys == [groups._FAILED]:
+                return False
+            self.asked += 1
+            return self.asked > 1
+
+    groups._await_keys(Late(), ["group", "0", "1"], 1, datetime.timedelta(0), "late", groups._Watch(None, {}))
+
+
 def test_wait_for_the_first_sparse_all_reduce_gives_up() -> None:
     """The first sparse all-reduce of a group opens a channel first, and a rank does not come: a wait with a time-out of its
     own ends then, as any other, and the group fails on all ranks. It waited for the group's time-out."""

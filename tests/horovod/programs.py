@@ -280,6 +280,8 @@ def wrong_arguments() -> None:
         with_error(ValueError, "was not created", lambda: hvd.poll(-1))
         with_error(ValueError, "DYNAMIC", lambda: hvd.start_timeline("nowhere"))
         with_error(ValueError, "invalid params", lambda: hvd.broadcast_parameters(3, 0))
+        odd = {"a": ones, "b": torch.ones(2).to(torch.float8_e5m2)}
+        with_error(ValueError, "is not supported", lambda: hvd.broadcast_parameters(odd, 0))
         model = torch.nn.Linear(1, 1)
         lbfgs = torch.optim.LBFGS(model.parameters())
         with_error(ValueError, "LBFGS", lambda: hvd.broadcast_optimizer_state(lbfgs, 0))
@@ -299,6 +301,7 @@ def wrong_arguments() -> None:
         hvd.allreduce_async(ones, name="twice")
         with_error(ValueError, "same name", lambda: hvd.allreduce_async(ones, name="twice"))
     hvd.barrier()
+    hvd.broadcast_parameters({"a": ones}, 0)
     if hvd.rank() > 0:
         hvd.allreduce_async(ones, name="twice")
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
@@ -1411,6 +1414,7 @@ def static_process_sets() -> list[Any]:
     sets = [hvd.ProcessSet([0]), hvd.ProcessSet([2, 0])]
     hvd.init(process_sets=sets)
     answers = [str(one) for one in (hvd.global_process_set, *sets)]
+    with_error(ValueError, "HOROVOD_DYNAMIC_PROCESS_SETS", lambda: hvd.remove_process_set(sets[1]))
     if sets[1].included():
         assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum, process_set=sets[1]) == 2
         model = torch.nn.Linear(1, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.fronts.horovod.common.process_sets import ProcessSet, global_process_set
-from penstock.fronts.horovod.torch import objects
+from penstock.fronts.horovod.torch import handles, objects
 from penstock.fronts.horovod.torch.mpi_ops import allgather_object, broadcast_, broadcast_async_, rank, synchronize
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -24,7 +24,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         root_rank: the rank that has them.
 
     Raises:
-        ValueError: none of these.
+        ValueError: none of these, or a tensor that cannot be sent. Nothing was sent.
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
@@ -33,7 +33,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
     late = []
-    handles = []
+    sent_as: list[tuple[str | None, torch.Tensor]] = []
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             # A state dict's extra state.
@@ -42,9 +42,18 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         if not sent.is_contiguous():
             sent = sent.contiguous()
             late.append((tensor, sent))
-        handles.append(broadcast_async_(sent, root_rank, name))
-    for handle in handles:
-        synchronize(handle)
+        # All are checked before the first is sent.
+        handles.check_tensor(sent)
+        sent_as.append((name, sent))
+    submitted: list[int] = []
+    try:
+        for name, sent in sent_as:
+            submitted.append(broadcast_async_(sent, root_rank, name))
+        for handle in submitted:
+            synchronize(handle)
+    except BaseException:
+        handles.drop(submitted)
+        raise
     with torch.no_grad():
         for tensor, sent in late:
             tensor.copy_(sent)
