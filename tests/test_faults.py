@@ -701,6 +701,31 @@ def test_fork_after_init(medium: Backend) -> None:
         assert len(inherited["child"]) <= 2 < len(inherited["parent"]) - 2, inherited
 
 
+def test_a_script_ends_with_callbacks_to_come() -> None:
+    """Futures whose callbacks are Python, with more of them than have been called, also of a group that is destroyed: the script
+    ends well. A thread that asked for Python when that was gone ended the process with SIGABRT."""
+    for destroys in (False, True):
+        for code, errors_ in ranks.run(_end_with_callbacks, count=2, args=(destroys,), timeout_s=90):
+            assert code == 0, errors_
+
+
+def _end_with_callbacks(destroys: bool) -> tuple[int, str]:
+    script = """if True:
+        import time
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("penstock")
+        for number in range(20):
+            work = dist.all_reduce(torch.ones(1000 * (number + 1)), async_op=True)
+            work.get_future().then(lambda _: time.sleep(0.02))
+    """
+    if destroys:
+        script += "    dist.destroy_process_group()\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=80)
+    return done.returncode, done.stderr
+
+
 def test_fork_while_a_group_is_joined() -> None:
     """A child forked while another thread joins a group is told, too: it does not wait for a lock for ever."""
     (text,) = ranks.run(_fork_while_joining, count=1)
