@@ -798,6 +798,62 @@ def test_every_index_is_in_one_step_of_an_epoch(length: int, batch_size: int, wo
     assert sorted(taken) == list(range(length))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("length", "per_step"), [(8, 1), (8, 2), (9, 2), (21, 4), (3, 4)])
+def test_steps_of_several_batches(length: int, per_step: int, workers: int) -> None:
+    """Every index is in exactly one committed step of an epoch, also where a step takes several batches, the last one fewer."""
+    state = elastic.State(sampler=elastic.ElasticSampler(length, 1, shuffle=False))
+    loader = torch.utils.data.DataLoader(list(range(length)), batch_sampler=state.sampler, num_workers=workers)
+    for epoch in range(2):
+        seen = []
+        taken = 0
+        for number, batch in enumerate(loader, 1):
+            seen += batch.tolist()
+            taken += 1
+            if taken == per_step or number == length:
+                # More than are left of the epoch do not begin the next one.
+                state.commit(batches=per_step if epoch else taken)
+                taken = 0
+        assert seen == list(range(length))
+        assert (state.sampler.epoch, state.sampler.position) == (epoch + 1, 0)
+    assert state.step == 2 * -(-length // per_step)
+    with pytest.raises(errors.Config, match="a batch or more, not 0"):
+        state.commit(batches=0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("per_step", [2, 3])
+def test_batches_that_are_not_committed_are_told(per_step: int, workers: int) -> None:
+    """One commit for several batches, without their number: the next iteration would give most of them again, and raises."""
+    state = elastic.State(sampler=elastic.ElasticSampler(24, 1))
+    loader = torch.utils.data.DataLoader(list(range(24)), batch_sampler=state.sampler, num_workers=workers)
+    for number, _ in enumerate(loader, 1):
+        if number % per_step == 0:
+            state.commit()
+    told = rf"24 batches, and {24 // per_step} of them are committed.*commit\(batches=n\)"
+    with pytest.raises(errors.Config, match=told):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 12])
+def test_a_loop_may_be_left_and_begun_again(length: int, workers: int) -> None:
+    """After any step, or before the first one is committed, as a change of membership does: what a loader had read ahead comes
+    again, and that is no error."""
+    for leave_after in range(length + 1):
+        state = elastic.State(sampler=elastic.ElasticSampler(length, 1, shuffle=False))
+        loader = torch.utils.data.DataLoader(list(range(length)), batch_sampler=state.sampler, num_workers=workers)
+        seen = []
+        while state.sampler.epoch == 0:
+            for committed, batch in enumerate(loader):
+                if committed == leave_after:
+                    leave_after = length
+                    break
+                seen += batch.tolist()
+                state.commit()
+        assert seen == list(range(length))
+
+
 RULES = Rules(min_ranks=2, max_ranks=3, window_s=10)
 A, B, C = (Report(member, 7) for member in (1, 2, 3))
 NEW = Report(9, -1)

@@ -201,6 +201,24 @@ def test_ranks_that_do_not_start_are_named() -> None:
     assert "nothing came from rank(s) 0. Did they start?" in text, text
 
 
+def test_ranks_that_start_at_the_last_moment_are_not_missing() -> None:
+    """Those that came after the time-out, but before the error was made, were named as an empty list: the join goes on."""
+
+    class Late:
+        """Has nothing when it is asked first, and everything from then on; no rank gives up."""
+
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def check(self, keys: list[str]) -> bool:
+            if keys == [groups._FAILED]:
+                return False
+            self.asked += 1
+            return self.asked > 1
+
+    groups._await_keys(Late(), ["group", "0", "1"], 1, datetime.timedelta(0), "late", groups._Watch(None, {}))
+
+
 def test_wait_for_the_first_sparse_all_reduce_gives_up() -> None:
     """The first sparse all-reduce of a group opens a channel first, and a rank does not come: a wait with a time-out of its
     own ends then, as any other, and the group fails on all ranks. It waited for the group's time-out."""
@@ -671,16 +689,41 @@ def test_nobody_reads_standard_error() -> None:
 
 @pytest.mark.parametrize("medium", MEDIA, ids=str)
 def test_fork_after_init(medium: Backend) -> None:
-    """A forked child that communicates, or builds a group, gets an error that says so, and has none of the engine's
-    descriptors; its parent works on, before and after its end."""
+    """A forked child that communicates, builds a group, or waits for what its parent has started, gets an error that says so, and
+    has none of the engine's descriptors; its parent works on, before and after its end."""
     for answers, inherited in ranks.run(_fork_and_use, count=2, env=medium.env):
-        assert len(answers) == 2
+        assert len(answers) == 3
         for kinds, text in answers:
             assert "Closed" in kinds and "forked" in text, f"{kinds}: {text}"
         engine = [what for what in inherited["parent"].values() if "anon_inode" in what]
         assert engine and not [what for what in inherited["child"].values() if "anon_inode" in what], inherited
         # Beside the engine's, torch's store has a connection or two, and those are not ours to close.
         assert len(inherited["child"]) <= 2 < len(inherited["parent"]) - 2, inherited
+
+
+def test_a_script_ends_with_callbacks_to_come() -> None:
+    """Futures whose callbacks are Python, with more of them than have been called, also of a group that is destroyed: the script
+    ends well. A thread that asked for Python when that was gone ended the process with SIGABRT."""
+    for destroys in (False, True):
+        for code, errors_ in ranks.run(_end_with_callbacks, count=2, args=(destroys,), timeout_s=90):
+            assert code == 0, errors_
+
+
+def _end_with_callbacks(destroys: bool) -> tuple[int, str]:
+    script = """if True:
+        import time
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("penstock")
+        for number in range(20):
+            work = dist.all_reduce(torch.ones(1000 * (number + 1)), async_op=True)
+            work.get_future().then(lambda _: time.sleep(0.02))
+    """
+    if destroys:
+        script += "    dist.destroy_process_group()\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=80)
+    return done.returncode, done.stderr
 
 
 def test_fork_while_a_group_is_joined() -> None:
@@ -1432,9 +1475,11 @@ def _descriptors() -> dict[int, str]:
 
 def _fork_and_use() -> tuple[list[tuple[list[str], str]], dict[str, dict[int, str]]]:
     before = _descriptors()
-    _, size = _start()
+    rank, size = _start()
     tensor = torch.ones(1000)
     dist.all_reduce(tensor)
+    received = torch.zeros(3)
+    pending = dist.irecv(received, src=1 - rank)
 
     def new(now: dict[int, str]) -> dict[int, str]:
         return {fd: what for fd, what in now.items() if before.get(fd) != what}
@@ -1447,7 +1492,7 @@ def _fork_and_use() -> tuple[list[tuple[list[str], str]], dict[str, dict[int, st
         try:
             inherited = new(_descriptors())
             answers = []
-            for use in (lambda: dist.all_reduce(torch.ones(1000)), dist.new_group):
+            for use in (lambda: dist.all_reduce(torch.ones(1000)), dist.new_group, pending.wait):
                 try:
                     use()
                     answers.append([["nothing"], ""])
@@ -1457,6 +1502,9 @@ def _fork_and_use() -> tuple[list[tuple[list[str], str]], dict[str, dict[int, st
         finally:
             os._exit(0)
     os.close(writing)
+    dist.send(torch.ones(3), dst=1 - rank)
+    pending.wait()
+    same(received, 1.0)
     for _ in range(50):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     with open(reading) as answer_from_child:

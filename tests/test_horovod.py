@@ -243,6 +243,31 @@ def test_program(program: Callable[[], object], count: int) -> None:
     alike(ranks.run(program, count=count))
 
 
+@pytest.mark.parametrize("who", ["all", "first"])
+def test_in_inference_mode(who: str) -> None:
+    """Results are right, outside of it too, and the process set lives; the mode belongs to a thread, and the controller's is
+    another one than the script's."""
+    alike(ranks.run(programs.in_inference_mode, count=3, args=(who,)))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_steps_in_another_order(sparse: bool) -> None:
+    """See the program."""
+    alike(ranks.run(programs.steps_in_another_order, count=2, args=(sparse,)))
+
+
+@pytest.mark.parametrize("case", ["head only", "frozen now", "others have more"])
+def test_state_of_some_parameters(case: str) -> None:
+    """See the program."""
+    alike(ranks.run(programs.state_of_some_parameters, count=2, args=(case,)))
+
+
+@pytest.mark.parametrize("how", ["buckets", "names", "sparse", "closure", "adasum"])
+def test_interrupted_steps(how: str) -> None:
+    """See the program."""
+    alike(ranks.run(programs.interrupted_steps, count=2, args=(how,)))
+
+
 def test_optimizers_of_another_life() -> None:
     """Ranks that have another past go on together."""
     alike(ranks.run(programs.optimizers_of_another_life, count=3))
@@ -340,9 +365,10 @@ def test_join_with_uneven_data(count: int, through_buckets: bool) -> None:
 
 
 def test_join_refuses_what_has_no_zeros() -> None:
-    """Four operations, four texts, on the rank that is left."""
+    """Seven operations, seven texts, on the rank that is left."""
     texts = ranks.run(programs.joined_refuses, count=2)[0]
-    kinds = ("Allgather", "Broadcast", "Alltoall", "Reducescatter")
+    reductions = [f"Allreduce with op={op}" for op in ("Min", "Max", "Product")]
+    kinds = ("Allgather", "Broadcast", "Alltoall", "Reducescatter", *reductions)
     assert [text.partition(" is not supported with Join")[0] for text in texts] == list(kinds)
 
 
@@ -359,6 +385,11 @@ def test_process_sets_that_init_makes() -> None:
 def test_init_with_some_of_the_ranks() -> None:
     """They are numbered anew, and do not wait for the others."""
     assert ranks.run(programs.some_of_the_ranks, count=3) == [[(0, 0), (1, 2)], [], [(0, 0), (1, 2)]]
+
+
+def test_some_of_the_ranks_and_then_all() -> None:
+    """See the program."""
+    assert ranks.run(programs.some_then_all, count=3) == [[[0, 1, 2]] * 3] * 3
 
 
 @pytest.mark.parametrize("backend", ["penstock", "gloo"])
@@ -425,6 +456,16 @@ def test_a_death_fails_all_that_was_agreed_on() -> None:
     assert len(outcome.value) == 3 and all("rank 1" in text for text in outcome.value), outcome
 
 
+@pytest.mark.parametrize("waits_for", ["the same", "another"])
+def test_a_rank_that_cannot_execute_fails_the_others(waits_for: str) -> None:
+    """At once, although it lives, and they are told why."""
+    first, own, other = ranks.run(programs.cannot_execute, count=3, args=(waits_for,))
+    assert own == ["no room for 4 EB"] * 2
+    told = "rank 1 cannot execute Horovod's operations any more (MemoryError: no room for 4 EB)"
+    for texts in (first, other):
+        assert len(texts) == (2 if waits_for == "the same" else 3) and all(told in text for text in texts), texts
+
+
 def test_what_a_death_has_failed_is_let_go() -> None:
     """See the program."""
     with ranks.Ranks(programs.lets_go_after_a_death, count=2) as job:
@@ -454,6 +495,19 @@ def test_stalls_are_reported_and_ended() -> None:
         text = "".join(job.output(rank) for rank in (1, 2))
     assert "Missing ranks:\n0: [allreduce.lonely]" in text
     assert "waiting for remainder of ranks for more than 1 seconds" in text
+
+
+def test_stalls_of_steps_are_reported_and_ended() -> None:
+    """As those of operations; the rank that comes later is told that the job has ended."""
+    with ranks.Ranks(programs.a_step_stalls, count=3) as job:
+        outcomes = job.outcomes(timeout_s=60)
+        assert all(outcome.ok for outcome in outcomes), outcomes
+        text = "".join(job.output(rank) for rank in (1, 2))
+    assert "Missing ranks:\n0: [allreduce.bias, allreduce.weight]" in text
+    assert "Missing ranks:\n0!: [allreduce.bias, allreduce.weight]" in text
+    assert "waiting for remainder of ranks for more than 1 seconds" in text
+    assert "waited for other ranks for too long" in outcomes[0].value
+    assert any("Horovod has been shut down" in outcome.value for outcome in outcomes[1:])
 
 
 @pytest.mark.parametrize("count", [2, 3])

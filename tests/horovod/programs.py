@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -213,6 +214,43 @@ def mismatches() -> list[str]:
     return texts
 
 
+def in_inference_mode(who: str) -> list[Any]:
+    """Metrics are reduced and gathered in ``torch.inference_mode()``, on all ranks or on the first alone."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    total = size * (size - 1) / 2
+    with torch.inference_mode(who == "all" or rank == 0):
+        own = torch.full((size, 2), float(rank))
+        assert torch.equal(hvd.allreduce(own, op=hvd.Sum), torch.full((size, 2), total))
+        assert torch.equal(hvd.allreduce(own), torch.full((size, 2), total / size))
+        assert torch.equal(
+            hvd.allreduce(own.long(), op=hvd.Sum, postscale_factor=2.0), torch.full((size, 2), int(total) * 2)
+        )
+        assert torch.equal(hvd.allreduce_(own.clone(), op=hvd.Sum), torch.full((size, 2), total))
+        for result in hvd.grouped_allreduce([own, own.clone()], op=hvd.Sum):
+            assert torch.equal(result, torch.full((size, 2), total))
+        assert torch.allclose(hvd.allreduce(torch.ones(3), op=hvd.Adasum), torch.ones(3))
+        rows = [torch.full((other + 1, 2), float(other)) for other in range(size)]
+        assert torch.equal(hvd.allgather(rows[rank]), torch.cat(rows))
+        assert torch.equal(hvd.allgather(rows[0]), torch.cat([rows[0]] * size))
+        assert hvd.allgather_object({"rank": rank}) == [{"rank": other} for other in range(size)]
+        assert hvd.broadcast_object(rank, size - 1) == size - 1
+        assert torch.equal(hvd.broadcast(own, size - 1), torch.full((size, 2), size - 1.0))
+        assert torch.equal(hvd.reducescatter(own, op=hvd.Sum), torch.full((1, 2), total))
+        assert torch.equal(hvd.reducescatter(own.long(), op=hvd.Average), torch.full((1, 2), int(total) // size))
+        assert hvd.alltoall(own)[:, 0].tolist() == [float(other) for other in range(size)]
+        received, splits = hvd.alltoall(own, splits=[1] * size)
+        assert received[:, 0].tolist() == [float(other) for other in range(size)] and splits.tolist() == [1] * size
+    model = torch.nn.Linear(2, 1)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(hvd.allreduce(torch.ones(1, 2, requires_grad=True))).sum().backward()
+    optimizer.step()
+    return [model.weight.tolist()]
+
+
 def with_error(kind: type[BaseException], text: str, call: Any) -> None:
     try:
         call()
@@ -236,11 +274,14 @@ def wrong_arguments() -> None:
         with_error(ValueError, "invalid root rank", lambda: hvd.broadcast(ones, size))
         with_error(ValueError, "32-bit integer", lambda: hvd.alltoall(ones, torch.ones(size)))
         with_error(ValueError, "Number of entries", lambda: hvd.alltoall(ones, [1] * (size + 1)))
+        with_error(ValueError, "0 or more", lambda: hvd.alltoall(ones, [-1] + [1] * (size - 1)))
         with_error(ValueError, "Sum of splits", lambda: hvd.alltoall(ones, [5] * size))
         with_error(ValueError, "HOROVOD_DYNAMIC_PROCESS_SETS", lambda: hvd.add_process_set([0]))
         with_error(ValueError, "was not created", lambda: hvd.poll(-1))
         with_error(ValueError, "DYNAMIC", lambda: hvd.start_timeline("nowhere"))
         with_error(ValueError, "invalid params", lambda: hvd.broadcast_parameters(3, 0))
+        odd = {"a": ones, "b": torch.ones(2).to(torch.float8_e5m2)}
+        with_error(ValueError, "is not supported", lambda: hvd.broadcast_parameters(odd, 0))
         model = torch.nn.Linear(1, 1)
         lbfgs = torch.optim.LBFGS(model.parameters())
         with_error(ValueError, "LBFGS", lambda: hvd.broadcast_optimizer_state(lbfgs, 0))
@@ -260,6 +301,7 @@ def wrong_arguments() -> None:
         hvd.allreduce_async(ones, name="twice")
         with_error(ValueError, "same name", lambda: hvd.allreduce_async(ones, name="twice"))
     hvd.barrier()
+    hvd.broadcast_parameters({"a": ones}, 0)
     if hvd.rank() > 0:
         hvd.allreduce_async(ones, name="twice")
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
@@ -524,11 +566,15 @@ def joined_refuses() -> list[str]:
             lambda: hvd.broadcast(torch.ones(2), 1),
             lambda: hvd.alltoall(torch.ones(6)),
             lambda: hvd.reducescatter(torch.ones(6)),
+            *(lambda op=op: hvd.allreduce(torch.tensor([-3.0, 5.0]), op=op) for op in (hvd.Min, hvd.Max, hvd.Product)),
         ):
             try:
                 call()
             except hvd.HorovodInternalError as error:
                 texts.append(str(error))
+            else:
+                texts.append("no error")
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size() - 1
     hvd.join()
     return hvd.broadcast_object(texts, root_rank=hvd.size() - 1)
 
@@ -588,6 +634,40 @@ def optimizer_state() -> list[float]:
             for state in optimizer.state.values():
                 seen += [float(torch.as_tensor(value).double().sum()) for value in state.values()]
     return seen
+
+
+def state_of_some_parameters(case: str) -> list[Any]:
+    """The root's state covers other parameters than another rank's would: that of a run whose first layer was frozen, or is now.
+    All ranks end with the root's, and step alike."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=case == "others have more" and rank > 0)
+    if rank == 0 or case == "others have more":
+        model[0].requires_grad_(case == "frozen now" or rank > 0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    model[0].requires_grad_(case != "frozen now")
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    seen = [
+        (number, name, torch.as_tensor(value).tolist())
+        for number, state in sorted(optimizer.state_dict()["state"].items())
+        for name, value in state.items()
+    ]
+    assert {number for number, *_ in seen} == ({0, 1, 2, 3} if case == "frozen now" else {2, 3}), seen
+    assert {name for _, name, _ in seen} == {"step", "exp_avg", "exp_avg_sq"}, seen
+    model.requires_grad_(True)
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return [seen, [one.tolist() for one in model.parameters()]]
 
 
 def sync_batch_norm() -> None:
@@ -719,6 +799,104 @@ def dropped_optimizers() -> list[float]:
     return seen
 
 
+def steps_in_another_order(sparse: bool) -> list[float]:
+    """Two optimizers over parts of one model, which each rank steps in an order of its own, or one of them not at all: Horovod's
+    agree on gradients while ``backward()`` runs."""
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    torch.manual_seed(0)
+    parts = [torch.nn.Linear(2, 1, bias=False) for _ in range(2)]
+    if sparse:
+        parts.append(torch.nn.Embedding(3, 1, sparse=True))
+    parts = [torch.nn.ModuleList(parts[:1]), torch.nn.ModuleList(parts[1:])]
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(part.parameters(), lr=0.1),
+            named_parameters=[(f"{number}.{name}", one) for name, one in part.named_parameters()],
+        )
+        for number, part in enumerate(parts)
+    ]
+    for step in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        outputs = [
+            module(torch.full((1, 2), rank + 1.0))
+            for part in parts
+            for module in part
+            if isinstance(module, torch.nn.Linear)
+        ]
+        if sparse:
+            outputs.append(parts[1][1](torch.tensor([1])) * (rank + 1))
+        sum(outputs).sum().backward()
+        for optimizer in optimizers if (rank + step) % 2 else optimizers[::-1]:
+            if step == 2:
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        for part in parts:
+            assert part[0].weight.grad.tolist() == [[(size + 1) / 2] * 2], part[0].weight.grad
+    return [float(one.detach().sum()) for part in parts for one in part.parameters()]
+
+
+def interrupted_steps(how: str) -> list[float]:
+    """A signal's handler raises on rank 0 while its step waits for the others. Until step() is called again, which completes it,
+    the optimizer says so; all ranks make the same steps."""
+    import penstock.horovod.torch as hvd
+
+    class Late(RuntimeError):
+        pass
+
+    def late(*_: Any) -> None:
+        raise Late
+
+    hvd.init()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    rank = hvd.rank()
+    signal.signal(signal.SIGALRM, late)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=how == "sparse"), torch.nn.Linear(2, 1))
+    options: dict[str, Any] = {"names": {"groups": 2}, "adasum": {"op": hvd.Adasum}}.get(how, {})
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), **options
+    )
+    evaluated = []
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        found = model(torch.tensor([rank])).sum() * (step + 1)
+        found.backward()
+        evaluated.append(step)
+        if is_late and rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 1)
+        return found
+
+    for step in range(4):
+        is_late = step in (1, 2)
+        if is_late and rank > 0:
+            store.wait([f"interrupted {step}"], timedelta(seconds=30))
+        closure = loss if how == "closure" else None
+        if closure is None:
+            loss()
+        if is_late and rank == 0:
+            with pytest.raises(Late):
+                optimizer.step(closure)
+            with_error(AssertionError, "call optimizer.step() once more", optimizer.zero_grad)
+            if step == 2:
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
+                with pytest.raises(Late):
+                    optimizer.step(closure)
+            if how != "adasum":
+                with_error(AssertionError, "call optimizer.step() once more", model(torch.tensor([2])).sum().backward)
+            store.set(f"interrupted {step}", "")
+        optimizer.step(closure)
+    assert evaluated == [0, 1, 2, 3]
+    return [float(one.detach().double().sum()) for one in model.parameters()]
+
+
 def optimizers_of_another_life() -> list[float]:
     """A rank that has made other optimizers in an earlier life of Horovod, as in an elastic job that was smaller then, goes on
     with one that has not."""
@@ -775,6 +953,29 @@ def stalled() -> None:
     with_error(hvd.HorovodInternalError, "shut down", lambda: hvd.allreduce(torch.ones(3), name="lonely"))
 
 
+def a_step_stalls() -> str:
+    """A rank that does not make a step is named, with gradients of it, and the job ends if that is wanted."""
+    os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "1"
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "3"
+    import penstock.horovod.torch as hvd
+
+    hvd.init()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if hvd.rank() == 0:
+        store.wait(["told 1", "told 2"], timedelta(seconds=30))
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    store.set(f"told {hvd.rank()}", "")
+    hvd.shutdown()
+    return str(caught.value)
+
+
 def waits_for_death() -> str:
     """Operations without end, until one fails."""
     import penstock.horovod.torch as hvd
@@ -827,6 +1028,44 @@ def lets_go_after_a_death() -> list[str]:
     alive = [f"tensor {number}" for number, one in enumerate(kept) if not one.expired()]
     held = [type(one).__name__ for one in gc.get_objects()]
     return [*alive, *(name for name in held if name == "PenstockBackend")]
+
+
+def cannot_execute(waits_for: str) -> list[str]:
+    """Rank 1 has no memory for the result of an all-gather. From there on everything fails on all ranks, while all of them live:
+    that operation, and ones that rank 1 has not submitted."""
+    import penstock.horovod.torch as hvd
+    from penstock.fronts.horovod import operations
+    from penstock.fronts.horovod.negotiation import Kind
+
+    hvd.init()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    hvd.barrier()
+    handles = []
+    if hvd.rank() == 1:
+
+        def fails(*_: Any) -> Any:
+            raise MemoryError("no room for 4 EB")
+
+        operations._START[Kind.ALLGATHER] = fails
+    elif waits_for == "another":
+        handles.append(hvd.allreduce_async(torch.ones(3), name="another"))
+    handles.append(hvd.allgather_async(torch.ones(3), name="large"))
+    texts = []
+    for attempt in (
+        *(lambda handle=handle: hvd.synchronize(handle) for handle in handles),
+        lambda: hvd.allreduce(torch.ones(3), name="later"),
+    ):
+        try:
+            attempt()
+        except (hvd.HorovodInternalError, MemoryError) as error:
+            texts.append(str(error))
+        else:
+            texts.append("has succeeded")
+    # All of them live until all know.
+    store.set(f"knows {hvd.rank()}", "")
+    store.wait([f"knows {rank}" for rank in range(hvd.size())], timedelta(seconds=30))
+    hvd.shutdown()
+    return texts
 
 
 def dies_before_it_starts() -> list[str]:
@@ -1147,6 +1386,27 @@ def some_of_the_ranks() -> list[int]:
     return hvd.allgather_object((hvd.rank(), rank))
 
 
+def some_then_all() -> list[Any]:
+    """Ranks that were in a job of some are in the next one of all, whose other ranks start their first."""
+    import penstock.horovod.torch as hvd
+
+    rank = int(os.environ["RANK"])
+    seen = []
+    for some in ([1, 2], [0, 2], [1, 2]):
+        if rank in some:
+            hvd.init(comm=some)
+            hvd.init()
+            hvd.init(comm=some)
+            with_error(ValueError, f"runs with ranks {some}", lambda: hvd.init(comm=[0, 1, 2]))
+            assert hvd.size() == 2 and hvd.allgather_object(rank) == some
+            hvd.shutdown()
+        hvd.init()
+        hvd.init(comm=[0, 1, 2])
+        seen.append(hvd.allgather_object(hvd.rank()))
+        hvd.shutdown()
+    return seen
+
+
 def static_process_sets() -> list[Any]:
     """Process sets that ``init`` makes; a duplicate is refused."""
     import penstock.horovod.torch as hvd
@@ -1154,6 +1414,7 @@ def static_process_sets() -> list[Any]:
     sets = [hvd.ProcessSet([0]), hvd.ProcessSet([2, 0])]
     hvd.init(process_sets=sets)
     answers = [str(one) for one in (hvd.global_process_set, *sets)]
+    with_error(ValueError, "HOROVOD_DYNAMIC_PROCESS_SETS", lambda: hvd.remove_process_set(sets[1]))
     if sets[1].included():
         assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum, process_set=sets[1]) == 2
         model = torch.nn.Linear(1, 1)

@@ -7,12 +7,28 @@
 use pyo3::prelude::*;
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::Duration;
 
 /// Calls `callback()` soon, on a thread with the GIL.
 pub(crate) fn later(callback: Py<PyAny>) {
     let mut pool = lock();
     pool.queue.push_back(callback);
     pool.see_to_it();
+}
+
+/// Waits until everything is called and has returned, for so long at the most; whether it has. For the end of a script: a
+/// thread that asks for the GIL when the interpreter is gone is ended in its middle, which C++ takes for a crash. A fork has no
+/// such thread.
+pub(crate) fn settle(py: Python<'_>, timeout: Duration) -> bool {
+    if penstock_engine::check_fork().is_err() {
+        return true;
+    }
+    py.detach(|| {
+        let (pool, _) = SETTLED
+            .wait_timeout_while(lock(), timeout, |pool| !pool.is_settled())
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        pool.is_settled()
+    })
 }
 
 /// How many threads there are.
@@ -30,9 +46,15 @@ struct Pool {
     /// Threads that were woken or started for the queue and do not have the GIL yet. One is enough, however long another
     /// thread holds the GIL: when it begins a callback, it makes sure that there is another thread for the rest.
     coming: usize,
+    /// Threads that have the GIL, or are about to give it back.
+    busy: usize,
 }
 
 impl Pool {
+    fn is_settled(&self) -> bool {
+        self.queue.is_empty() && self.coming == 0 && self.busy == 0
+    }
+
     /// Makes sure that a thread comes for the queue: all others may be waiting for these very callbacks.
     fn see_to_it(&mut self) {
         if self.queue.is_empty() || self.coming > 0 {
@@ -54,8 +76,10 @@ impl Pool {
     }
 }
 
-static POOL: Mutex<Pool> = Mutex::new(Pool { queue: VecDeque::new(), threads: 0, idle: 0, wakes: 0, coming: 0 });
+static POOL: Mutex<Pool> =
+    Mutex::new(Pool { queue: VecDeque::new(), threads: 0, idle: 0, wakes: 0, coming: 0, busy: 0 });
 static CHANGED: Condvar = Condvar::new();
+static SETTLED: Condvar = Condvar::new();
 
 fn lock() -> MutexGuard<'static, Pool> {
     POOL.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
@@ -67,6 +91,7 @@ fn run() {
         let called = Python::try_attach(|py| {
             let mut pool = lock();
             pool.coming -= 1;
+            pool.busy += 1;
             let callback = pool.queue.pop_front();
             pool.see_to_it();
             drop(pool);
@@ -81,9 +106,13 @@ fn run() {
             return; // The interpreter is gone, and whoever waited with it.
         }
         let mut pool = lock();
+        pool.busy -= 1;
         if !pool.queue.is_empty() && pool.coming == 0 {
             pool.coming += 1;
             continue;
+        }
+        if pool.is_settled() {
+            SETTLED.notify_all();
         }
         if pool.idle >= SPARE_THREADS {
             pool.threads -= 1;

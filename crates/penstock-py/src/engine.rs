@@ -1,6 +1,6 @@
 //! `Engine`, `Group` and `Ticket`, as Python sees them.
 
-use crate::{callbacks, error, setup_error};
+use crate::{callbacks, check_fork, error, setup_error};
 use penstock_engine::fingerprint::{Fingerprint, Layout, Name, Order};
 use penstock_engine::plan::{Algorithm, Collective, Splits, UnknownAlgorithm};
 use penstock_engine::{ANY_SOURCE, Call, Config, Contact, GroupSpec, Ptracer};
@@ -337,12 +337,14 @@ pub(crate) struct Ticket(pub(crate) penstock_engine::Ticket);
 #[pymethods]
 impl Ticket {
     /// Blocks without the GIL until the operation has ended; raises its failure. With a time-out, returns whether it has
-    /// ended. Ctrl-C interrupts the wait, not the operation.
+    /// ended. Ctrl-C interrupts the wait, not the operation. In a forked child, what its parent has started and had not ended
+    /// fails: the thread that would end it is the parent's.
     #[pyo3(signature = (timeout_s=None))]
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<bool> {
         let mut left = timeout_s.map(Duration::from_secs_f64);
         let mut result = self.0.result();
         while result.is_none() {
+            check_fork(py)?;
             let slice = left.unwrap_or(SIGNAL_CHECK).min(SIGNAL_CHECK);
             result = py.detach(|| self.0.wait(Some(slice)));
             py.check_signals()?;

@@ -41,7 +41,7 @@ mod _core {
     use super::tensors::TensorCheck;
 
     #[pymodule_export]
-    use super::{check_fork, choose_interfaces, crc32c, init_logging, simd_level};
+    use super::{check_fork, choose_interfaces, crc32c, init_logging, settle_callbacks, simd_level};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "Python spells it so")]
@@ -89,6 +89,12 @@ fn simd_level() -> &'static str {
 #[pyfunction]
 fn check_fork(py: Python<'_>) -> PyResult<()> {
     penstock_engine::check_fork().map_err(|failure| error(py, &failure))
+}
+
+/// Waits without the GIL until all callbacks of tickets have returned, for `timeout_s` at the most. Returns whether they have.
+#[pyfunction]
+fn settle_callbacks(py: Python<'_>, timeout_s: f64) -> bool {
+    callbacks::settle(py, std::time::Duration::from_secs_f64(timeout_s))
 }
 
 /// Prints the crates' log lines of `level` ("error", "warn", "info", "debug") and above on standard error, from a thread

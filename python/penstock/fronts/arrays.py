@@ -303,7 +303,6 @@ class Job:
 def _join(timeout_s: float) -> Any:
     # torch takes a second to import, which `import penstock.jax` need not wait for.
     import torch.distributed as dist
-    from torch.distributed.rendezvous import rendezvous as find_store
 
     from penstock.runtime import groups
 
@@ -317,11 +316,28 @@ def _join(timeout_s: float) -> Any:
                 f"{', '.join(missing)} is not set: start the ranks with torchrun, or set it as torchrun does"
             )
         try:
-            store, rank, world = next(find_store("env://", timeout=timeout))
+            store, rank, world = _found_store(timeout)
         except (dist.DistError, ValueError) as error:
             raise ConfigError(f"the job's store cannot be reached: {str(error).splitlines()[0]}") from error
         store.set_timeout(timeout)
     return groups.join(dist.PrefixStore("penstock/arrays", store), rank, range(world), timeout, "arrays")
+
+
+def _found_store(timeout: timedelta) -> tuple[Any, int, int]:
+    """The job's store, this process's rank, and the number of ranks. The store outlives `shutdown`: where rank 0 serves it, the
+    other ranks may be back before rank 0 is, and would take one that ends for the next one."""
+    global _found
+    from torch.distributed import DistError
+    from torch.distributed.rendezvous import rendezvous
+
+    place = (os.getpid(), *(os.environ[name] for name in _ENVIRONMENT))
+    if _found is not None and _found[0] == place:
+        with contextlib.suppress(DistError):
+            _found[1][0].check(["penstock"])
+            return _found[1]
+    _found = None  # of another process, or rank 0 is a new one
+    _found = place, next(iter(rendezvous("env://", timeout=timeout)))
+    return _found[1]
 
 
 def _buckets(arrays: Sequence[Array]) -> list[list[int]]:
@@ -397,5 +413,6 @@ _AGREED_MOST = 1024
 _SHOWN = 4
 
 _job: Job | None = None
+_found: tuple[Any, tuple[Any, int, int]] | None = None
 _job_lock = threading.Lock()
 _last_failure: list[PenstockError] = []

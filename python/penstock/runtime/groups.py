@@ -341,6 +341,8 @@ def _await_keys(store: Any, keys: list[str], rank: int, timeout: timedelta, name
         if waited_s > timeout.total_seconds():
             # Rank 0 publishes its decisions together with its contact.
             missing = dict.fromkeys("0" if key == "group" else key for key in waiting if not store.check([key]))
+            if not missing:
+                return  # the last ones came just now
             raise TimeoutError_(
                 f"Timed out after {timeout}: rank {rank} of group {name} waited for others; nothing came from rank(s) "
                 f"{', '.join(missing)}. Did they start?"

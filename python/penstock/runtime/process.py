@@ -151,6 +151,8 @@ class Engine:
             engine.core.stop(wait=not isinstance(getattr(sys, "last_value", None), KeyboardInterrupt))
             for aggregation in list(engine.aggregations):
                 aggregation.close_jobs()
+        # Operations have ended, also those of groups that are destroyed; callbacks of their futures may not have.
+        _core.settle_callbacks(_CALLBACKS_S)
 
     @classmethod
     def _renew_lock(cls) -> None:
@@ -238,4 +240,6 @@ _generation: int | None = None
 # After this many all-reduces, some hundred steps, a program hardly makes a reducer any more. A guess; a training of days should
 # not learn at its end that nothing was checked.
 _MANY = 1000
+# How long the end of a script waits for callbacks. A guess: longer than any takes that does not wait for something itself.
+_CALLBACKS_S = 5.0
 os.register_at_fork(after_in_child=Engine._renew_lock)

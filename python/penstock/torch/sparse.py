@@ -102,7 +102,9 @@ class SparseTicket:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until it has ended; raise what it failed with. With a time-out: whether it has ended."""
-        if not self._ended.wait(timeout_s):
+        if not self.done():
+            _core.check_fork()  # the thread that would end it is the parent's
+        if not self._ended.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
             return False
         if isinstance(self._outcome, BaseException):
             # A copy: its traceback names the frames of this caller, which often hold the work that holds this ticket. Torch's

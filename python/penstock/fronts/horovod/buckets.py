@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 
 from penstock import _core
-from penstock.errors import Mismatch
+from penstock.errors import Mismatch, PenstockError
 from penstock.fronts.horovod import job
+from penstock.fronts.horovod.common.exceptions import HorovodInternalError
 from penstock.fronts.horovod.controller import NEVER_S
 from penstock.fronts.horovod.negotiation import Kind, Request
 from penstock.fronts.horovod.operations import Entry
@@ -67,6 +69,7 @@ class Buckets:
         self._abort: Callable[[str], None] | None = None
         self._marked = False
         self._done: set[int] = set()
+        self._ending: _core.Ticket | None = None
         self._withdrawn: _core.Ticket | None = None
         self._has_warned = False
         _all.add(self)
@@ -76,7 +79,7 @@ class Buckets:
         all ranks have come here; one that is ``haunting`` has joined."""
         running = job.current()
         if self._job is not running:
-            self._marked, self._done, self._withdrawn = False, set(), None
+            self._marked, self._done, self._ending, self._withdrawn = False, set(), None, None
             self._reducer = self._make(running, haunting)
             self._job = running
         return self._reducer is not None
@@ -97,9 +100,19 @@ class Buckets:
         """Whether it was submitted in this step."""
         return self._index[id(parameter)] in self._done
 
+    def begin_flush(self) -> None:
+        """The backward pass has ended, and the step needs no other one: what was not submitted counts as absent. Does not block;
+        `flush` follows. Until this is called the last gradients of the step are not reduced, so that steps of several optimizers
+        would have to be in one order on all ranks."""
+        if self._marked and self.made:
+            try:
+                self._begin_end()
+            except PenstockError as error:
+                log.debug("a step cannot be ended: %s", error)  # nor by `flush`, which raises it
+
     def flush(self) -> None:
         """End the step: what was not submitted counts as absent, and its ``grad`` is left alone. Blocks until the gradients are
-        reduced.
+        reduced. Where something else ends the wait, as a signal's handler that raises, the step goes on: call this again.
 
         Raises:
             penstock.errors.PenstockError: a rank was lost.
@@ -107,9 +120,14 @@ class Buckets:
         self._mark(absent=False)
         self._end()
 
+    @property
+    def ending(self) -> bool:
+        """Whether the end of the step has begun: it cannot be withdrawn any more."""
+        return self._ending is not None
+
     def withdraw(self) -> None:
         """The backward pass has raised: its gradients are withdrawn, as by `penstock.torch.GradientReducer`. Does not block."""
-        if not self._done or self._reducer is None:
+        if not self._done or self._reducer is None or self.ending:
             return
         if not self._has_warned:
             self._has_warned = True
@@ -136,7 +154,7 @@ class Buckets:
         while reducer is not None:
             self._mark(absent=True)
             try:
-                self._end()
+                self._end(haunting=True)
             except Mismatch as error:
                 if not error.group_lives:
                     raise
@@ -224,15 +242,36 @@ class Buckets:
         self._done.add(index)
         return submitted
 
-    def _end(self) -> None:
+    def _begin_end(self) -> _core.Ticket:
         assert self._reducer is not None, "the caller has asked whether it is usable"
-        for index in range(len(self._parameters)):
-            if index not in self._done:
-                self._submit(index, self._slots.zeros(index), absent=True)
+        if self._ending is None:
+            for index in range(len(self._parameters)):
+                if index not in self._done:
+                    self._submit(index, self._slots.zeros(index), absent=True)
+            self._ending = self._reducer.flush()
+        return self._ending
+
+    def _end(self, *, haunting: bool = False) -> None:
         try:
-            self._reducer.flush().wait()
-        finally:
-            self._marked, self._done = False, set()
+            ticket, began_s = self._begin_end(), time.monotonic()
+            while not ticket.wait(_STALL_LOOK_S):
+                # A rank that has joined waits for steps that the others may never make.
+                if not haunting:
+                    self._check_stall(began_s)
+        except (PenstockError, HorovodInternalError):
+            self._over()
+            raise
+        self._over()
+
+    def _check_stall(self, began_s: float) -> None:
+        assert self._reducer is not None and self._abort is not None, "a step of it waits"
+        controller = job.current().controller(0, "DistributedOptimizer")
+        step = self._reducer.stats()["steps"]
+        names = [f"allreduce.{name}" for name in self._names]
+        controller.check_stall_of(f"optimizer{self.number}/{step}", names, began_s, self._abort)
+
+    def _over(self) -> None:
+        self._marked, self._done, self._ending = False, set(), None
 
 
 class Ghosts:
@@ -309,6 +348,8 @@ _given: weakref.WeakKeyDictionary[job.Job, set[int]] = weakref.WeakKeyDictionary
 _BUCKET_BYTES = 4 << 20
 # How soon a rank that has no data at all sees that others begin, and one that waits for them that they have died.
 _LOOK_S = 0.05
+# How often one that waits for the end of a step looks for stalls.
+_STALL_LOOK_S = 1.0
 
 
 @functools.cache

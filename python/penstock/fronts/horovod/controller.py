@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from penstock.errors import Closed
+from penstock.errors import Closed, PenstockError
 from penstock.fronts.horovod import operations
 from penstock.fronts.horovod.common.exceptions import HorovodInternalError
 from penstock.fronts.horovod.group import Group
@@ -223,6 +223,16 @@ class Controller:
             self._fail(told)
         except BaseException as error:
             self._fail(error)
+            if not isinstance(error, (PenstockError, HorovodInternalError)):
+                # No other rank can know: it has not come from one, nor from the network.
+                self._end_others(error)
+
+    def _end_others(self, error: BaseException) -> None:
+        """This rank takes no part in rounds any more, nor in operations that all have agreed on: who waits for it shall not."""
+        rank = self.ranks[self.group.rank]
+        told = f"rank {rank} cannot execute Horovod's operations any more ({type(error).__name__}: {error})"
+        for member in (self._member, self.group.backend._member):
+            member.group.abort(told)
 
     def _next_block(self, pause_s: float) -> bytes:
         with self._wake:
@@ -299,6 +309,22 @@ class Controller:
 
     # ------------------------------------------------------------------ stalls
 
+    def check_stall_of(self, what: str, names: Sequence[str], began_s: float, abort: Callable[[str], None]) -> None:
+        """As for operations, for something else that waits for other ranks, on a channel of its own: a step of an optimizer.
+
+        Args:
+            what: its name, the same on all ranks.
+            names: what ranks lack that do not wait for it, in messages.
+            began_s: since when this rank waits.
+            abort: ends it on all ranks.
+
+        Raises:
+            HorovodInternalError: it has waited for too long, and was ended.
+        """
+        now_s = time.monotonic()
+        if self._is_stalled(now_s, began_s):
+            self._tell_stall(what, {name: {self.group.rank} for name in names}, now_s, began_s, abort)
+
     def _check_stall(self, stuck_round: int | None) -> None:
         """Warn when operations wait for other ranks for long, and fail where HOROVOD_STALL_SHUTDOWN_TIME_SECONDS says so."""
         warning_s, now_s = self._settings.stall_warning_s, time.monotonic()
@@ -306,25 +332,34 @@ class Controller:
             oldest_s = min((entry.submitted_s for entry in self._entries.values()), default=now_s)
             late = [entry.name for entry in self._entries.values() if now_s - entry.submitted_s > warning_s]
             known = self._negotiation.waiting()
-        if warning_s <= 0 or now_s - oldest_s <= warning_s:
-            return
-        ends = 0 < warning_s <= self._settings.stall_shutdown_s < now_s - oldest_s
+        if self._is_stalled(now_s, oldest_s):
+            have = {name: set(known.get(name, ())) | {self.group.rank} for name in late}
+            stuck = None if stuck_round is None else str(stuck_round)
+            self._tell_stall(stuck, have, now_s, oldest_s, self._member.group.abort)
+
+    def _is_stalled(self, now_s: float, began_s: float) -> bool:
+        return 0 < self._settings.stall_warning_s < now_s - began_s
+
+    def _tell_stall(
+        self, stuck: str | None, have: dict[str, set[int]], now_s: float, began_s: float, abort: Callable[[str], None]
+    ) -> None:
+        warning_s = self._settings.stall_warning_s
+        ends = 0 < warning_s <= self._settings.stall_shutdown_s < now_s - began_s
         if now_s - self._warned_s > warning_s or ends:
             self._warned_s = now_s
-            have = {name: set(known.get(name, ())) | {self.group.rank} for name in late}
-            if stuck_round is not None:
-                self._ask_others(stuck_round, have)
+            if stuck is not None:
+                self._ask_others(stuck, have)
             if have and self.group.rank == min(set().union(*have.values())):
                 log.warning("%s", stall_message(have, self.ranks, warning_s, ends))
         if ends:
-            self._member.group.abort("an operation has waited for other ranks for too long")
+            abort("an operation has waited for other ranks for too long")
             raise HorovodInternalError(SHUT_DOWN)
 
-    def _ask_others(self, stuck_round: int, have: dict[str, set[int]]) -> None:
-        """A round is stuck because some rank takes no part in it. The ranks that do exchange, through the store, what they wait
-        for: a rank without an entry is missing."""
+    def _ask_others(self, stuck: str, have: dict[str, set[int]]) -> None:
+        """A round, or a step, is stuck because some rank takes no part in it. The ranks that do exchange, through the store, what
+        they wait for: a rank without an entry is missing."""
         try:
-            store = self._member.part_of_store(f"stall/{stuck_round}")
+            store = self._member.part_of_store(f"stall/{stuck}")
             store.set(str(self.group.rank), json.dumps(sorted(have)))
             # The other ranks check their operations at other times.
             time.sleep(_LOOK_S)

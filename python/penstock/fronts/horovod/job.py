@@ -8,6 +8,7 @@ operations: each process set has a group for itself, so that the order of its op
 from __future__ import annotations
 
 import atexit
+import collections
 import os
 import socket
 import time
@@ -76,8 +77,10 @@ class Job:
         where = launch.place(os.environ)
         self.pid = os.getpid()
         self._own_world = not dist.is_initialized()
+        everybody = where.size if self._own_world else dist.get_world_size()
+        self.world = world = list(range(everybody)) if ranks is None else list(ranks)
+        """Its ranks, by their number at the launcher, or in the script's own process group."""
         if self._own_world:
-            world = list(range(where.size)) if ranks is None else list(ranks)
             if where.rank not in world:
                 raise ValueError(f"rank {where.rank} called hvd.init(comm={world}) and is not in it")
             dist.init_process_group(
@@ -205,8 +208,16 @@ class Job:
 
 
 def init(ranks: Sequence[int] | None) -> Job:
-    """Start Horovod in this process; what runs already stays."""
+    """Start Horovod in this process; what runs already stays.
+
+    Raises:
+        ValueError: it runs, with other ranks than these.
+    """
     global _job
+    if _job is not None and ranks is not None and list(ranks) != _job.world:
+        raise ValueError(
+            f"hvd.init(comm={list(ranks)}) was called while Horovod runs with ranks {_job.world}; call hvd.shutdown() first"
+        )
     if _job is None:
         _job = Job(ranks)
         # Ranks that are waited for say good-bye, also where the script forgets to.
@@ -266,17 +277,19 @@ def _store(where: launch.Place) -> Any:
 
 
 def _next_life(world: Sequence[int]) -> str:
-    """Names this life of the job in the store, alike on all of its ranks: they start Horovod equally often."""
-    global _lives
-    _lives += 1
-    return f"{_lives}/{','.join(map(str, world))}"
+    """Names this life of the job in the store, alike on all of its ranks: they start a job of these ranks equally often, however
+    often they start others."""
+    ranks = ",".join(map(str, world))
+    _lives[ranks] += 1
+    return f"{_lives[ranks]}/{ranks}"
 
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 _job: Job | None = None
 _meeting: tuple[int, Any] | None = None
-_lives = 0
+# How often a job of these ranks was started, by this process.
+_lives: collections.Counter[str] = collections.Counter()
 # torch's own default for gloo and for stores.
 _TIMEOUT = timedelta(minutes=30)
 # How long a rank that leaves waits for the others to leave as well. Longer than a round takes that has all of its ranks, so

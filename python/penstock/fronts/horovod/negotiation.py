@@ -268,6 +268,9 @@ def mismatch(have: dict[int, Request], joined: set[int], names: Sequence[int]) -
                     f"Mismatched reduction operation: One rank sent reduction op {int(first.op)}, but another rank sent "
                     f"reduction op {int(other.op)}."
                 )
+    if first.kind is Kind.ALLREDUCE and first.op not in (Op.AVERAGE, Op.SUM) and joined:
+        # Zeros would count.
+        return f"Allreduce with op={first.op.name.capitalize()} is not supported with Join at this time."
     if first.kind in _NOT_WITH_JOIN and joined:
         more = "Specify sparse_to_dense=True if using DistributedOptimizer" if first.kind is Kind.ALLGATHER else ""
         return f"{kind.capitalize()} is not supported with Join at this time. {more}".rstrip()

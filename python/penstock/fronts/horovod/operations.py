@@ -101,6 +101,7 @@ class Flight:
     def __init__(self, works: Sequence[Any], finish: Callable[[], None] | None = None) -> None:
         self._works = list(works)
         self._finish = finish
+        self._unfinished: BaseException | None = None
         self._lock = threading.Lock()
 
     def done(self) -> bool:
@@ -121,15 +122,22 @@ class Flight:
                 # What the caller is in the middle of is not its reason.
                 error.__context__ = error.__traceback__ = None
                 return error
-        return None
+        return self._unfinished
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
         with self._lock:
+            if self._unfinished is not None:
+                raise self._unfinished
             finish, self._finish = self._finish, None
             if finish is not None:
-                finish()
+                try:
+                    finish()
+                except BaseException as error:
+                    # Outputs are half done, and cannot be done again.
+                    self._unfinished = error
+                    raise
 
 
 def start(
@@ -144,7 +152,7 @@ def start(
             for entry in own:
                 if entry is not None and entry.ready is not None:
                     torch.cuda.current_stream(entry.ready[0]).wait_event(entry.ready[1])
-            with torch.no_grad():
+            with _without_gradients():
                 flight = _START[agreed[bucket[0]].request.kind]([agreed[index] for index in bucket], own, group)
             for entry in own:
                 if entry is not None:
@@ -196,7 +204,7 @@ def _all_reduce(agreed: list[Agreed], own: list[Entry | None], group: Group) -> 
     work = group.all_reduce(whole, op)
 
     def finish() -> None:
-        with torch.no_grad():
+        with _without_gradients():
             _rescale(whole, factor, divisor)
             if len(inputs) > 1:
                 at = 0
@@ -276,13 +284,19 @@ def _reduce_scatter(agreed: list[Agreed], own: list[Entry | None], group: Group)
     work = group.reduce_scatter(output, tensor.split(rows), op)
 
     def finish() -> None:
-        with torch.no_grad():
+        with _without_gradients():
             _rescale(output, factor, divisor)
 
     return Flight([work], finish)
 
 
 # ---------------------------------------------------------------------------------------------------- helpers
+
+
+def _without_gradients() -> Any:
+    """A caller in ``torch.inference_mode()`` has inference tensors, which only that mode may change; it may change others, too.
+    It is a mode of each thread, and the controller's is not the caller's."""
+    return torch.inference_mode()
 
 
 def shares(rows: int, world: int) -> list[int]:

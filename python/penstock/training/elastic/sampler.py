@@ -40,7 +40,9 @@ class ElasticSampler(Sampler[list[int]]):
 
     Every index is in exactly one committed step of an epoch, through all changes of membership. Rank and world are those of
     the default process group when an iteration begins (one rank, if there is none); an iteration goes from the last
-    committed step to the end of the epoch. `State.commit` advances; after the last step of an epoch the next one begins.
+    committed step to the end of the epoch. `State.commit` advances by a batch, or by as many as it is told; after the last step
+    of an epoch the next one begins. An iteration that begins when most of the last one's batches were not committed, though
+    it went to its end, raises `penstock.errors.Config`: it would give them again.
 
     Args:
         data: the data set, or how many samples it has; the same on all ranks, always.
@@ -60,16 +62,22 @@ class ElasticSampler(Sampler[list[int]]):
         self.seed = seed
         self.epoch = 0
         self.position = 0
+        self._iteration = _Iteration()
 
     def __iter__(self) -> Iterator[list[int]]:
+        last, self._iteration = self._iteration, _Iteration()
+        last.check()
+        own = self._iteration
         rank, world = _place()
         order, position = self._order(), self.position
         while position < self.length:
             parts = cut(position, self.length, world, self.batch_size)
             start, stop = parts[rank]
+            own.given += 1
             # A rank that gets nothing still takes part in the step: it repeats a sample, and its weight is 0.
             yield order[start:stop].tolist() or order[position : position + 1].tolist()
             position = parts[-1][1]
+        own.is_over = True
 
     def __len__(self) -> int:
         """Steps that are left of this epoch."""
@@ -83,11 +91,15 @@ class ElasticSampler(Sampler[list[int]]):
         parts = cut(self.position, self.length, world, self.batch_size)
         return (parts[rank][1] - parts[rank][0]) * world / (parts[-1][1] - self.position)
 
-    def advance(self) -> None:
-        """All ranks have done the step that begins at ``position``. `State.commit` calls this."""
-        self.position = cut(self.position, self.length, _place()[1], self.batch_size)[-1][1]
-        if self.position == self.length:
-            self.epoch, self.position = self.epoch + 1, 0
+    def advance(self, batches: int = 1) -> None:
+        """All ranks have done the step that begins at ``position``, of so many batches; it ends with the epoch. `State.commit`
+        calls this."""
+        for _ in range(batches):
+            self._iteration.commit()
+            self.position = cut(self.position, self.length, _place()[1], self.batch_size)[-1][1]
+            if self.position == self.length:
+                self.epoch, self.position = self.epoch + 1, 0
+                break
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step begins, for checkpoints and newcomers."""
@@ -113,6 +125,7 @@ class ElasticSampler(Sampler[list[int]]):
                 "in one order means nothing in the other"
             )
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
+        self._iteration = _Iteration()
 
     def check_alike(self, state: dict[str, Any]) -> None:
         """Raise if another rank's sampler, whose ``state_dict`` this is, cuts other steps: a rank would train on samples that
@@ -129,6 +142,34 @@ class ElasticSampler(Sampler[list[int]]):
             return torch.arange(self.length)
         generator = torch.Generator().manual_seed(self.seed * _EPOCHS + self.epoch)
         return torch.randperm(self.length, generator=generator)
+
+
+class _Iteration:
+    """How many batches an iteration has given, and how many of them are committed.
+
+    A loader that reads ahead asks for more than it hands on, so a loop that is left early leaves batches that were given and are
+    not committed: as many as were outstanding after its first commit, at the most. A loop that commits once for several batches
+    leaves more than these, and half of all or more.
+    """
+
+    def __init__(self) -> None:
+        self.given = self.committed = self.outstanding = 0
+        self.is_over = False
+
+    def commit(self) -> None:
+        self.committed += 1
+        if self.committed == 1:
+            self.outstanding = self.given - 1
+
+    def check(self) -> None:
+        """Raise if batches that were trained on were not committed."""
+        left = self.given - self.committed
+        if self.is_over and self.committed and left > self.outstanding and 2 * left >= self.given:
+            raise ConfigError(
+                f"the last iteration gave {self.given} batches, and {self.committed} of them are committed; the rest would "
+                "come again in this epoch. Where a step takes several batches, as with gradient accumulation, call "
+                "state.commit(batches=n) with their number"
+            )
 
 
 def _place() -> tuple[int, int]:

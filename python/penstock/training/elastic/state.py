@@ -87,9 +87,13 @@ class State:
             )
         _mapped(value, lambda tensor: _refuse_parameter(name, tensor))
 
-    def commit(self) -> None:
+    def commit(self, batches: int = 1) -> None:
         """One step is done: count it, advance the sampler, and keep everything as it is now. To be called after
         ``optimizer.step()`` on all ranks, and after whatever else belongs to the step (a schedule's step, for instance).
+
+        Args:
+            batches: how many of the sampler's batches the step has taken, on all ranks alike: more than one with gradient
+                accumulation. The last step of an epoch may take fewer; more than are left count as those that are.
 
         Inside `run` every ``check_every``-th call also asks, over the network, whether a newcomer waits.
 
@@ -99,10 +103,12 @@ class State:
             MembershipChanged: (inside `run`) one does; let it pass.
             penstock.errors.PeerLost: (inside `run`) a rank is gone; let it pass too. The step is committed all the same.
         """
+        if batches < 1:
+            raise ConfigError(f"a step takes a batch or more, not {batches}")
         self.step += 1
         sampler = self._objects.get("sampler")
         if sampler is not None and hasattr(sampler, "advance"):
-            sampler.advance()
+            sampler.advance(*([] if batches == 1 else [batches]))
         self._save()
         if self._after_commit is not None:
             self._after_commit()

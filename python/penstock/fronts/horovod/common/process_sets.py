@@ -104,12 +104,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if number is None or number == 0:
         return False
-    process_set._invalidate()
     running = job.current()
     if not running.dynamic:
         raise ValueError(
             "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow removing process sets after Horovod initialization."
         )
+    process_set._invalidate()
     return running.remove(number)
 
 

@@ -44,13 +44,14 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     """Start Horovod: find this process's rank and connect to the others. Blocks until all ranks have called it.
 
     Args:
-        comm: the ranks that take part, as their launcher numbers them; None or empty for all.
+        comm: the ranks that take part, as their launcher numbers them; None or empty for all. Where Horovod runs already, it goes
+            on with the ranks that it has.
         process_sets: sets to make now, in the same order on all ranks; or "dynamic", to allow `add_process_set` later, as
             HOROVOD_DYNAMIC_PROCESS_SETS=1 does.
 
     Raises:
-        ValueError: ``comm`` is no list of ranks, this rank is not in it, a process set is a duplicate, or the launcher does not
-            say where the job meets.
+        ValueError: ``comm`` is no list of ranks, this rank is not in it, Horovod runs with other ranks, a process set is a
+            duplicate, or the launcher does not say where the job meets.
         penstock.errors.PenstockError: the ranks could not be connected.
     """
     if comm is not None and not isinstance(comm, Iterable):
@@ -64,10 +65,13 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     elif process_sets is not None:
         wanted = list(process_sets)
+    ranks = list(comm) if comm else None
     if not job.is_initialized():
         handles.forget_all()
-        job.init(list(comm) if comm else None)
+        job.init(ranks)
         _init_process_sets(wanted)
+    else:
+        job.init(ranks)
 
 
 def shutdown() -> None:

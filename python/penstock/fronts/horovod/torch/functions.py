@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from penstock.fronts.horovod.common.process_sets import ProcessSet, global_process_set
-from penstock.fronts.horovod.torch import objects
+from penstock.fronts.horovod.torch import handles, objects
 from penstock.fronts.horovod.torch.mpi_ops import allgather_object, broadcast_, broadcast_async_, rank, synchronize
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -23,7 +24,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         root_rank: the rank that has them.
 
     Raises:
-        ValueError: none of these.
+        ValueError: none of these, or a tensor that cannot be sent. Nothing was sent.
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
@@ -32,7 +33,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
     late = []
-    handles = []
+    sent_as: list[tuple[str | None, torch.Tensor]] = []
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             # A state dict's extra state.
@@ -41,9 +42,18 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         if not sent.is_contiguous():
             sent = sent.contiguous()
             late.append((tensor, sent))
-        handles.append(broadcast_async_(sent, root_rank, name))
-    for handle in handles:
-        synchronize(handle)
+        # All are checked before the first is sent.
+        handles.check_tensor(sent)
+        sent_as.append((name, sent))
+    submitted: list[int] = []
+    try:
+        for name, sent in sent_as:
+            submitted.append(broadcast_async_(sent, root_rank, name))
+        for handle in submitted:
+            synchronize(handle)
+    except BaseException:
+        handles.drop(submitted)
+        raise
     with torch.no_grad():
         for tensor, sent in late:
             tensor.copy_(sent)
@@ -54,8 +64,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all ranks the root's optimizer state and options, as learning rates. Blocks.
 
-    An optimizer without state, on another rank than the root, gets its tensors from a step with gradients of zeros; parameters
-    stay as they are. Horovod makes a state on the root as well, whose first step then counts as its second.
+    Other ranks then have state for the same parameters as the root, under the same names: what they lack is made, what the root
+    does not have is dropped. Where the root has none at all, parameters get gradients of zeros. Horovod makes a state on the
+    root as well, whose first step then counts as its second.
 
     Args:
         optimizer: any but LBFGS, distributed or not.
@@ -67,25 +78,18 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
-    filled = broadcast_object(bool(optimizer.state_dict()["state"]), root_rank, name="optimizer.filled")
-    if not filled:
+    tensors, others = broadcast_object(_described(optimizer), root_rank, name="optimizer.state")
+    if not tensors and not others:
         # There is nothing to send, so there is to be nothing: state that a rank has is of another life.
         optimizer.state.clear()
         _give_gradients(optimizer, model)
-    elif not optimizer.state_dict()["state"]:
-        _make_state(optimizer, model)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    tensors: list[tuple[str, torch.Tensor]] = []
-    others: dict[tuple[int, str], Any] = {}
-    for number, parameter in enumerate(parameters):
-        for name, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                tensors.append((f"optimizer.{number}.{name}", value))
-            else:
-                others[number, name] = value
-    broadcast_parameters(tensors, root_rank)
-    for (number, name), value in broadcast_object(others, root_rank, name="optimizer.state").items():
-        optimizer.state[parameters[number]][name] = value
+    elif rank() != root_rank:
+        _shape_state(optimizer, tensors, others)
+    parameters = _parameters(optimizer)
+    broadcast_parameters(
+        [(f"optimizer.{number}.{name}", optimizer.state[parameters[number]][name]) for number, name in tensors],
+        root_rank,
+    )
     _broadcast_options(optimizer, root_rank)
 
 
@@ -110,17 +114,59 @@ def broadcast_object(
     return obj if own else objects.unpickled(sent)
 
 
-def _make_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
-    """Make the tensors of the state, for the root's to be copied into. The parameters stay as they are."""
-    _give_gradients(optimizer, model)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = [parameter.detach().clone() for parameter in parameters]
-    # A distributed optimizer's step would wait for all ranks, and not all of them have to make a state.
-    getattr(optimizer, "_local_step", optimizer.step)()
-    with torch.no_grad():
-        for parameter, value in zip(parameters, before, strict=True):
-            # Weight decay moves parameters even without gradients.
-            parameter.copy_(value)
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of an optimizer's state."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    on_cpu: bool
+    """Or where its parameter is."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Tensor:
+        return cls(tensor.shape, tensor.dtype, tensor.device.type == "cpu")
+
+    def make(self, parameter: torch.Tensor) -> torch.Tensor:
+        """One like it, of zeros."""
+        device = torch.device("cpu") if self.on_cpu else parameter.device
+        if self.shape == parameter.shape:
+            return torch.zeros_like(parameter, dtype=self.dtype, device=device, requires_grad=False)
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
+_Named = tuple[int, str]
+"""A parameter's number, and the name of a part of its state."""
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _described(optimizer: torch.optim.Optimizer) -> tuple[dict[_Named, _Tensor], dict[_Named, Any]]:
+    """The state: what its tensors are like, and everything else."""
+    tensors: dict[_Named, _Tensor] = {}
+    others: dict[_Named, Any] = {}
+    for number, parameter in enumerate(_parameters(optimizer)):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[number, name] = _Tensor.of(value)
+            else:
+                others[number, name] = value
+    return tensors, others
+
+
+def _shape_state(optimizer: torch.optim.Optimizer, tensors: dict[_Named, _Tensor], others: dict[_Named, Any]) -> None:
+    """Make this the optimizer's state, but for what is in the tensors. Those that fit stay."""
+    parameters = _parameters(optimizer)
+    own = {parameter: optimizer.state.pop(parameter, {}) for parameter in parameters}
+    for (number, name), wanted in tensors.items():
+        parameter = parameters[number]
+        tensor = own[parameter].get(name)
+        fits = isinstance(tensor, torch.Tensor) and _Tensor.of(tensor) == wanted
+        optimizer.state[parameter][name] = tensor if fits else wanted.make(parameter)
+    for (number, name), value in others.items():
+        optimizer.state[parameters[number]][name] = value
 
 
 def _give_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "drop",
     "empty",
     "forget_all",
+    "is_known",
     "like",
     "names",
     "poll",
@@ -50,7 +51,8 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Block until an operation has ended and return its result; None if it was returned before.
+    """Block until an operation has ended and return its result; None if it was returned before. Where something else ends the
+    wait, as a signal's handler that raises, the handle can be synchronized again.
 
     Raises:
         HorovodInternalError: the operation failed; its tensors are undefined and will not be touched.
@@ -58,15 +60,25 @@ def synchronize(handle: int) -> Any:
     with _handles_lock:
         if handle not in _handles:
             return None
-        results, output = _handles.pop(handle)
+        results, output = _handles[handle]
     try:
         for result in results:
             result.wait()
-    except HorovodInternalError:
+    except BaseException as error:
+        if all(result.failure() is None for result in results):
+            raise
+        drop([handle])
+        if isinstance(error, RuntimeError) and not isinstance(error, HorovodInternalError):
+            raise HorovodInternalError(str(error)) from error
         raise
-    except RuntimeError as error:
-        raise HorovodInternalError(str(error)) from error
+    drop([handle])
     return output
+
+
+def is_known(handle: int) -> bool:
+    """Whether the handle was neither synchronized nor dropped."""
+    with _handles_lock:
+        return handle in _handles
 
 
 def release() -> None:

@@ -230,8 +230,13 @@ def sparse_allreduce_async(
     indices_handle = allgather_async(indices, name=f"{name}.indices", process_set=process_set)
     values_handle = allgather_async(tensor._values().contiguous(), name=f"{name}.values", process_set=process_set)
 
+    gathered: dict[int, torch.Tensor] = {}
+
     def handle() -> torch.Tensor:
-        values, indices = synchronize(values_handle), synchronize(indices_handle)
+        for one in (values_handle, indices_handle):
+            if one not in gathered:
+                gathered[one] = synchronize(one)
+        values, indices = gathered[values_handle], gathered[indices_handle]
         if op == Average:
             values = values / process_set.size()
         return torch.sparse_coo_tensor(indices.transpose(0, 1), values, tensor.size(), check_invariants=False)
@@ -330,6 +335,8 @@ def alltoall_async(
         counts = [rows // controller.group.size] * controller.group.size
     if len(counts) != controller.group.size:
         raise ValueError("Number of entries in splits does not equal number of workers.")
+    if min(counts) < 0:
+        raise ValueError(f"Splits entries must be 0 or more; {counts} are not.")
     if sum(counts) > rows:
         raise ValueError("Sum of splits entries is greater than the first dimension of tensor.")
     entry = Entry(
@@ -484,6 +491,7 @@ def grouped_reducescatter(
 
 def join(device: int = -1) -> int:
     """This rank has no more data: block until all ranks say so, and meanwhile take part in their all-reduces with zeros.
+    What zeros would change (Min, Max, Product), and every other kind of operation, fails on the ranks that go on.
 
     Args:
         device: ignored; zeros are made on the CPU.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import NotFinite
+from penstock.errors import NotFinite, PenstockError
 from penstock.fronts.horovod.buckets import Buckets
 from penstock.fronts.horovod.common.exceptions import HorovodInternalError
 from penstock.fronts.horovod.common.process_sets import ProcessSet, global_process_set
@@ -137,6 +137,9 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
             )
             # What was submitted in this step, or seen: a handle and what its decompression needs.
             self._handles: dict[Any, Any] = {}
+            # Something else than a failure has ended the wait for this step: `step` can be called again.
+            self._interrupted = False
+            self._loss: Any = None
             self._requires_update: set[torch.Tensor] = set()
             self._task = -1
             self._synchronized = False
@@ -159,6 +162,7 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
         def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
             _drop(self._handles)
             self._handles = {}
+            self._interrupted = False
             self._reduction.forget()
             self._synchronized = False
             self._should_synchronize = True
@@ -190,21 +194,36 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
                 if parameter not in self._p_to_group and self._handles.get(parameter) is None:
                     self._handles[parameter] = self._reduction.submit(parameter)
             try:
-                for key, handle in self._handles.items():
+                for key, handle in list(self._handles.items()):
                     self._reduction.finish(key if isinstance(key, tuple) else (key,), handle)
+                    self._handles[key] = _FINISHED
                 self._reduction.flush()
-            finally:
-                self._begin_anew()
+            except BaseException as error:
+                self._interrupted = _is_interruption(error, self._handles)
+                if not self._interrupted:
+                    self._begin_anew()
+                raise
+            self._begin_anew()
             self._synchronized = True
 
         def _begin_anew(self) -> None:
             """Nothing is submitted. After an error of one gradient nobody waits for the others."""
             _drop(self._handles)
+            self._interrupted = False
             self._allreduce_delay = dict.fromkeys(self._allreduce_delay, self.backward_passes_per_step)
             self._group_counts = dict.fromkeys(self._group_counts, 0)
             self._handles.clear()
 
+        def _pass_ended(self) -> None:
+            if all(
+                self._handles.get(parameter) is not None
+                for parameter in self._requires_update - self._p_to_group.keys()
+            ):
+                self._reduction.begin_flush()
+
         def _pass_raised(self) -> None:
+            if self._interrupted or self._reduction.ending:
+                return  # an earlier pass of the step has ended well; this one was too many
             # What goes by its name cannot be taken back: zero_grad() says so, as Horovod's does.
             if all(handle is None or handle is _IN_BUCKETS for handle in self._handles.values()):
                 self._begin_anew()
@@ -220,7 +239,7 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
                 self._should_synchronize = True
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            if self._should_synchronize and (closure is None or self._handles):
+            if self._should_synchronize and (closure is None or (self._handles and not self._interrupted)):
                 if self._synchronized:
                     warnings.warn(
                         "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -239,25 +258,28 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
 
         def _evaluate(self, closure: Callable[[], Any]) -> Any:
             """Reduce the gradients that the closure makes. (Horovod applies this rank's own.)"""
-            loss = closure()
+            loss = self._loss if self._interrupted else closure()
+            self._loss = loss
             if self._handles or (self._should_synchronize and not self._synchronized):
                 self.synchronize()
-            self._synchronized = False
+            self._synchronized, self._loss = False, None
             _check_reduced(self)
             return loss
 
         def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-            _check_not_pending(self._handles)
+            _check_not_pending(self._handles, self._interrupted)
             super().zero_grad(*args, **kwargs)
 
         def _local_step(self) -> None:
             super().step()
 
         def _hook(self, parameter: torch.Tensor) -> None:
+            if self._interrupted:
+                raise AssertionError(_INTERRUPTED)
             task = torch._C._current_graph_task_id()
             if task != self._task:
                 self._task = task
-                passes.at_end(lambda: None, self._pass_raised)
+                passes.at_end(self._pass_ended, self._pass_raised)
             if self._handles.get(parameter) is not None and self._allreduce_delay[parameter] <= 0:
                 raise AssertionError(_TOO_MANY_PASSES)
             assert self._allreduce_delay[parameter] > 0, _TOO_MANY_PASSES
@@ -302,6 +324,8 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
             self.op = Adasum
             self.process_set = process_set
             self._handles: dict[torch.Tensor, Any] = {}
+            self._interrupted = False
+            self._loss: Any = None
             self._starts: dict[torch.Tensor, torch.Tensor] = {}
             self._requires_update: set[torch.Tensor] = set()
             if process_set.included():
@@ -323,6 +347,7 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
             """Nothing is submitted. After an error of one parameter nobody waits for the others."""
             _drop(self._handles)
             self._handles.clear()
+            self._interrupted, self._loss = False, None
             self._starts.clear()
             self._allreduce_delay = dict.fromkeys(self._allreduce_delay, self.backward_passes_per_step)
 
@@ -333,11 +358,12 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None
-            if closure is not None:
+            if closure is not None and not self._interrupted:
                 with torch.enable_grad():
-                    loss = closure()
+                    self._loss = closure()
+            loss = self._loss
             if not self.process_set.included():
+                self._loss = None
                 super().step()
                 return loss
             _check_reduced(self)
@@ -345,16 +371,23 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
                 if self._handles.get(parameter) is None:
                     self._handles[parameter] = self._submit(parameter)
             try:
-                for parameter, (handle, ctx) in self._handles.items():
-                    change = self._compression.decompress(synchronize(handle), ctx)
-                    with torch.no_grad():
-                        parameter.copy_(self._starts.pop(parameter) + change)
-            finally:
-                self._begin_anew()
+                for parameter, submitted in list(self._handles.items()):
+                    if submitted is not _FINISHED:
+                        handle, ctx = submitted
+                        change = self._compression.decompress(synchronize(handle), ctx)
+                        with torch.no_grad():
+                            parameter.copy_(self._starts[parameter] + change)
+                        self._handles[parameter] = _FINISHED
+            except BaseException as error:
+                self._interrupted = _is_interruption(error, self._handles)
+                if not self._interrupted:
+                    self._begin_anew()
+                raise
+            self._begin_anew()
             return loss
 
         def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-            _check_not_pending(self._handles)
+            _check_not_pending(self._handles, self._interrupted)
             super().zero_grad(*args, **kwargs)
 
         def _local_step(self) -> None:
@@ -500,7 +533,7 @@ class _Reduction:
 
     def finish(self, parameters: Sequence[torch.Tensor], submitted: Any) -> None:
         """Block until these gradients are reduced, and put them where they belong."""
-        if submitted is _IN_BUCKETS:
+        if submitted is _IN_BUCKETS or submitted is _FINISHED:
             return
         handle, ctx = submitted
         outputs = handle() if callable(handle) else synchronize(handle)
@@ -517,6 +550,16 @@ class _Reduction:
                 elif gradient.data_ptr() != reduced.data_ptr():
                     gradient.copy_(reduced.view_as(gradient))
 
+    def begin_flush(self) -> None:
+        """Everything is submitted, and the pass has ended. Does not block."""
+        if self._buckets is not None:
+            self._buckets.begin_flush()
+
+    @property
+    def ending(self) -> bool:
+        """Whether `begin_flush` has ended the step already."""
+        return self._buckets is not None and self._buckets.ending
+
     def flush(self) -> None:
         """End the step: block until what went through buckets is reduced."""
         if self._buckets is None or not self._usable():
@@ -525,7 +568,7 @@ class _Reduction:
             self._buckets.flush()
         except NotFinite:
             raise  # as it is: a step that is made again would have the same gradients
-        except RuntimeError as error:
+        except PenstockError as error:
             raise HorovodInternalError(str(error)) from error
 
     def withdraw(self) -> None:
@@ -632,7 +675,16 @@ def _check_reduced(optimizer: Any) -> None:
                 )
 
 
-def _check_not_pending(handles: dict[Any, Any]) -> None:
+def _is_interruption(error: BaseException, submitted: dict[Any, Any]) -> bool:
+    """Whether something else than a failure has ended the wait for what was submitted, so that it can be waited for again."""
+    return not isinstance(error, (HorovodInternalError, PenstockError)) and all(
+        handles.is_known(one[0]) for one in submitted.values() if isinstance(one, tuple) and isinstance(one[0], int)
+    )
+
+
+def _check_not_pending(handles: dict[Any, Any], interrupted: bool) -> None:
+    if interrupted:
+        raise AssertionError(_INTERRUPTED)
     if handles:
         raise AssertionError(
             "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -644,7 +696,13 @@ _TOO_MANY_PASSES = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally."
 )
+_INTERRUPTED = (
+    "The last step was interrupted while it waited for other ranks, which go on with it: call optimizer.step() once more, before "
+    "anything else, and this rank completes it, too."
+)
 _IN_BUCKETS = object()
+# Reduced, and back in its gradient.
+_FINISHED = object()
 _REDUCED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 # What buckets send for each compressor.
 _WIRES: dict[type[Compressor], Any] = {
