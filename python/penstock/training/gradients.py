@@ -17,7 +17,6 @@ import functools
 import gc
 import itertools
 import logging
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -25,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock import _core, renamed
 from penstock.errors import Config as ConfigError
@@ -33,7 +31,7 @@ from penstock.runtime import config, process
 from penstock.torch import backend
 from penstock.torch.gather import gatherer
 from penstock.torch.layout import layout
-from penstock.training import checks, passes, tuning
+from penstock.training import checks, optimizer_steps, passes, tuning
 from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
 from penstock.training.steps import SHARED, Steps, state
@@ -128,7 +126,7 @@ class GradientReducer:
             self._end = weakref.finalize(self, ends.pop_all().close)
         self._end.atexit = False
         self._keep()
-        _hook_optimizers()
+        optimizer_steps.hook(_alive)
         _alive[self._number] = self
 
     def _build(
@@ -475,7 +473,7 @@ class GradientReducer:
     def _check_in_pass(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer steps in the middle of a pass (in a hook) by gradients that are being averaged."""
         submitted = self._pass.handed if self._pass is not None else {}
-        for one in _parameters(optimizer):
+        for one in optimizer_steps.parameters(optimizer):
             index = self._trained.index.get(one)
             if index is not None and (index in submitted or self._is_to_come(index, one.grad)):
                 raise ConfigError(
@@ -496,15 +494,17 @@ class GradientReducer:
         yet."""
         steps, trained = self._steps, self._trained
         stepped = steps.stepped.get(optimizer)
-        if stepped is None and not any(one in trained.all for one in _parameters(optimizer)):
+        if stepped is None and not any(one in trained.all for one in optimizer_steps.parameters(optimizer)):
             return
         if self._synchronises():
             for group in optimizer.param_groups:
                 if not trained.ids.issuperset(map(id, group["params"])):
                     self._check_left_out(one for one in group["params"] if one not in trained.all)
-            are_delivered = steps.are_delivered(_parameters(optimizer), trained.index)
-            if self._lacks_average((stepped or 0) == steps.passes, _parameters(optimizer), bool(are_delivered)):
-                if _is_scaled():
+            are_delivered = steps.are_delivered(optimizer_steps.parameters(optimizer), trained.index)
+            if self._lacks_average(
+                (stepped or 0) == steps.passes, optimizer_steps.parameters(optimizer), bool(are_delivered)
+            ):
+                if optimizer_steps.is_scaled():
                     raise ConfigError(
                         f"rank {self._buckets.rank}: GradScaler.step() makes a step whose gradients are not averaged, and has "
                         f"unscaled and checked this rank's own: other ranks may skip the step. {_CALL_AVERAGE}"
@@ -650,44 +650,11 @@ class _Kept(set[GradientReducer]):
         return _Kept()
 
 
-@functools.cache
-def _hook_optimizers() -> None:
-    """One hook for all optimizers and reducers: torch keeps it for ever, and offers no way to take it back while one steps."""
-
-    def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The optimizer itself is the first of the arguments.
-        has_closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-        is_in_pass = torch._C._current_graph_task_id() != -1
-        # In the order in which they were made, which is the same on all ranks: each may wait for the other ranks.
-        for alive in _alive.valuerefs():
-            reducer = alive()
-            if reducer is None:
-                continue
-            if is_in_pass:
-                reducer._check_in_pass(optimizer)
-            elif not has_closure:  # a closure makes passes of its own
-                reducer._before_step(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
-
-
 def _averaged(trained: Trained) -> str | None:
     """The name of a parameter that some reducer averages already."""
     taken = set().union(*(other._trained.all for other in list(_alive.values())))
     names = zip(trained.dense + trained.sparse, trained.names + trained.sparse_names, strict=True)
     return next((name for one, name in names if one in taken), None)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    return (one for group in optimizer.param_groups for one in group["params"])
-
-
-def _is_scaled() -> bool:
-    """Whether a GradScaler makes the step that is about to begin. (It unscales gradients without a change of their version.)"""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
-        frame = frame.f_back
-    return frame.f_code is torch.amp.GradScaler.step.__code__
 
 
 _CALL_AVERAGE = (
