@@ -219,6 +219,12 @@ def test_models_come_and_go() -> None:
     ranks.run(_come_and_go, count=2)
 
 
+@pytest.mark.parametrize("has_sparse", [False, True])
+def test_two_reducers_in_one_pass(has_sparse: bool) -> None:
+    """Ranks reach two reducers in another order, or one rank only one of them: they get the averages of one reducer over both."""
+    ranks.run(_two_in_one_pass, count=2, args=(has_sparse,))
+
+
 @pytest.mark.parametrize("hooked", ["ddp_hook", "reducer"])
 def test_nobody_closes_it(hooked: str) -> None:
     """A reducer lives with its model, whoever else keeps it. With the model it is collected, and leaves its groups; copies and
@@ -1061,6 +1067,42 @@ def _come_and_go() -> None:
     assert beside.stats()["steps"] == 3
     dist.destroy_process_group()
     beside.close()
+
+
+def _two_in_one_pass(has_sparse: bool) -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=10))
+    rank = dist.get_rank()
+
+    def part() -> nn.Module:
+        bag = nn.EmbeddingBag(3, 2, mode="sum", sparse=True)
+        return nn.ModuleList([nn.Linear(2, 1, bias=False), *([bag] if has_sparse else [])])
+
+    def gradients(one: nn.Module) -> list[float]:
+        return [0.0 if one.grad is None else float(one.grad.to_dense().sum()) for one in one.parameters()]
+
+    parts = [part(), part()]
+    for one in parts:
+        GradientReducer(one)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in parts]
+    # Which parts each rank reaches, in its order. Where a part is not reached by a rank, that rank's gradient of it is 0.
+    reached = [([0, 1], [1, 0]), ([1, 0], [0]), ([1], [0, 1] if not has_sparse else [1]), ([0], [0, 1]), ([0, 1], [])]
+    for step, orders in enumerate(reached):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        total = torch.zeros((), requires_grad=True)
+        # One after the other in the graph, so that autograd walks them in that order, backwards.
+        for at in reversed(orders[rank]):
+            linear, *bags = parts[at]
+            total = total + linear(torch.full((1, 2), rank + 1.0 + step) + 0 * total).sum()
+            for bag in bags:
+                total = total + (rank + 1.0 + step) * bag(torch.tensor([[step % 3]])).sum()
+        total.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for at, one in enumerate(parts):
+            want = sum(2 * (other + 1.0 + step) for other in range(2) if at in orders[other]) / 2
+            assert gradients(one) == [want] * (1 + has_sparse), (step, at, gradients(one), want)
+    dist.destroy_process_group()
 
 
 def _let_go(hooked: str) -> None:

@@ -88,7 +88,7 @@ class _DDPReducer(GradientReducer):
             yield
 
     def ddp_bucket_is_full(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP waits for the future after `_finish`, which was queued before."""
+        """DDP waits for the future after the end of the pass, which was queued before."""
         if not self._end.alive or bucket.buffer().is_sparse:
             work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=self._group, async_op=True)
             return work.get_future().then(lambda done: done.value()[0])

@@ -353,7 +353,7 @@ class GradientReducer:
             # already changes nothing.
             self._steps.passes += 1
             self._begin().task = task
-            passes.at_end(self._finish, self._abandon)
+            passes.at_end(functools.partial(self._end_pass, task), self._abandon)
         assert self._pass is not None
         return self._pass
 
@@ -392,15 +392,29 @@ class GradientReducer:
                 self._checks.slow.gradient()
             handed[index], *_ = self._slots.submit(self._reducer, index, gradient, index in absent)
 
-    def _finish(self) -> None:
-        current = self._pass
-        if current is None:
-            return  # a nested pass has done it
+    def _end_pass(self, task: int) -> None:
+        together = {one._number: one for one in [self, *_alive.values()]}
+        # In the order in which they were made, which is the same on all ranks.
+        passes.end([one for _, one in sorted(together.items()) if one._pass is not None and one._pass.task == task])
+
+    def _prepare(self) -> None:
+        """The pass has ended: make the last checks, and submit the last gradients."""
+        assert self._pass is not None
         self._check_left_out(self._trained.frozen)
-        self._check_unchanged(current)
+        self._check_unchanged(self._pass)
         self._submit_rest()
+
+    def _flush(self) -> None:
+        """Let the step become complete. From here on it cannot be withdrawn. Does not block."""
+        assert self._pass is not None
+        self._pass.flushed = self._reducer.flush()
+
+    def _finish(self) -> None:
+        """Wait for the averages, and deliver them."""
+        current = self._pass
+        assert current is not None and current.flushed is not None
         try:
-            self._reducer.flush().wait()
+            current.flushed.wait()
             averages = self._reduce_sparse()
         finally:
             self._pass = None
@@ -593,10 +607,10 @@ class GradientReducer:
         try:
             if all(one.grad is None for one in self._steps.kept):
                 self._submit_rest(has_any=False)
-            self._finish()
         except BaseException:
             self._abandon()
             raise
+        passes.end([self])
         # For other optimizers over these parameters, which step at the same time.
         self._steps.passes += 1
         return not all(self._reducer.was_absent(index) for index in range(len(self._trained.dense)))

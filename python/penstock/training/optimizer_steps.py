@@ -27,7 +27,6 @@ def hook(alive: Mapping[int, Stepped]) -> None:
     Args:
         alive: the reducers (weakly), in the order in which they were made, the same on all ranks: each may wait for other ranks.
     """
-
     if _hooks:
         return
 

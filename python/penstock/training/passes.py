@@ -1,18 +1,21 @@
-"""A backward pass, and callbacks for its end, whether it raised or not."""
+"""A backward pass, and its end, whether it raised or not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
-__all__ = ["BackwardPass", "at_end"]
+from penstock import _core
+
+__all__ = ["BackwardPass", "TakesPart", "at_end", "end"]
 
 
 class BackwardPass:
     """What one backward pass has handed over to the engine, by a gradient's index."""
 
-    __slots__ = ("absent", "handed", "shared", "states", "task")
+    __slots__ = ("absent", "flushed", "handed", "shared", "states", "task")
 
     def __init__(self) -> None:
         self.task = -1
@@ -25,6 +28,40 @@ class BackwardPass:
         """Those of them that share their memory with other tensors, and so have no version of their own."""
         self.absent: set[int] = set()
         """The gradients that this rank does not have."""
+        self.flushed: _core.Ticket | None = None
+        """Completes when all gradients are averaged; None before the pass has ended."""
+
+
+class TakesPart(Protocol):
+    """What averages gradients of a pass."""
+
+    def _prepare(self) -> None: ...
+
+    def _flush(self) -> None: ...
+
+    def _finish(self) -> None: ...
+
+    def _abandon(self) -> None: ...
+
+
+def end(reducers: Sequence[TakesPart]) -> None:
+    """The pass has ended for all that take part in it. Each waits for the other ranks, which may have reached the reducers in
+    another order, or only some: all flush before the first one waits.
+
+    Args:
+        reducers: in an order that is the same on all ranks.
+    """
+    try:
+        for one in reducers:
+            one._prepare()
+        for one in reducers:
+            one._flush()
+        for one in reducers:
+            one._finish()
+    except BaseException:
+        for one in reducers:
+            one._abandon()
+        raise
 
 
 def at_end(ended: Callable[[], None], raised: Callable[[], None]) -> None:
