@@ -91,6 +91,24 @@ def test_passes_that_end_early_or_nest() -> None:
     ranks.run(_early_and_nested, count=2)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_with_different_nested_passes(count: int) -> None:
+    """Reentrant checkpoints that some ranks leave out in some steps, that nest, that share a layer, or outside of which there is
+    no parameter: one step a pass, and in each the plain average of that step's gradients."""
+    ranks.run(_nested, count=count)
+
+
+def test_ddp_with_nested_passes_on_one_rank() -> None:
+    """The hook under DDP: one rank checkpoints some blocks, or all, and the other none."""
+    ranks.run(_nested_under_ddp, count=2)
+
+
+def test_a_nested_pass_that_adds_to_a_gradient_in_flight() -> None:
+    """A weight that is used in a checkpoint and behind it, whose gradient is being averaged when the checkpoint adds to it, is
+    named."""
+    ranks.run(_added_in_a_nested_pass, count=2)
+
+
 def test_passes_that_raise() -> None:
     """Passes that raise on all ranks, or on one, before or after something was reduced: the next pass is right on all; a step
     that is lost on other ranks is an error there, which names the rank. What is dropped is reported once."""
@@ -512,6 +530,101 @@ def _early_and_nested() -> None:
         want = 1.5 * last.weight.detach().t().expand(3, 3)
         torch.testing.assert_close(first.weight.grad, want)
         torch.testing.assert_close(last.weight.grad, 1.5 * first.weight.detach().sum(1, keepdim=True).t())
+    dist.destroy_process_group()
+
+
+class _Checkpointed(nn.Module):
+    """Blocks in reentrant checkpoints, with or without parameters around them. Blocks may come twice, and in each other."""
+
+    def __init__(self, has_ends: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = [nn.Linear(2, 2) if has_ends else nn.Tanh() for _ in range(2)]
+        self.blocks = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+
+    def forward(self, data: torch.Tensor, used: list[list[int]], is_nested: bool) -> torch.Tensor:
+        value = self.first(data)
+        for blocks in used:
+            value = self._within(value, blocks, is_nested)
+        return self.last(value).sum()
+
+    def _within(self, value: torch.Tensor, blocks: list[int], is_nested: bool) -> torch.Tensor:
+        def run(value: torch.Tensor) -> torch.Tensor:
+            value = self.blocks[blocks[0]](value)
+            return self._within(value, blocks[1:], is_nested) if len(blocks) > 1 else value
+
+        return torch.utils.checkpoint.checkpoint(run, value, use_reentrant=True) if is_nested else run(value)
+
+
+def _nested() -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for has_ends in (True, False):
+        model, reducer = _Checkpointed(has_ends), None
+        reducer = GradientReducer(model, bucket_bytes=16)
+        for step in range(8):
+            rng = random.Random(10 * step + has_ends)
+            # For each rank: checkpoints of blocks. One that uses none has a pass without a hook if there are no ends.
+            used = [
+                [rng.sample(range(3), rng.randint(1, 3)) for _ in range(rng.randint(1 - has_ends, 3))]
+                for _ in range(world)
+            ]
+            used[step % world] = used[step % world] or [[0]]
+            datas = [torch.full((1, 2), (rank + 1.0) * 10**step, requires_grad=True) for rank in range(world)]
+            want: dict[str, torch.Tensor] = {}
+            for other in range(world):
+                alone = _Checkpointed(has_ends).double()
+                alone(datas[other].double(), used[other], False).backward()
+                for name, one in alone.named_parameters():
+                    if one.grad is not None:
+                        want[name] = want.get(name, torch.zeros_like(one)) + one.grad / world
+            model.zero_grad()
+            # A rank may also run its blocks without checkpoints.
+            model(datas[rank], used[rank], (rank + step) % 3 > 0).backward()
+            reducer.average()
+            for name, one in model.named_parameters():
+                assert (one.grad is None) == (name not in want), (has_ends, step, name)
+                if one.grad is not None:
+                    torch.testing.assert_close(one.grad.double(), want[name], rtol=1e-4, atol=1e-4 * 10**step)
+            assert reducer.stats()["steps"] == step + 1
+        reducer.close()
+    dist.destroy_process_group()
+
+
+def _nested_under_ddp() -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    for has_ends in (True, False):
+        model = _Checkpointed(has_ends)
+        hooked = DistributedDataParallel(model)
+        reducer = ddp_hook(hooked)
+        for step, used in enumerate([[[0], [1], [2]], [[2, 1], [0]], [[0, 1, 2]]]):
+            want = 0.0
+            for other in range(2):
+                alone = _Checkpointed(has_ends)
+                alone(torch.full((1, 2), other + 1.0, requires_grad=True), used, False).backward()
+                want = want + torch.cat([one.grad.flatten() for one in alone.parameters()]) / 2
+            model.zero_grad()
+            hooked(torch.full((1, 2), rank + 1.0, requires_grad=True), used, rank == step % 2).backward()
+            torch.testing.assert_close(torch.cat([one.grad.flatten() for one in model.parameters()]), want)
+            assert reducer.stats()["steps"] == step + 1
+    dist.destroy_process_group()
+
+
+def _added_in_a_nested_pass() -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    model = nn.Linear(2, 2, bias=False)
+    GradientReducer(model)
+    data = torch.ones(1, 2, requires_grad=True)
+    for reentrant in (True, False):
+        value = torch.utils.checkpoint.checkpoint(model, data, use_reentrant=reentrant)
+        with (
+            pytest.raises(ConfigError, match=r"the gradient of weight .* nested")
+            if reentrant
+            else contextlib.nullcontext()
+        ):
+            model(value).sum().backward()
+        model.zero_grad()
     dist.destroy_process_group()
 
 

@@ -68,6 +68,7 @@ class _DDPReducer(GradientReducer):
     """Fills DDP's buckets with gradients that are reduced already."""
 
     _averages_sparse = False  # DDP hands them over in buckets of their own
+    _submits_nested = True  # under DDP each gradient is made once a pass
 
     def __init__(self, model: torch.nn.parallel.DistributedDataParallel, **options: Any) -> None:
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -75,6 +76,7 @@ class _DDPReducer(GradientReducer):
         self._model = weakref.ref(model)
         self._check_passes()
         super().__init__(model, model.process_group, broadcast=False, **options)
+        self._has_last = False
         self._full: list[tuple[dist.GradBucket, torch.futures.Future[torch.Tensor]]] = []
 
     def _keep(self) -> None:
@@ -89,6 +91,7 @@ class _DDPReducer(GradientReducer):
 
     def ddp_bucket_is_full(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP waits for the future after the end of the pass, which was queued before."""
+        self._has_last = bucket.is_last()
         if not self._end.alive or bucket.buffer().is_sparse:
             work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=self._group, async_op=True)
             return work.get_future().then(lambda done: done.value()[0])
@@ -127,6 +130,10 @@ class _DDPReducer(GradientReducer):
             self._check_passes()
         return super()._begin()
 
+    def _ends_with(self, current: BackwardPass, task: int) -> bool:
+        # DDP waits at the end of the pass that has filled its last bucket, nested or not.
+        return super()._ends_with(current, task) or (self._has_last and task in current.nested)
+
     def _check_passes(self) -> None:
         """Refuse what makes DDP hand over its buckets outside of the backward pass: it would wait for ever."""
         model = self._model()
@@ -142,11 +149,11 @@ class _DDPReducer(GradientReducer):
             )
 
     def _abandon(self) -> None:
-        self._full = []
+        self._full, self._has_last = [], False
         super()._abandon()
 
     def _deliver(self, current: BackwardPass) -> None:
-        full, self._full = self._full, []
+        full, self._full, self._has_last = self._full, [], False
         current.states.clear()
         if not full:
             super()._deliver(current)

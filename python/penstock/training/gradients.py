@@ -96,6 +96,7 @@ class GradientReducer:
     """
 
     _averages_sparse = True
+    _submits_nested = False
 
     def __init__(
         self,
@@ -305,12 +306,21 @@ class GradientReducer:
         self = this()
         if self is None:
             return
-        current = self._pass
-        if current is None or _task() != current.task:
+        current, task = self._pass, _task()
+        if current is None or task != current.task:
             if not self._synchronises():
                 self._keeps_back(parameter)
                 return
             current = self._take_part()
+            if task != current.task and not self._submits_nested:
+                # Other nested passes may add to this gradient: it is submitted at the end of the outermost.
+                if index in current.handed:
+                    raise ConfigError(
+                        f"rank {self._buckets.rank}: the gradient of {self._trained.names[index]} was complete in a pass, and a "
+                        "pass nested in that one (a checkpoint with use_reentrant=True) has added to it while it was being "
+                        "averaged. Use use_reentrant=False"
+                    )
+                return
         gradient = parameter.grad
         if gradient is None:
             name = self._trained.names[index]
@@ -346,16 +356,36 @@ class GradientReducer:
 
     def _take_part(self) -> BackwardPass:
         """A gradient of a pass is ready: make sure that the pass gets its end."""
-        task = _task()
-        if self._pass is None or task != self._pass.task:
-            # Each pass needs a callback of its own, which autograd calls at its end on the thread that called backward(), or
-            # drops if the pass raises. Nested passes (reentrant checkpoints) end one by one; averaging what is averaged
-            # already changes nothing.
+        if self._pass is None:
             self._steps.passes += 1
-            self._begin().task = task
-            passes.at_end(functools.partial(self._end_pass, task), self._abandon)
+            self._begin()
+        self._follow(_task())
         assert self._pass is not None
         return self._pass
+
+    def _follow(self, task: int, ended: int = 0) -> None:
+        """Await the end of autograd's pass of this number, unless that is done. Gradients are averaged once, at the end of the
+        outermost pass: ranks may have different numbers of nested passes.
+
+        Args:
+            ended: how many passes nested in it have just ended.
+        """
+        current = self._pass
+        if current is None or task == current.task or task in current.nested:
+            return
+        # Autograd calls the callback on the thread that called backward(), or drops it if the pass raises.
+        if passes.is_nested(after=ended):
+            current.nested.add(task)
+            passes.at_end(functools.partial(self._end_pass, task), self._abandon, outer_goes_on=self._nested_is_over)
+        else:
+            current.task = task
+            passes.at_end(functools.partial(self._end_pass, task), self._abandon)
+
+    def _nested_is_over(self) -> None:
+        """A nested pass has ended. The outer one may reach no parameter itself."""
+        task = _task()
+        if task != -1:
+            self._follow(task, ended=1)
 
     def _synchronises(self) -> bool:
         """Whether passes that begin now are averaged."""
@@ -395,7 +425,11 @@ class GradientReducer:
     def _end_pass(self, task: int) -> None:
         together = {one._number: one for one in [self, *_alive.values()]}
         # In the order in which they were made, which is the same on all ranks.
-        passes.end([one for _, one in sorted(together.items()) if one._pass is not None and one._pass.task == task])
+        passes.end([one for _, one in sorted(together.items()) if one._pass and one._ends_with(one._pass, task)])
+
+    def _ends_with(self, current: BackwardPass, task: int) -> bool:
+        """Whether a pass, as this reducer sees it, ends with autograd's of this number."""
+        return task == current.task
 
     def _prepare(self) -> None:
         """The pass has ended: make the last checks, and submit the last gradients."""
