@@ -124,6 +124,20 @@ def test_passes_that_raise_behind_their_last_gradient(has_sparse: bool, check: s
     assert one == other and one[1] == 3
 
 
+@pytest.mark.parametrize("when", ["waits", "delivers"])
+def test_a_wait_that_is_interrupted(when: str) -> None:
+    """A signal's handler raises at the end of rank 0's pass, before or after the other rank has its averages, and the script goes
+    on: an error on both ranks in that pass or the next one. With another reducer both go on alike."""
+    one, other = ranks.run(_interrupted, count=2, args=(when,))
+    assert one == other
+
+
+def test_a_pass_that_raises_with_two_reducers() -> None:
+    """All ranks drop the step of both reducers and go on, if some gradient of each was agreed on. If only one reducer's were, the
+    other one's step has gone too far to be withdrawn: it fails on all ranks, instead of mixing two passes."""
+    ranks.run(_raising_with_two, count=2)
+
+
 def test_passes_that_reach_no_parameter() -> None:
     """A rank whose pass reaches no parameter takes part with zeros when its optimizer steps, and gets what the others have."""
     ranks.run(_unreached, count=2)
@@ -727,6 +741,104 @@ def _raising_last(has_sparse: bool) -> tuple[list[float], int]:
             optimizer.step()
     dist.destroy_process_group()
     return [float(one) for parameter in layers.parameters() for one in parameter.flatten()], reducer.stats()["steps"]
+
+
+def _interrupted(when: str) -> list[float]:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False)
+    reducer = GradientReducer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Late(Exception):
+        pass
+
+    def handler(*_: Any) -> None:
+        raise Late
+
+    signal.signal(signal.SIGALRM, handler)
+    if when == "delivers" and rank == 0:
+        deliver = reducer._deliver
+
+        def interrupted(current: Any) -> None:
+            if reducer.stats()["steps"] == 3:
+                raise Late
+            deliver(current)
+
+        reducer._deliver = interrupted  # type: ignore[method-assign]
+    told: list[str] = []
+    for step in range(6):
+        optimizer.zero_grad()
+        if when == "waits" and step == 2:
+            if rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+            else:
+                time.sleep(0.6)
+        try:
+            model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        except (Late, PenstockError) as error:
+            told.append(f"{step} {error}")
+            continue
+        assert model.weight.grad is not None and model.weight.grad.eq(1.5).all()
+        optimizer.step()
+        if len(told) > 1:
+            break
+        if told and rank == 0:
+            raise AssertionError(f"went on after {told}")
+    assert told[0].startswith("2 ") or (when == "delivers" and rank == 1), told
+    assert "an exception interrupted rank 0" in told[-1] and "make another one" in told[-1], told
+    assert len(told) == (3 if when == "delivers" and rank == 1 else 4), told
+    reducer.close()
+    GradientReducer(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return [float(one) for one in model.weight.flatten()]
+
+
+def _raising_with_two() -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(4)]
+    # Each weight is a bucket.
+    reducers = [GradientReducer(nn.ModuleList(part), bucket_bytes=1) for part in (layers[::2], layers[1::2])]
+
+    def run(raises_after: int = 0, buckets: int = 0) -> None:
+        def fail() -> None:
+            while sum(reducer.stats()["buckets"] for reducer in reducers) < buckets:
+                time.sleep(0.001)
+            raise ArithmeticError("half-way")
+
+        value = torch.full((1, 2), rank + 1.0, requires_grad=True)
+        for at, layer in enumerate(layers):
+            layer.weight.grad = None
+            value = calls_back(layer(value), fail if rank == 1 and at == 3 - raises_after and raises_after else None)
+        value.sum().backward()
+
+    def check() -> None:
+        run()
+        for layer in layers:
+            both = [torch.empty(2, 2) for _ in range(2)]
+            dist.all_gather(both, layer.weight.grad)
+            assert both[0].equal(both[1])
+
+    check()
+    with pytest.raises(ArithmeticError if rank == 1 else Mismatch):
+        run(raises_after=2, buckets=6)  # the first bucket of each
+    check()
+    with pytest.raises(ArithmeticError if rank == 1 else Mismatch):
+        run(raises_after=1, buckets=11)  # that of the last layer, which is the second reducer's
+    told = []
+    for _ in range(3):
+        try:
+            run()
+        except PenstockError as error:
+            told.append(str(error))
+    assert any("an exception interrupted rank 0" in text for text in told), told
+    dist.barrier()
 
 
 def _two_layers() -> tuple[nn.Linear, nn.Linear, GradientReducer, list[torch.optim.Optimizer]]:

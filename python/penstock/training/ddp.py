@@ -148,9 +148,9 @@ class _DDPReducer(GradientReducer):
                 "batches, or leave the hook out."
             )
 
-    def _abandon(self) -> None:
+    def _abandon(self, grace_s: float = 0) -> None:
         self._full, self._has_last = [], False
-        super()._abandon()
+        super()._abandon(grace_s)
 
     def _deliver(self, current: BackwardPass) -> None:
         full, self._full, self._has_last = self._full, [], False

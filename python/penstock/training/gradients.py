@@ -27,6 +27,7 @@ from torch._C import _distributed_c10d as c10d
 
 from penstock import _core, renamed
 from penstock.errors import Config as ConfigError
+from penstock.errors import PenstockError
 from penstock.runtime import config, process
 from penstock.torch import backend
 from penstock.torch.gather import gatherer
@@ -148,7 +149,7 @@ class GradientReducer:
         for name in names:
             channels.append(self._backend.channel(name, aggregate=name == "buckets"))
             ends.callback(self._backend.close_channels, channels[-1:])
-        rounds, self._buckets = channels[:2]
+        self._rounds, self._buckets = channels[:2]
         asked = config.read().check
         process.requests.take()
         self._slots = Slots(trained.dense, trained.names)
@@ -158,7 +159,7 @@ class GradientReducer:
         )
         wire_name = None if wire is None else str(wire).removeprefix("torch.")
         self._reducer = _core.Reducer(
-            rounds=rounds.group,
+            rounds=self._rounds.group,
             buckets=self._buckets.group,
             rank=self._buckets.rank,
             world=self._buckets.world,
@@ -193,7 +194,6 @@ class GradientReducer:
         self._pass: BackwardPass | None = None
         # Completes when the operations of a pass that raised have ended.
         self._withdrawn: _core.Ticket | None = None
-        self._has_warned = False
         self._steps = Steps()
         self._number = next(_numbers)
         # Python's collector does not see what torch's hooks refer to, so they do not keep this object.
@@ -392,9 +392,9 @@ class GradientReducer:
         return self._enabled
 
     def _begin(self) -> BackwardPass:
-        withdrawn, self._withdrawn = self._withdrawn, None
-        if withdrawn is not None:
-            withdrawn.wait()
+        if self._withdrawn is not None:
+            self._withdrawn.wait()
+            self._withdrawn = None
         if self._pass is None:
             if self._tuning is not None:
                 self._tuning.begin()
@@ -438,32 +438,33 @@ class GradientReducer:
         self._check_unchanged(self._pass)
         self._submit_rest()
 
-    def _flush(self) -> None:
+    def _flush(self) -> _core.Ticket:
         """Let the step become complete. From here on it cannot be withdrawn. Does not block."""
         assert self._pass is not None
         self._pass.flushed = self._reducer.flush()
+        return self._pass.flushed
 
     def _finish(self) -> None:
-        """Wait for the averages, and deliver them."""
+        """All gradients are averaged: deliver them."""
         current = self._pass
-        assert current is not None and current.flushed is not None
+        assert current is not None
         try:
-            current.flushed.wait()
             averages = self._reduce_sparse()
-        finally:
-            self._pass = None
-        self._steps.kept.clear()
-        if self._checks.slow:
-            self._checks.slow.passed(self._reducer.stats()["round_s"])
-        self._deliver(current)
-        if self._checks.is_compared:
-            trained = self._trained
-            rows = zip(
-                trained.names, trained.dense, (current.handed[at] for at in range(len(trained.names))), strict=True
-            )
-            self._checks.compare([*list(rows)[::-1], *averages], self._reducer.stats()["steps"])
-        if self._tuning is not None:
-            self._tuning.end()
+            self._steps.kept.clear()
+            if self._checks.slow:
+                self._checks.slow.passed(self._reducer.stats()["round_s"])
+            self._deliver(current)
+            if self._checks.is_compared:
+                trained = self._trained
+                handed = (current.handed[at] for at in range(len(trained.names)))
+                rows = zip(trained.names, trained.dense, handed, strict=True)
+                self._checks.compare([*list(rows)[::-1], *averages], self._reducer.stats()["steps"])
+            if self._tuning is not None:
+                self._tuning.end()
+        except PenstockError:
+            self._pass = None  # it raises on all ranks
+            raise
+        self._pass = None
 
     def _check_unchanged(self, current: BackwardPass) -> None:
         """Raise if a gradient was changed while it was being averaged: what then comes out is right on no rank."""
@@ -501,14 +502,22 @@ class GradientReducer:
                 parameter.grad = mean
         return [(name, parameter, mean.values()) for name, parameter, mean, _ in started]
 
-    def _abandon(self) -> None:
-        """The pass has raised: drop its step. Does not block, since the exception is on its way to the script."""
-        if self._pass is None:
+    def _abandon(self, grace_s: float = 0) -> None:
+        """The pass has raised: drop its step. Does not block, since the exception is on its way to the script.
+
+        Args:
+            grace_s: how long to wait for a failure of a step that cannot be withdrawn any more.
+        """
+        current, self._pass = self._pass, None
+        if current is None:
             return
-        submitted, self._pass = self._pass.handed, None
+        if current.flushed is not None:
+            self._break_off(current.flushed, grace_s)
+            return
+        submitted = current.handed
         self._withdrawn = self._reducer.withdraw()
-        if not self._has_warned:
-            self._has_warned = True
+        if not self._steps.has_warned:
+            self._steps.has_warned = True
             log.warning(
                 "rank %d: a backward pass raised after %d of %d gradients; they are withdrawn, and some of them may hold "
                 "averages. Set gradients to zero before the next pass. (Reported once; docs/guide/gradients.md says what other "
@@ -517,6 +526,21 @@ class GradientReducer:
                 len(submitted),
                 len(self._trained.dense),
             )
+
+    def _break_off(self, flushed: _core.Ticket, grace_s: float) -> None:
+        """This rank does not deliver averages by which other ranks may step: fail on all ranks, unless they have failed."""
+        has_failed = False
+        try:
+            flushed.wait(grace_s)
+        except PenstockError:
+            has_failed = True
+        finally:
+            if not has_failed:
+                self._rounds.group.abort(
+                    f"an exception interrupted rank {self._buckets.rank} at the end of a backward pass, where it waited for "
+                    "averages by which other ranks may have stepped. close() the reducer and make another one on all ranks (with "
+                    "DDP wrap the module anew): they go on with rank 0's parameters. Give all ranks its optimizer's state, too"
+                )
 
     def _check_in_pass(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer steps in the middle of a pass (in a hook) by gradients that are being averaged."""

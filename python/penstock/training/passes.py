@@ -12,6 +12,7 @@ import torch.autograd.function
 import torch.autograd.graph
 
 from penstock import _core
+from penstock.errors import PenstockError
 
 __all__ = ["BackwardPass", "TakesPart", "at_end", "end", "is_nested"]
 
@@ -43,16 +44,16 @@ class TakesPart(Protocol):
 
     def _prepare(self) -> None: ...
 
-    def _flush(self) -> None: ...
+    def _flush(self) -> _core.Ticket: ...
 
     def _finish(self) -> None: ...
 
-    def _abandon(self) -> None: ...
+    def _abandon(self, grace_s: float = 0) -> None: ...
 
 
 def end(reducers: Sequence[TakesPart]) -> None:
     """The pass has ended for all that take part in it. Each waits for the other ranks, which may have reached the reducers in
-    another order, or only some: all flush before the first one waits.
+    another order, or only some: all flush before the first one waits. If one raises, those that have not finished are abandoned.
 
     Args:
         reducers: in an order that is the same on all ranks.
@@ -60,14 +61,25 @@ def end(reducers: Sequence[TakesPart]) -> None:
     try:
         for one in reducers:
             one._prepare()
-        for one in reducers:
-            one._flush()
-        for one in reducers:
+        tickets = [one._flush() for one in reducers]
+        for at, one in enumerate(reducers):
+            _wait(tickets[at], tickets[at + 1 :])
             one._finish()
-    except BaseException:
+    except BaseException as error:
         for one in reducers:
-            one._abandon()
+            one._abandon(grace_s=_DROP_S if isinstance(error, PenstockError) else 0)
         raise
+
+
+def _wait(ticket: _core.Ticket, others: Sequence[_core.Ticket]) -> None:
+    """Wait for a step, and raise if one of the others has failed: a rank whose pass has raised drops a step of one reducer, and
+    another one's, on which no rank has agreed yet, would wait for that rank's next pass."""
+    while others and not ticket.wait(_LOOK_S):
+        for other in others:
+            other.wait(0)
+    ticket.wait()
+    for other in others:
+        other.wait(0)
 
 
 def is_nested(*, after: int = 0) -> bool:
@@ -131,5 +143,9 @@ class _End:
             self._outer_goes_on()
 
 
+# A failure of another reducer may be noticed so late. A guess.
+_LOOK_S = 0.02
+# Where another rank's pass has raised, it drops its steps with all reducers at once: a guess for the time until all have heard.
+_DROP_S = 1.0
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
