@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from penstock import _core, renamed
 from penstock.errors import Config as ConfigError
@@ -31,8 +30,8 @@ from penstock.errors import PenstockError
 from penstock.runtime import config, process
 from penstock.torch import backend
 from penstock.torch.gather import gatherer
-from penstock.torch.layout import layout
 from penstock.training import checks, optimizer_steps, passes, tuning
+from penstock.training.broadcast import broadcast_values
 from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
 from penstock.training.steps import SHARED, Steps, state
@@ -122,7 +121,7 @@ class GradientReducer:
             tensors += model.named_buffers()
         checks.check_same_tensors(tensors, group)
         if broadcast:
-            self._broadcast(tensor for _, tensor in tensors)
+            broadcast_values((tensor for _, tensor in tensors), self._backend)
         with contextlib.ExitStack() as ends:
             self._build(model, ends, agreed, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback)
             self._end = weakref.finalize(self, ends.pop_all().close)
@@ -691,24 +690,6 @@ class GradientReducer:
                 elif place.data_ptr() != gradient.data_ptr():
                     place.copy_(gradient)
             averages[index] = state(place)
-
-    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Rank 0's values for all. All are checked before the first is sent."""
-        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        sent = []
-        for tensor in tensors:
-            given = tensor.detach()
-            if given.layout is torch.strided:
-                for dim, stride in enumerate(given.stride()):
-                    # Along an expanded dimension there is one value.
-                    given = given.narrow(dim, 0, min(1, given.shape[dim])) if stride == 0 else given
-                if layout(given) is None:
-                    copied.append((given, given.contiguous()))
-                    given = copied[-1][1]
-            sent.append(given)
-        self._backend.broadcast(sent, c10d.BroadcastOptions()).wait()
-        for given, received in copied:
-            given.copy_(received)
 
 
 class _Kept(set[GradientReducer]):
