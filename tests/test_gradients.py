@@ -1152,6 +1152,33 @@ def _grown() -> None:
     optimizer.zero_grad()
     model(data).sum().backward()
     optimizer.step()
+    # Optimizers that step none of the reducer's parameters. The script keeps no reducer.
+    replaced = {
+        "a new head": lambda model: setattr(model, "1", nn.Linear(2, 1, bias=False)),
+        "load_state_dict": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+        "weight_norm": lambda model: [nn.utils.parametrizations.weight_norm(one) for one in model],
+    }
+    for how, replace in replaced.items():
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+        GradientReducer(model)
+        replace(model)
+        gc.collect()
+        optimizers = [
+            torch.optim.SGD(one.parameters(), lr=1.0) for one in ([model[1]] if how == "a new head" else model)
+        ]
+        stranger = torch.optim.SGD([alone], lr=1.0)
+        for _ in range(2):
+            model(data).sum().backward()
+            stranger.step()
+            with pytest.raises(ConfigError, match=r"the gradient of .*weight.* is not averaged"):
+                for optimizer in optimizers:
+                    optimizer.step()
+        replacement = GradientReducer(model[1]) if how == "a new head" else None
+        for group in stranger.param_groups:
+            group["params"] = list(model[1].parameters())
+        for optimizer in (stranger, *optimizers):
+            with contextlib.nullcontext() if replacement else pytest.raises(ConfigError, match="is not averaged"):
+                optimizer.step()
     # Models that were given as parameters: what was frozen among those.
     given = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)]
     GradientReducer(given)

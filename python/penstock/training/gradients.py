@@ -46,7 +46,7 @@ log = logging.getLogger("penstock")
 @renamed.arguments(unit_bytes="bucket_bytes")
 class GradientReducer:
     """Averages the gradients of a model over the ranks of a group, from its construction on, in every backward pass.
-    The parameters keep it alive; when it is collected with them, it closes.
+    The model and its parameters keep it alive; when it is collected with them, it closes.
 
     When ``backward()`` returns, ``p.grad`` of every parameter is the average over the ranks, the same bits on all of them.
     A parameter that some rank did not use counts as zeros there; one that no rank used keeps the ``grad`` that it had.
@@ -205,11 +205,11 @@ class GradientReducer:
             ends.callback(parameter.register_post_accumulate_grad_hook(sparse_ready).remove)
 
     def _keep(self) -> None:
-        """Let the parameters keep this object alive; Python collects both together."""
-        for parameter in self._trained.all:
-            if not isinstance(parameter.__dict__.get(_KEPT), _Kept):
-                parameter.__dict__[_KEPT] = _Kept()
-            parameter.__dict__[_KEPT].add(self)
+        """Let the parameters keep this object alive, and the module, which may get others; Python collects all together."""
+        for one in self._trained.owners():
+            if not isinstance(one.__dict__.get(_KEPT), _Kept):
+                one.__dict__[_KEPT] = _Kept()
+            one.__dict__[_KEPT].add(self)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -290,11 +290,11 @@ class GradientReducer:
         """Remove the hooks from the model and close the channels. `destroy_process_group` does the latter, too. DDP then reduces
         its own buckets, each in one all-reduce."""
         _alive.pop(self._number, None)
-        for parameter in self._trained.all:
-            kept = parameter.__dict__.get(_KEPT, set())
+        for one in self._trained.owners():
+            kept = one.__dict__.get(_KEPT, set())
             kept.discard(self)
             if not kept:
-                parameter.__dict__.pop(_KEPT, None)
+                one.__dict__.pop(_KEPT, None)
         self._end()
 
     # ------------------------------------------------------------------ one backward pass
@@ -565,7 +565,9 @@ class GradientReducer:
         yet."""
         steps, trained = self._steps, self._trained
         stepped = steps.stepped.get(optimizer)
-        if stepped is None and not any(one in trained.all for one in optimizer_steps.parameters(optimizer)):
+        if stepped is None and trained.ids.isdisjoint(map(id, optimizer_steps.parameters(optimizer))):
+            if self._synchronises():
+                self._check_left_out(trained.joined(optimizer))
             return
         if self._synchronises():
             for group in optimizer.param_groups:
@@ -617,10 +619,9 @@ class GradientReducer:
         """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew, and
         each rank would step it by a gradient of its own."""
         found = [one for one in parameters if one.requires_grad and one.grad is not None]
-        if not found:
-            return
-        elsewhere = set().union(*(one._trained.all for one in list(_alive.values())))
-        name = self._trained.name_of_part(one for one in found if one not in elsewhere)
+        averaged = [reducer._trained.all for reducer in list(_alive.values())] if found else []
+        found = [one for one in found if not any(one in theirs for theirs in averaged)]
+        name = self._trained.name_of_part(found) if found else None
         if name is not None:
             raise ConfigError(
                 f"rank {self._buckets.rank}: the gradient of {name} is not averaged: the parameter "
@@ -693,8 +694,7 @@ class GradientReducer:
 
 
 class _Kept(set[GradientReducer]):
-    """The reducers that a parameter keeps alive, in an attribute that Python's collector sees. Copies of the parameter keep
-    none."""
+    """The reducers that a parameter or a module keeps alive, in an attribute that Python's collector sees. Copies keep none."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return set, ()
