@@ -171,6 +171,12 @@ def test_average_without_an_optimizer() -> None:
     ranks.run(_average_without_an_optimizer, count=2)
 
 
+def test_closures_that_leave_gradients_unaveraged() -> None:
+    """A step with a closure that makes no pass, or only such under no_sync, is refused if it would be taken by this rank's own
+    gradients; one whose last pass is outside is averaged."""
+    ranks.run(_closures, count=2)
+
+
 def test_a_scaler_that_skips_steps() -> None:
     """All passes under no_sync, and one rank's are infinite: after `average` all ranks skip the step alike; without it the others
     get an error and do not wait for the rank that skips."""
@@ -979,6 +985,40 @@ def _average_without_an_optimizer() -> None:
             model.weight.grad.zero_()
         weight -= sum(reached) / 2
         assert model.weight.eq(weight).all(), model.weight
+    dist.destroy_process_group()
+
+
+def _closures() -> None:
+    model, reducer, optimizer = _one_weight()
+    own = 4.0 * dist.get_rank()
+
+    def kept() -> None:
+        with reducer.no_sync():
+            _reach(model, own + 1.0)
+
+    def outside() -> None:
+        _reach(model, own + 1.0)
+
+    def nothing() -> None:
+        pass
+
+    for before, closure in itertools.product([nothing, kept, outside], repeat=2):
+        for takes in (lambda closure: optimizer.step(closure), lambda closure: optimizer.step(closure=closure)):
+            with torch.no_grad():
+                model.weight.zero_()
+            optimizer.zero_grad()
+            before()
+            refused = closure is kept or (before is kept and closure is nothing)
+            with pytest.raises(ConfigError, match="after the closure") if refused else contextlib.nullcontext():
+                takes(closure)
+            passes = (before is not nothing) + (closure is not nothing)
+            assert model.weight.eq(0.0 if refused else -3.0 * passes).all(), (before, closure, model.weight)
+            if refused:
+                optimizer.zero_grad()
+                reducer.average()
+    with reducer.no_sync():
+        optimizer.zero_grad()
+        optimizer.step(kept)  # a step of this rank alone
     dist.destroy_process_group()
 
 

@@ -594,6 +594,17 @@ class GradientReducer:
                 )
         steps.stepped[optimizer] = steps.passes
 
+    def _after_closure(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's closure has made the passes of its step."""
+        if self._synchronises():
+            self._check_left_out(self._trained.joined(optimizer))
+            kept = self._steps.kept
+            if kept and any(one in kept and one.grad is not None for one in optimizer_steps.parameters(optimizer)):
+                raise ConfigError(
+                    f"rank {self._buckets.rank}: after the closure of optimizer.step(), gradients of passes under no_sync are "
+                    f"not averaged. Make the closure's last pass outside no_sync. {_CALL_AVERAGE}"
+                )
+
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
         """Parameters that require a gradient and are not to be averaged."""
         return set()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,8 @@ class Stepped(Protocol):
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
 
+    def _after_closure(self, optimizer: torch.optim.Optimizer) -> None: ...
+
 
 def hook(alive: Mapping[int, Stepped]) -> None:
     """Tell reducers of all optimizers' steps. Calls after the first do nothing: torch keeps the one hook for ever, and offers no
@@ -30,15 +33,25 @@ def hook(alive: Mapping[int, Stepped]) -> None:
     if _hooks:
         return
 
-    def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The optimizer itself is the first of the arguments.
-        has_closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         is_in_pass = torch._C._current_graph_task_id() != -1
         for reducer in list(alive.values()):
             if is_in_pass:
                 reducer._check_in_pass(optimizer)
-            elif not has_closure:  # a closure makes passes of its own
+            elif closure is None:
                 reducer._before_step(optimizer)
+        if is_in_pass or not callable(closure):
+            return None
+
+        # The closure makes passes of its own, and the step follows.
+        def follow() -> None:
+            for reducer in list(alive.values()):
+                reducer._after_closure(optimizer)
+
+        followed = _followed(closure, follow)
+        return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
 
     _hooks.append(register_optimizer_step_pre_hook(before_step))
 
@@ -54,6 +67,16 @@ def is_scaled() -> bool:
     while frame.f_back is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
         frame = frame.f_back
     return frame.f_code is torch.amp.GradScaler.step.__code__
+
+
+def _followed(closure: Callable[..., Any], follow: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(closure)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
+        follow()
+        return loss
+
+    return both
 
 
 _hooks: list[Any] = []
