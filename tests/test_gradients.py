@@ -177,6 +177,12 @@ def test_closures_that_leave_gradients_unaveraged() -> None:
     ranks.run(_closures, count=2)
 
 
+def test_line_searches() -> None:
+    """LBFGS with a line search would take steps of other lengths on ranks whose losses differ: refused on all ranks. With the
+    average of the losses, or without a search, ranks stay alike."""
+    ranks.run(_search_lines, count=2)
+
+
 def test_a_scaler_that_skips_steps() -> None:
     """All passes under no_sync, and one rank's are infinite: after `average` all ranks skip the step alike; without it the others
     get an error and do not wait for the rank that skips."""
@@ -1019,6 +1025,35 @@ def _closures() -> None:
     with reducer.no_sync():
         optimizer.zero_grad()
         optimizer.step(kept)  # a step of this rank alone
+    dist.destroy_process_group()
+
+
+def _search_lines() -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    data, wanted = torch.randn(20, 3) * (1 + 3 * rank), torch.randn(20, 1)
+    for search, averages in [("strong_wolfe", True), (None, False), ("strong_wolfe", False)]:
+        model = nn.Linear(3, 1)
+        GradientReducer(model)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=search)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()  # noqa: B023
+            loss = (model(data) - wanted).square().mean()  # noqa: B023
+            loss.backward()
+            loss = loss.detach()
+            if averages:  # noqa: B023
+                dist.all_reduce(loss, dist.ReduceOp.AVG)
+            return loss
+
+        refused = search is not None and not averages
+        with pytest.raises(ConfigError, match="takes steps by the loss") if refused else contextlib.nullcontext():
+            for _ in range(3):
+                optimizer.step(closure)
+        both = [torch.empty(1, 3) for _ in range(2)]
+        dist.all_gather(both, model.weight.detach())
+        assert both[0].equal(both[1])
     dist.destroy_process_group()
 
 

@@ -594,7 +594,7 @@ class GradientReducer:
                 )
         steps.stepped[optimizer] = steps.passes
 
-    def _after_closure(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_closure(self, optimizer: torch.optim.Optimizer, loss: Any) -> None:
         """An optimizer's closure has made the passes of its step."""
         if self._synchronises():
             self._check_left_out(self._trained.joined(optimizer))
@@ -603,6 +603,12 @@ class GradientReducer:
                 raise ConfigError(
                     f"rank {self._buckets.rank}: after the closure of optimizer.step(), gradients of passes under no_sync are "
                     f"not averaged. Make the closure's last pass outside no_sync. {_CALL_AVERAGE}"
+                )
+
+            if optimizer_steps.searches_line(optimizer) and self._checks.differ(float(loss)):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} with line_search_fn takes steps by the loss, and ranks have different ones "
+                    f"(rank {self._buckets.rank}: {float(loss)}): they would part. Let the closure return the ranks' average"
                 )
 
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:

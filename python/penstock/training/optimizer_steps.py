@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["Stepped", "hook", "is_scaled", "parameters"]
+__all__ = ["Stepped", "hook", "is_scaled", "parameters", "searches_line"]
 
 
 class Stepped(Protocol):
@@ -20,7 +20,7 @@ class Stepped(Protocol):
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
 
-    def _after_closure(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def _after_closure(self, optimizer: torch.optim.Optimizer, loss: Any) -> None: ...
 
 
 def hook(alive: Mapping[int, Stepped]) -> None:
@@ -46,9 +46,9 @@ def hook(alive: Mapping[int, Stepped]) -> None:
             return None
 
         # The closure makes passes of its own, and the step follows.
-        def follow() -> None:
+        def follow(loss: Any) -> None:
             for reducer in list(alive.values()):
-                reducer._after_closure(optimizer)
+                reducer._after_closure(optimizer, loss)
 
         followed = _followed(closure, follow)
         return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
@@ -61,6 +61,11 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]
     return (one for group in optimizer.param_groups for one in group["params"])
 
 
+def searches_line(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the length of a step depends on losses: LBFGS with ``line_search_fn``."""
+    return any(group.get("line_search_fn") for group in optimizer.param_groups)
+
+
 def is_scaled() -> bool:
     """Whether a GradScaler makes the step that is about to begin. (It unscales gradients without a change of their version.)"""
     frame = sys._getframe()
@@ -69,11 +74,11 @@ def is_scaled() -> bool:
     return frame.f_code is torch.amp.GradScaler.step.__code__
 
 
-def _followed(closure: Callable[..., Any], follow: Callable[[], None]) -> Callable[..., Any]:
+def _followed(closure: Callable[..., Any], follow: Callable[[Any], None]) -> Callable[..., Any]:
     @functools.wraps(closure)
     def both(*args: Any, **kwargs: Any) -> Any:
         loss = closure(*args, **kwargs)
-        follow()
+        follow(loss)
         return loss
 
     return both
