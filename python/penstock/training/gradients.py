@@ -30,7 +30,7 @@ from penstock.errors import PenstockError
 from penstock.runtime import config, process
 from penstock.torch import backend
 from penstock.torch.gather import gatherer
-from penstock.training import checks, optimizer_steps, passes, tuning
+from penstock.training import checks, optimizer_steps, ownership, passes, tuning
 from penstock.training.broadcast import broadcast_values
 from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
@@ -206,10 +206,7 @@ class GradientReducer:
 
     def _keep(self) -> None:
         """Let the parameters keep this object alive, and the module, which may get others; Python collects all together."""
-        for one in self._trained.owners():
-            if not isinstance(one.__dict__.get(_KEPT), _Kept):
-                one.__dict__[_KEPT] = _Kept()
-            one.__dict__[_KEPT].add(self)
+        ownership.keep(self, self._trained.owners())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -290,11 +287,7 @@ class GradientReducer:
         """Remove the hooks from the model and close the channels. `destroy_process_group` does the latter, too. DDP then reduces
         its own buckets, each in one all-reduce."""
         _alive.pop(self._number, None)
-        for one in self._trained.owners():
-            kept = one.__dict__.get(_KEPT, set())
-            kept.discard(self)
-            if not kept:
-                one.__dict__.pop(_KEPT, None)
+        ownership.release(self, self._trained.owners())
         self._end()
 
     # ------------------------------------------------------------------ one backward pass
@@ -710,16 +703,6 @@ class GradientReducer:
             averages[index] = state(place)
 
 
-class _Kept(set[GradientReducer]):
-    """The reducers that a parameter or a module keeps alive, in an attribute that Python's collector sees. Copies keep none."""
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return set, ()
-
-    def __deepcopy__(self, memo: Any) -> _Kept:
-        return _Kept()
-
-
 def _averaged(trained: Trained) -> str | None:
     """The name of a parameter that some reducer averages already."""
     taken = set().union(*(other._trained.all for other in list(_alive.values())))
@@ -731,7 +714,6 @@ _CALL_AVERAGE = (
     "Call GradientReducer.average() on all ranks, after the last backward pass of a step and before what changes gradients "
     "(docs/guide/gradients.md)."
 )
-_KEPT = "_penstock_reducers"
 _task = torch._C._current_graph_task_id
 # By their numbers, in the order in which they were made.
 _alive: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
