@@ -91,6 +91,24 @@ def test_passes_that_end_early_or_nest() -> None:
     ranks.run(_early_and_nested, count=2)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_with_different_nested_passes(count: int) -> None:
+    """Reentrant checkpoints that some ranks leave out in some steps, that nest, that share a layer, or outside of which there is
+    no parameter: one step a pass, and in each the plain average of that step's gradients."""
+    ranks.run(_nested, count=count)
+
+
+def test_ddp_with_nested_passes_on_one_rank() -> None:
+    """The hook under DDP: one rank checkpoints some blocks, or all, and the other none."""
+    ranks.run(_nested_under_ddp, count=2)
+
+
+def test_a_nested_pass_that_adds_to_a_gradient_in_flight() -> None:
+    """A weight that is used in a checkpoint and behind it, whose gradient is being averaged when the checkpoint adds to it, is
+    named."""
+    ranks.run(_added_in_a_nested_pass, count=2)
+
+
 def test_passes_that_raise() -> None:
     """Passes that raise on all ranks, or on one, before or after something was reduced: the next pass is right on all; a step
     that is lost on other ranks is an error there, which names the rank. What is dropped is reported once."""
@@ -104,6 +122,20 @@ def test_passes_that_raise_behind_their_last_gradient(has_sparse: bool, check: s
     gradients or checks at the end of it, and hold the same weights in the end."""
     one, other = ranks.run(_raising_last, count=2, args=(has_sparse,), env={"PENSTOCK_CHECK": check})
     assert one == other and one[1] == 3
+
+
+@pytest.mark.parametrize("when", ["waits", "delivers"])
+def test_a_wait_that_is_interrupted(when: str) -> None:
+    """A signal's handler raises at the end of rank 0's pass, before or after the other rank has its averages, and the script goes
+    on: an error on both ranks in that pass or the next one. With another reducer both go on alike."""
+    one, other = ranks.run(_interrupted, count=2, args=(when,))
+    assert one == other
+
+
+def test_a_pass_that_raises_with_two_reducers() -> None:
+    """All ranks drop the step of both reducers and go on, if some gradient of each was agreed on. If only one reducer's were, the
+    other one's step has gone too far to be withdrawn: it fails on all ranks, instead of mixing two passes."""
+    ranks.run(_raising_with_two, count=2)
 
 
 def test_passes_that_reach_no_parameter() -> None:
@@ -137,6 +169,18 @@ def test_average_without_an_optimizer() -> None:
     """A script that steps by itself, and sets gradients to zero in place: a rank whose pass reaches no parameter takes part in
     `average`."""
     ranks.run(_average_without_an_optimizer, count=2)
+
+
+def test_closures_that_leave_gradients_unaveraged() -> None:
+    """A step with a closure that makes no pass, or only such under no_sync, is refused if it would be taken by this rank's own
+    gradients; one whose last pass is outside is averaged."""
+    ranks.run(_closures, count=2)
+
+
+def test_line_searches() -> None:
+    """LBFGS with a line search would take steps of other lengths on ranks whose losses differ: refused on all ranks. With the
+    average of the losses, or without a search, ranks stay alike."""
+    ranks.run(_search_lines, count=2)
 
 
 def test_a_scaler_that_skips_steps() -> None:
@@ -217,6 +261,12 @@ def test_parameters_of_rank_0() -> None:
 def test_models_come_and_go() -> None:
     """A closed reducer leaves the model and the groups alone; another may follow, and two may live side by side."""
     ranks.run(_come_and_go, count=2)
+
+
+@pytest.mark.parametrize("has_sparse", [False, True])
+def test_two_reducers_in_one_pass(has_sparse: bool) -> None:
+    """Ranks reach two reducers in another order, or one rank only one of them: they get the averages of one reducer over both."""
+    ranks.run(_two_in_one_pass, count=2, args=(has_sparse,))
 
 
 @pytest.mark.parametrize("hooked", ["ddp_hook", "reducer"])
@@ -509,6 +559,101 @@ def _early_and_nested() -> None:
     dist.destroy_process_group()
 
 
+class _Checkpointed(nn.Module):
+    """Blocks in reentrant checkpoints, with or without parameters around them. Blocks may come twice, and in each other."""
+
+    def __init__(self, has_ends: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = [nn.Linear(2, 2) if has_ends else nn.Tanh() for _ in range(2)]
+        self.blocks = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+
+    def forward(self, data: torch.Tensor, used: list[list[int]], is_nested: bool) -> torch.Tensor:
+        value = self.first(data)
+        for blocks in used:
+            value = self._within(value, blocks, is_nested)
+        return self.last(value).sum()
+
+    def _within(self, value: torch.Tensor, blocks: list[int], is_nested: bool) -> torch.Tensor:
+        def run(value: torch.Tensor) -> torch.Tensor:
+            value = self.blocks[blocks[0]](value)
+            return self._within(value, blocks[1:], is_nested) if len(blocks) > 1 else value
+
+        return torch.utils.checkpoint.checkpoint(run, value, use_reentrant=True) if is_nested else run(value)
+
+
+def _nested() -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for has_ends in (True, False):
+        model, reducer = _Checkpointed(has_ends), None
+        reducer = GradientReducer(model, bucket_bytes=16)
+        for step in range(8):
+            rng = random.Random(10 * step + has_ends)
+            # For each rank: checkpoints of blocks. One that uses none has a pass without a hook if there are no ends.
+            used = [
+                [rng.sample(range(3), rng.randint(1, 3)) for _ in range(rng.randint(1 - has_ends, 3))]
+                for _ in range(world)
+            ]
+            used[step % world] = used[step % world] or [[0]]
+            datas = [torch.full((1, 2), (rank + 1.0) * 10**step, requires_grad=True) for rank in range(world)]
+            want: dict[str, torch.Tensor] = {}
+            for other in range(world):
+                alone = _Checkpointed(has_ends).double()
+                alone(datas[other].double(), used[other], False).backward()
+                for name, one in alone.named_parameters():
+                    if one.grad is not None:
+                        want[name] = want.get(name, torch.zeros_like(one)) + one.grad / world
+            model.zero_grad()
+            # A rank may also run its blocks without checkpoints.
+            model(datas[rank], used[rank], (rank + step) % 3 > 0).backward()
+            reducer.average()
+            for name, one in model.named_parameters():
+                assert (one.grad is None) == (name not in want), (has_ends, step, name)
+                if one.grad is not None:
+                    torch.testing.assert_close(one.grad.double(), want[name], rtol=1e-4, atol=1e-4 * 10**step)
+            assert reducer.stats()["steps"] == step + 1
+        reducer.close()
+    dist.destroy_process_group()
+
+
+def _nested_under_ddp() -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    for has_ends in (True, False):
+        model = _Checkpointed(has_ends)
+        hooked = DistributedDataParallel(model)
+        reducer = ddp_hook(hooked)
+        for step, used in enumerate([[[0], [1], [2]], [[2, 1], [0]], [[0, 1, 2]]]):
+            want = 0.0
+            for other in range(2):
+                alone = _Checkpointed(has_ends)
+                alone(torch.full((1, 2), other + 1.0, requires_grad=True), used, False).backward()
+                want = want + torch.cat([one.grad.flatten() for one in alone.parameters()]) / 2
+            model.zero_grad()
+            hooked(torch.full((1, 2), rank + 1.0, requires_grad=True), used, rank == step % 2).backward()
+            torch.testing.assert_close(torch.cat([one.grad.flatten() for one in model.parameters()]), want)
+            assert reducer.stats()["steps"] == step + 1
+    dist.destroy_process_group()
+
+
+def _added_in_a_nested_pass() -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    model = nn.Linear(2, 2, bias=False)
+    GradientReducer(model)
+    data = torch.ones(1, 2, requires_grad=True)
+    for reentrant in (True, False):
+        value = torch.utils.checkpoint.checkpoint(model, data, use_reentrant=reentrant)
+        with (
+            pytest.raises(ConfigError, match=r"the gradient of weight .* nested")
+            if reentrant
+            else contextlib.nullcontext()
+        ):
+            model(value).sum().backward()
+        model.zero_grad()
+    dist.destroy_process_group()
+
+
 def _raising() -> None:
     dist.init_process_group("penstock")
     warnings: list[str] = []
@@ -608,6 +753,104 @@ def _raising_last(has_sparse: bool) -> tuple[list[float], int]:
             optimizer.step()
     dist.destroy_process_group()
     return [float(one) for parameter in layers.parameters() for one in parameter.flatten()], reducer.stats()["steps"]
+
+
+def _interrupted(when: str) -> list[float]:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False)
+    reducer = GradientReducer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Late(Exception):
+        pass
+
+    def handler(*_: Any) -> None:
+        raise Late
+
+    signal.signal(signal.SIGALRM, handler)
+    if when == "delivers" and rank == 0:
+        deliver = reducer._deliver
+
+        def interrupted(current: Any) -> None:
+            if reducer.stats()["steps"] == 3:
+                raise Late
+            deliver(current)
+
+        reducer._deliver = interrupted  # type: ignore[method-assign]
+    told: list[str] = []
+    for step in range(6):
+        optimizer.zero_grad()
+        if when == "waits" and step == 2:
+            if rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+            else:
+                time.sleep(0.6)
+        try:
+            model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        except (Late, PenstockError) as error:
+            told.append(f"{step} {error}")
+            continue
+        assert model.weight.grad is not None and model.weight.grad.eq(1.5).all()
+        optimizer.step()
+        if len(told) > 1:
+            break
+        if told and rank == 0:
+            raise AssertionError(f"went on after {told}")
+    assert told[0].startswith("2 ") or (when == "delivers" and rank == 1), told
+    assert "an exception interrupted rank 0" in told[-1] and "make another one" in told[-1], told
+    assert len(told) == (3 if when == "delivers" and rank == 1 else 4), told
+    reducer.close()
+    GradientReducer(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return [float(one) for one in model.weight.flatten()]
+
+
+def _raising_with_two() -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(4)]
+    # Each weight is a bucket.
+    reducers = [GradientReducer(nn.ModuleList(part), bucket_bytes=1) for part in (layers[::2], layers[1::2])]
+
+    def run(raises_after: int = 0, buckets: int = 0) -> None:
+        def fail() -> None:
+            while sum(reducer.stats()["buckets"] for reducer in reducers) < buckets:
+                time.sleep(0.001)
+            raise ArithmeticError("half-way")
+
+        value = torch.full((1, 2), rank + 1.0, requires_grad=True)
+        for at, layer in enumerate(layers):
+            layer.weight.grad = None
+            value = calls_back(layer(value), fail if rank == 1 and at == 3 - raises_after and raises_after else None)
+        value.sum().backward()
+
+    def check() -> None:
+        run()
+        for layer in layers:
+            both = [torch.empty(2, 2) for _ in range(2)]
+            dist.all_gather(both, layer.weight.grad)
+            assert both[0].equal(both[1])
+
+    check()
+    with pytest.raises(ArithmeticError if rank == 1 else Mismatch):
+        run(raises_after=2, buckets=6)  # the first bucket of each
+    check()
+    with pytest.raises(ArithmeticError if rank == 1 else Mismatch):
+        run(raises_after=1, buckets=11)  # that of the last layer, which is the second reducer's
+    told = []
+    for _ in range(3):
+        try:
+            run()
+        except PenstockError as error:
+            told.append(str(error))
+    assert any("an exception interrupted rank 0" in text for text in told), told
+    dist.barrier()
 
 
 def _two_layers() -> tuple[nn.Linear, nn.Linear, GradientReducer, list[torch.optim.Optimizer]]:
@@ -748,6 +991,69 @@ def _average_without_an_optimizer() -> None:
             model.weight.grad.zero_()
         weight -= sum(reached) / 2
         assert model.weight.eq(weight).all(), model.weight
+    dist.destroy_process_group()
+
+
+def _closures() -> None:
+    model, reducer, optimizer = _one_weight()
+    own = 4.0 * dist.get_rank()
+
+    def kept() -> None:
+        with reducer.no_sync():
+            _reach(model, own + 1.0)
+
+    def outside() -> None:
+        _reach(model, own + 1.0)
+
+    def nothing() -> None:
+        pass
+
+    for before, closure in itertools.product([nothing, kept, outside], repeat=2):
+        for takes in (lambda closure: optimizer.step(closure), lambda closure: optimizer.step(closure=closure)):
+            with torch.no_grad():
+                model.weight.zero_()
+            optimizer.zero_grad()
+            before()
+            refused = closure is kept or (before is kept and closure is nothing)
+            with pytest.raises(ConfigError, match="after the closure") if refused else contextlib.nullcontext():
+                takes(closure)
+            passes = (before is not nothing) + (closure is not nothing)
+            assert model.weight.eq(0.0 if refused else -3.0 * passes).all(), (before, closure, model.weight)
+            if refused:
+                optimizer.zero_grad()
+                reducer.average()
+    with reducer.no_sync():
+        optimizer.zero_grad()
+        optimizer.step(kept)  # a step of this rank alone
+    dist.destroy_process_group()
+
+
+def _search_lines() -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    data, wanted = torch.randn(20, 3) * (1 + 3 * rank), torch.randn(20, 1)
+    for search, averages in [("strong_wolfe", True), (None, False), ("strong_wolfe", False)]:
+        model = nn.Linear(3, 1)
+        GradientReducer(model)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=search)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()  # noqa: B023
+            loss = (model(data) - wanted).square().mean()  # noqa: B023
+            loss.backward()
+            loss = loss.detach()
+            if averages:  # noqa: B023
+                dist.all_reduce(loss, dist.ReduceOp.AVG)
+            return loss
+
+        refused = search is not None and not averages
+        with pytest.raises(ConfigError, match="takes steps by the loss") if refused else contextlib.nullcontext():
+            for _ in range(3):
+                optimizer.step(closure)
+        both = [torch.empty(1, 3) for _ in range(2)]
+        dist.all_gather(both, model.weight.detach())
+        assert both[0].equal(both[1])
     dist.destroy_process_group()
 
 
@@ -921,6 +1227,33 @@ def _grown() -> None:
     optimizer.zero_grad()
     model(data).sum().backward()
     optimizer.step()
+    # Optimizers that step none of the reducer's parameters. The script keeps no reducer.
+    replaced = {
+        "a new head": lambda model: setattr(model, "1", nn.Linear(2, 1, bias=False)),
+        "load_state_dict": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+        "weight_norm": lambda model: [nn.utils.parametrizations.weight_norm(one) for one in model],
+    }
+    for how, replace in replaced.items():
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+        GradientReducer(model)
+        replace(model)
+        gc.collect()
+        optimizers = [
+            torch.optim.SGD(one.parameters(), lr=1.0) for one in ([model[1]] if how == "a new head" else model)
+        ]
+        stranger = torch.optim.SGD([alone], lr=1.0)
+        for _ in range(2):
+            model(data).sum().backward()
+            stranger.step()
+            with pytest.raises(ConfigError, match=r"the gradient of .*weight.* is not averaged"):
+                for optimizer in optimizers:
+                    optimizer.step()
+        replacement = GradientReducer(model[1]) if how == "a new head" else None
+        for group in stranger.param_groups:
+            group["params"] = list(model[1].parameters())
+        for optimizer in (stranger, *optimizers):
+            with contextlib.nullcontext() if replacement else pytest.raises(ConfigError, match="is not averaged"):
+                optimizer.step()
     # Models that were given as parameters: what was frozen among those.
     given = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)]
     GradientReducer(given)
@@ -1061,6 +1394,42 @@ def _come_and_go() -> None:
     assert beside.stats()["steps"] == 3
     dist.destroy_process_group()
     beside.close()
+
+
+def _two_in_one_pass(has_sparse: bool) -> None:
+    dist.init_process_group("penstock", timeout=timedelta(seconds=10))
+    rank = dist.get_rank()
+
+    def part() -> nn.Module:
+        bag = nn.EmbeddingBag(3, 2, mode="sum", sparse=True)
+        return nn.ModuleList([nn.Linear(2, 1, bias=False), *([bag] if has_sparse else [])])
+
+    def gradients(one: nn.Module) -> list[float]:
+        return [0.0 if one.grad is None else float(one.grad.to_dense().sum()) for one in one.parameters()]
+
+    parts = [part(), part()]
+    for one in parts:
+        GradientReducer(one)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in parts]
+    # Which parts each rank reaches, in its order. Where a part is not reached by a rank, that rank's gradient of it is 0.
+    reached = [([0, 1], [1, 0]), ([1, 0], [0]), ([1], [0, 1] if not has_sparse else [1]), ([0], [0, 1]), ([0, 1], [])]
+    for step, orders in enumerate(reached):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        total = torch.zeros((), requires_grad=True)
+        # One after the other in the graph, so that autograd walks them in that order, backwards.
+        for at in reversed(orders[rank]):
+            linear, *bags = parts[at]
+            total = total + linear(torch.full((1, 2), rank + 1.0 + step) + 0 * total).sum()
+            for bag in bags:
+                total = total + (rank + 1.0 + step) * bag(torch.tensor([[step % 3]])).sum()
+        total.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for at, one in enumerate(parts):
+            want = sum(2 * (other + 1.0 + step) for other in range(2) if at in orders[other]) / 2
+            assert gradients(one) == [want] * (1 + has_sparse), (step, at, gradients(one), want)
+    dist.destroy_process_group()
 
 
 def _let_go(hooked: str) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map
 
 import ranks
 from penstock.errors import Config as ConfigError
@@ -199,7 +200,7 @@ def test_channels_that_are_closed_while_they_are_closed() -> None:
     assert left == [id(channels[1]), id(channels[0]), 0]
 
 
-@pytest.mark.parametrize("kind", ["shrunk", "negated", "wrapper"])
+@pytest.mark.parametrize("kind", ["shrunk", "negated", "wrapper", "opaque"])
 def test_gradients_without_plain_memory(kind: str) -> None:
     """A gradient whose storage ends before it, that is a lazy negative on one rank only, or that consists of other tensors: an
     error or the average, and nothing outside of tensors is read or written."""
@@ -267,6 +268,23 @@ def _in_one_buffer() -> None:
     dist.destroy_process_group()
 
 
+class _Opaque(torch.Tensor):
+    """Has its values in another tensor, and does not say in which (``__tensor_flatten__``)."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Opaque:
+        outer = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        outer.inner = inner
+        return outer
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = tree_map(lambda one: one.inner if isinstance(one, _Opaque) else one, (args, kwargs or {}))
+        return tree_map(lambda one: cls(one) if isinstance(one, torch.Tensor) else one, function(*plain[0], **plain[1]))
+
+
 class _Replaced(torch.autograd.Function):
     """Has the gradient that it is given."""
 
@@ -299,8 +317,16 @@ def _no_plain_memory(kind: str) -> None:
     def wrapper() -> torch.Tensor:
         return TwoTensor(torch.full((4,), scale), torch.full((4,), scale))
 
-    make = {"shrunk": shrunk, "negated": negated, "wrapper": wrapper}[kind]
-    error = {"shrunk": "has lost its memory", "wrapper": "is a TwoTensor, which has no memory of its own"}.get(kind)
+    def opaque() -> torch.Tensor:
+        return _Opaque(torch.full((4,), scale))
+
+    make = {"shrunk": shrunk, "negated": negated, "wrapper": wrapper, "opaque": opaque}[kind]
+    errors = {
+        "shrunk": "has lost its memory",
+        "wrapper": "is a TwoTensor, which has no memory of its own",
+        "opaque": "is a _Opaque, which has no memory of its own",
+    }
+    error = errors.get(kind)
     with contextlib.nullcontext() if error is None else pytest.raises(ConfigError, match=error):
         _Replaced.apply(weight, make).backward()
     if error is None:
@@ -315,4 +341,10 @@ def _wrapped() -> None:
             GradientReducer([weight], broadcast=broadcast)
     with pytest.raises(ConfigError, match="all_reduce: the tensor is a DTensor"):
         backend.of().allreduce([weight.detach()], dist.AllreduceOptions())
+    opaque = _Opaque(torch.ones(4))
+    with pytest.raises(ConfigError, match="is a _Opaque, which has no memory of its own"):
+        GradientReducer([nn.Parameter(opaque)])
+    with pytest.raises(ConfigError, match="all_reduce: the tensor is a _Opaque"):
+        backend.of().allreduce([opaque], dist.AllreduceOptions())
+    dist.barrier()
     dist.destroy_process_group()

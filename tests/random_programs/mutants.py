@@ -321,18 +321,18 @@ def _residual_forgotten(stack: contextlib.ExitStack) -> None:
 
 
 def _buffers_not_broadcast(stack: contextlib.ExitStack) -> None:
-    from penstock.training.gradients import GradientReducer
+    from penstock.training import gradients
 
     def replace(true: Any) -> Any:
-        return lambda self, tensors: true(self, [one for one in tensors if isinstance(one, torch.nn.Parameter)])
+        return lambda tensors, own: true([one for one in tensors if isinstance(one, torch.nn.Parameter)], own)
 
-    _patch(stack, GradientReducer, "_broadcast", replace)
+    _patch(stack, gradients, "broadcast_values", replace)
 
 
 def _sparse_not_averaged(stack: contextlib.ExitStack) -> None:
-    from penstock.training.gradients import GradientReducer
+    from penstock.training import sparse
 
-    _patch(stack, GradientReducer, "_reduce_sparse", lambda true: lambda self: [])
+    _patch(stack, sparse, "average", lambda true: lambda trained, group: [])
 
 
 def _error_of_another_rank(stack: contextlib.ExitStack) -> None:

@@ -72,7 +72,10 @@ def check_memory(collective: str, tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor consists of other tensors, and has no memory of its own."""
-    return type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
+    if type(tensor) in _PLAIN:
+        return False
+    # The second: of a class that does not say what its tensors consist of (__tensor_flatten__).
+    return is_traceable_wrapper_subclass(tensor) or (tensor.nbytes > 0 and tensor.data_ptr() == 0)
 
 
 def no_memory(tensor: torch.Tensor) -> str:

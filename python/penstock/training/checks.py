@@ -132,7 +132,7 @@ def compare(gather: Gather, rows: Sequence[tuple[str, torch.Tensor, torch.Tensor
 
 
 class PassChecks:
-    """What PENSTOCK_CHECK asks of every pass of a reducer.
+    """What PENSTOCK_CHECK asks of every pass of a reducer, and what some optimizers need.
 
     Args:
         asked: the checks' names.
@@ -149,6 +149,11 @@ class PassChecks:
     def compare(self, rows: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], step: int) -> None:
         """Raise `penstock.errors.Diverged` on all ranks if those hold other bits in some (name, parameter, average)."""
         compare(self._gather, rows, f"in step {step} (PENSTOCK_CHECK=mismatch)")
+
+    def differ(self, number: float) -> bool:
+        """Whether ranks hold different numbers. Blocks until all ranks have called it."""
+        all_W = self._gather(torch.tensor([number], dtype=torch.float64)).view(torch.int64)
+        return bool((all_W != all_W[0]).any())
 
     def stats(self) -> dict[str, Any]:
         """``slow``, where that was asked for."""

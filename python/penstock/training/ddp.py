@@ -71,6 +71,7 @@ class _DDPReducer(GradientReducer):
     """
 
     _averages_sparse = False  # DDP hands them over in buckets of their own
+    _submits_nested = True  # under DDP each gradient is made once a pass
 
     def __init__(self, model: torch.nn.parallel.DistributedDataParallel, **options: Any) -> None:
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -78,6 +79,7 @@ class _DDPReducer(GradientReducer):
         self._model = weakref.ref(model)
         self._check_passes()
         super().__init__(model, model.process_group, broadcast=False, **options)
+        self._has_last = False
         self._full: list[tuple[dist.GradBucket, torch.futures.Future[torch.Tensor]]] = []
 
     def _keep(self) -> None:
@@ -91,7 +93,8 @@ class _DDPReducer(GradientReducer):
             yield
 
     def ddp_bucket_is_full(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP waits for the future after `_finish`, which was queued before."""
+        """DDP waits for the future after the end of the pass, which was queued before."""
+        self._has_last = bucket.is_last()
         if not self._end.alive or bucket.buffer().is_sparse:
             work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=self._group, async_op=True)
             return work.get_future().then(lambda done: done.value()[0])
@@ -130,6 +133,10 @@ class _DDPReducer(GradientReducer):
             self._check_passes()
         return super()._begin()
 
+    def _ends_with(self, current: BackwardPass, task: int) -> bool:
+        # DDP waits at the end of the pass that has filled its last bucket, nested or not.
+        return super()._ends_with(current, task) or (self._has_last and task in current.nested)
+
     def _check_passes(self) -> None:
         """Refuse what makes DDP hand over its buckets outside of the backward pass: it would wait for ever."""
         model = self._model()
@@ -144,12 +151,12 @@ class _DDPReducer(GradientReducer):
                 "batches, or leave the hook out."
             )
 
-    def _abandon(self) -> None:
-        self._full = []
-        super()._abandon()
+    def _abandon(self, grace_s: float = 0) -> None:
+        self._full, self._has_last = [], False
+        super()._abandon(grace_s)
 
     def _deliver(self, current: BackwardPass) -> None:
-        full, self._full = self._full, []
+        full, self._full, self._has_last = self._full, [], False
         current.states.clear()
         if not full:
             super()._deliver(current)

@@ -17,23 +17,21 @@ import functools
 import gc
 import itertools
 import logging
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock import _core, renamed
 from penstock.errors import Config as ConfigError
+from penstock.errors import PenstockError
 from penstock.runtime import config, process
 from penstock.torch import backend
 from penstock.torch.gather import gatherer
-from penstock.torch.layout import layout
-from penstock.training import checks, passes, sparse, tuning
+from penstock.training import checks, optimizer_steps, ownership, passes, sparse, tuning
+from penstock.training.broadcast import broadcast_values
 from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
 from penstock.training.steps import SHARED, Steps, state
@@ -48,7 +46,7 @@ log = logging.getLogger("penstock")
 @renamed.arguments(unit_bytes="bucket_bytes")
 class GradientReducer:
     """Averages the gradients of a model over the ranks of a group, from its construction on, in every backward pass.
-    The parameters keep it alive; when it is collected with them, it closes.
+    The model and its parameters keep it alive; when it is collected with them, it closes.
 
     When ``backward()`` returns, ``p.grad`` of every parameter is the average over the ranks, the same bits on all of them.
     A parameter that some rank did not use counts as zeros there; one that no rank used keeps the ``grad`` that it had.
@@ -98,6 +96,7 @@ class GradientReducer:
     """
 
     _averages_sparse = True
+    _submits_nested = False
 
     def __init__(
         self,
@@ -122,13 +121,13 @@ class GradientReducer:
             tensors += model.named_buffers()
         checks.check_same_tensors(tensors, group)
         if broadcast:
-            self._broadcast(tensor for _, tensor in tensors)
+            broadcast_values((tensor for _, tensor in tensors), self._backend)
         with contextlib.ExitStack() as ends:
             self._build(model, ends, agreed, bucket_bytes=bucket_bytes, wire=wire, error_feedback=error_feedback)
             self._end = weakref.finalize(self, ends.pop_all().close)
         self._end.atexit = False
         self._keep()
-        _hook_optimizers()
+        optimizer_steps.hook(_alive)
         _alive[self._number] = self
 
     def _build(
@@ -149,7 +148,7 @@ class GradientReducer:
         for name in names:
             channels.append(self._backend.channel(name, aggregate=name == "buckets"))
             ends.callback(self._backend.close_channels, channels[-1:])
-        rounds, self._buckets = channels[:2]
+        self._rounds, self._buckets = channels[:2]
         asked = config.read().check
         process.requests.take()
         self._slots = Slots(trained.dense, trained.names)
@@ -159,7 +158,7 @@ class GradientReducer:
         )
         wire_name = None if wire is None else str(wire).removeprefix("torch.")
         self._reducer = _core.Reducer(
-            rounds=rounds.group,
+            rounds=self._rounds.group,
             buckets=self._buckets.group,
             rank=self._buckets.rank,
             world=self._buckets.world,
@@ -194,7 +193,6 @@ class GradientReducer:
         self._pass: BackwardPass | None = None
         # Completes when the operations of a pass that raised have ended.
         self._withdrawn: _core.Ticket | None = None
-        self._has_warned = False
         self._steps = Steps()
         self._number = next(_numbers)
         # Python's collector does not see what torch's hooks refer to, so they do not keep this object.
@@ -207,11 +205,8 @@ class GradientReducer:
             ends.callback(parameter.register_post_accumulate_grad_hook(sparse_ready).remove)
 
     def _keep(self) -> None:
-        """Let the parameters keep this object alive; Python collects both together."""
-        for parameter in self._trained.all:
-            if not isinstance(parameter.__dict__.get(_KEPT), _Kept):
-                parameter.__dict__[_KEPT] = _Kept()
-            parameter.__dict__[_KEPT].add(self)
+        """Let the parameters keep this object alive, and the module, which may get others; Python collects all together."""
+        ownership.keep(self, self._trained.owners())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -292,11 +287,7 @@ class GradientReducer:
         """Remove the hooks from the model and close the channels. `destroy_process_group` does the latter, too. DDP then reduces
         its own buckets, each in one all-reduce."""
         _alive.pop(self._number, None)
-        for parameter in self._trained.all:
-            kept = parameter.__dict__.get(_KEPT, set())
-            kept.discard(self)
-            if not kept:
-                parameter.__dict__.pop(_KEPT, None)
+        ownership.release(self, self._trained.owners())
         self._end()
 
     # ------------------------------------------------------------------ one backward pass
@@ -307,12 +298,21 @@ class GradientReducer:
         self = this()
         if self is None:
             return
-        current = self._pass
-        if current is None or _task() != current.task:
+        current, task = self._pass, _task()
+        if current is None or task != current.task:
             if not self._synchronises():
                 self._keeps_back(parameter)
                 return
             current = self._take_part()
+            if task != current.task and not self._submits_nested:
+                # Other nested passes may add to this gradient: it is submitted at the end of the outermost.
+                if index in current.handed:
+                    raise ConfigError(
+                        f"rank {self._buckets.rank}: the gradient of {self._trained.names[index]} was complete in a pass, and a "
+                        "pass nested in that one (a checkpoint with use_reentrant=True) has added to it while it was being "
+                        "averaged. Use use_reentrant=False"
+                    )
+                return
         gradient = parameter.grad
         if gradient is None:
             name = self._trained.names[index]
@@ -348,25 +348,45 @@ class GradientReducer:
 
     def _take_part(self) -> BackwardPass:
         """A gradient of a pass is ready: make sure that the pass gets its end."""
-        task = _task()
-        if self._pass is None or task != self._pass.task:
-            # Each pass needs a callback of its own, which autograd calls at its end on the thread that called backward(), or
-            # drops if the pass raises. Nested passes (reentrant checkpoints) end one by one; averaging what is averaged
-            # already changes nothing.
+        if self._pass is None:
             self._steps.passes += 1
-            self._begin().task = task
-            passes.at_end(self._finish, self._abandon)
+            self._begin()
+        self._follow(_task())
         assert self._pass is not None
         return self._pass
+
+    def _follow(self, task: int, ended: int = 0) -> None:
+        """Await the end of autograd's pass of this number, unless that is done. Gradients are averaged once, at the end of the
+        outermost pass: ranks may have different numbers of nested passes.
+
+        Args:
+            ended: how many passes nested in it have just ended.
+        """
+        current = self._pass
+        if current is None or task == current.task or task in current.nested:
+            return
+        # Autograd calls the callback on the thread that called backward(), or drops it if the pass raises.
+        if passes.is_nested(after=ended):
+            current.nested.add(task)
+            passes.at_end(functools.partial(self._end_pass, task), self._abandon, outer_goes_on=self._nested_is_over)
+        else:
+            current.task = task
+            passes.at_end(functools.partial(self._end_pass, task), self._abandon)
+
+    def _nested_is_over(self) -> None:
+        """A nested pass has ended. The outer one may reach no parameter itself."""
+        task = _task()
+        if task != -1:
+            self._follow(task, ended=1)
 
     def _synchronises(self) -> bool:
         """Whether passes that begin now are averaged."""
         return self._enabled
 
     def _begin(self) -> BackwardPass:
-        withdrawn, self._withdrawn = self._withdrawn, None
-        if withdrawn is not None:
-            withdrawn.wait()
+        if self._withdrawn is not None:
+            self._withdrawn.wait()
+            self._withdrawn = None
         if self._pass is None:
             if self._tuning is not None:
                 self._tuning.begin()
@@ -394,30 +414,49 @@ class GradientReducer:
                 self._checks.slow.gradient()
             handed[index], *_ = self._slots.submit(self._reducer, index, gradient, index in absent)
 
-    def _finish(self) -> None:
-        current = self._pass
-        if current is None:
-            return  # a nested pass has done it
+    def _end_pass(self, task: int) -> None:
+        together = {one._number: one for one in [self, *_alive.values()]}
+        # In the order in which they were made, which is the same on all ranks.
+        passes.end([one for _, one in sorted(together.items()) if one._pass and one._ends_with(one._pass, task)])
+
+    def _ends_with(self, current: BackwardPass, task: int) -> bool:
+        """Whether a pass, as this reducer sees it, ends with autograd's of this number."""
+        return task == current.task
+
+    def _prepare(self) -> None:
+        """The pass has ended: make the last checks, and submit the last gradients."""
+        assert self._pass is not None
         self._check_left_out(self._trained.frozen)
-        self._check_unchanged(current)
+        self._check_unchanged(self._pass)
         self._submit_rest()
+
+    def _flush(self) -> _core.Ticket:
+        """Let the step become complete. From here on it cannot be withdrawn. Does not block."""
+        assert self._pass is not None
+        self._pass.flushed = self._reducer.flush()
+        return self._pass.flushed
+
+    def _finish(self) -> None:
+        """All gradients are averaged: deliver them."""
+        current = self._pass
+        assert current is not None
         try:
-            self._reducer.flush().wait()
             averages = sparse.average(self._trained, self._group)
-        finally:
-            self._pass = None
-        self._steps.kept.clear()
-        if self._checks.slow:
-            self._checks.slow.passed(self._reducer.stats()["round_s"])
-        self._deliver(current)
-        if self._checks.is_compared:
-            trained = self._trained
-            rows = zip(
-                trained.names, trained.dense, (current.handed[at] for at in range(len(trained.names))), strict=True
-            )
-            self._checks.compare([*list(rows)[::-1], *averages], self._reducer.stats()["steps"])
-        if self._tuning is not None:
-            self._tuning.end()
+            self._steps.kept.clear()
+            if self._checks.slow:
+                self._checks.slow.passed(self._reducer.stats()["round_s"])
+            self._deliver(current)
+            if self._checks.is_compared:
+                trained = self._trained
+                handed = (current.handed[at] for at in range(len(trained.names)))
+                rows = zip(trained.names, trained.dense, handed, strict=True)
+                self._checks.compare([*list(rows)[::-1], *averages], self._reducer.stats()["steps"])
+            if self._tuning is not None:
+                self._tuning.end()
+        except PenstockError:
+            self._pass = None  # it raises on all ranks
+            raise
+        self._pass = None
 
     def _check_unchanged(self, current: BackwardPass) -> None:
         """Raise if a gradient was changed while it was being averaged: what then comes out is right on no rank."""
@@ -431,14 +470,22 @@ class GradientReducer:
                     "gradients before the reducer is made, or change gradients after backward()"
                 )
 
-    def _abandon(self) -> None:
-        """The pass has raised: drop its step. Does not block, since the exception is on its way to the script."""
-        if self._pass is None:
+    def _abandon(self, grace_s: float = 0) -> None:
+        """The pass has raised: drop its step. Does not block, since the exception is on its way to the script.
+
+        Args:
+            grace_s: how long to wait for a failure of a step that cannot be withdrawn any more.
+        """
+        current, self._pass = self._pass, None
+        if current is None:
             return
-        submitted, self._pass = self._pass.handed, None
+        if current.flushed is not None:
+            self._break_off(current.flushed, grace_s)
+            return
+        submitted = current.handed
         self._withdrawn = self._reducer.withdraw()
-        if not self._has_warned:
-            self._has_warned = True
+        if not self._steps.has_warned:
+            self._steps.has_warned = True
             log.warning(
                 "rank %d: a backward pass raised after %d of %d gradients; they are withdrawn, and some of them may hold "
                 "averages. Set gradients to zero before the next pass. (Reported once; docs/guide/gradients.md says what other "
@@ -448,10 +495,25 @@ class GradientReducer:
                 len(self._trained.dense),
             )
 
+    def _break_off(self, flushed: _core.Ticket, grace_s: float) -> None:
+        """This rank does not deliver averages by which other ranks may step: fail on all ranks, unless they have failed."""
+        has_failed = False
+        try:
+            flushed.wait(grace_s)
+        except PenstockError:
+            has_failed = True
+        finally:
+            if not has_failed:
+                self._rounds.group.abort(
+                    f"an exception interrupted rank {self._buckets.rank} at the end of a backward pass, where it waited for "
+                    "averages by which other ranks may have stepped. close() the reducer and make another one on all ranks (with "
+                    "DDP wrap the module anew): they go on with rank 0's parameters. Give all ranks its optimizer's state, too"
+                )
+
     def _check_in_pass(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer steps in the middle of a pass (in a hook) by gradients that are being averaged."""
         submitted = self._pass.handed if self._pass is not None else {}
-        for one in _parameters(optimizer):
+        for one in optimizer_steps.parameters(optimizer):
             index = self._trained.index.get(one)
             if index is not None and (index in submitted or self._is_to_come(index, one.grad)):
                 raise ConfigError(
@@ -472,15 +534,19 @@ class GradientReducer:
         yet."""
         steps, trained = self._steps, self._trained
         stepped = steps.stepped.get(optimizer)
-        if stepped is None and not any(one in trained.all for one in _parameters(optimizer)):
+        if stepped is None and trained.ids.isdisjoint(map(id, optimizer_steps.parameters(optimizer))):
+            if self._synchronises():
+                self._check_left_out(trained.joined(optimizer))
             return
         if self._synchronises():
             for group in optimizer.param_groups:
                 if not trained.ids.issuperset(map(id, group["params"])):
                     self._check_left_out(one for one in group["params"] if one not in trained.all)
-            are_delivered = steps.are_delivered(_parameters(optimizer), trained.index)
-            if self._lacks_average((stepped or 0) == steps.passes, _parameters(optimizer), bool(are_delivered)):
-                if _is_scaled():
+            are_delivered = steps.are_delivered(optimizer_steps.parameters(optimizer), trained.index)
+            if self._lacks_average(
+                (stepped or 0) == steps.passes, optimizer_steps.parameters(optimizer), bool(are_delivered)
+            ):
+                if optimizer_steps.is_scaled():
                     raise ConfigError(
                         f"rank {self._buckets.rank}: GradScaler.step() makes a step whose gradients are not averaged, and has "
                         f"unscaled and checked this rank's own: other ranks may skip the step. {_CALL_AVERAGE}"
@@ -496,6 +562,23 @@ class GradientReducer:
                     f"steps (by clip_grad_norm_, for one): other ranks did. {_CALL_AVERAGE}"
                 )
         steps.stepped[optimizer] = steps.passes
+
+    def _after_closure(self, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+        """An optimizer's closure has made the passes of its step."""
+        if self._synchronises():
+            self._check_left_out(self._trained.joined(optimizer))
+            kept = self._steps.kept
+            if kept and any(one in kept and one.grad is not None for one in optimizer_steps.parameters(optimizer)):
+                raise ConfigError(
+                    f"rank {self._buckets.rank}: after the closure of optimizer.step(), gradients of passes under no_sync are "
+                    f"not averaged. Make the closure's last pass outside no_sync. {_CALL_AVERAGE}"
+                )
+
+            if optimizer_steps.searches_line(optimizer) and self._checks.differ(float(loss)):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} with line_search_fn takes steps by the loss, and ranks have different ones "
+                    f"(rank {self._buckets.rank}: {float(loss)}): they would part. Let the closure return the ranks' average"
+                )
 
     def _ignored(self, model: Any) -> set[torch.nn.Parameter]:
         """Parameters that require a gradient and are not to be averaged."""
@@ -522,10 +605,9 @@ class GradientReducer:
         """Raise if one of these, which this reducer does not average, has a gradient: the model was unfrozen, or it grew, and
         each rank would step it by a gradient of its own."""
         found = [one for one in parameters if one.requires_grad and one.grad is not None]
-        if not found:
-            return
-        elsewhere = set().union(*(one._trained.all for one in list(_alive.values())))
-        name = self._trained.name_of_part(one for one in found if one not in elsewhere)
+        averaged = [reducer._trained.all for reducer in list(_alive.values())] if found else []
+        found = [one for one in found if not any(one in theirs for theirs in averaged)]
+        name = self._trained.name_of_part(found) if found else None
         if name is not None:
             raise ConfigError(
                 f"rank {self._buckets.rank}: the gradient of {name} is not averaged: the parameter "
@@ -569,10 +651,10 @@ class GradientReducer:
         try:
             if all(one.grad is None for one in self._steps.kept):
                 self._submit_rest(has_any=False)
-            self._finish()
         except BaseException:
             self._abandon()
             raise
+        passes.end([self])
         # For other optimizers over these parameters, which step at the same time.
         self._steps.passes += 1
         return not all(self._reducer.was_absent(index) for index in range(len(self._trained.dense)))
@@ -596,56 +678,6 @@ class GradientReducer:
                     place.copy_(gradient)
             averages[index] = state(place)
 
-    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Rank 0's values for all. All are checked before the first is sent."""
-        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        sent = []
-        for tensor in tensors:
-            given = tensor.detach()
-            if given.layout is torch.strided:
-                for dim, stride in enumerate(given.stride()):
-                    # Along an expanded dimension there is one value.
-                    given = given.narrow(dim, 0, min(1, given.shape[dim])) if stride == 0 else given
-                if layout(given) is None:
-                    copied.append((given, given.contiguous()))
-                    given = copied[-1][1]
-            sent.append(given)
-        self._backend.broadcast(sent, c10d.BroadcastOptions()).wait()
-        for given, received in copied:
-            given.copy_(received)
-
-
-class _Kept(set[GradientReducer]):
-    """The reducers that a parameter keeps alive, in an attribute that Python's collector sees. Copies of the parameter keep
-    none."""
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return set, ()
-
-    def __deepcopy__(self, memo: Any) -> _Kept:
-        return _Kept()
-
-
-@functools.cache
-def _hook_optimizers() -> None:
-    """One hook for all optimizers and reducers: torch keeps it for ever, and offers no way to take it back while one steps."""
-
-    def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The optimizer itself is the first of the arguments.
-        has_closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-        is_in_pass = torch._C._current_graph_task_id() != -1
-        # In the order in which they were made, which is the same on all ranks: each may wait for the other ranks.
-        for alive in _alive.valuerefs():
-            reducer = alive()
-            if reducer is None:
-                continue
-            if is_in_pass:
-                reducer._check_in_pass(optimizer)
-            elif not has_closure:  # a closure makes passes of its own
-                reducer._before_step(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
-
 
 def _averaged(trained: Trained) -> str | None:
     """The name of a parameter that some reducer averages already."""
@@ -654,23 +686,10 @@ def _averaged(trained: Trained) -> str | None:
     return next((name for one, name in names if one in taken), None)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    return (one for group in optimizer.param_groups for one in group["params"])
-
-
-def _is_scaled() -> bool:
-    """Whether a GradScaler makes the step that is about to begin. (It unscales gradients without a change of their version.)"""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
-        frame = frame.f_back
-    return frame.f_code is torch.amp.GradScaler.step.__code__
-
-
 _CALL_AVERAGE = (
     "Call GradientReducer.average() on all ranks, after the last backward pass of a step and before what changes gradients "
     "(docs/guide/gradients.md)."
 )
-_KEPT = "_penstock_reducers"
 _task = torch._C._current_graph_task_id
 # By their numbers, in the order in which they were made.
 _alive: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()

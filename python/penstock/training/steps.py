@@ -41,6 +41,8 @@ class Steps:
         """Averages were changed between the last pass and its step."""
         self.was_late = False
         """The last average came within a step."""
+        self.has_warned = False
+        """A pass has raised, and that was reported."""
         self.stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """How many passes there had been at an optimizer's last step."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Set
+from typing import Any
 
 import torch
 
@@ -76,15 +77,37 @@ class Trained:
         self.ids = frozenset(map(id, trained))
         self.frozen = [one for one in parameters if not one.requires_grad]
         self._module = None if module is None else weakref.ref(module)
+        self._joined: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, list[torch.nn.Parameter]]]
+        self._joined = weakref.WeakKeyDictionary()
         self.listed = [(named.get(one, ""), one) for one in parameters if one not in ignored]
+
+    def owners(self) -> list[torch.nn.Parameter | torch.nn.Module]:
+        """All of these parameters, and the module that they are parts of."""
+        module = None if self._module is None else self._module()
+        return [*self.all, *([] if module is None else [module])]
+
+    def joined(self, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+        """What an optimizer steps that is a part of the model, though not averaged: a new head, or parameters that have replaced
+        others. Looks at the model only when the optimizer has other parameters than before."""
+        ids = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
+        known = self._joined.get(optimizer)
+        if known is None or known[0] != ids:
+            parts = {id(one) for one in (*self._parts(), *self.frozen)} - self.ids
+            found = [one for group in optimizer.param_groups for one in group["params"] if id(one) in parts]
+            known = self._joined[optimizer] = ids, found
+        return known[1]
 
     def name_of_part(self, parameters: Iterable[torch.nn.Parameter]) -> str | None:
         """The name of the first of these that is a part of the model now, though it is not averaged; None if none is."""
-        names = _names(None if self._module is None else self._module())
+        names = self._parts()
         for one in parameters:
             if one in names or any(one is other for other in self.frozen):
                 return names.get(one, "a parameter")
         return None
+
+    def _parts(self) -> dict[torch.nn.Parameter, str]:
+        """The parameters that the model has now."""
+        return _names(None if self._module is None else self._module())
 
 
 def _names(module: torch.nn.Module | None) -> dict[torch.nn.Parameter, str]:

@@ -1,0 +1,87 @@
+"""Steps of torch's optimizers, as reducers see them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+__all__ = ["Stepped", "hook", "is_scaled", "parameters", "searches_line"]
+
+
+class Stepped(Protocol):
+    """What averages the gradients that an optimizer steps by."""
+
+    def _check_in_pass(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def _after_closure(self, optimizer: torch.optim.Optimizer, loss: Any) -> None: ...
+
+
+def hook(alive: Mapping[int, Stepped]) -> None:
+    """Tell reducers of all optimizers' steps. Calls after the first do nothing: torch keeps the one hook for ever, and offers no
+    way to take it back while an optimizer steps.
+
+    Args:
+        alive: the reducers (weakly), in the order in which they were made, the same on all ranks: each may wait for other ranks.
+    """
+    if _hooks:
+        return
+
+    def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The optimizer itself is the first of the arguments.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        is_in_pass = torch._C._current_graph_task_id() != -1
+        for reducer in list(alive.values()):
+            if is_in_pass:
+                reducer._check_in_pass(optimizer)
+            elif closure is None:
+                reducer._before_step(optimizer)
+        if is_in_pass or not callable(closure):
+            return None
+
+        # The closure makes passes of its own, and the step follows.
+        def follow(loss: Any) -> None:
+            for reducer in list(alive.values()):
+                reducer._after_closure(optimizer, loss)
+
+        followed = _followed(closure, follow)
+        return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
+
+    _hooks.append(register_optimizer_step_pre_hook(before_step))
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    """All that an optimizer steps."""
+    return (one for group in optimizer.param_groups for one in group["params"])
+
+
+def searches_line(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the length of a step depends on losses: LBFGS with ``line_search_fn``."""
+    return any(group.get("line_search_fn") for group in optimizer.param_groups)
+
+
+def is_scaled() -> bool:
+    """Whether a GradScaler makes the step that is about to begin. (It unscales gradients without a change of their version.)"""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back
+    return frame.f_code is torch.amp.GradScaler.step.__code__
+
+
+def _followed(closure: Callable[..., Any], follow: Callable[[Any], None]) -> Callable[..., Any]:
+    @functools.wraps(closure)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
+        follow(loss)
+        return loss
+
+    return both
+
+
+_hooks: list[Any] = []
