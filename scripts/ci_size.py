@@ -1,6 +1,6 @@
 """Which tests continuous integration runs: prints `all` where what only `./dev test all` tests has changed.
 
-They take long, and most changes cannot touch them. Where git does not tell what has changed (a clone without history), this
+They take long. Where git does not tell what has changed (a clone without history), this
 takes the plain tests, and says so. Like ./dev, it needs the standard library only, and has no syntax newer than Python 3.6.
 """
 
@@ -8,10 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-# The suites themselves, and what no other test runs as a whole: the converter on every script, the frameworks of the guide.
+# The suites themselves. What they test has tests of its own in every run.
 PATHS = (
-    "docs/guide/frameworks.md",
-    "python/penstock/tools/convert",
     "requirements/frameworks.txt",
     "tests/corpus.py",
     "tests/scripts",

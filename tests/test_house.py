@@ -987,7 +987,7 @@ def test_dev_says_what_passes_only_when_run_again(
 
 HISTORIES = {
     "a branch": (
-        ["clone", "on the branch: python/penstock/tools/convert/core.py", "on the branch: README.md"],
+        ["clone", "on the branch: tests/translator.py", "on the branch: README.md"],
         "all",
         "merge base",
     ),
