@@ -262,7 +262,10 @@ impl<B> Group<B> {
         let MessageKey { channel, op: seq, .. } = op.key(self.id, self.members.rank(), 0);
         let with = op.other();
         for (_, peer) in self.members.others().filter(|(rank, _)| with.is_none_or(|only| only == *rank)) {
-            host.machine(peer).retire(self.id, channel, seq);
+            // Most plans name few of a large group's ranks.
+            if host.look(peer).remembered() > 0 {
+                host.machine(peer).retire(self.id, channel, seq);
+            }
         }
         common.finished += 1;
         if self.joining == Some(Joining::Gathers) && op == OpId::collective(ChannelId::MAIN, 0) {

@@ -29,9 +29,15 @@ impl Driver {
         (0..self.links.len() as PeerId).all(|peer| {
             let (link, machine) = (&self.links[peer as usize], self.peers.look(peer));
             let has_taken_it = || machine.is_quiet() && !machine.owes_acks() && self.is_flushed(link);
-            let is_over = || farewells.get(&peer).is_some_and(|said| now.since(*said) >= LINGER);
+            let is_over = || farewells.get(&peer).is_some_and(|said| now.since(*said) >= self.linger());
             !link.was_up || link.finished || has_taken_it() || is_over()
         })
+    }
+
+    /// How long the end waits for a peer to acknowledge the good-bye. A stream that stands still is closed after half of
+    /// `dead_after`, and what was on it is sent again: a good-bye, or an acknowledgement that the peer needs.
+    fn linger(&self) -> u64 {
+        (self.settings.peer.dead_after / 4 * 3).max(2 * SECOND)
     }
 
     /// Whether every frame that was begun is written.
@@ -43,7 +49,7 @@ impl Driver {
     /// Closes the sockets so that peers can still read what was sent: a socket that is closed with unread bytes resets the
     /// connection.
     pub(super) fn half_close(&mut self) {
-        let end = self.now().plus(LINGER / 4);
+        let end = self.now().plus(UNREAD_FOR);
         for socket in self.sockets.values() {
             socket.wire.finish();
         }
@@ -68,5 +74,5 @@ impl Driver {
     }
 }
 
-/// How long the end waits for a peer to acknowledge the good-bye.
-const LINGER: u64 = 2 * SECOND;
+/// How long sockets are read to their end, so that their closing resets no connection.
+const UNREAD_FOR: u64 = 500 * MILLISECOND;
