@@ -16,7 +16,6 @@ from penstock.errors import NotFinite, PenstockError
 from penstock.fronts.horovod.buckets import Buckets
 from penstock.fronts.horovod.common.exceptions import HorovodInternalError
 from penstock.fronts.horovod.common.process_sets import ProcessSet, global_process_set
-from penstock.fronts.horovod.common.util import split_list
 from penstock.fronts.horovod.torch import handles
 from penstock.fronts.horovod.torch.compression import (
     BF16Compressor,
@@ -25,7 +24,7 @@ from penstock.fronts.horovod.torch.compression import (
     FP16Compressor,
     NoneCompressor,
 )
-from penstock.fronts.horovod.torch.functions import broadcast_object
+from penstock.fronts.horovod.torch.groups import check_groups, group_parameters, name_parameters
 from penstock.fronts.horovod.torch.mpi_ops import (
     Adasum,
     Average,
@@ -91,7 +90,7 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
-    names = _names(optimizer, named_parameters)
+    names = name_parameters(optimizer, named_parameters)
     if op == Adasum and size() > 1:
         return _adasum_class(type(optimizer))(
             optimizer.param_groups, names, compression, backward_passes_per_step, process_set
@@ -113,6 +112,11 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
     """A class derived from the optimizer's, so that ``isinstance`` and schedulers take it for one of its kind."""
 
     class Distributed(base):  # type: ignore[misc, valid-type]
+        """What `DistributedOptimizer` returns.
+
+        More than 16 fields: most are Horovod's interface, which scripts and its tests read and set.
+        """
+
         def __init__(
             self,
             groups_of_parameters: Any,
@@ -126,7 +130,7 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
             process_set: ProcessSet,
         ) -> None:
             super().__init__(groups_of_parameters)
-            _check_groups(groups)
+            check_groups(groups)
             self._parameter_names = names
             self.backward_passes_per_step = backward_passes_per_step
             self._allreduce_delay = dict.fromkeys(names, backward_passes_per_step)
@@ -153,7 +157,7 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
                 if groups is None:
                     self._reduction.use_buckets(parameters)
                 else:
-                    for group in _grouped(parameters, groups, names, process_set):
+                    for group in group_parameters(parameters, groups, names, process_set):
                         self._p_to_group.update(dict.fromkeys(group, group))
                         self._group_counts[group] = 0
                 self._requires_update.update(parameters)
@@ -308,6 +312,11 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
     combined with what it changes on other ranks (Horovod's "delta" optimizer)."""
 
     class Distributed(base):  # type: ignore[misc, valid-type]
+        """What `DistributedOptimizer` returns with ``op=Adasum``.
+
+        More than 16 fields: most are Horovod's interface, which scripts and its tests read and set.
+        """
+
         def __init__(
             self,
             groups_of_parameters: Any,
@@ -587,78 +596,6 @@ class _Reduction:
             return self._buckets.usable()
         except RuntimeError as error:
             raise HorovodInternalError(str(error)) from error
-
-
-def _names(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> dict[torch.Tensor, str]:
-    """The name of each of the optimizer's parameters.
-
-    Raises:
-        ValueError: names are no names, twice there, or missing.
-    """
-    if named_parameters is None:
-        named = [
-            (f"allreduce.noname.{i}.{j}", parameter)
-            for i, group in enumerate(optimizer.param_groups)
-            for j, parameter in enumerate(group["params"])
-        ]
-    else:
-        named = list(named_parameters)
-    if any(not isinstance(one, tuple) for one in named):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-    names = [name for name, _ in named]
-    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if duplicates:
-        raise ValueError(
-            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
-        )
-    known = {id(parameter) for _, parameter in named}
-    unnamed = [id(one) for group in optimizer.param_groups for one in group["params"] if id(one) not in known]
-    if unnamed:
-        raise ValueError(
-            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
-            + ", ".join(map(str, unnamed))
-        )
-    return {parameter: name for name, parameter in sorted(named, key=lambda one: one[0])}
-
-
-def _check_groups(groups: int | list[list[torch.Tensor]] | None) -> None:
-    if groups is None:
-        return
-    if not (isinstance(groups, list) or groups > 0):
-        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-    if isinstance(groups, list):
-        seen = set()
-        for parameter in (one for group in groups for one in group):
-            if not isinstance(parameter, torch.Tensor):
-                raise ValueError("groups must consist of torch.Tensor.")
-            if id(parameter) in seen:
-                raise ValueError("A parameter can only appear once in groups.")
-            seen.add(id(parameter))
-
-
-def _grouped(
-    parameters: list[torch.Tensor],
-    groups: int | list[list[torch.Tensor]],
-    names: dict[torch.Tensor, str],
-    process_set: ProcessSet,
-) -> list[tuple[torch.Tensor, ...]]:
-    """The groups, in an order that is the first rank's on all ranks."""
-    assert process_set.ranks is not None, "it is included, so it is known"
-    order = broadcast_object(
-        [names[one] for one in parameters], process_set.ranks[0], name="groups", process_set=process_set
-    )
-    ordered = sorted(parameters, key=lambda one: order.index(names[one]))
-    if isinstance(groups, int):
-        return [tuple(group) for group in split_list(ordered, groups) if group]
-    wanted = {id(one) for one in parameters}
-    made = [tuple(one for one in group if id(one) in wanted) for group in groups]
-    grouped = {id(one) for group in made for one in group}
-    return [group for group in made if group] + [(one,) for one in ordered if id(one) not in grouped]
 
 
 def _check_reduced(optimizer: Any) -> None:
