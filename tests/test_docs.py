@@ -34,6 +34,15 @@ FOREIGN = re.compile(
 )
 
 
+def test_no_figure_is_left_out(root: pathlib.Path) -> None:
+    """A page in which figures are to be filled in is not finished."""
+    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
+    assert len(pages) > 30, "the pages are not found"
+    assert not [
+        f"{page}: {found}" for page in pages for found in re.findall(r"@[A-Z_]+@|\bTODO\b|\bTBD\b", page.read_text())
+    ]
+
+
 def test_links_lead_somewhere(root: pathlib.Path) -> None:
     """Every relative link in a page leads to a file of this repository, and every anchor to a heading of its page."""
     dead = []

@@ -183,6 +183,11 @@ def test_line_searches() -> None:
     ranks.run(_search_lines, count=2)
 
 
+def test_a_line_search_of_one_rank() -> None:
+    """A rank that fits something else by LBFGS with a line search, while a reducer is alive, waits for no other rank."""
+    ranks.run(_search_alone, count=2)
+
+
 def test_a_scaler_that_skips_steps() -> None:
     """All passes under no_sync, and one rank's are infinite: after `average` all ranks skip the step alike; without it the others
     get an error and do not wait for the rank that skips."""
@@ -1054,6 +1059,26 @@ def _search_lines() -> None:
         both = [torch.empty(1, 3) for _ in range(2)]
         dist.all_gather(both, model.weight.detach())
         assert both[0].equal(both[1])
+    dist.destroy_process_group()
+
+
+def _search_alone() -> None:
+    model, _reducer, optimizer = _one_weight()
+    if dist.get_rank() == 0:
+        temperature = nn.Parameter(torch.ones(1))
+        fit = torch.optim.LBFGS([temperature], max_iter=4, line_search_fn="strong_wolfe")
+
+        def closure() -> torch.Tensor:
+            fit.zero_grad()
+            loss = (temperature - 3.0).square().sum()
+            loss.backward()
+            return loss
+
+        fit.step(closure)
+        assert temperature.isclose(torch.tensor(3.0)).all(), temperature
+    _reach(model, 2 * dist.get_rank())
+    optimizer.step()
+    assert model.weight.eq(-1.0).all(), model.weight
     dist.destroy_process_group()
 
 

@@ -28,8 +28,8 @@ SHAPES = {"direct": None, "star": 1, "racks": 2, "core": 1}
 """How often a block crosses the server's link each way; None: once for each worker."""
 
 _RATES_BLOCK_BYTES = 1408
-"""Elements in a block of `rates`; on links it is as long as one of MOST_BLOCK_BYTES, which takes five times the processor time to
-simulate and comes to the same rates."""
+"""Of a block's elements in `rates`, which counts on links as one of MOST_BLOCK_BYTES: that takes five times the processor time to
+simulate. The rates at 1 Gbit/s without loss are the same; with loss, other packets are lost."""
 
 
 @click.group(cls=Group)

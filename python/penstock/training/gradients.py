@@ -471,10 +471,10 @@ class GradientReducer:
                 )
 
     def _abandon(self, grace_s: float = 0) -> None:
-        """The pass has raised: drop its step. Does not block, since the exception is on its way to the script.
+        """The pass has raised: drop its step. Blocks for ``grace_s`` at most, since the exception is on its way to the script.
 
         Args:
-            grace_s: how long to wait for a failure of a step that cannot be withdrawn any more.
+            grace_s: how long to wait for the failure of a step that cannot be withdrawn any more.
         """
         current, self._pass = self._pass, None
         if current is None:
@@ -573,8 +573,9 @@ class GradientReducer:
                     f"rank {self._buckets.rank}: after the closure of optimizer.step(), gradients of passes under no_sync are "
                     f"not averaged. Make the closure's last pass outside no_sync. {_CALL_AVERAGE}"
                 )
-
-            if optimizer_steps.searches_line(optimizer) and self._checks.differ(float(loss)):
+            # Other ranks need not step an optimizer that has none of these parameters.
+            is_ours = not self._trained.ids.isdisjoint(map(id, optimizer_steps.parameters(optimizer)))
+            if is_ours and optimizer_steps.searches_line(optimizer) and self._checks.differ(float(loss)):
                 raise ConfigError(
                     f"{type(optimizer).__name__} with line_search_fn takes steps by the loss, and ranks have different ones "
                     f"(rank {self._buckets.rank}: {float(loss)}): they would part. Let the closure return the ranks' average"

@@ -265,7 +265,7 @@ impl Driver {
 pub(super) struct LocalPorts {
     /// The kernel's range for outgoing connections.
     range: std::ops::RangeInclusive<u16>,
-    /// Of stream 0 at its first attempt: even, and random.
+    /// Of stream 0 at its first attempt, rounded down to an even number. Random.
     first: u16,
 }
 

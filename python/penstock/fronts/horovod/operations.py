@@ -152,7 +152,7 @@ def start(
             for entry in own:
                 if entry is not None and entry.ready is not None:
                     torch.cuda.current_stream(entry.ready[0]).wait_event(entry.ready[1])
-            with _without_gradients():
+            with _inference():
                 flight = _START[agreed[bucket[0]].request.kind]([agreed[index] for index in bucket], own, group)
             for entry in own:
                 if entry is not None:
@@ -204,7 +204,7 @@ def _all_reduce(agreed: list[Agreed], own: list[Entry | None], group: Group) -> 
     work = group.all_reduce(whole, op)
 
     def finish() -> None:
-        with _without_gradients():
+        with _inference():
             _rescale(whole, factor, divisor)
             if len(inputs) > 1:
                 at = 0
@@ -284,7 +284,7 @@ def _reduce_scatter(agreed: list[Agreed], own: list[Entry | None], group: Group)
     work = group.reduce_scatter(output, tensor.split(rows), op)
 
     def finish() -> None:
-        with _without_gradients():
+        with _inference():
             _rescale(output, factor, divisor)
 
     return Flight([work], finish)
@@ -293,9 +293,10 @@ def _reduce_scatter(agreed: list[Agreed], own: list[Entry | None], group: Group)
 # ---------------------------------------------------------------------------------------------------- helpers
 
 
-def _without_gradients() -> Any:
-    """A caller in ``torch.inference_mode()`` has inference tensors, which only that mode may change; it may change others, too.
-    It is a mode of each thread, and the controller's is not the caller's."""
+def _inference() -> Any:
+    """The mode in which tensors of callers are changed: only it may change those of a caller in ``torch.inference_mode()``, and
+    it may change all others. The controller's thread does not inherit a caller's mode. Tensors that are made in it are not
+    handed out."""
     return torch.inference_mode()
 
 

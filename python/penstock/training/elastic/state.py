@@ -108,6 +108,7 @@ class State:
         self.step += 1
         sampler = self._objects.get("sampler")
         if sampler is not None and hasattr(sampler, "advance"):
+            # A sampler of the script's own may know of no batches.
             sampler.advance(*([] if batches == 1 else [batches]))
         self._save()
         if self._after_commit is not None:

@@ -197,17 +197,11 @@ def _class(base: type[torch.optim.Optimizer]) -> Any:
             for parameter in self._requires_update:
                 if parameter not in self._p_to_group and self._handles.get(parameter) is None:
                     self._handles[parameter] = self._reduction.submit(parameter)
-            try:
+            with _ends_step(self):
                 for key, handle in list(self._handles.items()):
                     self._reduction.finish(key if isinstance(key, tuple) else (key,), handle)
                     self._handles[key] = _FINISHED
                 self._reduction.flush()
-            except BaseException as error:
-                self._interrupted = _is_interruption(error, self._handles)
-                if not self._interrupted:
-                    self._begin_anew()
-                raise
-            self._begin_anew()
             self._synchronized = True
 
         def _begin_anew(self) -> None:
@@ -379,7 +373,7 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
             for parameter in self._requires_update:
                 if self._handles.get(parameter) is None:
                     self._handles[parameter] = self._submit(parameter)
-            try:
+            with _ends_step(self):
                 for parameter, submitted in list(self._handles.items()):
                     if submitted is not _FINISHED:
                         handle, ctx = submitted
@@ -387,12 +381,6 @@ def _adasum_class(base: type[torch.optim.Optimizer]) -> Any:
                         with torch.no_grad():
                             parameter.copy_(self._starts[parameter] + change)
                         self._handles[parameter] = _FINISHED
-            except BaseException as error:
-                self._interrupted = _is_interruption(error, self._handles)
-                if not self._interrupted:
-                    self._begin_anew()
-                raise
-            self._begin_anew()
             return loss
 
         def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -610,6 +598,20 @@ def _check_reduced(optimizer: Any) -> None:
                     f"the gradient of {name} is this rank's own: it required no gradient, or was not in the optimizer, when "
                     "DistributedOptimizer was called. Unfreeze or add parameters first, or make the distributed optimizer anew."
                 )
+
+
+@contextlib.contextmanager
+def _ends_step(optimizer: Any) -> Iterator[None]:
+    """The end of a step: the optimizer begins anew, also after a failure. What something else has interrupted stays as it is, and
+    can be completed."""
+    try:
+        yield
+    except BaseException as error:
+        optimizer._interrupted = _is_interruption(error, optimizer._handles)
+        if not optimizer._interrupted:
+            optimizer._begin_anew()
+        raise
+    optimizer._begin_anew()
 
 
 def _is_interruption(error: BaseException, submitted: dict[Any, Any]) -> bool:
