@@ -51,7 +51,9 @@ def test_info_shows_values_and_where_they_come_from() -> None:
     assert f"{len(config.SETTINGS) - 2} more settings" in table.stdout, table.stdout
 
 
-@pytest.mark.parametrize("wrong", ["PENSTOCK_STREAMS", "PENSTOCK_INTERFACE", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize(
+    "wrong", ["PENSTOCK_STREAMS", "PENSTOCK_INTERFACE", "PENSTOCK_PTRACER", "TORCHELASTIC_RESTART_COUNT"]
+)
 @pytest.mark.parametrize("form", ["table", "json"])
 def test_info_refuses_a_wrong_value(wrong: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table, or the JSON, still comes; then the variable is named, and the exit code says it too."""
@@ -70,6 +72,25 @@ def test_info_shows_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch) -> None
     row = json.loads(ended.stdout)["settings"][-1]
     assert ended.exit_code == 0 and (row["name"], row["value"]) == ("PENSTOCK_STREAM", "(set, not shown)")
     assert "did you mean PENSTOCK_STREAMS?" in row["meaning"] and "hush" not in ended.stdout
+
+
+def _medium() -> str:
+    dist.init_process_group("penstock")
+    dist.all_reduce(tensor := torch.ones(100_000))
+    assert tensor[0] == 2
+    (peer,) = penstock.stats()["peers"]
+    dist.destroy_process_group()
+    return str(peer["medium"])
+
+
+@pytest.mark.parametrize("value", ["any", "0", "launcher"])
+def test_who_may_read_memory_is_a_setting(value: str) -> None:
+    """Its values reach the engine, which knows no other. Where no Yama restricts them, ranks read each other's memory with each;
+    what each means to Yama is proved in crates/penstock-net/src/ptrace.rs."""
+    scope = pathlib.Path("/proc/sys/kernel/yama/ptrace_scope")
+    restricted = scope.exists() and int(scope.read_text()) > (0 if value == "0" else 1)
+    media = ranks.run(_medium, count=2, env={"PENSTOCK_PTRACER": value})
+    assert media == ["local socket" if restricted else "memory"] * 2
 
 
 @pytest.mark.alone

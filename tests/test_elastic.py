@@ -1527,4 +1527,7 @@ def _ended_well(job: ranks.Ranks, of: list[int]) -> list[Told]:
     outcomes = job.outcomes(of=of, timeout_s=60, grace_s=20)
     if not all(outcome.ok for outcome in outcomes):
         raise ranks.RanksFailed(outcomes)
+    for outcome in outcomes:
+        # torch's store says so, with a stack, whenever a wait for a key ends without it.
+        assert "timed out after" not in outcome.output, outcome.output
     return [outcome.value for outcome in outcomes]

@@ -153,6 +153,12 @@ def test_a_file_that_cannot_be_shared() -> None:
     ranks.run(_refuse_file, count=2)
 
 
+def test_a_tensor_that_goes_before_its_offer_has_left() -> None:
+    """A rank drops a shared tensor, whose group has failed, before a busy peer has read which memory is offered: the peer gets
+    the offer whole, and the other groups of the two go on. They failed with the loss of a rank that lived."""
+    ranks.run(_withdrawn, count=2)
+
+
 def test_a_file_that_is_gone() -> None:
     """An engine that has died has closed its descriptor, whose number is another file's now: that one stays untouched."""
     ranks.run(_lose_descriptor, count=2)
@@ -424,6 +430,38 @@ def _reduce_apart() -> None:
     dist.barrier()
     (peer,) = penstock.stats()["peers"]
     assert peer["medium"] == "local socket", peer
+    dist.destroy_process_group()
+
+
+def _withdrawn() -> None:
+    dist.init_process_group("penstock")
+    rank, other = dist.get_rank(), dist.new_group()
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    dist.barrier(group=other)
+    small = torch.ones(1000)
+    if rank == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            # The socket is full, and what comes next waits.
+            works = [dist.isend(small, 1) for _ in range(400)]
+            tensor = penstock.empty(100_000)
+            failed = dist.isend(tensor, 1, group=other)
+            other._get_backend(torch.device("cpu")).abort()
+            with pytest.raises(RuntimeError):
+                failed.wait()
+            del tensor, failed
+            gc.collect()
+            penstock.stats()  # the engine has come by
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        for work in works:
+            work.wait()
+    else:
+        for _ in range(400):
+            dist.recv(small, 0)
+    dist.all_reduce(small)
+    assert small.eq(2).all()
     dist.destroy_process_group()
 
 

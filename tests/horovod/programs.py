@@ -1424,6 +1424,12 @@ def static_process_sets() -> list[Any]:
         assert model.weight.grad.item() == 1.0
     hvd.shutdown()
     with_error(ValueError, "duplicate", lambda: hvd.init(process_sets=[hvd.ProcessSet([1]), hvd.ProcessSet([1])]))
+    # Nothing is left of it: another init makes its sets.
+    assert not hvd.is_initialized() and "penstock-horovod" not in {one.name for one in threading.enumerate()}
+    hvd.init(process_sets=[pair := hvd.ProcessSet([1, 2])])
+    if pair.included():
+        assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum, process_set=pair) == 2
+    hvd.shutdown()
     return answers
 
 

@@ -91,6 +91,7 @@ WEIGHTS = {
     "broadcast": 8,
     "all_gather": 6,
     "all_gather_into_tensor": 6,
+    "all_gather_coalesced": 1,
     "coalesced all_gather_into_tensor": 2,
     "gather": 4,
     "scatter": 4,
@@ -230,7 +231,8 @@ def _call(
         spec["count"] = rng.choice([0, 1, 100, 40_000])
         return spec
     if call == "sparse all_reduce":
-        spec["reduce"], spec["dtype"] = "SUM", rng.choice(["float32", "float64"])
+        spec["reduce"] = rng.choice(["SUM", "SUM", "AVG"])
+        spec["dtype"] = rng.choice(["float32", "float64", "int32", "int64"])
         spec["rows"], spec["width"], spec["entries"] = (
             rng.choice([1, 7, 1000]),
             rng.choice([0, 1, 5]),
@@ -253,7 +255,7 @@ def _call(
         kinds = [kind for kind in kinds if "reduce" not in spec or reference.is_defined(spec["reduce"], kind)]
         spec["dtypes"] = [rng.choice(kinds) for _ in range(rng.randint(2, 3))]
         item = max(ITEM_BYTES[kind] for kind in spec["dtypes"])
-    several = call.startswith("coalesced") or call in ("all_reduce_coalesced", "reducer", "hvd allreduce")
+    several = "coalesced" in call or call in ("reducer", "hvd allreduce")
     spec["counts"] = [_count(rng, sizes, item) for _ in range(rng.randint(1, 5) if several else 1)]
     if call in ("all_gather", "reduce_scatter") and rng.random() < 0.3:
         spec["counts"] = [_count(rng, sizes, item) for _ in range(size)]
@@ -709,7 +711,10 @@ def for_gloo(program: Program) -> Program:
 def _is_gloos(spec: dict[str, Any]) -> bool:
     if spec["call"] == "ddp":
         return not spec["hook"] and spec["dtype"] in _GLOO_DTYPES
-    if spec["call"] in ("new_group", "destroy_group", *FRONTS, "all_to_all") or spec["call"].startswith("coalesced"):
+    call = spec["call"]
+    if call in ("new_group", "destroy_group", *FRONTS, "all_to_all", "all_gather_coalesced") or call.startswith(
+        "coalesced"
+    ):
         return False
     if spec.get("any_source") and 0 in spec["counts"]:
         return False  # it refuses to receive nothing

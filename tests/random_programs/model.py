@@ -293,6 +293,7 @@ _SLOTS = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "all_gather_into_tensor": _all_gather_into_tensor,
+    "all_gather_coalesced": _all_gather_into_tensor,
     "coalesced all_gather_into_tensor": _all_gather_into_tensor,
     "gather": _gather,
     "scatter": _scatter,

@@ -217,6 +217,10 @@ def _all_gather_into_tensor(spec: Spec, members: list[int], me: int) -> tuple[li
         expected += ["None", f"torch.cat([{', '.join(given)}])"]
     if spec["call"] == "all_gather_into_tensor":
         return tensors, "dist.all_gather_into_tensor(t[1], t[0]{how})", expected
+    if spec["call"] == "all_gather_coalesced":
+        # A list for each rank, with an output for each input.
+        parts = f"(whole.view(-1).tensor_split({len(members)}) for whole in t[1::2])"
+        return tensors, f"dist.all_gather_coalesced([list(one) for one in zip(*{parts})], t[::2]{{how}})", expected
     each = "lambda: [dist.all_gather_into_tensor(o, i, group={group}) for i, o in zip(t[::2], t[1::2])]"
     return tensors, f"coalesced({{group}}, {{later}}, {each})", expected
 
@@ -400,7 +404,7 @@ def _sparse(spec: Spec, members: list[int], me: int) -> tuple[list[str], str, li
     )
     return (
         [f"torch.sparse_coo_tensor({where}, {given}, ({spec['rows']},{width[1:]}))"],
-        "dist.all_reduce(t[0]{how})",
+        f"dist.all_reduce(t[0], op={_op(spec)}{{how}})",
         [],
     )
 
@@ -419,6 +423,7 @@ _RENDERED = {
     "all_gather": _all_gather,
     "gather": _all_gather,
     "all_gather_into_tensor": _all_gather_into_tensor,
+    "all_gather_coalesced": _all_gather_into_tensor,
     "coalesced all_gather_into_tensor": _all_gather_into_tensor,
     "reduce_scatter_tensor": _reduce_scatter_tensor,
     "coalesced reduce_scatter_tensor": _reduce_scatter_tensor,

@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ranks
 from collectives import reference
 from penstock.errors import Closed, PeerLost, PenstockError
+from penstock.runtime import process
 from random_programs import faults, gradients, horovod_sessions, judge, model, mutants, strike, tensors, training
 
 Spec = dict[str, Any]
@@ -306,6 +307,8 @@ class _Rank:
         self.pending.clear()
         self.groups.clear()
         self.ended.clear()
+        if not functional and not self.is_over and "wrong" not in self.program and "fault" not in self.program:
+            self._look_into_engine()
         if dist.is_initialized():
             self._try("", "destroy", dist.destroy_process_group)
         for pending in functional:
@@ -316,6 +319,19 @@ class _Rank:
         dist.distributed_c10d._world.group_count = 0
         for child in self.children:
             child.wait()
+
+    def _look_into_engine(self) -> None:
+        """When all calls of a right program have ended, the engine holds nothing of them, as soon as other ranks are as far."""
+        deadline_s = time.monotonic() + _AT_ONCE_S
+        while process.Engine.current is not None:
+            counts = process.stats()["held"]
+            held = {name: counts[name] for name in _OF_OPERATIONS if counts[name]}
+            if not held:
+                break
+            if time.monotonic() > deadline_s:
+                self.complain(f"leak: the engine holds {held} although all calls have ended")
+                break
+            time.sleep(0.001)
 
     def look_for_leaks(self, before: Held) -> Held:
         """Everything that this program used is given back, soon after its last group has gone. Returns what is held then."""
@@ -383,8 +399,11 @@ class _Pending:
 
     def check(self) -> None:
         if self.sparse is not None and self.compared:
-            wanted = sum(model.sparse(self.spec, rank).to_dense() for rank in range(self.size))
-            if not torch.equal(self.sparse.to_dense(), wanted):  # type: ignore[arg-type]
+            wanted = torch.stack([model.sparse(self.spec, rank).to_dense() for rank in range(self.size)]).sum(0)
+            if self.spec["reduce"] == "AVG":
+                rounding = None if wanted.is_floating_point() else "trunc"
+                wanted = torch.div(wanted, self.size, rounding_mode=rounding)
+            if not torch.equal(self.sparse.to_dense(), wanted.to(self.sparse.dtype)):
                 self.rank.complain(
                     f"{self.what}: {_short(self.sparse)} are wrong, the first at any: not {_short(wanted)}"
                 )
@@ -439,6 +458,13 @@ def _coalesced_all_reduce(p: _Pending, later: bool) -> Any:
 
 def _pairs(p: _Pending) -> list[list[torch.Tensor]]:
     return [p.tensors[at : at + 2] for at in range(0, len(p.tensors), 2)]
+
+
+def _all_gather_coalesced(p: _Pending, later: bool) -> Any:
+    """A list of outputs for each rank, with one for each input: parts of whole tensors."""
+    by_input = [whole.view(-1).tensor_split(p.size) for _, whole in _pairs(p)]
+    by_rank = [list(parts) for parts in zip(*by_input, strict=True)]
+    return dist.all_gather_coalesced(by_rank, p.tensors[::2], group=p.group, async_op=later)
 
 
 def _coalesced_all_gather(p: _Pending, later: bool) -> Any:
@@ -641,7 +667,7 @@ def _message_objects(p: _Pending, later: bool) -> None:
 
 def _sparse_all_reduce(p: _Pending, later: bool) -> Any:
     p.sparse = model.sparse(p.spec, p.me)
-    return dist.all_reduce(p.sparse, group=p.group, async_op=later)
+    return dist.all_reduce(p.sparse, op=p.op, group=p.group, async_op=later)
 
 
 def _gradients(p: _Pending, later: bool) -> None:
@@ -676,6 +702,7 @@ _CALLS: dict[str, Callable[[_Pending, bool], Any]] = {
     "all_reduce_coalesced": _all_reduce_coalesced,
     "coalesced all_reduce": _coalesced_all_reduce,
     "functional all_reduce": _functional_all_reduce,
+    "all_gather_coalesced": _all_gather_coalesced,
     "coalesced all_gather_into_tensor": _coalesced_all_gather,
     "coalesced reduce_scatter_tensor": _coalesced_reduce_scatter,
     "reduce": _reduce,
@@ -767,6 +794,16 @@ def _short(value: Any) -> str:
 _CAN_SPLIT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
 # For an error that waits for nobody, on a machine that does much else.
 _AT_ONCE_S = 10.0
+# Of `penstock.stats()["held"]`, what no group has between operations.
+_OF_OPERATIONS = (
+    "operations",
+    "claims",
+    "early_messages",
+    "early_bytes",
+    "remembered_operations",
+    "unacknowledged_messages",
+    "credit_bytes",
+)
 # Programs after which a rank has imported and made what it keeps.
 _FREEZE = 3
 # How long a program's last threads and descriptors may take to go, on a machine that does much else.

@@ -159,8 +159,7 @@ def _simpler(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if spec["call"] in ("reducer", "ddp"):
         yield from gradients.simpler(spec)
     counts = spec.get("counts", [])
-    several = spec["call"].startswith("coalesced") or spec["call"] in (
-        "all_reduce_coalesced",
+    several = "coalesced" in spec["call"] or spec["call"] in (
         "reducer",
         "ddp",
         "hvd allreduce",

@@ -328,6 +328,15 @@ def sparse_all_reduce_refuses(backend: str) -> object:
         tensor = _sparse(rank)
         dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
         close(tensor.to_dense(), sum(_sparse(r).to_dense() for r in range(size)) / size)
+        # Integers truncate, as dense ones do, and none goes through a float, which has not all of their digits.
+        where, given = torch.tensor([[0, 2]]), torch.tensor([(1 << 60) + 1, -5 - rank])
+        tensor, alike = torch.sparse_coo_tensor(where, given, (4,)), given.clone()
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+        dist.all_reduce(alike, op=dist.ReduceOp.AVG)
+        same(tensor.to_dense(), torch.tensor([(1 << 60) + 1, 0, -6, 0]))
+        same(tensor.coalesce().values(), alike)
+        with pytest.raises(ValueError, match="avg is not defined on bool"):
+            dist.all_reduce(torch.sparse_coo_tensor(where, given > 0, (4,)), op=dist.ReduceOp.AVG)
         return bits(tensor.values())
 
 

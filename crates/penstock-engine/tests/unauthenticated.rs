@@ -314,6 +314,52 @@ fn many_idle_unauthenticated_peers_keep_nobody_out() {
     run(&over_the_local_socket, local);
 }
 
+/// Nor do as many that say to be a member, and never prove it: after a second the oldest one makes room.
+#[test]
+fn many_that_prove_nothing_keep_nobody_out() {
+    let engine = engine();
+    let (_group, _ticket) = join(&engine, &contact(LARGEST, Vec::new()));
+    engine.stats().expect("it has begun to join");
+    let claims = Connector::new(hello(&engine, (VERSION_MAJOR, 0)), SECRET).poll_transmit();
+    let began = Instant::now();
+    let claiming: Vec<TcpStream> = (0..256)
+        .map(|_| {
+            let mut stream = tcp(&engine);
+            stream.write_all(&claims).expect("the engine reads");
+            assert!(stream.read(&mut [0; 1024]).expect("the engine answers") > 0);
+            stream
+        })
+        .collect();
+    until(|| began.elapsed() > Duration::from_millis(1500));
+    let mut member = connect(&engine, tcp);
+    assert!(member.read(&mut [0; 1024]).expect("frames") > 0);
+    assert!(began.elapsed() < HANDSHAKE_WITHIN, "this machine is too slow for this test");
+    drop(claiming);
+}
+
+/// Who says to be a member to which the engine connects, and closes, gives the engine no reason to connect once more.
+#[test]
+fn claims_that_are_not_proved_change_nothing() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let engine = engine();
+    let member = contact(SMALLEST, vec![listener.local_addr().expect("bound")]);
+    let (_group, _ticket) = join(&engine, &member);
+    // It is never answered.
+    let dialled = listener.accept().expect("the engine connects");
+    let claims = Hello { from: SMALLEST, ..hello(&engine, (VERSION_MAJOR, 0)) };
+    for _ in 0..20 {
+        let mut stream = tcp(&engine);
+        stream.write_all(&Connector::new(claims.clone(), b"other").poll_transmit()).expect("the engine reads");
+        let _ = stream.read(&mut [0; 1024]);
+    }
+    listener.set_nonblocking(true).expect("a flag");
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_millis(300) {
+        assert!(listener.accept().is_err(), "the engine connects again");
+    }
+    drop(dialled);
+}
+
 /// The engine's own attempts to connect, however many, leave the places of those that connect to it free.
 #[test]
 fn own_connections_keep_nobody_out() {

@@ -18,6 +18,7 @@ from penstock.torch.arguments import (
     DTYPES,
     check_place,
     check_writable,
+    is_reduced,
     looks,
     reduction,
     refusal,
@@ -97,6 +98,9 @@ class Collectives(Operations):
         op, _ = reduction(opts.reduceOp, "all_reduce", None)
         if op not in ("sum", "avg"):
             raise refusal(f"all_reduce of sparse tensors knows SUM and AVG, not {op.upper()}; make them dense first")
+        for tensor in tensors:
+            if not tensor.is_complex() and not is_reduced(op, DTYPES[tensor.dtype]):
+                raise refusal(f"all_reduce: {op} is not defined on {str(tensor.dtype).removeprefix('torch.')}")
         if self._sparse is None:
             self._sparse = SparseReductions(self.open_channel("sparse"), self.keep_channel, self._fail)
         reductions, tickets = self._sparse, []

@@ -171,7 +171,15 @@ def add_up(tensor: torch.Tensor, gather: Gather, *, average: bool) -> torch.Tens
     indices = torch.cat([part[:count] for part, count in zip(all_indices, counts, strict=True)])
     values = torch.cat([part[:count] for part, count in zip(all_values, counts, strict=True)])
     total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
-    return total / len(counts) if average else total
+    return _divided(total, len(counts)) if average else total
+
+
+def _divided(total: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The average. Integers truncate towards zero, as those of dense tensors do."""
+    values = total.values()
+    rounding = None if values.is_floating_point() or values.is_complex() else "trunc"
+    divided = torch.div(values, ranks, rounding_mode=rounding)
+    return torch.sparse_coo_tensor(total.indices(), divided, total.shape, is_coalesced=True, check_invariants=False)
 
 
 def _gathered(mine: torch.Tensor, gather: Gather, world: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ use super::channel::OPENING_OPS;
 use super::group::{Group, Joining};
 use super::host::Host;
 use super::issue::awaited_of;
-use super::{Common, Groups, PROBE};
+use super::{Common, Groups, Late, PROBE, Pending};
 use crate::early::Early;
 use crate::name::{OpId, Sequence};
 use penstock_types::{ChannelId, Failure, FailureKind, GroupId, MILLISECOND, PeerId, SECOND, Scope, Time};
@@ -14,9 +14,16 @@ impl<B, K> Groups<B, K> {
     pub fn look_for_late<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H) -> Time {
         let now = host.now();
         self.common.early.bound_claims(|group| self.groups.contains_key(&group));
-        let due = self.common.pending_failures.extract_if(.., |(by, ..)| *by <= now).collect::<Vec<_>>();
-        for (_, id, failure) in due {
-            self.fail(host, id.into(), failure, true);
+        let due = self.common.pending_failures.extract_if(.., |pending| pending.by <= now).collect::<Vec<_>>();
+        for Pending { group: id, failure, late, .. } in due {
+            let has_ended = |group: &Group<B>| match late {
+                Late::Join => group.joining.is_none(),
+                Late::Operation(op) => !group.ops.contains_key(&op),
+                Late::Memory => false,
+            };
+            if !self.groups.get(&id).is_some_and(has_ended) {
+                self.fail(host, id.into(), failure, true);
+            }
         }
         self.probe_for_silent(host, now);
         for group in self.groups.values_mut() {
@@ -38,7 +45,8 @@ impl<B, K> Groups<B, K> {
             // A rank that lacks a member knows more, and should report first.
             Some(Joining::Gathers) => {
                 let failure = timeout(group.unconnected_others(waited));
-                self.common.pending_failures.push((host.now().plus(SECOND), id, failure));
+                let by = host.now().plus(SECOND);
+                self.common.pending_failures.push(Pending { by, group: id, failure, late: Late::Join });
             }
             Some(Joining::Connects) => {
                 let failure = timeout(group.unconnected(&self.common, host, waited));
@@ -91,8 +99,9 @@ impl<B> Group<B> {
             let awaited = self.ops[&op].operation.awaited();
             let has_opened = |rank: &u32| self.ops[&op].issued.get(rank).is_some_and(|count| *count > 0);
             if op.channel != ChannelId::MAIN && op.seq == 0 && awaited.iter().all(has_opened) {
-                if common.pending_failures.iter().all(|(_, group, _)| *group != self.id) {
-                    common.pending_failures.push((now.plus(SECOND), self.id, failure));
+                let late = Late::Operation(op);
+                if common.pending_failures.iter().all(|known| (known.group, known.late) != (self.id, late)) {
+                    common.pending_failures.push(Pending { by: now.plus(SECOND), group: self.id, failure, late });
                 }
                 return;
             }

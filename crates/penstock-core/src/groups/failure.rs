@@ -2,7 +2,7 @@
 
 use super::group::{Call, Ending, Group};
 use super::host::{Failed, Host};
-use super::{Common, Groups};
+use super::{Common, Groups, Late, Pending};
 use crate::name::OpId;
 use crate::operation::Misfit;
 use penstock_stream::fingerprint::Fingerprint;
@@ -33,7 +33,8 @@ impl<B> Group<B> {
                 // A rank whose memory is gone has died, or has failed and left; its socket will soon tell which, and why.
                 let message = format!("the memory of {who} cannot be read any more ({error}).");
                 let by = host.now().plus(UNREADABLE_WITHIN);
-                common.pending_failures.push((by, self.id, Failure::fatal(FailureKind::PeerLost, message)));
+                let failure = Failure::fatal(FailureKind::PeerLost, message);
+                common.pending_failures.push(Pending { by, group: self.id, failure, late: Late::Memory });
                 return;
             }
         };

@@ -62,14 +62,35 @@ struct Common<K> {
     most_early: usize,
     planner: Planner,
     thresholds: Thresholds,
-    /// Groups that are about to fail, until when another rank may report a better reason, and the failure so far.
-    pending_failures: Vec<(Time, GroupId, Failure)>,
+    /// Groups that are about to fail.
+    pending_failures: Vec<Pending>,
     /// Operations with something to do that takes long, most urgent first. Some may have ended.
     work: BTreeSet<(Priority, Time, GroupId, OpId)>,
     effects: Vec<Effect>,
     finished: u64,
     /// The longest time-out of an operation so far.
     longest_timeout: u64,
+}
+
+/// A group is about to fail. Until `by` another rank may report a better reason.
+#[derive(Debug)]
+struct Pending {
+    by: Time,
+    group: GroupId,
+    failure: Failure,
+    /// What has failed in it.
+    late: Late,
+}
+
+/// What has failed in a group that is about to fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Late {
+    /// Its join. If that ends meanwhile, it has succeeded.
+    Join,
+    /// An operation, likewise.
+    Operation(OpId),
+    /// A rank's memory cannot be read: what was to be read there cannot come any more.
+    Memory,
 }
 
 /// What is known of groups that this process is not in.
@@ -270,6 +291,13 @@ impl<B, K> Groups<B, K> {
     #[must_use]
     pub fn why_lost(&self, peer: PeerId) -> Option<&str> {
         self.common.directory.peer(peer).lost.as_deref()
+    }
+
+    /// Whether a join waits for a peer to be connected.
+    #[must_use]
+    pub fn awaits(&self, peer: PeerId) -> bool {
+        let mut joins = self.groups.values().filter(|group| group.joining == Some(group::Joining::Connects));
+        joins.any(|group| group.members.rank_of(peer).is_some())
     }
 
     /// How many operations have ended well.

@@ -222,9 +222,10 @@ impl<B> Group<B> {
         active.progressed = host.now();
         act(active, host, &mut effects);
         let mut acting = Acting { key: op.key(self.id, self.members.rank(), 0), active, misfit: None };
-        let mut at = 0;
+        let (mut at, mut more) = (0, Vec::new());
         let mut needs_the_gone = false;
-        // Opening a message may find it here already, which may make more steps ready: the list grows while it is walked.
+        // Opening a message may find it here already, which may make more steps ready: the list grows while it is walked. What comes
+        // is put apart first, since an operation joins messages to the last effect in its list.
         while at < effects.len() && acting.misfit.is_none() {
             let effect = effects[at];
             at += 1;
@@ -233,7 +234,8 @@ impl<B> Group<B> {
                 && peer.is_some_and(|(_, peer)| {
                     has_left(&self.channels, peer, op.channel) || common.directory.peer(peer).lost.is_some()
                 });
-            acting.carry_out(common, host, self.members.rank(), peer, effect, &mut effects);
+            acting.carry_out(common, host, self.members.rank(), peer, effect, &mut more);
+            effects.append(&mut more);
         }
         let Acting { active, misfit, .. } = acting;
         effects.clear();

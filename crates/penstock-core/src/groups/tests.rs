@@ -179,6 +179,14 @@ struct World {
 impl World {
     /// Ranks that join one group; each then follows its steps, whose times count from the end of the joins.
     fn new(seed: u64, hosts: &[u32]) -> World {
+        let mut world = World::joining(seed, hosts);
+        let up = |world: &World| world.ranks.iter().all(|rank| rank.host.joined.is_some());
+        assert!(world.run(up, Time(10 * SECOND)), "seed {seed}: no join within 10 s");
+        world
+    }
+
+    /// All ranks have begun to join, and are connected.
+    fn joining(seed: u64, hosts: &[u32]) -> World {
         let world = hosts.len();
         let mut rng = Rng::with_seed(seed);
         let ranks = (0..world).map(|rank| {
@@ -207,8 +215,6 @@ impl World {
         for rank in 0..hosts.len() {
             world.join(rank);
         }
-        let up = |world: &World| world.ranks.iter().all(|rank| rank.host.joined.is_some());
-        assert!(world.run(up, Time(10 * SECOND)), "seed {seed}: no join within 10 s");
         world
     }
 
@@ -535,6 +541,24 @@ fn a_time_out_says_who_is_missing() {
             assert!(time.since(issued) >= TIMEOUT, "seed {seed}: too early");
             let missing = format!("rank {lazy}, which has issued {calls} operations so far");
             assert!(failure.message.contains(&missing), "seed {seed}, rank {at}: {failure}");
+        }
+    });
+}
+
+/// A caller gives up a join that all ranks are about to end, and it ends before another rank could have said more: it has
+/// succeeded, and the group lives.
+#[test]
+fn a_join_that_ends_while_its_caller_gives_up() {
+    seeded(30, |seed, rng| {
+        let count = rng.usize(2..6);
+        let mut world = World::joining(seed, &hosts(rng, count));
+        let Rank { groups, host, .. } = &mut world.ranks[rng.usize(0..count)];
+        assert_eq!(groups.get(GROUP).expect("it joins").joining, Some(group::Joining::Gathers));
+        groups.expire(host, GROUP.into(), SECOND);
+        assert!(!world.run(|_| false, Time(5 * SECOND)));
+        for rank in &world.ranks {
+            assert_eq!(rank.host.joined, Some(Ok(())), "seed {seed}");
+            assert!(rank.groups.get(GROUP).is_some_and(|group| group.failed.is_none()), "seed {seed}");
         }
     });
 }

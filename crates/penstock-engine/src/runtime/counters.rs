@@ -12,7 +12,8 @@ use penstock_types::{ChannelId, PeerId};
 impl Runtime {
     pub(super) fn held(&self, peers: &Peers) -> Held {
         let machines = || (0..self.local.peers.len()).map(|peer| peers.look(peer as PeerId));
-        let descriptors = |info: &PeerMemory| info.offered.values().flatten().count() + info.descriptors.len();
+        let descriptors =
+            |info: &PeerMemory| info.offered.values().flatten().count() + info.withdrawn.len() + info.descriptors.len();
         let early = self.groups.early();
         Held {
             groups: self.groups.iter().count() as u64,

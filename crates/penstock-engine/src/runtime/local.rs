@@ -38,6 +38,8 @@ pub(super) struct PeerMemory {
     is_gone: bool,
     /// Our regions that the peer knows; the descriptors of some have not been sent yet.
     pub(super) offered: HashMap<u64, Option<Fd>>,
+    /// Descriptors of regions that are shared no longer, whose offers have not been written yet.
+    pub(super) withdrawn: HashMap<u64, Fd>,
     /// The peer's regions, by its numbers.
     pub(super) mappings: HashMap<u64, Arc<Mapping>>,
     /// Descriptors that the peer has passed for frames that have not come yet.
@@ -52,6 +54,7 @@ impl PeerMemory {
             pid: 0,
             is_gone: false,
             offered: HashMap::new(),
+            withdrawn: HashMap::new(),
             mappings: HashMap::new(),
             descriptors: VecDeque::new(),
         }
@@ -101,10 +104,19 @@ impl Local {
     pub(super) fn remove_region(&mut self, peers: &mut Peers, number: u64) {
         self.regions.retain(|_, (known, _)| *known != number);
         for (peer, info) in (0..).zip(&mut self.peers) {
-            if info.offered.remove(&number).is_some() && !info.is_gone {
+            if let Some(descriptor) = info.offered.remove(&number)
+                && !info.is_gone
+            {
+                info.withdrawn.extend(descriptor.map(|descriptor| (number, descriptor)));
                 peers.machine(peer).unshare(number);
             }
         }
+    }
+
+    /// The descriptor that goes with the offer of a region, once.
+    pub(super) fn descriptor(&mut self, peer: PeerId, region: u64) -> Option<Fd> {
+        let info = self.peer_mut(peer);
+        info.withdrawn.remove(&region).or_else(|| info.offered.get_mut(&region)?.take())
     }
 
     /// The number of the region, and the offset in it, where a peer of this host finds bytes, if they lie in a region that it
@@ -178,6 +190,7 @@ impl Local {
         let info = self.peer_mut(peer);
         info.is_gone = true;
         info.offered.clear();
+        info.withdrawn.clear();
         info.mappings.clear();
         info.descriptors.clear();
     }

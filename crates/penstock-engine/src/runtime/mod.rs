@@ -131,7 +131,7 @@ impl Handler for Runtime {
     }
 
     fn descriptor(&mut self, peer: PeerId, region: u64) -> Option<Fd> {
-        self.local.peer_mut(peer).offered.get_mut(&region)?.take()
+        self.local.descriptor(peer, region)
     }
 
     fn passed(&mut self, peer: PeerId, descriptor: Fd) -> Result<(), FrameError> {
@@ -197,6 +197,10 @@ impl Handler for Runtime {
 
     fn work(&mut self, peers: &mut Peers) {
         self.act(peers, |groups, hands| groups.work(hands));
+    }
+
+    fn awaits(&self, peer: PeerId) -> bool {
+        self.groups.awaits(peer)
     }
 
     fn stopping(&self) -> bool {

@@ -202,6 +202,20 @@ fn a_join_with_a_rank_that_has_died_fails_at_once() {
     }
 }
 
+/// A rank joins long after the others, which find its process there all the time: they wait for it, as long as the join may take.
+#[test]
+fn a_rank_that_joins_late_is_waited_for() {
+    for late in 0..3 {
+        let joins = |rank| {
+            let begins = if rank == late { vec![Step::Pause(18 * SECOND)] } else { vec![] };
+            [begins, vec![Step::Join(0), Step::Issue(0), Step::Wait(0), Step::Leave(0)]].concat()
+        };
+        let mut program = scripted(What::AllReduce, 10, 50, (0..3).map(joins).collect());
+        (program.wrong, program.calls) = (None, program.calls[..1].to_vec());
+        assert_eq!(world::results(&program, 0), [Some(Ok(())), Some(Ok(())), Some(Ok(()))], "rank {late} is late");
+    }
+}
+
 /// A program of one group, in which not all ranks make all calls; these are alike.
 fn scripted(what: What, elements: u64, delay_us: u64, steps: Vec<Vec<Step>>) -> Program {
     let (dtype, op, timeout) = (DType::F32, ReduceOp::Sum, 60 * SECOND);

@@ -95,11 +95,17 @@ impl Driver {
         }
     }
 
-    /// Closes the oldest connection that has sent no HELLO. Returns false if there is none: the others claim to be members of
-    /// a job, and may be.
+    /// Closes the oldest connection that has sent no HELLO, or else one that claims to be a member of a job and has not proved it
+    /// for a second. Returns false if there is none: the others may be members.
     pub(super) fn evict_unauthenticated<H: Handler>(&mut self, handler: &mut H, now: Time) -> bool {
-        let is_silent = |socket: &Socket| matches!(socket.stage, Stage::Acceptor(_)) && socket.peer.is_none();
-        let oldest = self.sockets.iter().filter(|(_, socket)| is_silent(socket)).map(|(token, _)| *token).min();
+        let is_in_time = |socket: &Socket| now.plus(HANDSHAKE_WITHIN - SECOND) <= socket.deadline;
+        let rank = |socket: &Socket| match socket.stage {
+            Stage::Acceptor(_) if socket.peer.is_none() => Some(0),
+            Stage::Acceptor(_) if !is_in_time(socket) => Some(1),
+            _ => None,
+        };
+        let ranked = self.sockets.iter().filter_map(|(token, socket)| Some((rank(socket)?, *token)));
+        let oldest = ranked.min().map(|(_, token)| token);
         let Some((token, socket)) = oldest.and_then(|token| Some((token, self.sockets.remove(&token)?))) else {
             return false;
         };

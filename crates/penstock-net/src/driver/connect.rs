@@ -4,6 +4,7 @@ use super::accept::ACCEPT_AGAIN;
 use super::listen::tune;
 use super::neighbour::read_memory_epoch;
 use super::{Driver, FEATURE_READS_MEMORY, FEATURES, HANDSHAKE_WITHIN, random};
+use crate::close_reason::CloseReason;
 use crate::contact::Contact;
 use crate::descriptors::is_shortage;
 use crate::fds::Fd;
@@ -16,6 +17,7 @@ use penstock_stream::peer::StreamId;
 use penstock_types::{GroupId, MILLISECOND, PeerId, SECOND, Time};
 use rustix::event::epoll;
 use rustix::fd::OwnedFd;
+use rustix::io::Errno;
 use socket2::{Domain, Protocol, SockAddr, Type};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -172,8 +174,8 @@ impl Driver {
                 self.await_descriptors(peer, stream, attempt, &format!("{remote}: {error}"), now);
             }
             Err(error) => {
-                let is_refused = error.kind() == io::ErrorKind::ConnectionRefused;
-                self.retry(handler, peer, (stream, attempt), &format!("{remote}: {error}"), is_refused, now);
+                let reason = CloseReason::System(Errno::from_io_error(&error).unwrap_or(Errno::IO));
+                self.retry(handler, peer, (stream, attempt), &remote.to_string(), &reason, now);
             }
         }
     }
@@ -188,22 +190,23 @@ impl Driver {
         self.schedule_timers(at);
     }
 
-    /// Schedules another attempt for a stream, or gives up. `is_refused`: nothing listens there.
+    /// Schedules another attempt for a stream to `remote`, or gives up.
     pub(super) fn retry<H: Handler>(
         &mut self,
         handler: &mut H,
         peer: PeerId,
         (stream, attempt): (StreamId, u32),
-        reason: &str,
-        is_refused: bool,
+        remote: &str,
+        why: &CloseReason,
         now: Time,
     ) {
         let link = &mut self.links[peer as usize];
         if link.finished || !link.connects {
             return;
         }
-        self.peers.troubles[peer as usize] = Some(reason.to_owned());
-        link.refusals = if is_refused { link.refusals + 1 } else { 0 };
+        let reason = format!("{remote}: {why}");
+        self.peers.troubles[peer as usize] = Some(reason.clone());
+        link.refusals = if why.is_refused() { link.refusals + 1 } else { 0 };
         // The peer's host answers, but nothing listens there. A process listens before it says where.
         let has_died = link.refusals >= 2;
         let none_up = self.peers.look(peer).stream_count() == 0;
@@ -211,7 +214,9 @@ impl Driver {
             let what = "closed all its connections and no longer listens: the process has died";
             return self.lose(handler, peer, what, true, now);
         }
-        let attempt = attempt + 1;
+        // A peer that answers is there. How long a join waits until the peer takes part in it, its time-out says.
+        let may_last = *why == CloseReason::NotYet && handler.awaits(peer);
+        let attempt = if may_last && attempt == CONNECT_ATTEMPTS { SLOW_ATTEMPTS } else { attempt + 1 };
         if attempt > CONNECT_ATTEMPTS {
             log::warn!("penstock: gave up stream {stream} to {}: {reason}", link.contact.describe());
             if none_up {
@@ -219,7 +224,7 @@ impl Driver {
             }
             return;
         }
-        let delay = (RETRY_FIRST << attempt.min(5)).min(SECOND);
+        let delay = RETRY_FIRST << attempt.min(SLOW_ATTEMPTS);
         link.retries.push((stream, now.plus(delay), attempt));
         self.schedule_timers(now.plus(delay));
     }
@@ -253,7 +258,8 @@ impl Driver {
                 self.sockets.insert(token, socket);
             }
             Err(error) => {
-                self.retry(handler, peer, (socket.stream, socket.attempt), &error.to_string(), false, now);
+                let reason = CloseReason::System(error);
+                self.retry(handler, peer, (socket.stream, socket.attempt), &socket.remote, &reason, now);
             }
         }
     }
@@ -308,6 +314,8 @@ const UNREAD_ATTEMPTS: u32 = 40;
 const UNREAD_AGAIN: u64 = 25 * MILLISECOND;
 const RETRY_FIRST: u64 = 10 * MILLISECOND;
 const CONNECT_ATTEMPTS: u32 = 40;
+/// After so many, attempts are as far apart as they will be.
+const SLOW_ATTEMPTS: u32 = 5;
 
 #[cfg(test)]
 mod tests {

@@ -32,6 +32,7 @@ impl Driver {
             self.say_why(handler, peer, &mut socket, reason, now);
         }
         let (was_up, stream, local, attempt) = (socket.is_up(), socket.stream, socket.local, socket.attempt);
+        let is_acceptor = matches!(socket.stage, Stage::Acceptor(_));
         let remote = socket.remote.clone();
         drop(socket);
         self.links[peer as usize].sockets.retain(|known| *known != token);
@@ -63,6 +64,9 @@ impl Driver {
             return;
         }
         log::debug!("penstock: stream {stream} to {remote} closed: {reason}");
+        if is_acceptor {
+            return; // whoever it was has not proved to be the peer
+        }
         let link = &mut self.links[peer as usize];
         if was_up && !link.lost.contains(&stream) {
             link.lost.push(stream);
@@ -74,7 +78,7 @@ impl Driver {
         let attempt = if was_up { 0 } else { attempt };
         // A local connection that was told to wait chooses its medium again at the next attempt.
         let stream = if local { FROM_THE_START } else { stream };
-        self.retry(handler, peer, (stream, attempt), &format!("{remote}: {reason}"), reason.is_refused(), now);
+        self.retry(handler, peer, (stream, attempt), &remote, reason, now);
     }
 
     /// Tells a peer why its only connection is about to be closed. Otherwise it would take this process for dead.

@@ -293,6 +293,34 @@ fn a_channel_that_one_rank_opens_late_or_never() {
     });
 }
 
+/// A rank waits in an opening for another that has opened the channel, and that one for a rank that opens it after the first one's
+/// time-out, within the second in which others may say more: the opening has succeeded on all ranks, and the group lives.
+#[test]
+fn an_opening_that_ends_just_after_a_time_out() {
+    let late_ends = std::cell::Cell::new(0);
+    seeded(30, |seed, rng| {
+        let count = rng.usize(3..7);
+        let mut world = World::new(seed, &hosts(rng, count));
+        let (hasty, late) = (0, rng.usize(1..count));
+        for rank in 0..count {
+            let timeout = if rank == hasty { 3 * SECOND } else { TIMEOUT };
+            let after = if rank == late { 3 * SECOND + 500 * MILLISECOND } else { 0 };
+            world.plan(rank, after, Step::Open(OPENING, Open { timeout, ..open(1, "c") }));
+        }
+        assert!(!world.run(|_| false, world.now.plus(6 * SECOND)));
+        let (at, result) = world.ranks[hasty].ended(OPENING).expect("it has a time-out");
+        match result {
+            Ok(()) => {
+                late_ends.set(late_ends.get() + 1);
+                assert!(failures(&world).is_empty(), "seed {seed}: {:?}", failures(&world));
+                assert!((0..count).all(|rank| group(&world, rank).failed.is_none()), "seed {seed}: ended at {at:?}");
+            }
+            Err(failure) => assert!(failure.message.contains(&format!("rank {late}")), "seed {seed}: {failure}"),
+        }
+    });
+    assert!(late_ends.get() > 0 || std::env::var("PENSTOCK_SEED").is_ok(), "the case has not come");
+}
+
 /// A rank leaves the group, after any number of collectives there, and never opens a channel that the others open: they hear at once
 /// that it has left and had not opened it, whatever its numbers in the main channel are.
 #[test]

@@ -69,7 +69,11 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     if not job.is_initialized():
         handles.forget_all()
         job.init(ranks)
-        _init_process_sets(wanted)
+        try:
+            _init_process_sets(wanted)
+        except BaseException:
+            shutdown()
+            raise
     else:
         job.init(ranks)
 
