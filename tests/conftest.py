@@ -28,6 +28,8 @@ def pytest_configure() -> None:
         if name.startswith("PENSTOCK_") or name in _LAUNCHER or name.endswith("_SOCKET_IFNAME"):
             del os.environ[name]
     os.environ["MPLBACKEND"] = "Agg"
+    # Threads of OpenMP spin when they have nothing to do, and take the processors from the tests beside them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Every rank and every command is a new process, and half of what it needs to start is to compile our modules, where
     # PYTHONDONTWRITEBYTECODE is set: once, here.
     if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -108,7 +108,7 @@ pub(super) enum Fault {
         skew: u64,
         times: u32,
     },
-    /// Nothing passes on a connection.
+    /// Nothing passes on a connection: what is on its way there comes late, be it bytes, a grant or an acknowledgement.
     Stall {
         ranks: [usize; 2],
         which: usize,
