@@ -399,11 +399,12 @@ class _Pending:
 
     def check(self) -> None:
         if self.sparse is not None and self.compared:
-            wanted = torch.stack([model.sparse(self.spec, rank).to_dense() for rank in range(self.size)]).sum(0)
+            given = torch.stack([model.sparse(self.spec, rank).to_dense() for rank in range(self.size)])
+            wanted = given.sum(0, dtype=given.dtype)  # integers wrap
             if self.spec["reduce"] == "AVG":
                 rounding = None if wanted.is_floating_point() else "trunc"
                 wanted = torch.div(wanted, self.size, rounding_mode=rounding)
-            if not torch.equal(self.sparse.to_dense(), wanted.to(self.sparse.dtype)):
+            if not torch.equal(self.sparse.to_dense(), wanted):
                 self.rank.complain(
                     f"{self.what}: {_short(self.sparse)} are wrong, the first at any: not {_short(wanted)}"
                 )
