@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import ranks
 from backends import ALL, BACKENDS, Backend
 from collectives import layouts, programs
+from penstock.torch import sparse
 
 # Programs that gloo cannot run, and why. Of the others' grids it runs the part that it knows.
 NOT_WITH_GLOO = {
@@ -105,6 +107,18 @@ def test_memory_of_the_call() -> None:
 def test_arrays_in_any_order() -> None:
     """What goes through NumPy's arrays is numbers, in whatever order their bytes are; objects are refused."""
     ranks.run(layouts.arrays_in_any_order, count=2)
+
+
+@pytest.mark.parametrize("ranks_there", [2, 128, 256, 300])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float32])
+def test_sparse_averages(dtype: torch.dtype, ranks_there: int) -> None:
+    """Integers truncate towards zero, also where their dtype has no such number of ranks."""
+    sums = torch.tensor([100, 1, -100 if dtype.is_signed else 200], dtype=dtype)
+    total = torch.sparse_coo_tensor(torch.tensor([[0, 2, 5]]), sums, (6,)).coalesce()
+    exact = sums.double() / ranks_there
+    wanted = exact.to(dtype) if dtype.is_floating_point else exact.trunc().to(dtype)
+    found = sparse._divided(total, ranks_there)
+    assert found.dtype is dtype and torch.equal(found.values(), wanted)
 
 
 def _run(program: Callable[..., object], count: int, backend: Backend, args: tuple[object, ...]) -> None:

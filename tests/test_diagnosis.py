@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -80,6 +81,11 @@ def _medium() -> str:
     assert tensor[0] == 2
     (peer,) = penstock.stats()["peers"]
     dist.destroy_process_group()
+    # A value that no setting can have: the engine gets what the setting says, and knows the others.
+    said = dataclasses.replace(config.read(), ptracer="nobody")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match='unknown ptracer "nobody"'):
+        patch.setattr(config, "read", lambda: said)
+        dist.init_process_group("penstock", store=dist.HashStore(), rank=0, world_size=1)
     return str(peer["medium"])
 
 

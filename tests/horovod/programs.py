@@ -1423,12 +1423,18 @@ def static_process_sets() -> list[Any]:
         optimizer.step()
         assert model.weight.grad.item() == 1.0
     hvd.shutdown()
-    with_error(ValueError, "duplicate", lambda: hvd.init(process_sets=[hvd.ProcessSet([1]), hvd.ProcessSet([1])]))
+    twice = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1]), hvd.ProcessSet([1])]
+    with_error(ValueError, "duplicate", lambda: hvd.init(process_sets=twice))
     # Nothing is left of it: another init makes its sets.
+    assert [one.process_set_id for one in twice] == [None, None, None]
     assert not hvd.is_initialized() and "penstock-horovod" not in {one.name for one in threading.enumerate()}
     hvd.init(process_sets=[pair := hvd.ProcessSet([1, 2])])
     if pair.included():
         assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum, process_set=pair) == 2
+    # A set of an earlier life, whose number is another one's now, is none.
+    assert sets[0].process_set_id == pair.process_set_id
+    with_error(ValueError, "has not been registered", lambda: hvd.allreduce(torch.tensor(1.0), process_set=sets[0]))
+    with_error(ValueError, "has not been registered", sets[0].size)
     hvd.shutdown()
     return answers
 

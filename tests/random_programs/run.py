@@ -322,7 +322,8 @@ class _Rank:
 
     def _look_into_engine(self) -> None:
         """When all calls of a right program have ended, the engine holds nothing of them, as soon as other ranks are as far."""
-        deadline_s = time.monotonic() + _AT_ONCE_S
+        # Another rank may be as late as its operations may be.
+        deadline_s = time.monotonic() + max(_AT_ONCE_S, float(self.program["timeout_s"]))
         while process.Engine.current is not None:
             counts = process.stats()["held"]
             held = {name: counts[name] for name in _OF_OPERATIONS if counts[name]}

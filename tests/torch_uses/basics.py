@@ -335,6 +335,10 @@ def sparse_all_reduce_refuses(backend: str) -> object:
         dist.all_reduce(alike, op=dist.ReduceOp.AVG)
         same(tensor.to_dense(), torch.tensor([(1 << 60) + 1, 0, -6, 0]))
         same(tensor.coalesce().values(), alike)
+        narrow = torch.tensor([100, -3], dtype=torch.int8)
+        tensor = torch.sparse_coo_tensor(where, narrow if rank == 0 else narrow.clone().zero_(), (4,))
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+        same(tensor.to_dense(), torch.tensor([33, 0, -1, 0], dtype=torch.int8))
         with pytest.raises(ValueError, match="avg is not defined on bool"):
             dist.all_reduce(torch.sparse_coo_tensor(where, given > 0, (4,)), op=dist.ReduceOp.AVG)
         return bits(tensor.values())

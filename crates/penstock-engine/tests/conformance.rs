@@ -645,7 +645,7 @@ fn any_source_without_a_message() {
         // SAFETY: the buffer outlives the wait.
         let late = unsafe { patient.groups[0].start(Call { timeout: 300_000_000, ..call }) };
         let behind = start(&patient.groups[0], Collective::Recv { from: 1 }, 0, &mut buffers[1]);
-        let parts = ["Timed out after 0.3 s, waiting for a message from any of the other ranks."];
+        let parts = ["Timed out after 0.3 s, waiting for a message from any of the other ranks: rank "];
         fails(&[late, behind], FailureKind::Timeout, &parts);
 
         let aborted = world(3, medium);

@@ -343,6 +343,7 @@ fn claims_that_are_not_proved_change_nothing() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let engine = engine();
     let member = contact(SMALLEST, vec![listener.local_addr().expect("bound")]);
+    let dialled_at = Instant::now();
     let (_group, _ticket) = join(&engine, &member);
     // It is never answered.
     let dialled = listener.accept().expect("the engine connects");
@@ -355,7 +356,9 @@ fn claims_that_are_not_proved_change_nothing() {
     listener.set_nonblocking(true).expect("a flag");
     let began = Instant::now();
     while began.elapsed() < Duration::from_millis(300) {
-        assert!(listener.accept().is_err(), "the engine connects again");
+        let is_alone = listener.accept().is_err();
+        assert!(dialled_at.elapsed() < HANDSHAKE_WITHIN, "this machine is too slow for this test");
+        assert!(is_alone, "the engine connects again");
     }
     drop(dialled);
 }

@@ -24,7 +24,7 @@ pub(crate) enum CloseReason {
     Descriptors,
     /// The hand-shake takes too long.
     NoAnswer,
-    /// The other side has sent no HELLO, and its place is given to others.
+    /// The other side has sent no HELLO, or has not proved who it is for a while, and its place is given to others.
     MakesRoom,
     /// Another connection carries the stream now.
     Replaced,
@@ -71,7 +71,7 @@ impl fmt::Display for CloseReason {
             CloseReason::NotYet => "the job is not set up there yet",
             CloseReason::Descriptors => "it passes descriptors in a hand-shake",
             CloseReason::NoAnswer => "no answer to the hand-shake",
-            CloseReason::MakesRoom => "it has said nothing, and others came",
+            CloseReason::MakesRoom => "it has not said or not proved who it is, and others came",
             CloseReason::Replaced => "it was replaced by a new connection",
             CloseReason::Stalled => "the stream is silent while the peer is not",
             CloseReason::PeerLost => "the peer is lost",

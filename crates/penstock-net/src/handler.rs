@@ -72,8 +72,8 @@ pub trait Handler {
     fn has_work(&self) -> bool;
     /// Does one piece of what takes long and can wait until all frames that are ready have left: a millisecond at most.
     fn work(&mut self, peers: &mut Peers);
-    /// Whether a join waits for a peer to be connected.
-    fn awaits(&self, peer: PeerId) -> bool;
+    /// Whether a join of this job waits for peers to be connected.
+    fn awaits(&self, job: GroupId) -> bool;
     /// Whether the loop should say good-bye and end.
     fn stopping(&self) -> bool;
     /// How long the end may wait, in nanoseconds, for peers that live to take what was sent to them.

@@ -177,8 +177,11 @@ def add_up(tensor: torch.Tensor, gather: Gather, *, average: bool) -> torch.Tens
 def _divided(total: torch.Tensor, ranks: int) -> torch.Tensor:
     """The average. Integers truncate towards zero, as those of dense tensors do."""
     values = total.values()
-    rounding = None if values.is_floating_point() or values.is_complex() else "trunc"
-    divided = torch.div(values, ranks, rounding_mode=rounding)
+    if values.is_floating_point() or values.is_complex():
+        divided = values / ranks
+    else:
+        # The number of ranks may be none of the dtype's.
+        divided = torch.div(values.long(), ranks, rounding_mode="trunc").to(values.dtype)
     return torch.sparse_coo_tensor(total.indices(), divided, total.shape, is_coalesced=True, check_invariants=False)
 
 

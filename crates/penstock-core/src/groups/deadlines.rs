@@ -108,7 +108,10 @@ impl<B> Group<B> {
             return self.fail(common, host, ChannelId::MAIN, failure, true);
         }
         let unanswered = self.unbound.iter().find(|posted| now.since(posted.since) > posted.call.timeout);
-        let unanswered = unanswered.map(|posted| timed_out(posted.call.timeout, awaited_of(&posted.call), ""));
+        let unanswered = unanswered.map(|posted| {
+            let awaited = format!("{}: {}", awaited_of(&posted.call), self.others());
+            timed_out(posted.call.timeout, &awaited, "")
+        });
         if let Some(failure) = unanswered {
             return self.fail(common, host, ChannelId::MAIN, failure, true);
         }
@@ -161,6 +164,17 @@ impl<B> Group<B> {
         timed_out(active.timeout, &awaited.join("; "), &blocked.concat())
     }
 
+    /// The other ranks, for an error message: all of a small group, some of a large one.
+    fn others(&self) -> String {
+        let mut names: Vec<String> =
+            self.members.others().take(MOST_NAMES).map(|(rank, _)| self.who[rank as usize].to_string()).collect();
+        let more = self.members.others().count() - names.len();
+        if more > 0 {
+            names.push(format!("and {more} more"));
+        }
+        names.join("; ")
+    }
+
     /// A message that a peer wants to send while no receive for it is posted here: its tag and number, for an error message.
     fn sends_in_vain<K>(&self, early: &Early<K>, peer: PeerId) -> Option<String> {
         early
@@ -193,5 +207,7 @@ fn timed_out(timeout: u64, awaited: &str, blocked: &str) -> Failure {
 
 /// After this long without progress, an operation probes the ranks it waits for.
 const PROBE_AFTER: u64 = SECOND;
+/// Ranks that an error lists where it waits for any of them.
+const MOST_NAMES: usize = 8;
 /// Operations that ask at a time, that is every 250 ms at most.
 const MOST_PROBES: usize = 256;

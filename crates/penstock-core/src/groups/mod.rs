@@ -293,11 +293,10 @@ impl<B, K> Groups<B, K> {
         self.common.directory.peer(peer).lost.as_deref()
     }
 
-    /// Whether a join waits for a peer to be connected.
+    /// Whether the join of a group waits for members to be connected.
     #[must_use]
-    pub fn awaits(&self, peer: PeerId) -> bool {
-        let mut joins = self.groups.values().filter(|group| group.joining == Some(group::Joining::Connects));
-        joins.any(|group| group.members.rank_of(peer).is_some())
+    pub fn awaits(&self, id: GroupId) -> bool {
+        self.groups.get(&id).is_some_and(|group| group.joining == Some(group::Joining::Connects))
     }
 
     /// How many operations have ended well.

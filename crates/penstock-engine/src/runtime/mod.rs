@@ -199,8 +199,8 @@ impl Handler for Runtime {
         self.act(peers, |groups, hands| groups.work(hands));
     }
 
-    fn awaits(&self, peer: PeerId) -> bool {
-        self.groups.awaits(peer)
+    fn awaits(&self, job: GroupId) -> bool {
+        self.groups.awaits(job)
     }
 
     fn stopping(&self) -> bool {

@@ -53,7 +53,7 @@ impl Driver {
             match after_accept(&error) {
                 After::Next => {}
                 After::Nothing | After::End => return None,
-                // A silent connection gives its descriptor up for the new one.
+                // A connection that has proved nothing gives its descriptor up for the new one.
                 After::Later if self.evict_unauthenticated(handler, now) => {}
                 After::Later => {
                     let at = now.plus(ACCEPT_AGAIN);
@@ -116,7 +116,7 @@ impl Driver {
 
 /// How long accepting pauses when the machine lacks descriptors or memory.
 pub(super) const ACCEPT_AGAIN: u64 = 100 * MILLISECOND;
-/// How many incoming connections may be unauthenticated. Beyond, the oldest silent one is closed.
+/// How many incoming connections may be unauthenticated. Beyond, one makes room.
 const MAX_UNAUTHENTICATED: usize = 256;
 /// How often a lasting shortage is logged.
 const COMPLAIN_EVERY: u64 = 10 * SECOND;

@@ -214,9 +214,11 @@ impl Driver {
             let what = "closed all its connections and no longer listens: the process has died";
             return self.lose(handler, peer, what, true, now);
         }
-        // A peer that answers is there. How long a join waits until the peer takes part in it, its time-out says.
-        let may_last = *why == CloseReason::NotYet && handler.awaits(peer);
-        let attempt = if may_last && attempt == CONNECT_ATTEMPTS { SLOW_ATTEMPTS } else { attempt + 1 };
+        // A peer that answers is there. How long a join waits until the peer takes part in it, its time-out says; such answers
+        // leave some attempts for what else may fail.
+        let is_awaited = link.job.as_ref().is_some_and(|(job, _)| handler.awaits(*job));
+        let may_last = *why == CloseReason::NotYet && is_awaited;
+        let attempt = if may_last && attempt >= ATTEMPTS_OF_WAITING { SLOW_ATTEMPTS } else { attempt + 1 };
         if attempt > CONNECT_ATTEMPTS {
             log::warn!("penstock: gave up stream {stream} to {}: {reason}", link.contact.describe());
             if none_up {
@@ -314,6 +316,8 @@ const UNREAD_ATTEMPTS: u32 = 40;
 const UNREAD_AGAIN: u64 = 25 * MILLISECOND;
 const RETRY_FIRST: u64 = 10 * MILLISECOND;
 const CONNECT_ATTEMPTS: u32 = 40;
+/// So many of them may be answered with "not yet" before they count anew.
+const ATTEMPTS_OF_WAITING: u32 = 30;
 /// After so many, attempts are as far apart as they will be.
 const SLOW_ATTEMPTS: u32 = 5;
 

@@ -69,7 +69,7 @@ class ProcessSet:
 
     def _registered(self) -> list[int]:
         sets = job.current().sets()
-        if self.process_set_id not in sets:
+        if self.process_set_id is None or sets.get(self.process_set_id) != self.ranks:
             raise ValueError("Process set does not exist or has not been registered.")
         return sets[self.process_set_id]
 

@@ -72,6 +72,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         try:
             _init_process_sets(wanted)
         except BaseException:
+            for process_set in wanted:
+                process_set._invalidate()
             shutdown()
             raise
     else:

@@ -111,7 +111,10 @@ def controller_of(process_set: ProcessSet, what: str) -> Controller:
         running = job.current()
     except ValueError as error:
         raise HorovodInternalError(str(error)) from error
-    return running.controller(process_set.process_set_id, what)
+    number = process_set.process_set_id
+    if number is not None and running.sets().get(number) != process_set.ranks:
+        number = None  # of an earlier life, in which this was another set's number
+    return running.controller(number, what)
 
 
 def names(
