@@ -565,6 +565,11 @@ def _spoil(rng: random.Random, program: Program, avoid: Collection[str], *, pref
     elif kind in ("leave", "kill"):
         del steps[at + rng.randint(0, 1) :]
         steps.append([kind])
+        for other in program["calls"].values() if kind == "leave" else ():
+            # Who receives from any source waits on, rightly: a rank that has not left could send. So these name it.
+            ranks_there = program["groups"].get(other.get("group"), [])
+            if other.get("any_source") and len(ranks_there) > 2 and ranks_there[other["src"]] == rank:
+                del other["any_source"]
     elif kind == "stop":
         steps.insert(at + rng.randint(0, 1), ["stop", rng.choice([0.05, 0.3, 1.5])])
     elif kind == "splits":

@@ -201,7 +201,9 @@ def _unnamed(
     if spec.get("call") == "ddp" and "process" in reason:
         return None  # torch's own words, for ranks that find a difference: "[1]: params[0] in this process"
     members = set(program["groups"].get(spec.get("group"), range(program["ranks"])))
-    wanted = members - {rank} if rank == own else {own}
+    # What is built in a group that has failed is told that group's failure.
+    others = members.union(program["groups"].get(program["calls"][wrong["call"]].get("group"), ())) - {rank}
+    wanted = others if rank == own else {own}
     if "Mismatch" not in kinds:
         if {"PeerLost", "Closed", "Refused"} & set(kinds):
             # A rank that is told of the loss ends, and that is what others see of it who did not wait for the first one.
