@@ -784,6 +784,7 @@ def _interrupted(when: str) -> list[float]:
             deliver(current)
 
         reducer._deliver = interrupted  # type: ignore[method-assign]
+    store = dist.distributed_c10d._get_default_store()
     told: list[str] = []
     for step in range(6):
         optimizer.zero_grad()
@@ -791,10 +792,11 @@ def _interrupted(when: str) -> list[float]:
             if rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, 0.2)
             else:
-                time.sleep(0.6)
+                store.wait(["interrupted"])
         try:
             model(torch.full((1, 2), rank + 1.0)).sum().backward()
         except (Late, PenstockError) as error:
+            store.set("interrupted", "")
             told.append(f"{step} {error}")
             continue
         assert model.weight.grad is not None and model.weight.grad.eq(1.5).all()

@@ -4,7 +4,7 @@ use super::channel::OPENING_OPS;
 use super::group::{Group, Joining};
 use super::host::Host;
 use super::issue::awaited_of;
-use super::{Common, Groups, Late, PROBE, Pending};
+use super::{About, Common, Groups, PROBE, Pending};
 use crate::early::Early;
 use crate::name::{OpId, Sequence};
 use penstock_types::{ChannelId, Failure, FailureKind, GroupId, MILLISECOND, PeerId, SECOND, Scope, Time};
@@ -15,11 +15,11 @@ impl<B, K> Groups<B, K> {
         let now = host.now();
         self.common.early.bound_claims(|group| self.groups.contains_key(&group));
         let due = self.common.pending_failures.extract_if(.., |pending| pending.by <= now).collect::<Vec<_>>();
-        for Pending { group: id, failure, late, .. } in due {
-            let has_ended = |group: &Group<B>| match late {
-                Late::Join => group.joining.is_none(),
-                Late::Operation(op) => !group.ops.contains_key(&op),
-                Late::Memory => false,
+        for Pending { group: id, failure, about, .. } in due {
+            let has_ended = |group: &Group<B>| match about {
+                About::Join => group.joining.is_none(),
+                About::Operation(op) => !group.ops.contains_key(&op),
+                About::Memory => false,
             };
             if !self.groups.get(&id).is_some_and(has_ended) {
                 self.fail(host, id.into(), failure, true);
@@ -46,7 +46,7 @@ impl<B, K> Groups<B, K> {
             Some(Joining::Gathers) => {
                 let failure = timeout(group.unconnected_others(waited));
                 let by = host.now().plus(SECOND);
-                self.common.pending_failures.push(Pending { by, group: id, failure, late: Late::Join });
+                self.common.pending_failures.push(Pending { by, group: id, failure, about: About::Join });
             }
             Some(Joining::Connects) => {
                 let failure = timeout(group.unconnected(&self.common, host, waited));
@@ -99,9 +99,9 @@ impl<B> Group<B> {
             let awaited = self.ops[&op].operation.awaited();
             let has_opened = |rank: &u32| self.ops[&op].issued.get(rank).is_some_and(|count| *count > 0);
             if op.channel != ChannelId::MAIN && op.seq == 0 && awaited.iter().all(has_opened) {
-                let late = Late::Operation(op);
-                if common.pending_failures.iter().all(|known| (known.group, known.late) != (self.id, late)) {
-                    common.pending_failures.push(Pending { by: now.plus(SECOND), group: self.id, failure, late });
+                let about = About::Operation(op);
+                if common.pending_failures.iter().all(|known| (known.group, known.about) != (self.id, about)) {
+                    common.pending_failures.push(Pending { by: now.plus(SECOND), group: self.id, failure, about });
                 }
                 return;
             }

@@ -2,7 +2,7 @@
 
 use super::group::{Call, Ending, Group};
 use super::host::{Failed, Host};
-use super::{Common, Groups, Late, Pending};
+use super::{About, Common, Groups, Pending};
 use crate::name::OpId;
 use crate::operation::Misfit;
 use penstock_stream::fingerprint::Fingerprint;
@@ -34,7 +34,7 @@ impl<B> Group<B> {
                 let message = format!("the memory of {who} cannot be read any more ({error}).");
                 let by = host.now().plus(UNREADABLE_WITHIN);
                 let failure = Failure::fatal(FailureKind::PeerLost, message);
-                common.pending_failures.push(Pending { by, group: self.id, failure, late: Late::Memory });
+                common.pending_failures.push(Pending { by, group: self.id, failure, about: About::Memory });
                 return;
             }
         };

@@ -72,19 +72,19 @@ struct Common<K> {
     longest_timeout: u64,
 }
 
-/// A group is about to fail. Until `by` another rank may report a better reason.
+/// A group is about to fail.
 #[derive(Debug)]
 struct Pending {
+    /// Until when another rank may report a better reason.
     by: Time,
     group: GroupId,
     failure: Failure,
-    /// What has failed in it.
-    late: Late,
+    about: About,
 }
 
 /// What has failed in a group that is about to fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Late {
+enum About {
     /// Its join. If that ends meanwhile, it has succeeded.
     Join,
     /// An operation, likewise.

@@ -18,7 +18,8 @@ impl Driver {
         reason: &CloseReason,
         now: Time,
     ) {
-        if matches!(socket.stage, Stage::Acceptor(_)) {
+        let is_acceptor = matches!(socket.stage, Stage::Acceptor(_));
+        if is_acceptor {
             self.listeners.unauthenticated -= 1;
         }
         let Some(peer) = socket.peer else {
@@ -32,7 +33,6 @@ impl Driver {
             self.say_why(handler, peer, &mut socket, reason, now);
         }
         let (was_up, stream, local, attempt) = (socket.is_up(), socket.stream, socket.local, socket.attempt);
-        let is_acceptor = matches!(socket.stage, Stage::Acceptor(_));
         let remote = socket.remote.clone();
         drop(socket);
         self.links[peer as usize].sockets.retain(|known| *known != token);
@@ -65,7 +65,7 @@ impl Driver {
         }
         log::debug!("penstock: stream {stream} to {remote} closed: {reason}");
         if is_acceptor {
-            return; // whoever it was has not proved to be the peer
+            return; // who it was has not proved to be the peer
         }
         let link = &mut self.links[peer as usize];
         if was_up && !link.lost.contains(&stream) {

@@ -67,11 +67,15 @@ class ProcessSet:
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
+    def _number(self) -> int | None:
+        """Its number in this life of Horovod; None if it is from an earlier one: another set may have that number now."""
+        ranks = None if self.process_set_id is None else job.current().sets().get(self.process_set_id)
+        return self.process_set_id if ranks == self.ranks else None
+
     def _registered(self) -> list[int]:
-        sets = job.current().sets()
-        if self.process_set_id is None or sets.get(self.process_set_id) != self.ranks:
+        if self.ranks is None or self._number() is None:
             raise ValueError("Process set does not exist or has not been registered.")
-        return sets[self.process_set_id]
+        return self.ranks
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -111,10 +111,7 @@ def controller_of(process_set: ProcessSet, what: str) -> Controller:
         running = job.current()
     except ValueError as error:
         raise HorovodInternalError(str(error)) from error
-    number = process_set.process_set_id
-    if number is not None and running.sets().get(number) != process_set.ranks:
-        number = None  # of an earlier life, in which this was another set's number
-    return running.controller(number, what)
+    return running.controller(process_set._number(), what)
 
 
 def names(
