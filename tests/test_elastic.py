@@ -59,8 +59,8 @@ START_WITH_3 = {"max_ranks": 3, "window_s": 30.0}
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_is_killed_in_an_all_reduce(store: str, victim: int) -> None:
-    """SIGKILL while the others wait in the step's all-reduce: both go on with the same bits, and repeat that step alone.
-    They repeat the one before it as well where they had not read all of it from the memory that went with the rank."""
+    """SIGKILL while the others wait in the step's all-reduce: both go on with the same bits, and repeat that step alone. Who had not read
+    all of the step before from the memory that went with the rank gets it from the other one, or both repeat it."""
     with _workers(store, 3, Story(12, block=(1, victim, 6), options=START_WITH_3)) as job:
         ranked = _by_rank(job, 3)
         dying = ranked.pop(victim)
@@ -70,8 +70,11 @@ def test_a_rank_is_killed_in_an_all_reduce(store: str, victim: int) -> None:
         assert "could not be built" not in job.output(ranked[0])
     assert {one.digest for one in survivors} == {survivors[0].digest}
     possible = [[(step, 3 if step < first_alone else 2) for step in range(1, 13)] for first_alone in (5, 6)]
-    assert survivors[0].worlds in possible and survivors[1].worlds == survivors[0].worlds
-    _same_as_alone(survivors[0])
+    whole = max(survivors, key=lambda one: len(one.worlds))
+    assert whole.worlds in possible
+    for one in survivors:
+        assert one.worlds == whole.worlds or [*one.worlds[:4], (5, 3), *one.worlds[4:]] == whole.worlds
+    _same_as_alone(whole)
 
 
 def test_a_rank_is_killed_in_a_rebuild(store: str) -> None:

@@ -2,8 +2,9 @@
 //!
 //! The one who opens a job names the addresses of its nodes, and one packet can cause up to 64 others. So a daemon that lets
 //! everybody open jobs could be made to flood a third party. To an address that has not shown that it receives, such a daemon
-//! sends only receipts: one for each packet from there, or for the parent, no longer than what came. The address returns the
-//! number in the receipt, which only a receiver can know (the cookie of DTLS, RFC 6347, section 4.2.1, and of QUIC's Retry).
+//! sends only receipts: one for each packet from there, or for one that another node of the job has sent, no longer than what
+//! came. The address returns the number in the receipt, which only a receiver can know (the cookie of DTLS, RFC 6347, section
+//! 4.2.1, and of QUIC's Retry).
 //!
 //! ```text
 //!        +---------+------+------+------------------+--------+-----+------------------+

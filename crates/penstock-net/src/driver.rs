@@ -254,7 +254,7 @@ impl Driver {
         self.follow_orders(handler, now);
         self.pump(handler, now);
         if handler.stopping() {
-            let is_patient = now.since(*run.stopping_since.get_or_insert(now)) < handler.patience();
+            let is_patient = now.since(*run.stopping_since.get_or_insert(now)) < self.patience(handler);
             self.say_bye(&mut run.farewells, is_patient, now);
             if !is_patient || self.has_taken_leave(&run.farewells, now) {
                 return false;

@@ -258,6 +258,8 @@ struct Known {
     heard: Option<Time>,
     /// Whether the node has shown that it receives packets, or need not.
     receives: bool,
+    /// A packet was not sent to it because it has not.
+    is_owed: bool,
 }
 
 impl Known {
@@ -273,8 +275,15 @@ impl Known {
                 counters: Default::default(),
                 heard: None,
                 receives: receive,
+                is_owed: false,
             })
             .collect()
+    }
+
+    /// The number of the next node, after `last`, that is not known to receive packets and of which `is_meant` holds. They are asked
+    /// one after the other, for packets that came from nodes that receive: no more packets leave than come.
+    fn next_to_ask(nodes: &[Known], last: usize, is_meant: impl Fn(usize) -> bool) -> Option<usize> {
+        (last + 1..nodes.len()).chain(0..=last).find(|number| !nodes[*number].receives && is_meant(*number))
     }
 
     fn report(&self, now: Time) -> NodeReport {

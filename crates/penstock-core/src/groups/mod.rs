@@ -38,7 +38,7 @@ use penstock_stream::MessageKey;
 use penstock_stream::handshake::NodeKey;
 use penstock_stream::peer::OpStatus;
 use penstock_stream::ranges::Ranges;
-use penstock_types::{ChannelId, Failure, FailureKind, GroupId, MILLISECOND, PeerId, Priority, SECOND, Scope, Time};
+use penstock_types::{ChannelId, Failure, FailureKind, GroupId, PeerId, Priority, SECOND, Scope, Time};
 use std::collections::{BTreeSet, HashMap};
 
 /// All groups that this process is in.
@@ -48,7 +48,7 @@ pub struct Groups<B, K> {
     common: Common<K>,
     stopping: bool,
     /// How long the end waits for peers to take what was sent to them.
-    patience: u64,
+    patience: Option<u64>,
 }
 
 /// What groups share.
@@ -141,7 +141,7 @@ impl<B, K> Groups<B, K> {
                 longest_timeout: 0,
             },
             stopping: false,
-            patience: LEAST_PATIENCE,
+            patience: Some(0),
         }
     }
 
@@ -221,7 +221,7 @@ impl<B, K> Groups<B, K> {
     /// time-outs allow.
     pub fn stop<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, wait: bool) {
         self.stopping = true;
-        self.patience = if wait { self.common.longest_timeout.max(LEAST_PATIENCE) } else { UNHEARD };
+        self.patience = wait.then_some(self.common.longest_timeout);
         // Ranks that wait for this one in an idle group learn what it did there. In other groups it may do more: there they
         // learn that it has left the job.
         let is_idle = |(_, group): &(&GroupId, &Group<B>)| group.failed.is_none() && !group.is_busy();
@@ -233,7 +233,7 @@ impl<B, K> Groups<B, K> {
     /// This process cannot go on: fails every group, tells the peers why, and stops.
     pub fn crash<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, failure: &Failure) {
         self.stopping = true;
-        self.patience = LEAST_PATIENCE;
+        self.patience = Some(0);
         for group in self.groups.values_mut() {
             group.fail(&mut self.common, host, ChannelId::MAIN, failure.clone(), true);
         }
@@ -264,9 +264,10 @@ impl<B, K> Groups<B, K> {
         self.stopping
     }
 
-    /// How long the end may wait, in nanoseconds, for peers that live to take what was sent to them.
+    /// How long the end may wait, in nanoseconds, for peers that live to take what was sent to them; `None`: not even for their
+    /// acknowledgements.
     #[must_use]
-    pub fn patience(&self) -> u64 {
+    pub fn patience(&self) -> Option<u64> {
         self.patience
     }
 
@@ -330,10 +331,6 @@ impl<B, K> Groups<B, K> {
 
 /// The message number of a probe that does not doubt a reference.
 const PROBE: u32 = u32::MAX;
-/// How long the end waits at least for good-byes to be acknowledged, if the caller waits.
-const LEAST_PATIENCE: u64 = 2 * SECOND;
 /// How long the end waits at most, if the caller waits: torch's own default time-out, or more if an operation had a longer
 /// one.
 const MOST_PATIENCE: u64 = 30 * 60 * SECOND;
-/// How long the end waits if the caller does not wait: good-byes leave, and are not acknowledged.
-const UNHEARD: u64 = 100 * MILLISECOND;

@@ -11,7 +11,7 @@ use penstock_stream::fingerprint::{Fingerprint, Name};
 use penstock_stream::frame::{Kind, Reference};
 use penstock_stream::peer::{Event, Landing, Payload, Peer, PeerConfig};
 use penstock_stream::{FrameError, Header};
-use penstock_types::{DType, Generation, ReduceOp};
+use penstock_types::{DType, Generation, MILLISECOND, ReduceOp};
 use std::collections::VecDeque;
 use std::sync::Arc;
 

@@ -207,7 +207,7 @@ impl Handler for Runtime {
         self.groups.is_stopping()
     }
 
-    fn patience(&self) -> u64 {
+    fn patience(&self) -> Option<u64> {
         self.groups.patience()
     }
 

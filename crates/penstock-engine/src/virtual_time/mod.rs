@@ -272,7 +272,7 @@ const MOST_FAILURES: usize = 10;
 const SHRINK_TRIALS: u32 = 400;
 /// Seeds whose programs have found something, and what. A seed means another program when the generator changes: then the
 /// programs that still matter get new seeds.
-const FAILED: [(u64, &str); 8] = [
+const FAILED: [(u64, &str); 9] = [
     (166, "the loop did not sleep while a hand-shake waited for a process that was stopped"),
     (627, "the same, for a host that had gone dark"),
     (538_572, "a rank left whose acknowledgements were lost with a stream: the other's operation failed"),
@@ -284,4 +284,8 @@ const FAILED: [(u64, &str); 8] = [
         "a rank ended, closed a channel and left while a stream stood still: the other's operation, whole, was a mismatch",
     ),
     (4_007_944, "what needed a rank in a channel that it had closed failed the group, if the rank had left since"),
+    (
+        14_117_377,
+        "a rank ended 2 s into a part of 2.3 s, so that what it had sent was lost: the other rank took it for dead",
+    ),
 ];

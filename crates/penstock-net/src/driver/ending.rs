@@ -1,6 +1,7 @@
 //! The end of the loop: good-byes, and sockets closed so that peers can read what was sent.
 
 use super::{Driver, Link};
+use crate::handler::Handler;
 use crate::socket::Socket;
 use crate::system::System;
 use penstock_types::{MILLISECOND, PeerId, SECOND, Time};
@@ -32,6 +33,12 @@ impl Driver {
             let is_over = || farewells.get(&peer).is_some_and(|said| now.since(*said) >= self.linger());
             !link.was_up || link.finished || has_taken_it() || is_over()
         })
+    }
+
+    /// How long the end waits at most. A peer that says nothing is lost, and no longer waited for, after `dead_after`; what the
+    /// others have not taken may come to them on another stream, and the good-bye's acknowledgement after that.
+    pub(super) fn patience<H: Handler>(&self, handler: &H) -> u64 {
+        handler.patience().map_or(UNHEARD, |timeouts| timeouts.max(2 * self.linger()))
     }
 
     /// How long the end waits for a peer to acknowledge the good-bye. A stream that stands still is closed after half of
@@ -76,3 +83,5 @@ impl Driver {
 
 /// How long sockets are read to their end, so that their closing resets no connection.
 const UNREAD_FOR: u64 = 500 * MILLISECOND;
+/// How long the end waits if the caller does not wait: good-byes leave, and are not acknowledged.
+const UNHEARD: u64 = 100 * MILLISECOND;

@@ -18,7 +18,7 @@ pub(super) struct Adding {
     run: Option<Run>,
 }
 
-/// A job as this shard knows it. Node 0 is the parent.
+/// A job as this shard knows it.
 struct Open {
     job: Admitted,
     nodes: Vec<Known>,
@@ -182,11 +182,8 @@ impl Machine for Adding {
         if let Some(ask) = asks {
             outbox.queue(train.from, &ask, &[]);
         } else if let Some(open) = relayed.and_then(|job| self.jobs.get_mut(&job)) {
-            // After a restart of this aggregator, children that bypass it wait for packets from it. They are asked one after
-            // the other, so that here, too, no more packets leave than come.
-            let last = open.asked;
-            let (before, after) = (1..=last, last + 1..open.nodes.len());
-            if let Some(next) = after.chain(before).find(|child| !open.nodes[*child].receives) {
+            // After a restart of this aggregator, children that bypass it wait for packets from it.
+            if let Some(next) = Known::next_to_ask(&open.nodes, open.asked, |node| node != PARENT) {
                 open.asked = next;
                 let at = open.nodes[next].place.of(self.shard.index);
                 if let Some(ask) = self.door.ask(&open.job.common, at) {
@@ -285,3 +282,6 @@ impl Open {
         }
     }
 }
+
+/// The number of the parent among a job's nodes; its children follow.
+const PARENT: usize = 0;

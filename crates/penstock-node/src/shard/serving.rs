@@ -28,6 +28,10 @@ struct Open {
     memory_bytes: usize,
     /// There may be something to send.
     stirred: bool,
+    /// Packets were not sent, to nodes that are not known to receive any.
+    owes: bool,
+    /// The one of these nodes that was asked last.
+    asked: usize,
 }
 
 impl Serving {
@@ -41,9 +45,8 @@ impl Serving {
         }
     }
 
-    /// Handles a datagram; returns the receipt for its sender, if that is a node of a job that is not known to receive
-    /// packets.
-    fn datagram(&mut self, now: Time, from: SocketAddr, datagram: &[u8]) -> Option<[u8; HEADER_BYTES]> {
+    /// Handles a datagram; returns the job if the sender is a node of it, and it or another one is to be asked for a receipt.
+    fn datagram(&mut self, now: Time, from: SocketAddr, datagram: &[u8]) -> Option<u32> {
         let Some(open) = job_of(datagram).and_then(|job| self.jobs.get_mut(&job)) else {
             let refusal = decode(datagram).map_or_else(Refusal::from, |_| Refusal::Job);
             self.unauthenticated[refusal.index()] += 1;
@@ -67,7 +70,25 @@ impl Serving {
         }
         node.counters.added += u64::from(outcome.is_ok() && datagram.len() > HEADER_BYTES);
         let is_heard = !matches!(&outcome, Err(refusal) if !refusal.is_from_sender());
-        if is_heard && !node.receives { self.door.ask(&open.job.common, from) } else { None }
+        (is_heard && (!node.receives || open.owes)).then_some(open.job.common.job)
+    }
+
+    /// The receipt that a packet of a node leads to, and its address: that node's, or, where that is known to receive packets, the
+    /// next one's of those that were owed a packet. Workers that bypass an aggregator which has sent nothing yet wait for packets
+    /// through it, and it for packets from here.
+    fn ask(&mut self, job: u32, from: SocketAddr) -> Option<(SocketAddr, [u8; HEADER_BYTES])> {
+        let open = self.jobs.get_mut(&job)?;
+        let sender = open.job.endpoints.get(&from)?.0 as usize;
+        let to = if !open.nodes[sender].receives {
+            from
+        } else {
+            open.owes = false;
+            open.asked = Known::next_to_ask(&open.nodes, open.asked, |node| open.nodes[node].is_owed)?;
+            let node = &mut open.nodes[open.asked];
+            node.is_owed = false;
+            node.place.of(0)
+        };
+        self.door.ask(&open.job.common, to).map(|ask| (to, ask))
     }
 
     /// Handles a receipt; returns the answer.
@@ -91,8 +112,8 @@ impl Machine for Serving {
                 outbox.queue(train.from, &answer, &[]);
             }
         }
-        if let Some(ask) = asks {
-            outbox.queue(train.from, &ask, &[]);
+        if let Some((to, ask)) = asks.and_then(|job| self.ask(job, train.from)) {
+            outbox.queue(to, &ask, &[]);
         }
     }
 
@@ -109,10 +130,12 @@ impl Machine for Serving {
             while open.stirred && !socket.is_blocked() {
                 match open.server.poll_transmit() {
                     Some(Transmit { to, header, payload }) => {
-                        let node = &open.nodes[to.0 as usize];
+                        let node = &mut open.nodes[to.0 as usize];
                         if node.receives {
                             let seq = u32::from_be_bytes(header[12..16].try_into().expect("4 bytes"));
                             socket.queue(node.place.of(seq), &header, payload);
+                        } else {
+                            (node.is_owed, open.owes) = (true, true);
                         }
                     }
                     None => open.stirred = false,
@@ -163,6 +186,8 @@ impl Machine for Serving {
             committed: 0,
             memory_bytes,
             stirred: true,
+            owes: false,
+            asked: 0,
             job,
         };
         self.jobs.insert(open.job.common.job, open);
