@@ -45,6 +45,7 @@ class Engine:
         addresses: Sequence[str],
         ports: tuple[int, int],
         streams: int,
+        streams_within_host: int,
         shared_memory: bool,
         checksum: bool,
         dead_after_s: float,

@@ -35,8 +35,10 @@ pub struct Config {
     pub addresses: Vec<IpAddr>,
     /// Ports to try, first to last.
     pub ports: std::ops::RangeInclusive<u16>,
-    /// TCP streams a peer.
+    /// TCP streams to a peer on another host.
     pub streams: u16,
+    /// TCP streams to a peer at an address of this host.
+    pub streams_within_host: u16,
     /// Reach peers on this host through memory instead of TCP.
     pub shared_memory: bool,
     /// Which processes may read this process's memory where Yama restricts that.
@@ -212,6 +214,7 @@ pub(crate) fn settings(config: &Config, node: NodeKey) -> Settings {
         node,
         rank: config.rank,
         streams: config.streams.max(1),
+        streams_within_host: config.streams_within_host.max(1),
         shared_memory: config.shared_memory,
         ptracer: config.ptracer,
         peer: PeerConfig {
@@ -476,6 +479,7 @@ mod tests {
             addresses: vec!["127.0.0.1".parse().expect("an address")],
             ports: 0..=0,
             streams: 2,
+            streams_within_host: 2,
             shared_memory,
             ptracer: Ptracer::default(),
             checksum: false,

@@ -46,6 +46,7 @@ fn config(rank: u32, medium: Medium) -> Config {
         addresses: vec!["127.0.0.1".parse().unwrap()],
         ports: 0..=0,
         streams,
+        streams_within_host: streams,
         shared_memory: match medium {
             Medium::Tcp { .. } => false,
             Medium::Memory | Medium::LocalSocket => true,

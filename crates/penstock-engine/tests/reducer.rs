@@ -507,6 +507,7 @@ impl Ranks {
             addresses: vec!["127.0.0.1".parse().unwrap()],
             ports: 0..=0,
             streams: 3,
+            streams_within_host: 3,
             shared_memory: memory,
             checksum: false,
             dead_after: Duration::from_secs(4),

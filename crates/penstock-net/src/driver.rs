@@ -35,8 +35,10 @@ pub struct Settings {
     pub node: NodeKey,
     /// Its rank in the job.
     pub rank: u32,
-    /// TCP streams a peer.
+    /// TCP streams to a peer on another host.
     pub streams: u16,
+    /// TCP streams to a peer at an address of this host, where nothing caps a flow, and every stream more costs processor time.
+    pub streams_within_host: u16,
     /// Take the way through memory to peers on this host.
     pub shared_memory: bool,
     /// Who may read this process's memory where Yama asks.

@@ -19,8 +19,8 @@ pub(crate) struct Engine(penstock_engine::Engine);
 impl Engine {
     #[new]
     #[pyo3(signature = (
-        *, rank, host, generation, addresses, ports, streams, shared_memory, checksum, dead_after_s, socket_buffer_bytes,
-        flight_recorder, ptracer="launcher"
+        *, rank, host, generation, addresses, ports, streams, streams_within_host, shared_memory, checksum, dead_after_s,
+        socket_buffer_bytes, flight_recorder, ptracer="launcher"
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -31,6 +31,7 @@ impl Engine {
         addresses: Vec<String>,
         ports: (u16, u16),
         streams: u16,
+        streams_within_host: u16,
         shared_memory: bool,
         checksum: bool,
         dead_after_s: f64,
@@ -49,6 +50,7 @@ impl Engine {
             addresses,
             ports: ports.0..=ports.1,
             streams,
+            streams_within_host,
             shared_memory,
             checksum,
             dead_after: Duration::from_secs_f64(dead_after_s),

@@ -106,6 +106,11 @@ def given_value(name: str, environ: Mapping[str, str] = os.environ) -> str | Non
     return environ.get(name, environ.get(old))
 
 
+def streams_within_host(settings: Settings, environ: Mapping[str, str] = os.environ) -> int:
+    """TCP streams to a peer at an address of this host. Nothing caps a flow there: the user's number, else one."""
+    return 1 if given_value("PENSTOCK_STREAMS", environ) is None else settings.streams
+
+
 def renamed_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that are set under the old name of a setting, with a message for each."""
     return {old: renamed.message(old, new) for old, new in OLD_NAMES.items() if old in environ}
@@ -249,7 +254,8 @@ SETTINGS = (
         "16",
         _streams,
         "TCP streams to each peer. More of them add up where the network caps a flow and find more of its paths; each "
-        "takes up to 272 KiB of memory. Measured: docs/benchmarks/.",
+        "takes up to 272 KiB of memory. If it is not set, one to a peer at an address of this host. Measured: "
+        "docs/benchmarks/.",
     ),
     Setting(
         "PENSTOCK_SHM",

@@ -102,6 +102,7 @@ class Engine:
             addresses=list(dict.fromkeys(address for _, address in self.interfaces)),
             ports=settings.port_range,
             streams=settings.streams,
+            streams_within_host=config.streams_within_host(settings),
             shared_memory=settings.shm,
             ptracer=settings.ptracer,
             checksum=settings.checksum,

@@ -105,6 +105,7 @@ impl<'a> Rank<'a> {
             addresses: Vec::new(),
             ports: 0..=0,
             streams: program.streams,
+            streams_within_host: program.streams,
             shared_memory: false,
             ptracer: Ptracer::default(),
             checksum: program.checksum,

@@ -33,7 +33,6 @@ impl Driver {
         now: Time,
     ) {
         let own = self.settings.node;
-        let streams = self.settings.streams;
         let link = &mut self.links[peer as usize];
         if link.job.is_some() {
             return;
@@ -50,9 +49,17 @@ impl Driver {
         {
             return;
         }
-        for stream in 0..u32::from(streams) {
+        for stream in 0..u32::from(self.streams_to(peer)) {
             self.connect_stream(handler, peer, stream, attempt, now);
         }
+    }
+
+    /// How many TCP streams to open to a peer.
+    fn streams_to(&self, peer: PeerId) -> u16 {
+        let own: Vec<IpAddr> = self.listeners.addresses().map(|address| address.ip()).collect();
+        let is_here = |remote: &SocketAddr| remote.ip().is_loopback() || own.contains(&remote.ip());
+        let all_here = self.links[peer as usize].contact.tcp.iter().all(is_here);
+        if all_here { self.settings.streams_within_host } else { self.settings.streams }
     }
 
     /// Tries the abstract UNIX socket: a process that answers there is on this host.
