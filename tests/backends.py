@@ -24,7 +24,8 @@ ALL = {
     for backend in (
         Backend("gloo", "gloo"),
         Backend("penstock", "penstock"),
-        Backend("penstock-tcp", "penstock", {"PENSTOCK_SHM": "0"}),
+        # As many streams as between hosts.
+        Backend("penstock-tcp", "penstock", {"PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "16"}),
     )
 }
 

@@ -284,8 +284,8 @@ def test_shards_and_loss_are_announced() -> None:
 
 
 def test_last_log_lines_of_a_process_and_of_its_forked_child() -> None:
-    """What is logged right before a process exits is printed. A child forks without the thread that prints, and has its own; each prints
-    in its own time."""
+    """What is logged right before a process exits is printed. A child forks without the thread that prints, and has its own; each
+    prints in its own time."""
     script = (
         "import os, sys; from penstock import _core; _core.init_logging('info'); "
         "start = lambda role: _core.Daemon(role, {'listen': '127.0.0.1:0'}, secret=None); "

@@ -59,8 +59,8 @@ START_WITH_3 = {"max_ranks": 3, "window_s": 30.0}
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_is_killed_in_an_all_reduce(store: str, victim: int) -> None:
-    """SIGKILL while the others wait in the step's all-reduce: both go on with the same bits, and repeat that step alone. Who had not read
-    all of the step before from the memory that went with the rank gets it from the other one, or both repeat it."""
+    """SIGKILL while the others wait in the step's all-reduce: both go on with the same bits, and repeat that step alone. Who had
+    not read all of the step before from the memory that went with the rank gets it from the other one, or both repeat it."""
     with _workers(store, 3, Story(12, block=(1, victim, 6), options=START_WITH_3)) as job:
         ranked = _by_rank(job, 3)
         dying = ranked.pop(victim)

@@ -40,6 +40,19 @@ def test_streams_take_turns(setting: str, interfaces: str, expected: dict[str, i
         assert len(value["sent_bytes"]) == 6 and all(value["sent_bytes"]), value
 
 
+def test_one_stream_within_a_host() -> None:
+    """Two ranks at addresses of one host have one stream where PENSTOCK_STREAMS is not set, and those of two hosts sixteen. (That
+    the number is kept where it is set: above.)"""
+    from penstock.tools import testbed
+
+    env = {**TCP.env, "PENSTOCK_STREAMS": None}
+    for value in ranks.run(count_streams, count=2, env=env):
+        assert len(value["sent_bytes"]) == 1, value
+    with testbed.Testbed(hosts=2) as bed:
+        for value in ranks.run(count_streams, count=2, env=env, bed=bed):
+            assert len(value["sent_bytes"]) == 16, value
+
+
 ASKED = ["PENSTOCK_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
 
 

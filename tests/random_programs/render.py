@@ -13,6 +13,7 @@ from typing import Any
 
 from random_programs import faults, gradients, horovod_sessions
 from random_programs.model import of_part
+from random_programs.pool import MEDIA
 
 Spec = dict[str, Any]
 
@@ -20,7 +21,8 @@ Spec = dict[str, Any]
 def script(program: dict[str, Any], complaints: list[str]) -> str:
     """The text of the script; ``complaints`` go into its head."""
     said = textwrap.indent("\n".join(text[:600] for text in complaints[:3]), "#   ", lambda _: True)
-    environment = 'os.environ["PENSTOCK_SHM"] = "0"\n' if program["medium"] == "tcp" else ""
+    settings = MEDIA.get(program["medium"], {})
+    environment = "".join(f'os.environ["{name}"] = "{value}"\n' for name, value in settings.items())
     if "fault" in program:
         environment += f'os.environ["PENSTOCK_PEER_TIMEOUT"] = "{faults.patience_s(program)}"\n'
     ranks = "\n".join(_rank(program, rank) for rank in range(program["ranks"]))

@@ -17,6 +17,7 @@ import click
 from penstock.extras import need
 from penstock.reports import Axis, Bar, Bars, Column, Line, Next, Page, Part, Picture, Section, Table, series
 from penstock.reports.numbers import change, milliseconds, times
+from penstock.runtime import config
 from penstock.tools.bench import machine
 from penstock.tools.bench.options import EVERYTHING, MOST_RANKS, check_files, files
 from penstock.tools.bench.output import reporting_errors, result_console, say, write_json, write_report
@@ -224,8 +225,8 @@ def measure(bed: Bed, options: dict[str, Any], *, ranks: int, timeout_s: float) 
     Raises:
         BenchError: a rank failed or hung, with the end of what it said.
     """
-    # Loopback stands for hosts that share no memory.
-    env = {"PENSTOCK_SHM": "0"}
+    # Loopback stands for hosts that share no memory, with as many streams as between hosts.
+    env = {"PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": str(config.read().streams)}
     records, *_ = run_program(bed, "tuner_rank", options, what="tuning", ranks=ranks, timeout_s=timeout_s, env=env)
     return summarise(records, bed.link.describe() if isinstance(bed, Testbed) else "loopback")
 
