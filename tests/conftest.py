@@ -30,6 +30,9 @@ def pytest_configure() -> None:
     os.environ["MPLBACKEND"] = "Agg"
     # Threads of OpenMP spin when they have nothing to do, and take the processors from the tests beside them.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # torch's store looks up the name of every client's address, ::ffff:127.0.0.1 too, while all other clients wait: where no name
+    # server answers, glibc waits 5 s, twice. (1 of 23 groups took 5 s to make here.)
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     # Every rank and every command is a new process, and half of what it needs to start is to compile our modules, where
     # PYTHONDONTWRITEBYTECODE is set: once, here.
     if "PYTEST_XDIST_WORKER" not in os.environ:
