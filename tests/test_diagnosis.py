@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Mapping
 
 import click.testing
@@ -226,6 +227,25 @@ def test_doctor_warns() -> None:
         )
     for rank in (0, 1):
         assert f"! rank {rank}: at most 2048 open files are allowed (hard limit)" in first.output
+
+
+@pytest.mark.parametrize(("takes_s", "warns"), [([0.6, 0.7], True), ([0.7, 0.0], False)])
+def test_doctor_finds_slow_name_servers(monkeypatch: pytest.MonkeyPatch, takes_s: list[float], warns: bool) -> None:
+    """A name that takes long each time is reported with what to do; one question that was lost is not. Names are those that
+    torch's store looks up."""
+    times, asked = iter([0.0, takes_s[0], 1.0, 1.0 + takes_s[1]]), list[str]()
+
+    def look_up(address: tuple[str, int], flags: int) -> None:
+        asked.append(address[0])
+        raise OSError("no name server answers")
+
+    monkeypatch.setattr(doctor, "socket", types.SimpleNamespace(getnameinfo=look_up, NI_NUMERICSERV=2))
+    monkeypatch.setattr(doctor, "time", types.SimpleNamespace(monotonic=lambda: next(times)))
+    warning = doctor.names_warning({"10.0.0.7"})
+    assert asked == ["::ffff:10.0.0.7"] * 2
+    assert (warning is not None) == warns, warning
+    if warning is not None:
+        assert "the name of 10.0.0.7 takes 0.6 s" in warning and "RES_OPTIONS" in warning and "/etc/hosts" in warning
 
 
 def test_doctor_leaves_the_group_when_a_check_fails() -> None:

@@ -6,6 +6,7 @@ this machine.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import os
@@ -16,6 +17,7 @@ import statistics
 import struct
 import sys
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -124,6 +126,8 @@ def _check(size: int) -> bool:
     own["limits"]["warnings"] += warnings
     if warning := memory_warning(own["stats"]["peers"], _read("/proc/sys/kernel/yama/ptrace_scope")):
         own["limits"]["warnings"].append(warning)
+    if rank == 0 and (warning := names_warning({peer["address"].rsplit(":", 1)[0] for peer in peers.values()})):
+        own["limits"]["warnings"].append(warning)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, own)
     if rank == 0:
@@ -145,6 +149,30 @@ def memory_warning(peers: list[dict[str, Any]], ptrace_scope: str) -> str | None
         f"tensors of rank(s) {', '.join(refused)} on this host come through the local socket: kernel.yama.ptrace_scope is "
         f"{ptrace_scope}; {cure}"
     )
+
+
+def names_warning(addresses: Iterable[str]) -> str | None:
+    """What to say where looking up a name takes long: torch's store, on rank 0's host, looks up that of every address that
+    connects, one after the other. Takes as long as that does, up to 20 s for an address where no name server answers."""
+    # One question may be lost, and that is no slow name server.
+    took_s = {address: min(_lookup_s(address), _lookup_s(address)) for address in addresses}
+    slowest = max(took_s, key=lambda address: took_s[address], default="")
+    if not took_s or took_s[slowest] < _SLOW_NAME_S:
+        return None
+    return (
+        f"looking up the name of {slowest} takes {took_s[slowest]:.1f} s, and torch's store does so for all that connect, "
+        "one after the other, with any backend: jobs start so much later. Mend the name server (/etc/resolv.conf), write the "
+        "hosts into /etc/hosts, or set RES_OPTIONS='timeout:1 attempts:1' on all ranks"
+    )
+
+
+def _lookup_s(address: str) -> float:
+    host = address.strip("[]")
+    began = time.monotonic()
+    with contextlib.suppress(OSError):
+        # The store listens on IPv6, where addresses of IPv4 look like this.
+        socket.getnameinfo((host if ":" in host else f"::ffff:{host}", 0), socket.NI_NUMERICSERV)
+    return time.monotonic() - began
 
 
 def _exchange(dist: Any, sent: Any, received: Any, other: int) -> float:
@@ -328,6 +356,8 @@ def _start_two(mebibytes: int, timeout: float) -> int:
 _WARM_UP, _REPEATS = 2, 7
 # Penstock reaches 0.98 of raw sockets and more (docs/benchmarks, "Fresh jobs on a link"); jobs in a slow state had 0.65 to 0.8.
 _LEAST_SHARE = 0.8
+# A name server that answers takes milliseconds; glibc waits 5 s for one that does not.
+_SLOW_NAME_S = 0.5
 # Bytes per second each way: more than a link of 10 Gbit/s carries, and about what two cores move in memory.
 _PROCESSORS_LIMIT = 1.5e9
 _WIDTH_OF_FILES = 200
