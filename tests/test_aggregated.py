@@ -17,10 +17,12 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -320,6 +322,64 @@ def test_the_statistics_of_two_reducers(tmp_path: pathlib.Path) -> None:
                 list(first) == ["0", "0/buckets", "0/buckets (2)"] and first["0/buckets"] == first["0/buckets (2)"] > 0
             )
             assert second == {"0": first["0"], "0/buckets": 2 * first["0/buckets"]}
+
+
+def _one_closes_its_reducer(first: int) -> list[float]:
+    """What the group's all-reduces give while one rank has closed its reducer and the other one keeps its own."""
+    dist.init_process_group("penstock")
+    reducer, results = GradientReducer(torch.nn.Linear(300, 300)), []
+    if dist.get_rank() == first:
+        reducer.close()
+    dist.barrier()
+    ranks.note("closed")
+    # A server counts as lost after 4 s.
+    for _ in range(7):
+        time.sleep(1)
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor)
+        results.append(float(tensor[0]))
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_rank_closes_its_reducer_before_the_other(first: int, tmp_path: pathlib.Path) -> None:
+    """The other one's is idle meanwhile, and its server has lost the job (which rank 0 closes), or dies: that ends the reducer
+    alone, not the group. (It took the server for lost after 4 s, and the group's operations failed on all ranks.)"""
+    with Daemon("server") as server:
+        env = _deployment(tmp_path, f"- address: {server.address}")
+        with ranks.Ranks(_one_closes_its_reducer, count=2, args=(first,), env=env) as job:
+            job.await_note("closed", deadline_s=60)
+            if first == 1:
+                server.kill()
+            outcomes = job.outcomes(timeout_s=60)
+    assert [outcome.value for outcome in outcomes] == [[2.0] * 7] * 2, "\n".join(map(str, outcomes))
+
+
+def test_the_watch_outlives_answers_that_break_off() -> None:
+    """A daemon that is killed while it answers, and another program that listens there: an OSError, as of one that is silent."""
+    for answer in (b"HTTP/1.1 ", b"SSH-2.0-OpenSSH_9.2\r\n"):
+        with _answers_once(answer) as address, pytest.raises(OSError, match="no daemon of Penstock"):
+            jobs._request("GET", address, "/", b"", None, time.monotonic() + 5)
+    with _answers_once(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]") as address, pytest.raises(ValueError):
+        jobs._request("GET", address, "/", b"", None, time.monotonic() + 5)
+
+
+@contextlib.contextmanager
+def _answers_once(answer: bytes) -> Iterator[str]:
+    """The address of a socket that gives this answer to whatever it is asked first, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
 
 
 def test_a_reducer_that_the_thread_of_its_jobs_collects(tmp_path: pathlib.Path) -> None:

@@ -168,6 +168,8 @@ struct Clock {
     server_heard: Time,
     distrust_until: Time,
     stalls: u32,
+    /// The last heartbeat went past the aggregator ([`Worker::waits_for_acks`]).
+    went_past: bool,
 }
 
 impl Worker {
@@ -221,6 +223,7 @@ impl Worker {
                 server_heard: now,
                 distrust_until: Time(0),
                 stalls: 0,
+                went_past: false,
             },
             rules: Rules::default(),
             config,
@@ -391,7 +394,9 @@ impl Worker {
             return Some(push);
         }
         if std::mem::take(&mut self.heartbeat_due) {
-            let to = if self.direct || self.lost { self.config.server } else { self.config.parent };
+            self.clock.went_past = !self.clock.went_past && self.waits_for_acks(now);
+            let past = self.direct || self.lost || self.clock.went_past;
+            let to = if past { self.config.server } else { self.config.parent };
             self.reported = self.received;
             return Some(Outbound { to, header: self.upward(Kind::HeartbeatUp, Serial(0)) });
         }
@@ -556,6 +561,14 @@ impl Worker {
             self.clock.stalls = (self.clock.stalls + 1).min(MAX_BACKOFF);
         }
         self.lost = now.since(self.clock.parent_heard) > path_dead_after || now < self.clock.distrust_until;
+    }
+
+    /// Whether all results are here, and for long the server has not heard that of all workers. What goes up through the aggregator
+    /// may be lost, this worker's Ack with it, though packets come down: nothing is in flight that would show that. Then every second
+    /// heartbeat goes to the server itself. (Not all of them: from an aggregator that works, one Ack comes instead of many.)
+    fn waits_for_acks(&self, now: Time) -> bool {
+        let is_missed = self.everywhere() != self.received;
+        self.next == self.received && is_missed && now.since(self.clock.progress_at) > self.config.timing.stall_after
     }
 
     fn send(&mut self, now: Time, seq: Serial) -> Outbound {

@@ -296,6 +296,38 @@ fn a_lost_path() {
     assert!(worker.server_is_lost(now.plus(5 * SECOND)));
 }
 
+/// All results are here, and what goes up through the aggregator is lost, while packets come down: the server hears this worker's Ack
+/// past the aggregator within a second and a little. The worker does not say that its path is lost; it does so until Credit says that
+/// all workers have all results.
+#[test]
+fn a_path_on_which_only_acks_are_lost() {
+    let mut worker = worker(4);
+    worker.post(Route::Tree);
+    sent(&mut worker, Time(0));
+    worker.handle_packet(Time(0), PARENT, &down(Kind::Result, 0, 1, 3, 0)).unwrap();
+    let mut beats = Vec::new();
+    let mut last = (0, 3);
+    for credit in [3, 4] {
+        let until = Time(last.0).plus(3 * SECOND);
+        while let now = worker.poll_timeout()
+            && now < until
+        {
+            worker.handle_packet(now, PARENT, &down(Kind::HeartbeatDown, 0, 1, credit, 0)).unwrap();
+            worker.handle_timeout(now);
+            for out in std::iter::from_fn(|| worker.poll_transmit(now)) {
+                assert_eq!((out.header.kind, out.header.flags, out.header.ack), (Kind::HeartbeatUp, 0, seq(1)));
+                beats.push((credit, now, out.to));
+            }
+        }
+        last = (until.0, credit);
+    }
+    let past: Vec<_> = beats.iter().filter(|(_, _, to)| *to == SERVER).collect();
+    assert!((SECOND..SECOND + 300 * MILLISECOND).contains(&past[0].1.0), "{past:?}");
+    assert!(past.len() > 5 && past.iter().all(|(credit, ..)| *credit == 3), "{past:?}");
+    let not_past = beats.iter().filter(|(_, at, to)| *to == PARENT && *at > past[0].1 && at.0 < 3 * SECOND);
+    assert!(not_past.count() > 5, "every second one goes through the aggregator, which may work");
+}
+
 /// Blocks that are not finite go straight to the server, and say so.
 #[test]
 fn full_blocks() {

@@ -62,9 +62,12 @@ impl Response {
         };
         let Response { status, content_type, body } = self;
         let length = body.len();
-        write!(
-            stream,
-            "HTTP/1.1 {status} {reason}\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
+        // In one call, so that a daemon that is killed has sent all of a short answer, or nothing.
+        stream.write_all(
+            format!(
+                "HTTP/1.1 {status} {reason}\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
+            )
+            .as_bytes(),
         )
     }
 }

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import hmac
+import http.client
 import ipaddress
 import json
 import logging
@@ -189,6 +190,8 @@ class _Put:
     switch: tuple[str, ...] | None = None
     server: str = ""
     workers: int = 0
+    shards: int = 1
+    """Of an aggregator, as the other nodes know it."""
 
 
 class _Jobs:
@@ -269,7 +272,8 @@ class _Jobs:
         ]
         body = _body({**common, "parent": parent, "children": children})
         below = int(_bitmap(node.workers), 0)
-        self._put(_Put("aggregator", node.address, job, body, node.switch, server, below), until)
+        put = _Put("aggregator", node.address, job, body, node.switch, server, below, shards[node.address])
+        self._put(put, until)
         for child in node.children:
             self._open_below(child, own, workers, shards, common, job, server, until)
 
@@ -328,13 +332,14 @@ class _Jobs:
         aggregators = [put for put in self._puts if put.role == "aggregator" and put.switch is None]
         switches = {put: _Passed() for put in self._puts if put.switch is not None}
         silent: set[str] = set()
+        cut_differently: set[str] = set()
         while not self._stop.wait(_LOOK_EVERY_S):
             if fell_back():
                 break
             for put in aggregators:
                 try:
                     # For an aggregator that has the job, this request changes nothing.
-                    status, _ = _request(
+                    status, answer = _request(
                         "PUT",
                         put.address,
                         f"/jobs/{put.job}",
@@ -349,6 +354,16 @@ class _Jobs:
                     continue
                 if status == 201:
                     log.warning("aggregator %s had lost job %d and has been told again", put.address, put.job)
+                if answer.get("shards", put.shards) != put.shards and put.address not in cut_differently:
+                    cut_differently.add(put.address)
+                    log.warning(
+                        "aggregator %s has %s shards now, and the job was opened with %d: most of what goes through it is lost, "
+                        "so workers pass it by. Start it with --shards %d",
+                        put.address,
+                        answer["shards"],
+                        put.shards,
+                        put.shards,
+                    )
                 silent.discard(put.address)
             for put, passed in switches.items():
                 self._look_at_switch(put, passed)
@@ -442,7 +457,12 @@ def _command(put: _Put, verb: str, until: float) -> str:
 def _request(
     method: str, address: str, path: str, body: bytes, secret: bytes | None, until: float
 ) -> tuple[int, dict[str, Any]]:
-    """One HTTP request to a daemon: the status and the answer."""
+    """One HTTP request to a daemon: the status and the answer.
+
+    Raises:
+        OSError: there is no whole answer in time; `urllib.error.HTTPError`: a refusal.
+        ValueError: the answer is not that of a daemon.
+    """
     request = urllib.request.Request(f"http://{address}{path}", data=body or None, method=method)
     if body:
         request.add_header("Content-Type", "application/json")
@@ -459,15 +479,23 @@ def _request(
     # Daemons are reached directly, as workers reach them, whatever proxy the environment names.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     timeout_s = min(_ANSWER_WITHIN_S, max(0.1, until - time.monotonic()))
-    with opener.open(request, timeout=timeout_s) as answer:
-        text = answer.read(_MOST_ANSWER_BYTES)
-        return answer.status, json.loads(text) if text else {}
+    try:
+        with opener.open(request, timeout=timeout_s) as answer:
+            text = answer.read(_MOST_ANSWER_BYTES)
+    except http.client.HTTPException as error:
+        raise OSError(f"what answers breaks off, or is no daemon of Penstock: {error!r}") from None
+    found = json.loads(text) if text else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"its answer is no JSON object: {text[:80]!r}")
+    return answer.status, found
 
 
 def _why(error: urllib.error.HTTPError) -> str:
     """The reason in a daemon's refusal."""
-    text = error.read(1 << 16).decode(errors="replace").strip()
-    with contextlib.suppress(ValueError):
+    text = ""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        text = error.read(1 << 16).decode(errors="replace").strip()
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         text = str(json.loads(text)["error"])
     return f"{text or error.reason} (HTTP {error.code})"
 

@@ -192,15 +192,22 @@ impl Driver {
     /// One round of all work. Returns the reason if a server is lost.
     fn turn(&mut self) -> Option<String> {
         self.take_commands();
-        if self.stopped || self.troubles.failed.is_some() {
+        if self.has_ended() {
             self.wait(self.troubles.failed.is_some());
             return None;
         }
         self.receive();
+        // Operations that have failed have given their tensors back, and the core still has them.
+        if self.has_ended() {
+            return None;
+        }
         let now = self.now();
         self.core.handle_timeout(now);
         self.transmit(now);
         self.settle();
+        if self.has_ended() {
+            return None;
+        }
         self.judge(now);
         if let Some(lost) = self.lost(now) {
             return Some(lost);
@@ -211,6 +218,10 @@ impl Driver {
         }
         self.wait(false);
         None
+    }
+
+    fn has_ended(&self) -> bool {
+        self.stopped || self.troubles.failed.is_some()
     }
 
     fn take_commands(&mut self) {
@@ -388,7 +399,7 @@ impl Driver {
         }
         if !self.core.is_idle() {
             let failure = self.troubles.departed.clone().expect("seen above");
-            self.channels.group.fail(Failure { kind: FailureKind::PeerLost, ..failure });
+            self.channels.group.end(Failure { kind: FailureKind::PeerLost, ..failure });
             self.wait_for_failure();
         }
     }
@@ -450,10 +461,7 @@ impl Driver {
                     self.lacks()
                 )
             } else {
-                format!(
-                    "Timed out after {seconds:.1} s: its tensor was not ready. What the device was to do before this \
-                     operation has not ended. Raise the time-out (timeout= of init_process_group) if that is expected."
-                )
+                not_ready(seconds)
             };
             self.publish();
             self.channels.group.fail(Failure::fatal(FailureKind::Timeout, message));
@@ -463,7 +471,8 @@ impl Driver {
 
     /// The reason for a fallback, if there is one.
     fn lost(&mut self, now: Time) -> Option<String> {
-        if self.troubles.failed.is_some() {
+        // A rank that has left does not go on among the ranks. It may have closed the job at the server, which then falls silent.
+        if self.troubles.failed.is_some() || self.troubles.departed.is_some() {
             return None;
         }
         if let Some(reason) = self.troubles.alarmed.take() {
@@ -524,15 +533,16 @@ impl Driver {
 
     /// Sleeps until something happens; with `idle`, until a command comes.
     fn wait(&mut self, idle: bool) {
+        let timeout = (!idle).then(|| self.core.poll_timeout().since(self.now()).min(SECOND));
+        self.sleep(idle, timeout.map(Duration::from_nanos));
+    }
+
+    fn sleep(&mut self, idle: bool, timeout: Option<Duration>) {
         if self.stopped {
             return;
         }
         let sockets = if idle { &[][..] } else { &self.sockets[..] };
         let sockets: Vec<_> = sockets.iter().map(|socket| (socket.as_fd(), socket.is_blocked())).collect();
-        let timeout = (!idle).then(|| {
-            let nanos = self.core.poll_timeout().since(self.now());
-            Duration::from_nanos(nanos.min(SECOND))
-        });
         if let Err(error) = self.shared.waker.wait(&sockets, timeout) {
             self.channels.group.fail(Failure::fatal(FailureKind::Bug, format!("cannot wait for packets: {error}.")));
             self.stopped = true;
@@ -563,6 +573,14 @@ impl Driver {
     fn now(&self) -> Time {
         Time(self.epoch.elapsed().as_nanos() as u64)
     }
+}
+
+/// Why an operation has ended for whose tensor a device was waited for.
+fn not_ready(seconds: f64) -> String {
+    format!(
+        "Timed out after {seconds:.1} s: its tensor was not ready. What the device was to do before this operation has not ended. \
+         Raise the time-out (timeout= of init_process_group) if that is expected."
+    )
 }
 
 impl Drop for Driver {

@@ -1,14 +1,15 @@
 //! When a server has died: all ranks end what was running, and go on among themselves.
 
-use super::{Driver, Running};
+use super::{Driver, Running, not_ready};
 use crate::Ticket;
 use crate::runtime::Call;
 use penstock_aggregation::client::AllReduce;
 use penstock_aggregation::client::fallback::{claims, contribute, finish};
 use penstock_plan::Collective;
 use penstock_stream::fingerprint::{Fingerprint, Name};
-use penstock_types::{DType, Failure, Priority, ReduceOp, SECOND, Time};
+use penstock_types::{DType, Failure, FailureKind, Priority, ReduceOp, SECOND, Time};
 use std::any::Any;
+use std::time::Duration;
 
 impl Driver {
     /// Ends all running operations together with the other ranks. Returns false if that failed.
@@ -38,8 +39,7 @@ impl Driver {
                 continue;
             }
             while !self.running[0].all_reduce.ready {
-                self.wait(true);
-                self.take_commands();
+                self.await_command();
                 if self.troubles.failed.is_some() {
                     self.forward();
                     return false;
@@ -82,7 +82,7 @@ impl Driver {
 
     fn give_up(&mut self, failure: Failure) -> bool {
         let message = format!("a server was lost, and going on without it failed: {}", failure.message);
-        self.channels.group.fail(Failure { message, ..failure });
+        self.channels.group.end(Failure { message, ..failure });
         self.wait_for_failure();
         self.forward();
         false
@@ -133,8 +133,24 @@ impl Driver {
             if self.stopped {
                 return;
             }
-            self.wait(true);
-            self.take_commands();
+            self.await_command();
+        }
+    }
+
+    /// Waits for a command and carries it out. Fails the channel if the first operation's tensor is not ready in time.
+    fn await_command(&mut self) {
+        let first = self.running.front().map(|running| &running.all_reduce).filter(|first| !first.ready);
+        let timeout = first.map(|first| (first.started.0.saturating_add(first.timeout), first.timeout));
+        let left = timeout.map(|(until, _)| Duration::from_nanos(until.saturating_sub(self.now().0)));
+        self.sleep(true, left);
+        self.take_commands();
+        if let Some((until, timeout)) = timeout
+            && self.running.front().is_some_and(|first| !first.all_reduce.ready)
+            && self.now().0 >= until
+        {
+            let message = not_ready(timeout as f64 / SECOND as f64);
+            self.channels.group.end(Failure::fatal(FailureKind::Timeout, message));
+            self.wait_for_failure();
         }
     }
 }
