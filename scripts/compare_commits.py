@@ -30,7 +30,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-MEDIA = {"memory": {"PENSTOCK_SHM": "1"}, "tcp": {"PENSTOCK_SHM": "0"}}
+# As many streams as between hosts, in all commits.
+MEDIA = {"memory": {"PENSTOCK_SHM": "1"}, "tcp": {"PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "16"}}
 RANKS = 2
 
 

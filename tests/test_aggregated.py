@@ -600,6 +600,20 @@ def test_training_survives_an_aggregator(tmp_path: pathlib.Path) -> None:
     assert "passed by" in outcomes[0].output or "straight to server" in outcomes[0].output
 
 
+def test_an_aggregator_comes_back_with_other_shards(tmp_path: pathlib.Path) -> None:
+    """The other nodes send to the shards that they know. Workers pass it by, the losses stay, and rank 0 says what to do."""
+    with Daemon("server") as server, Daemon("aggregator") as left, Daemon("aggregator") as right:
+        env = _deployment(tmp_path, _tree(server, left, right))
+        with ranks.Ranks(_train, count=3, args=(60, False, 0.05), env=env) as job:
+            job.await_note("step 10", deadline_s=60)
+            left.kill()
+            left.options = ("--shards", "2")
+            left.start()
+            outcomes = job.outcomes(timeout_s=60)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    assert f"aggregator {left.address} has 2 shards now, and the job was opened with 1" in outcomes[0].output
+
+
 @pytest.mark.parametrize("hook", [False, True], ids=["buckets", "reducer"])
 def test_training_survives_the_server(tmp_path: pathlib.Path, hook: bool) -> None:
     """kill -9 of the server: training goes on among the ranks, its losses within the bound of quantisation of a run without

@@ -19,6 +19,7 @@ def test_nothing_is_kept(medium: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of groups, each with operations of all kinds and some with disorderly ends: what the engine, Python and the
     process hold afterwards is what they held after the first groups."""
     monkeypatch.setenv("PENSTOCK_SHM", "1" if medium == "memory" else "0")
+    monkeypatch.setenv("PENSTOCK_STREAMS", "16")
     spec = soak.Spec("penstock", seed=7, groups=250, minutes=2, operations=10)
     (told,) = soak.run(spec, world=3)
     assert all(one.groups == spec.groups and len(one.ends) == 4 for one in told)

@@ -28,7 +28,8 @@ from penstock.torch import GradientReducer, ddp_hook
 from penstock.training import tuning
 from penstock.tune import Drift, Options, Setting, State, Tuner, load_record, save_record, verify
 
-TCP = {"PENSTOCK_SHM": "0"}
+# As many streams as between hosts, for which loopback stands here.
+TCP = {"PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "16"}
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -136,13 +137,18 @@ def test_what_makes_no_sense_is_refused_on_all_ranks(tmp_path: pathlib.Path) -> 
 
 
 def test_only_what_differs_is_tried() -> None:
-    """One host varies buckets alone; two ranks have one algorithm; nothing is larger than all gradients; pinned fields stay."""
+    """One host varies buckets alone, and one stream is no choice; two ranks have one algorithm; nothing is larger than all
+    gradients; pinned fields stay."""
     default = Setting(16, 4 << 20, "auto")
 
-    def values(hosts: list[int], nbytes: int = 1 << 30, default: Setting = default, **pinned: Any) -> list[Any]:
-        return [axis.values for axis in tuning.space_of(default, hosts, nbytes, pinned).axes]
+    def values(
+        hosts: list[int], nbytes: int = 1 << 30, default: Setting = default, open_streams: int = 16, **pinned: Any
+    ) -> list[Any]:
+        space = tuning.space_of(default, hosts, nbytes, pinned, open_streams=open_streams)
+        return [axis.values for axis in space.axes]
 
     assert values([0, 0, 0]) == [(16,), tuple(1 << k for k in range(18, 27)), ("auto",), ("off",)]
+    assert values([0, 1], open_streams=1)[0] == (16,)
     assert values([0, 1], 1)[:3] == [(1, 2, 4, 8, 16), (1 << 18, 4 << 20), ("auto",)]
     assert values([0, 1], 5_000_000)[1] == tuple(1 << k for k in range(18, 24))
     assert values([0, 1], 8 << 20)[1] == tuple(1 << k for k in range(18, 24))

@@ -167,8 +167,9 @@ impl Engine {
     }
 
     /// Begins to end the thread: sends good-byes, and lets the peers take what was sent to them. With `wait` that takes as
-    /// long as the peers need, until they leave or are lost, or until the longest time-out of an operation so far; messages
-    /// that were not delivered are logged. Without, 0.1 s. A later call may change `wait`.
+    /// long as the peers need, until they leave or are lost, or until the longest time-out of an operation so far, 1.5 times
+    /// [`Config::dead_after`] at the least; messages that were not delivered are logged. Without, 0.1 s. A later call may change
+    /// `wait`.
     pub fn begin_stop(&self, wait: bool) {
         self.is_stopping.store(true, Ordering::Relaxed);
         self.handle.command(Command::Stop { wait }, &Ticket::default());

@@ -76,8 +76,8 @@ pub trait Handler {
     fn awaits(&self, job: GroupId) -> bool;
     /// Whether the loop should say good-bye and end.
     fn stopping(&self) -> bool;
-    /// How long the end may wait, in nanoseconds, for peers that live to take what was sent to them; `None`: not even for their
-    /// acknowledgements.
+    /// How long the end waits, in nanoseconds, for peers that live to take what was sent to them, beyond what it takes to notice that
+    /// one does not; `None`: it does not wait, not even for acknowledgements.
     fn patience(&self) -> Option<u64>;
     /// The loop is about to end: what is told to peers now is the last that leaves, as far as the sockets take it at once.
     fn ending(&mut self, peers: &mut Peers);

@@ -258,7 +258,7 @@ struct Known {
     heard: Option<Time>,
     /// Whether the node has shown that it receives packets, or need not.
     receives: bool,
-    /// A packet was not sent to it because it has not.
+    /// A packet was not sent to it, since it is not known to receive any, and it was not asked since.
     is_owed: bool,
 }
 
@@ -280,10 +280,11 @@ impl Known {
             .collect()
     }
 
-    /// The number of the next node, after `last`, that is not known to receive packets and of which `is_meant` holds. They are asked
-    /// one after the other, for packets that came from nodes that receive: no more packets leave than come.
+    /// The number of the next node, after `last`, that is not known to receive packets and of which `is_meant` holds. One is asked for
+    /// each packet that has come: to nodes that have not answered, no more packets leave than come.
     fn next_to_ask(nodes: &[Known], last: usize, is_meant: impl Fn(usize) -> bool) -> Option<usize> {
-        (last + 1..nodes.len()).chain(0..=last).find(|number| !nodes[*number].receives && is_meant(*number))
+        let mut others = (1..=nodes.len()).map(|step| (last + step) % nodes.len());
+        others.find(|number| !nodes[*number].receives && is_meant(*number))
     }
 
     fn report(&self, now: Time) -> NodeReport {

@@ -190,7 +190,7 @@ fn aggregators_that_wait_are_asked() {
     let beat = || workers[0].send_to(&packet(Kind::HeartbeatUp, 0, 1, &[]), to).expect("sent");
     beat();
     show(&workers[0]);
-    // Each of the worker's packets after a heartbeat of the server asks one; the first one may come before.
+    // The server asks one for each of the worker's packets, once it has had a heartbeat for them.
     let asked = |aggregator: &UdpSocket| {
         aggregator.set_nonblocking(true).expect("a socket");
         aggregator.peek(&mut [0; HEADER_BYTES]).is_ok()
@@ -207,8 +207,8 @@ fn aggregators_that_wait_are_asked() {
     }
 }
 
-/// A server sends heartbeats and results to workers that have shown that they receive. One packet of 48 bytes leaves for one that seems
-/// to come from others, or comes from them.
+/// A server sends heartbeats and results to workers that have shown that they receive. To the others one packet of 48 bytes leaves for
+/// each that has come.
 #[test]
 fn a_server_amplifies_nothing() {
     let node = daemon(config(Role::Server));

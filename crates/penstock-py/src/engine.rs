@@ -199,8 +199,8 @@ impl Engine {
     }
 
     /// Sends good-byes to the peers and ends the thread. With `wait`, blocks until the peers have taken all messages, leave or
-    /// are lost, or until the longest time-out of an operation so far; messages that were not delivered are logged. Ctrl-C
-    /// ends the wait.
+    /// are lost, or until the longest time-out of an operation so far, 1.5 times `dead_after_s` at the least; messages that were
+    /// not delivered are logged. Ctrl-C ends the wait.
     #[pyo3(signature = (*, wait=true))]
     fn stop(&self, py: Python<'_>, wait: bool) -> PyResult<()> {
         self.0.begin_stop(wait);

@@ -254,7 +254,7 @@ SETTINGS = (
         "16",
         _streams,
         "TCP streams to each peer. More of them add up where the network caps a flow and find more of its paths; each "
-        "takes up to 272 KiB of memory. If it is not set, one to a peer at an address of this host. Measured: "
+        "takes up to 272 KiB of memory. Not set: 16 between hosts, 1 to a peer at an address of this host. Measured: "
         "docs/benchmarks/.",
     ),
     Setting(

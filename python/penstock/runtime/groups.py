@@ -434,12 +434,14 @@ def _announce(membership: Membership, settings: config.Settings, agreed: dict[st
     hosts = len({member.split(" ")[3] for member in members})
     guard = "PENSTOCK_SECRET" if agreed["secret"] is None else "generated (guards against accidents only)"
     log.info(
-        "group %s: %d ranks on %d host name(s), %d TCP streams a peer over %s (%s), rank 0 reaches the others through %s, "
+        "group %s: %d ranks on %d host name(s), %d TCP streams a peer (%d within a host) over %s (%s), rank 0 reaches the others "
+        "through %s, "
         "algorithm %s, secret %s",
         membership.name,
         membership.world,
         hosts,
         settings.streams,
+        config.streams_within_host(settings),
         interfaces,
         membership.engine.why,
         ", ".join(f"{medium} ({count})" for medium, count in sorted(media.items())) or "nothing",

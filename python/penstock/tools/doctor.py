@@ -16,6 +16,7 @@ import socket
 import statistics
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -106,7 +107,7 @@ def _check(size: int) -> bool:
                 continue
             host = peers[other]["address"].rsplit(":", 1)[0].strip("[]")
             try:
-                raw_rates[other], flows = _raw_rate(dist, size, other, host)
+                raw_rates[other], flows = _raw_rate(dist, size, other, host, len(peers[other]["streams"]))
             except OSError as error:
                 notes.append(f"raw sockets to rank {other} could not be compared with: {error}")
                 continue
@@ -126,11 +127,12 @@ def _check(size: int) -> bool:
     own["limits"]["warnings"] += warnings
     if warning := memory_warning(own["stats"]["peers"], _read("/proc/sys/kernel/yama/ptrace_scope")):
         own["limits"]["warnings"].append(warning)
-    if rank == 0 and (warning := names_warning({peer["address"].rsplit(":", 1)[0] for peer in peers.values()})):
-        own["limits"]["warnings"].append(warning)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, own)
     if rank == 0:
+        # Now that no other rank waits.
+        if warning := names_warning({peer["address"].rsplit(":", 1)[0] for peer in peers.values()}):
+            everyone[0]["limits"]["warnings"].append(warning)
         _print(everyone)
     return not any(one["limits"]["warnings"] for one in everyone)
 
@@ -153,16 +155,26 @@ def memory_warning(peers: list[dict[str, Any]], ptrace_scope: str) -> str | None
 
 def names_warning(addresses: Iterable[str]) -> str | None:
     """What to say where looking up a name takes long: torch's store, on rank 0's host, looks up that of every address that
-    connects, one after the other. Takes as long as that does, up to 20 s for an address where no name server answers."""
-    # One question may be lost, and that is no slow name server.
-    took_s = {address: min(_lookup_s(address), _lookup_s(address)) for address in addresses}
-    slowest = max(took_s, key=lambda address: took_s[address], default="")
-    if not took_s or took_s[slowest] < _SLOW_NAME_S:
+    connects, one after the other. Takes a second or two at the most."""
+    slow: list[str] = []
+
+    def look_up() -> None:
+        for address in sorted(addresses):
+            # One question may be lost, and that is no slow name server.
+            if min(_lookup_s(address), _lookup_s(address)) >= _SLOW_NAME_S:
+                slow.append(address)
+                return
+
+    # A look-up cannot be interrupted, and may take a minute.
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(_LOOK_UP_WITHIN_S)
+    if not slow and not thread.is_alive():
         return None
     return (
-        f"looking up the name of {slowest} takes {took_s[slowest]:.1f} s, and torch's store does so for all that connect, "
-        "one after the other, with any backend: jobs start so much later. Mend the name server (/etc/resolv.conf), write the "
-        "hosts into /etc/hosts, or set RES_OPTIONS='timeout:1 attempts:1' on all ranks"
+        "the names of addresses are looked up slowly here, and torch's store looks up that of each rank that connects, one after "
+        "the other: with any backend a job starts seconds later. Mend the name server (/etc/resolv.conf), write the ranks' hosts "
+        "into /etc/hosts, or set RES_OPTIONS='timeout:1 attempts:1' where the store runs (rank 0, or torchrun)"
     )
 
 
@@ -185,9 +197,9 @@ def _exchange(dist: Any, sent: Any, received: Any, other: int) -> float:
     return time.perf_counter() - started
 
 
-def _raw_rate(dist: Any, size: int, other: int, host: str) -> tuple[float, int]:
-    """Bytes per second each way that plain TCP sockets carry to another rank, and how many sockets: as many as Penstock has
-    streams to it.
+def _raw_rate(dist: Any, size: int, other: int, host: str, streams: int) -> tuple[float, int]:
+    """Bytes per second each way that plain TCP sockets carry to another rank, and how many sockets: ``streams``, or the other
+    rank's number if that is lower.
 
     Raises: OSError, where they cannot connect (only the ports of PENSTOCK_PORT_RANGE may be open) or stall. The other rank then
     has the same.
@@ -202,7 +214,7 @@ def _raw_rate(dist: Any, size: int, other: int, host: str) -> tuple[float, int]:
     except OSError as error:
         trouble = str(error)
     try:
-        own: list[Any] = [mesh and mesh.address, config.read().streams]
+        own: list[Any] = [mesh and mesh.address, streams]
         theirs: list[Any] = [None, None]
         if rank < other:
             dist.send_object_list(own, other)
@@ -357,7 +369,7 @@ _WARM_UP, _REPEATS = 2, 7
 # Penstock reaches 0.98 of raw sockets and more (docs/benchmarks, "Fresh jobs on a link"); jobs in a slow state had 0.65 to 0.8.
 _LEAST_SHARE = 0.8
 # A name server that answers takes milliseconds; glibc waits 5 s for one that does not.
-_SLOW_NAME_S = 0.5
+_SLOW_NAME_S, _LOOK_UP_WITHIN_S = 0.5, 2.0
 # Bytes per second each way: more than a link of 10 Gbit/s carries, and about what two cores move in memory.
 _PROCESSORS_LIMIT = 1.5e9
 _WIDTH_OF_FILES = 200

@@ -93,14 +93,17 @@ def apply(core: _core.Reducer, setting: Setting) -> None:
         raise ConfigError(str(error)) from error
 
 
-def space_of(default: Setting, hosts: Sequence[int], gradient_bytes: int, pinned: Mapping[str, Any]) -> Space:
+def space_of(
+    default: Setting, hosts: Sequence[int], gradient_bytes: int, pinned: Mapping[str, Any], *, open_streams: int
+) -> Space:
     """The settings that are worth trying in a group.
 
     Args:
-        default: what runs without a tuner; as many streams are open, and its compression is the one that is allowed.
+        default: what runs without a tuner; its compression is the one that is allowed.
         hosts: of each rank.
         gradient_bytes: of all gradients; larger buckets are all alike.
         pinned: the fields that the user has decided.
+        open_streams: to a rank, at the most.
     """
     # Between ranks of one host, memory is read: no stream carries anything, and no algorithm reads less than the planner's.
     several = len(set(hosts)) > 1
@@ -114,8 +117,14 @@ def space_of(default: Setting, hosts: Sequence[int], gradient_bytes: int, pinned
         most_bucket_bytes=gradient_bytes,
         algorithms=algorithms,
         compressions=[default.compression],
-        pinned={**({} if several else {"streams": default.streams}), **pinned},
+        pinned={**({} if several and open_streams > 1 else {"streams": default.streams}), **pinned},
     )
+
+
+def _open_streams(buckets: groups.Membership) -> int:
+    """How many streams this rank has to another one of the group, at the most."""
+    peers = buckets.engine.core.stats()["peers"]
+    return max((len(peer["streams"]) for peer in peers if peer["rank"] in buckets.job_ranks), default=0)
 
 
 class Tuning:
@@ -160,12 +169,13 @@ class Tuning:
         else:
             sizes = [one.nbytes for one in model]
         bandwidth = _bandwidth(hosts, group)
-        remembered: list[Any] = [None]
+        # Of rank 0, so that all try the same.
+        remembered: list[Any] = [None, _open_streams(buckets)]
         if member.rank == 0:
             self._graphs = _graph_of(model), _topology(hosts, bandwidth)
             match = Memory().nearest(*self._graphs)
             if match is not None:
-                remembered = [{"setting": match.entry.setting.to_json(), "near": match.near}]
+                remembered[0] = {"setting": match.entry.setting.to_json(), "near": match.near}
                 log.info(
                     "begins at what served a job at distance %.2f (model %.2f, topology %.2f): %s",
                     match.distance,
@@ -174,9 +184,10 @@ class Tuning:
                     match.entry.setting,
                 )
         dist.broadcast_object_list(remembered, _root(group), group=group)
-        known = remembered[0]
+        known, open_streams = remembered
+        pinned = {"algorithm": agreed["algorithm"]} if agreed["algorithm"] else {}
         self.tuner = Tuner(
-            space_of(default, hosts, sum(sizes), {"algorithm": agreed["algorithm"]} if agreed["algorithm"] else {}),
+            space_of(default, hosts, sum(sizes), pinned, open_streams=open_streams),
             options=Options.from_json(agreed["options"]),
             remembered=Setting.from_json(known["setting"]) if known else None,
             near=bool(known and known["near"]),

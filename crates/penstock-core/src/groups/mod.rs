@@ -217,8 +217,8 @@ impl<B, K> Groups<B, K> {
         group.failed.clone().filter(|_| whole).or_else(died).or_else(|| if farewells { left() } else { None })
     }
 
-    /// This process is about to end; with `wait`, after peers have taken what was sent to them, as far as their operations'
-    /// time-outs allow.
+    /// This process is about to end; with `wait`, after peers have taken what was sent to them, which may take as long as the longest
+    /// time-out of an operation ([`Groups::patience`]).
     pub fn stop<H: Host<Body = B, Kept = K>>(&mut self, host: &mut H, wait: bool) {
         self.stopping = true;
         self.patience = wait.then_some(self.common.longest_timeout);
@@ -264,8 +264,8 @@ impl<B, K> Groups<B, K> {
         self.stopping
     }
 
-    /// How long the end may wait, in nanoseconds, for peers that live to take what was sent to them; `None`: not even for their
-    /// acknowledgements.
+    /// How long the end waits, in nanoseconds, for peers that live to take what was sent to them, beyond what it takes to notice that
+    /// one does not; `None`: it does not wait, not even for acknowledgements.
     #[must_use]
     pub fn patience(&self) -> Option<u64> {
         self.patience
@@ -331,6 +331,5 @@ impl<B, K> Groups<B, K> {
 
 /// The message number of a probe that does not doubt a reference.
 const PROBE: u32 = u32::MAX;
-/// How long the end waits at most, if the caller waits: torch's own default time-out, or more if an operation had a longer
-/// one.
+/// An operation with a longer time-out does not make the end wait longer: torch's own default time-out.
 const MOST_PATIENCE: u64 = 30 * 60 * SECOND;

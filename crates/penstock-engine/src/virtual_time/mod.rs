@@ -286,6 +286,6 @@ const FAILED: [(u64, &str); 9] = [
     (4_007_944, "what needed a rank in a channel that it had closed failed the group, if the rank had left since"),
     (
         14_117_377,
-        "a rank ended 2 s into a part of 2.3 s, so that what it had sent was lost: the other rank took it for dead",
+        "two ranks did not hear each other for 2.3 s, and one ended after 2 s: what it had sent was lost, and the other took it for dead",
     ),
 ];

@@ -457,7 +457,7 @@ impl<'a> Rank<'a> {
         let patience = if self.program.is_right() && self.program.fault.is_none() {
             STOPS_WITHIN
         } else {
-            longest.max(STOPS_WITHIN) + LATE_AT_MOST
+            longest.max(STOPS_AFTER_A_FAULT) + LATE_AT_MOST
         };
         if now.since(stopped_at) > patience + self.away() {
             complaints.push(format!(
@@ -590,8 +590,10 @@ const CONNECTS_WITHIN: Range<u64> = 11 * SECOND..14 * SECOND;
 const JOINS_WITHIN: u64 = 20 * SECOND;
 /// The engine looks for operations that are late a few times a second; with this, a tick and what ends in its course.
 const LATE_AT_MOST: u64 = 1500 * MILLISECOND;
-/// Nobody waits longer for an answer to a good-bye; with the last delays.
+/// Where everybody answers.
 const STOPS_WITHIN: u64 = 2200 * MILLISECOND;
+/// How long the end waits, at the least, for what peers have not taken: 1.5 times `dead_after`.
+const STOPS_AFTER_A_FAULT: u64 = 6 * SECOND;
 const GUARD: u8 = 0xa5;
 const GUARD_BYTES: usize = 64;
 const SCRIBBLE: u8 = 0xee;

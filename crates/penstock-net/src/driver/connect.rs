@@ -49,17 +49,16 @@ impl Driver {
         {
             return;
         }
-        for stream in 0..u32::from(self.streams_to(peer)) {
+        for stream in 0..u32::from(self.streams_to(&self.links[peer as usize].contact)) {
             self.connect_stream(handler, peer, stream, attempt, now);
         }
     }
 
     /// How many TCP streams to open to a peer.
-    fn streams_to(&self, peer: PeerId) -> u16 {
+    pub(super) fn streams_to(&self, contact: &Contact) -> u16 {
         let own: Vec<IpAddr> = self.listeners.addresses().map(|address| address.ip()).collect();
-        let is_here = |remote: &SocketAddr| remote.ip().is_loopback() || own.contains(&remote.ip());
-        let all_here = self.links[peer as usize].contact.tcp.iter().all(is_here);
-        if all_here { self.settings.streams_within_host } else { self.settings.streams }
+        let is_here = are_of_this_host(&own, contact.tcp.iter().map(SocketAddr::ip));
+        if is_here { self.settings.streams_within_host } else { self.settings.streams }
     }
 
     /// Tries the abstract UNIX socket: a process that answers there is on this host.
@@ -274,6 +273,11 @@ impl Driver {
     }
 }
 
+/// Whether all of a peer's addresses are of this host, as far as its own ones that are listened on say.
+fn are_of_this_host(own: &[IpAddr], mut theirs: impl Iterator<Item = IpAddr>) -> bool {
+    theirs.all(|one| one.is_loopback() || own.contains(&one))
+}
+
 /// The local ports of the streams to a peer. The streams take neighbouring ones: networks choose a flow's path (or queue) by a hash
 /// of its ports that is nearly always linear (XOR, CRC, Toeplitz). So neighbouring ports spread evenly, where random ports collide
 /// (8 flows on 16 paths use 6.5 of them).
@@ -332,6 +336,22 @@ const SLOW_ATTEMPTS: u32 = 5;
 mod tests {
     use super::*;
     use std::collections::HashSet;
+
+    /// A peer is on this host if all of its addresses are.
+    #[test]
+    fn addresses_of_this_host() {
+        let all = |texts: &[&str]| -> Vec<IpAddr> { texts.iter().map(|text| text.parse().expect("one")).collect() };
+        let own = all(&["10.0.0.1", "fe80::1"]);
+        for (theirs, is_here) in [
+            (&["127.0.0.1"][..], true),
+            (&["::1", "10.0.0.1"], true),
+            (&["fe80::1"], true),
+            (&["10.0.0.2"], false),
+            (&["10.0.0.1", "10.0.0.2"], false),
+        ] {
+            assert_eq!(are_of_this_host(&own, all(theirs).into_iter()), is_here, "{theirs:?}");
+        }
+    }
 
     /// Streams have neighbouring ports at each attempt, of the kernel's range, and other ones than at the attempts before.
     #[test]

@@ -35,8 +35,8 @@ impl Driver {
         })
     }
 
-    /// How long the end waits at most. A peer that says nothing is lost, and no longer waited for, after `dead_after`; what the
-    /// others have not taken may come to them on another stream, and the good-bye's acknowledgement after that.
+    /// How long the end waits at most. A peer that says nothing is lost after `dead_after`, and is not waited for any more. What another
+    /// one has not taken may have to be sent again on another stream; then the good-bye's acknowledgement takes as long once more.
     pub(super) fn patience<H: Handler>(&self, handler: &H) -> u64 {
         handler.patience().map_or(UNHEARD, |timeouts| timeouts.max(2 * self.linger()))
     }

@@ -71,12 +71,12 @@ impl Driver {
             self.yama.meet(self.peers.added.iter().filter(|one| one.memory_epoch != 0).map(|one| one.process));
         }
         self.links.extend(self.peers.added.drain(..).map(Link::new));
-        let streams = usize::from(self.settings.streams);
-        let to_come = self.links.iter().filter(|link| !link.was_up && !link.finished).count() * streams;
+        let awaited = self.links.iter().filter(|link| !link.was_up && !link.finished);
+        let to_come = awaited.map(|link| usize::from(self.streams_to(&link.contact))).sum();
         if let Err(trouble) = make_room(to_come) {
             let peers = self.links.len();
             log::warn!(
-                "penstock: {trouble}: {peers} peers with {streams} streams each. Some ranks may not reach each other. Raise the \
+                "penstock: {trouble}: {to_come} streams to {peers} peers. Some ranks may not reach each other. Raise the \
                  hard limit (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile of a container), or lower PENSTOCK_STREAMS"
             );
         }

@@ -28,9 +28,9 @@ struct Open {
     memory_bytes: usize,
     /// There may be something to send.
     stirred: bool,
-    /// Packets were not sent, to nodes that are not known to receive any.
+    /// Packets were not sent to some nodes, which are not known to receive any and were not asked since.
     owes: bool,
-    /// The one of these nodes that was asked last.
+    /// The node that was asked last.
     asked: usize,
 }
 
@@ -73,20 +73,20 @@ impl Serving {
         (is_heard && (!node.receives || open.owes)).then_some(open.job.common.job)
     }
 
-    /// The receipt that a packet of a node leads to, and its address: that node's, or, where that is known to receive packets, the
-    /// next one's of those that were owed a packet. Workers that bypass an aggregator which has sent nothing yet wait for packets
-    /// through it, and it for packets from here.
+    /// The receipt that a packet of a node leads to, and where it goes: to that node, or, if that is known to receive packets, to the
+    /// next one of those to which a packet was not sent. An aggregator that has sent nothing yet waits for a packet from here, and the
+    /// workers that bypass it wait for packets through it.
     fn ask(&mut self, job: u32, from: SocketAddr) -> Option<(SocketAddr, [u8; HEADER_BYTES])> {
         let open = self.jobs.get_mut(&job)?;
         let sender = open.job.endpoints.get(&from)?.0 as usize;
         let to = if !open.nodes[sender].receives {
             from
         } else {
-            open.owes = false;
-            open.asked = Known::next_to_ask(&open.nodes, open.asked, |node| open.nodes[node].is_owed)?;
-            let node = &mut open.nodes[open.asked];
-            node.is_owed = false;
-            node.place.of(0)
+            let next = Known::next_to_ask(&open.nodes, open.asked, |node| open.nodes[node].is_owed);
+            open.asked = next.unwrap_or(open.asked);
+            open.nodes[open.asked].is_owed = false;
+            open.owes = open.nodes.iter().any(|node| node.is_owed && !node.receives);
+            open.nodes[next?].place.of(0)
         };
         self.door.ask(&open.job.common, to).map(|ask| (to, ask))
     }

@@ -96,11 +96,13 @@ class Figure:
     ranks: int = 2
     link: LinkSpec | None = None
     """On a testbed with one rank a host."""
+    variants: Sequence[str] = ()
+    """As for --variant."""
 
     def measure(self, rounds: int, timeout_s: float) -> tuple[list[Finding], dict[str, Any]]:
         """Runs it and prints its tables. What it found, and the run for JSON."""
         on_testbed = self.link is not None
-        chosen, _ = choose(",".join(self.backends), (), on_testbed)
+        chosen, _ = choose(",".join(self.backends), self.variants, on_testbed)
         chosen += limits(chosen, on_testbed, sweep.DEFAULT_FLOWS[on_testbed])
         joins = min(rounds, sweep.TESTBED_JOINS) if on_testbed else 1
         turns = math.ceil(rounds / joins)
@@ -339,10 +341,12 @@ FIGURES: list[Figure | AggregatedFigure] = [
         "TCP over loopback, 5 ranks (4 peers), 64 MiB",
         ["penstock-tcp"],
         [
-            Target("what the engine reports, a rank", "penstock-tcp", _engine_mib, 64, " MiB", bound="<="),
-            Target("resident beyond the tensors, a rank", "penstock-tcp", _grown_mib, 64, " MiB", bound="<="),
+            Target("what the engine reports, a rank", "16-streams", _engine_mib, 64, " MiB", bound="<="),
+            Target("resident beyond the tensors, a rank", "16-streams", _grown_mib, 64, " MiB", bound="<="),
         ],
         ranks=5,
+        # As many as to peers on other hosts.
+        variants=["16-streams=penstock-tcp,PENSTOCK_STREAMS=16"],
     ),
     # A rate at which two processors idle for two thirds of the time: the link decides.
     AggregatedFigure(

@@ -96,9 +96,7 @@ def command(
     if runs is not None:
         common |= {"runs": runs, "nbytes": parse_size(size)}
         if any(one.wrong for one in _with_kills(faults.measure, parse_ranks(workers), shares, json_path, **common)):
-            raise click.ClickException(
-                "all-reduces during kills of aggregators did not go as they must: the lines with WRONG say what is not"
-            )
+            raise click.ClickException("something is wrong after kills of aggregators: the lines with WRONG say what")
         return
     if steps is not None:
         common |= {"steps": steps, "batch": batch}
