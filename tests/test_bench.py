@@ -586,7 +586,8 @@ def test_figures_compare_with_their_targets() -> None:
     assert share.of_target == pytest.approx(capped.nbytes * 8 / 956.4e6 / 0.9, rel=1e-3)
     assert times.of_target == pytest.approx(1 / 4.5)
     for figure in plain:
-        labels = {*figure.backends, "equal split x8"}
+        variants = [backends.parse_variant(text).label for text in figure.variants]
+        labels = {*figure.backends, *variants, "equal split x8"}
         assert {target.label for target in figure.targets} <= labels
 
 
