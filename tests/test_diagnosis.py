@@ -245,7 +245,7 @@ def test_doctor_finds_slow_name_servers(monkeypatch: pytest.MonkeyPatch, lost: i
     monkeypatch.setattr(doctor, "socket", types.SimpleNamespace(getnameinfo=look_up, NI_NUMERICSERV=2))
     warning = doctor.names_warning({"10.0.0.7", "[fe80::1]"})
     answered.set()
-    assert asked[: 1 if lost > 2 else 2] == ["::ffff:10.0.0.7"] * len(asked[: 1 if lost > 2 else 2])
+    assert set(asked[:2]) == {"::ffff:10.0.0.7"}
     assert (warning is not None) == warns, warning
     if warning is None:
         assert asked == ["::ffff:10.0.0.7"] * 2 + ["fe80::1"] * 2

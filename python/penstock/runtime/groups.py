@@ -435,8 +435,7 @@ def _announce(membership: Membership, settings: config.Settings, agreed: dict[st
     guard = "PENSTOCK_SECRET" if agreed["secret"] is None else "generated (guards against accidents only)"
     log.info(
         "group %s: %d ranks on %d host name(s), %d TCP streams a peer (%d within a host) over %s (%s), rank 0 reaches the others "
-        "through %s, "
-        "algorithm %s, secret %s",
+        "through %s, algorithm %s, secret %s",
         membership.name,
         membership.world,
         hosts,

@@ -83,8 +83,9 @@ impl Serving {
             from
         } else {
             let next = Known::next_to_ask(&open.nodes, open.asked, |node| open.nodes[node].is_owed);
-            open.asked = next.unwrap_or(open.asked);
-            open.nodes[open.asked].is_owed = false;
+            if let Some(next) = next {
+                (open.asked, open.nodes[next].is_owed) = (next, false);
+            }
             open.owes = open.nodes.iter().any(|node| node.is_owed && !node.receives);
             open.nodes[next?].place.of(0)
         };
