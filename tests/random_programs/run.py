@@ -350,7 +350,7 @@ class _Rank:
                 if grown:
                     self.complain(
                         f"leak: {held} descriptors, threads and shared mappings at the end, {before} before; "
-                        f"threads: {_threads()}; open: {_open_files()}"
+                        f"threads: {_threads()}; open: {_open_files()}; of the engine: {_holders()}"
                     )
                 break
             time.sleep(0.01)
@@ -784,6 +784,17 @@ def _open_files() -> list[str]:
     for one in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             found.append(os.readlink(f"/proc/self/fd/{one}"))
+    return found
+
+
+def _holders() -> list[str]:
+    """What keeps objects of the engine, which keep its descriptors, alive; and what keeps that."""
+    found = []
+    for one in gc.get_objects():
+        kept = [of for of in gc.get_referents(one) if type(of).__module__ == "penstock._core"]
+        if kept and not isinstance(one, type) and getattr(one, "__name__", "") != "penstock._core":
+            by = [_short(other) for other in gc.get_referrers(one)[:4]]
+            found.append(f"{[type(of).__name__ for of in kept]} by {_short(one)} by {by}")
     return found
 
 
