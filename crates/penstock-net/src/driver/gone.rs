@@ -45,12 +45,14 @@ impl Driver {
         if link.finished || (handler.stopping() && !link.was_up) {
             return;
         }
-        let none_up = self.peers.look(peer).stream_count() == 0;
-        if link.said_bye {
+        let machine = self.peers.look(peer);
+        let none_up = machine.stream_count() == 0;
+        // A peer that ends closes its streams itself, once its good-bye is acknowledged. A stream that was lost before may have
+        // taken acknowledgements along, which the peer stays to repeat.
+        let may_return = none_up && !local && *reason != CloseReason::ClosedThere && machine.has_frames_out();
+        if link.said_bye && !may_return {
             if none_up {
-                link.finished = true;
-                let reason = format!("{} has left the job", self.links[peer as usize].contact.describe());
-                handler.left(&mut self.peers, peer, &reason);
+                self.lose(handler, peer, "", false, now);
             }
             return;
         }
@@ -118,19 +120,24 @@ impl Driver {
         }
     }
 
-    /// Ends everything with a peer that cannot be reached any more. `has_died`: its process is gone for certain.
+    /// Ends everything with a peer that cannot be reached any more. `has_died`: its process is gone for certain. Nothing is wrong
+    /// with one that has said good-bye.
     pub(super) fn lose<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, has_died: bool, now: Time) {
         let link = &mut self.links[peer as usize];
         if std::mem::replace(&mut link.finished, true) {
             return;
         }
-        let reason = format!("{} {what}", link.contact.describe());
+        let has_left = link.said_bye;
+        let reason = format!("{} {}", link.contact.describe(), if has_left { "has left the job" } else { what });
         link.retries.clear();
         for token in std::mem::take(&mut link.sockets) {
             if let Some(socket) = self.sockets.remove(&token) {
                 self.closed(handler, token, socket, &CloseReason::PeerLost, now);
             }
         }
-        handler.lost(&mut self.peers, peer, &reason, has_died);
+        match has_left {
+            true => handler.left(&mut self.peers, peer, &reason),
+            false => handler.lost(&mut self.peers, peer, &reason, has_died),
+        }
     }
 }

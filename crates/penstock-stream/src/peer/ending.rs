@@ -162,7 +162,8 @@ impl<C: Copied> Peer<C> {
 
     /// Whether this side has unacknowledged messages. Their acknowledgements may have been lost with a stream. The peer's
     /// good-bye is not acknowledged before, so that the peer stays, takes the repeated frames and acknowledges them again.
-    pub(super) fn has_frames_out(&self) -> bool {
+    #[must_use]
+    pub fn has_frames_out(&self) -> bool {
         self.outbox.messages.values().any(|message| !message.frames.is_empty())
     }
 
