@@ -555,7 +555,10 @@ def test_the_keeper_knows_processes_that_have_just_been_started() -> None:
     for _ in range(100):
         with subprocess.Popen(["sleep", "1000"], env={**os.environ, "MARK": "one"}) as process:
             try:
-                assert keeper.belongs(process.pid, b"MARK=one", set())
+                if not keeper.belongs(process.pid, b"MARK=one", set()):
+                    of_process = pathlib.Path(f"/proc/{process.pid}")
+                    seen = [(of_process / name).read_bytes() for name in ("stat", "cmdline", "environ")]
+                    raise AssertionError(f"exit code {process.poll()}; now its stat, cmdline and environ are {seen}")
             finally:
                 process.kill()
 
@@ -602,9 +605,10 @@ def test_a_run_says_that_its_testbed_was_taken_down() -> None:
         command = [*penstock("run", "-n", "2", "--name", name), "--", *python(program)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
+            said = sorted(process.stdout.readline() for _ in range(2))
             kept.take_down(name)
             _, errors = process.communicate(timeout=30)
+            assert said == ["[0] ready\n", "[1] ready\n"], errors
     finally:
         if name in kept.read_states():
             kept.take_down(name)
