@@ -422,6 +422,9 @@ impl Driver {
                 handler.passed(peer, descriptor)?;
             }
             match filled {
+                Ok(0) if socket.was_reset => {
+                    return Err(CloseReason::of_call(rustix::io::Errno::CONNRESET, socket.local));
+                }
                 Ok(0) => return Err(CloseReason::ClosedThere),
                 Ok(count) => budget = budget.saturating_sub(count),
                 Err(rustix::io::Errno::INTR) => {}

@@ -31,6 +31,8 @@ pub(crate) struct Socket {
     pub(crate) attempt: u32,
     /// Whether epoll reports writability.
     pub(crate) watches_write: bool,
+    /// A write has told of a reset; the kernel tells of it once, and then of the stream's end.
+    pub(crate) was_reset: bool,
     /// Hand-shake bytes not yet written.
     pub(crate) greeting: Vec<u8>,
     writing: VecDeque<Writing>,
@@ -82,6 +84,7 @@ impl Socket {
             deadline,
             attempt: 0,
             watches_write: false,
+            was_reset: false,
             greeting: Vec::new(),
             writing: VecDeque::new(),
             reader: Reader::default(),
@@ -175,7 +178,10 @@ impl Socket {
             }
             Err(Errno::INTR) => Some(Progress::More),
             Err(Errno::AGAIN) => Some(Progress::Blocked),
-            Err(Errno::CONNRESET | Errno::PIPE) => Some(Progress::Gone),
+            Err(error @ (Errno::CONNRESET | Errno::PIPE)) => {
+                self.was_reset |= error == Errno::CONNRESET;
+                Some(Progress::Gone)
+            }
             Err(error) => Some(Progress::Closed(CloseReason::of_call(error, self.local))),
         }
     }

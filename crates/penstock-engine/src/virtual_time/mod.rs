@@ -216,6 +216,23 @@ fn a_rank_that_joins_late_is_waited_for() {
     }
 }
 
+/// Whenever both streams are lost, one after the other, while a rank ends, what both ranks have done ends well: one that has said
+/// good-bye stays until the other has its acknowledgements, and that one comes back for them.
+#[test]
+fn a_rank_that_ends_repeats_acknowledgements_that_are_lost() {
+    for (elements, at) in (0..8).flat_map(|more| (0..60).map(move |at| (60_000 + more, at))) {
+        let steps = vec![vec![Step::Join(0), Step::Issue(0), Step::Wait(0), Step::Leave(0)]; 2];
+        let program = Program {
+            ends_early: true,
+            strikes_at_end: true,
+            wrong: None,
+            fault: Some((at * MILLISECOND, Fault::Lose { ranks: [0, 1], which: 0, skew: 300 * MILLISECOND, times: 3 })),
+            ..scripted(What::AllToAll { has_splits: false }, elements, 20_000, steps)
+        };
+        assert_eq!(world::results(&program, 0), [Some(Ok(())), Some(Ok(()))], "{elements} elements, {at} ms");
+    }
+}
+
 /// A program of one group, in which not all ranks make all calls; these are alike.
 fn scripted(what: What, elements: u64, delay_us: u64, steps: Vec<Vec<Step>>) -> Program {
     let (dtype, op, timeout) = (DType::F32, ReduceOp::Sum, 60 * SECOND);

@@ -76,6 +76,8 @@ struct End {
     last: Time,
     end_at: Option<Time>,
     reset_at: Option<Time>,
+    /// A call has returned the reset: the next read finds the end.
+    has_told_reset: bool,
     busy_until: Time,
     has_finished: bool,
     is_closed: bool,
@@ -373,7 +375,10 @@ impl Connection for VirtualConnection {
         }
         end.incoming_bytes -= count;
         match count {
-            0 if end.reset_at.is_some_and(|at| at <= now) => Err(Trouble::Reset),
+            0 if end.reset_at.is_some_and(|at| at <= now) => match std::mem::replace(&mut end.has_told_reset, true) {
+                true => Ok(0),
+                false => Err(Trouble::Reset),
+            },
             0 if end.end_at.is_some_and(|at| at <= now) => Ok(0),
             0 => Err(Trouble::Blocked),
             count => Ok(count),
@@ -387,6 +392,7 @@ impl Connection for VirtualConnection {
         let hosts = [hosts[self.side], hosts[1 - self.side]];
         let (own, other) = (&ends[self.side], &ends[1 - self.side]);
         if own.reset_at.is_some_and(|at| at <= net.now) {
+            net.connections[self.connection].ends[self.side].has_told_reset = true;
             return Err(Trouble::Reset);
         }
         let room = net.paths.buffer_bytes.saturating_sub(other.incoming_bytes);

@@ -129,6 +129,9 @@ impl Driver {
         }
         let has_left = link.said_bye;
         let reason = format!("{} {}", link.contact.describe(), if has_left { "has left the job" } else { what });
+        if has_left && !what.is_empty() {
+            log::debug!("penstock: {} had said good-bye, and {what}", link.contact.describe());
+        }
         link.retries.clear();
         for token in std::mem::take(&mut link.sockets) {
             if let Some(socket) = self.sockets.remove(&token) {

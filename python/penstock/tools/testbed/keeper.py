@@ -45,25 +45,25 @@ def main(arguments: list[str]) -> None:
 
 
 def watch(parent: int) -> str | None:
-    """Wait until the maker closes its end of the pipe or dies, or detaches: then return the path it names."""
+    """Wait until the maker closes its end of the pipe or dies, or detaches: then return the path it names. It may have done so
+    and ended before this process runs."""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
     try:
         poll.register(os.pidfd_open(parent), select.POLLIN)
+        lives = os.getppid() == parent  # else it died before, and its number may be another's by now
     except ProcessLookupError:
-        return None
-    if os.getppid() != parent:
-        return None  # it died before, and its number may be another's by now
+        lives = False
     said = b""
     while True:
-        for descriptor, _ in poll.poll():
-            # A forked child of the maker may hold the pipe open, hence the second descriptor.
-            read = os.read(0, 4096) if descriptor == 0 else b""
-            if not read:
-                return None
-            said += read
-            if said.endswith(b"\n"):
-                return said.split(b" ", 1)[1].rstrip(b"\n").decode()
+        events = poll.poll(None if lives else 0)
+        # A forked child of the maker may hold the pipe open, hence the second descriptor. What the pipe says comes first.
+        read = os.read(0, 4096) if any(descriptor == 0 for descriptor, _ in events) else b""
+        if not read:
+            return None
+        said += read
+        if said.endswith(b"\n"):
+            return said.split(b" ", 1)[1].rstrip(b"\n").decode()
 
 
 def sweep(mark: bytes, namespaces: set[int]) -> None:
