@@ -187,11 +187,11 @@ def _resident_bytes() -> int:
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_senders_run_ahead_in_bounded_memory(backend: Backend, call: str) -> None:
     """Messages that nobody has received yet stay in the tensors, also those of collectives: 3,000 of 8 KiB cost neither the
-    engine nor the process 24 MB."""
+    engine nor the process 24 MB. (Objects of torch and Python for 3,000 operations take 14 to 17 MB.)"""
     grown = ranks.run(_ahead, count=2, args=(backend.name, call, 3000), env=backend.env)[0 if call in ROOT_SENDS else 1]
     # The inputs of a scatter are joined to one tensor, which the operation keeps to its end.
     joined = 3000 * 2 * 8192 if call == "scatter" else 0
-    assert grown < joined + (16 << 20), f"{grown} bytes"
+    assert grown < joined + 3000 * 8192, f"{grown} bytes"
 
 
 def _far_ahead(backend: str, who: str, count: int) -> None:
