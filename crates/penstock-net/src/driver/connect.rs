@@ -225,7 +225,9 @@ impl Driver {
         let is_awaited = link.job.as_ref().is_some_and(|(job, _)| handler.awaits(*job));
         let may_last = *why == CloseReason::NotYet && is_awaited;
         let attempt = if may_last && attempt >= ATTEMPTS_OF_WAITING { SLOW_ATTEMPTS } else { attempt + 1 };
-        if attempt > CONNECT_ATTEMPTS {
+        // A peer that was never up is given longer: something on the way to it may refuse, too.
+        let is_gone = has_died && none_up && attempt > REFUSED_ATTEMPTS;
+        if attempt > CONNECT_ATTEMPTS || is_gone {
             log::warn!("penstock: gave up stream {stream} to {}: {reason}", link.contact.describe());
             if none_up {
                 self.lose(handler, peer, &format!("cannot be reached ({reason})"), has_died, now);
@@ -327,6 +329,8 @@ const UNREAD_ATTEMPTS: u32 = 40;
 const UNREAD_AGAIN: u64 = 25 * MILLISECOND;
 const RETRY_FIRST: u64 = 10 * MILLISECOND;
 const CONNECT_ATTEMPTS: u32 = 40;
+/// Attempts, of which the last ones were refused: 2 s. Others may wait for this rank in other groups.
+const REFUSED_ATTEMPTS: u32 = 10;
 /// So many of them may be answered with "not yet" before they count anew.
 const ATTEMPTS_OF_WAITING: u32 = 30;
 /// After so many, attempts are as far apart as they will be.
