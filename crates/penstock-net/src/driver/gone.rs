@@ -52,7 +52,7 @@ impl Driver {
         let may_return = none_up && !local && *reason != CloseReason::ClosedThere && machine.has_frames_out();
         if link.said_bye && !may_return {
             if none_up {
-                self.lose(handler, peer, "", false, now);
+                self.lose(handler, peer, "has no stream left", false, now);
             }
             return;
         }
@@ -120,17 +120,16 @@ impl Driver {
         }
     }
 
-    /// Ends everything with a peer that cannot be reached any more. `has_died`: its process is gone for certain. Nothing is wrong
-    /// with one that has said good-bye.
+    /// Ends everything with a peer that cannot be reached any more. One that has said good-bye has left; of another, `what` says
+    /// what is wrong, and `has_died` whether its process is gone for certain.
     pub(super) fn lose<H: Handler>(&mut self, handler: &mut H, peer: PeerId, what: &str, has_died: bool, now: Time) {
         let link = &mut self.links[peer as usize];
         if std::mem::replace(&mut link.finished, true) {
             return;
         }
-        let has_left = link.said_bye;
-        let reason = format!("{} {}", link.contact.describe(), if has_left { "has left the job" } else { what });
-        if has_left && !what.is_empty() {
-            log::debug!("penstock: {} had said good-bye, and {what}", link.contact.describe());
+        let (who, has_left) = (link.contact.describe(), link.said_bye);
+        if has_left {
+            log::debug!("penstock: {who} has said good-bye, and {what}");
         }
         link.retries.clear();
         for token in std::mem::take(&mut link.sockets) {
@@ -139,8 +138,8 @@ impl Driver {
             }
         }
         match has_left {
-            true => handler.left(&mut self.peers, peer, &reason),
-            false => handler.lost(&mut self.peers, peer, &reason, has_died),
+            true => handler.left(&mut self.peers, peer, &format!("{who} has left the job")),
+            false => handler.lost(&mut self.peers, peer, &format!("{who} {what}"), has_died),
         }
     }
 }
