@@ -38,7 +38,7 @@ mod _core {
     use super::simulate::simulate_aggregation;
 
     #[pymodule_export]
-    use super::tensors::TensorCheck;
+    use super::tensors::{TensorCheck, first_changed};
 
     #[pymodule_export]
     use super::{check_fork, choose_interfaces, crc32c, init_logging, settle_callbacks, simd_level};

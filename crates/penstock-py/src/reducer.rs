@@ -57,19 +57,19 @@ impl Reducer {
 
     /// The gradient at `address`, of `bytes` bytes, is ready; with `absent` it consists of zeros. `keep` is the object that
     /// keeps the address valid.
-    #[pyo3(signature = (index, address, bytes, *, absent=false, keep=None))]
+    #[pyo3(signature = (index, address, bytes, keep, *, absent=false))]
     fn submit(
         &self,
         py: Python<'_>,
         index: u32,
         address: usize,
         bytes: u64,
+        keep: Py<PyAny>,
         absent: bool,
-        keep: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let keep = keep.map(|keep| Box::new(keep) as Box<dyn Any + Send>);
+        let keep: Box<dyn Any + Send> = Box::new(keep);
         // SAFETY: the caller's contract; `keep` holds the tensor.
-        py.detach(|| unsafe { self.0.submit(index, address as *mut u8, bytes, absent, keep) })
+        py.detach(|| unsafe { self.0.submit(index, address as *mut u8, bytes, absent, Some(keep)) })
             .map_err(|failure| error(py, &failure))
     }
 

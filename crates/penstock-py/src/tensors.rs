@@ -1,9 +1,11 @@
 //! What a tensor is, read from torch's C structure of it (DLPack's C exchange API, which torch 2.11 and 2.15 have) in one call: from Python
 //! each of dtype, device, shape and strides costs a tenth of a microsecond, for every gradient of every step.
 
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
 use std::ffi::{CStr, c_int, c_void};
 
 /// Compares tensors with an example: device, dtype, shape and strides.
@@ -50,6 +52,27 @@ impl TensorCheck {
             && (shape.contains(&0) || lies_alike());
         is_alike.then(|| found.data as usize + found.byte_offset as usize)
     }
+}
+
+/// The index of the first gradient that is not its parameter's any more, or that was changed in place; None if there is none.
+/// `gradients` and `versions` are by index: what was handed over, and its version then; a negative version says nothing.
+#[pyfunction]
+pub(crate) fn first_changed(
+    parameters: &Bound<'_, PyList>,
+    gradients: &Bound<'_, PyDict>,
+    versions: &Bound<'_, PyDict>,
+) -> PyResult<Option<usize>> {
+    let py = parameters.py();
+    for (index, version) in versions {
+        let at: usize = index.extract()?;
+        let gradient = gradients.get_item(index)?.ok_or_else(|| PyIndexError::new_err(at))?;
+        let version: i64 = version.extract()?;
+        let is_same = version < 0 || gradient.getattr(intern!(py, "_version"))?.extract::<i64>()? == version;
+        if !is_same || !parameters.get_item(at)?.getattr(intern!(py, "grad"))?.is(&gradient) {
+            return Ok(Some(at));
+        }
+    }
+    Ok(None)
 }
 
 /// The function that describes objects of a type, without a reference of its own.

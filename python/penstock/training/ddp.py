@@ -20,6 +20,7 @@ from penstock.errors import Config as ConfigError
 from penstock.training import tuning
 from penstock.training.gradients import GradientReducer
 from penstock.training.passes import BackwardPass
+from penstock.training.steps import States
 from penstock.training.trained import Trained
 
 __all__ = ["ddp_hook"]
@@ -157,7 +158,7 @@ class _DDPReducer(GradientReducer):
 
     def _deliver(self, current: BackwardPass) -> None:
         full, self._full, self._has_last = self._full, [], False
-        current.states.clear()
+        current.states = States()
         if not full:
             super()._deliver(current)
         for bucket, future in full:

@@ -324,10 +324,12 @@ class GradientReducer:
         handed, address, is_alone = self._slots.submit(self._reducer, index, gradient)
         current.handed[index] = handed
         if handed is gradient:
+            states = current.states
+            states.addresses[index] = address
             if is_alone:
-                current.states[index] = address, gradient._version
+                states.versions[index] = gradient._version
             else:
-                current.states[index] = address, SHARED
+                states.versions[index] = SHARED
                 current.shared.append(index)
 
     @staticmethod
@@ -460,15 +462,13 @@ class GradientReducer:
 
     def _check_unchanged(self, current: BackwardPass) -> None:
         """Raise if a gradient was changed while it was being averaged: what then comes out is right on no rank."""
-        parameters, handed = self._trained.dense, current.handed
-        for index, (_, version) in current.states.items():
-            gradient = handed[index]
-            if (version != SHARED and gradient._version != version) or parameters[index].grad is not gradient:
-                raise ConfigError(
-                    f"rank {self._buckets.rank}: the gradient of {self._trained.names[index]} was changed in the backward pass "
-                    "after it was complete, while it was being averaged: by a hook, for one. Register hooks that change "
-                    "gradients before the reducer is made, or change gradients after backward()"
-                )
+        index = _core.first_changed(self._trained.dense, current.handed, current.states.versions)
+        if index is not None:
+            raise ConfigError(
+                f"rank {self._buckets.rank}: the gradient of {self._trained.names[index]} was changed in the backward pass "
+                "after it was complete, while it was being averaged: by a hook, for one. Register hooks that change "
+                "gradients before the reducer is made, or change gradients after backward()"
+            )
 
     def _abandon(self, grace_s: float = 0) -> None:
         """The pass has raised: drop its step. Blocks for ``grace_s`` at most, since the exception is on its way to the script.

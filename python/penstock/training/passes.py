@@ -13,6 +13,7 @@ import torch.autograd.graph
 
 from penstock import _core
 from penstock.errors import PenstockError
+from penstock.training.steps import States
 
 __all__ = ["BackwardPass", "TakesPart", "at_end", "end", "is_nested"]
 
@@ -29,8 +30,8 @@ class BackwardPass:
         """The numbers of passes nested in it (reentrant checkpoints)."""
         self.handed: dict[int, torch.Tensor] = {}
         """The tensors that are averaged in place: gradients, or copies of those that lie otherwise."""
-        self.states: dict[int, tuple[int, int]] = {}
-        """Of gradients that autograd has completed in this pass and that are averaged where they are: address, version."""
+        self.states = States()
+        """Of gradients that autograd has completed in this pass and that are averaged where they are."""
         self.shared: list[int] = []
         """Those of them that share their memory with other tensors, and so have no version of their own."""
         self.absent: set[int] = set()

@@ -67,9 +67,9 @@ class Slots:
         if size < nbytes + gradient.storage_offset() * itemsize:
             raise ConfigError(f"the gradient of {self._names[index]} has lost its memory: its storage was resized")
         if absent:
-            reducer.submit(index, address, nbytes, absent=True, keep=keep)
+            reducer.submit(index, address, nbytes, keep, absent=True)
         else:
-            reducer.submit(index, address, nbytes, keep=keep)
+            reducer.submit(index, address, nbytes, keep)
         return gradient, address, size == nbytes
 
     def zeros(self, index: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-__all__ = ["SHARED", "State", "Steps", "state"]
+__all__ = ["SHARED", "State", "States", "Steps", "state"]
 
 State = tuple[int, int]
 """A value that changes when a gradient is replaced, or changed in place: its address and version."""
@@ -25,6 +25,30 @@ def _own_state(gradient: torch.Tensor) -> State:
     return address, SHARED if is_shared else version
 
 
+class States:
+    """States of gradients, by index. A pair for each would be one more object that Python's collector follows, and 700 of these
+    start it."""
+
+    __slots__ = ("addresses", "versions")
+
+    def __init__(self) -> None:
+        self.addresses: dict[int, int] = {}
+        self.versions: dict[int, int] = {}
+
+    def __setitem__(self, index: int, state: State) -> None:
+        self.addresses[index], self.versions[index] = state
+
+    def __contains__(self, index: int) -> bool:
+        return index in self.addresses
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def get(self, index: int) -> State | None:
+        address = self.addresses.get(index)
+        return None if address is None else (address, self.versions[index])
+
+
 class Steps:
     """The passes of a reducer, the averages that they have left, and the optimizers that have stepped by these."""
 
@@ -35,8 +59,8 @@ class Steps:
         """How many of them there had been after the last `GradientReducer.average`. (A script may step without an optimizer.)"""
         self.kept: dict[torch.nn.Parameter, State] = {}
         """Gradients that passes under no_sync have made and that are not averaged yet."""
-        self.averages: dict[int, State] = {}
-        """Averages, by index, as they were delivered."""
+        self.averages = States()
+        """Averages, as they were delivered."""
         self.was_changed = False
         """Averages were changed between the last pass and its step."""
         self.was_late = False
