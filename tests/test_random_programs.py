@@ -504,6 +504,22 @@ def test_judge_knows_what_cannot_be_compared(steps: list[str], may: bool) -> Non
     assert bool(judge.judge(program, {0: report})) != may
 
 
+@pytest.mark.parametrize(("wrong", "may"), [(None, False), ({"kind": "missing", "rank": 1, "call": "0"}, True)])
+def test_judge_knows_which_barrier_a_rank_is_in(wrong: dict[str, Any] | None, may: bool) -> None:
+    """Nobody leaves a barrier early; but one that has left out the barrier before is in that one with the others (100004636)."""
+    calls = {name: {"call": "barrier", "group": "world"} for name in ("0", "1")}
+    program = {"ranks": 2, "groups": {"world": [0, 1]}, "calls": calls, "wrong": wrong}
+    steps = [["call", "0"], ["call", "1"]]
+    program["steps"] = [steps, steps[1:] if wrong else steps]
+
+    def report(from_s: float, to_s: float) -> judge.Report:
+        passed = {"call": "1", "seconds": 0.1, "from_s": from_s, "to_s": to_s}
+        return {"ends": [passed | {"step": step} for step in ("issue", "wait")], "complaints": [], "digests": {}}
+
+    found = judge.judge(program, {0: report(5.0, 6.0), 1: report(1.0, 2.0)})
+    assert any("rank 1 left the barrier before rank 0 came" in text for text in found) != may
+
+
 def test_a_seed_is_a_program_with_a_fault() -> None:
     """The same seed gives the same program; each medium has each of its faults in each kind of job, and each kind of event."""
     for medium, kinds in faults.FAULTS.items():
