@@ -106,14 +106,14 @@ class _Batches:
         self._next = 0
         self._tickets: list[_core.Ticket] = []
 
-    def submit(self, index: int, address: int, bytes: int, *, absent: bool = False, keep: Any = None) -> None:
+    def submit(self, index: int, address: int, bytes: int, keep: Any, *, absent: bool = False) -> None:
         self._held[index] = (address, bytes, absent, keep)
         self._left[self._batch[index]] -= 1
         while self._next < len(self._left) and not self._left[self._next]:
             reducer, start = self._reducers[self._next], self._starts[self._next]
             for place in range(self._sizes[self._next]):
                 address, bytes, absent, keep = self._held.pop(start + place)
-                reducer.submit(place, address, bytes, absent=absent, keep=keep)
+                reducer.submit(place, address, bytes, keep, absent=absent)
             self._tickets.append(reducer.flush())
             self._next += 1
 
