@@ -77,7 +77,7 @@ class Tally:
             print(f"{self.skipped} skipped (the reasons stand above)")
         if self.only_again:
             print(
-                f"A test that passes only when run again has a race, or is to be marked `alone` (first failures: {file})"
+                f"A test that passes only when run again has a race, or is to be marked `timed` (first failures: {file})"
             )
         result = {
             "passed": self.passed,

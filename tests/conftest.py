@@ -80,6 +80,7 @@ _SLOW = {
     "test_compression",
     "test_demo",
     "test_diagnosis",
+    "test_docs",
     "test_elastic",
     "test_fault_matrix",
     "test_faults",
@@ -89,10 +90,12 @@ _SLOW = {
     "test_p4_live",
     "test_point_to_point",
     "test_random_programs",
+    "test_soak",
     "test_testbed",
     "test_testbed_racks",
     "test_torch_suite",
     "test_tuning",
+    "test_wheel",
 }
 
 # What torchrun exports to a rank.

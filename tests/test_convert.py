@@ -1119,6 +1119,7 @@ def test_run_on_two_hosts(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert sorted(line.split()[0] for output, _ in ended for line in output.splitlines()) == ["0", "1", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
 def test_run_leaves_no_rank_behind(tmp_path: pathlib.Path, number: int) -> None:
     """Whatever ends ``penstock run`` alone, torchrun and its ranks end, too."""

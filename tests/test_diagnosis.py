@@ -101,7 +101,7 @@ def test_who_may_read_memory_is_a_setting(value: str) -> None:
     assert media == ["local socket" if restricted else "memory"] * 2
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_doctor_checks_two_ranks_here() -> None:
     """Alone it starts two ranks: both ways are there, with rate, medium and streams; nothing to mend is success."""
     ended = _penstock(["doctor", "--mebibytes=1"], {"PENSTOCK_SHM": "0", "PENSTOCK_STREAMS": "3"})

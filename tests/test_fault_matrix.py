@@ -45,7 +45,7 @@ from penstock.tools import testbed
 from penstock.torch import GradientReducer, ddp_hook
 from penstock.training.elastic import membership
 
-pytestmark = pytest.mark.alone  # every fault has to be known within a stated time
+pytestmark = pytest.mark.timed  # every fault has to be known within a stated time
 
 PHASES = ["forward", "backward", "reduction", "between", "optimizer"]
 LATE = ["reduction", "between", "optimizer"]

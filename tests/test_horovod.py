@@ -521,7 +521,7 @@ def test_elastic_keeps_objects() -> None:
     alike(ranks.run(programs.elastic_objects, count=2))
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_shutdown_waits_for_all_process_sets_at_once() -> None:
     """A rank that leaves alone waits a second for the others to leave as well: one for all of its seven process sets."""
     assert ranks.run(programs.leave_first, count=4)[0] < 4

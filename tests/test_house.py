@@ -936,7 +936,7 @@ def test_dev_tally_speaks_for_every_stage(
 FIRST_AND_SECOND_RUN = """
 import pathlib, pytest
 def test_good(): pass
-@pytest.mark.alone
+@pytest.mark.timed
 def test_apart(): pass
 def test_race():
     mark = pathlib.Path("ran")
@@ -963,7 +963,7 @@ def test_dev_says_what_passes_only_when_run_again(
         skipped = race.replace("    mark.touch()", "    is_second and pytest.skip('not now')\n    mark.touch()")
         program += skipped.replace("test_race", "test_skipped").replace('"ran"', '"ran as well"')
     (tmp_path / "test_some.py").write_text(program)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = timed\n")
     (tmp_path / "venv").mkdir()
     dev = load_dev(root)
     monkeypatch.chdir(tmp_path)

@@ -171,7 +171,7 @@ def test_seeds(seeds: range, medium: str, pools: dict[str, Pool]) -> None:
         assert not complaints, "\n".join([again, *complaints])
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @pytest.mark.parametrize("medium", list(FAULT_MEDIA))
 def test_faults(medium: str) -> None:
     """Programs, training jobs and elastic jobs during which a rank is killed, stopped or cut off, at a random event: the others
@@ -194,7 +194,7 @@ def test_programs_that_failed(failed: dict[str, Any], medium: str, pools: dict[s
     assert not pools[medium].run(program)
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @pytest.mark.parametrize("failed", FAILED_WITH_A_FAULT, ids=lambda failed: failed["name"].replace(" ", "-"))
 def test_programs_with_faults_that_failed(failed: dict[str, Any]) -> None:
     """What faults once found stays mended."""
