@@ -58,13 +58,17 @@ class Tally:
         *Why is a test that passes only then no failure?* Tests wait for other processes, and on a loaded machine one can miss a
         deadline that it keeps by itself. Nobody believes a run for long that is red for that alone. But a race fails in the same
         way, so each such test is counted and named where the result is read, with its first failure. A test that failed, and was
-        not seen to pass afterwards, is a failure: its second run is missing, or it was skipped.
+        not seen to pass afterwards, is a failure: its second run is missing, or it was skipped. So is a crash.
         """
-        passed = [name for name in first.failed if name in again.passed]
+        crashed = [name for name, text in first.failed.items() if "crashed while running" in text]
+        passed = [name for name in first.failed if name in again.passed and name not in crashed]
         for name in passed:
             self.only_again[name] = first.failed[name]
-        unseen = [name for name in first.failed if name not in passed and name not in again.failed]
-        self.add(len(passed), [*again.failed, *(f"{name} (it did not pass when run again)" for name in unseen)])
+        unseen = [
+            name for name in first.failed if name not in passed and name not in again.failed and name not in crashed
+        ]
+        failures = [*again.failed, *(f"{name} (it did not pass when run again)" for name in unseen)]
+        self.add(len(passed), failures + [f"{name} (its process crashed)" for name in crashed])
 
     def report(self, file):
         """Print the result, write it into `file` as JSON, and return the exit code."""
@@ -77,7 +81,7 @@ class Tally:
             print(f"{self.skipped} skipped (the reasons stand above)")
         if self.only_again:
             print(
-                f"A test that passes only when run again has a race, or is to be marked `timed` (first failures: {file})"
+                f"A test that passes only when run again has a race, or promises too much beside others (first failures: {file})"
             )
         result = {
             "passed": self.passed,

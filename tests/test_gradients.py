@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import penstock
 import ranks
 from backends import ALL, Backend
+from penstock import _core
 from penstock.errors import Config as ConfigError
 from penstock.errors import Mismatch, NotFinite, PenstockError
 from penstock.torch import GradientReducer, backend, ddp_hook
@@ -215,6 +216,33 @@ def test_hooks_that_change_gradients() -> None:
     """A hook that came before the reducer changes what is averaged. One that came after it changes what is being averaged, and is
     refused, also where it is an optimizer's step; the model works again without it."""
     ranks.run(_change_in_hooks, count=2)
+
+
+def test_the_first_changed_gradient_is_found() -> None:
+    """Of those that were handed over, by index: one changed in place, unless its version says nothing, or replaced, or gone."""
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(5)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros(2)
+    gradients = {index: parameters[index].grad for index in (2, 0, 3, 4)}
+    versions = {index: -1 if index == 3 else one._version for index, one in gradients.items() if one is not None}
+
+    def found() -> int | None:
+        return _core.first_changed(parameters, gradients, versions)
+
+    def grad(index: int) -> torch.Tensor:
+        one = parameters[index].grad
+        assert one is not None
+        return one
+
+    grad(1).add_(1)  # was not handed over
+    grad(3).add_(1)  # shares its memory
+    assert found() is None
+    grad(4).add_(1)
+    assert found() == 4
+    parameters[3].grad = grad(3).clone()
+    assert found() == 3
+    parameters[2].grad = None
+    assert found() == 2
 
 
 def test_parameters_that_ddp_ignores() -> None:

@@ -946,7 +946,7 @@ def test_race():
 """
 
 
-@pytest.mark.parametrize("how", ["race", "failures"])
+@pytest.mark.parametrize("how", ["race", "failures", "crash"])
 def test_dev_says_what_passes_only_when_run_again(
     how: str,
     root: pathlib.Path,
@@ -955,8 +955,10 @@ def test_dev_says_what_passes_only_when_run_again(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A test that fails beside others and passes by itself leaves the run green. The last line names it, and its first failure's
-    text stands above and in the file. One that fails again, or is skipped then, is a failure."""
+    text stands above and in the file. One that fails again, is skipped then, or ends its process is a failure."""
     program = FIRST_AND_SECOND_RUN
+    if how == "crash":
+        program = program.replace("assert is_second", "is_second or __import__('os').abort()")
     if how == "failures":
         race = program[program.index("def test_race") :]
         program = program.replace("assert is_second", "assert False")
@@ -982,6 +984,8 @@ def test_dev_says_what_passes_only_when_run_again(
         (again,) = result["passed_only_when_run_again"]
         assert again["test"] == "python: test_some::test_race" and "the first failure's words" in again["first_failure"]
         assert (result["passed"], result["failed"]) == (3, [])
+    elif how == "crash":
+        assert (code, result["failed"]) == (1, ["python: test_some::test_race (its process crashed)"]), lines
     else:
         assert (code, lines[-1], result["passed"]) == (1, "2 passed, 2 failed", 2)
         failed = [one.split(" ")[1] for one in result["failed"]]

@@ -504,13 +504,13 @@ def test_judge_knows_what_cannot_be_compared(steps: list[str], may: bool) -> Non
     assert bool(judge.judge(program, {0: report})) != may
 
 
-@pytest.mark.parametrize(("wrong", "may"), [(None, False), ({"kind": "missing", "rank": 1, "call": "0"}, True)])
-def test_judge_knows_which_barrier_a_rank_is_in(wrong: dict[str, Any] | None, may: bool) -> None:
+@pytest.mark.parametrize(("left_out", "may"), [(None, False), ("0", True), ("2", False)])
+def test_judge_knows_which_barrier_a_rank_is_in(left_out: str | None, may: bool) -> None:
     """Nobody leaves a barrier early; but one that has left out the barrier before is in that one with the others (100004636)."""
-    calls = {name: {"call": "barrier", "group": "world"} for name in ("0", "1")}
-    program = {"ranks": 2, "groups": {"world": [0, 1]}, "calls": calls, "wrong": wrong}
-    steps = [["call", "0"], ["call", "1"]]
-    program["steps"] = [steps, steps[1:] if wrong else steps]
+    calls = {name: {"call": "barrier", "group": "world"} for name in ("0", "1", "2")}
+    program = {"ranks": 2, "groups": {"world": [0, 1]}, "calls": calls}
+    program["steps"] = [[["call", name] for name in calls if not rank or name != left_out] for rank in (0, 1)]
+    program["wrong"] = left_out and {"kind": "missing", "rank": 1, "call": left_out}
 
     def report(from_s: float, to_s: float) -> judge.Report:
         passed = {"call": "1", "seconds": 0.1, "from_s": from_s, "to_s": to_s}

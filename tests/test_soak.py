@@ -27,6 +27,7 @@ def test_nothing_is_kept(medium: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kept, "\n".join(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leak_bytes", [0, 100_000])
 def test_memory_is_judged_against_gloo(leak_bytes: int) -> None:
     """The memory of ranks grows no faster a group than gloo's in the same program; what is kept of every group is found."""

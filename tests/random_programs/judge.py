@@ -54,8 +54,16 @@ def _barriers(program: dict[str, Any], reports: dict[int, Report | None]) -> lis
     found, came, left = [], {}, {}
     wrong, calls = program["wrong"], program["calls"]
     # A rank that leaves out a barrier is in its next one when the others are in that one (seed 100004636).
-    is_left_out = wrong is not None and wrong["kind"] == "missing" and "barrier" in calls[wrong["call"]]["call"]
-    shifted = calls[wrong["call"]]["group"] if is_left_out else None
+    left_out = wrong["call"] if wrong is not None and wrong["kind"] == "missing" else None
+
+    def is_shifted(name: str) -> bool:
+        return (
+            left_out is not None
+            and calls[left_out]["call"] == calls[name]["call"] == "barrier"
+            and calls[left_out]["group"] == calls[name]["group"]
+            and int(name) > int(left_out)
+        )
+
     for rank, report in reports.items():
         for end in report["ends"] if report else []:
             if "from_s" not in end or "kinds" in end:
@@ -65,7 +73,7 @@ def _barriers(program: dict[str, Any], reports: dict[int, Report | None]) -> lis
             else:
                 left[end["call"]] = min(left.get(end["call"], (float("inf"), 0)), (end["to_s"], rank))
     for name, (at_s, rank) in left.items():
-        if name in came and at_s < came[name][0] and calls[name]["group"] != shifted:
+        if name in came and at_s < came[name][0] and not is_shifted(name):
             found.append(f"call {name}: rank {rank} left the barrier before rank {came[name][1]} came")
     return found
 

@@ -214,6 +214,13 @@ def _kept_for_ever(collective: str, arguments: dict[str, Any], _: Any) -> None:
     _KEPT.append(arguments["keep"])
 
 
+def _operation_left(collective: str, arguments: dict[str, Any], membership: Any) -> None:
+    if collective == "all_reduce" and membership.world > 1:
+        place, other = torch.zeros(1), (membership.rank + 1) % membership.world
+        given = {"dtype": "float32", "elements": 1, "bytes": 4, "input": 0, "output": place.data_ptr(), "rank": other}
+        membership.group._group.start("recv", **given, tag=1 << 20, timeout_s=600.0, keep=place.untyped_storage())
+
+
 def _not_kept(collective: str, arguments: dict[str, Any], _: Any) -> None:
     arguments["keep"] = None
 
@@ -407,6 +414,7 @@ MUTANTS = {
     "root-not-compared": Mutant(_on_start(_root_not_compared)),
     "time-out-ignored": Mutant(_on_start(_time_out_ignored)),
     "tensors-kept-for-ever": Mutant(_on_start(_kept_for_ever)),
+    "operation-left": Mutant(_on_start(_operation_left)),
     "tensors-not-kept": Mutant(_on_start(_not_kept)),
     "wait-returns-early": Mutant(_wait_returns_early, "tcp"),
     "only-first-of-coalesced-waited-for": Mutant(_only_first_is_waited_for, "tcp"),

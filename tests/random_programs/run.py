@@ -307,7 +307,8 @@ class _Rank:
         self.pending.clear()
         self.groups.clear()
         self.ended.clear()
-        if not functional and not self.is_over and "wrong" not in self.program and "fault" not in self.program:
+        is_right = not self.program.get("wrong") and not self.program.get("fault")
+        if is_right and not functional and not self.is_over:
             self._look_into_engine()
         if dist.is_initialized():
             self._try("", "destroy", dist.destroy_process_group)

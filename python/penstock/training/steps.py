@@ -26,8 +26,7 @@ def _own_state(gradient: torch.Tensor) -> State:
 
 
 class States:
-    """States of gradients, by index. A pair for each would be one more object that Python's collector follows, and 700 of these
-    start it."""
+    """States of gradients, by index. (A pair for each would be one more object that Python's collector follows.)"""
 
     __slots__ = ("addresses", "versions")
 
