@@ -1182,6 +1182,8 @@ fn a_message_of_a_failed_group_is_not_taken() {
         let sent = begin(&world.groups[sender], Call { input: lent.as_ptr().cast(), ..send });
         wait(&firsts[left]).expect("it has sent");
         wait(&firsts[sender]).expect("it has received");
+        // It answers when it has read that it is in this one, too.
+        world.engines[reader].stats().expect("it runs");
         let mut second = vec![filled(0, 5); 2];
         let outputs = [left, sender].into_iter().zip(&mut second);
         let seconds: Vec<_> = outputs
@@ -1288,6 +1290,14 @@ impl Way {
 /// away at first, because it joined later.
 #[test]
 fn streams_that_were_turned_away_leave_from_neighbouring_ports() {
+    let tries: Vec<Vec<u16>> = (0..5).map(|_| ports_of_streams_that_were_turned_away()).collect();
+    // Other processes may have some of the ports.
+    let neighbours = |ports: &Vec<u16>| ports.windows(2).filter(|pair| pair[1] - pair[0] == 2).count();
+    assert!(tries.iter().filter(|ports| neighbours(ports) >= 4).count() >= 2, "{tries:?}");
+}
+
+/// The ports of eight streams, in order.
+fn ports_of_streams_that_were_turned_away() -> Vec<u16> {
     let medium = Medium::Tcp { streams: 8, checksum: false };
     let engines: Vec<Engine> = (0..2).map(|rank| Engine::start(&config(rank, medium)).expect("starts")).collect();
     let mut members = contacts(&engines, medium);
@@ -1313,9 +1323,7 @@ fn streams_that_were_turned_away_leave_from_neighbouring_ports() {
         ports = open.filter_map(|near| Some(near.peer_addr().ok()?.port())).collect();
     }
     ports.sort_unstable();
-    // Another process may have some of them.
-    let neighbours = ports.windows(2).filter(|pair| pair[1] - pair[0] == 2).count();
-    assert!(neighbours >= 4, "{ports:?}");
+    ports
 }
 
 /// An engine that ends with a message that nobody has taken yet, and loses all streams to that rank, connects again and

@@ -136,7 +136,7 @@ impl Driver {
         let link = &self.links[peer as usize];
         // A stream that was lost may have been on a path that carries nothing any more: the kernel chooses its next one.
         let port = if link.lost.contains(&stream) { 0 } else { link.ports.of(stream, attempt) };
-        let attempt_connect = || -> io::Result<Wire> {
+        let attempt_connect = |port: u16| -> io::Result<Wire> {
             if let System::Played(host) = &self.system {
                 return Ok(Wire::Played(host.connect(remote)));
             }
@@ -149,11 +149,10 @@ impl Driver {
                 SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
                 SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
             };
-            let from = from.unwrap_or(any);
-            // If another socket has the port, the kernel chooses one.
-            if port == 0 || socket.bind(&SocketAddr::new(from, port).into()).is_err() {
-                socket.bind(&SocketAddr::new(from, 0).into())?;
-            }
+            // Connections that ended within the last minute, of the job before this one, keep their ports from all who do not
+            // share them.
+            socket.set_reuse_address(port != 0)?;
+            socket.bind(&SocketAddr::new(from.unwrap_or(any), port).into())?;
             match socket.connect(&remote.into()) {
                 Ok(()) => {}
                 Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
@@ -161,7 +160,14 @@ impl Driver {
             }
             Ok(Wire::Kernel(Fd::new(socket.into())))
         };
-        match attempt_connect() {
+        let is_taken =
+            |error: &io::Error| matches!(error.kind(), io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable);
+        let connected = match attempt_connect(port) {
+            // Another socket has the port: the kernel chooses one.
+            Err(error) if port != 0 && is_taken(&error) => attempt_connect(0),
+            connected => connected,
+        };
+        match connected {
             Ok(wire) => {
                 let connector = self.connector(peer, stream, FEATURES);
                 let mut socket = Socket::new(
