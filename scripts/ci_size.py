@@ -10,10 +10,14 @@ from pathlib import Path
 
 # The suites themselves. What they test has tests of its own in every run.
 PATHS = (
+    "p4",
     "requirements/frameworks.txt",
     "tests/corpus.py",
+    "tests/horovod",
+    "tests/live_switch.py",
     "tests/scripts",
     "tests/test_frameworks.py",
+    "tests/test_p4_live.py",
     "tests/torch_suite",
     "tests/translator.py",
 )

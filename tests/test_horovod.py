@@ -540,6 +540,7 @@ def test_a_gradient_that_is_not_finite() -> None:
 
 
 @corpus.needed
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("file", "count", "passes"),
     [
@@ -622,6 +623,7 @@ LEARNS = [*SMALL, "--log-interval", "1", "--lr", "0.05"]
 
 
 @corpus.needed
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("file", "arguments", "least_accuracy"),
     [
@@ -661,6 +663,7 @@ def test_horovods_examples_run(
 
 
 @corpus.needed
+@pytest.mark.release
 def test_horovod_run_of_an_example(tmp_path: pathlib.Path) -> None:
     """``--num-proc`` makes the converted example start its own ranks by ``horovod.run``; both train."""
     script = _converted("pytorch_mnist.py", tmp_path)

@@ -972,7 +972,7 @@ def test_dev_says_what_passes_only_when_run_again(
     monkeypatch.setattr(dev, "VENV", tmp_path / "venv")
     monkeypatch.setattr(dev, "venv_python", lambda: pathlib.Path(sys.executable))
     tally = dev.Tally()
-    dev.run_python_suite(tally, quick=False)
+    dev.run_python_suite(tally, None)
     code = tally.report(tmp_path / "target" / "result.json")
     lines = capfd.readouterr().out.splitlines()
     result = json.loads((tmp_path / "target" / "result.json").read_text())
