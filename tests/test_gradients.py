@@ -19,6 +19,7 @@ import random
 import re
 import signal
 import time
+import types
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -37,6 +38,7 @@ from penstock import _core
 from penstock.errors import Config as ConfigError
 from penstock.errors import Mismatch, NotFinite, PenstockError
 from penstock.torch import GradientReducer, backend, ddp_hook
+from penstock.training.passes import BackwardPass
 from penstock.training.slots import Slots
 from raising import calls_back, half_way
 
@@ -265,6 +267,11 @@ def test_lazy_negatives(count: int) -> None:
     found, address, _ = slots.submit(Reducer(), 0, gradient)  # type: ignore[arg-type]
     assert submitted == [address] == [found.data_ptr()] and address != gradient.data_ptr()
     assert not found.is_neg() and found.tolist() == [-1.0, -2.0, -3.0][:count]
+
+
+def test_what_the_quick_hook_hands_over() -> None:
+    """Gradients that are reduced where they lie, as Python's own hook notes them; everything else is left to that one."""
+    ranks.run(_hand_over, count=1)
 
 
 def test_gradients_on_a_device() -> None:
@@ -1160,6 +1167,70 @@ def _kept_after_an_average() -> None:
     optimizer.step()
     assert model.weight.eq(before - 2.0).all(), model.weight
     dist.destroy_process_group()
+
+
+def _hand_over() -> None:
+    dist.init_process_group("penstock")
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    reducer = GradientReducer([parameter])
+    now, left = 7, []
+    current = _core.CurrentPass(lambda: now)
+    hook = _core.ReadyHook(current, reducer._reducer, 0, *reducer._slots.quick(0), left.append)
+    values = torch.arange(6.0).view(2, 3)
+    resized = values.clone()
+    resized.untyped_storage().resize_(8)
+    whole = torch.zeros(3, 2, 3)
+    replaced = values.clone().add_(1)
+    cases: list[tuple[torch.Tensor | None, int | None]] = [
+        (values.clone(), 0),
+        (replaced, 1),
+        (whole[1], -1),
+        (torch.zeros(4, 3)[:2], -1),
+        (None, None),
+        (values.double(), None),
+        (values.t().contiguous().t(), None),
+        (values[:, :2], None),
+        (values.to_sparse(), None),
+        (resized, None),
+        (torch.complex(values, values).conj().imag, None),
+        (nn.Parameter(values.clone()), None),
+    ]
+    for gradient, version in cases:
+        pass_ = BackwardPass()
+        states = pass_.states
+        current.follow(7, pass_.handed, states.addresses, states.versions, pass_.shared)
+        # torch lets nobody assign most of these.
+        stand_in = types.SimpleNamespace(grad=gradient)
+        left.clear()
+        hook(stand_in)
+        if version is None:
+            assert left == [stand_in] and not pass_.handed and not len(states) and not pass_.shared, gradient
+            continue
+        assert gradient is not None and not left
+        assert pass_.handed == {0: gradient} and pass_.handed[0] is gradient
+        assert states.get(0) == (gradient.data_ptr(), version) and pass_.shared == ([0] if version < 0 else [])
+        expected, address, is_alone = gradient.clone(), gradient.data_ptr(), version >= 0
+        reducer._reducer.flush().wait()
+        # As Python's hook, and in the next step.
+        assert reducer._slots.submit(reducer._reducer, 0, gradient) == (gradient, address, is_alone)
+        reducer._reducer.flush().wait()
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
+    usual = types.SimpleNamespace(grad=values.clone())
+    for stop in ("another task", "the end"):
+        pass_ = BackwardPass()
+        current.follow(7, pass_.handed, pass_.states.addresses, pass_.states.versions, pass_.shared)
+        now = 7 if stop == "the end" else 8
+        if stop == "the end":
+            current.end()
+        left.clear()
+        hook(usual)
+        assert left == [usual] and not pass_.handed, stop
+    # What the reducer refuses, the hook raises: the gradient was handed over before.
+    current.follow(7, pass_.handed, pass_.states.addresses, pass_.states.versions, pass_.shared)
+    hook(usual)
+    with pytest.raises(PenstockError, match="is submitted while its last value"):
+        hook(usual)
+    assert list(pass_.handed) == [0]
 
 
 def _changed() -> None:

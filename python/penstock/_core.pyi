@@ -5,9 +5,11 @@ from typing import Any, final
 
 __all__ = [
     "AGGREGATION_VERSION",
+    "CurrentPass",
     "Daemon",
     "Engine",
     "Group",
+    "ReadyHook",
     "Reducer",
     "TensorCheck",
     "Ticket",
@@ -134,6 +136,33 @@ class Reducer:
     def was_absent(self, index: int) -> bool: ...
     def set_way(self, *, bucket_bytes: int, wire: str | None, algorithm: str | None, streams: int) -> None: ...
     def stats(self) -> dict[str, Any]: ...
+
+@final
+class CurrentPass:
+    def __new__(cls, task_now: Callable[[], int]) -> CurrentPass: ...
+    def follow(
+        self,
+        task: int,
+        handed: dict[int, Any],
+        addresses: dict[int, int],
+        versions: dict[int, int],
+        shared: list[int],
+    ) -> None: ...
+    def end(self) -> None: ...
+
+@final
+class ReadyHook:
+    def __new__(
+        cls,
+        current: CurrentPass,
+        reducer: Reducer,
+        index: int,
+        check: TensorCheck,
+        bytes: int,
+        element_bytes: int,
+        otherwise: Callable[[Any], None],
+    ) -> ReadyHook: ...
+    def __call__(self, parameter: Any) -> None: ...
 
 @final
 class TensorCheck:

@@ -9,6 +9,7 @@ mod callbacks;
 mod daemon;
 mod engine;
 mod plan;
+mod ready;
 mod reducer;
 mod simulate;
 mod tensors;
@@ -37,6 +38,8 @@ mod _core {
     #[pymodule_export]
     use super::simulate::simulate_aggregation;
 
+    #[pymodule_export]
+    use super::ready::{CurrentPass, ReadyHook};
     #[pymodule_export]
     use super::tensors::{TensorCheck, first_changed};
 

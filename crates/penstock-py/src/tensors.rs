@@ -35,7 +35,7 @@ impl TensorCheck {
 
     /// The address of a tensor's first element if it is as the example; None otherwise. Where a stride has no meaning (there is one
     /// element, or none) it may be another.
-    fn address(&self, tensor: &Bound<'_, PyAny>) -> Option<usize> {
+    pub(crate) fn address(&self, tensor: &Bound<'_, PyAny>) -> Option<usize> {
         if !tensor.get_type().is(&self.kind) {
             return None;
         }

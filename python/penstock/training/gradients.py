@@ -18,7 +18,7 @@ import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -191,6 +191,7 @@ class GradientReducer:
             ends.callback(self._tuning.close)
         self._enabled = True
         self._pass: BackwardPass | None = None
+        self._current = _core.CurrentPass(_task)
         # Completes when the operations of a pass that raised have ended.
         self._withdrawn: _core.Ticket | None = None
         self._steps = Steps()
@@ -198,7 +199,9 @@ class GradientReducer:
         # Python's collector does not see what torch's hooks refer to, so they do not keep this object.
         this = weakref.ref(self)
         for index, parameter in enumerate(trained.dense):
-            ready = functools.partial(GradientReducer._ready, this, index)
+            ready: Callable[[torch.nn.Parameter], None] = functools.partial(GradientReducer._ready, this, index)
+            if not self._checks.slow:
+                ready = _core.ReadyHook(self._current, self._reducer, index, *self._slots.quick(index), ready)
             ends.callback(parameter.register_post_accumulate_grad_hook(ready).remove)
         for parameter in trained.sparse:
             sparse_ready = functools.partial(GradientReducer._sparse_ready, this)
@@ -294,7 +297,7 @@ class GradientReducer:
 
     @staticmethod
     def _ready(this: weakref.ref[GradientReducer], index: int, parameter: torch.nn.Parameter) -> None:
-        """The hook of a parameter. It runs for every gradient of every step, so what holds for a pass is found out once."""
+        """The hook of a parameter, where `_core.ReadyHook` does not know what to do: at the first gradient of a pass, for one."""
         self = this()
         if self is None:
             return
@@ -374,6 +377,8 @@ class GradientReducer:
         else:
             current.task = task
             passes.at_end(functools.partial(self._end_pass, task), self._abandon)
+            states = current.states
+            self._current.follow(task, current.handed, states.addresses, states.versions, current.shared)
 
     def _nested_is_over(self) -> None:
         """A nested pass has ended. The outer one may reach no parameter itself."""
@@ -456,9 +461,13 @@ class GradientReducer:
             if self._tuning is not None:
                 self._tuning.end()
         except PenstockError:
-            self._pass = None  # it raises on all ranks
+            self._is_over()  # it raises on all ranks
             raise
+        self._is_over()
+
+    def _is_over(self) -> None:
         self._pass = None
+        self._current.end()
 
     def _check_unchanged(self, current: BackwardPass) -> None:
         """Raise if a gradient was changed while it was being averaged: what then comes out is right on no rank."""
@@ -476,9 +485,10 @@ class GradientReducer:
         Args:
             grace_s: how long to wait for the failure of a step that cannot be withdrawn any more.
         """
-        current, self._pass = self._pass, None
+        current = self._pass
         if current is None:
             return
+        self._is_over()
         if current.flushed is not None:
             self._break_off(current.flushed, grace_s)
             return

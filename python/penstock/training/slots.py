@@ -72,6 +72,11 @@ class Slots:
             reducer.submit(index, address, nbytes, keep)
         return gradient, address, size == nbytes
 
+    def quick(self, index: int) -> tuple[_core.TensorCheck, int, int]:
+        """What `submit` looks at first: how a gradient that is reduced where it lies is laid out, and the bytes of all of it and
+        of an element."""
+        return self._quick[index]
+
     def zeros(self, index: int) -> torch.Tensor:
         """Zeros in place of a gradient that this rank does not have."""
         dtype, shape, strides, _ = self._slots[index]
