@@ -10,6 +10,7 @@ from pathlib import Path
 
 # The suites themselves. What they test has tests of its own in every run.
 PATHS = (
+    "docs/guide/frameworks.md",
     "p4",
     "requirements/frameworks.txt",
     "tests/corpus.py",

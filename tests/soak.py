@@ -31,14 +31,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import penstock
 import ranks
 from penstock.errors import PenstockError
 from penstock.runtime import groups
 from penstock.runtime.store import Keys
+from penstock.torch import GradientReducer, life
 from penstock.torch import backend as penstock_backend
-from penstock.torch import life
 
 
 @dataclasses.dataclass
@@ -247,6 +248,36 @@ class _Soak:
             dist.recv(received, members[own - 1], group=group, tag=number)
             sent.wait()
             assert received.eq((own - 1) % world + 1).all()
+        elif call == "sparse":
+            place = torch.sparse_coo_tensor([[own]], [1.0], (world,))
+            dist.all_reduce(place, group=group)
+            assert place.to_dense().eq(1).all()
+        elif call == "objects":
+            told: list[Any] = [None] * world
+            dist.all_gather_object(told, {"rank": own, "text": "x" * (size % 1000)}, group=group)
+            assert [one["rank"] for one in told] == list(range(world))
+        elif call in ("ddp", "reducer"):
+            self._train(group, own, world, averages_itself=call == "ddp")
+
+    def _train(self, group: Any, own: int, world: int, *, averages_itself: bool) -> None:
+        """A model of its own: DistributedDataParallel, and in turn with that, where there is one, a `GradientReducer`."""
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        reducer = None
+        whole: nn.Module = model
+        if averages_itself or self._spec.backend != "penstock":
+            whole = nn.parallel.DistributedDataParallel(model, process_group=group)
+        else:
+            reducer = GradientReducer(model, group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            ((own + 1) * whole(torch.ones(2, 8)).sum()).backward()
+            optimizer.step()
+        # Of (1 + ... + world) / world times two rows.
+        bias = model[2].bias.grad
+        assert bias is not None and bias.item() == world + 1
+        if reducer is not None:
+            reducer.close()
 
     def _end(self, end: str, group: Any, members: list[int]) -> None:
         own = members.index(self._rank)
@@ -421,6 +452,10 @@ _CALLS = (
     "scatter",
     "all_to_all",
     "ring",
+    "sparse",
+    "objects",
+    "ddp",
+    "reducer",
 )
 # Copied; as a reference or granted.
 _SIZES = (0, 1, 100, 1000, 20_000)

@@ -22,6 +22,9 @@ from random_programs.pool import FAULT_MEDIA, MEDIA, Pool
 def main(arguments: list[str]) -> int:
     """Returns 0 if no program failed (with --mutant: if one did)."""
     options = _parse(arguments)
+    # torch's warnings of every poll of a store would push stacks out of a rank's output. Read when torch is imported, which the
+    # ranks' fork server does. Not in tests: some look for such lines.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if options.virtual and options.mutant:
         names = list(engine_faults.FAULTS) if options.mutant == "all" else [options.mutant]
         count = min(options.count, engine_faults.PROGRAMS)

@@ -124,7 +124,7 @@ def _judge_wrong(program: dict[str, Any], wrong: dict[str, Any], reports: dict[i
     group = program["calls"][wrong["call"]]["group"]
     for rank, end in errors:
         spec, text = program["calls"].get(end["call"], {}), _said(program, rank, end)
-        if not any(kind in allowed for kind in _kinds(end)):
+        if not _is_allowed(end, allowed):
             found.append(f"not an error that a wrong {wrong['kind']} allows ({', '.join(allowed)}): {text}")
         elif (unnamed := _unnamed(program, wrong, rank, end, {one for one, _ in errors})) is not None:
             found.append(f"an error that does not name {unnamed}: {text}")
@@ -210,7 +210,7 @@ def _unnamed(
     if "Config" in kinds and "The group is still usable" in end["text"]:
         # This rank's own argument, which is refused before anything is sent: the caller knows which rank that is.
         return None if rank == own else f"rank {own}"
-    if spec.get("call") == "ddp" and "process" in reason:
+    if spec.get("call") == "ddp" and "in this process" in reason:
         return None  # torch's own words, for ranks that find a difference: "[1]: params[0] in this process"
     members = set(program["groups"].get(spec.get("group"), range(program["ranks"])))
     # What is built in a group that has failed is told that group's failure.
@@ -494,6 +494,11 @@ def _said(program: dict[str, Any], rank: int, end: dict[str, Any]) -> str:
 def _kinds(end: dict[str, Any]) -> list[str]:
     """An error's classes. Where torch's futures and Horovod pass it on as another, its name stands in the text."""
     return [*end["kinds"], *re.findall(r"\b(Mismatch|PeerLost|Timeout|Config|Closed|Refused|Bug)(?=: )", end["text"])]
+
+
+def _is_allowed(end: dict[str, Any], allowed: tuple[str, ...]) -> bool:
+    """RuntimeError: torch's own. All errors of ours have it as a base."""
+    return any(kind in allowed for kind in _kinds(end) if kind != "RuntimeError" or end["kinds"][0] == kind)
 
 
 def kinds(complaints: list[str]) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pathlib
 import tempfile
 from typing import Any
@@ -134,8 +133,5 @@ def _deadline_s(program: dict[str, Any]) -> float:
     return float(program["timeout_s"]) + (40 if "fault" in program else 20)
 
 
-# torch's warnings of every poll of a store would push stacks out of a rank's output. Read when torch is imported, which the
-# ranks' fork server does.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # The store and the notes keep a little of every program.
 _PROGRAMS_A_JOB = 2000

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, VecDeque};
 /// receive gets its plan when it has its message.
 pub const ANY_SOURCE: u32 = u32::MAX;
 
-/// Receives without a message, by tag. Except while the runtime works on a queue, the first receive in it takes any source,
+/// Receives without a message, by tag. Except while a group works on a queue, the first receive in it takes any source,
 /// and no message for it has come.
 #[derive(Debug)]
 pub struct Unbound<T>(BTreeMap<u32, VecDeque<T>>);

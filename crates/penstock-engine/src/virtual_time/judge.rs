@@ -1,6 +1,6 @@
 //! What may go wrong in a program, and what may not.
 
-use super::program::{Fault, How, Program, What, sequence};
+use super::program::{Fault, How, Program, Step, What, Wrong, sequence};
 use penstock_types::{Failure, FailureKind, SECOND};
 
 /// Which failures a program may meet.
@@ -45,6 +45,32 @@ impl Program {
                 may_lose: !self.goes_on || self.ends_early || matches!(wrong.how, How::Skip | How::Leave | How::Late),
             },
         }
+    }
+
+    /// Whether some operation fails because a rank makes another one than the others.
+    pub(super) fn must_be_noticed(&self) -> bool {
+        let differs = |wrong: Wrong| match wrong.how {
+            // A rank that only sends to ranks which expect nothing may have left before it hears of them.
+            How::Size => self.calls[wrong.call].elements > 0 || !self.is_last(wrong.call),
+            // So may two that take themselves for the root; what they do next may overtake what they have sent (seed 15712654).
+            How::Root if matches!(self.calls[wrong.call].what, What::Broadcast { .. } | What::Scatter { .. }) => false,
+            // Nothing is sent in an operation without elements, so nothing is compared.
+            How::DType | How::Op | How::Root => self.calls[wrong.call].elements > 0,
+            _ => false,
+        };
+        self.wrong.is_some_and(differs) && self.fault.is_none() && self.goes_on && !self.ends_early
+    }
+
+    /// Whether no rank makes another call of the group, or of its channels, after this one.
+    fn is_last(&self, call: usize) -> bool {
+        let home = |call: &usize| self.home(self.calls[*call].group);
+        self.steps.iter().all(|steps| {
+            let made = steps.iter().filter_map(|step| match step {
+                Step::Issue(call) | Step::Hold(call) => Some(*call),
+                _ => None,
+            });
+            !made.skip_while(|made| *made != call).skip(1).any(|later| home(&later) == home(&call))
+        })
     }
 
     /// Whether a success of the call says nothing about the result on this rank: it, or the call that it met, is not what the

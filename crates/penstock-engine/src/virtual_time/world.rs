@@ -128,12 +128,29 @@ impl<'a> World<'a> {
             }
         }
         self.check_vigils();
+        self.check_noticed();
         for rank in &self.ranks {
             if rank.engine.is_some() && self.complaints.is_empty() {
                 let waits: Vec<usize> = rank.user.calls.iter().filter(|(_, i)| !i.is_over).map(|(c, _)| *c).collect();
                 let steps = rank.user.steps.len();
                 self.complaints.push(format!("hang: rank {} has {steps} steps left, calls {waits:?}", rank.rank));
             }
+        }
+    }
+
+    /// Where nothing else hides it, some rank finds that a rank makes another operation than the others.
+    fn check_noticed(&mut self) {
+        let program = self.program;
+        let Some(wrong) = program.wrong.filter(|_| program.must_be_noticed()) else { return };
+        let home = |call: usize| program.home(program.calls[call].group);
+        let is_made = |rank: &Rank<'_>| rank.user.calls.contains_key(&wrong.call);
+        if self.ranks.iter().filter(|rank| program.takes_part(wrong.call, rank.rank)).any(|rank| !is_made(rank)) {
+            return; // while a program is made small
+        }
+        let mut calls = self.ranks.iter().flat_map(|rank| &rank.user.calls);
+        let is_mismatch = |result| matches!(result, Some(Err(Failure { kind: FailureKind::Mismatch, .. })));
+        if !calls.any(|(call, issued)| home(*call) == home(wrong.call) && is_mismatch(issued.ticket.result())) {
+            self.complaints.push(format!("unnoticed: call {} on rank {} is wrong", wrong.call, wrong.rank));
         }
     }
 
