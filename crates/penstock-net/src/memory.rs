@@ -163,8 +163,8 @@ impl Mapping {
     }
 
     /// Whether the bytes are mapped, and need not be copied.
-    #[must_use]
-    pub fn is_mapped(&self) -> bool {
+    #[cfg(test)]
+    fn is_mapped(&self) -> bool {
         matches!(self.whole, Whole::Mapped(_))
     }
 

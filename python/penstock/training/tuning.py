@@ -29,6 +29,7 @@ from penstock.errors import Config as ConfigError
 from penstock.errors import PenstockError
 from penstock.extras import need
 from penstock.runtime import config, groups
+from penstock.runtime.wire import sent_bytes
 from penstock.training.tune import (
     Entry,
     Graph,
@@ -334,7 +335,7 @@ def _bandwidth(hosts: Sequence[int], group: Any) -> float:
         dist.all_reduce(tensor, group=group)
         seconds.clamp_(max=time.perf_counter() - started)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    carried = 2 * (count - 1) / count * PROBE_BYTES / float(seconds)
+    carried = sent_bytes(PROBE_BYTES, count) / float(seconds)
     return 2.0 ** (round(4 * math.log2(carried)) / 4)
 
 

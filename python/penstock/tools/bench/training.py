@@ -36,6 +36,7 @@ from penstock.reports import (
     series,
 )
 from penstock.reports.numbers import milliseconds, plural, share, times
+from penstock.runtime.wire import sent_bytes
 from penstock.tools.bench import machine
 from penstock.tools.bench.options import (
     EVERYTHING,
@@ -53,7 +54,6 @@ from penstock.tools.bench.report import does_not_show, quantile
 from penstock.tools.testbed.bed import Loopback
 from penstock.tools.testbed.cluster import Testbed
 from penstock.tools.testbed.link import LinkSpec
-from penstock.tools.wire import sent_bytes
 
 Bed = Testbed | Loopback
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.runtime.wire import sent_bytes
 from penstock.tools.bench.mesh import Mesh
 from penstock.tools.testbed.link import CLASSES
 from penstock.torch import GradientReducer, ddp_hook
@@ -144,7 +145,7 @@ class _RawSockets:
             for pair in self._mesh.pairs.values():
                 for flow in pair.flows:
                     flow.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        share = 2 * (len(first) - 1) * nbytes // len(first)
+        share = int(sent_bytes(nbytes, len(first)))
         self._traffic = {(at, (at + 1) % len(first)): share for at in range(len(first))}
 
     def move(self) -> torch.Tensor:

@@ -17,6 +17,7 @@ from penstock.extras import need
 from penstock.reports import render
 from penstock.runtime import config
 from penstock.runtime.files import check_writable, write_whole
+from penstock.runtime.wire import sent_bytes
 from penstock.tools.bench import machine
 from penstock.tools.demo.comparison import (
     Comparison,
@@ -34,7 +35,6 @@ from penstock.tools.demo.prediction import Prediction, hook_buckets, predict_ste
 from penstock.tools.demo.report import page
 from penstock.tools.demo.training import Bed, Training, TrainingFailed, Way, train
 from penstock.tools.testbed import LinkSpec, Loopback, Testbed, TestbedUnavailable
-from penstock.tools.wire import sent_bytes
 
 
 @click.command()

@@ -11,10 +11,10 @@ from typing import Any
 
 from penstock.reports import Column, Line, Table
 from penstock.reports.numbers import change, milliseconds, share, times
+from penstock.runtime.wire import sent_bytes
 from penstock.tools.demo.prediction import Prediction
 from penstock.tools.demo.training import Phases, Training
 from penstock.tools.testbed import LinkSpec
-from penstock.tools.wire import sent_bytes
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from penstock.runtime.wire import sent_bytes
 from penstock.tools.demo.training import Phases
-from penstock.tools.wire import sent_bytes
 
 
 @dataclass(frozen=True)

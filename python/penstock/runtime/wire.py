@@ -1,4 +1,4 @@
-"""What an all-reduce puts on the wire: counted from the plan that ranks run, so that no tool derives it again."""
+"""What an all-reduce puts on the wire: counted from the plan that ranks run, so that nobody derives it again."""
 
 from __future__ import annotations
 
