@@ -707,6 +707,7 @@ def for_gloo(program: Program) -> Program:
     found = shrink.without(program, {name for name, spec in program["calls"].items() if not _is_gloos(spec)})
     for spec in found["calls"].values():
         spec.pop("shared", None)
+        spec.pop("split", None)
         if "layouts" in spec:
             plain = {"shared": "flat", "shared slice": "slice"}
             spec["layouts"] = [plain.get(layout, layout) for layout in spec["layouts"]]
@@ -717,9 +718,9 @@ def _is_gloos(spec: dict[str, Any]) -> bool:
     if spec["call"] == "ddp":
         return not spec["hook"] and spec["dtype"] in _GLOO_DTYPES
     call = spec["call"]
-    if call in ("new_group", "destroy_group", *FRONTS, "all_to_all", "all_gather_coalesced") or call.startswith(
-        "coalesced"
-    ):
+    if call in ("new_group", "destroy_group"):
+        return True
+    if call in (*FRONTS, "all_to_all", "all_gather_coalesced") or call.startswith("coalesced"):
         return False
     if spec.get("any_source") and 0 in spec["counts"]:
         return False  # it refuses to receive nothing
@@ -735,4 +736,4 @@ def _is_gloos(spec: dict[str, Any]) -> bool:
     return spec.get("dtype", "float32") in _GLOO_DTYPES
 
 
-_GLOO_DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64")
+_GLOO_DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
