@@ -295,6 +295,12 @@ def test_errors_of_a_fault_itself_are_told_apart() -> None:
     assert any(mutants.DEFECTIVE in text for text in judge.judge(program, {0: report}))
 
 
+def test_the_virtual_programs_are_there() -> None:
+    """`./dev fuzz --virtual` names a test of the engine; where there is none of that name, cargo runs nothing and is content."""
+    assert plant.PROGRAMS.name == "virtual_time::programs" and plant.PROGRAMS.package == "penstock-engine"
+    assert "\nfn programs(" in (ROOT / "crates/penstock-engine/src/virtual_time/mod.rs").read_text()
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_found(name: str) -> None:
     """The tester fails where it must: a fault planted in the ranks is found by one of the first programs."""

@@ -75,7 +75,7 @@ def _virtual(options: argparse.Namespace) -> int:
     """The programs of the engine's crate, under virtual time; they are another kind, and generated there. With ``--jobs`` each of
     several processes runs a range of the seeds."""
     jobs = options.jobs
-    test = ["-p", "penstock-engine", "--lib", "virtual_time::programs", "--", "--exact", "--nocapture"]
+    test = ["-p", plant.PROGRAMS.package, "--lib", plant.PROGRAMS.name, "--", "--exact", "--nocapture"]
     if jobs > 1:
         # Once, and not while all of them wait for it.
         built = subprocess.run(["cargo", "test", "--quiet", *test[:3], "--no-run"], check=False)

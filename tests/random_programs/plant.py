@@ -50,7 +50,7 @@ def hunt(names: list[str], *, root: pathlib.Path, seed: int | None, count: int, 
                         f"{name}: {fault.test} fails ({time.monotonic() - started_s:.0f} s): {said[:200]}", flush=True
                     )
                     continue
-                found = _look(copy.build(_PROGRAMS), first, count, minutes)
+                found = _look(copy.build(PROGRAMS), first, count, minutes)
         except Defective as reason:
             failed = 1
             print(f"{name}: ERROR: {reason}", flush=True)
@@ -152,7 +152,7 @@ def _look(binary: pathlib.Path, first: int, count: int, minutes: float) -> Found
         "PENSTOCK_VIRTUAL_MINUTES": str(minutes),
         "RUST_BACKTRACE": "0",
     }
-    command = [str(binary), _PROGRAMS.name, "--exact", "--nocapture"]
+    command = [str(binary), PROGRAMS.name, "--exact", "--nocapture"]
     with tempfile.TemporaryFile("w+") as errors:
         running = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, stdin=subprocess.DEVNULL
@@ -231,6 +231,6 @@ def read(lines: Iterable[str], first: int) -> Found | None:
 
 
 # The programs.
-_PROGRAMS = Test("penstock-engine", "virtual_time::programs")
+PROGRAMS = Test("penstock-engine", "virtual_time::programs")
 # How long a test may take, or a program when the time is over.
 _PATIENCE_S = 60.0
