@@ -449,9 +449,11 @@ impl Drop for VirtualConnection {
         let [own, other] =
             net.connections[self.connection].ends.get_disjoint_mut([self.side, 1 - self.side]).expect("two");
         let has_unread = own.incoming_bytes > 0 && !own.has_finished;
-        if !own.is_closed {
+        // An end that was reset says nothing when it is closed; nor does anything pass once the connection is lost.
+        let is_lost = own.reset_at.is_some() || other.reset_at.is_some();
+        if !own.is_closed && !is_lost {
             match has_unread {
-                true => other.reset_at = other.reset_at.or(Some(arrives)),
+                true => other.reset_at = Some(arrives),
                 false => other.end_at = other.end_at.or(Some(arrives.max(other.last))),
             }
         }
